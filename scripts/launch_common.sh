@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Shared by launch_prefill.sh, launch_decode.sh and launch_proxy.sh, which source it with `root` (the repository) set.
+# Shared by launch_prefill.sh, launch_decode.sh and launch_cluster.sh, which source it with `root` (the repository) set.
 # shellcheck shell=bash
 
 : "${root:?}"

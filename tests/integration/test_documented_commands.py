@@ -118,7 +118,7 @@ def is_understood(command: Command, folder: Path) -> None:
     shown = command.run(REPOSITORY, "" if "--dry-run" in command.words else "--dry-run", HOME=str(folder))
     *_, last = [line for line in shown.splitlines() if not line.startswith("#")]
     if command.words[0] == "scripts/launch_cluster.sh":
-        assert f"{REPOSITORY}/scripts/launch_proxy.sh" in shlex.split(last)
+        assert shlex.split(last)[1:4] == ["-m", "vllm_ascend_pd.cli", "proxy"]
     else:
         assert shlex.split(last.removeprefix("exec "))[1] == ("start" if "--ray-node" in command.words else "serve")
 

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -18,8 +18,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from typer.main import get_command
 
+from vllm_ascend_pd import cli
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
+from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.tools.launch.arguments import NAMES, refused_argument
 from vllm_ascend_pd.tools.launch.hosts import HostsFile
 from vllm_ascend_pd.tools.launch.plan import make_plan
@@ -75,6 +78,12 @@ def test_options_that_scripts_set_are_refused_under_each_name_and_no_others_are(
                 assert refused_argument(cut) is not None, cut
 
 
+def proxy_options(command: Sequence[str]) -> dict[str, Any]:
+    """What the proxy takes from its command line."""
+    words = list(command[command.index("proxy") + 1 :])
+    return get_command(cli.app).commands["proxy"].make_context("proxy", words).params
+
+
 def connector_config(transfer: Any) -> ConnectorConfig:
     """Returns our connector's configuration, by itself or below a MultiConnector."""
     extra = transfer.kv_connector_extra_config
@@ -106,13 +115,14 @@ def test_hosts_become_commands_that_are_understood(path: Path, tmp_path: Path) -
     ]
     # Files of other connectors are on the hosts; the example has them beside it.
     commands = [tuple(_here(word, path.parent) for word in process.command) for process in plan.processes]
+    *engines, proxy = plan.processes
+    assert proxy.name == "proxy"
+    assert proxy_options(proxy.command)["metaserver_url"] == plan.endpoint
     with ThreadPoolExecutor(4) as pool:
-        printed = list(pool.map(dry_run, commands))
-    for process, words in zip(plan.processes, printed, strict=True):
+        printed = list(pool.map(dry_run, commands[:-1]))
+    for process, words in zip(engines, printed, strict=True):
         role = process.name.partition("-")[0]
-        if role == "proxy":
-            assert words[1] == "proxy"
-        elif "-ray-" in process.name:
+        if "-ray-" in process.name:
             assert words[1] == "start"
         else:
             understood(words, role)
@@ -128,9 +138,9 @@ def test_every_example_says_what_to_run_and_what_to_expect() -> None:
         assert "expect" in readme.lower() or "shows, after" in readme, example
         for command in re.findall(r"scripts/launch_\w+\.sh (examples/\S+)", readme):
             assert (REPOSITORY / command).is_file(), command
-        for line in re.findall(r"^scripts/launch_(?:prefill|decode|proxy)\.sh .*$", readme, re.MULTILINE):
+        for line in re.findall(r"^scripts/launch_(?:prefill|decode)\.sh .*$", readme, re.MULTILINE):
             script, *options = shlex.split(line)
-            assert dry_run((str(REPOSITORY / script), *options))[1] in ("serve", "start", "proxy")
+            assert dry_run((str(REPOSITORY / script), *options))[1] in ("serve", "start")
 
 
 # From the LeaderWorkerSet API v1 (kubernetes-sigs/lws, config/crd/bases); pod templates are checked as pods.
@@ -233,17 +243,20 @@ def test_pods_find_each_other() -> None:
     kinds = {(one["kind"], one["metadata"]["name"]): one for path in MANIFESTS for one in resources(path)}
     proxy = kinds["Deployment", "proxy"]
     [container] = proxy["spec"]["template"]["spec"]["containers"]
-    command = dry_run(expanded(container["command"], {}))
+    assert container["command"][:2] == ["vllm-ascend-pd", "proxy"]
+    options = proxy_options(container["command"])
     # The leaders' names, at the ports that the engines serve at.
     for role, port in (("prefill", 8100), ("decode", 8200)):
-        assert command[command.index(f"--{role}") + 1] == f"http://{role}-0.{role}:{port}"
+        assert options[role] == [f"http://{role}-0.{role}:{port}"]
         service = kinds["Service", f"{role}-engines"]["spec"]
         leader = pod_templates(kinds["LeaderWorkerSet", role])["0"]
         assert service["clusterIP"] == "None"
         assert service["selector"].items() <= leader["metadata"]["labels"].items()
         assert service["ports"][0]["port"] == port
     # Decode posts tickets to the proxy's Service, which is what its allow-list has.
-    url = command[command.index("--metaserver-url") + 1]
+    url = ProxySettings(
+        prefill=("http://p:1",), decode=("http://d:1",), metaserver_url=options["metaserver_url"]
+    ).metaserver_url
     assert url == "http://proxy:8000/v1/metaserver"
     [decode] = [word for word in _command_of(kinds["LeaderWorkerSet", "decode"]) if word.startswith("--metaserver=")]
     assert url.startswith(decode.removeprefix("--metaserver="))

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What launch scripts refuse to hand on behind `--`: what they set themselves, under every name that it has."""
 
-import re
 from pathlib import Path
 
 import pytest
-from test_launch_scripts import CPU, PROXY, SCRIPTS, base_environment, launch
-from typer.main import get_command
+from test_launch_scripts import CPU, base_environment, launch
 
-from vllm_ascend_pd import cli
-from vllm_ascend_pd.tools.launch.arguments import refused_argument, refused_proxy_argument
+from vllm_ascend_pd.tools.launch.arguments import refused_argument
 
 
 @pytest.mark.parametrize(
@@ -58,44 +55,10 @@ def test_a_model_is_no_option(model: str, tmp_path: Path) -> None:
     assert f"launch_prefill: --model {model!r} is empty or begins with a dash" in done.stderr
 
 
-def proxy_options() -> set[str]:
-    return {name for option in get_command(cli.app).commands["proxy"].params for name in option.opts}
-
-
-def test_what_launch_proxy_sets_is_not_handed_on() -> None:
-    script = (SCRIPTS / "launch_proxy.sh").read_text()
-    _, _, command = script.partition("\ncommand=(")
-    made = set(re.findall(r"--[a-z-]+", command))
-    assert made <= proxy_options()
-    assert {name for name in proxy_options() if refused_proxy_argument(name) is not None} == made
-    taken = set(re.findall(r"^ +(--[a-z-]+)\) ", script, re.MULTILINE))
-    for name in made:
-        assert refused_proxy_argument(f"{name}=1", hosts_file=True)
-        reason = refused_proxy_argument(f"{name}=1")
-        assert reason is not None
-        assert re.findall(r"use (--[a-z-]+) before the --", reason)[0] in taken
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--port", "18001"), "launch_proxy: --port is set here: use --port before the --"),
-        (("--strategy", "least-load", "--metaserver-port=1"), "--metaserver-port is set here: use --metaserver-port"),
-        (("--host", "0.0.0.0"), "--host is set here: use --listen before the --"),
-        (("--metaserver-url", "http://x:1"), "--metaserver-url is set here: use --address"),
-    ],
-)  # fmt: skip
-def test_launch_proxy_refuses_it(words: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    done = launch("proxy", *PROXY, "--dry-run", "--", *words, env=base_environment(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert reason in done.stderr
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode", "proxy"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("option", ["--dry-run", "--help"])
 def test_options_of_the_script_itself_are_not_handed_on(role: str, option: str, tmp_path: Path) -> None:
     """Who adds one to the end of a command means the script: nothing must start."""
-    options = PROXY if role == "proxy" else CPU
-    done = launch(role, *options, "--", option, env=base_environment(tmp_path))
+    done = launch(role, *CPU, "--", option, env=base_environment(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert f"launch_{role}: {option} is an option of the launch script: put it before the --" in done.stderr

@@ -25,10 +25,10 @@ def launch(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("script", ["launch_prefill", "launch_decode", "launch_proxy"])
+@pytest.mark.parametrize("script", ["launch_prefill", "launch_decode"])
 @pytest.mark.parametrize("more", [(), ("--port", "1"), ("value",)])
 def test_unknown_options(script: str, more: tuple[str, ...]) -> None:
-    done = launch(script, *(() if script == "launch_proxy" else CPU), "--bogus", *more)
+    done = launch(script, *CPU, "--bogus", *more)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{script}: unknown option --bogus; see --help\n"
 
@@ -76,7 +76,7 @@ def test_a_node_without_http_has_no_access_log() -> None:
     assert "--disable-access-log-for-endpoints" not in words
 
 
-@pytest.mark.parametrize("script", ["launch_prefill", "launch_decode", "launch_proxy", "launch_cluster"])
+@pytest.mark.parametrize("script", ["launch_prefill", "launch_decode", "launch_cluster"])
 def test_help_needs_nothing_but_a_shell(script: str) -> None:
     command = [str(REPOSITORY / "scripts" / f"{script}.sh"), "--help"]
     env = {"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python"}

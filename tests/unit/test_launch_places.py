@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_launch_scripts import CPU, PROXY, REPOSITORY, SCRIPTS, base_environment
+from test_launch_scripts import CPU, REPOSITORY, SCRIPTS, base_environment
 
 HOSTS = str(REPOSITORY / "examples/single-node-1p1d/hosts.yaml")
 
@@ -27,13 +27,13 @@ def dry_run(command: Path, *options: str) -> str:
 
 def test_a_cluster_is_started_by_the_scripts_beside_its_own(clone: Path) -> None:
     printed = dry_run(clone / "scripts/launch_cluster.sh", HOSTS)
-    for role in ("prefill", "decode", "proxy"):
+    for role in ("prefill", "decode"):
         assert f" {clone}/scripts/launch_{role}.sh " in printed
 
 
 @pytest.mark.parametrize(
     ("script", "options"),
-    [("launch_prefill", CPU), ("launch_decode", CPU), ("launch_proxy", PROXY), ("launch_cluster", (HOSTS,))],
+    [("launch_prefill", CPU), ("launch_decode", CPU), ("launch_cluster", (HOSTS,))],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_link_to_a_script_is_that_script(script: str, options: tuple[str, ...], tmp_path: Path) -> None:

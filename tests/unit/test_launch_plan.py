@@ -10,7 +10,9 @@ from functools import partial
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from typer.main import get_command
 
+from vllm_ascend_pd import cli
 from vllm_ascend_pd.tools.launch.cluster import dry_run
 from vllm_ascend_pd.tools.launch.hosts import HostsError, HostsFile, Invalid
 from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan, make_plan
@@ -64,7 +66,7 @@ def test_two_nodes() -> None:
     assert {options(node)["--head-address"] for node in (first, second)} == {"10.0.0.1"}
     assert {options(node)["--metaserver"] for node in (first, second)} == {"http://10.0.0.1:8000"}
     assert [process.ssh for process in made.processes] == ["10.0.0.1", "10.0.0.1", "user@b", "10.0.0.1"]
-    assert options(proxy)["--decode"] == "http://10.0.0.1:8200"
+    assert proxy.command[-2:] == ("--decode", "http://10.0.0.1:8200")
     assert made.endpoint == "http://10.0.0.1:8000"
 
 
@@ -76,6 +78,23 @@ def test_ray_runs_on_all_nodes_and_vllm_on_the_first() -> None:
         "decode-0-ray-0",
         "decode-0-ray-1",
     ]
+
+
+def test_the_proxys_command_is_one_that_it_takes() -> None:
+    text = TWO_NODES.replace("10.0.0.1", "fd00::1").replace("a: {address: fd00::1", "a: {address: 'fd00::1'")
+    text += "  listen: '::'\n  args: [--read-timeout, '9']\nticket_secret: /k/tickets\nmetaserver_token: /k/token\n"
+    *_, proxy = plan(text).processes
+    assert proxy.command[:4] == (PYTHON, "-m", "vllm_ascend_pd.cli", "proxy")
+    words = list(proxy.command[4:])
+    taken = get_command(cli.app).commands["proxy"].make_context("proxy", list(words)).params
+    assert {name: taken[name] for name in ("host", "port", "read_timeout")} == {
+        "host": "::", "port": 8000, "read_timeout": 9.0,
+    }  # fmt: skip
+    assert (taken["metaserver_url"], taken["decode"]) == ("http://[fd00::1]:8000", ["http://[fd00::1]:8200"])
+    assert (taken["ticket_secret_file"], taken["metaserver_token_file"]) == ("/k/tickets", "/k/token")
+    for option in {word for word in words if word.startswith("--")} - {"--read-timeout"}:
+        with pytest.raises(HostsError, match=f"{option} is not for proxy.args"):
+            plan(TWO_NODES + f"  args: ['{option}=1']\n")
 
 
 def test_a_dry_run_shows_where_and_what() -> None:
@@ -135,9 +154,9 @@ def test_a_dry_run_shows_where_and_what() -> None:
         ("tp: 8", "args: [--api-key=abc]", "hosts.yaml:8: prefill[0].args[0]: --api-key: every user"),
         ("tp: 8", "args: [-tp, '3']", "hosts.yaml:8: prefill[0].args[0]: -tp is set here: use --tp"),
         ("tp: 8", "args: [--tensor_parallel_size=3]", "args[0]: --tensor-parallel-size is set here: use --tp"),
-        ("host: a", "host: a\n  args: [--port, '8001']", ":15: proxy.args[0]: --port is set here: use proxy.port"),
-        ("host: a", "host: a\n  args: [--prefill=http://x:1]", "proxy.args[0]: --prefill is set here: use prefill"),
-        ("host: a", "host: a\n  args: [--metaserver-port, '1']", "--metaserver-port: not supported in hosts.yaml"),
+        ("host: a", "host: a\n  args: [--port, '8001']", ":15: proxy.args[0]: --port is not for proxy.args: use"),
+        ("host: a", "host: a\n  args: [--prefill=http://x:1]", "proxy.args[0]: --prefill is not for proxy.args"),
+        ("host: a", "host: a\n  args: [--metaserver-port, '1']", "--metaserver-port is not supported here"),
         ("host: a", 'host: a\n  listen: "a\\nb"', "hosts.yaml:15: proxy.listen: must be one printable line"),
         ("/models/m", "''", "hosts.yaml:1: model: '' is empty or begins with a dash"),
         ("/models/m", "--help", "hosts.yaml:1: model: '--help' is empty or begins with a dash"),

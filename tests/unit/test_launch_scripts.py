@@ -5,7 +5,6 @@ the connector is told is what it understands."""
 import json
 import os
 import re
-import shlex
 import shutil
 import stat
 import subprocess
@@ -14,12 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
-from vllm_ascend_pd import cli
 from vllm_ascend_pd.core.config import parse_config
-from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.tools.launch.engine import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -29,7 +25,6 @@ SET_BY_US = re.compile(r"^export (\w+)=", re.MULTILINE)
 A3 = ("--device", "a3", "--address", "10.0.0.1", "--interface", "eth0", "--model", "/models/m")
 A2 = ("--device", "a2", *A3[2:])
 CPU = ("--device=cpu", "--model=/models/m")
-PROXY = ("--prefill", "http://10.0.0.1:8100", "--decode", "http://10.0.0.2:8200", "--address", "10.0.0.3")
 
 
 def base_environment(tmp_path: Path) -> dict[str, str]:
@@ -186,9 +181,9 @@ def test_vllm_waits_for_its_ray_cluster(environment: dict[str, str], tmp_path: P
     assert (tmp_path / "asked").read_text().splitlines() == ["status"] * 3
 
 
-@pytest.mark.parametrize("script", ["launch_prefill", "launch_decode", "launch_proxy", "launch_cluster"])
+@pytest.mark.parametrize("script", ["launch_prefill", "launch_decode", "launch_cluster"])
 def test_says_which_python_is_missing(script: str, environment: dict[str, str], tmp_path: Path) -> None:
-    options = {"launch_proxy": PROXY, "launch_cluster": ("hosts.yaml",)}.get(script, CPU)
+    options = ("hosts.yaml",) if script == "launch_cluster" else CPU
     python = tmp_path / "bin" / "python"  # without this package
     python.parent.mkdir()
     python.write_text("#!/bin/sh\nexit 1\n")
@@ -221,21 +216,6 @@ def test_says_which_python_is_missing(script: str, environment: dict[str, str], 
         ("decode", (*A3, "--", "--api-key", "sesame"), "--api-key: every user of the machine can read command lines"),
         ("decode", (*A3, "--port"), "--port needs a value"),
         ("decode", (*A3, "stray"), "unknown argument stray:"),
-        ("proxy", ("--prefill", "http://a:1", "--address", "10.0.0.1"), "--decode is missing"),
-        ("proxy", ("--prefill", "http://a:1", "--decode", "http://b:1"), "--address is missing"),
-        ("proxy", ("--prefill", "http://a:1", "--decode", "http://a:1/", "--address", "h"), "is both a prefill and"),
-        ("proxy", ("--prefill", "a:1", "--decode", "http://b:1", "--address", "h"), "a:1: must be an engine's URL"),
-        ("proxy", ("--prefill", "dns+http://a", "--decode", "http://b:1", "--address", "h"), "dns+http://a: must be"),
-        ("proxy", ("--prefill", "http://a:1", "--decode", "http://b:1", "--address", "0.0.0.0"), "is not an address"),
-        ("proxy", ("--frefill", "http://a:1"), "unknown option --frefill"),
-        ("proxy", (*PROXY, "--tls-cert", "/c"), "--tls-cert and --tls-key need each other"),
-        ("proxy", (*PROXY, "--tls-key-password", "/p"), "--tls-key-password needs --tls-cert and --tls-key"),
-        ("proxy", (*PROXY, "--metaserver-tls-cert", "/c", "--metaserver-tls-key", "/k"), "need --metaserver-port"),
-        ("proxy", (*PROXY, "--metaserver-client-ca", "/a"), "need --metaserver-port"),
-        ("proxy", (*PROXY, "--metaserver-port", "8001", "--metaserver-client-ca", "/a"), "needs a certificate"),
-        ("proxy", (*PROXY, "--metaserver-port", "8001", "--metaserver-tls-key", "/k"), "need each other"),
-        ("proxy", (*PROXY, "--metaserver-port", "8000"), "--metaserver-port 8000 is the same as"),
-        ("proxy", (*PROXY, "--metaserver-port", "x"), "--metaserver-port x: must be from 1 to 65535"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused_with_a_reason(
@@ -305,104 +285,21 @@ def test_without_cann_nothing_is_started(environment: dict[str, str]) -> None:
     assert arguments[0] == "serve"
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "proxy"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_help_names_every_option_and_variable(role: str, environment: dict[str, str]) -> None:
     done = launch(role, "--help", env=environment)
     assert done.returncode == 0
     assert done.stdout.startswith("Starts")
-    if role != "proxy":
-        common = (SCRIPTS / "launch_common.sh").read_text()
-        a2_alone = {"HCCL_INTRA_PCIE_ENABLE", "HCCL_INTRA_ROCE_ENABLE"}
-        on_demand = {"RAY_ADDRESS", "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "PYTHONHASHSEED"}
-        cpu_alone = {"VLLM_LOOPBACK_IP", "VLLM_CPU_OMP_THREADS_BIND"}
-        variables = set(re.findall(r"^ +(?:preset|known) (\w+)", common, re.MULTILINE))
-        assert variables - a2_alone - on_demand - cpu_alone <= set(
-            re.findall(r"^  (\w+)[= ]", done.stdout, re.MULTILINE)
-        )
-        engine = (REPOSITORY / "vllm_ascend_pd/tools/launch/engine.py").read_text()
-        others = {
-            "prefill": {"kv_port", "load_failure_policy", "metaserver", "metaserver_token"},
-            "decode": {"decode_host"},
-        }
-        options = set(re.findall(r"^    (\w+): Annotated", engine, re.MULTILINE)) - {"role", "arguments"} - others[role]
-        assert not [name for name in options if f"--{name.replace('_', '-')}" not in done.stdout]
-
-
-def test_the_proxys_command_is_one_that_it_takes(environment: dict[str, str]) -> None:
-    urls = ("--prefill", "http://10.0.0.1:8100", "--prefill=dns+http://p.svc:8100", "--decode", "http://10.0.0.2:8200/")
-    done = launch("proxy", *urls, "--address", "fd00::1", "--dry-run", "--", "--read-timeout", "9", env=environment)
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    assert words[0] == "exec"
-    assert words[2:8] == ["proxy", "--host", "fd00::1", "--port", "8000", "--metaserver-url"]
-    roles = ("prefill", "decode")
-    given = {role: tuple(words[i + 1] for i, word in enumerate(words) if word == f"--{role}") for role in roles}
-    settings = ProxySettings(**given, metaserver_url=words[8])
-    assert settings.metaserver_url == "http://[fd00::1]:8000/v1/metaserver"
-    assert settings.prefill == ("http://10.0.0.1:8100", "dns+http://p.svc:8100")
-    assert words[-2:] == ["--read-timeout", "9"]
-
-
-@pytest.mark.parametrize("elsewhere", [("--engines-file", "/f"), ("--admin-token-file=/t",)])
-def test_the_proxys_engines_may_come_from_elsewhere(elsewhere: tuple[str, ...], environment: dict[str, str]) -> None:
-    done = launch("proxy", "--address", "10.0.0.3", "--dry-run", "--", *elsewhere, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert tuple(shlex.split(done.stdout)[-len(elsewhere) :]) == elsewhere
-    assert "--prefill" not in done.stdout
-
-
-CERTIFICATE = ("--tls-cert", "/c.pem", "--tls-key", "/k.pem", "--tls-key-password", "/k.password")
-APART = ("--metaserver-tls-cert", "/mc.pem", "--metaserver-tls-key", "/mk.pem", "--metaserver-tls-key-password", "/mp")
-
-
-@pytest.mark.parametrize(
-    ("options", "metaserver", "given"),
-    [
-        ((), "http://10.0.0.3:8000", {}),
-        (
-            CERTIFICATE,
-            "https://10.0.0.3:8000",
-            {"tls_cert": "/c.pem", "tls_key": "/k.pem", "tls_key_password_file": "/k.password"},
-        ),
-        (("--metaserver-port", "8001"), "http://10.0.0.3:8001", {"metaserver_port": 8001}),
-        (
-            (*CERTIFICATE, "--metaserver-port", "8001", "--metaserver-client-ca", "/ca.pem"),
-            "https://10.0.0.3:8001",
-            {
-                "tls_cert": "/c.pem",
-                "tls_key": "/k.pem",
-                "tls_key_password_file": "/k.password",
-                "metaserver_port": 8001,
-                "metaserver_client_ca": "/ca.pem",
-            },
-        ),
-        (
-            ("--metaserver-port", "8001", *APART),
-            "https://10.0.0.3:8001",
-            {
-                "metaserver_port": 8001,
-                "metaserver_tls_cert": "/mc.pem",
-                "metaserver_tls_key": "/mk.pem",
-                "metaserver_tls_key_password_file": "/mp",
-            },
-        ),
-    ],
-    ids=["plain", "one-port", "two-plain-ports", "mutual", "two-certificates"],
-)
-def test_certificates_of_the_proxy(
-    options: tuple[str, ...], metaserver: str, given: dict[str, Any], environment: dict[str, str]
-) -> None:
-    """What the command line makes of the script's command: what was given, under the names that it has."""
-    done = launch("proxy", *PROXY, *options, "--dry-run", env=environment)
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    taken = get_command(cli.app).commands["proxy"].make_context("proxy", words[3:]).params
-    assert taken["metaserver_url"] == f"{metaserver}/v1/metaserver"
-    assert {k: v for k, v in taken.items() if "tls" in k or k in ("metaserver_port", "metaserver_client_ca")} == {
-        **dict.fromkeys(
-            f"{of}tls_{what}" for of in ("", "metaserver_") for what in ("cert", "key", "key_password_file")
-        ),
-        "metaserver_port": None,
-        "metaserver_client_ca": None,
-        **given,
+    common = (SCRIPTS / "launch_common.sh").read_text()
+    a2_alone = {"HCCL_INTRA_PCIE_ENABLE", "HCCL_INTRA_ROCE_ENABLE"}
+    on_demand = {"RAY_ADDRESS", "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "PYTHONHASHSEED"}
+    cpu_alone = {"VLLM_LOOPBACK_IP", "VLLM_CPU_OMP_THREADS_BIND"}
+    variables = set(re.findall(r"^ +(?:preset|known) (\w+)", common, re.MULTILINE))
+    assert variables - a2_alone - on_demand - cpu_alone <= set(re.findall(r"^  (\w+)[= ]", done.stdout, re.MULTILINE))
+    engine = (REPOSITORY / "vllm_ascend_pd/tools/launch/engine.py").read_text()
+    others = {
+        "prefill": {"kv_port", "load_failure_policy", "metaserver", "metaserver_token"},
+        "decode": {"decode_host"},
     }
+    options = set(re.findall(r"^    (\w+): Annotated", engine, re.MULTILINE)) - {"role", "arguments"} - others[role]
+    assert not [name for name in options if f"--{name.replace('_', '-')}" not in done.stdout]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that may not follow `--`: the launch scripts set them for `vllm serve` and for the proxy."""
+"""Arguments that may not follow `--`: the launch scripts set them for `vllm serve`."""
 
 from __future__ import annotations
 
 import re
-import sys
 
 _OWN = {
     "--port": "--port",
@@ -84,46 +83,3 @@ def _in_full(name: str) -> str:
     if name[:2] in ("-n", "-r"):
         return name[:2]
     return next((each for each in NAMES if each.startswith(name)), name)
-
-
-_PROXYS_OWN = {
-    "--prefill": ("--prefill", "prefill"),
-    "--decode": ("--decode", "decode"),
-    "--host": ("--listen", "proxy.listen"),
-    "--port": ("--port", "proxy.port"),
-    "--metaserver-url": ("--address", "hosts"),
-    "--ticket-secret-file": ("--ticket-secret", "ticket_secret"),
-    "--metaserver-token-file": ("--metaserver-token", "metaserver_token"),
-    "--tls-cert": ("--tls-cert", None),
-    "--tls-key": ("--tls-key", None),
-    "--tls-key-password-file": ("--tls-key-password", None),
-    "--metaserver-port": ("--metaserver-port", None),
-    "--metaserver-tls-cert": ("--metaserver-tls-cert", None),
-    "--metaserver-tls-key": ("--metaserver-tls-key", None),
-    "--metaserver-tls-key-password-file": ("--metaserver-tls-key-password", None),
-    "--metaserver-client-ca": ("--metaserver-client-ca", None),
-}
-"""Options of `vllm-ascend-pd proxy`: launch_proxy.sh's option that sets it, and hosts.yaml's key for it, if any."""
-
-
-def refused_proxy_argument(argument: str, *, hosts_file: bool = False) -> str | None:
-    """Returns why an argument may not be passed to `vllm-ascend-pd proxy`, or None if it may."""
-    name = argument.partition("=")[0]
-    if name in _SCRIPTS:
-        return f"{name} {_SCRIPTS[name]}"
-    if name not in _PROXYS_OWN:
-        return None
-    option, key = _PROXYS_OWN[name]
-    if not hosts_file:
-        return f"{name} is set here: use {option} before the --"
-    if key is None:
-        return (
-            f"{name}: not supported in hosts.yaml, where engines post tickets to http:// and proxy.port; use "
-            "scripts/launch_proxy.sh"
-        )
-    return f"{name} is set here: use {key}"
-
-
-if __name__ == "__main__":
-    # For launch_proxy.sh: prints why the words after its `--` are refused, or nothing.
-    print(next((reason for word in sys.argv[1:] if (reason := refused_proxy_argument(word)) is not None), ""))

@@ -12,7 +12,6 @@ import msgspec
 import yaml
 
 from vllm_ascend_pd.core.hosts import normal_host
-from vllm_ascend_pd.tools.launch.arguments import refused_proxy_argument
 from vllm_ascend_pd.tools.launch.shape import Executor
 
 _MAX_BYTES = 1 << 20
@@ -31,6 +30,18 @@ _REMOVED = {
     "stop_seconds": "the launcher waits 30 s for processes to end after Ctrl-C",
 }
 """Keys of the whole file that are gone, and what is done instead."""
+_PROXYS = {
+    "--prefill": "use prefill",
+    "--decode": "use decode",
+    "--host": "use proxy.listen",
+    "--port": "use proxy.port",
+    "--metaserver-url": "use hosts",
+    "--ticket-secret-file": "use ticket_secret",
+    "--metaserver-token-file": "use metaserver_token",
+    "--help": "run `vllm-ascend-pd proxy --help`",
+    "--version": "run `vllm-ascend-pd --version`",
+}
+"""Options of `vllm-ascend-pd proxy` that `proxy.args` may not have, and what to do instead."""
 
 KeyPath = tuple[str | int, ...]
 """The place of a value, such as ("prefill", 0, "tp")."""
@@ -252,7 +263,11 @@ def _check(cluster: Cluster) -> None:
         raise Invalid(("proxy", "host"), f"no host {cluster.proxy.host!r} in `hosts`")
     _check_addresses(cluster)
     for i, argument in enumerate(cluster.proxy.args):
-        if (reason := refused_proxy_argument(argument, hosts_file=True)) is not None:
+        option = argument.partition("=")[0]
+        if option in _PROXYS:
+            raise Invalid(("proxy", "args", i), f"{option} is not for proxy.args: {_PROXYS[option]}")
+        if option.startswith(("--tls-", "--metaserver-")):
+            reason = f"{option} is not supported here: engines post tickets to http:// and proxy.port"
             raise Invalid(("proxy", "args", i), reason)
 
 

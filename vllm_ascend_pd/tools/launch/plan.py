@@ -106,12 +106,14 @@ class _Planner:
             if role is EngineSide.DECODE:
                 for index in shape.listeners(rank):
                     self._take(host, (engine.kv_port or DEFAULT_KV_PORT) + index, name, (*path, "kv_port"))
-            words = (f"launch_{role}.sh", *_words(options))
+            variables = (f"{variable}={value}" for variable, value in engine.env.items())
+            script = f"{self.repository}/scripts/launch_{role}.sh"
+            words = ("env", f"PYTHON={self.python}", *variables, script, *_words(options))
             if ray:
-                self._add(f"{name}-ray-{rank}", host, *words, "--ray-node", env=engine.env)
+                self._add(f"{name}-ray-{rank}", host, *words, "--ray-node")
             if rank == 0 or not ray:
                 suffix = f"-node-{rank}" if shape.nodes > 1 and not ray else ""
-                self._add(f"{name}{suffix}", host, *words, "--port", str(port), "--", *engine.args, env=engine.env)
+                self._add(f"{name}{suffix}", host, *words, "--port", str(port), "--", *engine.args)
 
     def _check(self, role: EngineSide, path: KeyPath, engine: EngineEntry, shape: ParallelSizes, port: int) -> None:
         """Raises Invalid for what the launch script would refuse on its host."""
@@ -179,19 +181,18 @@ class _Planner:
     def _add_proxy(self, urls: list[tuple[str, object]]) -> None:
         cluster, proxy = self.cluster, self.cluster.proxy
         options = [
-            ("--address", cluster.hosts[proxy.host].address),
+            ("--host", proxy.listen or cluster.hosts[proxy.host].address),
             ("--port", proxy.port),
-            ("--listen", proxy.listen),
-            ("--ticket-secret", cluster.ticket_secret),
-            ("--metaserver-token", cluster.metaserver_token),
+            ("--metaserver-url", self.proxy_url),
+            ("--ticket-secret-file", cluster.ticket_secret),
+            ("--metaserver-token-file", cluster.metaserver_token),
             *urls,
         ]
-        self._add("proxy", proxy.host, "launch_proxy.sh", *_words(options), "--", *proxy.args, env={})
+        program = (self.python, "-m", "vllm_ascend_pd.cli", "proxy")
+        self._add("proxy", proxy.host, *program, *_words(options), *proxy.args)
 
-    def _add(self, name: str, host_name: str, script: str, *words: str, env: dict[str, str]) -> None:
+    def _add(self, name: str, host_name: str, *command: str) -> None:
         host = self.cluster.hosts[host_name]
-        variables = (f"{name}={value}" for name, value in env.items())
-        command = ("env", f"PYTHON={self.python}", *variables, f"{self.repository}/scripts/{script}", *words)
         ssh = None if host.local else host.ssh or host.address
         self.processes.append(LaunchedProcess(name, host_name, ssh, command))
 
