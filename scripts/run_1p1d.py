@@ -117,7 +117,7 @@ def main(
     keep: Annotated[bool, typer.Option("--keep", help="Keep running until Ctrl-C.")] = False,
     prefill_args: Annotated[str, typer.Option(help="More arguments of `vllm serve` for the prefill engine.")] = "",
     decode_args: Annotated[str, typer.Option(help="The same for the decode engine and the single instance.")] = "",
-    start_seconds: Annotated[float, typer.Option(help="Timeout in seconds for the start of an engine.")] = 600,
+    start_seconds: Annotated[float, typer.Option(min=1, help="Timeout in seconds for the start of an engine.")] = 600,
 ) -> None:
     """Start one prefill and one decode engine behind the proxy, compare them with a single vLLM instance, and show
     where the time of the requests went.

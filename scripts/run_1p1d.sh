@@ -30,12 +30,6 @@ set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 source "$root/scripts/stages.sh"
 check_options "$@"
-check_choice --device cpu npu
-check_folder --model
-for option in --prefill-tp --prefill-pp --decode-tp --decode-pp; do check_whole "$option" 1; done
-check_whole --port 1024 51000
-check_folder --timeline new
-check_seconds --start-seconds 1
 
 export VENV=${VENV:-$root/.venv}
 device=${given[--device]:-cpu}

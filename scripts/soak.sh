@@ -21,12 +21,6 @@ set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 source "$root/scripts/stages.sh"
 check_options "$@"
-check_whole --requests 1
-check_folder --dir new
-check_whole --seed
-check_whole --concurrency 1 256
-check_choice --signal KILL TERM
-check_seconds --sample-seconds 0.1
 
 export VENV=${VENV:-$root/.venv}
 "$root/scripts/setup_env.sh"

@@ -2,8 +2,8 @@
 # What the set-up scripts share: stages that are skipped while their inputs stay the same. Sourced by them, with
 # these variables set: `root` (the repository), `VENV` (the environment's folder), `log` (a file in it), `pins` (the
 # requirements file with its versions), and, before the first stage, `python` (the Python that makes it).
-# run_1p1d.sh and soak.sh, which run the set-up, have `check_options` and its neighbours from here.
-# shellcheck shell=bash disable=SC2154
+# run_1p1d.sh and soak.sh, which run the set-up, have `check_options` from here.
+# shellcheck shell=bash disable=SC2034,SC2154
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
@@ -27,8 +27,7 @@ refuse() { # wrong options of the script
 }
 
 # Answers --help and refuses what is none of the options that the comment at the top of the script has, as
-# `--NAME  what it does` or `--NAME VALUE  what it does`. `given` has the others' values. With the checks of values
-# below, nothing is installed for what cannot work.
+# `--NAME  what it does` or `--NAME VALUE  what it does`. `given` has the others' values, which the program checks.
 declare -A given=()
 check_options() { # check_options ARGUMENT...
   local line name
@@ -57,39 +56,6 @@ check_options() { # check_options ARGUMENT...
     fi
     shift
   done
-}
-
-check_whole() { # check_whole OPTION [LEAST [MOST]]
-  local value least=${2:-0} most=${3:-999999999}
-  [[ -v given[$1] ]] || return 0
-  value=${given[$1]}
-  if [[ ! $value =~ ^[0-9]{1,9}$ ]] || ((10#$value < least || 10#$value > most)); then
-    refuse "$1 $value: a whole number${2:+ from $2}${3:+ to $3}"
-  fi
-}
-
-check_seconds() { # check_seconds OPTION LEAST
-  local value
-  [[ -v given[$1] ]] || return 0
-  value=${given[$1]}
-  if [[ ! $value =~ ^([0-9]+[.]?[0-9]*|[.][0-9]+)$ ]] || awk "BEGIN { exit !($value < $2) }"; then
-    refuse "$1 $value: a number of seconds, at least $2"
-  fi
-}
-
-check_choice() { # check_choice OPTION VALUE...
-  local option=$1 value
-  [[ -v given[$1] ]] || return 0
-  shift
-  for value in "$@"; do
-    [[ ${given[$option]} != "$value" ]] || return 0
-  done
-  refuse "$option ${given[$option]}: one of $*"
-}
-
-check_folder() { # check_folder OPTION [new]: one that is there; with `new`, or that can be made
-  [[ -v given[$1] ]] || return 0
-  [[ -d ${given[$1]} || (${2:-} && ${given[$1]} && ! -e ${given[$1]}) ]] || refuse "$1 ${given[$1]}: no such folder"
 }
 
 # What stages depend on is the interpreter, however it was named: by an activated environment, a shim, a path.

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts that set everything up first answer --help, and refuse wrong options, before they do."""
+"""Scripts that set everything up first answer --help, and refuse unknown options, before they do."""
 
 import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = ("run_1p1d", "soak")
@@ -24,17 +26,21 @@ def run(name: str, folder: Path, *options: str, env: dict[str, str] | None = Non
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_comment_has_the_options_of_the_program(name: str, tmp_path: Path) -> None:
+def program(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_comment_has_the_options_of_the_program(name: str, tmp_path: Path) -> None:
     done = run(name, tmp_path, "--help")
     assert done.returncode == 0
     assert "set up" not in done.stdout
-    for option in get_command(program.app).params:
+    for option in get_command(program(name).app).params:
         [line] = [each for each in done.stdout.splitlines() if each.strip().split(" ")[0] == option.opts[0]]
         has_value = line.strip().split("  ")[0] != option.opts[0]
         assert has_value is not getattr(option, "is_flag", False), line
@@ -73,37 +79,36 @@ def test_values(tmp_path: Path) -> None:
     assert run("run_1p1d", tmp_path, "--prefill-args", "--max-model-len 5", "--port=8000").returncode == 9
 
 
+@pytest.mark.parametrize("options", [("--emulate",), ("--device=cpu", "--emulate")])
+def test_emulation_is_of_npus(options: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("run_1p1d", tmp_path, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "run_1p1d: --emulate goes with --device npu; see --help\n"
+
+
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    "line",
     [
-        ("run_1p1d --device cuda", "--device cuda: one of cpu npu"),
-        ("run_1p1d --emulate", "--emulate goes with --device npu"),
-        ("run_1p1d --device=cpu --emulate", "--emulate goes with --device npu"),
-        ("run_1p1d --model /nope", "--model /nope: no such folder"),
-        ("run_1p1d --timeline /etc/passwd", "--timeline /etc/passwd: no such folder"),
-        ("run_1p1d --port 80", "--port 80: a whole number from 1024 to 51000"),
-        ("run_1p1d --port 8000 --port=09", "--port 09: a whole number from 1024 to 51000"),
-        ("run_1p1d --decode-tp 0", "--decode-tp 0: a whole number from 1"),
-        ("run_1p1d --prefill-pp 99999999999999999999", "--prefill-pp 99999999999999999999: a whole number from 1"),
-        ("run_1p1d --start-seconds soon", "--start-seconds soon: a number of seconds, at least 1"),
-        ("soak --requests abc", "--requests abc: a whole number from 1"),
-        ("soak --seed 1.5", "--seed 1.5: a whole number"),
-        ("soak --concurrency 257", "--concurrency 257: a whole number from 1 to 256"),
-        ("soak --signal INT", "--signal INT: one of KILL TERM"),
-        ("soak --sample-seconds 0.05", "--sample-seconds 0.05: a number of seconds, at least 0.1"),
-        ("soak --dir /etc/passwd", "--dir /etc/passwd: no such folder"),
+        "run_1p1d --device cuda",
+        "run_1p1d --model /nope",
+        "run_1p1d --timeline /etc/passwd",
+        "run_1p1d --port 80",
+        "run_1p1d --decode-tp 0",
+        "run_1p1d --start-seconds soon",
+        "run_1p1d --start-seconds 0",
+        "soak --requests 0",
+        "soak --seed 1.5",
+        "soak --concurrency 257",
+        "soak --signal INT",
+        "soak --sample-seconds 0.05",
+        "soak --dir /etc/passwd",
     ],
 )
-def test_values_that_cannot_work_are_refused_first(line: str, reason: str, tmp_path: Path) -> None:
-    name, *options = line.split()
-    done = run(name, tmp_path, *options)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{name}: {reason}; see --help\n")
-
-
-def test_values_that_work(tmp_path: Path) -> None:
-    options = ("--port=01024", "--start-seconds", "0900.5", "--timeline", str(tmp_path / "new"), "--device=cpu")
-    assert run("run_1p1d", tmp_path, *options).returncode == 9
-    assert run("soak", tmp_path, "--sample-seconds", ".1", "--concurrency=256").returncode == 9
+def test_the_program_refuses_values_that_cannot_work(line: str) -> None:
+    name, option, value = line.split()
+    done = CliRunner().invoke(program(name).app, [option, value])
+    assert done.exit_code == 2
+    assert option in done.stderr
 
 
 def test_on_npus_it_says_which_environment_is_missing(tmp_path: Path) -> None:
