@@ -254,8 +254,10 @@ def proxy(
             raise typer.Exit(1)
 
 
-for _command in (plan, doctor, migrate, timeline):
+for _command in (plan, doctor, timeline):
     app.command()(_command)
+# The words of another command follow: only options before them are this one's.
+app.command(context_settings={"allow_interspersed_args": False})(migrate)
 
 
 @app.command()

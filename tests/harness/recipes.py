@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch commands that vllm-ascend's guides publish: as scripts, and what `vllm-ascend-pd migrate` makes of them.
+"""The launch commands that vllm-ascend's guides publish, and what `vllm-ascend-pd migrate` makes of them.
 
 `python tests/harness/recipes.py` writes docs/recipes.md.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
 from vllm_ascend_pd.tools.migrate.changes import ChangeKind, EngineMigration
-from vllm_ascend_pd.tools.migrate.command import migrate_commands
-from vllm_ascend_pd.tools.migrate.script import serve_commands
+from vllm_ascend_pd.tools.migrate.command import migrate_command
+from vllm_ascend_pd.tools.vllm_serve import table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = REPOSITORY / "tests/unit/data/recipes"
@@ -111,38 +111,31 @@ class Recipe:
         old = self.data["kv_transfer_config"]
         return old if isinstance(old, str) else json.dumps(old)
 
-    def script(self) -> str:
-        """The command as a launch script: an option per line, as in the guides."""
-        words = [shlex.quote(self.data["model"])]
+    def arguments(self) -> EngineArguments:
+        """The command as the guide's launcher starts it, with what that fills in for `$NAME`."""
+        words = ["vllm", "serve", self.data["model"]]
         for name, value in self.data["args"].items():
-            if value is True:
-                words.append(f"--{name}")
-            else:
-                text = json.dumps(value) if isinstance(value, dict) else str(value)
-                words.append(f"--{name} {text if text.startswith('$') else shlex.quote(text)}")
-        words.append(f"--kv-transfer-config '{self._old}'")
+            words.append(f"--{name}")
+            if value is not True:
+                words.append(json.dumps(value) if isinstance(value, dict) else self._filled(str(value)))
+        words += ["--kv-transfer-config", self._filled(self._old)]
         # Only names are known. These switch something on; FlashComm needs expert parallelism.
         names = [name for name in self.data["env"] if name.startswith("VLLM_ASCEND_ENABLE_")]
         experts = self.data["args"].get("enable-expert-parallel", False)
-        exports = [f"export {name}={int(experts or not name.endswith('FLASHCOMM1'))}\n" for name in names]
-        return "".join(exports) + f"vllm serve {' '.join(words[:1])} \\\n  " + " \\\n  ".join(words[1:]) + "\n"
+        variables = {name: str(int(experts or not name.endswith("FLASHCOMM1"))) for name in names}
+        return read_arguments(words, table(), variables, variables)
 
-    def values(self) -> dict[str, str]:
-        """What the guide's launcher passes to the script."""
+    def _filled(self, text: str) -> str:
         own = re.search(rf'"{self.side}": *{{([^}}]*)}}', self._old)
         sizes = {"tp": "4", "dp": "8", **dict(re.findall(r'"(dp|tp)_size": *(\d+)', own[1] if own else ""))}
-        return {**_SET, **{name: sizes.get(value, value) for name, value in _PORTS.items()}}
-
-    def filled_script(self) -> str:
-        values = self.values()
-        return re.sub(r"\$(\w+)", lambda match: values.get(match[1], match[0]), self.script())
+        values = {**_SET, **{name: sizes.get(value, value) for name, value in _PORTS.items()}}
+        return re.sub(r"\$(\w+)", lambda match: values[match[1]], text)
 
     @cached_property
     def migrated(self) -> EngineMigration:
         with tempfile.TemporaryDirectory() as folder:
             make_model(self.architecture, Path(folder))
-            [command] = serve_commands(self.filled_script())
-            return migrate_commands([command], folder, None).engines[0]
+            return migrate_command(self.arguments(), folder, None).engines[0]
 
     @property
     def verdict(self) -> str:

@@ -21,9 +21,10 @@ import yaml
 from typer.main import get_command
 
 from vllm_ascend_pd import cli
+from vllm_ascend_pd.connector.serve_options import option_lines, serve_parser
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.proxy.settings import ProxySettings
-from vllm_ascend_pd.tools.launch.arguments import NAMES, refused_argument
+from vllm_ascend_pd.tools.launch.arguments import REFUSED, refused_argument
 from vllm_ascend_pd.tools.launch.hosts import HostsFile
 from vllm_ascend_pd.tools.launch.plan import make_plan
 
@@ -57,25 +58,25 @@ def dry_run(command: tuple[str, ...]) -> list[str]:
 @cache
 def vllm_parser() -> Any:
     """Of `vllm serve`."""
-    try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ModuleNotFoundError:  # vLLM 0.23
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    return make_arg_parser(FlexibleArgumentParser())
+    return serve_parser()
 
 
 def test_options_that_scripts_set_are_refused_under_each_name_and_no_others_are() -> None:
     """vLLM's own parser decides: it accepts short forms, and abbreviations of only one option."""
     by_name = vllm_parser()._option_string_actions
-    ours = {id(action) for name, action in by_name.items() if name in NAMES}
+    ours = {id(action) for name, action in by_name.items() if name.removeprefix("--") in REFUSED}
     for name, action in by_name.items():
         assert (refused_argument(name) is not None) == (id(action) in ours), name
         for cut in (name[:end] for end in range(2 + name.startswith("--"), len(name))):
             meant = {id(each) for other, each in by_name.items() if other.startswith(cut)}
             if cut not in by_name and len(meant) == 1 and meant <= ours:
                 assert refused_argument(cut) is not None, cut
+
+
+def test_the_table_has_every_option_of_this_vllm() -> None:
+    _, _, *lines = (REPOSITORY / "vllm_ascend_pd/tools/serve_options.txt").read_text().splitlines()
+    assert set(option_lines(vllm_parser())) <= set(lines)
+    assert lines == sorted(set(lines))
 
 
 def proxy_options(command: Sequence[str]) -> dict[str, Any]:

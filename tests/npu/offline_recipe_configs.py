@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.openai.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from harness.recipes import Recipe, make_draft, make_model, recipes
+from vllm_ascend_pd.connector.serve_options import serve_parser
 from vllm_ascend_pd.connector.unsupported import unsupported
-from vllm_ascend_pd.tools.migrate.arguments import read_arguments
-from vllm_ascend_pd.tools.migrate.script import serve_commands
 
 FRONT_END = ("--reasoning-parser", "--tool-call-parser", "--enable-auto-tool-choice", "--tokenizer-mode")
 """Options that need a tokenizer, which the models here lack."""
@@ -63,9 +60,7 @@ def configured(recipe: Recipe, command: list[list[str]], parser: Any) -> Any:
 
 
 def as_published(recipe: Recipe) -> list[list[str]]:
-    [command] = serve_commands(recipe.filled_script())
-    arguments = read_arguments(command)
-    return arguments.with_json("kv-transfer-config", recipe.migrated.kv_transfer_config).words()
+    return recipe.arguments().with_json("kv-transfer-config", recipe.migrated.kv_transfer_config).words()
 
 
 def stand_in_for_ucm() -> None:
@@ -81,7 +76,7 @@ def stand_in_for_ucm() -> None:
 
 def main() -> None:
     stand_in_for_ucm()
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = serve_parser()
     by_number = {recipe.number: recipe for recipe in recipes()}
     for number in map(int, sys.argv[1:]):
         recipe = by_number[abs(number)]

@@ -339,6 +339,16 @@ def test_configuration(tmp_path: Path) -> None:
     assert [finding.level for finding in findings] == [Level.NOTE]
 
 
+@pytest.mark.parametrize(
+    ("plugins", "right"), [("ascend", "ascend,vllm_ascend_pd"), ("", "vllm_ascend_pd"), ("vllm_ascend_pd", None)]
+)
+def test_f24_plugins_without_ours_are_an_error(plugins: str, right: str | None) -> None:
+    findings = engine_config.judge_plugins({"VLLM_PLUGINS": plugins})
+    actions = [] if right is None else [f"set it to {right}, here and where the engine starts"]
+    assert [(each.level, each.action) for each in findings] == [(Level.ERROR, action) for action in actions]
+    assert engine_config.judge_plugins({}) == []
+
+
 def test_configuration_below_a_multi_connector() -> None:
     inner = [{"kv_connector": "OtherConnector"}, OURS]
     outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inner}}

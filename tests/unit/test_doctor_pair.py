@@ -250,6 +250,16 @@ def test_an_engine_without_the_connector(role: str) -> None:
     assert expected[role] in action
 
 
+@pytest.mark.parametrize(("size", "replaced"), [("10.0", True), ("None", False)])
+def test_f25_an_engine_whose_connector_was_replaced_says_why(size: str, replaced: bool) -> None:
+    info = f'vllm:cache_config_info{{block_size="128",kv_offloading_size="{size}",engine="0"}} 1.0\n'.encode()
+    answer = dataclasses.replace(METRICS["other"], body=METRICS["other"].body + info)
+    server = given_as("decode", changed(engine(), "/metrics", answer))
+    [(level, found, action)] = roles(server).values()
+    assert level is Level.ERROR
+    assert ("--kv-offloading-size" in found) is ("MultiConnector" in action) is replaced
+
+
 def test_engines_with_another_connector_behind_the_proxy_may_be_meant() -> None:
     other = {role: changed(engine(role), "/metrics", METRICS["other"]) for role in ("prefill", "decode")}
     found = roles(proxy(), *(given_as(role, server) for role, server in other.items()))

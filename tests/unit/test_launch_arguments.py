@@ -14,12 +14,12 @@ from vllm_ascend_pd.tools.launch.arguments import refused_argument
     [
         ("--tensor-parallel", "--tensor-parallel-size is set here: use --tp"),
         ("--tensor_par=8", "--tensor-parallel-size is set here: use --tp"),
-        ("-dpl", "-dpl is set here: use --nodes"),
-        ("-t", "-tp is set here: use --tp"),
-        ("-tp=8", "-tp is set here: use --tp"),
-        ("-n", "-n is set here: use --nodes"),
-        ("-n2", "-n is set here: use --nodes"),
-        ("-r=1", "-r is set here: use --node-rank"),
+        ("-dpl", "--data-parallel-size-local is set here: use --nodes"),
+        ("-t", "--tensor-parallel-size is set here: use --tp"),
+        ("-tp=8", "--tensor-parallel-size is set here: use --tp"),
+        ("-n", "--nnodes is set here: use --nodes"),
+        ("-n2", "--nnodes is set here: use --nodes"),
+        ("-r=1", "--node-rank is set here: use --node-rank"),
         ("--api-k", "--api-key: every user of the machine can read command lines"),
         ("--hf_tok=sesame", "--hf-token: every user of the machine"),
         ("--kv-transfer", "--kv-transfer-config is set here"),
@@ -28,7 +28,9 @@ from vllm_ascend_pd.tools.launch.arguments import refused_argument
         ("--config", "--config names a file that could contradict this script: give"),
         ("--config=/f", "--config names a file that could contradict this script: give"),
         ("--prefill_context_parallel_size=2", "--prefill-context-parallel-size is not supported here"),
-        ("-pcp", "-pcp is not supported here"),
+        ("-pcp", "--prefill-context-parallel-size is not supported here"),
+        ("--kv-offloading-size", "--kv-offloading-size makes vLLM replace this connector"),
+        ("--kv_offloading_s=10", "--kv-offloading-size makes vLLM replace this connector"),
         ("--model", "--model is set here: use --model"),
     ],
 )  # fmt: skip
@@ -41,8 +43,8 @@ def test_other_names_of_what_is_set_are_refused(word: str, reason: str) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["--ssl-keyfile", "--api-server-count", "--model-impl=auto", "--", "-", "", "-q", "-ep", "-cc.mode=3", "-1", "n",
-     "--max-model-len", "x.y=--port", '{"a": "--port"}', "--hf-overrides"],
+    ["--ssl-keyfile", "--api-server-count", "--model-impl=auto", "--", "-", "", "-q", "-ep", "-cc.mode=3", "-O3", "-1",
+     "n", "--max-model-len", "x.y=--port", '{"a": "--port"}', "--hf-overrides"],
 )  # fmt: skip
 def test_other_arguments_are_handed_on(word: str) -> None:
     assert refused_argument(word) is None

@@ -68,6 +68,20 @@ def test_checks_are_not_logged_unless_the_operator_says_otherwise(
     assert words[words.index("--kv-transfer-config") + 2 :] == expected
 
 
+@pytest.mark.parametrize(
+    ("plugins", "right"),
+    [("ascend", "ascend,vllm_ascend_pd"), ("", "vllm_ascend_pd"), ("vllm_ascend_pd,ascend", None), (None, None)],
+)
+@pytest.mark.parametrize("node", [[], ["--ray-node", "--executor", "ray"]])
+def test_f24_plugins_without_ours_are_refused(plugins: str | None, right: str | None, node: list[str]) -> None:
+    options = ["--role", "prefill", *CPU, "--address", "127.0.0.1", "--port", "8100", *node]
+    done = CliRunner().invoke(app, options, env={"VLLM_PLUGINS": plugins})
+    assert (done.exit_code, done.stderr) == (0, "") if right is None else done.exit_code == 2
+    if right is not None:
+        reason = f"VLLM_PLUGINS must name vllm_ascend_pd, too, or vLLM has no such connector: set it to {right}\n"
+        assert done.stderr == f"launch_prefill: {reason}"
+
+
 def test_a_node_without_http_has_no_access_log() -> None:
     nodes = ["--nodes", "2", "--node-rank", "1", "--tp", "2", "--head-address", "127.0.0.1"]
     options = ["--role", "prefill", *CPU, "--address", "127.0.0.2", "--port", "8100", *nodes]

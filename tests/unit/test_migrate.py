@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-ascend-pd migrate`, from scripts as people write them."""
+"""`vllm-ascend-pd migrate` on single commands. test_migrate_scripts.py has scripts."""
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harness.recipes import make_model
-from vllm_ascend_pd.tools.migrate.changes import ChangeKind, Migration
-from vllm_ascend_pd.tools.migrate.command import migrate_commands, read_input, result_text, with_values
-from vllm_ascend_pd.tools.migrate.script import MigrateError, serve_commands
+from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
+from vllm_ascend_pd.tools.migrate.changes import ChangeKind, MigrateError, Migration
+from vllm_ascend_pd.tools.migrate.command import encoded, migrate_command, migrate_pair, read_command, read_result
+from vllm_ascend_pd.tools.migrate.plain import read_plain
+from vllm_ascend_pd.tools.migrate.render import render
+from vllm_ascend_pd.tools.vllm_serve import ServeOptions, table
 
 OLD = {
     "kv_connector": "MooncakeConnectorV1",
@@ -25,19 +31,12 @@ OLD = {
     },
 }
 
-SCRIPT = """\
-#!/bin/bash
+COMMAND = """\
 # A comment that isn't closed by a quote.
-nic_name="eth0"
-local_ip=$(hostname -I | awk '{print $1}')
-export HCCL_IF_IP=$local_ip   # the NIC's
-export VLLM_USE_V1=1 VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=480
-export VLLM_ASCEND_ENABLE_MLAPO=1
-if [ $# -ne 2 ]; then echo "2 arguments"; exit 1; fi
-MODEL=/models/DeepSeek-R1
-nohup vllm serve "$MODEL" \\
-    --host 0.0.0.0 --port ${1:-8200} \\
-    --tensor-parallel-size=$2 \\
+HCCL_IF_IP=192.0.2.3 VLLM_USE_V1=1 VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=480 VLLM_ASCEND_ENABLE_MLAPO=1 \\
+  vllm serve "/models/DeepSeek-R1" \\
+    --host 0.0.0.0 --port 8201 \\
+    --tensor-parallel-size=4 \\
     --max_num_batched_tokens 256 --quantization ascend \\
     --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}' \\
     --additional-config '{"recompute_scheduler_enable": true}' \\
@@ -49,15 +48,18 @@ nohup vllm serve "$MODEL" \\
         "prefill": {"dp_size": 2, "tp_size": 8},
         "decode": {"dp_size": 4, "tp_size": 4}
       }
-    }' > decode.log 2>&1 &
+    }'
 """
 
 
-def migrated(
-    text: str, *others: str, model: Path | None = None, arguments: tuple[str, ...] = (), proxy: str | None = None
-) -> Migration:
-    commands = [command for each in (text, *others) for command in serve_commands(each, arguments)]
-    return migrate_commands(commands, None if model is None else str(model), proxy)
+def read(text: str) -> EngineArguments:
+    return read_command([text], table(), {})
+
+
+def migrated(text: str, *others: str, model: Path | None = None, proxy: str | None = None) -> Migration:
+    folder = None if model is None else str(model)
+    results = [migrate_command(read(each), folder, proxy) for each in (text, *others)]
+    return results[0] if not others else migrate_pair(results, folder, proxy)
 
 
 def serve(options: str = "", **changes: Any) -> str:
@@ -80,43 +82,30 @@ def qwen(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_script_with_quotes_comments_exports_and_continuations(mla: Path) -> None:
-    result = migrated(SCRIPT, model=mla, arguments=("8201", "4"), proxy="http://192.0.2.1:8000")
+def test_a_command_with_quotes_comments_variables_and_continuations(mla: Path) -> None:
+    result = migrated(COMMAND, model=mla, proxy="http://192.0.2.1:8000")
     assert result.ok
     [engine] = result.engines
-    assert (
-        engine.kv_transfer_config
-        == {
-            "kv_connector": "LayerwisePushConnector",
-            "kv_role": "kv_consumer",
-            "kv_port": 36200,
-            "kv_connector_extra_config": {"metaserver_allowlist": ["http://192.0.2.1:8000"]},
-        }
-        or engine.kv_transfer_config["kv_connector_extra_config"].get("who_computes") == "never"
-    )
-    assert engine.command[0] == ["vllm", "serve", "/models/DeepSeek-R1"]
-    assert ["--port", "8201"] in engine.command
-    assert ["--tensor-parallel-size", "4"] in engine.command
-    assert ["--max-num-batched-tokens", "256"] in engine.command
-    assert "decode.log" not in json.dumps(engine.command)
-    assert set(engine.environment) == {"HCCL_IF_IP", "VLLM_ASCEND_ENABLE_MLAPO"}
+    assert engine.kv_transfer_config == {
+        "kv_connector": "LayerwisePushConnector",
+        "kv_role": "kv_consumer",
+        "kv_port": 36200,
+        "kv_connector_extra_config": {"metaserver_allowlist": ["http://192.0.2.1:8000"]},
+    }
+    assert engine.command[:4] == [
+        ["vllm", "serve", "/models/DeepSeek-R1"],
+        ["--host", "0.0.0.0"],
+        ["--port", "8201"],
+        ["--tensor-parallel-size=4"],
+    ]
+    assert ["--max_num_batched_tokens", "256"] in engine.command
+    assert engine.environment == {"HCCL_IF_IP": "192.0.2.3", "VLLM_ASCEND_ENABLE_MLAPO": "1"}
     assert result.proxy[-2:] == ["--decode", "http://HOST:8201"]
     # What it prints is a command again, and one that is left as it is.
-    printed = result_text(result, as_json=False)
-    again = printed[printed.index("Command:") : printed.index("== proxy ==")]
-    [back] = serve_commands(again)
-    assert json.loads(back.words[-1]) == engine.kv_transfer_config
-    assert back.environment == {"VLLM_ASCEND_ENABLE_MLAPO": "1"}
-
-
-def test_arguments_that_a_script_leaves_open(mla: Path) -> None:
-    result = migrated(SCRIPT, model=mla)
-    assert not result.ok
-    assert [change.subject for change in result.engines[0].stops] == ["--tensor-parallel-size"]
-    assert "--set 2=..." in result.engines[0].stops[0].why
-    [command] = serve_commands(SCRIPT)
-    filled = migrate_commands([with_values(command, {"2": "4"})], str(mla), None)
-    assert filled.ok
+    printed = render(result)
+    back = read(printed[printed.index("Command:\n") + 9 : printed.index("== proxy ==")])
+    assert back.words() == engine.command
+    assert back.assigned == engine.environment
 
 
 @pytest.mark.parametrize("name", ["MooncakeLayerwiseConnector", "MooncakeConnectorV1", "MooncakeConnector"])
@@ -169,7 +158,7 @@ def test_the_connector_s_refusals_stop_it(options: str, named: str, qwen: Path) 
 
 
 def test_full_graphs_with_context_parallelism_on_decode(qwen: Path) -> None:
-    options = '-dcp 2 -O \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
+    options = '-dcp 2 -cc \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
     result = migrated(serve(options), model=qwen)
     assert result.ok
     assert said(result).get("cudagraph_mode", said(result).get("who_computes")) is ChangeKind.CHANGED
@@ -231,12 +220,6 @@ def test_two_engines_of_one_side_are_no_pair(qwen: Path) -> None:
     assert [change.subject for change in migrated(serve(), serve(), model=qwen).pair] == ["kv_role"]
 
 
-def test_sizes_that_the_old_configuration_has_otherwise(qwen: Path) -> None:
-    result = migrated(serve("-tp 2", kv_role="kv_producer"), serve("-tp 4"), model=qwen)
-    assert result.ok
-    assert [change.kind for change in result.pair] == [ChangeKind.CHECK] * 2
-
-
 def test_json_that_vllm_would_not_take(qwen: Path) -> None:
     loose = json.dumps(OLD)[:-1] + ",}"
     result = migrated(f"vllm serve m --kv-transfer-config '{loose}'", model=qwen)
@@ -259,20 +242,25 @@ def test_the_older_way_to_start_a_server(qwen: Path) -> None:
 
 
 def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(MigrateError, match="no closing quotation"):
-        read_input("vllm serve 'm")
-    with pytest.raises(MigrateError, match="has 0 `vllm serve` commands"):
-        read_input("echo hello")
-    for missing in ("missing.sh 8", "bash missing.sh", f"{tmp_path}/missing"):
-        with pytest.raises(MigrateError, match=r"missing(\.sh)?: no such file$"):
-            read_input(missing)
-    script = tmp_path / "run.sh"
-    script.write_text("vllm serve $1 --port $2\n")
-    assert read_input(f"bash {script} m 8200").words == ("m", "--port", "8200")
+    for text, reason in (
+        ("vllm serve 'm", "line 1: a quote is not closed"),
+        ('vllm serve m \\\n"n', "line 2: a quote is not closed"),
+        ("echo hello", "there is no `vllm serve` in it"),
+        ("vllm serve m --kv-transfer-config '[]'", r"--kv-transfer-config: '\[\]' is no JSON object"),
+        (serve("-tp ''"), "--tensor-parallel-size: '' is no number"),
+        (serve(kv_connector_extra_config="x"), "kv_connector_extra_config of MooncakeConnectorV1 is no JSON object"),
+        (serve("--port 80o0"), "--port: '80o0' is no number"),
+    ):
+        with pytest.raises(MigrateError, match=reason):
+            migrated(text)
+    with pytest.raises(FileNotFoundError):
+        read(f"{tmp_path}/missing.sh")
+    (tmp_path / "run.sh").write_text("#!/bin/bash\nvllm serve m --port 8200\n")
+    assert read(f"{tmp_path}/run.sh").words() == [["vllm", "serve", "m"], ["--port", "8200"]]
     with pytest.raises(MigrateError, match="not http://HOST:PORT"):
         migrated(serve(), proxy="192.0.2.1:8000")
-    with pytest.raises(MigrateError, match="is no JSON object"):
-        migrated("vllm serve m --kv-transfer-config '[]'")
+    with pytest.raises(MigrateError, match="not UTF-8"):
+        read_command(["vllm", "serve", "m\udcff"], table(), {})
 
 
 def test_ranks_of_a_model_without_experts_are_engines_of_their_own(tmp_path: Path) -> None:
@@ -282,7 +270,7 @@ def test_ranks_of_a_model_without_experts_are_engines_of_their_own(tmp_path: Pat
     assert said(result)["--data-parallel-*"] is ChangeKind.CHANGED
     assert not [words for words in result.engines[0].command if words[0].startswith("--data-parallel")]
     together = migrated(serve("-dp 8"), model=tmp_path)
-    assert ["--data-parallel-size", "8"] in together.engines[0].command
+    assert ["-dp", "8"] in together.engines[0].command
 
 
 def test_models_with_images_are_told_of_the_proxy_s_option(tmp_path: Path, qwen: Path) -> None:
@@ -326,70 +314,224 @@ def test_compressed_caches(tmp_path: Path) -> None:
     assert "is not JSON" in migrated(serve(), model=tmp_path).engines[0].stops[0].why
 
 
-PREFILL = """vllm serve m --kv-transfer-config '{"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer"}'"""
+# --- words -------------------------------------------------------------------------------------------------
 
 
-def exports(script: str, *arguments: str) -> list[str]:
-    """What is printed before the command for a script's lines before it."""
-    result = migrate_commands(serve_commands(f"{script}\n{PREFILL}", arguments), None, None)
-    lines = result_text(result, as_json=False).splitlines()
-    return lines[lines.index("Command:") + 2 : lines.index("vllm serve m \\")]
+def words_of(text: str, options: ServeOptions | None = None) -> EngineArguments:
+    return read_arguments(["vllm", "serve", "m", *shlex.split(text)], options or table(), {}, {})
 
 
 @pytest.mark.parametrize(
-    ("script", "printed"),
+    "text",
     [
-        ("export A='1 2'", "export A='1 2'"),
-        ("B=2; export A=x$B", "export A=x2"),
-        ("B=2; export A=x$B  # the NIC's", "export A=x2"),
-        ("B=2; export A=x$B \\\n  # more", "export A=x2"),
-        ("A=1\nexport A", "export A=1"),
-        ("export A=$1", "export A=first"),
-        ("declare -x A=5", "export A=5"),
-        ("typeset -gx A=5", "export A=5"),
-        ("if true; then B=1; fi\nexport A=1", "export A=1"),
-        ("export A=2\nA=1", "export A=1"),
+        "-dp 4 -dpl 2 -dpa 192.0.2.1 -ep -O3 --no-enable-log-requests -n2 -O 2",
+        "--tensor-par 2 --max_model_len=32K --served-model-name a b --kv-transfer-config.kv_port 5 -cc.mode=3",
+        "--api-key k l -ac '{}' --hf-token --middleware x --middleware y",
     ],
 )
-def test_variables_stay_before_the_command(script: str, printed: str) -> None:
-    assert exports(script, "first") == [printed]
+def test_f20_options_that_vllm_knows_keep_their_words(text: str) -> None:
+    arguments = words_of(text)
+    assert not arguments.unknown
+    assert [word for part in arguments.words() for word in part] == ["vllm", "serve", "m", *shlex.split(text)]
+
+
+def test_f20_options_are_what_vllm_takes_them_for() -> None:
+    arguments = words_of(
+        "-dp 4 -dpl 2 -ep -O3 --data-parallel-size 8 --max-model-len 32K --no-enable-pref --max-num-seq 2k"
+    )
+    assert arguments.text("data-parallel-size-local") == "2"
+    assert arguments.text("optimization-level") == "3"
+    assert arguments.number("data-parallel-size", 1) == 8
+    assert (arguments.number("max-model-len", 0), arguments.number("max-num-seqs", 0)) == (32768, 2000)
+    assert arguments.switch("enable-expert-parallel") is True
+    assert arguments.switch("enable-prefix-caching") is False
+    assert arguments.switch("enforce-eager") is None
+    attention = words_of('-ac \'{"backend": "X"}\'')
+    assert attention.json("attention-config") == {"backend": "X"}
+    assert attention.json("additional-config") == {}
+
+
+def test_f20_dotted_options_are_one_object() -> None:
+    """As vLLM's parser makes it: it comes after the others, and replaces them."""
+    arguments = words_of(
+        '--kv-transfer-config \'{"kv_role": "kv_both"}\' --kv_transfer_config.kv_role kv_consumer '
+        "--kv-transfer-config.kv_connector_extra_config.a-b.c+ x,y --kv-transfer-config.kv_port=5"
+    )
+    # Another spelling is another option to vLLM; the last one counts.
+    assert arguments.json("kv-transfer-config") == {
+        "kv_connector_extra_config": {"a-b": {"c": ["x", "y"]}},
+        "kv_port": 5,
+    }
+    changed = arguments.with_json("kv-transfer-config", {"kv_port": 6})
+    assert changed.words()[1:] == [["--kv-transfer-config", '{"kv_port": 6}']]
+    assert words_of("--x.kv_role a").unknown == ["--x.kv_role", "a"]
+
+
+def test_f20_words_that_are_not_known_stay_and_are_named(qwen: Path) -> None:
+    result = migrated(serve("--brand-new 5 6 -tp 2 extra --data-parallel"), model=qwen)
+    assert result.ok
+    command = result.engines[0].command
+    assert command[1:4] == [["--brand-new", "5", "6"], ["-tp", "2"], ["extra"]]
+    assert said(result)["--brand-new 5 6 --data-parallel extra"] is ChangeKind.CHECK
+    own = ServeOptions(["1 --tensor-parallel-size -tp", "1 --kv-transfer-config"], of_installed_vllm=True)
+    refused = migrate_command(read_command([serve("-dp 2")], own, {}), str(qwen), None)
+    assert [change.subject for change in refused.engines[0].stops] == ["-dp 2"]
+
+
+def test_what_is_before_vllm_stays(qwen: Path) -> None:
+    words = ["numactl", "-N", "0", "env", "VLLM_PLUGINS=ascend", "/opt/bin/vllm", *shlex.split(serve())[1:]]
+    result = migrate_command(read_command(words, table(), {}), str(qwen), None)
+    env = ["env", "VLLM_PLUGINS=ascend,vllm_ascend_pd"]
+    assert result.engines[0].command[0] == ["numactl", "-N", "0", *env, "/opt/bin/vllm", "serve", "m"]
+    assert result.engines[0].environment == {}
+
+
+# --- commands as text --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "script",
+    "text",
     [
-        "export A=$(hostname -I)",
-        "export A=$(hostname -I | cut -d ' ' -f 1)",
-        "export A=`hostname -I`",
-        "export A=`cat name`",
-        "export A=~/x",
-        "export A=/x:~/y",
-        'export A="${HOME:-/root}/z"',
-        "export A=$2",
-        "export A",
-        "export A=$A:/x",
-        "export A+=:/x",
-        "B=1; export A='$B'",
-        "B=1; export A=\\$B",
-        "B=`date`; export A=$B",
-        "if test -d /x; then\nexport A=1\nfi",
-        "if test -d /x; then export A=1; fi",
-        "export A=1\ntest -d /x && export A=2",
-        "A=1\ntest -d /x || export A",
-        "for i in 1 2; do export A=$i; done",
-        "case $1 in\nfirst) export A=1 ;;\nesac",
-        "set_up() {\nexport A=1\n}",
+        "vllm serve $MODEL",
+        'vllm serve "$1"',
+        "vllm serve `cat model`",
+        'vllm serve "`cat model`"',
+        "vllm serve m --port $((8000 + 1))",
+        "vllm serve m*",
+        "vllm serve m?",
+        "vllm serve m[12]",
+        "vllm serve ~/m",
+        "vllm serve m {--port,8000}",
+        "cd /x; vllm serve m",
+        "cd /x && vllm serve m",
+        "vllm serve m || true",
+        "vllm serve m | tee log",
+        "vllm serve m &",
+        "vllm serve m > log",
+        "vllm serve m 2>&1",
+        "vllm serve m <<EOF\nEOF",
+        "(vllm serve m)",
+        "! vllm serve m",
+        "for i in 1; do vllm serve m; done",
+        "if true\nthen vllm serve m\nfi",
+        "then vllm serve m",
+        "time vllm serve m",
+        "export A=1 vllm serve m",
+        "A+=1 vllm serve m",
+        "export A=1\nvllm serve m",
+        "A=1\nvllm serve m",
+        "vllm serve m\nvllm serve n",
+        "vllm serve m \\\n  # a comment ends the command\n --port 8000",
+        "nohup vllm serve m",
+        "OPTIONS=(--port 8000)",
+        "start() {\nvllm serve m\n}",
+        "vllm serve m\r\n",
+        "",
     ],
 )
-def test_values_that_only_a_shell_knows_stay_in_the_old_script(script: str) -> None:
-    assert exports(script, "first") == ["# A: as in the old script"]
+def test_f20_text_for_a_shell_is_refused_with_advice(text: str) -> None:
+    with pytest.raises(
+        MigrateError, match=r"put `vllm-ascend-pd migrate --` before `vllm serve`|there is no `vllm serve`"
+    ):
+        read(text or " ")
 
 
-def test_programs_get_no_value_that_only_a_shell_knows() -> None:
-    result = migrate_commands(serve_commands(f"export A=1 B=~/x\nC=3 env D=4 {PREFILL}"), None, None)
-    made = json.loads(result_text(result, as_json=True))
-    assert made["engines"][0]["environment"] == {"A": "1", "B": None, "C": "3", "D": "4"}
+PIECES = [
+    *"a-=:,%@+^é# \n",
+    "\\\n",
+    "\t",
+    "'x  $y'",
+    "''",
+    '"x  y"',
+    '"\\$\\a\\"\\\\\\\n"',
+    "\\$",
+    "\\ ",
+    "\\#",
+    "B=2",
+    "$a",
+    "*",
+]
 
 
-def test_an_assignment_without_export_is_no_variable_of_the_engine() -> None:
-    assert exports("A=1\ndeclare B=2\nreadonly C=3") == []
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=8))
+def test_f20_text_that_is_taken_means_the_same_to_bash(pieces: list[str]) -> None:
+    """Whatever is taken has no second command in it, so bash can be asked."""
+    text = f"A=1 vllm serve {''.join(pieces)}"
+    try:
+        assigned, words = read_plain(text)
+    except MigrateError:
+        return
+    function = 'vllm() { printf "%s\\0" "$A" vllm "$@"; }\n'
+    shell = subprocess.run(["bash", "--norc", "-c", function + text], capture_output=True, check=True, timeout=60)
+    assert shell.stdout.decode().split("\0")[:-1] == [assigned["A"], *words]
+
+
+# --- what vLLM would do without a word ---------------------------------------------------------------------
+
+
+def test_f20_base_ports_without_room_are_named(qwen: Path) -> None:
+    def engine(base: str, port: int) -> Any:
+        return migrated(f"ASCEND_BASE_PORT={base} {serve(kv_port=port)}", model=qwen).engines[0]
+
+    [stop] = engine("1000", 1500).stops
+    assert stop.subject == "kv_port"
+    assert "ASCEND_BASE_PORT is 1000" in stop.why
+    for base in ("0", "99999", "abc", ""):
+        assert [change.subject for change in engine(base, 20001).stops] == ["ASCEND_BASE_PORT"]
+    assert engine("30000", 30001).kv_transfer_config["kv_port"] == 28001
+    for port in (0, 80, 65536, "x", None):
+        assert [change.subject for change in migrated(serve(kv_port=port), model=qwen).engines[0].stops] == ["kv_port"]
+    last = migrated(serve("-dp 2", kv_port=65535), model=qwen).engines[0]
+    assert [change.subject for change in last.stops] == ["kv_port"]
+
+
+@pytest.mark.parametrize("given", ["ascend", "", "ascend,other", "ascend, vllm_ascend_pd"])
+def test_f24_plugins_without_ours_get_it(given: str, qwen: Path) -> None:
+    right = f"{given},vllm_ascend_pd".removeprefix(",")
+    result = migrated(f"VLLM_PLUGINS='{given}' {serve()}", model=qwen)
+    assert said(result)["VLLM_PLUGINS"] is ChangeKind.CHANGED
+    assert result.engines[0].environment == {"VLLM_PLUGINS": right}
+    exported = migrate_command(read_command(shlex.split(serve()), table(), {"VLLM_PLUGINS": given}), str(qwen), None)
+    assert exported.engines[0].environment == {"VLLM_PLUGINS": right}
+    assert f"VLLM_PLUGINS={shlex.quote(right)} \\\n" in render(exported)
+    assert "VLLM_PLUGINS" not in said(migrated(f"VLLM_PLUGINS='{right}' {serve()}", model=qwen))
+
+
+@pytest.mark.parametrize("option", ["--kv-offloading-size 10", "--kv_offloading_size=10", "--kv-offloading-s 10"])
+def test_f25_offloading_that_replaces_the_connector_stops_it(option: str, qwen: Path) -> None:
+    [stop] = migrated(serve(option), model=qwen).engines[0].stops
+    assert stop.subject == "--kv-offloading-size"
+    assert "MultiConnector" in stop.why
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
+def test_f30_a_pool_beside_linear_attention_gets_the_remedy_that_helps(role: str, tmp_path: Path, qwen: Path) -> None:
+    linear = tmp_path / "linear"
+    linear.mkdir()
+    make_model("qwen3.5", linear)
+    pool = {"kv_connector": "AscendStoreConnector", "kv_role": role}
+    listed = {"connectors": [{**OLD, "kv_role": role}, pool]}
+    config = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": listed}
+    text = f"vllm serve m --no-enable-prefix-caching --kv-transfer-config {shlex.quote(json.dumps(config))}"
+    [stop] = migrated(text, model=linear).engines[0].stops
+    assert stop.subject == "AscendStoreConnector"
+    assert "Leave the pool out" in stop.why
+    assert migrated(text, model=qwen).ok
+    assert migrated(serve("--no-enable-prefix-caching", kv_role=role), model=linear).ok
+
+
+def test_saved_results_make_a_pair(qwen: Path, tmp_path: Path) -> None:
+    sides = [serve("-tp 8 --port 8100", kv_role="kv_producer"), serve("-tp 4 --port 8200 -q ascend")]
+    for number, text in enumerate(sides):
+        made = migrate_command(read(text), str(qwen), None)
+        (tmp_path / f"{number}.json").write_text(encoded(made))
+        assert read_result(tmp_path / f"{number}.json") == made
+    results = [read_result(tmp_path / f"{number}.json") for number in (0, 1)]
+    pair = migrate_pair(results, str(qwen), None)
+    assert [change.subject for change in pair.pair if change.kind is ChangeKind.STOPS] == ["--quantization"]
+    assert encoded(pair).startswith('{\n  "schema": 2,\n  "ok": false')
+    for wrong in ("{", encoded(pair), encoded(results[0]).replace('"schema": 2', '"schema": 1')):
+        (tmp_path / "wrong.json").write_text(wrong)
+        with pytest.raises(MigrateError, match="is not what"):
+            read_result(tmp_path / "wrong.json")

@@ -148,6 +148,7 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
     findings += loading.judge(loaded, ran, on_npu)
     configured, extra = engine_config.judge(chosen.config, chosen.decode_hosts)
     library = mooncake_engine.read(loading.detail_of(loaded, "mooncake"))
+    findings += engine_config.judge_plugins(os.environ)
     findings += [*configured, mooncake.judge(extra.transfer_protocol, on_npu, library)]
     findings += [mooncake.check_cann(os.environ)] if on_npu else []
     if on_npu and library is not None and library.ascend is not None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
 from vllm_ascend_pd.transport.keys import SecretFileError, load_keys, read_text_secret, read_ticket_secret
 from vllm_ascend_pd.transport.own_networks import own_networks
 
@@ -55,6 +56,14 @@ def read(text: str) -> KvTransferConfig:
     if not 0 < config.kv_port < 65536:
         raise UsageError(f"--kv-transfer-config: kv_port is {config.kv_port}")
     return msgspec.structs.replace(config, asked_before=before)
+
+
+def judge_plugins(environment: Mapping[str, str]) -> list[Finding]:
+    """Whether vLLM loads the plugin that brings the connector."""
+    if (plugins := plugins_with_ours(environment)) is None:
+        return []
+    found = f"{PLUGINS} is {one_line(environment[PLUGINS], 200)!r}: without {PLUGIN}, vLLM has no {CONNECTOR}"
+    return [error("config.plugins", found, f"set it to {one_line(plugins, 200)}, here and where the engine starts")]
 
 
 def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[list[Finding], ConnectorConfig]:

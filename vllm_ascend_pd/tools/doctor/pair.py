@@ -164,7 +164,8 @@ def _role(server: CheckedServer, used: set[ServerKind]) -> Finding:
     check, given, found = f"{server.check}.role", ServerKind(server.role), _kinds(server)
     if given is ServerKind.PROXY and not found and server.answers["/health"].status == 200:
         return roles.judge_no_proxy(check, server.url)
-    return roles.judge(check, server.url, given, found, _why(server, "/metrics", "has none of vLLM's"), used)
+    replaced = roles.offloads(server.answers["/metrics"].body)
+    return roles.judge(check, server.url, given, found, _why(server, "/metrics", "has none of vLLM's"), used, replaced)
 
 
 def _version(server: CheckedServer) -> Finding:

@@ -13,11 +13,14 @@ from collections.abc import Collection
 
 from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.vllm_serve import REPLACES_CONNECTOR
 
 PROXY_PREFIX = PREFIX + "proxy_"
 
 _OF_BOTH = {*PREFILL_METRICS} & {*DECODE_METRICS}
 _NAMES = re.compile(rb"^(?:# TYPE )?(vllm:\w+)", re.MULTILINE)
+_OFFLOADS = re.compile(rb'^vllm:cache_config_info\{.*\bkv_offloading_size="(?!None")', re.MULTILINE)
+"""vLLM's metric with all settings of its KV cache as labels."""
 
 
 class ServerKind(enum.Enum):
@@ -57,14 +60,26 @@ def kinds(metrics: bytes) -> frozenset[ServerKind]:
     return frozenset(found)
 
 
+def offloads(metrics: bytes) -> bool:
+    """Whether a vLLM engine with such metrics was started with --kv-offloading-size."""
+    return _OFFLOADS.search(metrics) is not None
+
+
 def judge(
-    check: str, url: str, given: ServerKind, found: Collection[ServerKind], why: str, used: Collection[ServerKind]
+    check: str,
+    url: str,
+    given: ServerKind,
+    found: Collection[ServerKind],
+    why: str,
+    used: Collection[ServerKind],
+    replaced: bool = False,
 ) -> Finding:
     """Judges whether `url` is the server that it was given as.
 
     found: what it is, as far as its metrics show it.
     why: why they do not show it.
     used: the roles in which the given proxies use it.
+    replaced: it was started with the option with which vLLM replaces the connector.
     """
     if given in found:
         return ok(check, f"{url} is {given.named}")
@@ -80,6 +95,9 @@ def judge(
             action += f"; if it is to be {given.named}, start it with kv_role {_KV_ROLES[given]}"
             if given in used:
                 action += f"; the proxy takes it for {given.named} too: correct its --prefill and --decode"
+    elif given in _KV_ROLES and replaced:
+        said += f". It was started with --{REPLACES_CONNECTOR}, with which vLLM replaces its connector"
+        action = "start it without; to offload, too, list OffloadingConnector beside this one in a MultiConnector"
     elif given in _KV_ROLES:
         action = (
             f"start it with this connector and kv_role {_KV_ROLES[given]} (--kv-transfer-config), or give another URL"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ from vllm_ascend_pd.tools.doctor.ports import ascend_ports
 from vllm_ascend_pd.tools.launch.arguments import refused_argument
 from vllm_ascend_pd.tools.launch.shape import Executor, ParallelSizes, ShapeError
 from vllm_ascend_pd.tools.launch.transfer import ConnectorOptions, ConnectorOptionsError, EngineSide, parse_extra
+from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours, table
 
 DEFAULT_KV_PORT = 19000
 """Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""
@@ -78,6 +80,8 @@ def main(
     ray_node: Annotated[bool, typer.Option("--ray-node")] = False,
 ) -> None:
     try:
+        if (plugins := plugins_with_ours(os.environ)) is not None:
+            raise ShapeError(f"{PLUGINS} must name {PLUGIN}, too, or vLLM has no such connector: set it to {plugins}")
         shape = ParallelSizes(tp, pp, dp, nodes, executor)
         check_devices(device, shape)
         if ray_node:
@@ -132,11 +136,9 @@ def quiet(arguments: list[str]) -> list[str]:
 
     vLLM 0.23 to 0.32 has this option. The operator's own value replaces it.
     """
-    option = "--disable-access-log-for-endpoints"
-    given = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    if any(option.startswith(name) and name.startswith("--disable-a") for name in given):  # vLLM takes names cut short
-        return []
-    return [option, "/health,/metrics"]
+    name = "disable-access-log-for-endpoints"
+    given = [word.option.name for each in arguments if (word := table().read(each)) is not None and word.option]
+    return [] if name in given else [f"--{name}", "/health,/metrics"]
 
 
 def check_devices(device: DeviceType, shape: ParallelSizes) -> None:

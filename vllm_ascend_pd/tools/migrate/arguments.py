@@ -1,189 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the arguments of `vllm serve` that matter to a connector, and writes them again with changes."""
+"""A command that starts `vllm serve`: its options, and the same command with some of them changed.
+
+Words that are not changed stay as they are, in their order, whether they are understood or not.
+"""
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
 
 import yaml
 
-from vllm_ascend_pd.tools.migrate.script import MigrateError, ServeCommand, unfilled
+from vllm_ascend_pd.tools.migrate.changes import MigrateError
+from vllm_ascend_pd.tools.migrate.plain import ADVICE
+from vllm_ascend_pd.tools.vllm_serve import CommandPart, Option, ServeOptions, Word, nested, whole_number
 
-_SHORT = {
-    "-tp": "tensor-parallel-size",
-    "-pp": "pipeline-parallel-size",
-    "-dp": "data-parallel-size",
-    "-dpn": "data-parallel-rank",
-    "-dcp": "decode-context-parallel-size",
-    "-pcp": "prefill-context-parallel-size",
-    "-q": "quantization",
-    "-O": "compilation-config",
-    "-cc": "compilation-config",
-    "-sc": "speculative-config",
-    "-ac": "additional-config",
-}
-_NUMBERS = (
-    "tensor-parallel-size",
-    "pipeline-parallel-size",
-    "data-parallel-size",
-    "decode-context-parallel-size",
-    "prefill-context-parallel-size",
-    "max-num-batched-tokens",
-    "max-num-seqs",
-    "max-model-len",
-    "block-size",
-    "port",
-)
-_TEXTS = ("model", "host", "quantization", "kv-cache-dtype", "data-parallel-rank", "mamba-cache-mode", "dtype")
-_JSON = ("kv-transfer-config", "additional-config", "compilation-config", "speculative-config", "hf-overrides")
-_FLAGS = ("enforce-eager", "enable-sleep-mode", "calculate-kv-scales", "enable-return-routed-experts")
-_ON_OR_OFF = ("enable-prefix-caching",)
+_MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
 
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """Arguments of `vllm serve`.
+    """The command of one engine.
 
-    options: option without dashes to its words, in the order of the command.
-    uncertain: variables of `environment` to which a shell may give other values.
+    start: its first words, such as `vllm serve`.
+    options: by which the parts were read.
+    environment: the engine's variables.
+    assigned: those of them that are set before the command.
     """
 
-    positional: tuple[str, ...]
-    options: Mapping[str, tuple[str, ...]]
-    values: Mapping[str, Any]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    uncertain: frozenset[str] = frozenset()
+    start: tuple[str, ...]
+    parts: tuple[CommandPart, ...]
+    options: ServeOptions
+    environment: Mapping[str, str]
+    assigned: Mapping[str, str]
 
     @property
     def model(self) -> str:
-        return str(self.positional[0] if self.positional else self.values["model"] or "")
+        return next(iter(self._loose), None) or self.text("model") or ""
+
+    @property
+    def unknown(self) -> list[str]:
+        """Words that are neither a known option with its values nor the model."""
+        options = [word for part in self.parts if part.option is not None and not part.name for word in part.words]
+        return options + self._loose[1:]
+
+    @property
+    def _loose(self) -> list[str]:
+        """Words that belong to no option."""
+        return [word for part in self.parts if part.option is None for word in part.words if word != "--"]
+
+    def text(self, name: str) -> str | None:
+        """Returns the last value of an option, None if it is not given."""
+        return next((part.values[-1] for part in reversed(self._given(name)) if part.values), None)
 
     def number(self, name: str, default: int) -> int:
-        """Returns the value of a numeric option, its default where a variable is not filled in."""
-        value = self.values[name]
-        return value if isinstance(value, int) else default
+        """Raises MigrateError for a value that is no number. Returns `default` for auto."""
+        text = self.text(name)
+        if text is None or text.strip() in ("auto", "-1"):
+            return default
+        number = whole_number(text.strip())
+        if number is None:
+            raise MigrateError(f"--{name}: {text[:80]!r} is no number")
+        return number
 
     def json(self, name: str) -> dict[str, Any]:
-        return dict(self.values[name] or {})
+        """Returns the value of an option that is a JSON object, {} if it is not given. Raises MigrateError."""
+        dotted = [part for part in self._given(name) if part.option is not None and part.option.keys]
+        if dotted:  # vLLM puts these behind all others, by their spelling; the last is what counts
+            spelled = [part.words[0].partition(".")[0] for part in dotted]
+            last = list(dict.fromkeys(spelled))[-1]
+            return nested(part for part, name in zip(dotted, spelled, strict=True) if name == last)
+        text = self.text(name)
+        if text is None:
+            return {}
+        try:
+            # YAML is JSON with fewer rules: a comma too many is read, too.
+            value = json.loads(text if self.is_json(name) else json.dumps(yaml.safe_load(text.replace("\t", " "))))
+        except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
+            raise MigrateError(f"--{name}: {' '.join(str(error).split())[:300]}") from None
+        if not isinstance(value, dict):
+            raise MigrateError(f"--{name}: {text[:80]!r} is no JSON object")
+        return value
 
-    def has(self, flag: str) -> bool:
-        return bool(self.values[flag])
+    def is_json(self, name: str) -> bool:
+        """Whether the value is JSON as it stands."""
+        try:
+            json.loads(self.text(name) or "{}")
+        except (ValueError, RecursionError):
+            return False
+        return True
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        """The settings of speculative decoding, {} without it."""
+        short = {"method": "spec-method", "model": "spec-model", "num_speculative_tokens": "spec-tokens"}
+        given = {key: self.text(name) for key, name in short.items() if self.text(name) is not None}
+        return {**given, **self.json("speculative-config")}
+
+    @property
+    def names(self) -> list[str]:
+        """The options that are given, without dashes."""
+        return [part.name for part in self.parts if part.name]
+
+    def switch(self, name: str) -> bool | None:
+        """Returns whether a flag is on; None if it is not given."""
+        return next((not part.option.off for part in reversed(self._given(name)) if part.option is not None), None)
 
     def without(self, *names: str) -> EngineArguments:
-        options = {name: words for name, words in self.options.items() if name not in names}
-        return _read(replace(self, options=options))
+        return replace(self, parts=tuple(part for part in self.parts if part.name not in names))
 
     def with_option(self, name: str, *words: str) -> EngineArguments:
-        """Sets an option, in its place if it is there."""
-        return _read(replace(self, options={**self.options, name: words}))
+        """Sets an option, in its place if it is there. `words`: the option and its value."""
+        places = [index for index, part in enumerate(self.parts) if part.name == name]
+        ends = [index for index, part in enumerate(self.parts) if part.words[0] == "--"]
+        place = (places or ends or [len(self.parts)])[0]
+        option = Word(Option(name, "1"), off=words[0].startswith("--no-"))
+        others = [part for part in self.parts[place:] if part.name != name]
+        return replace(self, parts=(*self.parts[:place], CommandPart(words, option, words[1:]), *others))
 
     def with_json(self, name: str, value: Mapping[str, Any]) -> EngineArguments:
         """Sets an option to JSON, or leaves it out if that is empty."""
-        return self.with_option(name, json.dumps(value)) if value else self.without(name)
+        return self.with_option(name, f"--{name}", json.dumps(value)) if value else self.without(name)
+
+    def with_variable(self, name: str, value: str) -> EngineArguments:
+        """Sets a variable where the command sets it, else before the command."""
+        environment = {**self.environment, name: value}
+        start = tuple(f"{name}={value}" if word.startswith(f"{name}=") else word for word in self.start)
+        if start != self.start:
+            return replace(self, start=start, environment=environment)
+        return replace(self, environment=environment, assigned={**self.assigned, name: value})
 
     def words(self) -> list[list[str]]:
-        """Returns the command's words, one list per option."""
-        return [["vllm", "serve", *self.positional], *([f"--{name}", *words] for name, words in self.options.items())]
+        """Returns the command's words, one list per option. The model is in the first one."""
+        parts = [list(part.words) for part in self.parts]
+        leading = parts.pop(0) if self.parts and self.parts[0].option is None else []
+        return [[*self.start, *leading], *parts]
+
+    def _given(self, name: str) -> list[CommandPart]:
+        return [part for part in self.parts if part.name == name]
 
 
-def read_arguments(command: ServeCommand) -> EngineArguments:
-    """Raises MigrateError for values that are no number or no JSON object."""
-    positional, options = _options(command.words)
-    return _read(EngineArguments(positional, options, {}, command.environment, command.uncertain))
+def read_arguments(
+    words: Sequence[str],
+    options: ServeOptions,
+    environment: Mapping[str, str],
+    assigned: Mapping[str, str] | None = None,
+) -> EngineArguments:
+    """Reads the words of a command. `environment` are variables that it gets, `assigned` are set before it.
+
+    Raises MigrateError if it is no `vllm serve`.
+    """
+    if any("\ud800" <= sign <= "\udfff" for word in words for sign in word):  # what Python could not decode
+        raise MigrateError("the command has a word that is not UTF-8")
+    start = _first_argument(words)
+    own = dict(word.split("=", 1) for word in words[:start] if _ASSIGNMENT.match(word))
+    assigned = assigned or {}
+    variables = {**environment, **assigned, **own}
+    return EngineArguments(tuple(words[:start]), tuple(options.split(words[start:])), options, variables, assigned)
 
 
-def _read(arguments: EngineArguments) -> EngineArguments:
-    flat = [word for name, words in arguments.options.items() for word in (f"--{name}", *words)]
-    values, _ = _parser().parse_known_args(flat)
-    return replace(arguments, values={name.replace("_", "-"): value for name, value in vars(values).items()})
-
-
-def _options(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-    positional: list[str] = []
-    options: dict[str, list[str]] = {}
-    nested: dict[str, dict[str, Any]] = {}
-    into = positional
-    for word in words:
-        if not _is_option(word):
-            into.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        name = _SHORT.get(name) or name.lstrip("-").replace("_", "-")
-        option, dot, key = name.partition(".")
-        into = [value] if equals else []
-        if dot:  # --kv-transfer-config.kv_role VALUE
-            nested.setdefault(option, {})[key.replace("-", "_")] = into
-        else:
-            options[name] = into
-    for option, parts in nested.items():
-        options[option] = [json.dumps(_nested(parts))]
-    return tuple(positional), {name: tuple(values) for name, values in options.items()}
-
-
-def _is_option(word: str) -> bool:
-    return word in _SHORT or (word.startswith("--") and len(word) > 2)
-
-
-def _nested(parts: Mapping[str, list[str]]) -> dict[str, Any]:
-    whole: dict[str, Any] = {}
-    for key, words in parts.items():
-        *path, last = key.split(".")
-        place = whole
-        for name in path:
-            place = place.setdefault(name, {})
-        place[last] = yaml.safe_load(words[0]) if words else True
-    return whole
-
-
-class _ArgumentParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise MigrateError(message)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in _NUMBERS:
-        parser.add_argument(f"--{name}", type=_number)
-    for name in _TEXTS:
-        parser.add_argument(f"--{name}")
-    for name in _JSON:
-        parser.add_argument(f"--{name}", type=_object)
-    for name in _FLAGS:
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in _ON_OR_OFF:
-        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction)
-    return parser
-
-
-def _number(text: str) -> int | str:
-    if unfilled(text):
-        return text
-    digits = text.lower()
-    for unit, factor in (("k", 1000), ("m", 1000000)):  # vLLM's: 32k
-        if digits.endswith(unit):
-            return int(float(digits[:-1]) * factor)
-    return int(digits)
-
-
-def _object(text: str) -> dict[str, Any]:
-    """YAML is JSON with fewer rules: a comma too many and variables without quotes are read, too."""
-    try:
-        value = yaml.safe_load(text.replace("\t", " "))
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(" ".join(str(error).split())[:300]) from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("is no JSON object")
-    return value
-
-
-def is_json(texts: Iterable[str]) -> bool:
-    try:
-        for text in texts:
-            json.loads(text)
-    except ValueError:
-        return False
-    return True
+def _first_argument(words: Sequence[str]) -> int:
+    """Returns the index of the first word after `vllm serve` or `python -m vllm.entrypoints.openai.api_server`."""
+    for index, (word, after) in enumerate(itertools.pairwise(words)):
+        if PurePosixPath(word).name == "vllm" and after == "serve":
+            return index + 2
+        if word == "-m" and after in _MODULES:
+            return index + 2 + (words[index + 2 : index + 3] == ["serve"])
+    raise MigrateError(f"there is no `vllm serve` in it: {ADVICE}")

@@ -9,8 +9,12 @@ from typing import Any
 
 import msgspec
 
-SCHEMA = 1
+SCHEMA = 2
 """Grows when a field changes its meaning or goes."""
+
+
+class MigrateError(ValueError):
+    """The input cannot be understood."""
 
 
 class ChangeKind(enum.Enum):
@@ -42,7 +46,7 @@ class EngineMigration(msgspec.Struct, frozen=True):
     was: tuple[str, ...]  # the connectors of the given command
     kv_transfer_config: dict[str, Any]  # ours; empty if there is none
     command: list[list[str]]  # the new command, one list per option
-    environment: dict[str, str | None]  # what the engine still needs of the script's exports; None: as in the script
+    environment: dict[str, str]  # set before the command: what has to change, and what a pasted command sets itself
     url: str  # where the engine serves, for the proxy
     changes: tuple[Change, ...]
 

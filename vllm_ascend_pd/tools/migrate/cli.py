@@ -3,50 +3,83 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
+from vllm_ascend_pd.tools.vllm_serve import OptionsError, ServeOptions, installed, table
 
 
 def migrate(
-    start: Annotated[
-        list[str],
+    command: Annotated[
+        list[str] | None,
         typer.Argument(
-            help="What starts an engine: a launch script with its arguments in quotes, or the `vllm serve` command. "
-            "- reads it from standard input. Give both sides to check that they fit."
+            help="-- and the `vllm serve` command of an engine. Or one plain command as text, a file with it, or - for "
+            "standard input.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Folder with the model's config.json, if it is not where the command says."),
     ] = None,
     proxy: Annotated[str | None, typer.Option(help="URL at which decode engines reach the proxy.")] = None,
-    values: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE of a variable that a script leaves open. Repeatable.")
+    save: Annotated[Path | None, typer.Option(help="Also write the result to this file, for --pair.")] = None,
+    pair: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Two files of --save: check that these prefill and decode engines fit.", show_default=False),
     ] = None,
+    execute: Annotated[
+        bool, typer.Option("--exec", help="Start the new command, if nothing stops it. Prints to standard error.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     version: Version = False,
 ) -> None:
-    """Turn the commands of engines with vllm-ascend's Mooncake connectors into ones for this connector.
+    """Turn the command of an engine with vllm-ascend's Mooncake connectors into one for this connector.
 
-    Starts nothing and changes no file. The exit code is 0 only if the new commands will start.
+    Put `vllm-ascend-pd migrate --` in front of `vllm serve` in a launch script and run the script. The exit code is 0
+    only if the new command will start.
     """
     # Imported here so that other commands start faster.
-    from vllm_ascend_pd.tools.migrate.command import migrate_commands, read_input, result_text, with_values
-    from vllm_ascend_pd.tools.migrate.script import MigrateError
+    from vllm_ascend_pd.tools.migrate import command as commands
+    from vllm_ascend_pd.tools.migrate.changes import MigrateError
+    from vllm_ascend_pd.tools.migrate.render import render
 
-    if len(start) > 2:
-        raise USAGE_ERROR(f"{len(start)} engines given: at most one prefill and one decode engine")
-    pairs = [text.partition("=") for text in values or ()]
-    if wrong := next((name for name, equals, _ in pairs if not equals or not name), None):
-        raise USAGE_ERROR(f"--set {wrong}: not NAME=VALUE")
+    if (pair is None) is (not command):
+        raise USAGE_ERROR("give the `vllm serve` command of one engine after --, or --pair and two files of --save")
+    if pair is not None and (execute or save is not None):
+        raise USAGE_ERROR("--exec and --save are for one engine, not for --pair")
     try:
-        commands = [with_values(read_input(text), {name: value for name, _, value in pairs}) for text in start]
-        result = migrate_commands(commands, model, proxy)
+        if pair is not None:
+            result = commands.migrate_pair([commands.read_result(file) for file in pair], model, proxy)
+        else:
+            arguments = commands.read_command(command or [], _options(), os.environ)
+            result = commands.migrate_command(arguments, model, proxy)
+        if save is not None:
+            save.write_text(commands.encoded(result), encoding="utf-8")
     except (MigrateError, OSError, UnicodeDecodeError) as error:
         raise USAGE_ERROR(str(error)) from None
-    print(result_text(result, json), end="")
+    print(commands.encoded(result) if json else render(result), end="", file=sys.stderr if execute else sys.stdout)
     if not result.ok:
         raise typer.Exit(1)
+    if execute:
+        try:
+            commands.start(result.engines[0], os.environ)
+        except OSError as error:
+            print(f"vllm-ascend-pd: {result.engines[0].command[0][0]}: {error}", file=sys.stderr)
+            raise typer.Exit(127) from None
+
+
+def _options() -> ServeOptions:
+    """Returns the options of the installed vLLM, or those of a table of ours."""
+    try:
+        return installed() or table()
+    except OptionsError as error:
+        print(
+            f"vllm-ascend-pd: uses the options of vLLM 0.23 and 0.32, since this vLLM fails: {error}", file=sys.stderr
+        )
+        return table()

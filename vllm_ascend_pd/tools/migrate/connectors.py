@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_ascend_pd.connector.multi_connector import CONNECTOR, asked_before
 from vllm_ascend_pd.core.config import ConfigError, parse_config
-from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
+from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, MigrateError
 
 LAYERWISE = "MooncakeLayerwiseConnector"
 PULLING = ("MooncakeConnectorV1", "MooncakeConnector", "MooncakeHybridConnector")
@@ -52,7 +52,6 @@ class Translated:
 
     was: tuple[str, ...]
     config: dict[str, Any]
-    declared: dict[str, dict[str, int]]  # parallel sizes by side, as the old configuration says them
     changes: tuple[Change, ...]
 
 
@@ -61,24 +60,25 @@ def translate(old: Mapping[str, Any], proxy_url: str | None) -> Translated:
     names, entries = connectors(old)
     replaced = [entry for entry in entries if entry.get("kv_connector") in REPLACED]
     if not replaced:
-        return Translated(names, {}, {}, (_nothing_replaced(names),))
+        return Translated(names, {}, (_nothing_replaced(names),))
     changes: list[Change] = []
     ours = _entry(replaced[0], proxy_url, changes)
-    declared = _declared(replaced[0].get("kv_connector_extra_config") or {})
     if len(replaced) > 1:
         found = " and ".join(str(entry["kv_connector"]) for entry in replaced)
         changes.append(Change(ChangeKind.STOPS, _MULTI, f"it has {found}: which one transfers prompts?"))
     if old.get("kv_connector") != _MULTI:
-        return Translated(names, ours, declared, tuple(changes))
-    return Translated(names, _multi(old, entries, ours, changes), declared, tuple(changes))
+        return Translated(names, ours, tuple(changes))
+    return Translated(names, _multi(old, entries, ours, changes), tuple(changes))
 
 
 def connectors(old: Mapping[str, Any]) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
-    """Returns the names and the entries of a configuration's connectors, in order."""
-    entries = [dict(old)]
-    if old.get("kv_connector") == _MULTI:
-        listed = (old.get("kv_connector_extra_config") or {}).get("connectors") or []
+    """Returns the names and the entries of a configuration's connectors, in order. Raises MigrateError."""
+    entries, extra = [dict(old)], old.get("kv_connector_extra_config")
+    if old.get("kv_connector") == _MULTI and isinstance(extra, dict):
+        listed = extra.get("connectors") or []
         entries = [dict(entry) for entry in listed if isinstance(entry, dict)]
+    if wrong := [each for each in entries if not isinstance(each.get("kv_connector_extra_config") or {}, dict)]:
+        raise MigrateError(f"kv_connector_extra_config of {wrong[0].get('kv_connector')} is no JSON object")
     return tuple(str(entry.get("kv_connector")) for entry in entries), entries
 
 
@@ -143,15 +143,6 @@ def _meaning(name: str) -> str:
         f"becomes {CONNECTOR}: prefill pushes each layer while it computes, where decode pulled them all afterwards. "
         "Requests go to decode first; change both sides and the proxy at once"
     )
-
-
-def _declared(extra: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    sides = {side: extra.get(side) for side in ("prefill", "decode")}
-    return {
-        side: {name: size for name, size in sizes.items() if isinstance(size, int)}
-        for side, sizes in sides.items()
-        if isinstance(sizes, dict)
-    }
 
 
 def _multi(

@@ -3,25 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_pd.core.hosts import authority
+from vllm_ascend_pd.tools.doctor.engine_config import DEFAULT_KV_PORT
 from vllm_ascend_pd.tools.doctor.ports import ascend_ports
-from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, is_json
+from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
 from vllm_ascend_pd.tools.migrate.connectors import translate
 from vllm_ascend_pd.tools.migrate.model_facts import ModelFacts
 from vllm_ascend_pd.tools.migrate.refusals import drops_prefill_weights, refusal
-from vllm_ascend_pd.tools.migrate.script import unfilled
 from vllm_ascend_pd.tools.plan.compressed import BLOCK_SIZES
 from vllm_ascend_pd.tools.plan.model import Cached, ModelShape
+from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, REPLACES_CONNECTOR, plugins_with_ours, whole_number
 
 _OPTION = "kv-transfer-config"
 _DEFAULT_PORT = 8000  # vLLM's
 _RECOMPUTE = "recompute_scheduler_enable"
 _NPUS = 16  # of a server at most
 _BELOW = 2000  # more than the ports that Mooncake takes for so many NPUs
+_BASE_PORT = "ASCEND_BASE_PORT"
+_FIRST_PORT = 1024
+_STORE = "AscendStoreConnector"
 
 _ENVIRONMENT_LEFT_OUT = {
     "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "only Mooncake's pulling connectors read it; here KV is pushed under leases",
@@ -33,40 +39,44 @@ _Attempt = tuple[EngineArguments, dict[str, Any], list[Change]]
 
 
 def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | None) -> EngineMigration:
-    """Returns the new command of an engine. `proxy_url`: where decode engines reach the proxy."""
+    """Returns the new command of an engine. `proxy_url`: where decode engines reach the proxy. Raises MigrateError."""
     translated = translate(old.json(_OPTION), proxy_url)
     changes = list(translated.changes)
     arguments, config = old, translated.config
     if config:
-        if not is_json(old.options[_OPTION]):
-            why = "was no valid JSON, perhaps for a comma too many or a variable without quotes: the new one is"
+        if not old.is_json(_OPTION):
+            why = "was no valid JSON, perhaps for a comma too many: the new one is"
             changes.append(Change(ChangeKind.CHANGED, f"--{_OPTION}", why))
         ours = _own_entry(config)
-        changes += _unfilled(old, ours)
-        changes += [*_of_model(served), *_compressed(old, served)]
+        changes += [*_of_words(old), *_of_model(served), *_compressed(old, served)]
         arguments, apart = _external_engines(arguments, served)
         changes += apart
         arguments, raised = _too_few_tokens(arguments)
         changes += raised
-        arguments, stated = _states(arguments, served.shape)
+        arguments, stated = _states(arguments, served.shape, translated.was)
         changes += stated
-        ours, moved = _clear_of_mooncake(ours, old)
+        ours, moved = _clear_of_mooncake(ours, arguments)
         changes += moved
         arguments, changed, said = _accepted(arguments, ours, served.shape)
         changes += said
         config = _with_own_entry(config, changed)
         arguments = arguments.with_json(_OPTION, config)
-    environment = {name: None if name in old.uncertain else value for name, value in old.environment.items()}
-    for name in [name for name in environment if name in _ENVIRONMENT_LEFT_OUT and config]:
-        del environment[name]
-        changes.append(Change(ChangeKind.LEFT_OUT, name, _ENVIRONMENT_LEFT_OUT[name]))
+        if (plugins := plugins_with_ours(old.environment)) is not None:
+            why = f"{plugins}: vLLM loads no other plugins, and {PLUGIN} brings the connector"
+            changes.append(Change(ChangeKind.CHANGED, PLUGINS, why))
+            arguments = arguments.with_variable(PLUGINS, plugins)
+    assigned = dict(arguments.assigned)
+    for name, why in _ENVIRONMENT_LEFT_OUT.items():
+        if config and name in old.environment:
+            assigned.pop(name, None)
+            changes.append(Change(ChangeKind.LEFT_OUT, name, why))
     return EngineMigration(
         role=str(_own_entry(config).get("kv_role") or "") if config else "",
         model=old.model,
         was=translated.was,
         kv_transfer_config=config,
         command=arguments.words() if config else [],
-        environment=environment,
+        environment=assigned,
         url=_url(old),
         changes=tuple(changes),
     )
@@ -88,23 +98,24 @@ def _with_own_entry(config: Mapping[str, Any], entry: dict[str, Any]) -> dict[st
     return {**config, "kv_connector_extra_config": {**extra, "connectors": listed}}
 
 
-def _unfilled(arguments: EngineArguments, ours: Mapping[str, Any]) -> list[Change]:
-    """Variables that decide about fit or ports must be known."""
+def _of_words(arguments: EngineArguments) -> list[Change]:
+    """What no new connector would help with."""
     found = []
-    for name, words in arguments.options.items():
-        if isinstance(arguments.values.get(name), str) and (missing := unfilled(arguments.values[name])):
-            kind = ChangeKind.STOPS if name.endswith("-size") else ChangeKind.CHECK
-            found.append(
-                Change(kind, f"--{name}", f"is {words[0]}: give the script its arguments, or --set {_hint(missing)}")
-            )
-    if missing := unfilled(str(ours)):
-        why = f"has {', '.join(missing)}, which the shell must fill in"
-        found.append(Change(ChangeKind.CHECK, f"--{_OPTION}", why))
+    if unknown := arguments.unknown:
+        kind, where = ChangeKind.CHECK, "this command's table of vLLM 0.23 and 0.32"
+        if arguments.options.of_installed_vllm:
+            kind, where = ChangeKind.STOPS, "the installed vLLM"
+        found.append(Change(kind, shlex.join(unknown)[:300], f"is not known to {where}. It stays as it is"))
+    if REPLACES_CONNECTOR in arguments.names:
+        why = (
+            "vLLM would replace this connector by OffloadingConnector without a word. Leave it out. To offload, too, "
+            "list both connectors in a MultiConnector"
+        )
+        found.append(Change(ChangeKind.STOPS, f"--{REPLACES_CONNECTOR}", why))
+    if "config" in arguments.names:
+        why = "names a file with more options, which this command does not read: see that none of them contradicts"
+        found.append(Change(ChangeKind.CHECK, "--config", why))
     return found
-
-
-def _hint(names: list[str]) -> str:
-    return " --set ".join(f"{name[1:]}=..." for name in names)
 
 
 def _of_model(served: ModelFacts) -> list[Change]:
@@ -145,22 +156,31 @@ def _compressed(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
 
 def _external_engines(arguments: EngineArguments, served: ModelFacts) -> tuple[EngineArguments, list[Change]]:
     """vLLM refuses --data-parallel-rank for models without experts, whose data-parallel engines share nothing."""
-    names = [name for name in arguments.options if name.startswith("data-parallel-")]
+    names = [name for name in arguments.names if name.startswith("data-parallel-")]
     if served.experts or "data-parallel-rank" not in names:
         return arguments, []
     why = "left out: vLLM refuses --data-parallel-rank for models without experts. Each rank is an engine of its own"
     return arguments.without(*names), [Change(ChangeKind.CHANGED, "--data-parallel-*", f"{why}, with its own kv_port")]
 
 
-def _clear_of_mooncake(ours: dict[str, Any], old: EngineArguments) -> tuple[dict[str, Any], list[Change]]:
-    """Decode's first port must be none of those among which Mooncake chooses on NPUs."""
-    port, theirs = ours.get("kv_port"), ascend_ports(range(_NPUS), old.environment).values()
-    if ours.get("kv_role") != "kv_consumer" or not any(port in ports for ports in theirs):
+def _clear_of_mooncake(ours: dict[str, Any], arguments: EngineArguments) -> tuple[dict[str, Any], list[Change]]:
+    """Decode's ports must be none of those among which Mooncake chooses on NPUs."""
+    if ours.get("kv_role") != "kv_consumer":
         return ours, []
-    assert isinstance(port, int)
-    moved = port - _BELOW
-    why = f"{moved}: {port} is one of the ports among which Mooncake chooses on NPUs"
-    return {**ours, "kv_port": moved}, [Change(ChangeKind.CHANGED, "kv_port", why)]
+    port, engines = ours.get("kv_port", DEFAULT_KV_PORT), arguments.number("data-parallel-size", 1)
+    base = arguments.environment.get(_BASE_PORT, "20000")
+    if not isinstance(port, int) or not _FIRST_PORT <= port <= 65536 - engines:
+        return ours, [Change(ChangeKind.STOPS, "kv_port", f"is {port!r}: decode needs {engines} free ports from there")]
+    if not re.fullmatch("[0-9]{1,5}", base) or not 0 < int(base) < 65536:
+        return ours, [Change(ChangeKind.STOPS, _BASE_PORT, f"is {base!r}: no port")]
+    theirs = ascend_ports(range(_NPUS), arguments.environment).values()
+    if not any(each in ports for ports in theirs for each in range(port, port + engines)):
+        return ours, []
+    moved, why = port - _BELOW, f"{port} is one of the ports among which Mooncake chooses on NPUs"
+    if moved < _FIRST_PORT:
+        why += f" ({_BASE_PORT} is {base}), and there is no room below them. Choose other ports"
+        return ours, [Change(ChangeKind.STOPS, "kv_port", why)]
+    return {**ours, "kv_port": moved}, [Change(ChangeKind.CHANGED, "kv_port", f"{moved}: {why}")]
 
 
 def _too_few_tokens(arguments: EngineArguments) -> tuple[EngineArguments, list[Change]]:
@@ -168,22 +188,30 @@ def _too_few_tokens(arguments: EngineArguments) -> tuple[EngineArguments, list[C
     requests = arguments.number("max-num-seqs", 1)
     if arguments.number("max-num-batched-tokens", requests) >= requests:
         return arguments, []
-    tokens = requests * (1 + int(arguments.json("speculative-config").get("num_speculative_tokens") or 0))
+    tokens = requests * (1 + (whole_number(str(arguments.speculation.get("num_speculative_tokens"))) or 0))
     why = f"{tokens}: vLLM refuses fewer than --max-num-seqs, and each request may have its drafts in a step"
-    changed = arguments.with_option("max-num-batched-tokens", str(tokens))
+    changed = arguments.with_option("max-num-batched-tokens", "--max-num-batched-tokens", str(tokens))
     return changed, [Change(ChangeKind.CHANGED, "--max-num-batched-tokens", why)]
 
 
-def _states(arguments: EngineArguments, model: ModelShape | None) -> tuple[EngineArguments, list[Change]]:
-    """States of Mamba and linear attention have no prefix cache here."""
+def _states(
+    arguments: EngineArguments, model: ModelShape | None, connectors: Sequence[str]
+) -> tuple[EngineArguments, list[Change]]:
+    """States of Mamba and linear attention have no prefix cache here. `connectors`: the old ones."""
     if model is None or Cached.STATE not in model.cached:
         return arguments, []
     changes = []
-    if arguments.values["enable-prefix-caching"] is not False:
+    if _STORE in connectors:
+        why = (
+            "with it vllm-ascend keeps states of linear attention in mamba_cache_mode align, even without prefix "
+            "caching, and this connector refuses that. Leave the pool out of the MultiConnector on both sides"
+        )
+        changes.append(Change(ChangeKind.STOPS, _STORE, why))
+    if arguments.switch("enable-prefix-caching") is not False:
         why = "states of linear attention have no prefix cache here: every prompt is computed as a whole"
         changes.append(Change(ChangeKind.MEANING, "--enable-prefix-caching", why))
-        arguments = arguments.without("enable-prefix-caching").with_option("no-enable-prefix-caching")
-    if arguments.values["mamba-cache-mode"] not in (None, "none"):
+        arguments = arguments.with_option("enable-prefix-caching", "--no-enable-prefix-caching")
+    if arguments.text("mamba-cache-mode") not in (None, "none"):
         changes.append(Change(ChangeKind.LEFT_OUT, "--mamba-cache-mode", "it is for prefix caching"))
         arguments = arguments.without("mamba-cache-mode")
     return arguments, changes
@@ -237,7 +265,7 @@ def _computes_prompts(arguments: EngineArguments, ours: dict[str, Any], model: M
         changes.append(Change(ChangeKind.CHANGED, "enable_mlapo", why))
     arguments = arguments.with_json("additional-config", additional)
     compilation = arguments.json("compilation-config")
-    without_drafts = arguments.values["speculative-config"] is None
+    without_drafts = not arguments.speculation
     full = str(compilation.get("cudagraph_mode") or "").upper().startswith("FULL")
     if full and without_drafts and arguments.number("decode-context-parallel-size", 1) > 1:
         arguments = arguments.with_json("compilation-config", {**compilation, "cudagraph_mode": "PIECEWISE"})
@@ -254,6 +282,6 @@ _ATTEMPTS: tuple[Callable[[EngineArguments, dict[str, Any], ModelShape | None], 
 
 
 def _url(arguments: EngineArguments) -> str:
-    host = arguments.values["host"] or "HOST"
-    port = arguments.values["port"] or _DEFAULT_PORT
+    host = arguments.text("host") or "HOST"
+    port = arguments.number("port", _DEFAULT_PORT)
     return f"http://{authority('HOST' if host in ('0.0.0.0', '::') else host, port)}"

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
@@ -26,12 +24,12 @@ def check_pair(prefill: EngineArguments, decode: EngineArguments, served: ModelF
             why += ". Prompts with images are refused: vLLM's hash of an image includes the path. Use one path"
         found.append(Change(ChangeKind.CHECK, "model", why))
     for name in _SAME:
-        if (left := prefill.values[name]) != (right := decode.values[name]):
-            why = f"prefill has {_shown(left)}, decode {_shown(right)}: KV would be of another model"
+        if (left := _value(prefill, name)) != (right := _value(decode, name)):
+            why = f"prefill has {left or 'none'}, decode {right or 'none'}: KV would be of another model"
             found.append(Change(ChangeKind.STOPS, f"--{name}", why))
     found += _drafts(prefill, decode)
-    most = [side.values["max-model-len"] for side in (prefill, decode)]
-    if all(isinstance(length, int) for length in most) and most[0] < most[1]:
+    most = [side.number("max-model-len", 0) for side in (prefill, decode)]
+    if all(most) and most[0] < most[1]:
         why = f"prefill takes {most[0]} tokens, decode {most[1]}: longer prompts than prefill's fail"
         found.append(Change(ChangeKind.CHECK, "--max-model-len", why))
     if model is not None:
@@ -42,21 +40,8 @@ def check_pair(prefill: EngineArguments, decode: EngineArguments, served: ModelF
     return found
 
 
-def check_declared(
-    side: str, engine: EngineArguments, declared: Mapping[str, Mapping[str, int]], whose: str
-) -> list[Change]:
-    """Compares an engine with the parallel sizes that the old configuration of `whose` declares for this side."""
-    found = []
-    for key, option in (("tp_size", "tensor-parallel-size"), ("pp_size", "pipeline-parallel-size")):
-        size, actual = declared.get(side, {}).get(key), engine.number(option, 1)
-        if size is not None and size != actual:
-            why = f"{whose}'s old configuration says {side} has {key} {size}, its command says {actual}"
-            found.append(Change(ChangeKind.CHECK, f"--{option}", why))
-    return found
-
-
 def _drafts(prefill: EngineArguments, decode: EngineArguments) -> list[Change]:
-    methods = [(side.values["speculative-config"] or {}).get("method") for side in (prefill, decode)]
+    methods = [side.speculation.get("method") for side in (prefill, decode)]
     if methods[0] == methods[1]:
         return []
     why = (
@@ -82,5 +67,6 @@ def _planned(name: str, side: EngineArguments, model: ModelShape) -> PlannedEngi
     )
 
 
-def _shown(value: object) -> str:
-    return "none" if value is None else str(value)
+def _value(side: EngineArguments, name: str) -> object:
+    """Returns what must be the same on both sides, JSON as an object."""
+    return side.json(name) if name == "hf-overrides" else side.text(name)

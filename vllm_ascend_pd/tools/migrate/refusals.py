@@ -54,23 +54,23 @@ def drops_prefill_weights(arguments: EngineArguments, model: ModelShape) -> bool
         mlapo = arguments.environment.get("VLLM_ASCEND_ENABLE_MLAPO", "1") != "0"
     tokens = arguments.number("max-num-batched-tokens", MLAPO_TOKENS + 1)
     dense_mla = model.mla and len(model.widths) == 2
-    return bool(mlapo) and dense_mla and arguments.values["quantization"] == "ascend" and tokens <= MLAPO_TOKENS
+    return bool(mlapo) and dense_mla and arguments.text("quantization") == "ascend" and tokens <= MLAPO_TOKENS
 
 
 def _vllm_config(arguments: EngineArguments, ours: Mapping[str, Any]) -> SimpleNamespace:
-    graphs = "NONE" if arguments.has("enforce-eager") else "PIECEWISE"
+    graphs = "NONE" if arguments.switch("enforce-eager") else "PIECEWISE"
     graphs = str(arguments.json("compilation-config").get("cudagraph_mode") or graphs).upper()
     consumer = ours.get("kv_role") == "kv_consumer"
     return SimpleNamespace(
         additional_config=arguments.json("additional-config"),
         model_config=SimpleNamespace(
-            enable_sleep_mode=arguments.has("enable-sleep-mode"),
-            enable_return_routed_experts=arguments.has("enable-return-routed-experts"),
-            enforce_eager=arguments.has("enforce-eager"),
+            enable_sleep_mode=bool(arguments.switch("enable-sleep-mode")),
+            enable_return_routed_experts=bool(arguments.switch("enable-return-routed-experts")),
+            enforce_eager=bool(arguments.switch("enforce-eager")),
         ),
         cache_config=SimpleNamespace(
-            cache_dtype=arguments.values["kv-cache-dtype"] or "auto",
-            calculate_kv_scales=arguments.has("calculate-kv-scales"),
+            cache_dtype=arguments.text("kv-cache-dtype") or "auto",
+            calculate_kv_scales=bool(arguments.switch("calculate-kv-scales")),
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=arguments.number("tensor-parallel-size", 1),
@@ -80,7 +80,7 @@ def _vllm_config(arguments: EngineArguments, ours: Mapping[str, Any]) -> SimpleN
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=arguments.number("max-num-batched-tokens", 2048)),
         compilation_config=SimpleNamespace(cudagraph_mode=_Graphs(graphs), static_forward_context={}),
-        speculative_config=arguments.values["speculative-config"],
+        speculative_config=arguments.speculation or None,
         kv_transfer_config=SimpleNamespace(
             kv_role=ours.get("kv_role"),
             is_kv_consumer=consumer,

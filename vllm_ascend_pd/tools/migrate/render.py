@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -33,16 +33,9 @@ def _engine(engine: EngineMigration) -> str:
     if not engine.kv_transfer_config:
         return text
     text += "\nConnector:\n\n" + json.dumps(engine.kv_transfer_config, indent=2) + "\n"
-    command = " \\\n  ".join(shlex.join(words) for words in engine.command)
-    return text + "\nCommand:\n\n" + _exports(engine.environment) + command + "\n"
-
-
-def _exports(environment: Mapping[str, str | None]) -> str:
-    """The script's lines for what the engine still needs. Not everything that a script can assign is understood."""
-    return "".join(
-        f"export {name}={shlex.quote(value)}\n" if value else f"# {name}: as in the old script\n"
-        for name, value in environment.items()
-    )
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in engine.environment.items()]
+    lines = [*assigned, *(shlex.join(words) for words in engine.command)]
+    return text + "\nCommand:\n\n" + " \\\n  ".join(lines) + "\n"
 
 
 def _heading(text: str) -> str:

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd migrate` with the options of the installed vLLM, and `--exec`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page_commands import ENVIRONMENT
+
+from harness.recipes import make_model
+from vllm_ascend_pd.connector.serve_options import option_lines, serve_parser
+from vllm_ascend_pd.tools import vllm_serve
+
+CONFIG = json.dumps({"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer", "kv_port": "20001"})
+ENGINE = """\
+import json, os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print(json.dumps([os.getpid(), sys.argv[1:], os.environ["VLLM_PLUGINS"]]), flush=True)
+signal.pause()
+"""
+
+
+def migrate(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """Starts `migrate --exec` for a command with a stand-in for vLLM."""
+    make_model("qwen3-moe", folder)
+    (folder / "vllm").write_text(f"#!{sys.executable}\n{ENGINE}")
+    (folder / "vllm").chmod(0o755)
+    command = [str(folder / "vllm"), "serve", str(folder), "-ep", "-O3", *more, "--kv-transfer-config", CONFIG]
+    return subprocess.Popen(
+        ["vllm-ascend-pd", "migrate", "--exec", "--", *command],
+        env=ENVIRONMENT | {"VLLM_PLUGINS": "ascend"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_f20_exec_becomes_the_engine(tmp_path: Path) -> None:
+    with migrate(tmp_path, "--seed", "1") as process:
+        try:
+            assert process.stdout is not None
+            pid, words, plugins = json.loads(process.stdout.readline())
+            ours = json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"})
+            assert words == ["serve", str(tmp_path), "-ep", "-O3", "--seed", "1", "--kv-transfer-config", ours]
+            assert (pid, plugins) == (process.pid, "ascend,vllm_ascend_pd")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 7
+            assert process.stderr is not None
+            assert "works with these changes" in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_f20_a_word_that_this_vllm_does_not_know_starts_nothing(tmp_path: Path) -> None:
+    with migrate(tmp_path, "--brand-new", "1") as process:
+        out, err = process.communicate(timeout=200)
+    assert (process.returncode, out) == (1, "")
+    assert "stops" in err
+    assert "--brand-new 1" in err
+    assert "is not known to the installed vLLM" in err
+
+
+def test_options_are_those_of_the_installed_vllm() -> None:
+    found = vllm_serve.installed()
+    assert found is not None
+    wanted = vllm_serve.ServeOptions(option_lines(serve_parser()), of_installed_vllm=True)
+    assert found.names == wanted.names
+    assert len(found.names) > 300
+    assert set(found.names) <= set(vllm_serve.table().names)
+
+
+def test_a_vllm_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('libascendcl.so: cannot open shared object file')\n")
+    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    with pytest.raises(vllm_serve.OptionsError, match="libascendcl"):
+        vllm_serve.installed()
