@@ -103,21 +103,27 @@ def rank_caches(
     if model.compressed:
         return _compressed_caches(model, engine, pp_rank, num_blocks)
     heads = len(topology.owned_heads(tp_rank, engine.tp, model.kv_heads))
-    groups = sorted({kind.name for kind in model.cached if kind in (Cached.FULL, Cached.WINDOW)})
-    geometries = [
-        _geometry(model, layout, engine.block_size, heads, group, width)
-        for group in range(len(groups))
-        for width in tensor_widths(model, layout)
-    ]
+    kinds = [_kind(model, layout, layer) for layer in range(len(model.cached))]
+    geometries: list[Geometry] = []
+    first: dict[tuple[str, tuple[int, ...]], int] = {}
+    # The caches with most tensors come first: they stand for all in the table of prefill's ranks.
+    for group, kind in enumerate(sorted({kind for kind in kinds if kind}, key=lambda kind: (-len(kind[1]), kind))):
+        first[kind] = len(geometries)
+        geometries += [_geometry(model, layout, engine.block_size, heads, group, width) for width in kind[1]]
     tensors = []
-    parts = len(tensor_widths(model, layout))
     for layer in stage_layers(len(model.cached), engine.pp)[pp_rank]:
-        kind = model.cached[layer].name
-        if kind in groups:
-            first = groups.index(kind) * parts
+        if (own := kinds[layer]) is not None:
             name = f"model.layers.{layer}.self_attn.attn"
-            tensors += [CacheTensor(name, part, 0, num_blocks, first + part) for part in range(parts)]
+            tensors += [CacheTensor(name, part, 0, num_blocks, first[own] + part) for part in range(len(own[1]))]
     return RankCaches(tuple(geometries), tuple(tensors))
+
+
+def _kind(model: ModelShape, layout: Layout, layer: int) -> tuple[str, tuple[int, ...]] | None:
+    """Returns what the cache of a layer is, and the widths of its tensors. None: it has none."""
+    if model.cached[layer] not in (Cached.FULL, Cached.WINDOW):
+        return None
+    widths = tensor_widths(model, layout)
+    return model.cached[layer].name, widths[:-1] if layer in model.without_key else widths
 
 
 def _compressed_caches(model: ModelShape, engine: PlannedEngine, pp_rank: int, num_blocks: int) -> RankCaches:

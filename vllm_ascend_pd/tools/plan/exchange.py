@@ -292,7 +292,9 @@ def _model_figures(model: ModelShape, layout: Layout, step_tokens: int) -> Model
     widths = tensor_widths(model, layout)
     per_layer: float = model.kv_heads * sum(widths) * model.dtype.itemsize
     cached = _attention_layers(model, range(len(model.cached)))
-    per_token, kinds = cached * per_layer, _layer_kinds(model, step_tokens)
+    keys = sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in model.without_key)
+    per_token = cached * per_layer - keys * widths[-1] * model.dtype.itemsize
+    kinds = _layer_kinds(model, step_tokens)
     if kinds:
         per_token = whole(sum(kind.layers * kind.bytes_per_token for kind in kinds))
         per_layer = max(kind.bytes_per_token for kind in kinds)

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_pd.tools.plan.compressed import RATIOS, LayerCache, layer_caches
-from vllm_ascend_pd.tools.plan.defaults import in_code
+from vllm_ascend_pd.tools.plan.defaults import filled, in_code
 
 
 class PlanError(ValueError):
     """The engines do not fit together or to the model, or this command cannot describe the model."""
+
+
+class UnsaidError(PlanError):
+    """`config.json` lacks a field whose default may be in the model's code."""
 
 
 class CacheDtype(enum.StrEnum):
@@ -83,7 +87,13 @@ _COMPRESSED_NOTE = (
 )
 
 # Fields of models in which only some layers have attention, and no list names them.
-_HYBRID_PREFIXES = ("mamba_", "ssm_", "attn_layer_", "attn_type_list", "hybrid_", "linear_attn_config")
+_HYBRID_PREFIXES = ("mamba_", "ssm_", "attn_layer_", "hybrid_")
+
+# Models whose published config.json has no model_type.
+_MODEL_TYPES = {"LongcatFlashForCausalLM": "longcat_flash"}
+
+# Two attentions in each layer, numbered as layers of their own.
+_TWO_ATTENTIONS = "longcat_flash"
 
 # Fields with the text part of multimodal models, outermost first.
 _TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
@@ -99,12 +109,14 @@ class ModelShape:
     kv_heads: int  # 1 for MLA, whose latent every rank has
     mla: bool
     # Elements per head and token in each separate tensor of a layer: K and V. For MLA: the latent, its rotary part and,
-    # with sparse attention, the indexer's key.
+    # with sparse attention, the indexer's key, which layers of `without_key` lack.
     widths: tuple[int, ...]
     dtype: CacheDtype
     notes: tuple[str, ...]  # what the figures leave out
     # By layer: the caches of DeepSeek V4, which differ in their sizes. Empty for models with `widths` in all layers.
     compressed: tuple[tuple[LayerCache, ...], ...] = ()
+    # Layers that take the indices of an earlier layer, so they have no indexer of their own.
+    without_key: frozenset[int] = frozenset()
 
     @cached_property
     def kinds(self) -> tuple[LayerCache, ...]:
@@ -126,19 +138,31 @@ def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
 
 def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
     """Raises PlanError, which names the missing or unsupported field."""
-    text, model_type = config, str(config.get("model_type"))
+    text = config
+    model_type = str(config.get("model_type") or _MODEL_TYPES.get("".join(_names(config, "architectures")[:1])))
     for part in _TEXT_PARTS:
         inner = text.get(part)
         text = inner if isinstance(inner, dict) else text
         model_type = str(text.get("model_type") or model_type)
+    try:
+        return _parse(config, text, model_type, dtype)
+    except UnsaidError:
+        return _parse(config, filled(text, model_type), model_type, dtype)
+
+
+def _parse(config: Mapping[str, Any], text: Mapping[str, Any], model_type: str, dtype: CacheDtype) -> ModelShape:
     for field, meaning in _NOT_DESCRIBED.items():
         if text.get(field):
             raise PlanError(f"config.json has {field}, {meaning}: this command does not describe such models")
     heads = _number(text, "num_attention_heads")
     if text.get("compress_ratios"):
         return _compressed(config, text, model_type, dtype)
+    if model_type == _TWO_ATTENTIONS and text.get("num_layers"):
+        text = {**text, "num_hidden_layers": 2 * _number(text, "num_layers")}
     cached = _cached(text, model_type)
     notes = _notes_of_kinds(text, cached)
+    if model_type == _TWO_ATTENTIONS:
+        notes.append("each layer of this model has two attentions, which are counted as layers here")
     notes += _notes_of_drafts(text)
     chosen = _dtype(config, text, notes) if dtype is CacheDtype.AUTO else dtype
     mla = text.get("kv_lora_rank") is not None
@@ -148,7 +172,13 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
         kv_heads = _kv_heads(text, model_type, heads)
         widths = _head_widths(text, model_type, heads)
     name = _name(config, text)
-    return ModelShape(name, cached, heads, kv_heads, mla, widths, chosen, tuple(notes))
+    without = _without_key(text, len(cached)) if len(widths) > 2 else frozenset()
+    if without and not text.get("indexer_types"):
+        notes.append(
+            f"{len(without)} layers take the indices of an earlier one and are counted without an indexer's key, as in "
+            "vLLM 0.32; vllm-ascend 0.23 keeps a key there unless config.json marks them in indexer_types"
+        )
+    return ModelShape(name, cached, heads, kv_heads, mla, widths, chosen, tuple(notes), without_key=without)
 
 
 def _compressed(config: Mapping[str, Any], text: Mapping[str, Any], model_type: str, dtype: CacheDtype) -> ModelShape:
@@ -202,9 +232,10 @@ def _names(part: Mapping[str, Any], field: str) -> list[str]:
     return names
 
 
-def _unsaid(field: str) -> PlanError:
-    return PlanError(
-        f"config.json does not say {field} (a default may be in the model's code): add it to a copy of the file"
+def _unsaid(field: str) -> UnsaidError:
+    return UnsaidError(
+        f"config.json does not say {field} (a default may be in the model's code, which is read where transformers is "
+        "installed and knows the model): add it to a copy of the file"
     )
 
 
@@ -227,14 +258,45 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Cache
         interval = _number(text, "full_attention_interval")
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     if not kinds:
+        kinds = _numbered_kinds(text, layers)
+    if not kinds:
         if hybrid := [field for field in text if field.startswith(_HYBRID_PREFIXES)]:
-            raise PlanError(f"config.json has {hybrid[0]} but no layer_types: add which layers have attention")
+            raise UnsaidError(f"config.json has {hybrid[0]} but no layer_types: add which layers have attention")
         kinds = _alike_or_in_turn(text, model_type, layers)
     if unknown := sorted(set(kinds) - _LAYER_KINDS.keys()):
         raise PlanError(f"config.json: this command does not know layers of kind {unknown[0]}")
     if len(kinds) != layers:
         raise PlanError(f"config.json lists {len(kinds)} kinds of layers for {layers} layers")
     return tuple(_LAYER_KINDS[kind] for kind in kinds)
+
+
+def _numbered_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
+    """Returns the kinds of layers where a list has a number for each (MiniMax), or the numbers of some, from 1 on
+    (Kimi Linear). Empty if there is no such list."""
+    if types := text.get("attn_type_list"):
+        if not isinstance(types, list) or any(each not in (0, 1) for each in types):
+            raise PlanError(f"config.json: attn_type_list is {types!r}, not a list of 0 and 1")
+        return ["full_attention" if each else "linear_attention" for each in types]
+    if some := text.get("linear_attn_config"):
+        full = some.get("full_attn_layers") if isinstance(some, dict) else None
+        if not isinstance(full, list):
+            raise PlanError("config.json: linear_attn_config has no list full_attn_layers")
+        return ["full_attention" if layer + 1 in full else "linear_attention" for layer in range(layers)]
+    return []
+
+
+def _without_key(text: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """Returns the layers that have no indexer, as vLLM's DeepSeek model decides it (IndexCache)."""
+    if types := _names(text, "indexer_types"):
+        return frozenset(layer for layer, kind in enumerate(types[:layers]) if kind.lower() == "shared")
+    if (pattern := text.get("index_topk_pattern")) is not None:
+        if not isinstance(pattern, str):
+            raise PlanError(f"config.json: index_topk_pattern is {pattern!r}, not a text of F and S")
+        return frozenset(layer for layer, kind in enumerate(pattern[:layers]) if kind == "S")
+    every, offset = _number(text, "index_topk_freq", 1), text.get("index_skip_topk_offset", 2)
+    if not isinstance(offset, int):
+        raise PlanError(f"config.json: index_skip_topk_offset is {offset!r}, not a number")
+    return frozenset(layer for layer in range(layers) if max(layer - offset + 1, 0) % every)
 
 
 def _notes_of_kinds(text: Mapping[str, Any], cached: tuple[Cached, ...]) -> list[str]:
