@@ -61,7 +61,8 @@ def plan(
     ] = None,
     output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a usual answer.")] = None,
     decode_step_ms: Annotated[
-        float | None, typer.Option(min=0.001, help="Milliseconds of a decode step with --decode-requests.")
+        float | None,
+        typer.Option(min=0.001, help="Milliseconds of a decode step of that many requests (--decode-requests)."),
     ] = None,
     decode_requests: Annotated[
         int | None, typer.Option(min=1, help="Requests that a data-parallel rank decodes at once at most.")
