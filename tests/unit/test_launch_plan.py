@@ -152,7 +152,7 @@ def test_a_dry_run_shows_where_and_what() -> None:
         ("prefill:", "prefill: [", "not YAML"),
         ("tp: 8", "env: {HF_TOKEN: abc}", "hosts.yaml:8: prefill[0].env.HF_TOKEN: looks like a secret"),
         ("tp: 8", "args: [--api-key=abc]", "hosts.yaml:8: prefill[0].args[0]: --api-key: every user"),
-        ("tp: 8", "args: [-tp, '3']", "hosts.yaml:8: prefill[0].args[0]: -tp is set here: use --tp"),
+        ("tp: 8", "args: [-tp, '3']", "hosts.yaml:8: prefill[0].args[0]: --tensor-parallel-size is set here: use --tp"),
         ("tp: 8", "args: [--tensor_parallel_size=3]", "args[0]: --tensor-parallel-size is set here: use --tp"),
         ("host: a", "host: a\n  args: [--port, '8001']", ":15: proxy.args[0]: --port is not for proxy.args: use"),
         ("host: a", "host: a\n  args: [--prefill=http://x:1]", "proxy.args[0]: --prefill is not for proxy.args"),

@@ -31,7 +31,7 @@ def migrate(
     save: Annotated[Path | None, typer.Option(help="Also write the result to this file, for --pair.")] = None,
     pair: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Two files of --save: check that these prefill and decode engines fit.", show_default=False),
+        typer.Option(metavar="FILE FILE", help="Results of --save: check that these prefill and decode engines fit."),
     ] = None,
     execute: Annotated[
         bool, typer.Option("--exec", help="Start the new command, if nothing stops it. Prints to standard error.")

@@ -86,4 +86,4 @@ def _refuse(text: str, at: int) -> NoReturn:
         sign = text[opened.end()] if opened is not None and opened.end() < len(text) else sign
     if sign in "'\"\\":
         raise MigrateError(f"line {line}: a quote is not closed")
-    raise MigrateError(f"line {line}: a shell would interpret {sign!r}, and this command is none: {ADVICE}")
+    raise MigrateError(f"line {line}: a shell would interpret {sign!r}, and this is none: {ADVICE}")
