@@ -9,8 +9,9 @@
 #   --dry-run               print the commands for each host, and start nothing
 #
 # PYTHON (default: $VENV/bin/python, else python3) is a Python with this package; `python:` in hosts.yaml names the one
-# on the hosts. ssh must not ask for passwords: use keys or an agent. Logs go to standard output, all else to standard
-# error. Exit codes: 2 for an invalid hosts.yaml, 1 if a process has ended, 130 after Ctrl-C or SIGTERM.
+# on the hosts. ssh must not ask for passwords: use keys or an agent. The cluster serves once the proxy's /health, asked
+# from here, is good. Logs go to standard output, all else to standard error; processes that print wait for both to be
+# read. Exit codes: 2 for an invalid hosts.yaml, 1 if a process has ended, 130 after Ctrl-C or SIGTERM.
 set -euo pipefail
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
