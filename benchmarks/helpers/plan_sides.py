@@ -35,7 +35,7 @@ class Ours:
         from vllm_ascend_pd.core.caches import LayerSpec, describe
         from vllm_ascend_pd.core.config import parse_config
         from vllm_ascend_pd.core.topology import RankInfo, sharding
-        from vllm_ascend_pd.observe.listeners import PrefillStats
+        from vllm_ascend_pd.observe.stats import PrefillStats
         from vllm_ascend_pd.prefill.worker import PrefillWorker
         from vllm_ascend_pd.transport.batches import TransferLimits
         from vllm_ascend_pd.transport.engine import TransferEngine

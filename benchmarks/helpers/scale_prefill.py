@@ -22,7 +22,7 @@ class Prefill:
     def __init__(self, configs: Configs, engine_id: str) -> None:
         from vllm_ascend_pd.core.config import parse_config
         from vllm_ascend_pd.device.cpu import CpuDevice
-        from vllm_ascend_pd.observe.listeners import PrefillStats
+        from vllm_ascend_pd.observe.stats import PrefillStats
         from vllm_ascend_pd.prefill.worker import PrefillWorker
 
         self.meter = Meter("pd-control", "pd-sender")

@@ -16,12 +16,14 @@ from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, t
 from vllm_ascend_pd.core.caches import LayerSpec, describe
 from vllm_ascend_pd.core.config import parse_config
 from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.observer import DecodeObserver, PrefillObserver, tell_all
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import DeviceError, Event
-from vllm_ascend_pd.observe.listeners import PrefillStats, decode_observer, prefill_observer
+from vllm_ascend_pd.observe.stats import PrefillStats
+from vllm_ascend_pd.observe.traces import decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import Batch, TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -183,7 +185,7 @@ class PrefillRank(_RankBase):
             self.registered,
             self.side.step_tokens,
             self.loaded,
-            prefill_observer(self.parsed, self.rank_info, self.measured),
+            tell_all(PrefillObserver, self.measured, prefill_trace(self.parsed.trace_dir, self.rank_info)),
         )
 
     def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:
@@ -338,7 +340,7 @@ class DecodeRank(_RankBase):
         self.received_bytes = 0
         self.cached_tokens: dict[str, int] = {}
         """By ticket: what prefill had of the prompt, as it says."""
-        observer = decode_observer(self.parsed, self.rank_info)
+        observer = tell_all(DecodeObserver, decode_trace(self.parsed.trace_dir, self.rank_info))
         self.worker = DecodeWorker(
             self.rank_info, self.parsed, self.device, self.engine, self.registered, self.loaded, observer
         )

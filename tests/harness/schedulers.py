@@ -18,7 +18,7 @@ from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
 from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
 from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement
-from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
+from vllm_ascend_pd.observe.stats import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.transport.wakeup import IdleWait

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One observer tells all listeners, and costs nothing where none listens."""
 
-from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.observe.listeners import tell_all
+from vllm_ascend_pd.core.observer import PrefillObserver, tell_all
 
 
 class Noted(PrefillObserver):

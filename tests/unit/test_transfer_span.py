@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
+from vllm_ascend_pd.connector import spans as engine_spans
 from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans, TransferSpan
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
@@ -22,7 +23,6 @@ from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
-from vllm_ascend_pd.observe import span_names
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.proxy.operate import tracing
 from vllm_ascend_pd.proxy.rendezvous import observer
@@ -192,7 +192,7 @@ def test_what_is_not_sampled_is_not_recorded(spans: InMemorySpanExporter) -> Non
     assert not spans.get_finished_spans()
 
 
-@pytest.mark.parametrize("modules", [(observer, tracing), (span_names,)], ids=["proxy", "engine"])
+@pytest.mark.parametrize("modules", [(observer, tracing), (engine_spans,)], ids=["proxy", "engine"])
 def test_attributes_are_documented(modules: tuple[ModuleType, ...]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("\n## Traces\n")[2]
     prefixes = ("kv_pd.", "gen_ai.", "error.")

@@ -30,7 +30,7 @@ from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.caches import CacheGroup, left_to_decode
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.hosts import authority, decode_hosts, prefill_hosts
-from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver, tell_all
 from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
@@ -40,12 +40,8 @@ from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
 from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
 from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement
-from vllm_ascend_pd.observe.listeners import (
-    DecodeSchedulerStats,
-    PrefillSchedulerStats,
-    decode_scheduler_observer,
-    tell_all,
-)
+from vllm_ascend_pd.observe.stats import DecodeSchedulerStats, PrefillSchedulerStats
+from vllm_ascend_pd.observe.traces import decode_scheduler_trace
 from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
@@ -181,7 +177,8 @@ def _decode(
     wakeup = None if parallel.distributed_executor_backend == "uni" else WakeupSocket()
     blocks = VllmBlocks()
     measured = DecodeSchedulerStats()
-    observer = decode_scheduler_observer(config, setup.started_as, measured, ReceiveSpans())
+    traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
+    observer = tell_all(DecodeSchedulerObserver, measured, ReceiveSpans(), traced)
     metaserver = MetaserverClient(
         _metaserver_settings(config, recomputes and config.who_computes != "never"), setup.host, observer
     )

@@ -22,11 +22,13 @@ from vllm_ascend_pd.connector.unsupported import unsupported_weights
 from vllm_ascend_pd.connector.vllm_versions import ASKS_SCHEDULER_FOR_STATS, HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.caches import KVCache, RegisteredCaches, describe
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig
+from vllm_ascend_pd.core.observer import DecodeObserver, PrefillObserver, tell_all
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device import make_device
-from vllm_ascend_pd.observe.listeners import PrefillStats, decode_observer, prefill_observer
+from vllm_ascend_pd.observe.stats import PrefillStats
+from vllm_ascend_pd.observe.traces import decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -65,12 +67,13 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
         if setup.prefills:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             measured = PrefillStats(rank, engine.transport)
-            observer = prefill_observer(config, rank, measured)
+            observer = tell_all(PrefillObserver, measured, prefill_trace(config.trace_dir, rank))
             prefill = PrefillWorker(rank, config, device, engine, caches, step_tokens, weights, observer)
             opened.callback(prefill.close, CLOSE_TIMEOUT_S)
             caches_of = caches_of_layers(specs)
             return PrefillWorkerRole(prefill, measured, opened.pop_all(), always_has_stats, caches_of)
-        decode = DecodeWorker(rank, config, device, engine, caches, weights, decode_observer(config, rank))
+        traced = tell_all(DecodeObserver, decode_trace(config.trace_dir, rank))
+        decode = DecodeWorker(rank, config, device, engine, caches, weights, traced)
         opened.callback(decode.close, CLOSE_TIMEOUT_S)
         # Where lost blocks are named, vLLM computes from the first of them on without asking the scheduler's connector.
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy

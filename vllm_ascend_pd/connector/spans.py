@@ -10,14 +10,14 @@ from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver, ReceiveEnding
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.observe.span_names import (
-    CACHED_TOKENS,
-    DECODE_ENGINE,
-    EARLY_BYTES,
-    RECEIVED_BYTES,
-    REQUEST_ID,
-    TOKENS,
-)
+
+# Attributes. docs/metrics.md explains them.
+REQUEST_ID = "gen_ai.request.id"
+TOKENS = "kv_pd.tokens"
+CACHED_TOKENS = "kv_pd.cached_tokens"
+DECODE_ENGINE = "kv_pd.decode_engine"
+RECEIVED_BYTES = "kv_pd.received_bytes"
+EARLY_BYTES = "kv_pd.bytes_before_prefill_end"
 
 _MAX_REASON_CHARS = 300
 

@@ -2,7 +2,7 @@
 """What the data path tells about its work: one observer for each of its four parts.
 
 The methods of these classes do nothing. `observe/` and `connector/spans.py` have the listeners: metrics, Chrome traces
-and vLLM's spans. The data path knows none of them.
+and vLLM's spans. The data path knows none of them: it gets one observer, which `tell_all` makes.
 
 Methods return at once, do not raise, and get times in seconds of the monotonic clock. The comment above a group of
 methods names the thread that calls them.
@@ -10,9 +10,9 @@ methods names the thread that calls them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.core.protocol import RankDescription, WriterId
     from vllm_ascend_pd.core.ticket import Ticket
     from vllm_ascend_pd.device.base import Event
+
+
+_Observer = TypeVar("_Observer")
 
 
 @dataclass(frozen=True)
@@ -174,3 +177,34 @@ class ReceiveEnding:
     early_bytes: int  # of these, before prefill had computed the last layer
     cause: ReceiveFailure | None = None  # None if all KV is there
     failure: str = ""  # why, as the client may read it
+
+
+def tell_all(interface: type[_Observer], *listeners: _Observer | None) -> _Observer:
+    """Returns an observer that passes everything to the listeners, in their order. Listeners may be None.
+
+    If one listener overrides a method, the result has that listener's own method. If none does, the method does
+    nothing. So observing costs no more than what listens.
+    """
+    observer = interface()
+    for name in vars(interface):
+        if name.startswith("_"):
+            continue
+        default = getattr(interface, name)
+        heard = [getattr(each, name) for each in listeners if each is not None and _overrides(each, name, default)]
+        if len(heard) == 1:
+            setattr(observer, name, heard[0])
+        elif heard:
+            setattr(observer, name, _one_after_the_other(heard))
+    return observer
+
+
+def _overrides(listener: object, name: str, default: Any) -> bool:
+    return name in vars(listener) or getattr(type(listener), name) is not default
+
+
+def _one_after_the_other(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def tell(*args: Any) -> None:
+        for call in calls:
+            call(*args)
+
+    return tell

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's metrics, and how the figures of threads, ranks and steps add up.
+"""The connector's metrics, what they count, and how the figures of threads, ranks and steps add up.
 
-Threads record into a `Stats`. A step takes what was recorded as plain data of bounded size. `merged` adds up the data
-of ranks and steps:
+The listeners at the end of this file record into a `Stats`, from any thread. A step takes what was recorded as plain
+data of bounded size. `merged` adds up the data of ranks and steps:
 
     {"counters": {name: {reason: sum}},            "" where a counter has no reasons
      "histograms": {name: [[count], [sum]]},       by bucket
@@ -10,17 +10,35 @@ of ranks and steps:
      "infos": {name: {rank: [text]}}}              by fact
 """
 
+from __future__ import annotations
+
 import math
 import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
+from vllm_ascend_pd.core.observer import (
+    DecodeSchedulerObserver,
+    PrefillObserver,
+    PrefillSchedulerObserver,
+    PrefillStatus,
+    ReceiveEnding,
+)
 from vllm_ascend_pd.core.placement import BY_DECODE_FOR, BY_PREFILL_FOR
 from vllm_ascend_pd.core.transports import TransportInfo
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.core.plan import Offsets
+    from vllm_ascend_pd.core.prefill_ticket import RankKey
+    from vllm_ascend_pd.core.protocol import RankDescription
+    from vllm_ascend_pd.core.ticket import Ticket
+    from vllm_ascend_pd.core.topology import RankInfo
 
 Data: TypeAlias = dict[str, dict[str, Any]]
 
@@ -311,3 +329,105 @@ def observations(histogram: Histogram, counts: list[int], sums: list[float]) -> 
         if count:  # rounding may have moved a mean across its bucket's edge
             above = math.nextafter(edges[bucket], math.inf) if bucket else -math.inf
             yield min(max(total / count, above), edges[bucket + 1]), count
+
+
+class PrefillStats(PrefillObserver):
+    """The metrics of a prefill rank. Any thread records, one thread takes."""
+
+    def __init__(self, rank_info: RankInfo, transport: TransportInfo) -> None:
+        self._stats = Stats(f"{rank_info.pp_rank}/{rank_info.rank}")
+        self._stats.state(TRANSPORT_INFO, msgspec.structs.astuple(transport))
+
+    def take(self, status: Callable[[], PrefillStatus]) -> Data:
+        """Returns what was recorded since the last call. `status` is asked last, so a reader who sees that a transfer
+        ended sees gauges without it.
+        """
+
+        def gauges() -> dict[Gauge, int]:
+            now = status()
+            return {
+                PUSH_QUEUE_DEPTH: now.queued_layers,
+                GRANTS_WAITING: now.ungranted_transfers,
+                RESTART_NEEDED: int(now.restart_needed),
+            }
+
+        return self._stats.take(gauges)
+
+    def backpressure(self, seconds: float) -> None:
+        self._stats.observe(BACKPRESSURE_SECONDS, seconds)
+
+    def regroup_waited(self, seconds: float) -> None:
+        self._stats.observe(REGROUP_WAIT_SECONDS, seconds)
+
+    def write_ended(
+        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Offsets, total: int
+    ) -> None:
+        self._stats.add(PUSHED_BYTES, total)
+
+    def write_retried(self) -> None:
+        self._stats.add(WRITE_RETRIES)
+
+    def layer_written(self, seconds: float) -> None:
+        self._stats.observe(LAYER_PUSH_SECONDS, seconds)
+
+    def transfer_ended(self, ticket: Ticket, num_bytes: int, early_bytes: int, cause: PushFailure | None) -> None:
+        if cause is not None:
+            self._stats.add(PUSH_FAILURES, reason=cause.value)
+        elif num_bytes:
+            self._stats.observe(OVERLAP_RATIO, early_bytes / num_bytes)
+
+
+class PrefillSchedulerStats(PrefillSchedulerObserver):
+    """The metrics of a prefill engine's scheduler."""
+
+    def __init__(self) -> None:
+        self._stats = Stats()
+        self._held = 0
+
+    def take(self) -> Data:
+        """Returns what was recorded since the last call."""
+        return self._stats.take(lambda: {HELD_PROMPTS: self._held})
+
+    def prompts_held(self, count: int) -> None:
+        self._held = count
+
+    def prompt_expired(self, request_id: str) -> None:
+        self._stats.add(HELD_PROMPTS_EXPIRED)
+
+    def ticket_refused(self, request_id: str, reason: str) -> None:
+        self._stats.add(PUSH_FAILURES, reason=PushFailure.TICKET.value)
+
+
+class DecodeSchedulerStats(DecodeSchedulerObserver):
+    """The metrics of a decode engine. Any thread records, one thread takes."""
+
+    def __init__(self) -> None:
+        self._stats = Stats()
+        self._threshold = 0
+
+    def take(self) -> Data:
+        """Returns what was recorded since the last call."""
+        return self._stats.take(lambda: {DECODE_PROMPT_THRESHOLD: self._threshold})
+
+    def prompt_placed(self, request_id: str, by_decode: bool, reason: str, tokens: int) -> None:
+        place = f"{'decode' if by_decode else 'prefill'},{reason}"
+        self._stats.add(PROMPTS, reason=place)
+        self._stats.add(PROMPT_TOKENS, tokens, reason=place)
+
+    def threshold_set(self, tokens: int) -> None:
+        self._threshold = tokens
+
+    def ranks_described(self, ranks: Sequence[RankDescription]) -> None:
+        for rank in ranks:
+            facts = msgspec.structs.astuple(rank.transport)
+            self._stats.state(TRANSPORT_INFO, facts, f"{rank.pp_rank}/{rank.tp_rank}")
+
+    def post_retried(self) -> None:
+        self._stats.add(TICKET_POST_RETRIES)
+
+    def transfer_failed(self, cause: ReceiveFailure) -> None:
+        self._stats.add(RECEIVE_FAILURES, reason=cause.value)
+
+    def transfer_ended(self, request_id: str, ending: ReceiveEnding) -> None:
+        if ending.cause is None:
+            self._stats.observe(TICKET_TO_READY_SECONDS, ending.seconds)

@@ -113,7 +113,7 @@ class TraceFile:
         self._lines: list[bytes] = []
         self._separator = b"[\n"
         self._streams: dict[str, _Stream] = {}
-        self._num_waiting = 0
+        self._num_waiting = 0  # `put` reads it
         # By name: the row's number, and the end of its latest span in unix microseconds.
         self._rows: dict[str, tuple[int, int]] = {}
         self._add_line("process_name", "M", 0, args=process)

@@ -18,8 +18,7 @@ from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.worker import decode_description
-from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
-from vllm_ascend_pd.observe.stats import Data
+from vllm_ascend_pd.observe.stats import Data, DecodeSchedulerStats
 from vllm_ascend_pd.transport.keys import load_keys
 
 if TYPE_CHECKING:

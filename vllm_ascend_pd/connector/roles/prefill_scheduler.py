@@ -8,8 +8,7 @@ from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer
 from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, ConnectorRole
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
-from vllm_ascend_pd.observe.listeners import PrefillSchedulerStats
-from vllm_ascend_pd.observe.stats import Data
+from vllm_ascend_pd.observe.stats import Data, PrefillSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 

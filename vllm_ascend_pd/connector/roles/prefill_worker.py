@@ -6,8 +6,7 @@ from contextlib import ExitStack
 
 from vllm_ascend_pd.connector.role import ConnectorRole, TransferResults
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
-from vllm_ascend_pd.observe.listeners import PrefillStats
-from vllm_ascend_pd.observe.stats import Data
+from vllm_ascend_pd.observe.stats import Data, PrefillStats
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 
 
