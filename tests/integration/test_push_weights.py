@@ -2,6 +2,7 @@
 """KV of other weights than decode's is refused, whenever they came to differ (R8)."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from harness.rank_programs import DecodeRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.step import PrefillStep, Send
-from vllm_ascend_pd.core.weights import Weights
 from vllm_ascend_pd.observe.stats import PUSH_FAILURES
 
 GQA = Model()
@@ -151,12 +151,16 @@ def test_an_update_of_decode_is_noticed_at_the_next_renewal() -> None:
     assert pair.close() == []
 
 
+loading = ExitStack()
+"""In the process of a rank."""
+
+
 def begin_loading(rank: DecodeRank) -> None:
-    rank.loaded.current = Weights(99, "of some", loading=True)
+    loading.enter_context(rank.loaded.changing("reload_weights", lambda: f"{1:032x}"))
 
 
 def end_loading(rank: DecodeRank) -> None:
-    rank.load_weights(1)
+    loading.close()
 
 
 def test_while_decode_loads_weights_prefill_asks_on() -> None:

@@ -6,12 +6,14 @@ import json
 import logging
 import os
 import secrets
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+
+from vllm_ascend_pd.connector.model_weights import local_folder
+from vllm_ascend_pd.core.fingerprint import of_file, of_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +30,7 @@ _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_mod
 """The order is vLLM's."""
 
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 100 << 20
-"""The limit of the safetensors library."""
-
-_SAMPLES = 4
-"""How many pieces of each tensor are read."""
-_SAMPLE_BYTES = 128
-_FILE_SAMPLES = 64
-"""How many pieces are read of a file that is not safetensors."""
-_FILE_SAMPLE_BYTES = 4096
-
+_READ_S = 10.0
 # PEFT's keys that change what the tensors mean. The other keys name the base model, describe training, or are versions.
 _CONFIG_KEYS = (
     "r",
@@ -109,7 +102,7 @@ def adapter_digest(lora_request: Adapter | None) -> str:
     if lora_request is None:
         return ""
     try:
-        digest = _content(_folder(lora_request.lora_path))
+        digest = _content(local_folder(lora_request.lora_path))
     except Exception as error:  # noqa: BLE001 - the files are the user's, and the scheduler must go on
         _warn(
             lora_request,
@@ -157,16 +150,6 @@ def _warn(adapter: Adapter, what: str, message: str, detail: str) -> None:
         logger.warning(message, adapter.lora_name, adapter.lora_path, detail)
 
 
-def _folder(path: str) -> str:
-    """Returns the folder of the adapter's files: `path`, or the local copy of the model hub's repository `path`."""
-    path = os.path.expanduser(path)
-    if os.path.isabs(path) or os.path.exists(path):
-        return os.path.abspath(path)
-    from huggingface_hub import snapshot_download
-
-    return str(snapshot_download(repo_id=path, local_files_only=True))
-
-
 def _content(folder: str) -> str:
     config = os.path.join(folder, _CONFIG_FILE)
     weights = next(filter(os.path.isfile, (os.path.join(folder, name) for name in _WEIGHTS_FILES)), None)
@@ -177,9 +160,8 @@ def _content(folder: str) -> str:
     def read() -> str:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(_settings(config))
-        with open(weights, "rb", buffering=0) as file:
-            sample = _sample_tensors if weights.endswith(".safetensors") else _sample_file
-            sample(file.fileno(), os.fstat(file.fileno()).st_size, digest)
+        is_tensors = weights.endswith(".safetensors")
+        digest.update((of_tensors([weights], _READ_S) if is_tensors else of_file(weights)).encode())
         return digest.hexdigest()
 
     return _read.remember(key, read)
@@ -203,47 +185,3 @@ def _settings(path: str) -> bytes:
         if isinstance(said.get(key), list):
             said[key] = sorted(map(str, said[key]))
     return json.dumps(said, sort_keys=True).encode()
-
-
-class _Tensor(msgspec.Struct):
-    """A tensor's entry in a safetensors header."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-def _sample_tensors(file: int, size: int, digest: "hashlib.blake2b") -> None:
-    (length,) = struct.unpack("<Q", _piece(file, 0, 8))
-    if length > min(_MAX_HEADER_BYTES, size - 8):
-        raise ValueError(f"its header says {length} bytes")
-    header = msgspec.json.decode(_piece(file, 8, length), type=dict[str, msgspec.Raw])
-    header.pop("__metadata__", None)
-    for name in sorted(header):
-        tensor = msgspec.json.decode(header[name], type=_Tensor)
-        first, last = tensor.data_offsets
-        if not 0 <= first <= last <= size - 8 - length:
-            raise ValueError(f"its tensor {name} lies outside of it")
-        digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
-        _sample(file, 8 + length + first, last - first, _SAMPLES, _SAMPLE_BYTES, digest)
-
-
-def _sample_file(file: int, size: int, digest: "hashlib.blake2b") -> None:
-    digest.update(str(size).encode())
-    _sample(file, 0, size, _FILE_SAMPLES, _FILE_SAMPLE_BYTES, digest)
-
-
-def _sample(file: int, start: int, size: int, pieces: int, length: int, digest: "hashlib.blake2b") -> None:
-    """Digests `pieces` pieces, evenly spread from the first byte to the last, or everything if that is less."""
-    if size <= pieces * length:
-        digest.update(_piece(file, start, size))
-        return
-    for i in range(pieces):
-        digest.update(_piece(file, start + i * (size - length) // (pieces - 1), length))
-
-
-def _piece(file: int, offset: int, length: int) -> bytes:
-    data = os.pread(file, length, offset)
-    if len(data) < length:
-        raise ValueError("it is cut short")
-    return data

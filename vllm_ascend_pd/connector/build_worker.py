@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the connector of a rank, once vLLM has allocated its KV caches."""
 
-import logging
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from vllm.distributed.parallel_state import get_pp_group
 
@@ -13,18 +11,17 @@ from vllm_ascend_pd.connector.engine_setup import EngineSetup
 from vllm_ascend_pd.connector.environment import device_type
 from vllm_ascend_pd.connector.model_settings import model_settings
 from vllm_ascend_pd.connector.model_summary import draft_summary, model_summary
-from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_loading import weights_of
+from vllm_ascend_pd.connector.model_weights import loaded_weights
 from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, ConnectorRole
 from vllm_ascend_pd.connector.roles.decode_worker import DecodeWorkerRole
 from vllm_ascend_pd.connector.roles.prefill_worker import PrefillWorkerRole
 from vllm_ascend_pd.connector.shared_engine import SharedEngine
 from vllm_ascend_pd.connector.unsupported import unsupported_weights
 from vllm_ascend_pd.connector.vllm_versions import ASKS_SCHEDULER_FOR_STATS, HAS_TRANSFER_RESULTS
-from vllm_ascend_pd.core.caches import KVCache, RegisteredCaches, describe
+from vllm_ascend_pd.core.caches import KVCache, describe
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig
 from vllm_ascend_pd.core.observer import DecodeObserver, PrefillObserver, tell_all
 from vllm_ascend_pd.core.topology import RankInfo
-from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device import make_device
 from vllm_ascend_pd.observe.stats import PrefillStats
@@ -32,11 +29,6 @@ from vllm_ascend_pd.observe.traces import decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-logger = logging.getLogger(__name__)
 
 
 def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> ConnectorRole:
@@ -62,7 +54,7 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
         engine = TransferEngine(setup.host, protocol, limits, SharedEngine.find(protocol))
         opened.callback(engine.close)
         engine.register(caches.regions(), of_caches=True)
-        weights = _loaded_weights(vllm_config, caches, is_first)
+        weights = loaded_weights(vllm_config, logs=is_first)
         always_has_stats = not ASKS_SCHEDULER_FOR_STATS and is_first
         if setup.prefills:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -107,26 +99,3 @@ def _check_declared_sizes(config: ConnectorConfig, side: str, rank: RankInfo) ->
             raise ConfigError(
                 f"kv_connector_extra_config: {side}.{name} is {getattr(declared, name)}, this engine's is {actual}"
             )
-
-
-def _loaded_weights(vllm_config: "VllmConfig", caches: RegisteredCaches, logs: bool) -> LoadedWeights | None:
-    """Returns the record of the weights of the model that has `caches`, without its draft. None: they are not known.
-
-    `logs`: whether this rank logs which weights it has.
-    """
-    described, modules = caches.description, vllm_config.compilation_config.static_forward_context
-    names = {tensor.layer for tensor in described.tensors if not described.geometry_of(tensor).draft}
-    load_format = str(vllm_config.load_config.load_format)
-    loaded = weights_of([modules[name] for name in sorted(names) if name in modules], load_format)
-    if not logs:
-        return loaded
-    if loaded is not None and loaded.current.fingerprint:
-        logger.info("the model's weights are %s", loaded.current.fingerprint)
-    else:
-        logger.warning(
-            "this engine's weights are not known (%s), so they are not compared with the other engines'",
-            "the plugin vllm_ascend_pd was not loaded: see VLLM_PLUGINS"
-            if loaded is None
-            else f"load format {load_format} does not give ranks whole tensors of a checkpoint",
-        )
-    return loaded

@@ -3,14 +3,11 @@
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from vllm_ascend_pd.connector.patches import vllm_0_23_to_0_32_weight_loading
-
 NAME = "LayerwisePushConnector"
 """The connector's name in `kv_transfer_config`."""
 
 
 def register() -> None:
-    """Makes the connector known to vLLM, and patches vLLM before models are built. May be called again."""
+    """Makes the connector known to vLLM. May be called again."""
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "vllm_ascend_pd.connector.connector", NAME)
-    vllm_0_23_to_0_32_weight_loading.install()

@@ -33,7 +33,7 @@ from vllm_ascend_pd.core.step import Expect
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
 from vllm_ascend_pd.core.topology import TopologyError
-from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.core.weights import LoadedWeights, are_alike
 from vllm_ascend_pd.decode.arrivals import ArrivalQueue
 from vllm_ascend_pd.decode.expected_writers import ExpectedWriters
 from vllm_ascend_pd.device.base import Event
@@ -199,7 +199,7 @@ class GrantService:
         if current.loading:
             return GrantRefused("weights are being loaded here", retry=True)
         theirs, ours = request.weights, current.fingerprint
-        if self._config.allow_other_model or not (theirs and ours) or theirs == ours:
+        if self._config.allow_other_model or are_alike(theirs, ours):
             return None
         return GrantRefused(
             f"prefill computed with weights {theirs}, this engine has {ours}: the engines loaded other checkpoints, or "

@@ -189,7 +189,7 @@ class Sender:
         """
         before, now = transfer.weights, self._loaded.current
         if before.version != now.version:
-            names = f"from {before.fingerprint or 'unknown ones'} to {now.fingerprint or 'unknown ones'}"
+            names = f"from {before.fingerprint} to {now.fingerprint}"
             reason = f"prefill's weights were updated before all KV was sent, {names}"
             transfer.fail(reason, PushFailure.WEIGHTS)
 

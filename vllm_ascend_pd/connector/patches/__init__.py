@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of vLLM, each in a file named for the versions that it is for, with a function `install`.
 
-`register()` installs the patch of weight loading. The patches of the scheduler are installed when a decode engine
-builds its scheduler's connector, not in `register()`: vLLM loads plugins in every process, also those of prefill
-engines and of engines with other connectors, whose schedulers must stay as they are.
+Each is installed when an engine builds the connector that needs it, not in `register()`: vLLM loads plugins in every
+process, also those of engines with other connectors, which must stay as they are.
 """
 
 
