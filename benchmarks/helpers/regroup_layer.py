@@ -81,22 +81,21 @@ def our_side(
     from vllm_ascend_pd.core.plan import Units, make_route
     from vllm_ascend_pd.core.prefill_ticket import RunningTime
     from vllm_ascend_pd.core.topology import sharding
-    from vllm_ascend_pd.prefill.exchange_group import ExchangeGroup
-    from vllm_ascend_pd.prefill.regroup import Regrouper
+    from vllm_ascend_pd.prefill.regroup import ExchangeGroup, Regrouper
     from vllm_ascend_pd.prefill.staging import StagingRing
-    from vllm_ascend_pd.prefill.step_transfer import StepTransfer
+    from vllm_ascend_pd.prefill.step_send import StepSend
 
     spec = LayerSpec(group=0, block_size=BLOCK, heads=layer.heads, total_heads=HEADS)
     registered = describe({LAYER: tuple(caches)}, {LAYER: spec}, heads_first=False)
     [geometry] = registered.description.geometries
     route = make_route(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
     slot_bytes = 2 * layer.num_blocks * BLOCK * geometry.entry_bytes
-    ring: StagingRing[StepTransfer] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
+    ring: StagingRing[StepSend] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(route.ranks, group)
     regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s, PrefillObserver())
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     nobody = np.empty(0, dtype=np.int64)
     units = Units(nobody, nobody)
-    step_transfer = StepTransfer(route, geometry, [], units, nobody, nobody, offsets.to(caches[0].device))
-    return lambda: regrouper.run(step_transfer, registered.tensors), ring
+    step_send = StepSend(route, geometry, [], units, nobody, nobody, offsets.to(caches[0].device))
+    return lambda: regrouper.run(step_send, registered.tensors), ring

@@ -10,6 +10,7 @@ import pytest
 
 from harness.scheduling import make_ticket
 from harness.waiting import wait_until
+from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.observer import PrefillObserver
@@ -18,8 +19,7 @@ from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.control import ControlPlane
-from vllm_ascend_pd.prefill.fit import FitCheck
-from vllm_ascend_pd.prefill.routes import Routes
+from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.transport import loop
 from vllm_ascend_pd.transport.side_channel import SideChannelClient

@@ -13,9 +13,8 @@ from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.device import ops
-from vllm_ascend_pd.prefill.layer_push import StagedLayer
 from vllm_ascend_pd.prefill.regroup import Regrouper
-from vllm_ascend_pd.prefill.staging import StagingRing
+from vllm_ascend_pd.prefill.staging import StagedLayer, StagingRing
 
 GRANT_WAIT_S, SLOT_TIMEOUT_S = 0.2, 0.3
 SLOT_BYTES = 64

@@ -11,8 +11,7 @@ from vllm_ascend_pd.connector.roles.prefill_scheduler import PrefillSchedulerRol
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
 from vllm_ascend_pd.decode.worker import DecodeWorker
-from vllm_ascend_pd.prefill.control import ControlPlane
-from vllm_ascend_pd.prefill.peers import Peers
+from vllm_ascend_pd.prefill.control import ControlPlane, Peers
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 

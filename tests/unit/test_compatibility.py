@@ -6,7 +6,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from vllm_ascend_pd.core.compatibility import mismatch
+from vllm_ascend_pd.core.compatibility import FitCheck, mismatch
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
@@ -14,7 +14,6 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.fit import FitCheck
 
 MODEL = "LlamaForCausalLM with 4 layers of hidden size 64, 8 heads, 4 KV heads, vocabulary 512"
 LAYERS = tuple(f"model.layers.{n}.self_attn.attn" for n in range(4))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.device.base import DeviceError
-from vllm_ascend_pd.prefill.exchange_group import ExchangeGroup
+from vllm_ascend_pd.prefill.regroup import ExchangeGroup
 
 NEEDS_RESTART = "tensor-parallel ranks (0, 1) exchange no KV heads until this prefill engine is restarted"
 

@@ -22,13 +22,11 @@ from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import Event
-from vllm_ascend_pd.prefill import write_plan
+from vllm_ascend_pd.prefill import step_send as write_plan
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.executor import LayerExecutor
-from vllm_ascend_pd.prefill.layer_push import LayerPush
-from vllm_ascend_pd.prefill.step_transfer import RequestSlice, StepTransfer, plan_transfers
+from vllm_ascend_pd.prefill.sender import LayerExecutor
+from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, StepWrites, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
-from vllm_ascend_pd.prefill.write_plan import StepWrites
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
@@ -131,18 +129,18 @@ def transfers() -> list[Transfer]:
     return [make_transfer("a", 7), make_transfer("b", 9)]
 
 
-def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -> list[StepTransfer]:
+def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -> list[StepSend]:
     """Request n is in our block 2 * n + 1."""
     device: Any = SimpleNamespace(upload=lambda tensor: tensor)
     slices = [RequestSlice(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
-    return plan_transfers(route, GEOMETRY, slices, device, slot_units)
+    return plan_sends(route, GEOMETRY, slices, device, slot_units)
 
 
 def pushes(transfers: list[Transfer]) -> list[LayerPush]:
     """Both layers of a step with these requests."""
-    [step_transfer] = plan(transfers)
-    writes = StepWrites(step_transfer, len(LAYERS))
-    return [LayerPush(tensor.layer, step_transfer, writes, [tensor], Done()) for tensor in OURS]
+    [step_send] = plan(transfers)
+    writes = StepWrites(step_send, len(LAYERS))
+    return [LayerPush(tensor.layer, step_send, writes, [tensor], Done()) for tensor in OURS]
 
 
 def copy_of(layer: int, p_block: int, d_block: int) -> tuple[int, int, int]:

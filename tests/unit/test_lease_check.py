@@ -12,8 +12,7 @@ from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Message, RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.prefill.lease_check import LeaseCheck
-from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer, Withdrawals
 
 KEY = (0, 0)
 RANK = RankDescription(*KEY, "", "", RankCaches((), ()))

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each cache tensor of a decode engine lies, by the engine's description."""
+"""Where KV goes: each cache tensor of a decode engine by its description, and the routes to it.
 
+The model's thread plans with routes, and the control thread finds a ticket's destinations with them. A route follows
+from the shapes alone. So if both threads find one missing, they make the same one.
+"""
+
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry
-from vllm_ascend_pd.core.plan import Route, Target
-from vllm_ascend_pd.core.prefill_ticket import RankKey
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches
+from vllm_ascend_pd.core.plan import Route, Target, make_route, why_slow
+from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.topology import RankInfo, Sharding
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class DecodeTensor:
         return (self.rank.pp_rank, self.rank.tp_rank)
 
 
-Routes: TypeAlias = tuple[tuple[int, Route], ...]
+ServedRoutes: TypeAlias = tuple[tuple[int, Route], ...]
 """Some of our geometries, by index, and how their units travel."""
 
 Cover: TypeAlias = tuple[RankDescription, tuple[int, ...]]
@@ -70,7 +76,7 @@ class DecodeLayout:
         self._tensors: dict[tuple[str, int, int], DecodeTensor] = {}
         self._targets: dict[tuple[str, int], tuple[Route, tuple[LayerTarget, ...]]] = {}
         self._shapes: dict[tuple[tuple[Target, Geometry], ...], WriteShape] = {}
-        self._covers: dict[Routes, dict[RankKey, Cover]] = {}
+        self._covers: dict[ServedRoutes, dict[RankKey, Cover]] = {}
         # The tensor with the fewest blocks, by cache group and block size. Every ticket must fit it.
         self._smallest: dict[tuple[int, int], DecodeTensor] = {}
         for rank in description.ranks:
@@ -81,7 +87,7 @@ class DecodeLayout:
                 if kind not in self._smallest or tensor.num_blocks < self._smallest[kind].tensor.num_blocks:
                     self._smallest[kind] = found
 
-    def covers(self, tensors: Sequence[CacheTensor], routes: Routes) -> dict[RankKey, Cover]:
+    def covers(self, tensors: Sequence[CacheTensor], routes: ServedRoutes) -> dict[RankKey, Cover]:
         """Returns the tensors that our `tensors` of the routes' geometries fill, by decode rank.
 
         Raises KeyError for a tensor that decode does not have.
@@ -148,3 +154,55 @@ class DecodeLayout:
                     f"decode says {remote.geometry.block_size}"
                 )
         return None
+
+
+logger = logging.getLogger(__name__)
+
+# The most routes that are kept: shapes of decode engines, times our geometries. Tickets, which come from outside, name
+# the shapes.
+_MAX_ROUTES = 4096
+
+
+class Routes:
+    """The routes of one prefill rank."""
+
+    def __init__(self, rank_info: RankInfo, caches: RankCaches) -> None:
+        self._rank_info = rank_info
+        self._caches = caches
+        # By the geometry's index and decode's shape. Both threads read and write it.
+        self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
+        # Both threads write it. A second warning does no harm.
+        self._warned_of_pieces = False
+
+    def route(self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...]) -> Route:
+        """Returns the route from caches of the geometry `index` to a decode engine of this shape.
+
+        Raises ValueError if the two sides do not fit."""
+        key = (index, decode, d_block_sizes)
+        route = self._routes.get(key)
+        if route is None:
+            geometry = self._caches.geometries[index]
+            rank_info = self._rank_info
+            if len(self._routes) >= _MAX_ROUTES:
+                self._routes.clear()
+            route = make_route(geometry, rank_info.rank, rank_info.sharding, decode, d_block_sizes[geometry.group])
+            self._routes[key] = route
+            slow = why_slow(route, geometry, rank_info.sharding, decode, d_block_sizes[geometry.group])
+            if slow is not None and not self._warned_of_pieces:
+                self._warned_of_pieces = True
+                logger.warning("%s", slow)
+        return route
+
+    def destinations(self, layout: DecodeLayout, ticket: Ticket) -> dict[RankKey, Destination]:
+        """Returns the decode ranks that this rank writes to for the ticket, and which of their tensors it covers.
+
+        Raises LookupError or ValueError if the ticket does not fit the layout."""
+        block_sizes = tuple(ticket.remote_block_size)
+        routes = (
+            (index, self.route(index, ticket.sharding, block_sizes))
+            for index, geometry in enumerate(self._caches.geometries)
+            if geometry.is_known_to(ticket.remote_draft)
+        )
+        served = tuple((index, route) for index, route in routes if route.serves(ticket.replica_hash))
+        covers = layout.covers(self._caches.tensors, served)
+        return {key: Destination(rank, indices) for key, (rank, indices) in covers.items()}

@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import EngineRequests
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import TICKET_HOST, TICKET_PORT, TRANSFER_ID, TicketError
-from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt
+from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt
 
 HOLD_TIMEOUT_S = 480.0
 """How long blocks are kept unless `hold_timeout_s` says otherwise: as long as vLLM's NIXL connector keeps them."""

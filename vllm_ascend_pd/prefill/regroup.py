@@ -2,10 +2,12 @@
 """Regroups KV into decode's layout before it is written: gather, all-to-all and interleave; or split.
 
 The model's thread submits layers. The rest runs in order on the device's side stream. Every rank of a group runs the
-same step transfers in the same order, even if their requests have failed, so collectives stay aligned (R5). After a
-collective has failed, its group runs no more of them (R9, `prefill/exchange_group.py`).
+same step sends in the same order, even if their requests have failed, so collectives stay aligned (R5). After a
+collective has failed, its group runs no more of them (R9, `prefill/regroup.py`).
 """
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,12 +23,82 @@ from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device import ops, ops_fallback
-from vllm_ascend_pd.device.base import Device, DeviceError, Event
-from vllm_ascend_pd.prefill.exchange_group import ExchangeGroup
-from vllm_ascend_pd.prefill.layer_push import StagedLayer
-from vllm_ascend_pd.prefill.staging import Slot, StagingRing
-from vllm_ascend_pd.prefill.step_transfer import StepTransfer
+from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group
+from vllm_ascend_pd.prefill.staging import Slot, StagedLayer, StagingRing
+from vllm_ascend_pd.prefill.step_send import StepSend
 from vllm_ascend_pd.transport.engine import TransferEngine
+
+logger = logging.getLogger(__name__)
+
+
+class ExchangeGroup:
+    """Runs collectives in one process group until one of them fails here, or is missed here.
+
+    Then nobody knows what the other ranks have exchanged, and a later collective could deliver the bytes of another
+    layer or request (R5). So this rank runs no more of them. It closes its connections, and the other ranks' next
+    collective fails, too: at once over Gloo, within `collective_timeout_s` over HCCL. No rank ever joins again.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], group: Group) -> None:
+        """`ranks`: the tensor-parallel ranks in `group`, for messages. The group keeps its connections for as long as
+        it is referenced: over Gloo by this object alone, over HCCL by torch's own table, too."""
+        self._ranks = ranks
+        # Written under `_lock`, read without: a collective that runs when another thread breaks the group ends first.
+        self._group: Group | None = group
+        # Written once, under `_lock`. Any thread reads it. Clients get to read it: it names no addresses.
+        self._failure: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the group is broken; None while it works."""
+        return self._failure
+
+    def run(self, collective: Callable[[Group], None]) -> None:
+        """Runs the next collective. The side stream calls it.
+
+        Raises `DeviceError` at once if the group is broken, or if the collective fails, which breaks the group.
+        """
+        group = self._group
+        if group is None:
+            raise self._error()
+        try:
+            collective(group)
+        except Exception as error:
+            self.fail("an all-to-all failed (see the prefill engine's log)", error)
+            raise self._error() from error
+        except BaseException as error:
+            self.fail("an all-to-all was interrupted", error)
+            raise
+
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
+        """Breaks the group for good, because a collective failed on this rank, or this rank missed one. Any thread may
+        call it.
+
+        `cause`: for the log; its text may name addresses.
+        """
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = reason
+            self._group = None
+        logger.error(
+            "Restart this prefill engine: %s%s",
+            self._error(),
+            "" if cause is None else f": {type(cause).__name__}: {cause}",
+        )
+
+    def close(self) -> None:
+        """Closes this rank's connections, because the worker shuts down."""
+        with self._lock:
+            self._failure = self._failure or "the prefill engine shuts down"
+            self._group = None
+
+    def _error(self) -> DeviceError:
+        return DeviceError(
+            f"tensor-parallel ranks {self._ranks} exchange no KV heads until this prefill engine is restarted: "
+            f"{self._failure}"
+        )
 
 
 class Regrouper:
@@ -35,7 +107,7 @@ class Regrouper:
     def __init__(
         self,
         device: Device,
-        ring: StagingRing[StepTransfer],
+        ring: StagingRing[StepSend],
         groups: dict[tuple[int, ...], ExchangeGroup],
         slot_timeout_s: float,
         grant_wait_s: float,
@@ -76,7 +148,7 @@ class Regrouper:
         for group in self._groups.values():
             group.close()
 
-    def submit(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor], staged: StagedLayer) -> Event:
+    def submit(self, step_send: StepSend, tensors: Sequence[torch.Tensor], staged: StagedLayer) -> Event:
         """Queues the regrouping of a layer on the side stream, into a slot for `staged`. Returns its end.
 
         The model's thread calls it. On NPUs it waits for a slot, for `grant_wait_s` and `slot_timeout_s` at most, and
@@ -85,27 +157,27 @@ class Regrouper:
         """
 
         def regroup() -> None:
-            slot = self.run(step_transfer, tensors)
+            slot = self.run(step_send, tensors)
             if not staged.fill(slot):  # the sender has stopped waiting for it
                 self._ring.release(slot)
 
         try:
             return self._device.submit(regroup, staged.computed)
         except DeviceError as error:
-            self.missed(step_transfer.route.ranks, str(error))
+            self.missed(step_send.route.ranks, str(error))
             raise
 
-    def run(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor]) -> Slot:
+    def run(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> Slot:
         """Fills a slot and returns it. The tensors follow each other, each `[planes, units, staged_bytes]`.
 
         Runs on the side stream.
         """
-        if step_transfer.route.regroup is Regroup.GATHER:
-            return self._gather(step_transfer, tensors)
-        return self._split(step_transfer, tensors)
+        if step_send.route.regroup is Regroup.GATHER:
+            return self._gather(step_send, tensors)
+        return self._split(step_send, tensors)
 
-    def _gather(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor]) -> Slot:
-        route, offsets = step_transfer.route, step_transfer.unit_offsets
+    def _gather(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> Slot:
+        route, offsets = step_send.route, step_send.unit_offsets
         assert offsets is not None
         count, ratio = len(offsets), len(route.ranks)
         tokens = route.unit // ratio  # of every unit, per rank
@@ -120,7 +192,7 @@ class Regrouper:
         all_tokens, out = len(tensors) * count * tokens, self._ring.buffer
         # The slot is taken after the collective, so a rank without a free slot still takes part.
         return self._filled(
-            step_transfer,
+            step_send,
             lambda slot: ops.interleave_heads(
                 self._received, 0, per_rank, out, slot.offset, ratio, all_tokens, route.row_bytes
             ),
@@ -131,12 +203,12 @@ class Regrouper:
             self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
         self._groups[ranks].run(partial(self._device.all_to_all, *self._exchanged))
 
-    def _split(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor]) -> Slot:
-        route, offsets = step_transfer.route, step_transfer.unit_offsets
+    def _split(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> Slot:
+        route, offsets = step_send.route, step_send.unit_offsets
         assert offsets is not None
         plane, out = len(offsets) * route.staged_bytes, self._ring.buffer
         return self._filled(
-            step_transfer,
+            step_send,
             lambda slot: ops.split_heads(
                 tensors,
                 offsets,
@@ -150,9 +222,9 @@ class Regrouper:
             ),
         )
 
-    def _filled(self, step_transfer: StepTransfer, fill: Callable[[Slot], None]) -> Slot:
+    def _filled(self, step_send: StepSend, fill: Callable[[Slot], None]) -> Slot:
         """Returns a slot that `fill` has filled."""
-        slot = self._acquire(step_transfer)
+        slot = self._acquire(step_send)
         try:
             fill(slot)
         except BaseException:
@@ -160,35 +232,35 @@ class Regrouper:
             raise
         return slot
 
-    def _acquire(self, step_transfer: StepTransfer) -> Slot:
+    def _acquire(self, step_send: StepSend) -> Slot:
         """Waits for a slot. Raises TimeoutError.
 
         Layers that wait for a grant keep their slots. If they have all slots, regrouping stops, and with it the model.
         So other layers wait up to `grant_wait_s` for a decode engine's grants. If no slot becomes free, layers that
         wait for that engine fail and give up their slots. From then on they do so at once, until it grants something.
         """
-        if self._waited_in_vain and not step_transfer.waits_for_grant:
-            self._waited_in_vain.discard(step_transfer.decode_engine)
-        if (slot := self._ring.take(step_transfer)) is not None:
+        if self._waited_in_vain and not step_send.waits_for_grant:
+            self._waited_in_vain.discard(step_send.decode_engine)
+        if (slot := self._ring.take(step_send)) is not None:
             return slot
-        if step_transfer.has_failed:  # nobody needs what the slot would hold
+        if step_send.has_failed:  # nobody needs what the slot would hold
             raise TimeoutError("no staging slot is free for a layer whose requests have failed")
         began = time.monotonic()
         try:
-            return self._await_slot(step_transfer)
+            return self._await_slot(step_send)
         finally:
             self._observer.backpressure(time.monotonic() - began)
 
-    def _await_slot(self, step_transfer: StepTransfer) -> Slot:
+    def _await_slot(self, step_send: StepSend) -> Slot:
         waiting = {holder.decode_engine for holder in self._ring.holders if holder.waits_for_grant}
         if not waiting & self._waited_in_vain:
             with suppress(TimeoutError):
-                return self._ring.acquire(step_transfer, self._grant_wait_s)
+                return self._ring.acquire(step_send, self._grant_wait_s)
         for holder in self._ring.holders:
             if holder.waits_for_grant:
                 self._waited_in_vain.add(holder.decode_engine)
                 holder.give_up_ungranted("no grant came while all staging slots were taken: other requests need them")
-        return self._ring.acquire(step_transfer, self._slot_timeout_s)
+        return self._ring.acquire(step_send, self._slot_timeout_s)
 
 
 def make_regrouper(
@@ -200,7 +272,7 @@ def make_regrouper(
     step_tokens: int,
     running_time: RunningTime,
     observer: PrefillObserver,
-) -> tuple[StagingRing[StepTransfer] | None, Regrouper | None]:
+) -> tuple[StagingRing[StepSend] | None, Regrouper | None]:
     """Returns the staging ring and the regrouper, or None and None if this engine's layout never needs regrouping.
 
     The answer is the same on all ranks: it depends on the model, the layout and the parallel sizes alone.
@@ -221,7 +293,7 @@ def make_regrouper(
         if rank_info.rank in ranks:
             world = tuple(rank_info.stage_ranks[rank] for rank in ranks)
             mine[ranks] = ExchangeGroup(ranks, groups[world])
-    ring: StagingRing[StepTransfer] = StagingRing(buffer, size, slots, running_time)
+    ring: StagingRing[StepSend] = StagingRing(buffer, size, slots, running_time)
     # A slot may rest after a failed write.
     slot_timeout_s = config.write_timeout_s + engine.limits.rest_s
     return ring, Regrouper(device, ring, mine, slot_timeout_s, config.control_timeout_s, observer)

@@ -24,9 +24,8 @@ from vllm_ascend_pd.core.ticket import (
     is_transfer_id,
     parse_ticket,
 )
-from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt
 from vllm_ascend_pd.prefill.held_prompts import HeldPrompts
-from vllm_ascend_pd.prefill.outgoing_transfer import OutgoingTransfer
+from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt, OutgoingTransfer
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.window_holds import WindowHolds
 from vllm_ascend_pd.transport.wakeup import IdleWait

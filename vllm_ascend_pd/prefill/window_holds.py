@@ -14,7 +14,7 @@ from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.step import EngineBlocks
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
-from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt
+from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt
 
 
 class WindowHolds:

@@ -3,26 +3,142 @@
 
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_ascend_pd.core.caches import LayerTensors, RegisteredCaches
+from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus, StepPart
 from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
-from vllm_ascend_pd.core.step import PrefillStep, WorkerReport, rank_address
+from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport, rank_address
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.topology import RankInfo
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.topology import RankInfo, Sharding
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.control import ControlPlane
-from vllm_ascend_pd.prefill.fit import FitCheck
-from vllm_ascend_pd.prefill.layer_push import LayerPush, StagedLayer
-from vllm_ascend_pd.prefill.planner import Planned, Planner, StepPlan
-from vllm_ascend_pd.prefill.regroup import make_regrouper
-from vllm_ascend_pd.prefill.routes import Routes
-from vllm_ascend_pd.prefill.transfers import Transfers
+from vllm_ascend_pd.prefill.decode_layout import Routes
+from vllm_ascend_pd.prefill.open_transfers import OpenTransfers
+from vllm_ascend_pd.prefill.regroup import Regrouper, make_regrouper
+from vllm_ascend_pd.prefill.sender import Sender
+from vllm_ascend_pd.prefill.staging import StagedLayer
+from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, StepWrites, plan_sends
+from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport.engine import TransferEngine
+
+
+class Planned(NamedTuple):
+    """A step send with its sender and its write plans."""
+
+    sender: Sender
+    step_send: StepSend
+    writes: StepWrites
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What this rank does in one step. The model's thread owns it."""
+
+    # The number of the step, which is the same on all ranks.
+    number: int = 0
+    # By the index of the geometry that is read.
+    transfers: dict[int, list[Planned]] = field(default_factory=dict)
+    # Layers that were not pushed yet, in order.
+    unsaved: dict[str, None] = field(default_factory=dict)
+    # Transfers whose prompt ends in this step.
+    last: list[Transfer] = field(default_factory=list)
+
+
+class TicketShape(NamedTuple):
+    """A decode engine as its tickets describe it.
+
+    Plans use this instead of the engine's description, because all ranks must make the same plan (R5), and a rank may
+    not have the description yet.
+    """
+
+    issuer: tuple[str, str]
+    sharding: Sharding
+    block_sizes: tuple[int, ...]
+    draft: str
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> "TicketShape":
+        block_sizes = tuple(ticket.remote_block_size)
+        return cls(ticket.issuer, ticket.sharding, block_sizes, ticket.remote_draft)
+
+
+class Planner:
+    """Plans steps. The model's thread owns it."""
+
+    def __init__(self, routes: Routes, caches: RegisteredCaches, device: Device, regrouper: Regrouper | None) -> None:
+        """`regrouper`: None if this engine's layout never needs regrouping."""
+        self._routes = routes
+        self._caches = caches
+        self._geometries = caches.description.geometries
+        self._device = device
+        self._regrouper = regrouper
+        layers = caches.layers_by_geometry.values()
+        # By geometry: the most tensors of it that a layer has.
+        self._tensors_of_a_layer = [
+            max((len(of[g].described) for of in layers if g in of), default=0) for g in range(len(self._geometries))
+        ]
+        # By geometry: how many layers have tensors of it.
+        self._layers = [sum(g in of for of in layers) for g in range(len(self._geometries))]
+        # The number of steps so far. It is the same on all ranks.
+        self._steps = 0
+
+    @owned
+    def plan(self, sends: list[Send], transfers: OpenTransfers) -> StepPlan:
+        """Returns the plan of a step that completes `sends`."""
+        self._steps += 1
+        plan = StepPlan(self._steps)
+        if not sends:
+            return plan
+        plan.unsaved.update(dict.fromkeys(self._caches.layers))
+        slices: dict[TicketShape, list[RequestSlice]] = {}
+        for send in sends:
+            transfer = transfers[send.request_id]
+            if send.last:
+                plan.last.append(transfer)
+            if send.start < send.stop:
+                shape = TicketShape.of(transfer.ticket)
+                slices.setdefault(shape, []).append(RequestSlice(transfer, send))
+        for decode, group in slices.items():
+            sender = transfers.sender_of(decode.issuer)
+            for index, geometry in enumerate(self._geometries):
+                if geometry.is_known_to(decode.draft):
+                    for step_send in self._plan_geometry(index, decode, group):
+                        planned = Planned(sender, step_send, StepWrites(step_send, self._layers[index]))
+                        plan.transfers.setdefault(index, []).append(planned)
+        return plan
+
+    def _plan_geometry(self, index: int, decode: TicketShape, slices: list[RequestSlice]) -> list[StepSend]:
+        try:
+            route = self._routes.route(index, decode.sharding, decode.block_sizes)
+        except ValueError as error:  # the two sides cannot fit
+            for each in slices:
+                each.transfer.fail(str(error), PushFailure.UNFIT)
+            return []
+        served = [each for each in slices if route.serves(each.transfer.ticket.replica_hash)]
+        if not served:
+            return []
+        slot_units = 0
+        if route.regroup is not Regroup.NONE:
+            assert self._regrouper is not None
+            unit_bytes = self._tensors_of_a_layer[index] * route.planes * route.staged_bytes
+            slot_units = self._regrouper.slot_bytes // unit_bytes
+            assert slot_units > 0
+        try:
+            return plan_sends(route, self._geometries[index], served, self._device, slot_units)
+        except DeviceError as error:  # the side stream is broken
+            if self._regrouper is not None:
+                self._regrouper.missed(route.ranks, str(error))
+            for each in served:
+                each.transfer.fail(str(error), PushFailure.DEVICE)
+            return []
 
 
 class PrefillWorker:
@@ -72,7 +188,7 @@ class PrefillWorker:
             FitCheck(rank_info, config, caches.description, engine.transport),
             self._observer,
         )
-        self._transfers = Transfers(config, loaded, control)
+        self._transfers = OpenTransfers(config, loaded, control)
         # The rank's pipeline stage, and its number there.
         self._place = (rank_info.pp_rank, rank_info.rank)
         # What is left of this step.
@@ -150,7 +266,7 @@ class PrefillWorker:
         """
         self._forward_ended = True
         if error is not None:
-            pushed = {t for of in self._plan.transfers.values() for each in of for t in each.step_transfer.transfers}
+            pushed = {t for of in self._plan.transfers.values() for each in of for t in each.step_send.transfers}
             for transfer in {*self._plan.last, *pushed}:
                 transfer.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
 
@@ -228,8 +344,8 @@ class PrefillWorker:
             for planned in plan.transfers.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
                 push: LayerPush | None
-                if planned.step_transfer.route.regroup is Regroup.NONE:
-                    push = LayerPush(layer, planned.step_transfer, planned.writes, tensors.described, computed)
+                if planned.step_send.route.regroup is Regroup.NONE:
+                    push = LayerPush(layer, planned.step_send, planned.writes, tensors.described, computed)
                 else:
                     push = self._regroup(planned, layer, tensors, computed)
                 if push is not None:
@@ -238,7 +354,7 @@ class PrefillWorker:
     def _regroup(self, planned: Planned, layer: str, tensors: LayerTensors, computed: Event) -> LayerPush | None:
         """Queues a layer's regrouping. Returns None if that failed, and with it the layer's requests."""
         assert self._regrouper is not None
-        transfer, route = planned.step_transfer, planned.step_transfer.route
+        transfer, route = planned.step_send, planned.step_send.route
         staged = StagedLayer(computed, route.planes * len(transfer.src_units) * route.staged_bytes)
         try:
             ready = self._regrouper.submit(transfer, tensors.tensors, staged)

@@ -24,10 +24,8 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo
-from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.outcomes import Outcome, Outcomes
-from vllm_ascend_pd.prefill.routes import Routes
-from vllm_ascend_pd.prefill.transfer import Transfer
+from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
+from vllm_ascend_pd.prefill.transfer import Outcome, Outcomes, Transfer
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,11 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.control import ControlPlane
-from vllm_ascend_pd.prefill.outcomes import Outcome
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue, Withdrawals
 
 
-class Transfers:
+class OpenTransfers:
     """The transfers of a prefill rank, by request id."""
 
     def __init__(self, config: ConnectorConfig, loaded: LoadedWeights, control: ControlPlane) -> None:
@@ -29,8 +28,9 @@ class Transfers:
         self._loaded = loaded
         self._control = control
         self._by_request: dict[str, Transfer] = {}
-        # How many of them each sender has.
-        self._senders: Counter[Sender] = Counter()
+        # What writes to each decode engine, by the issuer of its tickets, and how many of the transfers it has.
+        self._senders: dict[tuple[str, str], Sender] = {}
+        self._users: Counter[tuple[str, str]] = Counter()
         # Transfers that lacked a grant at the last look.
         self._ungranted: list[Transfer] = []
         # Whether the scheduler has woken the rank since its last wait: the next one does not wait either.
@@ -59,27 +59,32 @@ class Transfers:
         """Opens a transfer for each ticket, by request id, and begins to ask for grants."""
         opened, now = [], time.monotonic()
         for request_id, ticket in tickets.items():
+            sender = self._senders[ticket.issuer] = self._control.acquire(ticket)
+            self._users[ticket.issuer] += 1
             transfer = Transfer(
                 request_id,
                 ticket,
-                self._control.acquire(ticket),
+                sender,
                 PrefillTicket(now + self._config.grant_timeout_s),
                 self._withdrawals,
                 cached_tokens.get(request_id, 0),
                 self._loaded.current,
             )
             self._by_request[request_id] = transfer
-            self._senders[transfer.sender] += 1
             opened.append(transfer)
         if opened:
             self._control.open(opened)
             self._ungranted = [*self._still_ungranted(), *opened]
         return opened
 
+    def sender_of(self, issuer: tuple[str, str]) -> Sender:
+        """Returns what writes to the decode engine that issued an open ticket."""
+        return self._senders[issuer]
+
     @owned
     def finish(self, *transfers: Transfer) -> None:
         """Ends the pushing for these transfers. May be called any number of times."""
-        of: dict[Sender, list[Transfer]] = {}
+        of: dict[TransferQueue, list[Transfer]] = {}
         for transfer in transfers:
             of.setdefault(transfer.sender, []).append(transfer)
         for sender, finishing in of.items():
@@ -131,15 +136,16 @@ class Transfers:
             self._take(outcome)
         self._woken = False
         done, self._done = self._done, set()
-        for sender in self._senders:
+        for sender in self._senders.values():
             sender.check()
         for request_id in done:
             transfer = self._by_request.pop(request_id, None)
             if transfer is None:
                 continue
-            self._senders[transfer.sender] -= 1
-            if not self._senders[transfer.sender]:
-                del self._senders[transfer.sender]
+            issuer = transfer.ticket.issuer
+            self._users[issuer] -= 1
+            if not self._users[issuer]:
+                del self._users[issuer], self._senders[issuer]
             self._control.release(transfer.ticket)
         return done
 
@@ -154,7 +160,7 @@ class Transfers:
     def status(self, restart_needed: bool) -> PrefillStatus:
         """Returns how the rank is now. `restart_needed`: passed on."""
         self._ungranted = self._still_ungranted()
-        queued = sum(sender.queued for sender in self._senders)
+        queued = sum(sender.queued for sender in self._senders.values())
         return PrefillStatus(queued, len(self._ungranted), restart_needed)
 
     def close(self, timeout_s: float) -> None:
