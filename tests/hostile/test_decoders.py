@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
@@ -24,7 +25,7 @@ from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_confi
 from vllm_ascend_pd.core.protocol import PROTOCOL_VERSION, ProtocolError, decode, encode
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
-from vllm_ascend_pd.decode import metaserver_http
+from vllm_ascend_pd.decode import metaserver
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.decode.worker import decode_description
 from vllm_ascend_pd.proxy.http.bodies import decode_body, parse_client_request, prefill_body, tokens_body
@@ -136,12 +137,9 @@ def _prefill_answer(data: bytes) -> None:
 
 def _metaserver_answer(data: bytes) -> None:
     for status in (200, 302, 404, 500, 502):
-        try:
-            metaserver_http._judge("http://127.0.0.1:1", status, data)
-        except (metaserver_http.FinalError, metaserver_http.RetryableError) as error:
-            reason = str(error)
-            if len(reason) > 1000 or not reason.isprintable():
-                raise AssertionError(reason) from None
+        failure = metaserver.judge(status, data)
+        if failure is not None and (len(failure.text) > 1000 or not failure.text.isprintable()):
+            raise AssertionError(failure.text)
 
 
 def _config(data: bytes) -> None:
@@ -155,10 +153,15 @@ _LISTED = Allowlist(["http://proxy:8000", "https://10.9.9.9/prefix"], OWN_HOST)
 
 
 def _url(data: bytes) -> None:
+    """What an allow-list lets through is read by another parser as going to the same place."""
     url = data.decode("utf-8", "surrogateescape")
     if _OPEN.refusal(url) is None:
         authority = url.partition("://")[2].partition("/")[0].lower()
         assert authority.startswith(("127.", "localhost", "[", OWN_HOST)), url
+        parts, target = urlsplit(url), _OPEN.admit(url)
+        assert (parts.scheme, parts.hostname) == (target.scheme, target.raw_host.decode().lower()), url
+        assert parts.port in (target.port, {"http": 80, "https": 443}[target.scheme]), url
+        assert not any((parts.query, parts.fragment, parts.username, target.query, target.userinfo)), url
     assert _LISTED.refusal(url) is not None, url
 
 

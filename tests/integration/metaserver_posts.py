@@ -10,9 +10,12 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
+from typing import Any
 
+import msgspec
+import psutil
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -22,33 +25,31 @@ from starlette.routing import Route
 
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER
+from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, WAITING_SUFFIX
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
-from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
-from vllm_ascend_pd.decode.pending_posts import PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
 
 QUICK = MetaserverSettings(deadline_s=10, backoff_base_s=0.01, backoff_max_s=0.02)
-HELD_BACK = 64
+
+eventually = partial(wait_until, timeout_s=20)
 
 
 class Metaserver:
-    """Behaves as the posted body's `do` says."""
+    """Behaves as the posted body's `do` says, and answers questions about waiting tickets as `says` does."""
 
     def __init__(self) -> None:
         self.attempts: Counter[str] = Counter()
-        self.tokens: set[str | None] = set()
-        self.recomputes: str | None = None
-        self.waiting = 0
-        self.all_wait: asyncio.Event | None = None
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}{METASERVER_PATH}"
+        self.headers: list[dict[str, str]] = []
         self.failures: list[dict[str, object]] = []
-        routes = [
-            Route(METASERVER_PATH, self.answer, methods=["POST"]),
-            Route(METASERVER_PATH + FAILURE_SUFFIX, self.take_failure, methods=["POST"]),
-        ]
+        self.questions: list[list[str]] = []
+        self.says: Callable[[list[str]], Response] = lambda _: Response(status_code=404)
+        self.released = False
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}{METASERVER_PATH}"
+        self._turns = {"": self.answer, FAILURE_SUFFIX: self._failure, WAITING_SUFFIX: self._question}
+        routes = [Route(METASERVER_PATH + suffix, turn, methods=["POST"]) for suffix, turn in self._turns.items()]
         config = uvicorn.Config(
             Starlette(routes=routes),
             log_level="critical",
@@ -59,39 +60,31 @@ class Metaserver:
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
         self.thread.start()
 
-    async def trickle(self) -> AsyncIterator[bytes]:
-        for _ in range(300):
-            yield b"x"
-            await asyncio.sleep(0.1)
-
-    async def take_failure(self, request: Request) -> Response:
+    async def _failure(self, request: Request) -> Response:
         self.failures.append(await request.json())
-        self.tokens.add(request.headers.get("authorization"))
+        self.headers.append(dict(request.headers))
         return Response()
+
+    async def _question(self, request: Request) -> Response:
+        self.questions.append((await request.json())["ticket_ids"])
+        return self.says(self.questions[-1])
 
     async def answer(self, request: Request) -> Response:
         body = await request.json()
         self.attempts[body["id"]] += 1
-        self.tokens.add(request.headers.get("authorization"))
-        self.recomputes = request.headers.get(RECOMPUTES_HEADER)
+        self.headers.append(dict(request.headers))
         match body["do"]:
             case "ok":
-                return Response("whatever")
-            case "hold back":
-                self.all_wait = self.all_wait or asyncio.Event()
-                self.waiting += 1
-                if self.waiting == HELD_BACK:
-                    self.all_wait.set()
-                await self.all_wait.wait()
-                return Response()
-            case "wait":
-                await asyncio.sleep(body["seconds"])
+                return Response("whatever", headers={"Set-Cookie": "a=b; Path=/"})
+            case "hold":
+                while not self.released:
+                    await asyncio.sleep(0.01)
                 return Response()
             case "hang":
                 await asyncio.sleep(30)
                 return Response()
             case "trickle":
-                return StreamingResponse(self.trickle(), media_type="text/plain")
+                return StreamingResponse(self._trickle(), media_type="text/plain")
             case "redirect":
                 return RedirectResponse("http://127.0.0.1:1/v1/metaserver", status_code=307)
             case "500 once" if self.attempts[body["id"]] > 1:
@@ -105,12 +98,17 @@ class Metaserver:
             case _:
                 return Response("unknown \x1b[31mid", status_code=404)
 
+    async def _trickle(self) -> AsyncIterator[bytes]:
+        for _ in range(300):
+            yield b"x"
+            await asyncio.sleep(0.1)
+
     def stop(self) -> None:
-        self.server.should_exit = True
+        self.released = self.server.should_exit = True
         self.thread.join(10)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def metaserver() -> Iterator[Metaserver]:
     metaserver = Metaserver()
     yield metaserver
@@ -124,6 +122,15 @@ class Retries(DecodeSchedulerObserver):
         self.count += 1
 
 
+@contextlib.contextmanager
+def client_with(observer: DecodeSchedulerObserver | None = None, **settings: Any) -> Iterator[MetaserverClient]:
+    client = MetaserverClient(msgspec.structs.replace(QUICK, **settings), "127.0.0.1", observer)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
 @pytest.fixture
 def retries() -> Retries:
     return Retries()
@@ -131,45 +138,48 @@ def retries() -> Retries:
 
 @pytest.fixture
 def client(retries: Retries) -> Iterator[MetaserverClient]:
-    client = MetaserverClient(QUICK, "127.0.0.1", retries)
-    yield client
-    client.close()
+    with client_with(retries) as client:
+        yield client
 
 
 @contextlib.contextmanager
-def raw_server(answer: bytes, reset: bool = False, until_closed: bool = False) -> Iterator[tuple[str, list[None]]]:
+def raw_server(answer: bytes, reset: bool = False, until_closed: bool = False) -> Iterator[tuple[str, list[float]]]:
     """A server that sends `answer` to any request and closes the connection, or resets it (`reset`). Yields its URL and
-    a list with one entry per connection. `until_closed`: the client closes connections, which adds another entry."""
-    connections: list[None] = []
+    the times of connections. `until_closed`: the client closes connections, which adds another entry."""
+    connections: list[float] = []
 
     def serve(peer: socket.socket) -> None:
-        connections.append(None)
+        connections.append(time.monotonic())
         peer.recv(65536)
         if reset:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return
-        peer.sendall(answer)
-        if not until_closed:
-            peer.shutdown(socket.SHUT_WR)
-        read_to_the_end(peer)
+        with contextlib.suppress(OSError):  # the client reads no more
+            peer.sendall(answer)
+            if not until_closed:
+                peer.shutdown(socket.SHUT_WR)
+            read_to_the_end(peer)
         if until_closed:
-            connections.append(None)
+            connections.append(time.monotonic())
 
     with serving(serve) as port:
-        yield f"http://127.0.0.1:{port}{METASERVER_PATH}", connections
+        yield url_of(port), connections
 
 
-def outcomes(client: MetaserverClient, count: int, timeout_s: float = 10.0) -> list[PostOutcome]:
+def url_of(port: int) -> str:
+    return f"http://127.0.0.1:{port}{METASERVER_PATH}"
+
+
+def no_connection_is_left(port: int) -> None:
+    ours = psutil.Process().net_connections
+    eventually(lambda: not [one for one in ours("tcp") if one.raddr and one.raddr.port == port])
+
+
+def outcomes(client: MetaserverClient, count: int, timeout_s: float = 20.0) -> list[PostOutcome]:
     got: list[PostOutcome] = []
-    deadline = time.monotonic() + timeout_s
-    while len(got) < count and time.monotonic() < deadline:
-        got += client.poll()
-        time.sleep(0.005)
+    wait_until(lambda: got.extend(client.poll()) or len(got) >= count, timeout_s)
     assert len(got) == count
     return got
-
-
-eventually = partial(wait_until, timeout_s=20)
 
 
 def outcome_of(client: MetaserverClient, url: str, do: str) -> PostOutcome:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
-from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 
 LOCAL_ONLY: tuple[str, ...] = ()
 LISTED = ("https://proxy.example:8443/pd", "http://10.0.0.5:8000", "http://[fd00::1]/")
@@ -45,6 +44,14 @@ LISTED = ("https://proxy.example:8443/pd", "http://10.0.0.5:8000", "http://[fd00
         (LOCAL_ONLY, "http://169.254.169.254/v1/metaserver", False),
         (LOCAL_ONLY, "http://127.0.0.1:0/v1/metaserver", False),
         (LOCAL_ONLY, "http://127.0.0.1:99999999/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1:-1/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1:/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1:+80/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1:8_0/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1:080/v1/metaserver", False),
+        (LOCAL_ONLY, "http://[::1]8000/v1/metaserver", False),
+        (LOCAL_ONLY, "http://[::1%lo]:8000/v1/metaserver", False),
+        (LOCAL_ONLY, "http://xn--0/v1/metaserver", False),
         (LOCAL_ONLY, "http://127.0.0.1 /v1/metaserver", False),
         (LOCAL_ONLY, "http://127.0.0.1/v1/metaserver\r\nX: y", False),
         (LOCAL_ONLY, "http://ⓛocalhost/v1/metaserver", False),

@@ -21,9 +21,7 @@ from harness.certificates import Authority, Certificate
 from harness.waiting import wait_for
 from vllm_ascend_pd.core.config import TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError
-from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
-from vllm_ascend_pd.decode.pending_posts import PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError, MetaserverSettings, PostOutcome
 
 SETTINGS = MetaserverSettings(deadline_s=60, retries=1, backoff_base_s=0.01)
 PATIENCE_S = 60.0

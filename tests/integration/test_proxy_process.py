@@ -20,9 +20,7 @@ from proxy_cluster import COMPLETION, command, eventually, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
-from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
-from vllm_ascend_pd.decode.pending_posts import PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
 
 
 def test_idle_connections_are_closed() -> None:

@@ -21,9 +21,7 @@ from proxy_cluster import COMPLETION, eventually, running_proxy
 from harness.certificates import Authority, Certificate
 from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
-from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
-from vllm_ascend_pd.decode.pending_posts import PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
 
 PASSWORD = "password-of-the-proxys-key"
 

@@ -181,6 +181,7 @@ def test_zero_switches_off_what_decode_computes():
             {"tls_config": {"ssl_enable": True, "ssl_keyfile_password": "a", "ssl_keyfile_password_file": "/b"}},
             "a password and a file with one",
         ),
+        ({"tls_config": {"ssl_enable": True, "ssl_keyfile": "/key.pem"}}, "`ssl_keyfile` without `ssl_certfile`"),
     ],
 )
 def test_values_out_of_range(changes, complaint):

@@ -19,7 +19,7 @@ from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode import ticket_delivery
 from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 

@@ -19,8 +19,7 @@ from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans, TransferSpan
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
-from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler

@@ -33,8 +33,7 @@ from vllm_ascend_pd.core.hosts import authority, decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver, tell_all
 from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
-from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer

@@ -67,6 +67,8 @@ class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`tls_config` names files, but `ssl_enable` is not true")
         if self.ssl_keyfile_password is not None and self.ssl_keyfile_password_file is not None:
             raise ValueError("`tls_config` has a password and a file with one: which?")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ValueError("`tls_config` has `ssl_keyfile` without `ssl_certfile`")
 
     def __repr__(self) -> str:
         shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "ssl_keyfile_password")
@@ -122,7 +124,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metaserver_allowlist: tuple[str, ...] = ()
     """URLs (`scheme://host[:port][/path]`) that tickets may be posted to. Empty: this host, path `/v1/metaserver`."""
     metaserver_connect_timeout_s: float = 5.0
-    """Longest time to connect to the metaserver."""
+    """Longest time to connect to the metaserver, and once more for the TLS handshake."""
     metaserver_max_connections: int = 256
     """Most connections to metaservers. Further tickets wait for one."""
     metaserver_retries: int = 5

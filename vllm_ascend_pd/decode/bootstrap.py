@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Annotated
 
-import aiohttp
 import anyio
+import httpx
 import msgspec
 
 from vllm_ascend_pd.core.hosts import HostList
-from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.decode.routed_prompt import PromptNameError, RoutedPrompt, endpoint_of
-from vllm_ascend_pd.transport.http_session import open_session, read_at_most, time_limits
+from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, describe, open_client, read_at_most
 
 _MAX_ANSWER_BYTES = 256 << 10
 # Servers whose answers are remembered.
 _MAX_REMEMBERED = 256
-_MAX_SHOWN_CHARS = 200
 
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -54,7 +53,6 @@ class PrefillAddresses:
         self._hosts = hosts
         self._timeout_s = timeout_s
         self._known: OrderedDict[str, dict[str, tuple[str, str]]] = OrderedDict()  # by server, then by engine id
-        self._session: aiohttp.ClientSession | None = None
 
     async def of(self, prompt: RoutedPrompt) -> tuple[str, str]:
         """Returns the endpoint that takes tickets for the prompt, and the id of the engine's start there.
@@ -80,21 +78,14 @@ class PrefillAddresses:
         if prompt.bootstrap is not None:
             self._known.pop(prompt.bootstrap, None)
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
     async def _ask(self, server: str) -> dict[str, tuple[str, str]]:
-        if self._session is None:  # it needs a running loop
-            self._session = open_session(reuse_connections=False)
-        limits = time_limits(self._timeout_s, self._timeout_s)
+        limits, timeout = httpx.Limits(max_connections=1), httpx.Timeout(self._timeout_s)
         try:
             with anyio.fail_after(self._timeout_s):
-                async with self._session.get(f"{server}/query", timeout=limits, allow_redirects=False) as response:
-                    status, body = response.status, await read_at_most(response, _MAX_ANSWER_BYTES)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            said = one_line(str(error), _MAX_SHOWN_CHARS) or type(error).__name__
-            raise BootstrapError(f"the prefill host's bootstrap server does not answer: {said}") from error
+                async with open_client(limits, timeout) as client, client.stream("GET", f"{server}/query") as response:
+                    status, body = response.status_code, await read_at_most(response, _MAX_ANSWER_BYTES)
+        except HTTP_FAILURES as error:
+            raise BootstrapError(f"the prefill host's bootstrap server does not answer: {describe(error)}") from error
         if status != 200:
             raise BootstrapError(f"the prefill host's bootstrap server answered {status}")
         return self._engines(body)

@@ -90,7 +90,6 @@ class DeliveryLoop:
         return self._thread.close(timeout_s)
 
     async def _close(self) -> None:
-        await self._addresses.close()
         self._channel.close()
 
     def _begin(self, ticket: Ticket, prompt: RoutedPrompt) -> None:

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import yarl
+import httpx
 
-from vllm_ascend_pd.core.hosts import in_words, is_host, is_loopback, looks_numeric, normal_host
+from vllm_ascend_pd.core.hosts import in_words, is_loopback, normal_host
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.transport.http_url import MAX_URL_CHARS, HttpUrl, parse_url
 
-_SCHEMES = ("http", "https")
-_MAX_URL_CHARS = 2048
+_REMEMBERED = 64  # URLs whose check is remembered: a proxy names the same one with every request
 
 
 class Allowlist:
-    """The URLs that may be posted to.
+    """The URLs that may be posted to. Any thread may call it.
 
     Entries are `scheme://host[:port][/path-prefix]`. Without entries, only `METASERVER_PATH` on this host's own
     addresses is allowed.
@@ -25,77 +24,50 @@ class Allowlist:
 
     def __init__(self, entries: Sequence[str], own_host: str) -> None:
         """Raises ValueError for an entry that is not a URL."""
-        self._entries = [_parse_entry(entry) for entry in entries]
+        self._entries = []
+        for entry in entries:
+            try:
+                self._entries.append(parse_url(entry))
+            except ValueError as error:
+                raise ValueError(f"metaserver allow-list entry {entry!r}: {error}") from error
         self._own_host = normal_host(own_host)
         # The places in words, for logs.
         self.admitted = in_words(entries) or f"this host only, path {METASERVER_PATH} (metaserver_allowlist is empty)"
+        self._checked = functools.lru_cache(_REMEMBERED)(self._check)
 
     def refusal(self, url: str) -> str | None:
         """Returns why `url` must not be posted to, or None if it may."""
+        found = self._find(url)
+        return found if isinstance(found, str) else None
+
+    def admit(self, url: str) -> httpx.URL:
+        """Returns `url` as it was parsed for the check: connect to this. Raises PermissionError with the reason."""
+        found = self._find(url)
+        if isinstance(found, str):
+            raise PermissionError(found)
+        return found
+
+    def _find(self, url: str) -> httpx.URL | str:
+        return self._checked(url) if len(url) <= MAX_URL_CHARS else f"longer than {MAX_URL_CHARS} characters"
+
+    def _check(self, url: str) -> httpx.URL | str:
         try:
-            target = _Target.parse(url)
+            target = parse_url(url)
         except ValueError as error:
             return str(error)
         if self._entries:
-            if any(entry.admits(target) for entry in self._entries):
-                return None
-            return "matches no entry of the metaserver allow-list"
-        if target.path != METASERVER_PATH:
+            if not any(_admits(entry, target) for entry in self._entries):
+                return "matches no entry of the metaserver allow-list"
+        elif target.path != METASERVER_PATH:
             return f"its path is not {METASERVER_PATH}"
-        if target.host != self._own_host and not is_loopback(target.host):
+        elif target.host != self._own_host and not is_loopback(target.host):
             return "neither loopback nor this host; name it in the metaserver allow-list if it is yours"
-        return None
+        return target.url
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The parts of a URL that are compared."""
-
-    scheme: str
-    """`http` or `https`."""
-    host: str
-    """In normal form, without brackets."""
-    port: int
-    """The scheme's own if the URL has none."""
-    path: str
-    """Without `.` and `..`."""
-
-    @classmethod
-    def parse(cls, url: str) -> _Target:
-        """Raises `ValueError` with the reason. The HTTP client uses the same parser."""
-        if len(url) > _MAX_URL_CHARS:
-            raise ValueError(f"longer than {_MAX_URL_CHARS} characters")
-        if not re.fullmatch(r"[!-~]+", url):
-            raise ValueError("contains spaces, control or non-ASCII characters")
-        for character in "@#?%\\":
-            if character in url:
-                raise ValueError(f"contains {character!r}")
-        try:
-            parsed = yarl.URL(url)
-            port = parsed.port
-        except ValueError as error:
-            raise ValueError(f"not a URL: {error}") from error
-        if parsed.scheme not in _SCHEMES:
-            raise ValueError("not http or https")
-        host = parsed.raw_host or ""
-        if not is_host(host) or looks_numeric(host):
-            raise ValueError("its host is neither an address nor a name")
-        if port is None or not 0 < port < 65536:
-            raise ValueError(f"port {port} does not exist")
-        path = parsed.path if "/" in url.partition("://")[2] else ""
-        return cls(parsed.scheme, normal_host(host), port, path)
-
-    def admits(self, other: _Target) -> bool:
-        """Whether this allow-list entry admits the URL `other`."""
-        if (self.scheme, self.host, self.port) != (other.scheme, other.host, other.port):
-            return False
-        if not self.path:
-            return other.path == METASERVER_PATH
-        return other.path == self.path or other.path.startswith(self.path.rstrip("/") + "/")
-
-
-def _parse_entry(entry: str) -> _Target:
-    try:
-        return _Target.parse(entry)
-    except ValueError as error:
-        raise ValueError(f"metaserver allow-list entry {entry!r}: {error}") from error
+def _admits(entry: HttpUrl, target: HttpUrl) -> bool:
+    if (entry.scheme, entry.host, entry.port) != (target.scheme, target.host, target.port):
+        return False
+    if not entry.path:
+        return target.path == METASERVER_PATH
+    return target.path == entry.path or target.path.startswith(entry.path.rstrip("/") + "/")

@@ -13,7 +13,7 @@ from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.delivery_loop import DeliveryLoop, DeliverySettings
-from vllm_ascend_pd.decode.pending_posts import PostOutcome
+from vllm_ascend_pd.decode.metaserver import PostOutcome
 from vllm_ascend_pd.decode.routed_prompt import RoutedPrompt, parse_routed_prompt
 
 logger = logging.getLogger(__name__)

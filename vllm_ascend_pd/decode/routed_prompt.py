@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yarl
-
 from vllm_ascend_pd.core.hosts import HostList, authority, is_host
 from vllm_ascend_pd.core.text import is_name
 from vllm_ascend_pd.core.ticket import (
@@ -18,6 +16,7 @@ from vllm_ascend_pd.core.ticket import (
     TRANSFER_ID,
     is_transfer_id,
 )
+from vllm_ascend_pd.transport.http_url import parse_url
 
 _MAX_URL_CHARS = 512
 
@@ -74,14 +73,12 @@ def _bootstrap(url: object, hosts: HostList) -> str:
     if not isinstance(url, str) or len(url) > _MAX_URL_CHARS:
         raise PromptNameError(f"{BOOTSTRAP_ADDRESS} is not a URL")
     try:
-        parsed = yarl.URL(url)
-        host, port = parsed.host, parsed.port
+        parsed = parse_url(url)
     except ValueError:
-        raise PromptNameError(f"{BOOTSTRAP_ADDRESS} is not a URL") from None
-    extras = (parsed.user, parsed.password, parsed.query_string, parsed.fragment, parsed.path.strip("/"))
-    if parsed.scheme != "http" or any(extras):
+        raise PromptNameError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT") from None
+    if parsed.scheme != "http" or parsed.path.strip("/"):
         raise PromptNameError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT")
-    return f"http://{_checked(host, port, hosts, BOOTSTRAP_ADDRESS)}"
+    return f"http://{_checked(parsed.host, parsed.port, hosts, BOOTSTRAP_ADDRESS)}"
 
 
 def _checked(host: object, port: object, hosts: HostList, name: str) -> str:

@@ -12,8 +12,7 @@ import msgspec
 from vllm_ascend_pd.core.metaserver import TransferFailure
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt
 from vllm_ascend_pd.core.ticket import Ticket, names_prefill
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
-from vllm_ascend_pd.decode.pending_posts import PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, PostOutcome
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.routed_prompt import PromptNameError, RoutedPrompt
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How bytes and messages move: Mooncake's transfer engine, and the ZMQ side channel between engines."""
+"""How bytes and messages move: Mooncake's transfer engine, the ZMQ side channel between engines, HTTP."""

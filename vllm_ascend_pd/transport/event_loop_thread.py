@@ -50,9 +50,10 @@ class EventLoopThread:
 
     async def _run_until_stopped(self) -> None:
         await self._stop.wait()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        tasks = tuple(self._tasks)  # what they started ends with them
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._closing()
+        await self.loop.shutdown_asyncgens()
         await self.loop.shutdown_default_executor()  # it resolves names

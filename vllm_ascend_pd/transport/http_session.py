@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP sessions of decode's metaserver client, the proxy and the doctor: aiohttp, set up the same way for all."""
+"""HTTP sessions of the proxy and the doctor: aiohttp, set up the same way for all."""
 
 from __future__ import annotations
 
@@ -81,11 +81,3 @@ def open_session(
 def time_limits(connect: float | None, read: float | None) -> aiohttp.ClientTimeout:
     """Seconds to open a connection, and without a byte from the server. None: no limit."""
     return aiohttp.ClientTimeout(connect=connect, sock_read=read, ceil_threshold=math.inf)
-
-
-async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Returns the response's body, or its first `max_bytes` bytes if it is longer."""
-    body = bytearray()
-    while len(body) < max_bytes and (chunk := await response.content.readany()):
-        body += chunk
-    return bytes(body[:max_bytes])

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Posts tickets from the decode engine's scheduler to the metaserver, without ever blocking the scheduler.
+
+One task per ticket runs on the thread `metaserver-client`. Beside the tickets it reports failed transfers, and asks
+which tickets still wait for prefill: their deadlines are extended (`core/metaserver.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import ssl
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import anyio
+import httpx
+import msgspec
+
+from vllm_ascend_pd.core import metaserver
+from vllm_ascend_pd.core.metaserver import MAX_ASKED, TransferFailure, WaitingAnswer, WaitingQuestion
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
+from vllm_ascend_pd.transport import http_client
+from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
+from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, clean, describe, tls_context
+from vllm_ascend_pd.transport.keys import SecretFileError, read_text_secret
+
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 64 * 1024
+_WRITE_TIMEOUT_S = 10.0  # for sending one message
+_SIDE_TIMEOUT_S = 10.0  # for a failure report or a question, in total: a client that waits for the reason gives up then
+_SIDE_MESSAGES = 8  # reports at a time, and questions. They never wait for posts, which take until prefill ends
+_ASK_EVERY_S = 30.0  # between two questions to a metaserver; shorter if deadlines are short
+
+
+class MetaserverError(Exception):
+    """The client could not be started or stopped."""
+
+
+class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the connector's configuration says of metaservers. Times in seconds."""
+
+    allowlist: tuple[str, ...] = ()
+    connect_timeout_s: float = 5.0  # to open a connection, and once more for its TLS handshake
+    deadline_s: float = 300.0  # from `post` to the outcome; anew when the metaserver says that the ticket waits
+    longest_s: float = 3900.0  # from `post` to the outcome in any case
+    max_connections: int = 256  # posts that have a connection at a time; further ones wait
+    max_pending: int = 4096  # posts without an outcome; further ones fail at once
+    retries: int = 5  # with these pauses, all take 1.5 to 3.1 s: longer than a proxy's restart
+    backoff_base_s: float = 0.1  # the longest pause before the first retry; it doubles with each further one
+    backoff_max_s: float = 2.0
+    ca_file: str | None = None  # authorities to trust instead of the system's
+    cert_file: str | None = None
+    key_file: str | None = None
+    key_password: str | None = None
+    token_file: str | None = None
+    recomputes: bool = False  # whether this engine computes a prompt whose KV does not arrive; sent with each ticket
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "key_password")
+        return f"MetaserverSettings({', '.join(shown)})"
+
+
+@dataclass(frozen=True)
+class PostOutcome:
+    """How the post of `key` ended."""
+
+    key: str
+    ok: bool  # the metaserver accepted the ticket, and prefill succeeded
+    reason: str = ""  # one line: what failed, where, and what to do. Empty if `ok`
+
+
+@dataclass(eq=False, slots=True)
+class _Post:
+    """A ticket without an outcome. Times are `time.monotonic`'s. The loop's thread changes the fields with defaults."""
+
+    key: str
+    url: str
+    content: bytes
+    posted_at: float
+    latest: float  # the largest value that `deadline` may get
+    deadline: float  # when the post ends
+    extended: bool = False  # the metaserver said that the ticket waits
+    has_connection: bool = False  # else the metaserver does not have the ticket: all connections here are busy
+    scope: anyio.CancelScope | None = None  # ends the post at `deadline`, or when it is cancelled. None: not begun
+
+    def extend(self, deadline: float) -> None:
+        """Does nothing if the post has not begun, or if its deadline has passed."""
+        if self.scope is not None and not self.scope.cancel_called:
+            self.extended = True
+            self.scope.deadline = self.deadline = max(self.deadline, min(deadline, self.latest))
+
+    def cancel(self) -> None:
+        if self.scope is not None:  # otherwise it finds out when it begins
+            self.scope.cancel()
+
+
+class MetaserverClient:
+    """Posts tickets to metaservers. Any thread may call the public methods. Only `close` waits for the network. The
+    coroutines run on the event loop's thread."""
+
+    def __init__(
+        self, settings: MetaserverSettings, own_host: str, observer: DecodeSchedulerObserver | None = None
+    ) -> None:
+        """Raises `MetaserverError` for an allow-list entry, certificate or token that cannot be used."""
+        self._settings, self._observer = settings, observer or DecodeSchedulerObserver()
+        try:
+            self._allowlist = Allowlist(settings.allowlist, own_host)
+        except ValueError as error:
+            raise MetaserverError(str(error)) from error
+        self.admitted = self._allowlist.admitted  # where tickets may be posted to, in words
+        # The answer comes only when prefill ends: its deadline bounds the post.
+        timeout = httpx.Timeout(settings.connect_timeout_s, read=settings.longest_s, write=_WRITE_TIMEOUT_S)
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if settings.recomputes:
+            headers[metaserver.RECOMPUTES_HEADER] = "1"
+        try:
+            if settings.token_file is not None:
+                headers["Authorization"] = f"Bearer {read_text_secret(settings.token_file)}"
+            tls = tls_context(settings.ca_file, settings.cert_file, settings.key_file, settings.key_password)
+        except (OSError, SecretFileError) as error:  # ssl.SSLError is an OSError
+            raise MetaserverError(f"a certificate or token of the metaserver cannot be read: {error}") from error
+        self._connections = http_client.Connections(timeout, headers, tls)
+        self._lock = threading.Lock()
+        self._posts: dict[str, _Post] = {}  # by key, those without an outcome; under the lock
+        self._reports = 0  # failure reports on their way; under the lock
+        self._closed = False  # under the lock
+        self._outcomes: deque[PostOutcome] = deque()  # its own operations are atomic
+        self._free = asyncio.Semaphore(settings.max_connections)
+        self._reporting, self._asking = asyncio.Semaphore(_SIDE_MESSAGES), asyncio.Semaphore(_SIDE_MESSAGES)
+        self._asked: set[str] = set()  # URLs with a question on its way; the loop's thread owns it
+        self._thread = EventLoopThread("metaserver-client", self._connections.close)
+        self._thread.call(self._thread.start, self._connections.close_idle)
+        self._thread.call(self._thread.start, self._ask_at_intervals)
+
+    def check(self, url: str) -> str | None:
+        """Returns why `url` must not be posted to, or None if it may."""
+        return self._allowlist.refusal(url)
+
+    def post(self, key: str, url: str, body: dict[str, object]) -> None:
+        """Sends `body` as JSON to `url`; `poll` returns the outcome. Raises ValueError if `key` has a post already."""
+        if (refused := self.check(url)) is not None:
+            self._outcomes.append(PostOutcome(key, False, f"metaserver URL {clean(url)!r} refused: {refused}"))
+            return
+        now, settings = time.monotonic(), self._settings
+        post = _Post(key, url, msgspec.json.encode(body), now, now + settings.longest_s, now + settings.deadline_s)
+        with self._lock:
+            if key in self._posts:
+                raise ValueError(f"a post for {key!r} is under way")
+            if self._closed:
+                refused = "the engine is shutting down"
+            elif len(self._posts) >= settings.max_pending:
+                refused = f"{len(self._posts)} posts wait already; prefill does not keep up or the proxy hangs"
+            else:
+                self._posts[key] = post
+        if refused is None:
+            self._thread.call(self._thread.start, self._run, post)
+        else:
+            self._outcomes.append(PostOutcome(key, False, f"not posted to metaserver {url}: {refused}"))
+
+    def cancel(self, key: str) -> None:
+        """Ends the post of `key` without an outcome, and closes its connection. `key` can be posted again. If the post
+        has ended already, `poll` still returns its outcome."""
+        with self._lock:
+            post = self._posts.pop(key, None)
+        if post is not None:
+            self._thread.call(post.cancel)
+
+    def report_failure(self, url: str, failure: TransferFailure) -> None:
+        """Reports a failed transfer to the metaserver at `url`, where the ticket was posted. There is no outcome:
+        without the report the client gets no reason. Beyond `max_pending` reports at a time, one is dropped."""
+        if self.check(url) is not None:
+            return
+        with self._lock:
+            if self._closed or self._reports >= self._settings.max_pending:
+                return
+            self._reports += 1
+        self._thread.call(self._thread.start, self._report, url, failure)
+
+    def poll(self) -> list[PostOutcome]:
+        """Returns the outcomes since the last call, in the order in which posts ended."""
+        outcomes = []
+        while self._outcomes:
+            outcomes.append(self._outcomes.popleft())
+        return outcomes
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends all posts without outcomes, the thread and all connections. A second call does no harm. Raises
+        `MetaserverError` if that takes longer than `timeout_s`."""
+        with self._lock:
+            self._closed = True
+            self._posts.clear()
+        if not self._thread.close(timeout_s):
+            raise MetaserverError(f"the metaserver client did not stop within {timeout_s:g} s")
+
+    def _pending(self) -> list[_Post]:
+        with self._lock:
+            return list(self._posts.values())
+
+    async def _run(self, post: _Post) -> None:
+        """Runs `post` to its outcome, unless it is cancelled first."""
+        try:
+            with anyio.CancelScope(deadline=post.deadline) as post.scope:
+                if self._posts.get(post.key) is not post:  # cancelled before it began
+                    return
+                async with self._free:
+                    post.has_connection = True
+                    reason = await self._attempts(post)
+            if post.scope.cancelled_caught:
+                reason = self._why_timed_out(post)
+        except Exception as error:  # noqa: BLE001 - becomes the outcome
+            reason = f"post to metaserver {post.url} failed: {type(error).__name__}: {clean(str(error))}"
+        with self._lock:
+            if self._posts.get(post.key) is post:
+                del self._posts[post.key]
+                self._outcomes.append(PostOutcome(post.key, ok=not reason, reason=reason))
+
+    async def _attempts(self, post: _Post) -> str:
+        """Posts until the metaserver accepts the ticket, or no retry is left. Returns why it did not, or ""."""
+        settings, attempt = self._settings, 0
+        while True:
+            try:
+                failure = judge(*await self._send(post.url, "", post.content))
+            except HTTP_FAILURES as error:
+                failure = _explain(post.url, error, settings)
+            if failure is None:
+                return ""
+            if not failure.may_pass or attempt == settings.retries:
+                tried = f" ({attempt + 1} attempts)" if failure.may_pass else ""
+                return f"metaserver {post.url}{failure.text}{tried}"
+            self._observer.post_retried()
+            ceiling = min(settings.backoff_max_s, settings.backoff_base_s * 2**attempt)
+            await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
+            attempt += 1
+
+    def _why_timed_out(self, post: _Post) -> str:
+        seconds = f"within {self._settings.deadline_s:g} s"
+        if post.extended and post.deadline >= post.latest:
+            seconds, why = f"within {self._settings.longest_s:g} s", "though it said that the ticket waits for prefill"
+            why = f", {why} (queue_timeout_s, transfer_timeout_s): more prefill engines are needed"
+        elif post.has_connection:
+            why = ": prefill is overloaded or the proxy hangs"
+        else:
+            busy = f"all {self._settings.max_connections} connections wait for answers (metaserver_max_connections)"
+            return f"not posted to metaserver {post.url} {seconds}: {busy}"
+        return f"metaserver {post.url} did not answer {seconds}{why}"
+
+    async def _report(self, url: str, failure: TransferFailure) -> None:
+        content = msgspec.json.encode(failure)
+        try:
+            with anyio.fail_after(_SIDE_TIMEOUT_S):
+                async with self._reporting:
+                    status, _ = await self._send(url, metaserver.FAILURE_SUFFIX, content, repeats=1)
+            problem = f"it answered {status}" if status >= 500 else None
+        except HTTP_FAILURES as error:
+            problem = describe(error)
+        finally:
+            with self._lock:
+                self._reports -= 1
+        if problem is not None:
+            text = "request %s: its failed transfer cannot be reported to metaserver %s: %s; its client gets no reason"
+            logger.warning(text, failure.request_id, url, problem)
+
+    async def _ask_at_intervals(self) -> None:
+        """Asks about posts that are a while old, until it is cancelled: one question per URL at a time."""
+        every_s = min(_ASK_EVERY_S, self._settings.deadline_s / 4)
+        while True:
+            await asyncio.sleep(every_s)
+            old = time.monotonic() - every_s
+            for url in {post.url for post in self._pending() if post.posted_at <= old} - self._asked:
+                self._asked.add(url)
+                self._thread.start(self._ask, url)
+
+    async def _ask(self, url: str) -> None:
+        try:
+            async with self._asking:
+                await self._ask_about([post for post in self._pending() if post.url == url], url)
+        except Exception as error:  # noqa: BLE001 - whatever it is, deadlines stay, and it is asked again
+            logger.info("metaserver %s does not say which tickets wait: %s", url, describe(error))
+        finally:
+            self._asked.discard(url)
+
+    async def _ask_about(self, posts: list[_Post], url: str) -> None:
+        named = {post.key: post for post in posts if post.has_connection}
+        others = [post for post in posts if not post.has_connection]  # if the metaserver works, they come to it
+        for first in range(0, max(1, len(named)), MAX_ASKED):
+            question = WaitingQuestion(list(named)[first : first + MAX_ASKED])
+            content, until = msgspec.json.encode(question), time.monotonic() + self._settings.deadline_s
+            with anyio.fail_after(_SIDE_TIMEOUT_S):
+                status, body = await self._send(url, metaserver.WAITING_SUFFIX, content, repeats=1)
+            if status != 200:  # not every metaserver has this endpoint
+                return
+            waiting = set(msgspec.json.decode(body, type=WaitingAnswer).waiting)
+            for post in (*(named[key] for key in waiting.intersection(question.ticket_ids)), *others):
+                post.extend(until)
+            others = []
+
+    @owned
+    async def _send(self, url: str, suffix: str, content: bytes, repeats: int = 0) -> tuple[int, bytes]:
+        """Posts to `url` with `suffix`, if the allow-list admits `url`. Returns status and body of the answer. Raises
+        `HTTP_FAILURES`. `repeats`: how often to send it again at once after a lost connection, as idle ones are."""
+        target = self._allowlist.admit(url)
+        if suffix:
+            target = target.copy_with(raw_path=target.raw_path + suffix.encode())
+        try:
+            return await self._connections.post(target, content, _MAX_BODY_BYTES)
+        except http_client.CONNECTION_LOST:
+            if not repeats:
+                raise
+        return await self._send(url, suffix, content, repeats - 1)
+
+
+class PostFailure(NamedTuple):
+    """Why an attempt at a post failed."""
+
+    text: str  # follows the URL in a sentence
+    may_pass: bool = False  # another attempt may succeed
+
+
+class _PrefillFailed(msgspec.Struct):
+    """The body with which a metaserver reports a failed prefill. A gateway in front of it has another."""
+
+    error: object
+
+
+def judge(status: int, body: bytes) -> PostFailure | None:
+    """Returns what an answer to a post means: None if the metaserver accepted the ticket."""
+    if 200 <= status < 300:
+        return None
+    if status == 502:
+        with contextlib.suppress(*UNREADABLE):
+            error = msgspec.json.decode(body, type=_PrefillFailed).error
+            error = error if isinstance(error, str) else msgspec.json.encode(error).decode()
+            return PostFailure(f" reports that prefill failed: {clean(error)}")
+    answer = f" answered {status}: {clean(body.decode(errors='replace')) or '(empty)'}"
+    if status >= 500:
+        return PostFailure(f"{answer}; see the proxy's log", may_pass=True)
+    if status < 400:
+        return PostFailure(f"{answer}: redirects are not followed, give the final URL")
+    return PostFailure(f"{answer}: it does not know this request or refuses this engine; see the proxy's log")
+
+
+def _explain(url: str, error: Exception, settings: MetaserverSettings) -> PostFailure:
+    """Returns what an error of sending a ticket means, for the operator."""
+    cause = http_client.innermost(error)
+    match error:
+        case PermissionError():
+            return PostFailure(f" is refused: {error}")
+        case httpx.ConnectError() if isinstance(cause, ssl.SSLCertVerificationError):
+            why = clean(cause.verify_message).rstrip(".")
+            return PostFailure(f": its certificate is refused: {why}; check it, and tls_config.ssl_ca_certs")
+        case httpx.ConnectError() if isinstance(cause, ssl.SSLError):
+            return PostFailure(f": TLS failed: {clean(str(cause))}; check scheme and port")
+        case httpx.ConnectError() | httpx.ConnectTimeout():
+            why = "is the proxy running, and reachable from here?"
+            return PostFailure(f" is unreachable: {describe(error)}; {why}", may_pass=True)
+        case httpx.WriteTimeout():
+            return PostFailure(f" did not read the ticket within {_WRITE_TIMEOUT_S:g} s: the proxy hangs")
+        case http_client.BrokenAnswerError():
+            return PostFailure(" closed the connection in the middle of its answer")
+        case httpx.RemoteProtocolError() if "disconnected" not in str(error):
+            return PostFailure(f" does not speak HTTP ({describe(error)}): check scheme and port")
+    wants = ""
+    if url.lower().startswith("https:"):  # with TLS 1.3, one that refuses our certificate closes without a reason
+        wants = "want a client" if settings.cert_file is None else "not trust our client"
+        wants = f", or does it {wants} certificate (tls_config.ssl_certfile)"
+    return PostFailure(f" closed the connection without an answer; did it restart{wants}?", may_pass=True)

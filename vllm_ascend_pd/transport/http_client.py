@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP of decode engines: httpx, set up the same way for all, with bounds for time, answers and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.cookiejar
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+
+import anyio
+import httpx
+
+from vllm_ascend_pd.core.text import one_line
+
+IDLE_CONNECTION_S = 2.0
+"""Seconds until an idle connection is closed. Servers like vLLM's close theirs after 5 s. A shorter time here makes it
+unlikely that a request is sent on a connection that the server closes at that moment."""
+HTTP_FAILURES = (httpx.TransportError, OSError)
+"""What a request raises that fails. httpcore lets some of ssl's errors through, which are OSErrors."""
+CONNECTION_LOST = (httpx.NetworkError, httpx.RemoteProtocolError, ssl.SSLError)
+"""Those of a connection that was closed, reset or never opened, or of a server that does not speak HTTP."""
+_MAX_SHOWN_CHARS = 200
+
+
+class BrokenAnswerError(OSError):
+    """The connection was lost in the middle of an answer."""
+
+
+def open_client(
+    limits: httpx.Limits, timeout: httpx.Timeout, ssl_context: ssl.SSLContext | None = None
+) -> httpx.AsyncClient:
+    """A client of HTTP/1.1 that follows no redirects, takes nothing from the environment and keeps no cookies.
+
+    Without an `ssl_context` it trusts no TLS server.
+    """
+    return httpx.AsyncClient(
+        verify=ssl_context or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        cookies=http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=())),
+        http2=False,
+        follow_redirects=False,
+        trust_env=False,
+        timeout=timeout,
+        limits=limits,
+    )
+
+
+def tls_context(ca: str | None, cert: str | None, key: str | None, password: str | None) -> ssl.SSLContext:
+    """Trusts the authorities of the file `ca`, or else the system's. `cert`, `key`, `password`: for mutual TLS.
+
+    Raises OSError, of which ssl.SSLError is one.
+    """
+    context = ssl.create_default_context(cafile=ca)
+    if cert is not None:
+        # A function: without one, a key that has a password would ask for it on the terminal.
+        context.load_cert_chain(cert, key, lambda: password or "")
+    return context
+
+
+async def read_at_most(response: httpx.Response, max_bytes: int) -> bytes:
+    """Returns the response's body, or its first `max_bytes` bytes if it is longer. Never decompresses it.
+
+    Raises BrokenAnswerError.
+    """
+    body = bytearray()
+    try:
+        async for piece in response.aiter_raw():
+            body += piece
+            if len(body) >= max_bytes:
+                break
+    except CONNECTION_LOST as error:
+        raise BrokenAnswerError(str(error)) from error
+    return bytes(body[:max_bytes])
+
+
+class Connections:
+    """Posts to HTTP servers. The thread of one event loop owns it. The caller bounds the posts at a time.
+
+    httpcore looks at all connections of a pool, several times, for each request and each answer: at 256 connections
+    that takes 15 ms. So each connection has a client, and a pool, of its own. It is reused while it is young.
+    """
+
+    def __init__(self, timeout: httpx.Timeout, headers: Mapping[str, str], ssl_context: ssl.SSLContext) -> None:
+        """`headers`: of every post, beside those that HTTP needs."""
+        self._timeout, self._headers, self._ssl_context = timeout, httpx.Headers(headers), ssl_context
+        self._idle: deque[tuple[float, httpx.AsyncClient]] = deque()  # with the times of their last use, latest last
+
+    async def post(self, url: httpx.URL, content: bytes, max_bytes: int) -> tuple[int, bytes]:
+        """Returns status and body of the answer, at most the first `max_bytes` of it. Raises `HTTP_FAILURES`."""
+        # Not the client's own `stream`, which takes a fifth more CPU time.
+        request = httpx.Request("POST", url, headers=self._headers, content=content)
+        async with self._client() as client:
+            response = await client.send(request, auth=None, stream=True)
+            try:
+                return response.status_code, await read_at_most(response, max_bytes)
+            finally:
+                await response.aclose()
+
+    async def close_idle(self) -> None:
+        """Closes connections that were not used for `IDLE_CONNECTION_S`, until it is cancelled."""
+        while True:
+            await asyncio.sleep(IDLE_CONNECTION_S)
+            while self._idle and self._idle[0][0] < time.monotonic() - IDLE_CONNECTION_S:
+                await self._idle.popleft()[1].aclose()
+
+    async def close(self) -> None:
+        while self._idle:
+            await self._idle.pop()[1].aclose()
+
+    @contextlib.asynccontextmanager
+    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+        if self._idle:
+            _, client = self._idle.pop()
+        else:
+            limits = httpx.Limits(max_connections=1, keepalive_expiry=IDLE_CONNECTION_S)
+            client = open_client(limits, self._timeout, self._ssl_context)
+        try:
+            yield client
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await client.aclose()  # in whatever state its connection is
+            raise
+        self._idle.append((time.monotonic(), client))
+
+
+def innermost(error: BaseException) -> BaseException:
+    """Returns the error that an error of httpx comes from. httpx itself only names the kind of failure."""
+    while (cause := error.__cause__ or error.__context__) is not None:  # httpcore raises some `from None`
+        error = cause
+    return error
+
+
+def describe(error: BaseException) -> str:
+    """Returns what failed as one short line."""
+    return clean(str(innermost(error))) or clean(str(error)) or type(error).__name__
+
+
+def clean(text: str) -> str:
+    """Returns text from another process as one short printable line."""
+    return one_line(text, _MAX_SHOWN_CHARS)
