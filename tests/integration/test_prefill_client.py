@@ -321,6 +321,27 @@ def test_a_bootstrap_answer_that_comes_late(client: PrefillClient, taker: MakeTa
     assert [each.ticket_id for each in prefill.of(ReleasePrompt)] == [left.ticket_id]
 
 
+def test_f31_a_served_ticket_needs_no_bootstrap_server(client: PrefillClient, taker: MakeTaker) -> None:
+    """Another delivery drops the server's entry while the ticket is on its way. The server is down by then."""
+
+    class DropsTheEntry(TicketTaker):
+        def _handle(self, message: Any, connection: Any) -> Any:
+            if isinstance(message, OfferTicket):
+                server.close(5)
+                addresses = client._loop._addresses
+                addresses.forget(client.parse(mooncake(server.port)))
+            return super()._handle(message, connection)
+
+    prefill = DropsTheEntry(questions=[TAKEN, UNKNOWN])
+    server = BootstrapServer(HOST, 0, answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port))
+    try:
+        offer(client, mooncake(server.port))
+        assert outcome(client) == PostOutcome(TICKET.ticket_id, ok=True)
+        assert prefill.of(AskTicket) == 2 * [AskTicket("prefill-0-12ab", "xfer-1", TICKET.ticket_id)]
+    finally:
+        prefill.close()
+
+
 def test_no_bootstrap_server() -> None:
     with socket.socket() as unheard:
         unheard.bind((HOST, 0))

@@ -60,8 +60,8 @@ class Delivery:
 
         `retried`: called before each offer but the first.
         """
-        started_as = await self._offer(ticket, retried)
-        await self._follow(ticket, started_as)
+        endpoint, started_as = await self._offer(ticket, retried)
+        await self._follow(ticket, endpoint, started_as)
 
     async def release(self, named: NamesPrompt, reason: str) -> None:
         """Tells prefill that no ticket will come, a few times until it answers. Prefill also gives its blocks up after
@@ -85,8 +85,9 @@ class Delivery:
             if not isinstance(answer, SideChannelError):
                 return
 
-    async def _offer(self, ticket: Ticket, retried: Callable[[], None]) -> str:
-        """Offers the ticket until prefill takes it. Returns the id of the prefill engine's start."""
+    async def _offer(self, ticket: Ticket, retried: Callable[[], None]) -> tuple[str, str]:
+        """Offers the ticket until prefill takes it. Returns the endpoint that took it, and the id of the engine's start
+        there."""
         began, pause, silent = time.monotonic(), _FIRST_PAUSE_S, 0
         while True:
             try:
@@ -98,7 +99,7 @@ class Delivery:
                     raise DeliveryError(str(error)) from None
                 answer, reason = SideChannelError(str(error)), str(error)
             if isinstance(answer, TicketTaken):
-                return started_as
+                return endpoint, started_as
             if isinstance(answer, SideChannelError):
                 self.addresses.forget(self.prompt)
                 silent += 1
@@ -115,10 +116,10 @@ class Delivery:
             await asyncio.sleep(random.uniform(pause / 2, pause))
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    async def _follow(self, ticket: Ticket, started_as: str) -> None:
-        """Asks at an interval until prefill has ended with the ticket, or does not answer any more."""
+    async def _follow(self, ticket: Ticket, endpoint: str, started_as: str) -> None:
+        """Asks the endpoint that took the ticket, at an interval, until prefill has ended with the ticket or does not
+        answer any more. Nothing is looked up: the bootstrap server may be down by now."""
         silent = 0
-        endpoint, _ = await self.addresses.of(self.prompt)
         question = AskTicket(started_as, self.prompt.transfer_id, ticket.ticket_id)
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
