@@ -2,6 +2,7 @@
 """Routes of vLLM beside completions and chats: real engines answer as a single one does, after a prefill elsewhere."""
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -99,3 +100,35 @@ def test_tokenizing(cluster: Cluster, client: Client, reference: Reference) -> N
         answer = client.http.post(path, json={"model": client.model, **body})
         expected = httpx.post(f"{reference.engine.url}{path}", json={"model": client.model, **body}, **PLAIN_HTTP)
         assert (answer.status_code, answer.json()) == (200, expected.json())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/messages"]
+)
+def test_answers_are_named_after_the_clients_request_id(
+    cluster: Cluster, client: Client, reference: Reference, path: str, stream: bool
+) -> None:
+    if path.endswith("/batch") and stream:
+        pytest.skip("vLLM has no streams there")
+    body: dict[str, Any] = {"model": client.model, "max_tokens": 4, "stream": stream}
+    body |= {"prompt": "layer by layer"} if path == "/v1/completions" else {"messages": conversation("names", stream)}
+    if path.endswith("/batch"):
+        body["messages"] = [body["messages"]]
+    headers = {"X-Request-Id": "abc", "X-Who-Computes": "prefill"}
+    answer = client.http.post(path, json=body, headers=headers)
+    alone = httpx.post(
+        f"{reference.engine.url}{path}",
+        json={**body, "model": str(cluster.model)},
+        headers=headers,
+        timeout=120,
+        **PLAIN_HTTP,
+    )
+    assert (answer.status_code, alone.status_code) == (200, 200)
+    assert answer.headers["x-request-id"] == "abc"
+    assert names_in(answer) == names_in(alone)
+    assert names_in(answer)
+
+
+def names_in(answer: httpx.Response) -> set[str]:
+    return set(re.findall(r'"id": ?"([^"]*)"', answer.text))

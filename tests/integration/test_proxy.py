@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from engine_standin import DecodeEngine, PrefillEngine, Servers, make_ticket
+from engine_standin import DecodeEngine, PrefillEngine, Received, Servers, make_ticket
 from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
@@ -116,6 +116,35 @@ def test_client_gets_its_own_request_id_back(cluster: Cluster) -> None:
     assert response.headers.get_list("x-request-id") == ["mine"]
     assert UUID.fullmatch(cluster.decode.received[0].headers["x-request-id"])
     assert UUID.fullmatch(cluster.complete().headers["x-request-id"])
+
+
+class NamingDecode(DecodeEngine):
+    """Names its answers as vLLM does."""
+
+    def _tokens(self, received: Received) -> list[dict[str, Any]]:
+        name = "cmpl-" if received.path == "/v1/completions" else "chatcmpl-"
+        return [{"id": name + received.headers["x-request-id"], **token} for token in super()._tokens(received)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"), [("/v1/completions", COMPLETION, "cmpl-"), ("/v1/chat/completions", CHAT, "chatcmpl-")]
+)
+@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+@pytest.mark.parametrize("given", ["abc", "6ba7b810-9dad-41d1-80b4-00c04fd430c8", "x" * 300])
+def test_an_answer_is_named_after_the_clients_request_id(
+    path: str, body: dict[str, Any], name: str, stream: dict[str, Any], given: str
+) -> None:
+    """As by a single engine. Engines get another id. Very long ones are not repeated."""
+    with running_cluster(decode_engine=NamingDecode()) as cluster:
+        response = cluster.client.post(path, json={**body, **stream}, headers={"X-Request-Id": given})
+        assert response.status_code == 200
+        at_engines = cluster.decode.received[0].headers["x-request-id"]
+        assert UUID.fullmatch(at_engines)
+        assert at_engines != given
+        [named] = re.findall(r'"id": ?"([^"]*)"', response.text)
+        assert named == name + (given if len(given) < 300 else at_engines)
+        if not stream:
+            assert response.headers.get("content-length") == (None if given == "abc" else str(len(response.content)))
 
 
 def test_hop_by_hop_headers_stop_at_the_proxy(cluster: Cluster) -> None:

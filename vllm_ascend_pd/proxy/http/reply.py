@@ -16,6 +16,7 @@ from starlette.types import Message, Send
 
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.headers import client_response_headers
+from vllm_ascend_pd.proxy.http.renaming import Renaming
 
 _BREAK_OFF_SECONDS = 1.0
 """For the error event of a stream that failed. Its client may have stopped reading."""
@@ -31,6 +32,8 @@ class Reply:
         self.status: int | None = None
         self.first_event_at: float | None = None
         """When the first bytes of a stream were sent, on `time.monotonic`'s clock."""
+        self.renaming: Renaming | None = None
+        """Puts the client's name of the request into the engine's answer. None: the answer stays as it is."""
         self._send = send
         self._timeout = timeout
         self._is_event_stream = False
@@ -57,7 +60,8 @@ class Reply:
         self._is_event_stream = answer.is_event_stream
         headers = client_response_headers(answer.headers)
         # A failure adds an event to a stream or ends it early. And the length of a 304 is not that of its body.
-        if self._is_event_stream or answer.status == HTTPStatus.NOT_MODIFIED:
+        other_length = self.renaming is not None and not self.renaming.keeps_length
+        if self._is_event_stream or answer.status == HTTPStatus.NOT_MODIFIED or other_length:
             headers = [header for header in headers if header[0] != b"content-length"]
         await self.send(
             {
@@ -68,6 +72,8 @@ class Reply:
         )
 
     async def write(self, chunk: bytes) -> None:
+        if self.renaming is not None:
+            chunk = self.renaming.feed(chunk)
         if not chunk:
             return
         if self._is_event_stream and self.first_event_at is None:
@@ -75,7 +81,8 @@ class Reply:
         await self.send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self) -> None:
-        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+        rest = b"" if self.renaming is None else self.renaming.end()
+        await self.send({"type": "http.response.body", "body": rest, "more_body": False})
 
     async def break_off(self, error_event: bytes) -> None:
         """Ends an answer that cannot be completed. A stream gets an error event, as from vLLM. Any other body stays

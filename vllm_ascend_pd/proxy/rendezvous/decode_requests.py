@@ -12,6 +12,7 @@ from vllm_ascend_pd.proxy.http.bodies import decode_body
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
 from vllm_ascend_pd.proxy.http.errors import error_response
 from vllm_ascend_pd.proxy.http.headers import Headers
+from vllm_ascend_pd.proxy.http.renaming import Renaming
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.rendezvous.decode_advice import DecodeAdvice
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt
@@ -104,6 +105,7 @@ class DecodeRequests:
         while True:
             with self._request_table.attempt(proxied, forwarded.headers, another) as attempt:
                 reply.request_id = clients_id or attempt.request_id
+                reply.renaming = _renaming(forwarded, clients_id, attempt)
                 failure = await self._attempt(proxied, attempt, ranking, forwarded, advice, reply)
                 if failure is not None:
                     attempt.span.failed(failure)
@@ -187,6 +189,12 @@ class DecodeRequests:
             number,
             next_url,
         )
+
+
+def _renaming(forwarded: ForwardedRequest, clients_id: str | None, attempt: DecodeAttempt) -> Renaming | None:
+    """How the client's name of the request gets into the answers of those routes that vLLM names after it."""
+    named = forwarded.endpoint is not None and REQUEST_FORMATS[forwarded.endpoint].id_field is None
+    return Renaming.to(clients_id, attempt.request_id) if clients_id and named else None
 
 
 def _note_advice(attempt: DecodeAttempt, advice: DecodeAdvice) -> None:
