@@ -34,7 +34,7 @@ from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
 from vllm_ascend_pd.proxy.rendezvous import prefill_answer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
-from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, read_ticket
+from vllm_ascend_pd.proxy.rendezvous.tickets import read_ticket
 
 pytestmark = pytest.mark.timeout(7200)  # the long form
 
@@ -125,8 +125,6 @@ def _posted_ticket(data: bytes) -> None:
     if posted.token_ids is not None:
         request = parse_client_request(Endpoint.CHAT, b'{"messages":[]}')
         assert json.loads(tokens_body(request, posted.token_ids, posted.encoded))["max_tokens"] == 1
-        with contextlib.suppress(NotRepeatableError):
-            posted.of_attempt(1, None)
     RequestTable(1).find(posted.header.request_id)
 
 

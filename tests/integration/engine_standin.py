@@ -18,7 +18,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -28,6 +28,15 @@ from harness.plain_http import PLAIN_HTTP
 INTERNAL_ERROR = {
     "error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
 }
+BUSY = {
+    "error": {
+        "message": "The engine is currently busy and cannot accept new requests.",
+        "type": "ServiceUnavailableError",
+        "param": None,
+        "code": 503,
+    }
+}
+"""vLLM's answer to a request for which it has no room."""
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -98,6 +107,12 @@ class _Engine:
         self.received: list[Received] = []
         self.refusal: tuple[int, dict[str, Any]] | None = None
         """Answer every request with this status and body."""
+        self.page: int | None = None
+        """Answer every request with this status and an HTML page."""
+        self.room: int | None = None
+        """As vLLM's `--max-num-queued-reqs`: how many requests it takes at a time; None: any number."""
+        self.served = 0
+        """Requests that it has taken."""
         self.raw_refusal: str | None = None
         """Answer every request with HTTP 500 and this."""
         self.hangs = False
@@ -140,8 +155,13 @@ class _Engine:
         if self.refusal is not None:
             status, body = self.refusal
             return JSONResponse(body, status_code=status)
+        if self.page is not None:
+            return HTMLResponse("<html><body>a gateway</body></html>", status_code=self.page)
         if self.raw_refusal is not None:
             return Response(self.raw_refusal, status_code=500)
+        if self.room is not None and self._at_once >= self.room:
+            return JSONResponse(BUSY, status_code=503)
+        self.served += 1
         if received.body.get("stream"):
             return StreamingResponse(self._stream(received), media_type="text/event-stream")
         self._at_once += 1
@@ -201,6 +221,10 @@ class PrefillEngine(_Engine):
         """`takes`: seconds for a prompt."""
         super().__init__()
         self.takes = takes
+        self.aborts = 0
+        """How many requests to answer as vLLM does when it has aborted them."""
+        self.lacks: str | None = None
+        """The name of a model or adapter that it does not have."""
         self.transfer_error: str | None = None
         """Answer with a token, and with this as the reason why its KV did not reach the decode engine."""
 
@@ -210,6 +234,13 @@ class PrefillEngine(_Engine):
         while self.holds:
             await anyio.sleep(0.02)
         await anyio.sleep(self.takes)
+        if self.lacks is not None and received.body.get("model") == self.lacks:
+            message = f"The model `{self.lacks}` does not exist."
+            error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
+            return JSONResponse({"error": error}, status_code=404)
+        if self.aborts:
+            self.aborts -= 1
+            return JSONResponse({"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]})
         ticket = received.body["kv_transfer_params"]
         assert ticket["do_remote_decode"] is True
         assert limit_of(received) == 1
@@ -231,6 +262,8 @@ class DecodeEngine(_Engine):
         """False: every prompt is in the prefix cache."""
         self.computes_itself = False
         """Compute prompts without a ticket if the request asks for it, or if no prefill engine is well."""
+        self.adapter: str | None = None
+        """The adapter that its tickets name; "": they say that there is none. None: they say nothing."""
         self.token_ids: list[Any] | None = None
         """Every prompt's, which go with its ticket where the proxy wants them. None: it gives none."""
         self.recomputes = False
@@ -331,6 +364,8 @@ class DecodeEngine(_Engine):
                     ticket = make_ticket(request_id, f"ticket-{number}")
                     if self.token_ids is not None and transfer["wants_token_ids"] is True:
                         ticket["token_ids"] = self.token_ids
+                    if self.adapter is not None:
+                        ticket["prompt"] = {"adapter": self.adapter} if self.adapter else {}
                     tasks.start_soon(post, ticket)
         succeeded = all(status == 200 for status, _ in answers)
         if not succeeded and self.hangs_when_prefill_fails:

@@ -16,6 +16,7 @@ from engine_standin import DecodeEngine, PrefillEngine, Received, Servers, make_
 from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.proxy.rendezvous import ticket_posts
 
 UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -262,9 +263,10 @@ def test_an_engine_that_is_slow_to_connect_to_is_tried_twice(caplog: pytest.LogC
             assert answer.result(30).status_code == 200
 
 
-@pytest.mark.parametrize("status", [400, 404, 503])
+@pytest.mark.parametrize("status", [400, 401, 404, 503])
 def test_decodes_refusal_is_passed_through(cluster: Cluster, status: int) -> None:
-    cluster.decode.refusal = (status, {"error": {"message": "no", "code": status}})
+    """There is one engine. The 503 is not in vLLM's form."""
+    cluster.decode.refusal = (status, {"error": {"message": "no"}})
     response = cluster.complete(stream=True)
     assert (response.status_code, response.json()) == cluster.decode.refusal
 
@@ -336,7 +338,8 @@ def test_failed_prefill_cancels_decode_and_the_other_prefills() -> None:
         assert not cluster.prefill.working.is_set() or cluster.prefill.cancelled.wait(5)
 
 
-def test_decode_giving_up_a_ticket_cancels_its_prefill(cluster: Cluster) -> None:
+def test_decode_giving_up_a_ticket_cancels_its_prefill(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticket_posts, "_REJOIN_SECONDS", 0.2)
     cluster.prefill.hangs = True
     cluster.decode.needs_prefill = False
     cluster.decode.hangs_after_first_token = True

@@ -137,16 +137,6 @@ def test_decode_attempts_are_bounded() -> None:
             assert len(failing.received) + len(cluster.decode.received) == asked
 
 
-@pytest.mark.parametrize("status", [400, 404, 429])
-def test_a_bad_request_at_decode_is_not_retried(status: int) -> None:
-    refusing = DecodeEngine()
-    refusing.refusal = (status, {"error": {"message": "no", "code": status}})
-    with beside(decode=refusing) as cluster:
-        response = cluster.complete()
-        assert (response.status_code, response.json()) == refusing.refusal
-        assert cluster.decode.received == []
-
-
 def test_no_retry_after_the_clients_first_token() -> None:
     dying = DecodeEngine()
     dying.dies_after_first_token = True

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from engine_standin import PrefillEngine, Received, make_ticket
 from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, beside, running_cluster
@@ -16,7 +14,6 @@ from starlette.responses import Response
 from test_proxy_routes import BODIES, TOOLS
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.core.ticket import Secret, Ticket, parse_ticket, signed
 
 IDS = [5, 99_999, 0, 7]
 ONE_TOKEN = {"max_tokens": 1, "min_tokens": 1, "n": 1, "stream": False}
@@ -128,41 +125,16 @@ def test_a_ticket_of_too_many_token_ids_is_refused() -> None:
 
 
 def test_a_second_prefill_engine_gets_the_same_token_ids() -> None:
-    """The client's response has begun, so the same ticket is used again, as another attempt."""
+    """The first one refuses the request, so it has not begun with the ticket."""
     first = PrefillEngine()
-    first.transfer_error = "its KV was lost"
-    with beside(prefill=first, decode_attempts=1) as cluster:
+    first.refusal = (403, {"error": "no"})
+    with beside(prefill=first) as cluster:
         cluster.decode.token_ids = IDS
         assert cluster.complete().status_code == 200
         [at_first], [at_second] = first.received, cluster.prefill.received
-        assert at_first.body["prompt"] == at_second.body["prompt"] == IDS
-        one, two = (received.body["kv_transfer_params"] for received in (at_first, at_second))
-        assert two == {**one, "attempt": 1}
-
-
-def test_other_attempts_are_signed_and_carry_what_is_said_of_the_prompt(tmp_path: Path) -> None:
-    content = b"a secret of this test, long enough"
-    secret = tmp_path / "secret"
-    secret.touch(mode=0o600)
-    secret.write_bytes(content)
-    first = PrefillEngine()
-    first.transfer_error = "its KV was lost"
-    with beside(prefill=first, decode_attempts=1, ticket_secret_file=str(secret)) as cluster:
-        cluster.decode.needs_prefill = False
-        cluster.decode.hangs_after_first_token = True
-        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
-            request_id = cluster.decode.received[0].headers["x-request-id"]
-            ticket = Ticket(
-                request_id=f"cmpl-{request_id}-0", remote_block_ids=[[1]], remote_block_size=[16], remote_port=5555,
-                remote_engine_id="decode", remote_host="127.0.0.1", remote_tp_size=1, remote_cached_tokens=0,
-                ticket_id="0" * 32, num_tokens=len(IDS),
-            )  # fmt: skip
-            posted = msgspec.to_builtins(signed(ticket, Secret(content), 2_000_000_000))
-            assert cluster.client.post(METASERVER_PATH, json={**posted, "token_ids": IDS}).status_code == 200
-        [again] = cluster.prefill.received
-        assert again.body["prompt"] == IDS
-        params = parse_ticket(again.body["kv_transfer_params"], len(IDS), 1)
-        assert params == signed(msgspec.structs.replace(ticket, attempt=1), Secret(content), 2_000_000_000)
+        assert at_first.body == at_second.body
+        assert at_first.body["prompt"] == IDS
+        assert len(cluster.decode.received) == 1
 
 
 def test_what_prefill_says_of_another_prompt_reaches_the_client() -> None:

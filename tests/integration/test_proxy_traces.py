@@ -91,7 +91,6 @@ def test_one_trace_of_proxy_and_engines(collector: Collector, protocol: str, mon
             "gen_ai.request.id": internal_id,
             "kv_pd.engine": cluster.prefill_url,
             "kv_pd.prompt": 0,
-            "kv_pd.attempt": 0,
         }
     assert b"vendor=1" in collector.raw
     for secret in (b"s3cret", b"quick brown fox", "ÿ".encode()):
@@ -166,27 +165,6 @@ def test_without_an_endpoint_engines_get_the_clients_context() -> None:
             assert (received.headers["traceparent"], received.headers["tracestate"]) == (TRACEPARENT, "vendor=1")
 
 
-def test_prefill_is_tried_again(collector: Collector) -> None:
-    failing = PrefillEngine()
-    failing.refusal = (500, {"error": "while reading 'the quick brown fox'"})
-    settings = {"otlp_traces_endpoint": collector.url, "strategy": "round-robin", "decode_attempts": 1}
-    with beside(prefill=failing, **settings) as cluster:
-        assert ask(cluster).status_code == 200
-        spans = collector.wait(ended(ROUTE, "decode", "prefill", "prefill"))
-        request, decode, first, second = spans
-        assert (first.parent, second.parent) == (decode.id, decode.id)
-        assert [span.failed for span in spans] == [False, False, True, False]
-        assert (first.attributes["error.type"], first.attributes["kv_pd.attempt"]) == ("server_error", 0)
-        assert (second.attributes["kv_pd.engine"], second.attributes["kv_pd.attempt"]) == (cluster.prefill_url, 1)
-        assert "HTTP 500" not in first.reason
-        retry = {"error.type": "server_error", "kv_pd.engine": cluster.prefill_url}
-        assert decode.events == (("retry", retry),)
-        assert request.events == ()
-        told = [parent_in(engine.received[0].headers) for engine in (failing, cluster.prefill)]
-        assert told == [first.id, second.id]
-    assert b"quick brown fox" not in collector.raw
-
-
 def test_a_request_is_sent_to_decode_again_after_a_prefill(collector: Collector) -> None:
     failing = PrefillEngine()
     failing.refusal = (500, {"error": "while reading 'the quick brown fox'"})
@@ -197,6 +175,11 @@ def test_a_request_is_sent_to_decode_again_after_a_prefill(collector: Collector)
         assert [span.failed for span in decodes] == [True, False]
         assert decodes[0].attributes["error.type"] == "transfer_failed"
         assert "HTTP 500" in decodes[0].reason
+        first, second = [span for span in spans if span.name == "prefill"]
+        assert [first.parent, second.parent] == [span.id for span in decodes]
+        assert (first.attributes["error.type"], second.failed) == ("server_error", False)
+        told = [parent_in(engine.received[0].headers) for engine in (failing, cluster.prefill)]
+        assert told == [first.id, second.id]
         assert [name for name, _ in request.events] == ["retry"]
     assert b"quick brown fox" not in collector.raw
 

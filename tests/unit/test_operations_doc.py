@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure decisions: which engine is asked next, what a stream's beginning shows, and a ticket for another attempt."""
+"""Pure decisions: which engine is asked next, and what a stream's beginning shows."""
 
 import json
 from typing import Any
@@ -12,8 +12,6 @@ from starlette.responses import Response
 from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, opening, split_errors
 from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.rendezvous.retry import (
-    DECODE_AGAIN,
-    PREFILL_AGAIN,
     Failure,
     engines_to_avoid,
     lacks_prefill,
@@ -21,18 +19,18 @@ from vllm_ascend_pd.proxy.rendezvous.retry import (
     summary,
     without,
 )
-from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, TicketHeader, of_attempt
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import RULES, FailureKind
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 URLS = ("a", "b", "c")
+DECODE_KINDS = [kind for role, kind in RULES if role is EngineRole.DECODE]
 
 
 def failure(kind: FailureKind, url: str = "a", reason: str = "why") -> Failure:
     return Failure(kind, reason, url, Response())
 
 
-@pytest.mark.parametrize("again", [PREFILL_AGAIN, DECODE_AGAIN])
+@pytest.mark.parametrize("role", EngineRole)
 @pytest.mark.parametrize(
     ("urls", "failures", "attempts", "avoid"),
     [
@@ -47,15 +45,14 @@ def failure(kind: FailureKind, url: str = "a", reason: str = "why") -> Failure:
         ("ab", [failure(FailureKind.REFUSED)], 2, None),
         ("ab", [failure(FailureKind.ERROR), failure(FailureKind.REFUSED, "b")], 5, None),
         ("a", [failure(FailureKind.ERROR)], 2, None),
-        ("a", [failure(FailureKind.TIMEOUT)], 2, None),
         ("a", [failure(FailureKind.UNREACHABLE)], 2, None),
         ("a", [failure(FailureKind.LOST)], 2, set()),
         ("a", [failure(FailureKind.LOST), failure(FailureKind.LOST)], 2, None),
         ("a", [failure(FailureKind.LOST), failure(FailureKind.ERROR)], 5, None),
     ],
 )
-def test_which_engine_is_asked_next(urls, failures, attempts, avoid, again) -> None:
-    assert engines_to_avoid(urls, failures, attempts, again) == avoid
+def test_which_engine_is_asked_next(urls, failures, attempts, avoid, role) -> None:
+    assert engines_to_avoid(role, urls, failures, attempts) == avoid
 
 
 @pytest.mark.parametrize(
@@ -71,26 +68,27 @@ def test_which_engine_is_asked_next(urls, failures, attempts, avoid, again) -> N
     ],
 )
 def test_whether_another_attempt_may_follow(urls, failures, attempts, follows) -> None:
-    assert may_follow(urls, failures, attempts, DECODE_AGAIN) is follows
+    assert may_follow(EngineRole.DECODE, urls, failures, attempts) is follows
     # As it turns out.
     failures = [*failures, failure(FailureKind.TRANSFER, urls[-1:])]
-    assert (engines_to_avoid(urls, failures, attempts, DECODE_AGAIN) is not None) is follows
+    assert (engines_to_avoid(EngineRole.DECODE, urls, failures, attempts) is not None) is follows
 
 
-def test_missing_kv_does_not_count_against_decode() -> None:
-    assert engines_to_avoid("a", [failure(FailureKind.TRANSFER)], 2, DECODE_AGAIN) == set()
-    assert engines_to_avoid("a", [failure(FailureKind.TRANSFER)], 2, PREFILL_AGAIN) is None
-    assert engines_to_avoid("a", [failure(FailureKind.PREFILL)], 2, DECODE_AGAIN) is None
+def test_an_engine_gets_a_new_request_again_only_after_what_may_have_been_an_accident() -> None:
+    prefill, decode = EngineRole.PREFILL, EngineRole.DECODE
+    again = {(role, kind) for role, kind in RULES if engines_to_avoid(role, "a", [failure(kind)], 2) is not None}
+    anew = (FailureKind.LOST, FailureKind.TIMEOUT, FailureKind.ABORTED, FailureKind.TRANSFER)
+    assert again == {*((prefill, kind) for kind in anew), (decode, FailureKind.LOST), (decode, FailureKind.TRANSFER)}
 
 
 @given(
     st.lists(st.sampled_from(URLS), min_size=1, unique=True),
-    st.lists(st.tuples(st.sampled_from(FailureKind), st.sampled_from(URLS)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.sampled_from(DECODE_KINDS), st.sampled_from(URLS)), min_size=1, max_size=6),
     st.integers(1, 6),
 )
 def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[FailureKind, str]], attempts: int) -> None:
     failures = [failure(kind, url) for kind, url in failed]
-    avoid = engines_to_avoid(urls, failures, attempts, DECODE_AGAIN)
+    avoid = engines_to_avoid(EngineRole.DECODE, urls, failures, attempts)
     if avoid is not None:
         assert set(urls) - avoid
         assert len(failures) < attempts
@@ -120,6 +118,11 @@ def test_engines_that_failed_before_are_asked_only_as_a_last_resort() -> None:
         ([FailureKind.TRANSFER], False),
         ([FailureKind.FULL], False),
         ([FailureKind.REFUSED], False),
+        ([FailureKind.BUSY], False),
+        ([FailureKind.ABORTED], False),
+        ([FailureKind.LACKS_MODEL], True),
+        ([FailureKind.DENIED], True),
+        ([FailureKind.ERROR, FailureKind.DENIED], True),
         ([FailureKind.UNREACHABLE, FailureKind.FULL], False),
     ],
 )
@@ -224,37 +227,3 @@ def test_an_overlong_event_passes_uncut() -> None:
     assert events.feed(b"data: 12") == b""
     assert events.feed(b"345") == b"data: 12345"
     assert events.rest() == b""
-
-
-# --- tickets ----------------------------------------------------------------------------------------------
-
-TICKET = TicketHeader(request_id="r", remote_engine_id="d", ticket_id="t")
-
-
-def test_another_attempt_is_the_same_ticket_byte_for_byte() -> None:
-    encoded = b'{"request_id":"r","big":12345678901234567890123,"f":1.0,"ticket_id":"t","attempt":0,"x":"\\u00ff"}'
-    assert of_attempt(encoded, TICKET, 1, None) == encoded.replace(b'"attempt":0', b'"attempt":1')
-    assert json.loads(of_attempt(b'{"ticket_id":"t"}', TICKET, 2, None)) == {"ticket_id": "t", "attempt": 2}
-
-
-def test_a_signed_ticket_is_signed_again_or_not_repeated() -> None:
-    signed = TicketHeader(request_id="r", remote_engine_id="d", ticket_id="t", signature="s")
-    encoded = b'{"ticket_id":"t","signature":"s"}'
-
-    def sign(params: dict[str, Any], attempt: int) -> dict[str, Any]:
-        return {**params, "attempt": attempt, "signature": f"s{attempt}"}
-
-    def refuse(params: dict[str, Any], attempt: int) -> dict[str, Any]:
-        raise ValueError("signed with another secret")
-
-    again = of_attempt(encoded, signed, 1, sign)
-    assert json.loads(again) == {"ticket_id": "t", "signature": "s1", "attempt": 1}
-    with pytest.raises(NotRepeatableError, match="has no ticket secret"):
-        of_attempt(encoded, signed, 1, None)
-    with pytest.raises(NotRepeatableError, match="another secret"):
-        of_attempt(encoded, signed, 1, refuse)
-
-
-def test_a_ticket_of_another_connector_is_not_repeated() -> None:
-    with pytest.raises(NotRepeatableError, match="no ticket_id"):
-        of_attempt(b"{}", TicketHeader(request_id="r", remote_engine_id="d"), 1, None)

@@ -9,9 +9,9 @@ import time
 import anyio
 import pytest
 
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, make_pool
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, RegisteredEngine
 

@@ -17,9 +17,9 @@ from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
 from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool, make_pool
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 

@@ -143,7 +143,6 @@ class ProxyApp:
             read_timeout=settings.read_timeout,
             max_ticket_bytes=settings.max_ticket_bytes,
             prefill_attempts=settings.prefill_attempts,
-            sign=None,
         )
         return [*metaserver.routes()]
 

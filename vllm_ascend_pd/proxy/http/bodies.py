@@ -106,13 +106,19 @@ def decode_body(
     )
 
 
-def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: str) -> bytes:
+def prefill_body(
+    request: ClientRequest, index: int, ticket: bytes, request_id: str, is_for_base_model: bool = False
+) -> bytes:
     """The body for prompt `index`: one token, no stream, and decode's ticket byte for byte.
+
+    `is_for_base_model`: whether the model's name chooses no adapter. It is left out then: prefill may have another one.
 
     The proxy reads only whether prefill worked, so fields that ask for more are dropped. Fields that shape the prompt
     (tools, response_format, truncation, ...) stay: prefill must compute exactly decode's tokens."""
     request_format = REQUEST_FORMATS[request.endpoint]
     fields = _without_tool_parser(request.fields) if request.endpoint is Endpoint.CHAT else request.fields
+    if is_for_base_model and "model" not in request_format.required:
+        fields = {name: value for name, value in fields.items() if name != "model"}
     if request_format.nested is None:
         fields = _one_token(fields, request_format)
     else:
@@ -137,12 +143,19 @@ def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: 
     )
 
 
-def tokens_body(request: ClientRequest, token_ids: msgspec.Raw, ticket: bytes) -> bytes:
+def tokens_body(
+    request: ClientRequest, token_ids: msgspec.Raw, ticket: bytes, is_for_base_model: bool = False
+) -> bytes:
     """The body for a prompt whose token ids decode has sent. It is for `Endpoint.COMPLETIONS`, whatever route the
-    client used. It keeps the client's fields that choose the adapter, the priority and the prefix cache."""
+    client used. It keeps the client's fields that choose the adapter, the priority and the prefix cache.
+
+    `is_for_base_model`: as for `prefill_body`.
+    """
     kept = {
         name: request.fields[name] for name in REQUEST_FORMATS[request.endpoint].beside_tokens if name in request.fields
     }
+    if is_for_base_model:
+        kept.pop("model", None)
     if not _is_text(kept.get("cache_salt", b"null")):
         kept.pop("cache_salt", None)
     one_token = {name: msgspec.Raw(value) for name, value in REQUEST_FORMATS[Endpoint.COMPLETIONS].one_token.items()}

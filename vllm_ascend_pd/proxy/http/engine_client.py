@@ -16,6 +16,7 @@ import anyio
 from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_ascend_pd.proxy.http.headers import Headers
+from vllm_ascend_pd.proxy.http.streams import read_all
 from vllm_ascend_pd.transport.http_session import TimedBody, open_session, time_limits
 
 _NOT_ADDED = ("Content-Type", "User-Agent")
@@ -73,6 +74,8 @@ class EngineResponse:
     def __init__(self, response: aiohttp.ClientResponse, on_close: Callable[[], object]) -> None:
         self._response = response
         self._on_close = on_close
+        self._body: bytes | None = None
+        """The body, once `buffer` has read it."""
         self._lost: asyncio.Future[None] | None = None
         self._watch()
         self.status = response.status
@@ -97,12 +100,20 @@ class EngineResponse:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body, as the engine sends it. Raises HttpError."""
+        if self._body is not None:
+            yield self._body
+            return
         read = self._response.content.readany
         try:
             while chunk := await read():
                 yield chunk
         except _FAILURES as error:
             raise _error(error) from error
+
+    async def buffer(self, limit: int) -> bytes:
+        """Reads the body, which `chunks` then yields, also after `close`. Raises HttpError, and TooLarge."""
+        self._body = await read_all(self.chunks(), limit)
+        return self._body
 
     def _watch(self) -> None:
         """Ends the body when its connection is lost. If the bytes stop being HTTP, aiohttp closes the connection, stops
@@ -124,11 +135,16 @@ class EngineResponse:
             body.set_exception(aiohttp.ClientPayloadError())
 
     def close(self) -> None:
-        """Call it once. Closes the connection too, unless the whole answer was read."""
+        """Closes the connection too, unless the whole answer was read."""
         if self._lost is not None:
             self._lost.remove_done_callback(self._break_off)
         self._response.close()
-        self._on_close()
+        on_close, self._on_close = self._on_close, _nothing
+        on_close()
+
+
+def _nothing() -> None:
+    """`on_close` of an answer that is closed already."""
 
 
 def _heard(lost: asyncio.Future[None]) -> None:

@@ -44,10 +44,10 @@ def error_response(
 ) -> JSONResponse:
     """Returns `{"error": {...}}` as OpenAI clients expect it, with vLLM's `type`, such as `BadRequestError` for 400.
 
-    A 429 has a Retry-After header.
+    A 429 and a 503 have a Retry-After header.
     """
     name = status.phrase.replace(" ", "").replace("-", "").removesuffix("Error")
-    if status is HTTPStatus.TOO_MANY_REQUESTS:
+    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers = {"Retry-After": "1", **(headers or {})}
     error = {"message": message, "type": f"{name}Error", "param": param, "code": status.value}
     return JSONResponse({"error": error}, status_code=status.value, headers=headers)

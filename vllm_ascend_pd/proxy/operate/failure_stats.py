@@ -12,7 +12,7 @@ import msgspec
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 MAX_RECENT = 50

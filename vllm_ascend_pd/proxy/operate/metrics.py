@@ -18,8 +18,8 @@ from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.latency import RecentSamples
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 EngineStates = Mapping[str, Mapping[str, str]]
@@ -171,7 +171,7 @@ class _FailureCollector(Collector):
 
 
 class _SlotCollector(Collector):
-    """This proxy's requests at each engine, and the requests that wait for a slot."""
+    """This proxy's requests at each engine, which engines are ejected, and the requests that wait for a slot."""
 
     def __init__(self, pools: tuple[EnginePool, ...]) -> None:
         self._pools = pools
@@ -185,11 +185,18 @@ class _SlotCollector(Collector):
         waiting = GaugeMetricFamily(
             PREFIX + "queue_depth", "Requests that wait for a slot at an engine.", labels=("role",)
         )
+        ejected = GaugeMetricFamily(
+            PREFIX + "engine_ejected",
+            "1 for an engine whose checks fail or which refuses what others take: others come first.",
+            labels=("role", "engine"),
+        )
         for pool in self._pools:
             for engine in pool.engines:
+                ejected.add_metric((pool.role.value, engine.url), engine.gate.ejected)
                 at_engine.add_metric((pool.role.value, engine.url), engine.sent.requests)
             waiting.add_metric((pool.role.value,), pool.limiter.waiting)
         yield at_engine
+        yield ejected
         yield waiting
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import anyio
+from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.headers import Headers, decode_request_headers, prefill_request_headers
 from vllm_ascend_pd.proxy.rendezvous.observer import Span
@@ -37,45 +38,56 @@ class RequestPhase(enum.Enum):
 class TicketProgress:
     """How far the prefill of one ticket has come. The task that serves the ticket owns it; others call its methods."""
 
-    def __init__(self, attempt: int, failures: Sequence[Failure]) -> None:
+    def __init__(self, failures: Sequence[Failure]) -> None:
         """`failures`: of the same prompt's prefills under earlier decode attempts."""
-        self.attempt = attempt
-        """The attempt number in the ticket that was last sent to a prefill engine."""
         self.failures = list(failures)
         """Why prefills of this prompt failed, under earlier decode attempts too. Each sample has its own list."""
         self.call = EngineCall()
-        """The last prefill request."""
+        """The prefill request."""
         self.answered = False
         """Whether the decode engine has got a 200 for the ticket. It then waits for the KV only."""
         self.given_up = False
-        """Whether the decode engine waits for no further attempt."""
+        """Whether the decode engine waits for the KV no longer."""
         self.left = False
-        """Whether the decode engine has closed the connection on which it waited."""
+        """Whether the decode engine has closed the connection on which it waited, and not posted the ticket again."""
         self.recomputes = False
         """Whether the decode engine computes the prompt itself if the KV does not come."""
-        self._post: anyio.CancelScope | None = None
-        """The post that waits for an answer, or waited last."""
+        self.ended = anyio.Event()
+        """Set when the prefill has ended."""
+        self.answer: Response | None = None
+        """What the decode engine is told then. None if the prefill was cancelled."""
+        self._prefill: anyio.CancelScope | None = None
+        """The work on the ticket; None before the first post."""
+        self._waiting = 0
+        """Posts of the ticket that wait for the answer."""
 
-    def waits(self, post: anyio.CancelScope, recomputes: bool) -> None:
-        """A post of the ticket waits for its answer from now on. Cancelling `post` ends the wait."""
-        self._post = post
-        self.recomputes = recomputes
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier post has begun the prefill. A ticket has only one, however often it is posted."""
+        return self._prefill is not None
+
+    def begin(self, prefill: anyio.CancelScope) -> None:
+        """The prefill begins. Cancelling `prefill` ends it."""
+        self._prefill = prefill
+
+    def waits(self) -> None:
+        """A post waits for the answer from now on."""
+        self._waiting += 1
+        self.left = False
+
+    def lost(self) -> None:
+        """The connection of a post that waited was closed."""
+        self._waiting -= 1
+        self.left = not self._waiting
 
     def give_up(self) -> None:
-        """The decode engine has reported that it waits for no further attempt."""
+        """The decode engine has reported that it does not wait for the KV any longer."""
         self.given_up = True
 
-    def posted_again(self) -> None:
-        """The decode engine lost its connection and posts the ticket again. That makes a new attempt and ends the
-        earlier post."""
-        self.attempt += 1
-        self.left = False
-        self.replaced()
-
-    def replaced(self) -> None:
-        """Nobody waits for this post any more."""
-        if self._post is not None:
-            self._post.cancel()
+    def cancel(self) -> None:
+        """Nobody waits for the KV any more."""
+        if self._prefill is not None:
+            self._prefill.cancel()
 
 
 class DecodeAttempt(EngineCall):
@@ -121,7 +133,12 @@ class DecodeAttempt(EngineCall):
         """The ticket with this failure. None: it is the whole request's."""
         self._may_follow = may_follow
         self._prefills: set[anyio.CancelScope] = set()
-        """Posts of tickets that wait for their prefill."""
+        """Prefills of tickets."""
+
+    @property
+    def begun(self) -> bool:
+        """Another engine's tickets would be taken for this one's."""
+        return bool(self.tickets)
 
     @property
     def may_stall(self) -> bool:
@@ -149,14 +166,13 @@ class DecodeAttempt(EngineCall):
         return not self.answering and self._may_follow()
 
     def ticket(
-        self, prompt: int, ticket_id: str, attempt: int, failures: Sequence[Failure], samples: int, replaces: str = ""
+        self, prompt: int, ticket_id: str, failures: Sequence[Failure], samples: int, replaces: str = ""
     ) -> TicketProgress | None:
         """Registers a ticket that the decode engine posts, for the first time or again.
 
         Args:
             prompt: the number of the prompt.
             ticket_id: empty for tickets of other connectors, which are not matched with earlier posts.
-            attempt: the attempt number in the ticket.
             failures: as in TicketProgress.
             samples: how many tickets the prompt may have at a time.
             replaces: the id of the ticket whose place this one takes. Empty if there is none.
@@ -165,7 +181,7 @@ class DecodeAttempt(EngineCall):
             The ticket's progress, or None if the prompt has all its tickets already, under other ids.
         """
         if not ticket_id:
-            self.tickets[prompt, ""] = unnamed = TicketProgress(attempt, failures)
+            self.tickets[prompt, ""] = unnamed = TicketProgress(failures)
             return unnamed
         progress = self.tickets.get((prompt, ticket_id))
         if progress is None:
@@ -173,15 +189,13 @@ class DecodeAttempt(EngineCall):
                 failures = self._end_replaced(replaced)
             if sum(of == prompt for of, _ in self.tickets) >= samples:
                 return None
-            progress = self.tickets[prompt, ticket_id] = TicketProgress(attempt, failures)
-        else:
-            progress.posted_again()
+            progress = self.tickets[prompt, ticket_id] = TicketProgress(failures)
         return progress
 
     def _end_replaced(self, ticket: TicketProgress) -> Sequence[Failure]:
         """Ends a ticket whose place another one takes. Returns the failures that the other one inherits: none if the
         KV had come, since decode has gone on from there."""
-        ticket.replaced()
+        ticket.cancel()
         if self._failed_ticket is ticket:
             self.transfer_failure, self._failed_ticket = None, None
             self.transfer_failed = anyio.Event()

@@ -21,14 +21,13 @@ from vllm_ascend_pd.proxy.rendezvous.proxied_request import ProxiedRequest
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
 from vllm_ascend_pd.proxy.rendezvous.retry import (
-    DECODE_AGAIN,
     Failure,
     engines_to_avoid,
     last_resorts,
     may_follow,
 )
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, prompts_of
 from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
@@ -100,7 +99,7 @@ class DecodeRequests:
         )
 
         def another() -> bool:
-            return may_follow(pool.urls, failures, self._attempts, DECODE_AGAIN)
+            return may_follow(pool.role, pool.urls, failures, self._attempts)
 
         while True:
             with self._request_table.attempt(proxied, forwarded.headers, another) as attempt:
@@ -115,12 +114,12 @@ class DecodeRequests:
             pool.judge(failure.url, failure.kind)
             if reply.started or not advice.may_begin_anew(failure):
                 failures.append(failure)
-            avoid = engines_to_avoid(pool.urls, failures, self._attempts, DECODE_AGAIN)
+            avoid = engines_to_avoid(pool.role, pool.urls, failures, self._attempts)
             if reply.started or avoid is None:
                 self._give_up(proxied, attempt, failure)
                 return
             others = pool.ranker.rank(prompt, avoid)
-            ranking = others.then(last_resorts(failures, avoid, DECODE_AGAIN)).of_one_admitted()
+            ranking = others.then(last_resorts(pool.role, failures, avoid)).of_one_admitted()
             number += 1
             self._note_retry(proxied, attempt, failure, number, ranking.first)
 
@@ -148,9 +147,9 @@ class DecodeRequests:
                 async with self._pool.open(ranking, sent, attempt) as response:
                     responded = True
                     failure = await relay.run(response)
-                    if failure is None:
+                    if failure is None and response.status < 400:
                         self._pool.judge(attempt.engine, None)
-                        if proxied.request is not None and response.status < 400:
+                        if proxied.request is not None:
                             attempt.span.note({COMPUTED_BY: BY_DECODE if attempt.prefilled_at is None else BY_PREFILL})
             except EngineError as error:
                 failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver's route for failures: a decode engine reports that an attempt of a ticket failed on its side."""
+"""The metaserver's route for failures: a decode engine reports that a ticket's KV did not come, or will not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_ascend_pd.proxy.rendezvous.prefill_answer import bad_gateway, failed
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import PrefillRequests
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketMatch
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,11 @@ class FailurePosts:
         self._prefill_requests = prefill_requests
 
     async def post_failure(self, request: Request) -> Response:
-        """Ends the prefill of the reported attempt, so that another engine is asked. If the client has got nothing
-        yet, that happens under a new decode attempt.
+        """Ends the ticket's prefill. If the client has got nothing yet, a new decode attempt may follow.
 
         A failure without a ticket's id is the whole request's: it gets no ticket, or no further one.
 
-        200: also if that attempt is over already. 400, 401, 404 and 503: as for a ticket.
+        200, 400, 401, 404 and 503: as for a ticket.
         """
         try:
             report = await self._reader.read(request, _MAX_FAILURE_BYTES, _read_failure, "failure")
@@ -52,28 +51,22 @@ class FailurePosts:
         progress = match.attempt.tickets.get((match.prompt, report.ticket_id))
         if progress is None:
             return error_answer(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
-        if not report.final and report.attempt != progress.attempt:
-            return JSONResponse({"status": "over"})
-        self._handle(match, progress, one_line(report.reason, MAX_REASON_CHARS), report.final)
+        self._handle(match, progress, one_line(report.reason, MAX_REASON_CHARS))
         return JSONResponse({"status": "ok"})
 
-    def _handle(self, match: TicketMatch, progress: TicketProgress, reason: str, final: bool) -> None:
+    def _handle(self, match: TicketMatch, progress: TicketProgress, reason: str) -> None:
         proxied, attempt, _, prompt, _ = match
         call = progress.call
         in_flight = self._prefill_requests.in_flight(call)
-        # This failure is not among the ticket's failures yet: `more` counts it.
-        begin_anew = in_flight and attempt.may_begin_anew and not self._prefill_requests.used_up(progress, more=1)
-        attempt_ends = False
-        # After decode has got its answer, this ticket has no other attempt.
-        if final or progress.answered or begin_anew:
-            if call.engines and not progress.given_up:
-                proxied.prefill_failed(progress, failed(FailureKind.TRANSFER, reason, call.engine))
-            progress.give_up()
-            used_up = self._prefill_requests.used_up(progress)
-            attempt.note_transfer_failure(_transfer_failure(reason, attempt, used_up), progress)
-            attempt_ends = begin_anew or not (attempt.answering or progress.recomputes)
-            if attempt_ends:
-                proxied.begin_anew(attempt, prompt, progress)
+        if call.engines and not progress.given_up:
+            proxied.prefill_failed(progress, failed(FailureKind.TRANSFER, reason, call.engine))
+        progress.give_up()
+        used_up = self._prefill_requests.used_up(progress)
+        attempt.note_transfer_failure(_transfer_failure(reason, attempt, used_up), progress)
+        begin_anew = in_flight and attempt.may_begin_anew and not used_up
+        attempt_ends = begin_anew or not (attempt.answering or progress.recomputes)
+        if attempt_ends:
+            proxied.begin_anew(attempt, prompt, progress)
         if in_flight:
             call.cut_short(FailureKind.TRANSFER, f"decode reported: {reason}")
         elif not attempt_ends:  # otherwise the next attempt logs it

@@ -14,7 +14,6 @@ from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import PrefillRequests
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.ticket_posts import TicketPosts
-from vllm_ascend_pd.proxy.rendezvous.tickets import Sign
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 
@@ -33,7 +32,6 @@ class Metaserver:
         read_timeout: float,
         max_ticket_bytes: int,
         prefill_attempts: int,
-        sign: Sign | None,
     ) -> None:
         """
         Args:
@@ -45,10 +43,9 @@ class Metaserver:
             read_timeout: seconds for a post to arrive.
             max_ticket_bytes: limit of a ticket.
             prefill_attempts: how many prefills one prompt may have.
-            sign: signs tickets for further attempts; None if this proxy cannot.
         """
         reader = PostReader(request_table, token=token, read_timeout=read_timeout)
-        prefill_requests = PrefillRequests(pool, watch, observer, attempts=prefill_attempts, sign=sign)
+        prefill_requests = PrefillRequests(pool, watch, observer, attempts=prefill_attempts)
         self.open_tickets = OpenTickets(reader)
         self.tickets = TicketPosts(
             reader, self.open_tickets, prefill_requests, observer, max_ticket_bytes=max_ticket_bytes

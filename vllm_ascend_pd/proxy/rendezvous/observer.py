@@ -23,7 +23,6 @@ REQUEST_ID = "gen_ai.request.id"
 """vLLM uses the same name in its own span of a request."""
 ENGINE = "kv_pd.engine"
 UNREACHABLE = "kv_pd.unreachable_engines"
-ATTEMPT = "kv_pd.attempt"
 PROMPT = "kv_pd.prompt"
 ERROR = "error.type"
 REQUESTED = "kv_pd.who_computes"
@@ -48,7 +47,7 @@ class Span:
         """Adds attributes."""
 
     def asked(self, engines: Sequence[str]) -> None:
-        """Notes which engines were asked, in order. Only the last one could be connected to, if any."""
+        """Notes which engines were asked, in order. All but the last one could not be connected to, or refused."""
         if engines:
             self.note({ENGINE: engines[-1]})
         if len(engines) > 1:

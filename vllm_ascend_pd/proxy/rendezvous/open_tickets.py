@@ -26,7 +26,7 @@ class OpenTickets:
     def __init__(self, reader: PostReader) -> None:
         self._reader = reader
         self._open: Counter[str] = Counter()
-        """Number of posts that wait, by ticket id. A ticket posted again counts twice for a moment."""
+        """Number of posts that wait, by ticket id. A ticket posted again may count twice."""
 
     @owned
     @contextmanager

@@ -12,7 +12,8 @@ from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.proxy.http.errors import error_response, excerpt
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import FailureKind, kind_of
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 
 class _TransferResult(msgspec.Struct, frozen=True):
@@ -20,29 +21,55 @@ class _TransferResult(msgspec.Struct, frozen=True):
     """Why the transfer failed."""
 
 
+class _Choice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    output_tokens: int = 0
+
+
 class _PrefillAnswer(msgspec.Struct, frozen=True):
     kv_transfer_params: _TransferResult | None = None
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    """Tells about answers without `choices`: those of /v1/responses and /v1/messages."""
+
+    @property
+    def is_completion(self) -> bool:
+        return bool(self.choices) or (self.choices is None and self.usage is not None)
+
+    @property
+    def is_aborted(self) -> bool:
+        if self.choices is not None:
+            return any(choice.finish_reason == "abort" for choice in self.choices)
+        return self.usage is not None and self.usage.output_tokens == 0
 
 
 def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failure | None:
     """Returns how a prefill failed, or None.
 
-    An HTTP 4xx is the engine's refusal of a bad request, in words for the client, who gets it unchanged. A failed
-    transfer comes with HTTP 200.
+    A refusal of a bad request is in words for the client, who gets it unchanged. A failed transfer comes with HTTP 200,
+    and so does a prefill that was aborted.
     """
-    if 400 <= status < 500:
-        reason = f"HTTP {status} from the prefill engine"
-        return Failure(FailureKind.REFUSED, reason, url, Response(body, status_code=status, media_type=content_type))
-    if not 200 <= status < 300:
-        reason = f"HTTP {status} from the prefill engine"
-        return failed(FailureKind.ERROR, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
+    reason = f"HTTP {status} from the prefill engine"
+    kind = kind_of(EngineRole.PREFILL, status, content_type, body, well=False)
+    if kind is FailureKind.REFUSED:
+        return Failure(kind, reason, url, Response(body, status_code=status, media_type=content_type))
+    if kind is not None or not 200 <= status < 300:
+        return failed(kind or FailureKind.ERROR, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
     try:
-        result = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
+        answer = msgspec.json.decode(body, type=_PrefillAnswer)
     except UNREADABLE as error:
         return failed(FailureKind.GARBAGE, f"the prefill engine's answer is no completion: {error}", url)
-    if result is None or result.error is None:
-        return None
-    return failed(FailureKind.TRANSFER, one_line(result.error, MAX_REASON_CHARS), url)
+    transfer = answer.kv_transfer_params
+    if transfer is not None and transfer.error is not None:
+        return failed(FailureKind.TRANSFER, one_line(transfer.error, MAX_REASON_CHARS), url)
+    if not answer.is_completion:
+        return failed(FailureKind.GARBAGE, "the prefill engine's answer is no completion: it has no choices", url)
+    if answer.is_aborted:
+        return failed(FailureKind.ABORTED, "the prefill engine aborted the request", url)
+    return None
 
 
 def failed(kind: FailureKind, reason: str, url: str) -> Failure:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a ticket's prompt to one prefill engine after the other, until one has computed it or no attempt is left."""
+"""Sends a ticket's prompt to a prefill engine. If that fails, a new decode request follows, with a ticket of its own.
+
+A ticket has one prefill engine: others are asked only as long as none may have begun with it (`EnginePool.open`).
+"""
 
 from __future__ import annotations
 
-import logging
 import time
 
 import anyio.lowlevel
@@ -13,27 +15,18 @@ from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.errors import error_response
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt, TicketProgress
-from vllm_ascend_pd.proxy.rendezvous.observer import ATTEMPT, PROMPT, REQUEST_ID, Attributes, Observer, Span
+from vllm_ascend_pd.proxy.rendezvous.observer import PROMPT, REQUEST_ID, Attributes, Observer, Span
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import failed, judge
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketMatch
-from vllm_ascend_pd.proxy.rendezvous.retry import (
-    PREFILL_AGAIN,
-    PREFILL_AGAIN_ANEW,
-    PREFILL_MAY_WRITE,
-    Failure,
-    engines_to_avoid,
-    without,
-)
-from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, ParsedTicket, Sign
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure, engines_to_avoid, without
+from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import prompt_of
 from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
-
-log = logging.getLogger(__name__)
 
 # A prefill engine answers with one token. A longer answer is no completion.
 _MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
@@ -42,22 +35,18 @@ _MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
 class PrefillRequests:
     """The prefill side of all tickets. It holds no state of single tickets."""
 
-    def __init__(
-        self, pool: EnginePool, watch: StallWatch, observer: Observer, *, attempts: int, sign: Sign | None
-    ) -> None:
+    def __init__(self, pool: EnginePool, watch: StallWatch, observer: Observer, *, attempts: int) -> None:
         """
         Args:
             pool: the prefill engines.
             watch: ends prefills at engines that have stopped.
             observer: receives reports about attempts.
             attempts: how many prefills one prompt may have, over all decode attempts.
-            sign: signs tickets for further attempts; None if this proxy cannot.
         """
         self._pool = pool
         self._watch = watch
         self._observer = observer
         self._attempts = attempts
-        self._sign = sign
 
     def in_flight(self, call: EngineCall) -> bool:
         """Whether a prefill is at an engine, or waits for one."""
@@ -68,54 +57,35 @@ class PrefillRequests:
         return len(progress.failures) + more >= self._attempts
 
     async def run(self, match: TicketMatch, ticket: ParsedTicket, progress: TicketProgress) -> list[Failure]:
-        """Prefills the ticket's prompt. Returns nothing if that succeeded, else why all attempts failed, those under
-        earlier decode attempts included."""
+        """Prefills the ticket's prompt. Returns nothing if that succeeded, else why all prefills of the prompt failed,
+        those under earlier decode attempts included. The decode attempt has ended if another one follows."""
         proxied, attempt, request, prompt, _ = match
         pool = self._pool
-        estimate = prompt_of(request, prompt)
         failures = progress.failures
         if self.used_up(progress):
             return failures
-
-        def rank_without(avoid: frozenset[str]) -> EngineRanking:
-            return pool.ranker.rank(estimate, without(pool.urls, avoid, proxied.failed_prefill), proxied.prefills)
-
-        ranking = rank_without(frozenset())
-        if progress.attempt != ticket.header.attempt:  # the ticket was posted again
-            try:
-                ticket = ticket.of_attempt(progress.attempt, self._sign)
-            except NotRepeatableError as error:
-                return [failed(FailureKind.TRANSFER, f"the ticket was posted again: {error}", "")]
-        while True:
-            failure = await self._attempt(match, ticket, progress, ranking)
-            pool.judge(progress.call.engine, failure and failure.kind)
-            if failure is None:
-                return []
-            self._observer.attempt_failed(EngineRole.PREFILL, failure, attempt.request_id)
-            if progress.given_up:  # decode reported a failure, which was recorded if an engine had been asked
-                return failures or [failure]
-            proxied.prefill_failed(progress, failure)
-            if attempt.over:
-                proxied.inherit(prompt, progress)
-                return failures
-            # If the ticket was posted again, this post is cancelled. A task that is cancelled just as it resumes
-            # would otherwise continue.
-            await anyio.lowlevel.checkpoint_if_cancelled()
-            again = PREFILL_AGAIN_ANEW if attempt.may_begin_anew else PREFILL_AGAIN
-            avoid = engines_to_avoid(pool.urls, failures, self._attempts, again)
-            if avoid is None:
-                return failures
-            if attempt.may_begin_anew and failure.kind in PREFILL_MAY_WRITE:
-                attempt.note_transfer_failure(_as_transfer_failure(failure, attempt))
-                proxied.begin_anew(attempt, prompt, progress)
-                return failures
-            try:
-                ticket = ticket.of_attempt(progress.attempt + 1, self._sign)
-            except NotRepeatableError as error:
-                return [*failures[:-1], failure._replace(reason=f"{failure.reason} (no retry: {error})")]
-            progress.attempt += 1
-            ranking = rank_without(avoid)
-            self._note_retry(match, progress, failure, ranking.first)
+        avoid = without(pool.urls, frozenset(), proxied.failed_prefill)
+        ranking = pool.ranker.rank(prompt_of(request, prompt), avoid, proxied.prefills)
+        failure = await self._attempt(match, ticket, progress, ranking)
+        pool.judge(progress.call.engine, failure and failure.kind)
+        if failure is None:
+            return []
+        self._observer.attempt_failed(EngineRole.PREFILL, failure, attempt.request_id)
+        if progress.given_up:  # decode reported a failure, which was recorded if an engine had been asked
+            return failures or [failure]
+        proxied.prefill_failed(progress, failure)
+        if attempt.over:
+            proxied.inherit(prompt, progress)
+            return failures
+        # A task that is cancelled just as it resumes would otherwise continue.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if (
+            attempt.may_begin_anew
+            and engines_to_avoid(EngineRole.PREFILL, pool.urls, failures, self._attempts) is not None
+        ):
+            attempt.note_transfer_failure(_as_transfer_failure(failure, attempt))
+            proxied.begin_anew(attempt, prompt, progress)
+        return failures
 
     async def _attempt(
         self, match: TicketMatch, ticket: ParsedTicket, progress: TicketProgress, ranking: EngineRanking
@@ -124,7 +94,7 @@ class PrefillRequests:
         failure: Failure | None = None
         call = progress.call = EngineCall()
         begun = time.monotonic()
-        about: Attributes = {REQUEST_ID: match.attempt.request_id, PROMPT: match.prompt, ATTEMPT: progress.attempt}
+        about: Attributes = {REQUEST_ID: match.attempt.request_id, PROMPT: match.prompt}
         with match.attempt.span.child("prefill", about) as span:
             try:
                 with self._watch.over(call), call.scope:
@@ -144,10 +114,11 @@ class PrefillRequests:
         self, match: TicketMatch, ticket: ParsedTicket, ranking: EngineRanking, call: EngineCall, span: Span
     ) -> Failure | None:
         _, attempt, request, prompt, _ = match
+        base = ticket.header.is_for_base_model
         if ticket.token_ids is None:
-            path, body = request.endpoint.value, prefill_body(request, prompt, ticket.encoded, attempt.request_id)
+            path, body = request.endpoint.value, prefill_body(request, prompt, ticket.encoded, attempt.request_id, base)
         else:
-            path, body = Endpoint.COMPLETIONS.value, tokens_body(request, ticket.token_ids, ticket.encoded)
+            path, body = Endpoint.COMPLETIONS.value, tokens_body(request, ticket.token_ids, ticket.encoded, base)
         sent = OutgoingRequest("POST", path, span.onto(attempt.prefill_headers), body, attempt.request_id)
         try:
             async with self._pool.open(ranking, sent, call) as response:
@@ -159,19 +130,6 @@ class PrefillRequests:
             reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
             return failed(FailureKind.GARBAGE, reason, call.engine)
         return judge(response.status, response.header("Content-Type"), answer, call.engine)
-
-    def _note_retry(self, match: TicketMatch, progress: TicketProgress, failure: Failure, next_url: str) -> None:
-        self._observer.attempt_retried(EngineRole.PREFILL)
-        match.attempt.span.retried(failure, next_url)
-        log.warning(
-            "request %s, prompt %d: prefill at %s failed: %s: attempt %d goes to %s",
-            match.attempt.request_id,
-            match.prompt,
-            failure.url,
-            failure.reason,
-            progress.attempt,
-            next_url,
-        )
 
 
 def _as_transfer_failure(failure: Failure, attempt: DecodeAttempt) -> Failure:

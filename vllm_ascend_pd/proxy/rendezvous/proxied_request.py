@@ -12,8 +12,9 @@ from vllm_ascend_pd.proxy.http.bodies import ClientRequest
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt, TicketProgress
 from vllm_ascend_pd.proxy.rendezvous.observer import Span
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
+from vllm_ascend_pd.proxy.routing.answers import RULES, Counts
 from vllm_ascend_pd.proxy.routing.concurrency import RequestGroup
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 
 class ProxiedRequest:
@@ -48,7 +49,7 @@ class ProxiedRequest:
     def prefill_failed(self, progress: TicketProgress, failure: Failure) -> None:
         """Records a failed prefill of a ticket."""
         progress.failures.append(failure)
-        if failure.kind is not FailureKind.REFUSED:  # a refusal is not the engine's fault
+        if RULES[EngineRole.PREFILL, failure.kind].counts is Counts.YES:
             self.failed_prefill.add(failure.url)
 
     def begin_anew(self, attempt: DecodeAttempt, prompt: int, progress: TicketProgress) -> None:

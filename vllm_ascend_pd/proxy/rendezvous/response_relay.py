@@ -21,7 +21,7 @@ from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import FailureKind, is_page
 
 # The first events of a stream are held back until one has content. Longer ones certainly have.
 _MAX_HELD_BYTES = 64 * 1024
@@ -48,6 +48,10 @@ class ResponseRelay:
         self._attempt.heard()
         if response.status >= 500:
             return await self._server_error(response)
+        if response.status < 400 and is_page(response.header("Content-Type")):
+            reason = f"HTTP {response.status} with a page: is it vLLM?"
+            answer = error_response(HTTPStatus.BAD_GATEWAY, f"decode engine: {reason}")
+            return Failure(FailureKind.GARBAGE, reason, self._attempt.engine, answer)
         if response.is_event_stream and response.header("Content-Encoding") is None:
             return await self._relay_events(response)
         await self._relay_body(response)

@@ -21,11 +21,15 @@ from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused,
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import bad_gateway
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import PrefillRequests
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketMatch
-from vllm_ascend_pd.proxy.rendezvous.retry import FINAL, Failure, lacks_prefill, summary
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure, lacks_prefill, summary
 from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, TicketHeader, read_ticket
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import FailureKind, Then
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 log = logging.getLogger(__name__)
+
+# After it has lost its connection, decode posts a ticket again within 3 s (`metaserver_retries`).
+_REJOIN_SECONDS = 5.0
 
 
 class TicketPosts:
@@ -59,49 +63,48 @@ class TicketPosts:
             progress = _register(match, ticket.header)
         except PostRefused as refused:
             return refused.answer
-        attempt = match.attempt
-        recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
-        failures: list[Failure] = []
-        with (
-            attempt.prefill() as scope,
-            self._observer.ticket_waits(),
-            self._open_tickets.held(ticket.header.ticket_id),
-        ):
-            progress.waits(scope, recomputes)
-            failures = await self._prefill(request, match, ticket, progress, scope)
-        if scope.cancelled_caught or attempt.over:
+        progress.recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
+        progress.waits()
+        with self._open_tickets.held(ticket.header.ticket_id):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_cancel_when_left, request, match, progress)
+                if progress.begun:  # decode lost its connection, and posts the ticket again
+                    await progress.ended.wait()
+                else:
+                    await self._prefill(match, ticket, progress)
+                tasks.cancel_scope.cancel()
+        if progress.answer is None or match.attempt.over:
             return error_answer(HTTPStatus.GONE, "the client's request has ended or was retried")
-        if not failures:
-            progress.answered = True
-            attempt.prefilled()
-            return JSONResponse({"status": "ok"})
-        return _prefill_failed(match, ticket.header, progress, failures)
+        return progress.answer
 
-    async def _prefill(
-        self,
-        request: Request,
-        match: TicketMatch,
-        ticket: ParsedTicket,
-        progress: TicketProgress,
-        scope: anyio.CancelScope,
-    ) -> list[Failure]:
-        """Prefills until it has succeeded or failed, or until the decode engine closes the connection."""
+    async def _prefill(self, match: TicketMatch, ticket: ParsedTicket, progress: TicketProgress) -> None:
+        """Prefills until that has succeeded or failed, or is cancelled. Sets the answer for decode."""
+        try:
+            with match.attempt.prefill() as scope, self._observer.ticket_waits():
+                progress.begin(scope)
+                failures = await self._prefill_requests.run(match, ticket, progress)
+                if failures:
+                    progress.answer = _prefill_failed(match, ticket.header, progress, failures)
+                else:
+                    progress.answered = True
+                    match.attempt.prefilled()
+                    progress.answer = JSONResponse({"status": "ok"})
+        finally:
+            progress.ended.set()
 
-        def decode_left() -> None:
-            log.warning(
-                "request %s, prompt %d: decode engine %s closed the ticket's connection: cancelling the prefill",
-                match.attempt.request_id,
-                match.prompt,
-                ticket.header.remote_engine_id,
-            )
-            progress.left = True
-            scope.cancel()
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(when_disconnected, request.receive, decode_left)
-            failures = await self._prefill_requests.run(match, ticket, progress)
-            tasks.cancel_scope.cancel()
-        return failures
+async def _cancel_when_left(request: Request, match: TicketMatch, progress: TicketProgress) -> None:
+    """Cancels the prefill if the decode engine closes the connection and does not post the ticket again."""
+    await when_disconnected(request.receive, progress.lost)
+    await anyio.sleep(_REJOIN_SECONDS)
+    if progress.left:
+        log.warning(
+            "request %s, prompt %d: decode engine %s closed the ticket's connection: cancelling the prefill",
+            match.attempt.request_id,
+            match.prompt,
+            match.attempt.engine,
+        )
+        progress.cancel()
 
 
 def _register(match: TicketMatch, header: TicketHeader) -> TicketProgress:
@@ -109,9 +112,7 @@ def _register(match: TicketMatch, header: TicketHeader) -> TicketProgress:
     if not header.ticket_id and (match.prompt or match.is_sample):
         raise _unmatched(match.attempt)
     failed_before, samples = match.proxied.prefill_failures(match.prompt), samples_of(match.request)
-    progress = match.attempt.ticket(
-        match.prompt, header.ticket_id, header.attempt, failed_before, samples, header.replaces
-    )
+    progress = match.attempt.ticket(match.prompt, header.ticket_id, failed_before, samples, header.replaces)
     if progress is None:
         raise PostRefused(HTTPStatus.CONFLICT, "this request_id has all its tickets already, under other ticket ids")
     return progress
@@ -149,7 +150,7 @@ def _prefill_failed(
     )
     last = failures[-1]
     answer, kind = bad_gateway(f"prefill failed: {reason}"), FailureKind.PREFILL
-    if last.kind in FINAL:
+    if last.then(EngineRole.PREFILL) is Then.END:
         answer, kind = last.answer, last.kind
     elif last.kind is FailureKind.NO_ENGINE:
         answer = last.answer

@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the part of a ticket that the proxy needs, and rewrites a ticket for another attempt.
+"""Reads the part of a ticket that the proxy needs.
 
 All other fields are between the decode engine and the prefill engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from vllm_ascend_pd.core.text import UNREADABLE, is_name
-
-Sign = Callable[[dict[str, Any], int], dict[str, Any]]
-"""Takes a signed ticket and an attempt number; returns the ticket for that attempt, signed anew. Raises ValueError if
-the ticket was not signed with the cluster's secret."""
+from vllm_ascend_pd.core.text import is_name
 
 
-class NotRepeatableError(Exception):
-    """The ticket cannot be rewritten for another attempt."""
+class _Prompt(msgspec.Struct, frozen=True):
+    adapter: str = ""
 
 
 class TicketHeader(msgspec.Struct, frozen=True):
@@ -30,14 +25,17 @@ class TicketHeader(msgspec.Struct, frozen=True):
     remote_engine_id: str
     """The decode engine's id."""
     ticket_id: str = ""
-    """Empty for tickets of other connectors, whose decode engines cannot tell attempts apart."""
-    attempt: int = 0
-    """The attempt number."""
-    signature: str = ""
-    """Empty if tickets are not signed."""
+    """Empty for tickets of other connectors."""
+    prompt: _Prompt | None = None
+    """What decides the prompt's KV. None if the ticket does not tell it."""
     replaces: str = ""
     """The id of an earlier ticket of the same request, whose transfer has ended. Decode lost the KV again, by a
     preemption for instance. So this ticket is for the prompt and all tokens generated since. Empty for first ones."""
+
+    @property
+    def is_for_base_model(self) -> bool:
+        """Whether the request uses no adapter, by whatever name the client called the model."""
+        return self.prompt is not None and not self.prompt.adapter
 
     def __post_init__(self) -> None:
         if not (is_name(self.request_id) and is_name(self.remote_engine_id)):
@@ -53,10 +51,6 @@ class ParsedTicket(NamedTuple):
     token_ids: msgspec.Raw | None = None
     """The prompt's token ids as an encoded JSON list: a Python int takes more memory than its digits."""
 
-    def of_attempt(self, number: int, sign: Sign | None) -> ParsedTicket:
-        """Returns the ticket for attempt `number`. Raises NotRepeatableError."""
-        return self._replace(encoded=of_attempt(self.encoded, self.header, number, sign))
-
 
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]
 
@@ -71,18 +65,3 @@ def read_ticket(body: bytes) -> ParsedTicket:
     if token_ids is None or not msgspec.json.decode(token_ids, type=_TokenIds):
         return ParsedTicket(header, body)
     return ParsedTicket(header, msgspec.json.encode(fields), token_ids)
-
-
-def of_attempt(encoded: bytes, header: TicketHeader, number: int, sign: Sign | None) -> bytes:
-    """Returns an encoded ticket for attempt `number`. Raises NotRepeatableError."""
-    if not header.ticket_id:
-        raise NotRepeatableError("the ticket has no ticket_id")
-    if header.signature and sign is None:
-        raise NotRepeatableError("the ticket is signed, and the proxy has no ticket secret to sign it again")
-    try:
-        if header.signature and sign is not None:
-            return msgspec.json.encode(sign(msgspec.json.decode(encoded), number))
-        fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
-    except (*UNREADABLE, ValueError) as error:  # a field that `TicketHeader` does not read may be malformed
-        raise NotRepeatableError(str(error)) from None
-    return msgspec.json.encode({**fields, "attempt": msgspec.Raw(str(number).encode())})

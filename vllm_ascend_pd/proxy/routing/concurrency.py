@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits how many requests each engine has at a time, and queues the others. No I/O.
 
+The limit is the operator's, or what an engine has room for when it answers that it is busy.
+
 All of it runs in the event loop. Only methods of `ConcurrencyLimiter` change a `RequestGroup` or a `_Waiter`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +17,10 @@ import anyio
 
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.routing.registry import RegisteredEngine
+
+# After so many seconds a busy engine is tried with more requests. The time doubles while it stays busy.
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
 
 
 class NoFreeSlotError(Exception):
@@ -54,6 +61,8 @@ class ConcurrencyLimiter:
         """Requests that had a slot before, in order. They are served before the queue."""
         self._queue: dict[RequestGroup, dict[_Waiter, None]] = {}
         """Groups in the order of their turns, each with its waiting members in order."""
+        self._rooms: dict[RegisteredEngine, _RoomAtEngine] = {}
+        """Of engines that were busy lately."""
 
     @property
     def waiting(self) -> int:
@@ -63,6 +72,10 @@ class ConcurrencyLimiter:
     def in_use(self, engine: RegisteredEngine) -> int:
         """Slots in use at an engine."""
         return self._used[engine]
+
+    def is_busy(self, engine: RegisteredEngine) -> bool:
+        """Whether the engine has lately answered that it is busy."""
+        return engine in self._rooms
 
     @owned
     async def acquire(
@@ -131,6 +144,33 @@ class ConcurrencyLimiter:
             self._release(engine)
 
     @owned
+    def busy(self, engine: RegisteredEngine, group: RequestGroup | None = None) -> None:
+        """An engine has answered a request, which still holds its slot, that it is busy.
+
+        The others that it has are as many as it has room for. Further ones wait until one of these ends, or until a
+        growing pause is over. `group`: the request's; its slot does not count as one that it has had.
+        """
+        if group is not None:
+            group.granted -= 1
+        if engine.open:
+            room = self._rooms.setdefault(engine, _RoomAtEngine())
+            room.limit, room.is_full = self._used[engine] - 1, True
+            if room.timer is None:
+                room.timer = asyncio.get_running_loop().call_later(room.pause, self._widen, engine)
+
+    def _widen(self, engine: RegisteredEngine) -> None:
+        """Tries an engine that was busy with more requests, until there are no more."""
+        room = self._rooms[engine]
+        if not room.is_full and self._used[engine] < room.limit:
+            del self._rooms[engine]
+        else:
+            room.pause = min(2 * room.pause, _LONGEST_PAUSE_SECONDS) if room.is_full else _FIRST_PAUSE_SECONDS
+            room.limit += max(1, room.limit // 2)
+            room.is_full = False
+            room.timer = asyncio.get_running_loop().call_later(room.pause, self._widen, engine)
+        self.assign_slots(engine)
+
+    @owned
     def engine_opened(self, engine: RegisteredEngine) -> None:
         """Lets waiting requests use an engine that may get requests from now on."""
         for waiter in self._waiters():
@@ -142,6 +182,8 @@ class ConcurrencyLimiter:
     def engine_closed(self, engine: RegisteredEngine) -> None:
         """Ends waits for an engine that gets no more requests, if it was the only one. A request that was given a slot
         there but has not resumed yet waits on for another engine."""
+        if (room := self._rooms.pop(engine, None)) is not None and room.timer is not None:
+            room.timer.cancel()
         others: set[RegisteredEngine] = set()
         for waiter in self._waiters():
             if waiter.engine is engine:
@@ -177,7 +219,8 @@ class ConcurrencyLimiter:
         return sum(not other.started for other in self._queue) < self._queue_per_engine * engines
 
     def _has_free_slot(self, engine: RegisteredEngine) -> bool:
-        return self.limit is None or self._used[engine] < self.limit
+        used, room = self._used[engine], self._rooms.get(engine)
+        return (self.limit is None or used < self.limit) and (room is None or used < room.limit)
 
     def _occupy(self, group: RequestGroup, engine: RegisteredEngine) -> None:
         self._used[engine] += 1
@@ -194,6 +237,19 @@ class ConcurrencyLimiter:
         yield from self._readmitted
         for members in self._queue.values():
             yield from members
+
+
+class _RoomAtEngine:
+    """How many requests an engine takes, by its own answers. Only `ConcurrencyLimiter` changes it."""
+
+    def __init__(self) -> None:
+        self.limit = 0
+        """Requests of this proxy."""
+        self.is_full = False
+        """Whether it was busy since `limit` was last raised."""
+        self.pause = _FIRST_PAUSE_SECONDS
+        """Seconds until `limit` is raised."""
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class _Waiter:

@@ -8,7 +8,7 @@ import time
 
 import anyio
 
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 
 
 class EngineCall:
@@ -36,6 +36,11 @@ class EngineCall:
     def engine(self) -> str:
         """URL of the engine asked last; empty if none was."""
         return self.engines[-1] if self.engines else ""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the engine has begun with the request, so that no other may get it."""
+        return False
 
     @property
     def may_stall(self) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from vllm_ascend_pd.proxy.http.engine_client import (
     ConnectError,
+    ConnectionLost,
     ConnectTimeout,
     EngineClient,
     EngineResponse,
@@ -20,10 +21,11 @@ from vllm_ascend_pd.proxy.http.engine_client import (
     ReadTimeout,
 )
 from vllm_ascend_pd.proxy.http.headers import Headers
+from vllm_ascend_pd.proxy.http.streams import TooLarge
+from vllm_ascend_pd.proxy.routing.answers import RULES, Asks, Counts, FailureKind, is_page, kind_of, may_refuse
 from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, decode_costs, prefill_costs
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
-from vllm_ascend_pd.proxy.routing.failure_kind import DECODE_BLAMED, PREFILL_BLAMED, FailureKind
 from vllm_ascend_pd.proxy.routing.prefill_wait import PrefillPace, queue_wait
 from vllm_ascend_pd.proxy.routing.ranking import EngineRanker, EngineRanking
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry, EngineRole, RegisteredEngine
@@ -48,8 +50,10 @@ _STATUS = {
     FailureKind.TIMEOUT: HTTPStatus.GATEWAY_TIMEOUT,
     FailureKind.NO_ENGINE: HTTPStatus.SERVICE_UNAVAILABLE,
     FailureKind.FULL: HTTPStatus.TOO_MANY_REQUESTS,
+    FailureKind.BUSY: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 _UNREACHABLE = (ConnectError, ConnectTimeout)
+_MAX_REFUSAL_BYTES = 1024 * 1024
 
 
 class OutgoingRequest(NamedTuple):
@@ -61,6 +65,23 @@ class OutgoingRequest(NamedTuple):
     content: bytes
     request_id: str
     """For the log."""
+
+
+class _Refusal(NamedTuple):
+    """An answer by which an engine does not take a request."""
+
+    engine: RegisteredEngine
+    kind: FailureKind
+    response: EngineResponse
+    """Closed, but its body can be read."""
+    is_idle: bool
+    """Whether the engine had no other request."""
+
+    @property
+    def how(self) -> str:
+        idle = " with no request in flight" if self.kind is FailureKind.BUSY else ""
+        page = " and a page" if is_page(self.response.header("Content-Type")) else ""
+        return f"HTTP {self.response.status}{page}{idle}"
 
 
 class EnginePool:
@@ -75,7 +96,6 @@ class EnginePool:
         self.limiter = limiter
         self._client = client
         self._pace = PrefillPace()
-        self._blamed = PREFILL_BLAMED if self.role is EngineRole.PREFILL else DECODE_BLAMED
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -102,7 +122,7 @@ class EnginePool:
     def judge(self, url: str, kind: FailureKind | None) -> None:
         """Records how a request to an engine ended. `kind`: None if it succeeded."""
         engine = self.engines.get(url)
-        if engine is not None and (kind is None or kind in self._blamed):
+        if engine is not None and (kind is None or RULES[self.role, kind].counts is Counts.YES):
             engine.served(kind is None, time.monotonic())
 
     @asynccontextmanager
@@ -111,9 +131,10 @@ class EnginePool:
     ) -> AsyncIterator[EngineResponse]:
         """Sends a request; yields the response as soon as its headers have arrived, with the body still unread.
 
-        If an engine of `ranking` cannot be connected to, the next one is asked. Engines where connecting took too long
-        are then tried once more. Once anything may have been sent, no other engine is asked: the first one may be
-        working on the request.
+        If an engine of `ranking` cannot be connected to, or does not take the request, others are asked, as `RULES`
+        says; if none takes it, the first refusal is the response. Engines where connecting took too long are then tried
+        once more, and a request for which all engines are busy waits. Once an engine may have begun with the request,
+        no other is asked.
 
         Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
         """
@@ -131,10 +152,14 @@ class EnginePool:
     ) -> EngineResponse:
         """`held` gets the slot and the load of the engine that answers, which both last until it is closed."""
         failure = EngineError(FailureKind.NO_ENGINE, "", f"no {self.role.value} engine is available")
+        begun = time.monotonic()
         tried: set[str] = set()
         # Engines that took too long to connect to. This process, or the whole machine, may have been stopped meanwhile.
         late: set[str] = set()
-        while (engine := await self.acquire(ranking, tried) or await self.acquire(ranking, tried - late)) is not None:
+        refusals: list[_Refusal] = []
+        while (
+            engine := await self.acquire(ranking, tried, begun) or await self.acquire(ranking, tried - late, begun)
+        ) is not None:
             url = engine.url
             late.discard(url)
             first_time = url not in tried
@@ -147,10 +172,12 @@ class EnginePool:
                 slot.enter_context(engine.serving(self.ranker.count_sent(ranking.prompt, url)))
                 call.sent_at = time.monotonic()
                 call.work = self.ranker.load(engine, call.sent_at).tokens
+                engine.gate.sent(call.sent_at)
                 try:
                     response = await self._client.send(
                         request.method, url + request.path, request.headers, request.content
                     )
+                    kind = await self._refused(engine, response)
                 except _UNREACHABLE as error:
                     if first_time and isinstance(error, ConnectTimeout):
                         late.add(url)
@@ -165,21 +192,92 @@ class EnginePool:
                     continue
                 except HttpError as error:
                     raise self._error(url, error) from error
-                held.push(slot.pop_all())
-                return response
-        raise failure
+                if kind is None:
+                    if response.status < 400:
+                        self._note_taken(engine, refusals)
+                    held.push(slot.pop_all())
+                    return response
+                refusals.append(_Refusal(engine, kind, response, self._has_no_other(engine)))
+                log.info("request %s: %s engine %s: %s", request.request_id, self.role.value, url, refusals[-1].how)
+                if kind is FailureKind.BUSY:
+                    if call.begun:
+                        raise self._busy(url, refusals[-1].how)
+                    self.limiter.busy(engine, ranking.group)
+                    ranking = ranking.of_one_admitted()
+                    tried.discard(url)
+                    continue
+            if kind is FailureKind.REFUSED:
+                ranking = ranking.beside(url)
+            agree = sum(RULES[self.role, each.kind].asks is Asks.ONE for each in refusals)
+            if call.begun or agree == 2:
+                break
+        for_client = [each for each in refusals if each.kind is not FailureKind.BUSY]
+        if not for_client:
+            raise failure
+        # An answer about the request says more than one of an engine that takes none.
+        chosen = min(for_client, key=lambda each: each.kind is FailureKind.DENIED)
+        for each in for_client:
+            if each is not chosen:
+                self.judge(each.engine.url, each.kind)
+        if call.engine != chosen.engine.url:
+            call.engines.append(chosen.engine.url)
+        return chosen.response
 
-    async def acquire(self, ranking: EngineRanking, tried: Collection[str]) -> RegisteredEngine | None:
+    async def _refused(self, engine: RegisteredEngine, response: EngineResponse) -> FailureKind | None:
+        """How an answer refuses its request; such an answer is closed. None: it does not. Raises HttpError."""
+        content_type = response.header("Content-Type")
+        kind = None
+        try:
+            if may_refuse(response.status, content_type):
+                body = await response.buffer(_MAX_REFUSAL_BYTES)
+                kind = kind_of(self.role, response.status, content_type, body, engine.gate.well)
+        except TooLarge:
+            response.close()
+            raise ConnectionLost("the error is too long") from None
+        except BaseException:
+            response.close()
+            raise
+        if kind is not None:
+            response.close()
+        return kind
+
+    def _has_no_other(self, engine: RegisteredEngine) -> bool:
+        """Whether nothing is known of any request at an engine but one of this proxy."""
+        reported = self.ranker.reported(engine, time.monotonic())
+        elsewhere = reported is not None and bool(reported.running or reported.waiting)
+        return self.limiter.in_use(engine) <= 1 and not elsewhere
+
+    def _note_taken(self, engine: RegisteredEngine, refusals: Sequence[_Refusal]) -> None:
+        """Notes that an engine has taken a request, and which engines had refused it before."""
+        if self.engines.took(engine):
+            log.info("%s engine %s takes requests again", self.role.value, engine.url)
+        for each in refusals:
+            counts = RULES[self.role, each.kind].counts
+            if counts is Counts.NO or each.engine is engine or (counts is Counts.IF_IDLE and not each.is_idle):
+                continue
+            if self.engines.refused(each.engine, each.how, time.monotonic()):
+                log.warning(
+                    "%s engine %s is ejected: %s: a single request tries it now and then",
+                    self.role.value,
+                    each.engine.url,
+                    each.engine.gate.reason,
+                )
+
+    async def acquire(
+        self, ranking: EngineRanking, tried: Collection[str], begun: float | None = None
+    ) -> RegisteredEngine | None:
         """Takes a slot at the next engine to ask. Returns None if all engines were tried or are gone. Raises
-        EngineError if all are full."""
+        EngineError if all are full or busy. `begun`: since when the request has waited; None: now."""
         avoid = {*ranking.avoid, *tried}
-        begun = time.monotonic()
+        begun = time.monotonic() if begun is None else begun
         tiers = ranking.tiers
         while candidates := self._first_open(tiers, tried):
             waited = time.monotonic() - begun
             try:
                 engine = await self.limiter.acquire(candidates, ranking.admitted, avoid, ranking.group, waited)
             except NoFreeSlotError as full:
+                if any(map(self.limiter.is_busy, candidates)):
+                    raise self._busy("", str(full)) from None
                 raise self._full(str(full)) from None
             if engine is not None:
                 return engine
@@ -206,6 +304,9 @@ class EnginePool:
 
     def _full(self, bound: str) -> EngineError:
         return EngineError(FailureKind.FULL, "", f"all {self.role.value} engines are busy: {bound}: retry later")
+
+    def _busy(self, url: str, why: str) -> EngineError:
+        return EngineError(FailureKind.BUSY, url, f"all {self.role.value} engines are busy: {why}: retry later")
 
     async def probe(self, url: str, timeout: float) -> str:
         """Asks an engine for its health. Returns "ok", or why it does not look healthy."""

@@ -119,7 +119,7 @@ def _why(error: Exception) -> str:
 
 
 def _log_change(engine: RegisteredEngine) -> None:
-    if engine.gate.ejected:
+    if not engine.gate.well:
         log.warning(
             "%s engine %s is ejected: %s: it gets requests only if no other engine is left, until its checks are good",
             engine.role.value,
@@ -127,4 +127,4 @@ def _log_change(engine: RegisteredEngine) -> None:
             engine.gate.reason,
         )
     else:
-        log.info("%s engine %s is healthy again and gets requests", engine.role.value, engine.url)
+        log.info("%s engine %s is healthy again", engine.role.value, engine.url)

@@ -45,6 +45,10 @@ class EngineRanking(NamedTuple):
     def of_one_admitted(self) -> EngineRanking:
         return self._replace(admitted=True)
 
+    def beside(self, url: str) -> EngineRanking:
+        """The engines whose answer counts as much as that of `url`: without doubtful ones, unless it is one itself."""
+        return self._replace(tiers=self.tiers[:1]) if self.tiers and url in self.tiers[0] else self
+
 
 class EngineRanker:
     """Ranks the engines of one role by their load, with a strategy. The event loop's thread owns it."""
@@ -62,12 +66,18 @@ class EngineRanker:
     def rank(
         self, prompt: PromptEstimate, avoid: Collection[str] = (), group: RequestGroup | None = None
     ) -> EngineRanking:
-        """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines form the last tier."""
+        """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines form the last tier.
+
+        An engine whose trial is due comes first: otherwise it might never get one.
+        """
         now = time.monotonic()
         engines = {engine.url: engine for engine in self._engines if engine.open and engine.url not in avoid}
         ranked = self._strategy.order(prompt, [self.load(engine, now) for engine in engines.values()])
         doubtful = tuple(url for url in ranked if engines[url].doubtful(now))
-        tiers = (tuple(url for url in ranked if url not in doubtful), doubtful)
+        well = sorted(
+            (url for url in ranked if url not in doubtful), key=lambda url: not engines[url].gate.trial_due(now)
+        )
+        tiers = (tuple(well), doubtful)
         return EngineRanking(prompt, tiers, avoid, group=group)
 
     def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:

@@ -35,7 +35,7 @@ class RegisteredEngine:
         self.id = f"{role.value}-{hashlib.blake2b(url.encode(), digest_size=6).hexdigest()}"
         """The same in every proxy and after every start."""
         self.gate = gate
-        """State of its health checks. Only `EngineRegistry.checked` changes it."""
+        """State of its health checks and refusals. Only the registry changes it."""
         self._streak = streak
         self.draining = False
         """Whether an operator drains it. Only the registry changes it."""
@@ -59,7 +59,7 @@ class RegisteredEngine:
 
     def doubtful(self, now: float) -> bool:
         """Whether healthy engines should be asked first."""
-        return self.gate.shut or self.passed_over(now)
+        return (self.gate.shut and not self.gate.trial_due(now)) or self.passed_over(now)
 
     def passed_over(self, now: float) -> bool:
         """Whether other engines are asked first because many requests in a row failed here."""
@@ -246,6 +246,22 @@ class EngineRegistry:
         if was_shut and not engine.gate.shut:
             self._slots.engine_opened(engine)
         return changed
+
+    @owned
+    def refused(self, engine: RegisteredEngine, how: str, now: float) -> bool:
+        """Records a refused request. Arguments and result: as for `HealthGate.refused`."""
+        ejected = engine.gate.refused(how, now)
+        if ejected and not engine.removed:
+            self._caches.forget(engine.url)
+        return ejected
+
+    @owned
+    def took(self, engine: RegisteredEngine) -> bool:
+        """Records a request that was taken. Result: as for `HealthGate.took`."""
+        returned = engine.gate.took()
+        if returned and not engine.gate.shut:
+            self._slots.engine_opened(engine)
+        return returned
 
     @owned
     def note(self, engine: RegisteredEngine, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import anyio
 
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
 _LOOK_SECONDS = 1.0
 

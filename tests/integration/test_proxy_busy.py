@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""F22: engines that take no further request for now, as with vLLM's admission control."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from engine_standin import BUSY, PrefillEngine
+from proxy_cluster import Cluster, beside, counted, eventually, running_cluster
+
+
+def complete_all(cluster: Cluster, number: int) -> list[int]:
+    with ThreadPoolExecutor(number) as clients:
+        return list(clients.map(lambda each: cluster.complete(prompt=f"{each} is a prompt").status_code, range(number)))
+
+
+@pytest.mark.parametrize("rooms", [{"prefill": 4}, {"decode": 8}, {"prefill": 2, "decode": 4}], ids=str)
+def test_f22_requests_wait_for_room_and_nothing_counts_as_a_failure(rooms: dict[str, int]) -> None:
+    with running_cluster(prefill_engine=PrefillEngine(takes=0.05), eject_after=1) as cluster:
+        for role, room in rooms.items():
+            getattr(cluster, role).room = room
+        cluster.decode.waits = 0.05
+        assert complete_all(cluster, 40) == [200] * 40
+        assert counted(cluster) == ({"prefill": 0, "decode": 0}, {"prefill": {}, "decode": {}})
+        roles = cluster.client.get("/status.json").json()["roles"]
+        assert {engine["state"] for each in roles for engine in each["engines"]} == {"healthy"}
+        for role, room in rooms.items():
+            assert getattr(cluster, role).most_at_once <= room
+
+
+def test_f22_another_engine_takes_what_a_busy_one_does_not() -> None:
+    small = PrefillEngine(takes=0.05)
+    small.room = 1
+    with beside(prefill=small, eject_after=1) as cluster:
+        assert complete_all(cluster, 40) == [200] * 40
+        assert small.served > 0
+        assert cluster.client.get("/health").json()["withheld"]["prefill"] == {}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("status", [429, 503])
+def test_f22_after_the_queue_timeout_the_answer_is_503_with_retry_after(role: str, status: int) -> None:
+    with running_cluster(queue_timeout=0.5) as cluster:
+        error = {**BUSY["error"], "code": status}
+        getattr(cluster, role).refusal = (status, {"error": error})
+        begun = time.monotonic()
+        response = cluster.complete()
+        assert 0.4 < time.monotonic() - begun < 10
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert f"all {role} engines are busy" in response.json()["error"]["message"]
+        assert set(counted(cluster)[1][role]) == {"busy"}
+        assert len(getattr(cluster, role).received) < 10
+
+
+def test_f22_a_request_waits_until_the_engine_has_room_again() -> None:
+    """No request of this proxy is there whose end would tell it."""
+    with running_cluster() as cluster, ThreadPoolExecutor(1) as client:
+        cluster.decode.room = 0
+        answer = client.submit(cluster.complete)
+        eventually(lambda: len(cluster.decode.received) > 2)
+        cluster.decode.room = None
+        assert answer.result().status_code == 200
+
+
+@pytest.mark.parametrize(("healthy", "body"), [(False, BUSY), (True, {"error": "gone"})])
+def test_f22_a_503_of_an_engine_that_is_not_well_is_a_failure(healthy: bool, body: dict[str, object]) -> None:
+    """A dead engine's, or a gateway's."""
+    with running_cluster(check_interval=0.05, eject_after=1) as cluster:
+        cluster.decode.refusal = (503, body)
+        cluster.decode.healthy = healthy
+        if not healthy:
+            eventually(lambda: cluster.client.get("/health").json()["withheld"]["decode"])
+        assert cluster.complete().status_code == 503
+        assert counted(cluster)[1]["decode"] == {"server error": 1}

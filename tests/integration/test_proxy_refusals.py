@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""F19, F21, F23: engines that refuse what others take, lack a model's name, or answer without a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, Servers
+from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster
+
+from vllm_ascend_pd.proxy.routing import health_gate
+
+Engine = PrefillEngine | DecodeEngine
+EITHER_ROLE = pytest.mark.parametrize("role", ["prefill", "decode"])
+NO = {"error": {"message": "no", "code": 400}}
+
+
+def answers(status: int, engine: Engine) -> None:
+    engine.refusal = (status, {"error": {"message": "not here"}})
+
+
+def shows_a_page(status: int, engine: Engine) -> None:
+    engine.page = status
+
+
+def engine_of(role: str) -> Engine:
+    return PrefillEngine() if role == "prefill" else DecodeEngine()
+
+
+def good_one(role: str, cluster: Cluster) -> Engine:
+    return cluster.prefill if role == "prefill" else cluster.decode
+
+
+def withheld(cluster: Cluster, role: str) -> dict[str, str]:
+    shown: dict[str, str] = cluster.client.get("/health").json()["withheld"][role]
+    return shown
+
+
+FAULTS = {
+    **{f"HTTP {status}": partial(answers, status) for status in (400, 401, 403, 404, 408, 421, 429)},
+    "a page": partial(shows_a_page, 200),
+    "a page, 403": partial(shows_a_page, 403),
+}
+
+
+@EITHER_ROLE
+@pytest.mark.parametrize("strategy", ["prefix-affinity", "least-load"])
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_f19_an_engine_that_refuses_everything_costs_no_answer_and_is_ejected(
+    fault: Callable[[Engine], None],
+    strategy: str,
+    role: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It looks as if it had nothing to do. It comes back when it serves again."""
+    monkeypatch.setattr(health_gate, "_FIRST_PAUSE_SECONDS", 0.5)
+    refuser = engine_of(role)
+    fault(refuser)
+    with caplog.at_level("INFO"), beside(**{role: refuser}, strategy=strategy) as cluster:
+        cluster.prefill.takes = 0.02
+        with ThreadPoolExecutor(16) as clients:
+
+            def ask(number: int) -> int:
+                return cluster.complete(prompt=f"{number} is a prompt").status_code
+
+            assert list(clients.map(ask, range(160))).count(200) >= 159
+        eventually(lambda: withheld(cluster, role))
+        [why] = withheld(cluster, role).values()
+        assert "requests that others took: HTTP" in why
+        assert len(refuser.received) < 60
+        [of_role] = (each for each in cluster.client.get("/status.json").json()["roles"] if each["role"] == role)
+        [ejected] = (engine for engine in of_role["engines"] if engine["state"] == "ejected")
+        assert ejected["reason"] == why.removeprefix("ejected: ")
+        metric = f'vllm:kv_pd_proxy_engine_ejected{{engine="{ejected["url"]}",role="{role}"}} 1.0'
+        assert metric in cluster.client.get("/metrics").text
+        said = [record.getMessage() for record in caplog.records]
+        assert any(f"{role} engine {ejected['url']} is ejected: refused " in message for message in said)
+        # A trial fails, and costs no answer; later ones succeed.
+        asked = len(refuser.received)
+        eventually(lambda: ask(1) == 200 and len(refuser.received) > asked)
+        refuser.refusal = refuser.page = None
+        eventually(lambda: ask(2) == 200 and not withheld(cluster, role))
+
+
+@EITHER_ROLE
+def test_f19_a_wrong_request_is_asked_of_two_engines_and_counts_against_none(role: str) -> None:
+    engines = [engine_of(role) for _ in range(3)]
+    with Servers() as others:
+        urls = tuple(others.start(lambda _, engine=engine: engine.app) for engine in engines)
+        with running_cluster(**{f"other_{role}": urls}) as cluster:
+            everyone = [*engines, good_one(role, cluster)]
+            for engine in everyone:
+                engine.refusal = (400, NO)
+            for number in range(1, 6):
+                response = cluster.complete()
+                assert (response.status_code, response.json()) == (400, NO)
+                assert sum(len(engine.received) for engine in everyone) == 2 * number
+            assert withheld(cluster, role) == {}
+            roles = cluster.client.get("/status.json").json()["roles"]
+            assert {engine["state"] for each in roles for engine in each["engines"]} == {"healthy"}
+
+
+@EITHER_ROLE
+def test_f19_the_only_engines_own_error_goes_to_the_client(role: str) -> None:
+    with running_cluster() as cluster:
+        for status in (400, 404, 413, 422):
+            good_one(role, cluster).refusal = (status, {"error": {"message": "it is wrong", "code": status}})
+            response = cluster.complete()
+            assert (response.status_code, response.json()) == good_one(role, cluster).refusal
+        good_one(role, cluster).refusal = None
+        assert cluster.complete().status_code == 200
+        assert withheld(cluster, role) == {}
+
+
+def test_f19_what_prefill_denies_is_not_the_clients_fault() -> None:
+    """Decode has taken the client's key."""
+    with running_cluster(decode_fallback=False) as cluster:
+        cluster.prefill.refusal = (401, {"error": {"message": "Unauthorized"}})
+        response = cluster.complete()
+        assert response.status_code == 502
+        assert "HTTP 401 from the prefill engine" in response.json()["error"]["message"]
+
+
+def test_f19_decode_computes_what_no_prefill_engine_takes() -> None:
+    with running_cluster() as cluster:
+        cluster.prefill.refusal = (403, {"error": {"message": "Forbidden"}})
+        cluster.decode.computes_itself = True
+        assert cluster.complete().status_code == 200
+
+
+# --- successes that are none ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_f21_an_aborted_prefill_is_tried_again_at_once(engines: int, stream: dict[str, Any]) -> None:
+    aborting = PrefillEngine()
+    with beside(prefill=aborting) if engines == 2 else running_cluster(prefill_engine=aborting) as cluster:
+        aborting.aborts = 1
+        assert cluster.complete(**stream).status_code == 200
+        assert len(cluster.decode.received) == 2
+        assert counted(cluster)[1] == {"prefill": {"aborted": 1}, "decode": {"transfer failed": 1}}
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"choices": []}, {"object": "list"}, {"choices": None}, {"choices": [7]}, {"usage": {}}]
+)
+def test_f21_an_answer_without_a_completion_is_a_failed_prefill(body: dict[str, Any]) -> None:
+    odd = PrefillEngine()
+    odd.refusal = (200, body)
+    with beside(prefill=odd) as cluster:
+        assert cluster.complete().status_code == 200
+        [kind] = counted(cluster)[1]["prefill"]
+        assert kind == ("aborted" if "usage" in body else "unusable answer")
+
+
+# --- names of models --------------------------------------------------------------------------------------
+
+
+def test_f23_an_adapter_that_one_prefill_engine_lacks_is_computed_by_another() -> None:
+    lacking = PrefillEngine()
+    lacking.lacks = "an-adapter"
+    with beside(prefill=lacking) as cluster:
+        cluster.decode.adapter = "its-digest"
+        for _ in range(6):
+            assert cluster.complete(model="an-adapter").status_code == 200
+        assert lacking.received
+        assert all(sent.body["model"] == "an-adapter" for sent in cluster.prefill.received)
+        assert withheld(cluster, "prefill") == {}
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_f23_an_adapter_that_no_prefill_engine_has_is_computed_by_decode(computes: bool) -> None:
+    with running_cluster() as cluster:
+        cluster.prefill.lacks = "an-adapter"
+        cluster.decode.adapter = "its-digest"
+        cluster.decode.computes_itself = computes
+        response = cluster.complete(model="an-adapter")
+        assert response.status_code == (200 if computes else 503)
+        if not computes:
+            message = response.json()["error"]["message"]
+            assert "prefill engine" in message
+            assert "`an-adapter` does not exist" in message
+            assert "127.0.0.1" not in message
+
+
+@pytest.mark.parametrize("token_ids", [None, [1, 2, 3]])
+def test_f23_prefill_needs_no_alias(token_ids: list[int] | None) -> None:
+    """Decode's ticket says that the request has no adapter."""
+    with running_cluster() as cluster:
+        cluster.prefill.lacks = "an-alias"
+        cluster.decode.adapter = ""
+        cluster.decode.token_ids = token_ids
+        assert cluster.complete(model="an-alias").status_code == 200
+        [sent] = cluster.prefill.received
+        assert "model" not in sent.body
+        assert cluster.decode.received[0].body["model"] == "an-alias"

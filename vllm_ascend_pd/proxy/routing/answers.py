@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes back from an engine: how it is told apart, and what follows from it. No I/O.
+
+`kind_of` reads an HTTP answer that refuses a request. `RULES` has one row for each role and kind: whose fault it is,
+which other engines are asked, what follows then, and whether it counts against the engine. All of the proxy uses these
+rows, and scripts/answers_table.py writes them into docs/proxy.md.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
+
+
+class FailureKind(enum.Enum):
+    """How an attempt failed. The value is its name in `/health`."""
+
+    REFUSED = "refused"
+    """The engine says that the request is wrong."""
+    LACKS_MODEL = "no such model"
+    """The engine has no model or adapter of the request's name."""
+    DENIED = "denied"
+    """The engine, or a gateway before it, does not take requests like this one, whatever is in them."""
+    BUSY = "busy"
+    """The engine takes no further request now."""
+    UNREACHABLE = "unreachable"
+    """No connection could be made, so nothing was sent. The engines before it in the ranking were unreachable too."""
+    LOST = "connection lost"
+    """The connection closed before the answer was complete. The engine died, or was closing an idle connection."""
+    TIMEOUT = "timeout"
+    """The engine stayed silent, did not answer a health probe, or computed nothing for too long."""
+    ERROR = "server error"
+    """The engine answered with HTTP 5xx, or sent an error in a stream."""
+    GARBAGE = "unusable answer"
+    """The answer is no completion, or is too long."""
+    ABORTED = "aborted"
+    """Prefill only: the engine ended the request before the prompt was computed."""
+    TRANSFER = "transfer failed"
+    """The engine answered, but reports that the KV did not arrive."""
+    PREFILL = "prefill failed"
+    """Decode only: all attempts at its prefill failed, and no further one is allowed."""
+    NO_PREFILL = "no prefill engine"
+    """Decode only: no prefill engine took its prompt, so decode may be asked to compute that itself."""
+    NO_ENGINE = "no engine"
+    """All engines have been removed, or drain."""
+    FULL = "full"
+    """No engine had a free slot in time. Another attempt would wait just as long."""
+
+    @property
+    def label(self) -> str:
+        """The kind's name in metrics and traces."""
+        return self.value.replace(" ", "_")
+
+
+class Fault(enum.Enum):
+    """Whose fault a failure is."""
+
+    REQUEST = "the request's"
+    ENGINE = "the engine's"
+    NOBODY = "nobody's"
+    UNKNOWN = "unknown"
+
+
+class Asks(enum.Enum):
+    """How many other engines of the role are asked with the same request, and for prefill with the same ticket."""
+
+    NONE = "none"
+    """The engine may have begun with it."""
+    ONE = "one"
+    ALL = "all"
+    LINE = "all; then it waits"
+    """The request waits in the proxy's line until an engine has room."""
+
+
+class Then(enum.Enum):
+    """What follows if none of these engines took the request."""
+
+    END = "the client gets this error"
+    DECODE = "decode is asked to compute the prompt"
+    ANEW = "a new request at decode"
+    ANEW_OR_DECODE = "a new request at decode; at last, decode is asked to compute the prompt"
+
+
+class Counts(enum.Enum):
+    """Whether a failure counts against the engine."""
+
+    NO = "no"
+    YES = "yes"
+    IF_TAKEN = "if another engine takes it"
+    """The engine refused what another engine took. A few of these in a row eject it (`HealthGate.refused`)."""
+    IF_IDLE = "if it has no other request, and another engine takes it"
+
+
+class Rule(NamedTuple):
+    """What follows from one kind of failure at an engine of one role."""
+
+    seen: str
+    """What the proxy sees, for docs/proxy.md."""
+    fault: Fault
+    asks: Asks
+    then: Then
+    counts: Counts
+    again: bool = False
+    """Whether a new request may go to the same engine if no other is left: its failure may have been an accident."""
+
+
+_P, _D = EngineRole.PREFILL, EngineRole.DECODE
+
+RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
+    (_P, FailureKind.REFUSED): Rule(
+        "HTTP 4xx about the request (400, 413, 422, ...)", Fault.REQUEST, Asks.ONE, Then.END, Counts.IF_TAKEN
+    ),
+    (_P, FailureKind.LACKS_MODEL): Rule(
+        "HTTP 404 about the model or adapter", Fault.NOBODY, Asks.ALL, Then.DECODE, Counts.NO
+    ),
+    (_P, FailureKind.DENIED): Rule(
+        "HTTP 401, 403, 407, 408, 421 or 425, or an HTML page", Fault.ENGINE, Asks.ALL, Then.DECODE, Counts.YES
+    ),
+    (_P, FailureKind.BUSY): Rule(
+        "HTTP 429; or 503 in vLLM's words while `/health` is good",
+        Fault.NOBODY,
+        Asks.LINE,
+        Then.END,
+        Counts.IF_IDLE,
+    ),
+    (_P, FailureKind.UNREACHABLE): Rule("no connection", Fault.ENGINE, Asks.ALL, Then.DECODE, Counts.YES),
+    (_P, FailureKind.NO_ENGINE): Rule("all drain or are removed", Fault.NOBODY, Asks.ALL, Then.DECODE, Counts.NO),
+    (_P, FailureKind.FULL): Rule("no free place in time", Fault.NOBODY, Asks.LINE, Then.END, Counts.NO),
+    (_P, FailureKind.LOST): Rule(
+        "connection lost", Fault.UNKNOWN, Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True
+    ),
+    (_P, FailureKind.TIMEOUT): Rule("silence", Fault.ENGINE, Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True),
+    (_P, FailureKind.ERROR): Rule("other HTTP 5xx", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES),
+    (_P, FailureKind.GARBAGE): Rule(
+        "HTTP 200 without a completion, or one that is too long", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES
+    ),
+    (_P, FailureKind.ABORTED): Rule(
+        'HTTP 200 with the finish reason "abort"', Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES, again=True
+    ),
+    (_P, FailureKind.TRANSFER): Rule(
+        "HTTP 200 with an error of the transfer; or decode reports one",
+        Fault.UNKNOWN,
+        Asks.NONE,
+        Then.ANEW,
+        Counts.YES,
+        again=True,
+    ),
+    (_D, FailureKind.REFUSED): Rule(
+        "HTTP 4xx about the request (400, 401, 413, 422, ...)", Fault.REQUEST, Asks.ONE, Then.END, Counts.IF_TAKEN
+    ),
+    (_D, FailureKind.LACKS_MODEL): Rule(
+        "HTTP 404 about the model or adapter", Fault.NOBODY, Asks.ONE, Then.END, Counts.NO
+    ),
+    (_D, FailureKind.DENIED): Rule(
+        "HTTP 403, 407, 408, 421 or 425, or an HTML page", Fault.ENGINE, Asks.ALL, Then.END, Counts.IF_TAKEN
+    ),
+    (_D, FailureKind.BUSY): Rule(
+        "HTTP 429; or 503 in vLLM's words while `/health` is good",
+        Fault.NOBODY,
+        Asks.LINE,
+        Then.END,
+        Counts.IF_IDLE,
+    ),
+    (_D, FailureKind.UNREACHABLE): Rule("no connection", Fault.ENGINE, Asks.ALL, Then.ANEW, Counts.YES),
+    (_D, FailureKind.NO_ENGINE): Rule("all drain or are removed", Fault.NOBODY, Asks.ALL, Then.END, Counts.NO),
+    (_D, FailureKind.FULL): Rule("no free place in time", Fault.NOBODY, Asks.LINE, Then.END, Counts.NO),
+    (_D, FailureKind.LOST): Rule("connection lost", Fault.UNKNOWN, Asks.NONE, Then.ANEW, Counts.YES, again=True),
+    (_D, FailureKind.TIMEOUT): Rule("silence", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES),
+    (_D, FailureKind.ERROR): Rule(
+        "other HTTP 5xx, or an error as a stream's first event", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES
+    ),
+    (_D, FailureKind.GARBAGE): Rule("an answer that is none", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES),
+    (_D, FailureKind.TRANSFER): Rule(
+        "the KV did not arrive", Fault.UNKNOWN, Asks.NONE, Then.ANEW, Counts.NO, again=True
+    ),
+    (_D, FailureKind.PREFILL): Rule("all attempts at its prefill failed", Fault.NOBODY, Asks.NONE, Then.END, Counts.NO),
+    (_D, FailureKind.NO_PREFILL): Rule(
+        "no prefill engine took its prompt", Fault.NOBODY, Asks.NONE, Then.DECODE, Counts.NO, again=True
+    ),
+}
+"""One row for each way in which a request to an engine of a role can fail."""
+
+NEVER_THE_REQUEST = frozenset({401, 403, 407, 408, 421, 425})
+"""Statuses that tell nothing about a request's content."""
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: int
+    param: str | None = None
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    """vLLM's body of an error."""
+
+    error: _Error
+
+
+def kind_of(role: EngineRole, status: int, content_type: str | None, body: bytes, well: bool) -> FailureKind | None:
+    """Returns how an HTTP answer refuses a request before the engine has begun with it. None: it does not.
+
+    `well`: whether the engine's health checks are good. A dead engine's 503 is a failure, not a busy engine's.
+    """
+    if is_page(content_type):
+        return FailureKind.DENIED if status < 500 else None
+    if status == 429:
+        return FailureKind.BUSY
+    if status == 503:
+        return FailureKind.BUSY if well and _error(status, body) is not None else None
+    if not 400 <= status < 500:
+        return None
+    if status == 401 and role is EngineRole.DECODE:  # the key is the client's
+        return FailureKind.REFUSED
+    if status in NEVER_THE_REQUEST:
+        return FailureKind.DENIED
+    error = _error(status, body) if status == 404 else None
+    return FailureKind.LACKS_MODEL if error is not None and error.param == "model" else FailureKind.REFUSED
+
+
+def is_page(content_type: str | None) -> bool:
+    """Whether an answer is a page for people. It comes from a gateway, or from another server at the address."""
+    return (content_type or "").lower().startswith("text/html")
+
+
+def may_refuse(status: int, content_type: str | None) -> bool:
+    """Whether `kind_of` needs the body of such an answer."""
+    return 400 <= status < 500 or status == 503 or (is_page(content_type) and status < 500)
+
+
+def _error(status: int, body: bytes) -> _Error | None:
+    """The error in vLLM's form, which repeats the status."""
+    try:
+        error = msgspec.json.decode(body, type=_ErrorBody).error
+    except UNREADABLE:
+        return None
+    return error if error.code == status else None
