@@ -27,6 +27,7 @@ from vllm_ascend_pd.tools.launch.arguments import refused_argument
         ("--kv_transfer_config.kv_connector_extra_config.lease_s", "--kv-transfer-config is set here"),
         ("--config", "--config names a file that could contradict this script: give"),
         ("--config=/f", "--config names a file that could contradict this script: give"),
+        ("--prefill", "--prefill-context-parallel-size is not supported here"),
         ("--prefill_context_parallel_size=2", "--prefill-context-parallel-size is not supported here"),
         ("-pcp", "--prefill-context-parallel-size is not supported here"),
         ("--kv-offloading-size", "--kv-offloading-size makes vLLM replace this connector"),

@@ -357,10 +357,12 @@ def test_f20_dotted_options_are_one_object() -> None:
         '--kv-transfer-config \'{"kv_role": "kv_both"}\' --kv_transfer_config.kv_role kv_consumer '
         "--kv-transfer-config.kv_connector_extra_config.a-b.c+ x,y --kv-transfer-config.kv_port=5"
     )
-    # Another spelling is another option to vLLM; the last one counts.
-    assert arguments.json("kv-transfer-config") == {
-        "kv_connector_extra_config": {"a-b": {"c": ["x", "y"]}},
-        "kv_port": 5,
+    extra = {"a-b": {"c": ["x", "y"]}}
+    made = {"kv_role": "kv_consumer", "kv_connector_extra_config": extra, "kv_port": 5}
+    assert arguments.json("kv-transfer-config") == made
+    # A cut name is another option to vLLM, and the last one counts.
+    assert words_of("--kv-transfer-config.kv_port 5 --kv-transfer.kv_port 6").json("kv-transfer-config") == {
+        "kv_port": 6
     }
     changed = arguments.with_json("kv-transfer-config", {"kv_port": 6})
     assert changed.words()[1:] == [["--kv-transfer-config", '{"kv_port": 6}']]

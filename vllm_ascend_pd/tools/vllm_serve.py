@@ -46,6 +46,7 @@ class Word:
     """A word of a command line that begins like an option."""
 
     option: Option | None  # None: not known, or a short form of several
+    perhaps: tuple[Option, ...] = ()  # those of which it is a short form
     value: str | None = None  # behind a `=`, or behind the letter as in -n2
     keys: tuple[str, ...] = ()  # KEY of --NAME.KEY
     off: bool = False  # --no-NAME
@@ -83,22 +84,23 @@ class ServeOptions:
 
     def read(self, word: str) -> Word | None:
         """Returns None for a word that is no option: a value, or the model."""
-        if not word.startswith("-") or word == "-" or re.fullmatch(r"-\d+|-\d*\.\d+", word):
+        if not word.startswith("-") or word in ("-", "--") or re.fullmatch(r"-\d+|-\d*\.\d+", word):
             return None
         if word[:2] == "-O" and word != "-O":  # -O3
-            return Word(self._options.get("--optimization-level"), word[2:].removeprefix("="))
+            return Word(self._options.get("--optimization-level"), value=word[2:].removeprefix("="))
         head, equals, text = word.partition("=")
         value = text if equals else None
         name, *keys = head.split(".")
         name = name.replace("_", "-") if name.startswith("--") else name
-        name = self._in_full(name)
-        option = self._options.get(name)
+        longer = [name] if name in self._options else [each for each in self._options if each.startswith(name)]
+        perhaps = tuple(dict.fromkeys(self._options[each] for each in longer))
+        option = perhaps[0] if len(perhaps) == 1 else None
         if option is None and (found := self._options.get(word[:2])) is not None and not word.startswith("--"):
-            return Word(found, word[2:])  # -n2
+            return Word(found, value=word[2:])  # -n2
         if option is None and " " in word:
             return None  # as argparse says
-        off = name.startswith("--no-") and option is not None and not option.name.startswith("no-")
-        return Word(option, value, tuple(keys), off)
+        off = option is not None and longer[0].startswith("--no-") and not option.name.startswith("no-")
+        return Word(option, perhaps, value, tuple(keys), off)
 
     def split(self, words: Sequence[str]) -> Iterator[CommandPart]:
         """Puts the values to their options. All words are kept, in their order."""
@@ -106,7 +108,7 @@ class ServeOptions:
         while at < len(words):
             begin, word = at, words[at]
             at += 1
-            read = None if word == "--" else self.read(word)
+            read = self.read(word)
             if word == "-O" and words[at : at + 1] and words[at] in ("0", "1", "2", "3"):
                 read = self.read("--optimization-level")
             if word == "--":  # no options behind it
@@ -124,13 +126,6 @@ class ServeOptions:
                 while at < len(words) and at - begin - 1 < most and words[at] != "--" and self.read(words[at]) is None:
                     at += 1
             yield CommandPart(tuple(words[begin:at]), read, tuple(words[begin + 1 : at]))
-
-    def _in_full(self, name: str) -> str:
-        """Returns the name that `name` abbreviates, or `name` itself."""
-        if name in self._options:
-            return name
-        longer = [each for each in self._options if each.startswith(name)]
-        return longer[0] if len({self._options[each] for each in longer}) == 1 else name
 
 
 @cache

@@ -41,15 +41,19 @@ REFUSED = frozenset({*_OWN, *_SECRET, *_OTHERS})
 
 
 def refused_argument(argument: str) -> str | None:
-    """Returns why an argument may not be passed to `vllm serve`, or None if it may."""
+    """Returns why an argument may not be passed to `vllm serve`, or None if it may.
+
+    A short form of several options is refused if one of them is: another vLLM may have only that one.
+    """
     if "\n" in argument or "\0" in argument:
         return f"{argument[:40]!r} has more than one line"
     if argument in _SCRIPTS:
         return f"{argument} {_SCRIPTS[argument]}"
     word = table().read(argument)
-    if word is None or word.option is None:
+    options = () if word is None else word.perhaps if word.option is None else (word.option,)
+    name = next((option.name for option in options if option.name in REFUSED), None)
+    if name is None:
         return None
-    name = word.option.name
     if name in _SECRET:
         return (
             f"--{name}: every user of the machine can read command lines; put {_SECRET[name]} into a file of mode 0600 "
@@ -57,4 +61,4 @@ def refused_argument(argument: str) -> str | None:
         )
     if name in _OWN:
         return f"--{name} is set here: use {_OWN[name]}"
-    return f"--{name} {_OTHERS[name]}" if name in _OTHERS else None
+    return f"--{name} {_OTHERS[name]}"

@@ -72,8 +72,8 @@ class EngineArguments:
     def json(self, name: str) -> dict[str, Any]:
         """Returns the value of an option that is a JSON object, {} if it is not given. Raises MigrateError."""
         dotted = [part for part in self._given(name) if part.option is not None and part.option.keys]
-        if dotted:  # vLLM puts these behind all others, by their spelling; the last is what counts
-            spelled = [part.words[0].partition(".")[0] for part in dotted]
+        if dotted:  # vLLM puts these behind all others, by their name as it is cut; the last is what counts
+            spelled = [part.words[0].partition(".")[0].replace("_", "-") for part in dotted]
             last = list(dict.fromkeys(spelled))[-1]
             return nested(part for part, name in zip(dotted, spelled, strict=True) if name == last)
         text = self.text(name)
