@@ -13,6 +13,7 @@ import msgspec
 
 _MAX_NAME_BYTES = 256
 """Of a client's name. Every event of a stream repeats it."""
+_IN_ID = frozenset(bytes([each]) for each in b"0123456789abcdef-")
 _PART_OF_ID = re.compile(rb"[0-9a-f-]{1,35}\Z")
 """What may be the beginning of an id, at the end of a chunk."""
 
@@ -39,7 +40,9 @@ class Renaming:
 
     def feed(self, chunk: bytes) -> bytes:
         """Returns what is complete now."""
-        body = self._rest + chunk
+        body, self._rest = self._rest + chunk, b""
+        if body[-1:] not in _IN_ID:  # the usual end of an event or a body
+            return body.replace(self._old, self._new)
         last = body.rfind(self._old)
         behind = 0 if last < 0 else last + len(self._old)
         found = _PART_OF_ID.search(body, max(behind, len(body) - len(self._old) + 1))
