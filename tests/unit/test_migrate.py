@@ -257,8 +257,10 @@ def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
         read(f"{tmp_path}/missing.sh")
     (tmp_path / "run.sh").write_text("#!/bin/bash\nvllm serve m --port 8200\n")
     assert read(f"{tmp_path}/run.sh").words() == [["vllm", "serve", "m"], ["--port", "8200"]]
-    with pytest.raises(MigrateError, match="not http://HOST:PORT"):
-        migrated(serve(), proxy="192.0.2.1:8000")
+    # F26: the metaserver's path is appended, and the URL is the allow-list's.
+    for proxy in ("192.0.2.1:8000", "http://192.0.2.1:8000/", "http://192.0.2.1:8000/v1/metaserver"):
+        with pytest.raises(MigrateError, match="not http://HOST:PORT"):
+            migrated(serve(), proxy=proxy)
     with pytest.raises(MigrateError, match="not UTF-8"):
         read_command(["vllm", "serve", "m\udcff"], table(), {})
 

@@ -112,7 +112,11 @@ def _pair(engines: Sequence[EngineMigration], model: str | None) -> list[Change]
 
 
 def _check_proxy(url: str | None) -> None:
-    if url is not None and not (URL(url).host and URL(url).scheme in ("http", "https")):
+    """`url` is a root URL: paths are appended."""
+    if url is None:
+        return
+    is_root = not set("/?#@") & set(url.partition("://")[2])
+    if not (is_root and URL(url).host and URL(url).scheme in ("http", "https")):
         raise MigrateError(f"--proxy {url}: not http://HOST:PORT")
 
 
