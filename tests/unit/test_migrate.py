@@ -72,14 +72,18 @@ def said(result: Migration) -> dict[str, ChangeKind]:
 
 @pytest.fixture
 def mla(tmp_path: Path) -> Path:
-    make_model("deepseek-v3", tmp_path)
-    return tmp_path
+    return model_in(tmp_path / "mla", "deepseek-v3")
 
 
 @pytest.fixture
 def qwen(tmp_path: Path) -> Path:
-    make_model("qwen3-moe", tmp_path)
-    return tmp_path
+    return model_in(tmp_path / "qwen", "qwen3-moe")
+
+
+def model_in(folder: Path, architecture: str) -> Path:
+    folder.mkdir()
+    make_model(architecture, folder)
+    return folder
 
 
 def test_a_command_with_quotes_comments_variables_and_continuations(mla: Path) -> None:
@@ -157,11 +161,23 @@ def test_the_connector_s_refusals_stop_it(options: str, named: str, qwen: Path) 
     assert named in result.engines[0].stops[0].why
 
 
-def test_full_graphs_with_context_parallelism_on_decode(qwen: Path) -> None:
+def test_full_graphs_with_context_parallelism_on_decode(qwen: Path, mla: Path) -> None:
     options = '-dcp 2 -cc \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
     result = migrated(serve(options), model=qwen)
     assert result.ok
-    assert said(result).get("cudagraph_mode", said(result).get("who_computes")) is ChangeKind.CHANGED
+    assert said(result)["cudagraph_mode"] is ChangeKind.CHANGED
+    assert "who_computes" not in said(result)
+    assert ["--compilation-config", '{"cudagraph_mode": "PIECEWISE"}'] in result.engines[0].command
+    without_weights = migrated(serve(f"{options} --max-num-batched-tokens 256 -q ascend"), model=mla)
+    assert without_weights.ok
+    assert {"cudagraph_mode", "who_computes"} <= set(said(without_weights))
+
+
+@pytest.mark.parametrize("tokens", [1024, 1025])
+def test_mla_without_weights_for_prompts_leaves_them_to_prefill(tokens: int, mla: Path) -> None:
+    result = migrated(serve(f"--max-num-batched-tokens {tokens} -q ascend"), model=mla)
+    assert result.ok
+    assert ("who_computes" in said(result)) is (tokens == 1024)
 
 
 def test_a_model_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
@@ -205,9 +221,7 @@ def test_a_pair_that_does_not_fit(prefill: str, decode: str, subject: str, qwen:
 
 def test_other_paths_of_a_model_with_images(tmp_path: Path, qwen: Path) -> None:
     """vLLM's hash of an image includes the path, so prefill could not tell whether it has decode's image."""
-    vision = tmp_path / "vision"
-    vision.mkdir()
-    make_model("qwen3-vl-moe", vision)
+    vision = model_in(tmp_path / "vision", "qwen3-vl-moe")
     prefill = serve(kv_role="kv_producer")
     decode = serve().replace("vllm serve m ", "vllm serve elsewhere/m ")
     for model, refused in ((vision, True), (qwen, False)):
@@ -276,9 +290,7 @@ def test_ranks_of_a_model_without_experts_are_engines_of_their_own(tmp_path: Pat
 
 
 def test_models_with_images_are_told_of_the_proxy_s_option(tmp_path: Path, qwen: Path) -> None:
-    vision = tmp_path / "vision"
-    vision.mkdir()
-    make_model("qwen3-vl-moe", vision)
+    vision = model_in(tmp_path / "vision", "qwen3-vl-moe")
     assert said(migrated(serve(), model=vision))["--media-hosts"] is ChangeKind.CHECK
     assert "--media-hosts" not in said(migrated(serve(), model=qwen))
 
@@ -511,9 +523,7 @@ def test_f25_offloading_that_replaces_the_connector_stops_it(option: str, qwen: 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
 def test_f30_a_pool_beside_linear_attention_gets_the_remedy_that_helps(role: str, tmp_path: Path, qwen: Path) -> None:
-    linear = tmp_path / "linear"
-    linear.mkdir()
-    make_model("qwen3.5", linear)
+    linear = model_in(tmp_path / "linear", "qwen3.5")
     pool = {"kv_connector": "AscendStoreConnector", "kv_role": role}
     listed = {"connectors": [{**OLD, "kv_role": role}, pool]}
     config = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": listed}

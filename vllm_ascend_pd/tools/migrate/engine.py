@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_pd.core.hosts import authority
@@ -15,7 +15,7 @@ from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
 from vllm_ascend_pd.tools.migrate.connectors import translate
 from vllm_ascend_pd.tools.migrate.model_facts import ModelFacts
-from vllm_ascend_pd.tools.migrate.refusals import drops_prefill_weights, refusal
+from vllm_ascend_pd.tools.migrate.refusals import refusal
 from vllm_ascend_pd.tools.plan.compressed import BLOCK_SIZES
 from vllm_ascend_pd.tools.plan.model import Cached, ModelShape
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, REPLACES_CONNECTOR, plugins_with_ours, whole_number
@@ -33,9 +33,6 @@ _ENVIRONMENT_LEFT_OUT = {
     "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "only Mooncake's pulling connectors read it; here KV is pushed under leases",
     "VLLM_USE_V1": "vLLM 0.23 has nothing else and does not read it",
 }
-
-# How an engine is changed: new arguments, this connector's new entry, and what is said of it.
-_Attempt = tuple[EngineArguments, dict[str, Any], list[Change]]
 
 
 def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | None) -> EngineMigration:
@@ -217,68 +214,37 @@ def _states(
     return arguments, changes
 
 
-def _accepted(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
+def _accepted(
+    arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None
+) -> tuple[EngineArguments, dict[str, Any], list[Change]]:
     """Returns the least change that the connector does not refuse, or the refusal."""
-    first: str | None = None
-    for attempt in _ATTEMPTS:
-        new, entry, changes = attempt(arguments, ours, model)
-        reason = refusal(new, entry, model)
-        if reason is None:
-            return new, entry, changes
-        first = first or reason
-    return arguments, ours, [Change(ChangeKind.STOPS, "the engine's settings", first or "")]
+    never = {
+        **ours,
+        "kv_connector_extra_config": {**ours.get("kv_connector_extra_config", {}), "who_computes": "never"},
+    }
+    why = "the command's settings are for decode engines that compute no prompts: preempted requests go back to prefill"
+    promised = [Change(ChangeKind.CHANGED, "who_computes", why)]
+    for changed, graphs in ((arguments, []), _piecewise(arguments)):
+        for entry, said in ((ours, _recompute(arguments, ours)), (never, promised)):
+            if refusal(changed, entry, model) is None:
+                return changed, entry, [*graphs, *said]
+    return arguments, ours, [Change(ChangeKind.STOPS, "the engine's settings", refusal(arguments, ours, model) or "")]
 
 
-def _as_it_is(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
+def _recompute(arguments: EngineArguments, ours: dict[str, Any]) -> list[Change]:
     if ours.get("kv_role") != "kv_consumer" or not arguments.json("additional-config").get(_RECOMPUTE):
-        return arguments, ours, []
+        return []
     why = (
         "stays: preempted requests go back to prefill and their streams go on, instead of ending for the proxy to retry"
     )
-    return arguments, ours, [Change(ChangeKind.MEANING, _RECOMPUTE, why)]
+    return [Change(ChangeKind.MEANING, _RECOMPUTE, why)]
 
 
-def _never_computes(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
-    """Keeps every setting that promises that decode computes no prompt, and makes the promise hold."""
-    extra = {**(ours.get("kv_connector_extra_config") or {}), "who_computes": "never"}
-    why = "the command's settings are for decode engines that compute no prompts: preempted requests go back to prefill"
-    return arguments, {**ours, "kv_connector_extra_config": extra}, [Change(ChangeKind.CHANGED, "who_computes", why)]
-
-
-def _computes_prompts(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
-    """Leaves out the settings with which an engine cannot compute prompts."""
-    changes = []
-    additional = arguments.json("additional-config")
-    if additional.pop(_RECOMPUTE, None):
-        why = "vLLM preempts and resumes requests instead of ending them for vllm-ascend's proxy to send again"
-        changes.append(Change(ChangeKind.MEANING, _RECOMPUTE, f"left out: {why}"))
-        sizes = dict(additional.get("finegrained_tp_config") or {})
-        for name in ("oproj_tensor_parallel_size", "embedding_tensor_parallel_size"):
-            if sizes.pop(name, 0):
-                why = "vllm-ascend has it only with recompute_scheduler_enable: needs more memory"
-                changes.append(Change(ChangeKind.LEFT_OUT, name, why))
-        additional["finegrained_tp_config"] = sizes
-        additional = {name: value for name, value in additional.items() if value != {}}
-    if model is not None and drops_prefill_weights(arguments, model):
-        additional["enable_mlapo"] = False
-        why = "false: with MLAPO and so few tokens per step, vllm-ascend drops weights that prompts need. Slower"
-        changes.append(Change(ChangeKind.CHANGED, "enable_mlapo", why))
-    arguments = arguments.with_json("additional-config", additional)
-    compilation = arguments.json("compilation-config")
-    without_drafts = not arguments.speculation
-    full = str(compilation.get("cudagraph_mode") or "").upper().startswith("FULL")
-    if full and without_drafts and arguments.number("decode-context-parallel-size", 1) > 1:
-        arguments = arguments.with_json("compilation-config", {**compilation, "cudagraph_mode": "PIECEWISE"})
-        why = "PIECEWISE: a request's first step would be replayed from a graph that does not see its KV. Slower"
-        changes.append(Change(ChangeKind.CHANGED, "cudagraph_mode", why))
-    return arguments, ours, changes
-
-
-_ATTEMPTS: tuple[Callable[[EngineArguments, dict[str, Any], ModelShape | None], _Attempt], ...] = (
-    _as_it_is,
-    _never_computes,
-    _computes_prompts,
-)
+def _piecewise(arguments: EngineArguments) -> tuple[EngineArguments, list[Change]]:
+    """Without full graphs, which decode context parallelism does not allow."""
+    compilation = {**arguments.json("compilation-config"), "cudagraph_mode": "PIECEWISE"}
+    why = "PIECEWISE: a request's first step would be replayed from a graph that does not see its KV. Slower"
+    return arguments.with_json("compilation-config", compilation), [Change(ChangeKind.CHANGED, "cudagraph_mode", why)]
 
 
 def _url(arguments: EngineArguments) -> str:

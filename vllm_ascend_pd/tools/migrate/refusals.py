@@ -37,14 +37,14 @@ def refusal(arguments: EngineArguments, ours: Mapping[str, Any], model: ModelSha
     config = _vllm_config(arguments, ours)
     if (reason := unsupported(config)) is not None:
         return reason
-    if ours.get("kv_role") == "kv_consumer" and model is not None and drops_prefill_weights(arguments, model):
+    if ours.get("kv_role") == "kv_consumer" and model is not None and _drops_prefill_weights(arguments, model):
         dropped = SimpleNamespace(impl=SimpleNamespace(fused_qkv_a_proj=SimpleNamespace(weight=None)))
         config.compilation_config.static_forward_context = {"attention (W8A8)": dropped}
         return unsupported_weights(config)
     return None
 
 
-def drops_prefill_weights(arguments: EngineArguments, model: ModelShape) -> bool:
+def _drops_prefill_weights(arguments: EngineArguments, model: ModelShape) -> bool:
     """Whether vllm-ascend's MLAPO may drop the weights that MLA needs for prompts, on a decode engine.
 
     It does so for layers in W8A8, which only the checkpoint's files tell.
