@@ -165,9 +165,6 @@ def proxy(
     allowed_methods: Annotated[str, typer.Option(help="Allowed CORS methods as a JSON list, as in vLLM.")] = '["*"]',
     allowed_headers: Annotated[str, typer.Option(help="Allowed CORS headers as a JSON list, as in vLLM.")] = '["*"]',
     allow_credentials: Annotated[bool, typer.Option(help="Allow credentials in CORS requests, as in vLLM.")] = False,
-    ticket_secret_file: Annotated[
-        str | None, typer.Option(help="File with the ticket secret. The proxy signs tickets of retries with it.")
-    ] = None,
     metaserver_token_file: Annotated[
         str | None, typer.Option(help="File with the bearer token that decode engines must send with tickets.")
     ] = None,
@@ -239,7 +236,6 @@ def proxy(
                 allowed_methods=names("allowed-methods", allowed_methods),
                 allowed_headers=names("allowed-headers", allowed_headers),
                 allow_credentials=allow_credentials,
-                ticket_secret_file=ticket_secret_file,
                 metaserver_token_file=metaserver_token_file,
                 admin_token_file=admin_token_file,
                 otlp_traces_endpoint=otlp_traces_endpoint,
@@ -279,8 +275,6 @@ def keygen(
     key = "ticket_secret_file" if ticket_secret else "side_channel_key_file"
     print(f"{file}: created with mode 0600. Copy it to the hosts of all prefill and decode engines, and name it in")
     print(f'  --kv-transfer-config: "kv_connector_extra_config": {{"{key}": "{file.absolute()}"}}')
-    if ticket_secret:
-        print(f"The proxy needs it too: --ticket-secret-file {file.absolute()}")
 
 
 def main() -> NoReturn:

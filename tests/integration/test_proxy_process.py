@@ -185,7 +185,6 @@ def test_proxy_that_cannot_start_ends() -> None:
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--decode-attempts", "-1"), "--decode-attempts must be"),
         (("--prefil", "http://p:1"), "--prefil"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--allowed-origins", "*"), "must be a JSON list"),
-        (("--prefill", "http://p:1", "--decode", "http://d:1", "--ticket-secret-file", "/none"), "cannot be read"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--metaserver-token-file", "/"), "not a regular file"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--admin-token-file", "/none"), "cannot be read"),
         (

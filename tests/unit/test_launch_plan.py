@@ -82,7 +82,7 @@ def test_ray_runs_on_all_nodes_and_vllm_on_the_first() -> None:
 
 def test_the_proxys_command_is_one_that_it_takes() -> None:
     text = TWO_NODES.replace("10.0.0.1", "fd00::1").replace("a: {address: fd00::1", "a: {address: 'fd00::1'")
-    text += "  listen: '::'\n  args: [--read-timeout, '9']\nticket_secret: /k/tickets\nmetaserver_token: /k/token\n"
+    text += "  listen: '::'\n  args: [--read-timeout, '9']\nmetaserver_token: /k/token\n"
     *_, proxy = plan(text).processes
     assert proxy.command[:4] == (PYTHON, "-m", "vllm_ascend_pd.cli", "proxy")
     words = list(proxy.command[4:])
@@ -91,7 +91,7 @@ def test_the_proxys_command_is_one_that_it_takes() -> None:
         "host": "::", "port": 8000, "read_timeout": 9.0,
     }  # fmt: skip
     assert (taken["metaserver_url"], taken["decode"]) == ("http://[fd00::1]:8000", ["http://[fd00::1]:8200"])
-    assert (taken["ticket_secret_file"], taken["metaserver_token_file"]) == ("/k/tickets", "/k/token")
+    assert taken["metaserver_token_file"] == "/k/token"
     for option in {word for word in words if word.startswith("--")} - {"--read-timeout"}:
         with pytest.raises(HostsError, match=f"{option} is not for proxy.args"):
             plan(TWO_NODES + f"  args: ['{option}=1']\n")

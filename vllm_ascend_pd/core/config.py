@@ -136,8 +136,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     without it get no answer. The same on all engines of a cluster."""
     ticket_secret_file: str | None = None
     """File with the cluster's ticket secret (`vllm-ascend-pd keygen --ticket-secret`). Decode signs tickets with it.
-    Prefill serves only signed tickets, each once, before they expire. The same on all engines, and on a proxy that
-    retries."""
+    Prefill serves only signed tickets, each once, before they expire. The same on all engines."""
     decode_allowlist: tuple[str, ...] = ()
     """Addresses, networks (`10.1.0.0/16`) and names of hosts that prefill connects to for tickets. Empty: any host if
     tickets must be signed; otherwise private networks, the networks of this host's interfaces, and this host."""

@@ -9,14 +9,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.proxy.http.tls import Tls
 from vllm_ascend_pd.proxy.operate.start_tracing import check_tracing
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_urls, is_http
 from vllm_ascend_pd.proxy.routing.balance import DEFAULT_STRATEGY, STRATEGIES
 from vllm_ascend_pd.proxy.routing.engines_file import read_engines
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
-from vllm_ascend_pd.transport.keys import read_text_secret, read_ticket_secret
+from vllm_ascend_pd.transport.keys import read_text_secret
 
 MIB = 1024 * 1024
 
@@ -124,8 +123,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_ticket_bytes: int = 16 * MIB
     """The largest ticket. Token ids take about 7 bytes each; block ids take 8 bytes per 128 tokens and cache group. A
     ticket of 1 Mi tokens takes 7 MiB until its prefill ends."""
-    ticket_secret_file: str | None = None
-    """The file with the cluster's ticket secret. The proxy signs a ticket again for each further attempt."""
     metaserver_token_file: str | None = None
     """The file with the bearer token that decode engines must send with tickets."""
     admin_token_file: str | None = None
@@ -175,7 +172,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.strategy not in STRATEGIES:
             raise ValueError(f"the strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
         self._check_tls()
-        self.ticket_secret()
         self.metaserver_token()
         self.admin_token()
         if self.otlp_traces_endpoint is not None:
@@ -200,9 +196,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         if both := sorted({*engines[EngineRole.PREFILL]} & {*engines[EngineRole.DECODE]}):
             raise ValueError(f"{both[0]} is given as a prefill and as a decode engine")
         return engines
-
-    def ticket_secret(self) -> Secret | None:
-        return None if self.ticket_secret_file is None else read_ticket_secret(self.ticket_secret_file)
 
     def metaserver_token(self) -> str | None:
         return None if self.metaserver_token_file is None else read_text_secret(self.metaserver_token_file)

@@ -36,7 +36,6 @@ _PROXYS = {
     "--host": "use proxy.listen",
     "--port": "use proxy.port",
     "--metaserver-url": "use hosts",
-    "--ticket-secret-file": "use ticket_secret",
     "--metaserver-token-file": "use metaserver_token",
     "--help": "run `vllm-ascend-pd proxy --help`",
     "--version": "run `vllm-ascend-pd --version`",

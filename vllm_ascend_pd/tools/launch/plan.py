@@ -184,7 +184,6 @@ class _Planner:
             ("--host", proxy.listen or cluster.hosts[proxy.host].address),
             ("--port", proxy.port),
             ("--metaserver-url", self.proxy_url),
-            ("--ticket-secret-file", cluster.ticket_secret),
             ("--metaserver-token-file", cluster.metaserver_token),
             *urls,
         ]
