@@ -103,7 +103,7 @@ class ServeOptions:
         return Word(option, perhaps, value, tuple(keys), off)
 
     def split(self, words: Sequence[str]) -> Iterator[CommandPart]:
-        """Puts the values to their options. All words are kept, in their order."""
+        """Groups each option with its values. Keeps all words in their order."""
         at = 0
         while at < len(words):
             begin, word = at, words[at]

@@ -59,7 +59,7 @@ def read(text: str) -> KvTransferConfig:
 
 
 def judge_plugins(environment: Mapping[str, str]) -> list[Finding]:
-    """Whether vLLM loads the plugin that brings the connector."""
+    """Returns an error if VLLM_PLUGINS leaves out the plugin that brings the connector."""
     if (plugins := plugins_with_ours(environment)) is None:
         return []
     found = f"{PLUGINS} is {one_line(environment[PLUGINS], 200)!r}: without {PLUGIN}, vLLM has no {CONNECTOR}"

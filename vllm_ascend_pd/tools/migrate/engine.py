@@ -96,7 +96,7 @@ def _with_own_entry(config: Mapping[str, Any], entry: dict[str, Any]) -> dict[st
 
 
 def _of_words(arguments: EngineArguments) -> list[Change]:
-    """What no new connector would help with."""
+    """Returns what the words and options themselves need, whatever the connector."""
     found = []
     if unknown := arguments.unknown:
         kind, where = ChangeKind.CHECK, "this command's table of vLLM 0.23 and 0.32"
@@ -232,6 +232,7 @@ def _accepted(
 
 
 def _recompute(arguments: EngineArguments, ours: dict[str, Any]) -> list[Change]:
+    """Says what vllm-ascend's recompute scheduler does with this connector, if decode has it."""
     if ours.get("kv_role") != "kv_consumer" or not arguments.json("additional-config").get(_RECOMPUTE):
         return []
     why = (
@@ -241,7 +242,7 @@ def _recompute(arguments: EngineArguments, ours: dict[str, Any]) -> list[Change]
 
 
 def _piecewise(arguments: EngineArguments) -> tuple[EngineArguments, list[Change]]:
-    """Without full graphs, which decode context parallelism does not allow."""
+    """Returns the command without full graphs, which the connector refuses with decode context parallelism."""
     compilation = {**arguments.json("compilation-config"), "cudagraph_mode": "PIECEWISE"}
     why = "PIECEWISE: a request's first step would be replayed from a graph that does not see its KV. Slower"
     return arguments.with_json("compilation-config", compilation), [Change(ChangeKind.CHANGED, "cudagraph_mode", why)]
