@@ -13,8 +13,6 @@ other round, and must name the same bytes, or there are no figures.
 ours       `PrefillWorker` with all of its threads, a decode rank's `DecodeWorker` in another process
 reference  `start_load_kv`, `save_kv_layer` and the running KVCacheSendingLayerThread of the installed vllm-ascend; it
            is given decode's addresses, and does not tell decode that a request is done, which ours does
-floor      what no connector can do without that pushes layer by layer from a thread of its own: events, streams, one
-           hand-over, as many addresses and calls as ours (helpers/plan_floor.py). `less`: how far below the reference
 
 On both sides Mooncake's engine is replaced, at its own interface, by one that does nothing. Ours gives it as much in
 one call as over protocol "ascend": 8192 descriptors and 1 GiB at most (the reference: all of a layer). Nothing is
@@ -46,7 +44,6 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
-from helpers.plan_floor import Floor  # noqa: E402
 from helpers.plan_sides import Ours, Reference, reference_without_kernels  # noqa: E402
 from helpers.plan_step import BLOCK, HEAD_SIZE, PARTS, Case, Cost, Decode, Handed, layer_names  # noqa: E402
 from helpers.report import quartiles  # noqa: E402
@@ -63,7 +60,7 @@ MEMORY_GB = "1024"
 @dataclass(frozen=True)
 class Result:
     """`descriptors`, `calls`: of one layer, ours. `quartiles`: the first and the third of rounds' ratios, of which
-    `times_less` is the median; `floor_times_less`: that of the floor's."""
+    `times_less` is the median."""
 
     case: str
     layers: int
@@ -71,10 +68,8 @@ class Result:
     calls: int
     ours: Cost
     reference: Cost
-    floor: Cost
     times_less: float
     quartiles: tuple[float, float]
-    floor_times_less: float
     bar: float | None
 
     @property
@@ -94,7 +89,7 @@ class Result:
 
     @property
     def _sides(self) -> tuple[tuple[str, Cost], ...]:
-        return ("ours", self.ours), ("reference", self.reference), ("floor", self.floor)
+        return ("ours", self.ours), ("reference", self.reference)
 
     def rows(self) -> Iterator[str]:
         for side, cost in self._sides:
@@ -105,8 +100,6 @@ class Result:
                 row += f"{self.times_less:>9.1f}x{f'{low:.1f} to {high:.1f}':>14}{self.calls:>7}"
                 if self.bar is not None:
                     row += f"{self.bar:>5g}x  {'missed' if self.misses else 'holds'}"
-            elif side == "floor":
-                row += f"{self.floor_times_less:>9.1f}x"
             yield row
 
 
@@ -163,17 +156,14 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
             side.step()
         check_same_bytes(case, *(side.handed for side in sides))
         calls = len(ours.handed.writes or []) // layers
-        with closing(Floor(case, layers, ours.handed)) as floor:
-            for side in sides:
-                side.handed.writes = None
-            taking_turns: list[tuple[Ours | Reference | Floor, list[Cost]]] = [(side, []) for side in (*sides, floor)]
-            for number in range(rounds + 1):
-                for side, found in taking_turns[::-1] if number % 2 else taking_turns:
-                    found.append(side.step())
-    mine, theirs, least = (found[1:] for _, found in taking_turns)  # the first warms up
-    ratios, floor_ratios = (
-        [reference.cpu / cost.cpu for cost, reference in zip(costs, theirs, strict=True)] for costs in (mine, least)
-    )
+        for side in sides:
+            side.handed.writes = None
+        taking_turns: list[tuple[Ours | Reference, list[Cost]]] = [(side, []) for side in sides]
+        for number in range(rounds + 1):
+            for side, found in taking_turns[::-1] if number % 2 else taking_turns:
+                found.append(side.step())
+    mine, theirs = (found[1:] for _, found in taking_turns)  # the first warms up
+    ratios = [reference.cpu / cost.cpu for cost, reference in zip(mine, theirs, strict=True)]
     return Result(
         case=str(case),
         layers=layers,
@@ -181,10 +171,8 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
         calls=calls,
         ours=Cost.median(mine),
         reference=Cost.median(theirs),
-        floor=Cost.median(least),
         times_less=statistics.median(ratios),
         quartiles=quartiles(ratios),
-        floor_times_less=statistics.median(floor_ratios),
         bar=case.bar,
     )
 

@@ -4,16 +4,13 @@
 $ python benchmarks/proxy_overhead.py [--requests 300] [--rate 100] [--seconds 10] [--streams 2000] [--json]
 
 Client, proxy, a prefill and a decode engine are separate processes on 127.0.0.1. The engines compute nothing
-(helpers/stub_engine.py). Four ways to the same decode engine take turns, one request at a time:
+(helpers/stub_engine.py). Two ways to the same decode engine take turns, one request at a time:
 
 direct   the decode engine posts its ticket straight to the prefill engine, which answers at once
-bare     the decode engine needs no prefill
-floor    a relay in the proxy's place that does the same exchanges and nothing else (helpers/relay_floor.py)
 proxy    the decode engine posts its ticket to the proxy, which has the prefill engine run the prompt
 
-`added` is proxy - direct: what the proxy adds to requests that need a ticket. proxy - bare includes the stubs' own work
-for the ticket. No proxy on these libraries can cost less than the floor. Exits with 1 if a request failed, or if a bar
-is missed and --check was given.
+`added` is proxy - direct: what the proxy adds to requests that need a ticket. Exits with 1 if a request failed, or if
+a bar is missed and --check was given.
 """
 
 import argparse
@@ -42,7 +39,6 @@ PROMPT = "the quick brown fox jumps over the lazy dog " * 12  # about 120 tokens
 TOKENS, TOKEN_MS = 16, 5  # of a short stream
 START_SECONDS = 30.0
 WARM_UP = 20
-CLOCK_TICK = 0.01  # seconds; processes' CPU time comes in these
 OPENING = 64  # of the streams that are to be open at once: so many wait for their first token at a time
 SPARE_REQUESTS = 1024  # --max-concurrent above the streams: a slow machine has more than it should in flight
 
@@ -53,8 +49,6 @@ class FirstToken:
 
     requests: int
     direct_ms: float
-    bare_ms: float
-    floor_ms: float
     proxy_ms: float
     added_ms: float
     added_p90_ms: float
@@ -68,24 +62,18 @@ class FirstToken:
     def row(self) -> str:
         return (
             f"first token  {self.added_ms:+.2f} ms (p90 {self.added_p90_ms:+.2f} ms), {self.of_direct:.1f} x direct: "
-            f"direct {self.direct_ms:.2f} ms, bare {self.bare_ms:.2f} ms, "
-            f"floor {self.floor_ms:.2f} ms, proxy {self.proxy_ms:.2f} ms"
+            f"direct {self.direct_ms:.2f} ms, proxy {self.proxy_ms:.2f} ms"
         )
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """Of the proxy's process, user and system time; `share` of one core. `of_engine`: relative to the time of the stub
-    that streams. That has one request and one ticket's post for each stream; the proxy has two of either, and reads
-    each token besides. `of_floor`: relative to the relay that does nothing else, under the same load just before."""
+    """Of the proxy's process, user and system time; `share` of one core."""
 
     rate: float  # requests a second that were served
     asked: float  # that should have been
     share: float
     ms_per_request: float
-    of_engine: float
-    floor_share: float
-    of_floor: float
     failed: int
     measure: str = "cpu"
 
@@ -96,8 +84,7 @@ class Cpu:
     def row(self) -> str:
         return (
             f"CPU          {self.share:.1%} of a core at {self.rate:.0f} requests/s: "
-            f"{self.ms_per_request:.2f} ms each, {self.of_engine:.1f} x the stub engine's, "
-            f"{self.of_floor:.1f} x the floor's ({self.floor_share:.1%} of a core); {self.failed} failed"
+            f"{self.ms_per_request:.2f} ms each; {self.failed} failed"
         )
 
 
@@ -157,10 +144,7 @@ def process(command: list[str], log: Path) -> Iterator[tuple[subprocess.Popen[by
 @dataclass(frozen=True)
 class Setup:
     proxy: psutil.Process
-    floor: psutil.Process
-    decode: psutil.Process
     proxy_url: str
-    floor_url: str
     decode_url: str
     prefill_url: str
     log: Path
@@ -169,7 +153,7 @@ class Setup:
         body: dict[str, Any] = {"model": "stub", "prompt": PROMPT, "max_tokens": TOKENS, "stream": True, **fields}
         if way == "direct":
             body["kv_transfer_params"] = {"metaserver": f"{self.prefill_url}/v1/metaserver"}
-        url = {"proxy": self.proxy_url, "floor": self.floor_url}.get(way, self.decode_url)
+        url = self.proxy_url if way == "proxy" else self.decode_url
         return f"{url}/v1/completions", body
 
 
@@ -183,11 +167,7 @@ def running(max_concurrent: int) -> Iterator[Setup]:
         command = [sys.executable, "-m", "vllm_ascend_pd.cli", "proxy", "--port", "0"]
         options = ["--prefill", prefill, "--decode", decode, "--max-concurrent", str(max_concurrent)]
         proxy, port = stack.enter_context(process([*command, *options], folder / "proxy"))
-        relay = [sys.executable, str(HERE / "helpers" / "relay_floor.py"), "--prefill", prefill, "--decode", decode]
-        floor, floor_port = stack.enter_context(process(relay, folder / "floor"))
-        pids = [psutil.Process(running.pid) for running in (proxy, floor, stubs[1][0])]
-        urls = [f"http://127.0.0.1:{each}" for each in (port, floor_port)]
-        yield Setup(*pids, *urls, decode, prefill, folder / "proxy")
+        yield Setup(psutil.Process(proxy.pid), f"http://127.0.0.1:{port}", decode, prefill, folder / "proxy")
 
 
 def session() -> aiohttp.ClientSession:
@@ -220,7 +200,7 @@ async def stream(
 
 
 async def measure_first_token(setup: Setup, requests: int) -> FirstToken:
-    ways = ("direct", "bare", "floor", "proxy")
+    ways = ("direct", "proxy")
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     async with session() as client:
         for number in range(WARM_UP + requests):
@@ -229,51 +209,27 @@ async def measure_first_token(setup: Setup, requests: int) -> FirstToken:
                 taken = await stream(client, *setup.request(way, max_tokens=1))
                 if number >= WARM_UP:
                     seconds[way].append(taken * 1000)
-    direct, bare, floor, proxy = (median(seconds[way]) for way in ways)
+    direct, proxy = (median(seconds[way]) for way in ways)
     p90 = {way: quantiles(seconds[way], n=10)[-1] for way in ways}
     added_p90 = p90["proxy"] - p90["direct"]
-    return FirstToken(requests, direct, bare, floor, proxy, proxy - direct, added_p90, proxy / direct)
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a way's process, and the decode engine, spent on it, in seconds of CPU."""
-
-    elapsed: float
-    used: float
-    by_engine: float
-    failed: int
+    return FirstToken(requests, direct, proxy, proxy - direct, added_p90, proxy / direct)
 
 
 async def measure_cpu(setup: Setup, rate: float, seconds: float) -> Cpu:
-    number = round(rate * seconds)
-    floor = await load(setup, "floor", setup.floor, number, rate)
-    proxy = await load(setup, "proxy", setup.proxy, number, rate)
-    return Cpu(
-        (number - proxy.failed) / proxy.elapsed,
-        rate,
-        proxy.used / proxy.elapsed,
-        proxy.used / number * 1000,
-        proxy.used / max(proxy.by_engine, CLOCK_TICK),
-        floor.used / floor.elapsed,
-        proxy.used / max(floor.used, CLOCK_TICK),
-        proxy.failed + floor.failed,
-    )
-
-
-async def load(setup: Setup, way: str, process: psutil.Process, number: int, rate: float) -> Load:
     """Requests begin at fixed times, however long those before take."""
+    number = round(rate * seconds)
     async with session() as client:
-        await asyncio.gather(*(stream(client, *setup.request(way)) for _ in range(WARM_UP)))
-        before, engines, begun = cpu_seconds(process), cpu_seconds(setup.decode), time.perf_counter()
+        await asyncio.gather(*(stream(client, *setup.request("proxy")) for _ in range(WARM_UP)))
+        before, begun = cpu_seconds(setup.proxy), time.perf_counter()
         tasks = []
         for index in range(number):
             await asyncio.sleep(max(0.0, begun + index / rate - time.perf_counter()))
-            tasks.append(asyncio.create_task(stream(client, *setup.request(way, token_ms=TOKEN_MS))))
+            tasks.append(asyncio.create_task(stream(client, *setup.request("proxy", token_ms=TOKEN_MS))))
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         elapsed = time.perf_counter() - begun
-        used, by_engine = cpu_seconds(process) - before, cpu_seconds(setup.decode) - engines
-    return Load(elapsed, used, by_engine, report_failures(setup, ends))
+        used = cpu_seconds(setup.proxy) - before
+    failed = report_failures(setup, ends)
+    return Cpu((number - failed) / elapsed, rate, used / elapsed, used / number * 1000, failed)
 
 
 async def measure_streams(setup: Setup, streams: int) -> Streams:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV bytes per second from prefill's paged cache to decode's, against Mooncake's engine alone and one TCP connection.
+"""KV bytes per second from prefill's paged cache to decode's, against Mooncake's engine alone.
 
 $ python benchmarks/push.py [--mib 16 64 256] [--requests 1 8] [--layers 16] [--rounds 11] [--check] [--json]
 $ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/push.py --npu [--mib ...] [--requests ...] [--layers 16] ...
@@ -8,12 +8,9 @@ ours   our PrefillWorker and DecodeWorker in a process each, over Mooncake's TCP
        of all prompts: from when KV can be sent, which is all layers' at once, until decode's worker says that the last
        request is there, so with all writes and reports. Tickets come to prefill FIRST_LAYER_S earlier, when a model
        would begin with the first layer; grants are asked for meanwhile
-cold   the same, but the tickets come with the KV: nothing can be sent before decode has granted it
 best   Mooncake's engine alone with its default settings: the same number of bytes in one buffer, in descriptors of the
        fastest of SIZES, which is measured first. Each size has two processes of its own: connections that have moved
        long descriptors are slower with short ones, too
-same   the same, in descriptors as long as ours and a call for each layer: what Mooncake needs for such ones
-TCP    one plain connection on loopback
 
 Sides take turns; medians, of the ratios too, and quartiles of the one that has a bar. A scattered prompt's blocks are
 each by themselves, so a descriptor is one block of K or V; a contiguous one's are merged. Bytes are compared on arrival
@@ -25,7 +22,7 @@ regrouping kernels are those of tests/ascendc_twin.
 
 With --check, exits with 1 where ours is slower than MIN_OF_BEST of Mooncake at its best for BIG_MIB or more; with
 --npu, where a device does anything for KV that decode wants as it is, more than MAX_LAUNCHES launches a layer or
-MAX_PASSES passes over what is regrouped (launches.py), or where a thread waits for it.
+MAX_PASSES passes over what is regrouped, or where a thread waits for it.
 """
 
 import argparse
@@ -40,8 +37,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
-from helpers.push_floor import BATCH, Floors  # noqa: E402
-from helpers.push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
+from helpers.push_floor import Floors  # noqa: E402
+from helpers.push_pair import FIRST_LAYER_S, Cache, PushPair  # noqa: E402
 from helpers.report import line, need_emulated_npu, quartiles  # noqa: E402
 
 from vllm_ascend_pd.transport.batches import TransferLimits  # noqa: E402
@@ -53,8 +50,8 @@ MIN_OF_BEST, BIG_MIB = 0.9, 64
 
 @dataclass(frozen=True)
 class Result:
-    """Speeds are GB/s. `descriptor_kib` is ours, `best_kib` the one that Mooncake is fastest with. `of_best` and
-    `of_same`: ours by theirs, in the median round; `of_best_quartiles`: in the first and the third quartile."""
+    """Speeds are GB/s. `descriptor_kib` is ours, `best_kib` the one that Mooncake is fastest with. `of_best`: ours by
+    theirs, in the median round; `of_best_quartiles`: in the first and the third quartile."""
 
     requests: int
     mib: int
@@ -63,13 +60,9 @@ class Result:
     best_kib: int
     rounds: int
     ours: float
-    cold: float
     best: float
-    same: float
-    tcp: float
     of_best: float
     of_best_quartiles: tuple[float, float]
-    of_same: float
 
     @property
     def holds(self) -> bool:
@@ -79,17 +72,14 @@ class Result:
         placed = "scattered" if self.scattered else "contiguous"
         low, high = self.of_best_quartiles
         return (
-            f"{self.requests:>8}{self.mib:>6} {placed:<11}{self.descriptor_kib:>6}{self.ours:>8.2f}{self.cold:>8.2f}"
-            f"{self.best:>8.2f} "
-            f"({self.best_kib:>5} KiB){self.same:>8.2f}{self.tcp:>8.2f}{self.of_best:>9.0%}"
-            f"{f'{low:.0%} to {high:.0%}':>15}{self.of_same:>9.0%}"
+            f"{self.requests:>8}{self.mib:>6} {placed:<11}{self.descriptor_kib:>6}{self.ours:>8.2f}"
+            f"{self.best:>8.2f} ({self.best_kib:>5} KiB){self.of_best:>9.0%}{f'{low:.0%} to {high:.0%}':>15}"
         )
 
 
 HEADER = (
-    f"{'':32}{'':16}{'GB/s':>8}{'':36}{'ours':>9}{'quartiles':>15}{'ours':>9}\n"
-    f"{'requests':>8}{'MiB':>6} {'blocks':<11}{'KiB':>6}{'ours':>8}{'cold':>8}{'best':>8}{'':12}{'same':>8}{'TCP':>8}"
-    f"{'of best':>9}{'of it':>15}{'of same':>9}"
+    f"{'':40}{'GB/s':>8}{'':12}{'ours':>9}{'quartiles':>15}\n"
+    f"{'requests':>8}{'MiB':>6} {'blocks':<11}{'KiB':>6}{'ours':>8}{'best':>8}{'':12}{'of best':>9}{'of it':>15}"
 )
 
 
@@ -108,28 +98,16 @@ def measure(pair: PushPair, floors: Floors, mib: int, count: int, scattered: boo
     pair.check(requests)
     longest = 1 if scattered else blocks // count
     length = min(longest * cache.block_bytes, TransferLimits().piece_bytes(num_bytes // cache.layers))
-    in_a_call = min(BATCH, max(1, num_bytes // cache.layers // length))
 
-    def ours(first_layer_s: float) -> Times:
-        times = pair.push(requests, first_s=first_layer_s)
+    def ours() -> float:
+        times = pair.push(requests, first_s=FIRST_LAYER_S)
         if times.num_bytes != num_bytes:
             raise RuntimeError(f"{times.num_bytes} bytes were sent, not {num_bytes}")
-        return times
-
-    def warm_s() -> float:
-        times = ours(FIRST_LAYER_S)
         return times.arrived - times.first
 
-    def cold_s() -> float:
-        times = ours(0.0)
-        return times.arrived - times.begun
-
     sides: dict[str, Callable[[], float]] = {
-        "ours": warm_s,
-        "cold": cold_s,
+        "ours": ours,
         "best": lambda: floors.of(best).mooncake(num_bytes, best),
-        "same": lambda: floors.of(length).mooncake(num_bytes, length, in_a_call),
-        "tcp": lambda: floors.of(best).tcp(num_bytes),
     }
     samples: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds):
@@ -137,15 +115,12 @@ def measure(pair: PushPair, floors: Floors, mib: int, count: int, scattered: boo
             samples[side].append(sides[side]())
     speeds = {side: num_bytes / median(seconds) / 1e9 for side, seconds in samples.items()}
     # Round by round: how fast the machine is changes more slowly than that.
-    of_best, of_same = (
-        [other / mine for mine, other in zip(samples["ours"], samples[side], strict=True)] for side in ("best", "same")
-    )
+    of_best = [other / mine for mine, other in zip(samples["ours"], samples["best"], strict=True)]
     return Result(
         *(count, mib, scattered, length // 1024, best // 1024, rounds),
         **speeds,
         of_best=median(of_best),
         of_best_quartiles=quartiles(of_best),
-        of_same=median(of_same),
     )
 
 
@@ -167,11 +142,10 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
 
 def npu_results(args: argparse.Namespace) -> Iterator[Any]:
     from helpers import push_counts
-    from launches import kernels_on_the_twin
 
     if not args.json:
         print(push_counts.HEADER)
-    with kernels_on_the_twin() as kernels:
+    with push_counts.kernels_on_the_twin() as kernels:
         for prefill_tp in (1, 2):
             yield from push_counts.counts(Cache(args.layers, args.heads), prefill_tp, args.mib, args.requests, kernels)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of regrouping one layer's K and V between prefill's ranks: ours against the operators that vllm-ascend's
-layerwise connector uses, and our ops against a plain copy.
+layerwise connector uses.
 
 $ python benchmarks/regroup.py [--ranks 2 4] [--tokens 64 1024 4096] [--seconds 2] [--check] [--json]
 
@@ -14,17 +14,17 @@ reference  for K and V one after the other: index_select, transpose, reshape, ze
 Each must leave the right bytes for the transfer engine, or the benchmark fails. Compared is the time outside the
 collective, which no connector can save. (For fewer tokens than a block, both sides regroup the whole block.)
 
-With --check, exits with 1 where the reference takes less than MIN_GAIN times as long at 1024 tokens or more, or gather
-or interleave is slower than MIN_OF_COPY of a copy of the same bytes.
+With --check, exits with 1 where the reference takes less than MIN_GAIN times as long at 1024 tokens or more.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -35,15 +35,13 @@ import torch.distributed as dist
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
-import ops as ops_benchmark  # noqa: E402
 from helpers.regroup_layer import BLOCK, HEAD_SIZE, HEADS, Layer, check_bytes, our_side  # noqa: E402
 from helpers.report import line  # noqa: E402
 
 from harness.rank_processes import run_ranks  # noqa: E402
 from vllm_ascend_pd.device.cpu import CpuDevice  # noqa: E402
 
-OPS = ("gather_slices", "interleave_heads")
-MIN_GAIN, MIN_OF_COPY, BIG_TOKENS = 2.0, 0.7, 1024
+MIN_GAIN, BIG_TOKENS = 2.0, 1024
 TIMEOUT_S = 60.0
 
 
@@ -154,23 +152,6 @@ def reference(layer: Layer, caches: Sequence[torch.Tensor], blocks: list[int], t
     return run, lambda: torch.stack(buffers)
 
 
-# --- all of them -------------------------------------------------------------------------------------------
-
-
-def results(args: argparse.Namespace) -> Iterator[Result | ops_benchmark.Result]:
-    for ranks in args.ranks:
-        for tokens in args.tokens:
-            yield measure(Layer(ranks, tokens), args.seconds)
-    for ranks in args.ranks:
-        for tokens in args.tokens:
-            if tokens >= BIG_TOKENS:
-                yield from (each for each in ops_benchmark.measure(tokens, ranks, 1) if each.op in OPS)
-
-
-def holds(result: Result | ops_benchmark.Result) -> bool:
-    return result.holds if isinstance(result, Result) else result.of_copy >= MIN_OF_COPY
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help=f"of prefill, divisors of {HEADS}")
@@ -183,14 +164,13 @@ def main() -> int:
         parser.error(f"--tokens must be positive, and multiples of {BLOCK} above it")
     if any(ranks < 2 or HEADS % ranks for ranks in args.ranks):
         parser.error(f"--ranks must divide {HEADS}, and be 2 or more")
-    missed, header = False, ""
-    for result in results(args):
-        missed |= not holds(result)
-        kind, wanted = ("regroup", HEADER) if isinstance(result, Result) else ("op", f"\n{ops_benchmark.HEADER}")
-        if not args.json and wanted != header:
-            print(header := wanted)
-        more = {"measure": kind, "load_average": os.getloadavg()[0]}
-        print(line(result, holds(result), args.json, **more), flush=True)
+    missed = False
+    if not args.json:
+        print(HEADER)
+    for ranks, tokens in product(args.ranks, args.tokens):
+        result = measure(Layer(ranks, tokens), args.seconds)
+        missed |= not result.holds
+        print(line(result, result.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
     return 1 if missed and args.check else 0
 
 

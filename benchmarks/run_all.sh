@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs the benchmarks one after the other, all but `ttft.py --npu`, which takes tens of
-# minutes.
+# Runs the benchmarks one after the other.
 #
 #   benchmarks/run_all.sh [--quick] [--check]
 #
@@ -83,8 +82,6 @@ in_short() { # in_short OPTION...
   [[ -z $quick ]] || short=("$@")
 }
 
-in_short --tokens 1024
-run "$VENV" ops "${short[@]}"
 in_short --seconds 0.3 --tokens 1024 4096
 run "$VENV" regroup "${short[@]}" "${check[@]}"
 in_short --mib 64 --rounds 5
@@ -93,7 +90,6 @@ in_short --tokens 1024 32768 --rounds 3
 run "$VENV" token_ids "${short[@]}" "${check[@]}"
 in_short --rounds 3
 run "$VENV" overlap "${short[@]}" "${check[@]}"
-run "$VENV" memory "${check[@]}"
 in_short --requests 1 8 64 --engines 1 16 --rounds 2
 run "$VENV" scale "${short[@]}" "${check[@]}"
 in_short --requests 100 --seconds 4 --streams 500
@@ -104,16 +100,10 @@ in_short --quick --models small --parts first
 run "$VENV" who_computes "${short[@]}" "${check[@]}"
 in_short --rounds 3 --cases 32x32-contiguous {32x32,8x256}-scattered{,-tp2}
 run "$VENV-npu" plan "${short[@]}" "${check[@]}"
-run "$VENV-npu" launches
 in_short --mib 16
 run "$VENV-npu" push --npu "${short[@]}" "${check[@]}"
-in_short --cases 8x8-scattered
-run "$VENV-npu" batches "${short[@]}"
 in_short --rounds 3
 run "$VENV-npu" overlap --npu "${short[@]}" "${check[@]}"
-run "$VENV-npu" memory --npu "${check[@]}"
-in_short --rounds 1
-run "$VENV-npu" preemptions "${short[@]}" "${check[@]}"
 
 printf '\n=== summary\n'
 printf '%s\n' "${summary[@]}"

@@ -106,11 +106,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Result:
-    """`calls`: microseconds of the scheduler's calls by name, for each side; `p_memory`, `d_memory`: bytes."""
+    """`p_memory`, `d_memory`: bytes."""
 
     case: Case
     cost: Cost
-    calls: dict[str, dict[str, float]]
     p_memory: float
     d_memory: float
 
@@ -119,7 +118,7 @@ class Result:
         return {**asdict(self.cost), "p_memory": self.p_memory, "d_memory": self.d_memory}
 
     def as_json(self) -> dict[str, Any]:
-        return {"measure": "wave", **asdict(self.case), **self.compared, "calls": self.calls}
+        return {"measure": "wave", **asdict(self.case), **self.compared}
 
 
 class Wire:
@@ -217,8 +216,8 @@ class Bench:
         self._decode.stop()
         self._decode.stopped()
 
-    def wave(self, case: Case, memory: bool = False) -> tuple[Cost, dict[str, dict[str, float]], tuple[float, float]]:
-        """Cost, calls, and where asked for, the memory that each request takes (prefill, decode)."""
+    def wave(self, case: Case, memory: bool = False) -> tuple[Cost, tuple[float, float]]:
+        """Cost, and where asked for, the memory that each request takes (prefill, decode)."""
         prefill, decode = self._prefills[case.engines], self._decode
         if self._spread and not case.spread:  # engines that are merely known have not been heard of just now
             time.sleep(REST_S)
@@ -243,7 +242,7 @@ class Bench:
         prefill.go_on()
         self._posts.prefilled.set()
         p, d = prefill.finish(), decode.call("finish")
-        return self._cost(case, p, d, bodies), {"prefill": p["calls"], "decode": d["calls"]}, held
+        return self._cost(case, p, d, bodies), held
 
     def _cost(self, case: Case, p: dict[str, Any], d: dict[str, Any], bodies: list[bytes]) -> Cost:
         n, micro = case.requests, 1e6
@@ -283,14 +282,7 @@ def measure(cases: list[Case], layers: int, rounds: int) -> tuple[list[Result], 
                 found[case].append(bench.wave(case))
         results = []
         for case, waves in found.items():
-            calls = {
-                side: {
-                    name: statistics.median(1e6 * wave[1][side][name] / case.requests for wave in waves)
-                    for name in waves[0][1][side]
-                }
-                for side in ("prefill", "decode")
-            }
-            results.append(Result(case, Cost.median([wave[0] for wave in waves]), calls, *memory[case]))
+            results.append(Result(case, Cost.median([cost for cost, _ in waves]), *memory[case]))
         return results, bench.engine_bytes
 
 

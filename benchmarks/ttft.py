@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token through prefill and decode apart, against a single vLLM instance and vLLM's own connectors.
+"""Time to the first token through prefill and decode apart, beside a single vLLM instance and vLLM's MooncakeConnector.
 
 $ python benchmarks/ttft.py [--quick] [--models small wide] [--pairs 1/1 2/1] [--prompts 128 1024 4096]
-      [--sides ours together mooncake nixl bare] [--rounds 7] [--seconds 120] [--requests 48]
-      [--folder DIR [--traces]] [--check] [--json]
-$ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/ttft.py --npu [--sides ours layerwise v1 bare] ...
+      [--sides ours mooncake bare] [--rounds 7] [--seconds 120] [--requests 48] [--folder DIR] [--check] [--json]
 
 Real engines on vLLM's CPU backend, Llamas of random weights (helpers/ttft_sides.py), float32, streamed by the proxy. A
 pair is prefill's and decode's tensor-parallel size; the single instance has prefill's. Each side takes turns with the
 single instance, and its figures are divided by the single instance's. The idle one of the two is stopped (SIGSTOP). A
 round sends one request of every prompt length to both. Prompts are new each time and the same for both, and all tokens
 must be equal. Then comes the load, in turns again: --requests requests of 512 + 16 tokens, 8 at a time. Figures are
-medians of the rounds. Brackets hold the least and the greatest ratio of a round, and the first and third quartile.
+medians of the rounds. Brackets hold the first and third quartile of the ratios.
 
 ours      LayerwisePushConnector behind `vllm-ascend-pd proxy`, with all prompts sent to prefill
-together  LayerwisePushConnector behind a router that asks prefill and decode at once, as vLLM's proxy for Mooncake does
 mooncake  vLLM's MooncakeConnector behind helpers/pull_proxy.py, over TCP as ours
-nixl      vLLM's NixlConnector behind helpers/pull_proxy.py (needs `pip install nixl`)
 bare      no connector behind helpers/pull_proxy.py: decode gets each prompt's last token alone, answers wrongly, and
           shows what two engines cost without any transfer
-
-With --npu, vllm-ascend runs on emulated CANN libraries. Operators take a slow processor's time, not an NPU's, so only
-the connectors' work is compared. Engines compute in bfloat16, so tokens of near-ties may differ. The peers are
-
-layerwise vllm-ascend's MooncakeLayerwiseConnector behind our proxy
-v1        vllm-ascend's MooncakeConnectorV1 behind helpers/pull_proxy.py
 
 At the end come all bars with their ratios. Those of the time to the first token alone, at both pairs, take about seven
 minutes on two idle cores:
 
-$ python benchmarks/ttft.py --models small --sides ours bare mooncake --requests 0
+$ python benchmarks/ttft.py --models small --requests 0
 
 A side that does not start, or returns other tokens than the single instance, has a row that says why, and the exit code
-is 1. With --check it is also 1 if a bar is missed or could not be measured. Bars compare ours with *bare* and with the
-peers by what each takes of the single instance's time beside it.
+is 1. With --check it is also 1 if a bar is missed or could not be measured. Bars compare ours with *bare* and
+*mooncake* by what each takes of the single instance's time beside it.
 """
 
 import argparse
@@ -52,11 +42,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
 from helpers.report import quartiles  # noqa: E402
-from helpers.ttft_sides import MODELS, ON_CPU, ON_NPU, SIDES, Pair, Setting, Side, SideFailedError, single  # noqa: E402
+from helpers.ttft_sides import MODELS, SIDES, Pair, Setting, Side, SideFailedError, single  # noqa: E402
 
 from harness import agreement  # noqa: E402
 from harness.client import Completion, at_once, random_prompt  # noqa: E402
-from harness.models import for_npu, make_model  # noqa: E402
+from harness.models import make_model  # noqa: E402
 from harness.processes import StartupError, interrupt_on_sigterm  # noqa: E402
 
 TTFT_BARS = {"1/1": {128: 1.15, 1024: 1.08, 4096: 1.08}, "2/1": {128: 1.2, 1024: 1.15, 4096: 1.15}}
@@ -64,10 +54,6 @@ TTFT_BARS = {"1/1": {128: 1.15, 1024: 1.08, 4096: 1.08}, "2/1": {128: 1.2, 1024:
 even without a transfer."""
 RATE_BAR = 0.75
 """Least of the single instance's requests/s."""
-TOGETHER_BAR = 0.9
-"""Least of *together*'s time to the first token that ours takes: its transfers overlap with computing as ours do."""
-PEERS = ("mooncake", "nixl", "layerwise", "v1")
-"""Ours is ahead of each at every prompt length, and serves at least as many requests/s."""
 TOKENS = 4  # generated after each prompt, all of which must be right
 LOAD_PROMPT, LOAD_TOKENS, CONCURRENCY = 512, 16, 8
 LOAD_TURNS = 3
@@ -91,8 +77,7 @@ class Row:
     single_ttft_ms: float = 0.0
     cpu_ms: float = 0.0  # of all processes of the side, per request
     single_cpu_ms: float = 0.0
-    spread: tuple[float, float] = (0.0, 0.0)  # least and most of the rounds' ratios
-    quartiles: tuple[float, float] = (0.0, 0.0)  # the first and the third of them
+    quartiles: tuple[float, float] = (0.0, 0.0)  # of the rounds' ratios, the first and the third
     failure: str = ""
     load_average: float = 0.0
 
@@ -107,10 +92,8 @@ class Row:
         beginning = f"{self.model:<6}{self.pair:>4}  {self.side:<9}"
         if self.failure:
             return f"{beginning}DID NOT RUN: {self.failure}"
-        half = f"half of them {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}"
-        spread = (
-            f"{self.of_single:>6.2f}x  ({self.spread[0]:.2f} to {self.spread[1]:.2f}, {half}, {self.rounds} rounds)"
-        )
+        low, high = self.quartiles
+        spread = f"{self.of_single:>6.2f}x  (half of {self.rounds} rounds {low:.2f} to {high:.2f})"
         load = f"load {self.load_average:.1f}"
         cpu = f"CPU per request {self.cpu_ms:.0f} and {self.single_cpu_ms:.0f} ms"
         if self.measure == "ttft":
@@ -166,7 +149,7 @@ def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterato
         figures = (tokens, number, value, reference)
         cpu_ms, single_cpu_ms = (cpu[each.name][tokens] / number * 1000 for each in both)
         used_ms = {"cpu_ms": cpu_ms, "single_cpu_ms": single_cpu_ms}
-        yield Row(*where, "ttft", *figures, **used_ms, **spread(times), load_average=os.getloadavg()[0])
+        yield Row(*where, "ttft", *figures, **used_ms, quartiles=spread(times), load_average=os.getloadavg()[0])
     if amount.requests:
         yield measure_load(side, base, setting, amount.requests)
 
@@ -203,7 +186,7 @@ def measure_load(side: Side, base: Side, setting: Setting, requests: int) -> Row
         median(ttfts[side.name]),
         median(ttfts[base.name]),
         *(cpu[each.name] / (requests * LOAD_TURNS) * 1000 for each in (side, base)),
-        **spread(rates),
+        quartiles=spread(rates),
         load_average=os.getloadavg()[0],
     )
 
@@ -212,10 +195,8 @@ def prompt(setting: Setting, tokens: int, seed: str) -> list[int]:
     return random_prompt(tokens, seed, MODELS[setting.model].vocab_size)
 
 
-def spread(pairs: Sequence[tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """How far the rounds' ratios differ, for a `Row`."""
-    ratios = [mine / theirs for mine, theirs in pairs]
-    return {"spread": (min(ratios), max(ratios)), "quartiles": quartiles(ratios)}
+def spread(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return quartiles([mine / theirs for mine, theirs in pairs])
 
 
 def check_answers(side: Side, mine: Sequence[Completion], theirs: Sequence[Completion]) -> None:
@@ -273,7 +254,8 @@ def bars(rows: Sequence[Row], sides: Sequence[str]) -> Iterator[Bar]:
             holds = row.of_single >= RATE_BAR
             yield Bar(where, "the single instance's requests/s", row.of_single, f"{RATE_BAR} at least", holds)
         most = TTFT_BARS.get(row.pair, {}).get(row.prompt) if ttft else None
-        compared = (*PEERS, *(["together"] if ttft else []), *(["bare"] if most is not None else []))
+        # Ours is ahead of Mooncake's at every prompt length, and serves at least as many requests/s.
+        compared = ("mooncake", *(["bare"] if most is not None else []))
         for name in [side for side in sides if side in compared]:
             what = f"{name}'s" if ttft else f"{name}'s requests/s"
             other = measured.get((row.model, row.pair, name, row.measure, row.prompt))
@@ -283,8 +265,6 @@ def bars(rows: Sequence[Row], sides: Sequence[str]) -> Iterator[Bar]:
             times = row.of_single / other.of_single
             if name == "bare" and most is not None:
                 yield Bar(where, what, times, f"{most} at most", times <= most)
-            elif name == "together":
-                yield Bar(where, what, times, f"{TOGETHER_BAR} at least", times >= TOGETHER_BAR)
             elif ttft:
                 yield Bar(where, what, times, "less than 1", times < 1)
             else:
@@ -302,28 +282,18 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--pairs", nargs="+", type=Pair.parse, default=[Pair(1, 1), Pair(2, 1)], metavar="P/D")
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 1024, 4096], help="tokens, up to 4096")
-    parser.add_argument("--npu", action="store_true", help="vllm-ascend on emulated CANN libraries")
-    parser.add_argument("--sides", nargs="+", choices=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=120.0, help="after which a side begins no new round")
     parser.add_argument("--requests", type=int, default=48, help="of the load; 0: none")
     parser.add_argument("--folder", type=Path, help="keeps the checkpoints and the engines' logs")
-    parser.add_argument("--traces", action="store_true", help="ours traces, for vllm-ascend-pd timeline")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     args = parser.parse_args()
     if args.quick:
         args.models, args.prompts = ["small"], [128, 1024]
-    if args.traces and args.folder is None:
-        parser.error("--traces needs a --folder to be in")
     if not (min(args.prompts) > 0 and max(args.prompts) <= 4096 and args.rounds >= LEAST_ROUNDS):
         parser.error(f"--prompts must be of 1 to 4096, --rounds at least {LEAST_ROUNDS}")
-    if args.npu and os.environ.get("CANN_ON_HOST") != "1":
-        parser.error("--npu needs the emulated CANN libraries: CANN_ON_HOST=1, and the interpreter in .venv-npu")
-    possible = ON_NPU if args.npu else ON_CPU
-    args.sides = args.sides or list(possible)
-    if others := [side for side in args.sides if side not in possible]:
-        parser.error(f"{' '.join(others)}: not {'with' if args.npu else 'without'} --npu")
     interrupt_on_sigterm()
     amount = Amount(tuple(args.prompts), args.rounds, args.seconds, args.requests)
     rows: list[Row] = []
@@ -332,12 +302,11 @@ def main() -> int:
         if not args.json:
             print(HEADER)
         for model in args.models:
-            spec = for_npu(MODELS[model]) if args.npu else MODELS[model]
-            path = make_model(spec, folder / "models")
+            path = make_model(MODELS[model], folder / "models")
             for pair in args.pairs:
                 logs = folder / f"{model}-{pair.prefill}-{pair.decode}"
                 logs.mkdir(parents=True, exist_ok=True)
-                setting = Setting(model, path, pair, logs, "traces" if args.traces else None, args.npu)
+                setting = Setting(model, path, pair, logs)
                 for row in measure(setting, args.sides, amount):
                     rows.append(row)
                     print(row.as_json() if args.json else row, flush=True)

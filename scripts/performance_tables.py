@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/*.md from benchmarks/results/*.json, in place.
+"""Writes the table of docs/performance.md from benchmarks/results/*.json, in place.
 
-A results file has a `question` and `tables`: each has a date, a machine, the command, columns (key of a row -> heading)
-and rows. A page has `<!-- table FILE.TABLE -->` where one belongs, and `<!-- end -->` behind it.
+A results file has a `question`, its `latest` figures (date, case, figure, bar and state: true if the bar holds), which
+are the page's rows, and the `tables` of the runs that they are from.
 """
 
 import json
@@ -11,53 +11,34 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGE = REPOSITORY / "docs" / "performance.md"
 RESULTS = REPOSITORY / "benchmarks" / "results"
+ORDER = ("ttft", "who_computes", "plan", "regroup", "push", "overlap", "token_ids", "scale", "proxy_overhead")
 
-_PLACE = re.compile(r"(<!-- table (\w+)\.(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def cell(value: Any) -> str:
-    match value:
-        case None:
-            return ""
-        case True:
-            return "holds"
-        case False:
-            return "**missed**"
-        case int():
-            return f"{value:,}"
-        case _:
-            return str(value)
+_PLACE = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.DOTALL)
+_STATES = {True: "holds", False: "**missed**", None: ""}
 
 
-def table(results: dict[str, Any]) -> str:
-    """Markdown: a line with date, machine and command, and the rows. Numbers are on the right."""
-    columns = results["columns"]
-    numbers = [
-        all(isinstance(row[key], int | float | None) and not isinstance(row[key], bool) for row in results["rows"])
-        for key in columns
-    ]
-    lines = [
-        f"{results['date']}, {results['machine']} (`{results['command']}`):",
-        "",
-        f"| {' | '.join(columns.values())} |",
-        f"|{'|'.join('---:' if number else '---' for number in numbers)}|",
-        *(f"| {' | '.join(cell(row[key]) for key in columns)} |" for row in results["rows"]),
-    ]
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown. A question stands in the first of its rows."""
+    lines = ["| question | case | latest figure | bar | | date |", "|---|---|---|---|---|---|"]
+    for each in results:
+        question = each["question"]
+        for row in each["latest"]:
+            state = row["state"] if isinstance(row["state"], str) else _STATES[row["state"]]
+            lines.append(
+                f"| {question} | {row['case']} | {row['figure']} | {row['bar']} | {state} | {row['date']} |".replace(
+                    "|  |", "| |"
+                )
+            )
+            question = ""
     return "\n".join(lines)
 
 
 def filled(page: str) -> str:
-    """The page with its tables made anew. Raises KeyError or OSError for one that there is no data for."""
-
-    def place(found: re.Match[str]) -> str:
-        results = json.loads((RESULTS / f"{found[2]}.json").read_text())["tables"][found[3]]
-        return f"{found[1]}\n{table(results)}\n\n{found[4]}"
-
-    return _PLACE.sub(place, page)
+    results = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ORDER]
+    return _PLACE.sub(lambda found: f"{found[1]}\n{table(results)}\n\n{found[2]}", page)
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(filled(page.read_text()))
+    PAGE.write_text(filled(PAGE.read_text()))

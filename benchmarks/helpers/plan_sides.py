@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +27,10 @@ from helpers.plan_step import (
 
 
 class Ours:
-    """`tensors`: K and V by layer. `mooncake`: vllm-ascend's engine; None: one that does nothing."""
+    """`tensors`: K and V by layer. Mooncake's engine is one that does nothing."""
 
-    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case, mooncake: Any = None) -> None:
+    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case) -> None:
         from harness.rank_programs import HOST, MODEL
-        from vllm_ascend_pd.connector.shared_engine import SharedEngine
         from vllm_ascend_pd.core.caches import LayerSpec, describe
         from vllm_ascend_pd.core.config import parse_config
         from vllm_ascend_pd.core.topology import RankInfo, sharding
@@ -41,12 +40,9 @@ class Ours:
         from vllm_ascend_pd.transport.engine import TransferEngine
 
         self._decode, self._case, self._layers = decode, case, list(tensors)
-        self.handed = mooncake or Handed()
-        with ExitStack() as stack:
-            if mooncake is None:
-                stack.enter_context(mock.patch("mooncake.engine.TransferEngine", return_value=self.handed))
-            existing = None if mooncake is None else SharedEngine.find("ascend")
-            engine = TransferEngine(HOST, "ascend", TransferLimits.over("ascend"), existing)
+        self.handed = Handed()
+        with mock.patch("mooncake.engine.TransferEngine", return_value=self.handed):
+            engine = TransferEngine(HOST, "ascend", TransferLimits.over("ascend"), None)
         spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
         rank_info = RankInfo("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))
@@ -166,13 +162,13 @@ def reference_without_kernels() -> Iterator[None]:
 class Reference:
     """As `Ours`."""
 
-    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case, mooncake: Any = None) -> None:
+    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case) -> None:
         import torch
         from vllm.v1.kv_cache_interface import FullAttentionSpec
         from vllm_ascend.distributed.kv_transfer.kv_p2p import mooncake_layerwise_connector as layerwise
 
         self._module, self._case, self._tensors = layerwise, case, tensors
-        self.handed = mooncake or Handed()
+        self.handed = Handed()
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=case.heads, head_size=HEAD_SIZE, dtype=torch.bfloat16)
         ours, theirs = {}, {}
         for layer, parts in tensors.items():

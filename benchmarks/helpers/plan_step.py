@@ -3,7 +3,6 @@
 engine that does nothing."""
 
 import argparse
-import os
 import random
 import re
 import statistics
@@ -159,12 +158,11 @@ def layer_names(layers: int) -> list[str]:
 class Decode:
     """A decode rank with TP 1 in a process of its own, and the listener that describes it."""
 
-    def __init__(self, layers: int, case: Case, on: str = "cpu") -> None:
-        """`on`: "cpu", with caches that are never touched, or "npu"."""
+    def __init__(self, layers: int, case: Case) -> None:
         from harness.kv import Model, Side
         from harness.ports import reserve_port
         from harness.rank_hosts import Rank
-        from harness.rank_programs import HOST, MODEL, DecodeRank
+        from harness.rank_programs import HOST, MODEL
         from helpers.plan_decode import UntouchedDecodeRank
         from vllm_ascend_pd.core.protocol import EngineDescription
         from vllm_ascend_pd.core.transports import TransportInfo
@@ -173,13 +171,10 @@ class Decode:
         model = Model(layers, KV_HEADS, (HEAD_SIZE,) * PARTS)
         init = f"tcp://{HOST}:{reserve_port()}"
         side = Side(1, case.cache_blocks, BLOCK)
-        program = UntouchedDecodeRank if on == "cpu" else DecodeRank
-        # Mooncake transfers nothing inside an NPU: prefill is on the first one.
-        self._rank = Rank(program, model, side, 0, 0, init, "decode", {}, on, HOST, int(on == "npu"), device=on)
+        self._rank = Rank(UntouchedDecodeRank, model, side, 0, 0, init, "decode", {}, "cpu", HOST, 0, device="cpu")
         self._rank.receive(START_TIMEOUT_S)
-        self.description = self._rank.call("description")
-        if on == "cpu":  # no byte moves: that this rank would be written to over TCP is nobody's concern
-            self.description = msgspec.structs.replace(self.description, transport=TransportInfo())
+        # No byte moves: that this rank would be written to over TCP is nobody's concern.
+        self.description = msgspec.structs.replace(self._rank.call("description"), transport=TransportInfo())
         self._listener = DescriptionListener(EngineDescription("decode", MODEL, 1, 1, (self.description,)), HOST, 0)
         self.port = int(self._listener.endpoint.rpartition(":")[2])
 
@@ -196,17 +191,9 @@ class Decode:
     def mooncake_port(self) -> int:
         return int(self.description.session.rpartition(":")[2])
 
-    @property
-    def process(self) -> int:
-        return int(self._rank.call("do", _process_id))
-
     def close(self) -> None:
         self._listener.close(5.0)
         self._rank.kill()
-
-
-def _process_id(rank: Any) -> int:
-    return os.getpid()
 
 
 def thread_cpu_s(name: str) -> float:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least proxy that vLLM's pulling connectors work with: `ttft.py` measures them behind it.
+"""The least proxy that vLLM's MooncakeConnector works with: `ttft.py` measures it behind this.
 
-$ python benchmarks/pull_proxy.py --connector NixlConnector --prefill URL --decode URL --port 8000
-$ python benchmarks/pull_proxy.py --connector MooncakeConnector --bootstrap URL --prefill URL --decode URL --port 8000
-$ python benchmarks/pull_proxy.py --connector none --prefill URL --decode URL --port 8000
+$ python benchmarks/helpers/pull_proxy.py [--bootstrap URL] --prefill URL --decode URL --port 8000
 
-Does what vLLM's own examples do, in faster libraries, and nothing else. NixlConnector, and vllm-ascend's
-MooncakeConnectorV1: prefill first, and what it answers goes to decode. MooncakeConnector: both at once, with an id that
-joins them. None: prefill first, and then decode gets the prompt's last token alone, which is all that it computes
-where KV is transferred; its answers are wrong, and took what two engines take without any transfer.
+Does what vLLM's own example does, in faster libraries, and nothing else. With MooncakeConnector's bootstrap server, it
+asks both engines at once, with an id that joins them. Without, it asks prefill first, and then decode gets the prompt's
+last token alone, which is all that it computes where KV is transferred; its answers are wrong, and took what two
+engines take without any transfer.
 """
 
 import argparse
@@ -21,14 +19,13 @@ import aiohttp
 import uvicorn
 from stub_engine import JSON, SSE, answer, body_of
 
-CONNECTORS = ("MooncakeConnector", "NixlConnector", "MooncakeConnectorV1", "none")
 FOR_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 FOR_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
 
 
 class PullProxy:
-    def __init__(self, connector: str, prefill: str, decode: str, bootstrap: str | None) -> None:
-        self._connector, self._prefill, self._decode, self._bootstrap = connector, prefill, decode, bootstrap
+    def __init__(self, prefill: str, decode: str, bootstrap: str | None) -> None:
+        self._prefill, self._decode, self._bootstrap = prefill, decode, bootstrap
         self._engine_id: str | None = None
         self._opened: aiohttp.ClientSession | None = None
 
@@ -38,13 +35,9 @@ class PullProxy:
             return
         request = json.loads(await body_of(receive))
         request_id = str(uuid.uuid4())
-        if self._connector == "none":
+        if self._bootstrap is None:
             await self._run_prefill(request, request_id, None)
             await self._stream({**request, "prompt": request["prompt"][-1:]}, request_id, None, send)
-            return
-        if self._connector != "MooncakeConnector":
-            prefilled = await self._run_prefill(request, request_id, FOR_PREFILL)
-            await self._stream(request, request_id, prefilled["kv_transfer_params"], send)
             return
         transfer = {"transfer_id": f"transfer-{request_id}"}
         from_where = {"remote_bootstrap_addr": self._bootstrap, "remote_engine_id": await self._engine()}
@@ -52,12 +45,12 @@ class PullProxy:
         await self._stream(request, request_id, FOR_DECODE | transfer | from_where, send)
         await prefill
 
-    async def _run_prefill(self, request: dict[str, Any], request_id: str, params: dict[str, Any] | None) -> Any:
+    async def _run_prefill(self, request: dict[str, Any], request_id: str, params: dict[str, Any] | None) -> None:
         body = {**request, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
         url, headers = f"{self._prefill}/v1/completions", {"X-Request-Id": request_id}
         async with self._session.post(url, json=body, headers=headers) as reply:
             reply.raise_for_status()
-            return await reply.json()
+            await reply.read()
 
     async def _stream(self, request: dict[str, Any], request_id: str, params: dict[str, Any] | None, send: Any) -> None:
         body = {**request, "kv_transfer_params": params}
@@ -86,15 +79,12 @@ class PullProxy:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connector", choices=CONNECTORS, required=True)
     parser.add_argument("--prefill", required=True)
     parser.add_argument("--decode", required=True)
     parser.add_argument("--bootstrap", help="MooncakeConnector's bootstrap server, on prefill")
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args()
-    if args.connector == "MooncakeConnector" and args.bootstrap is None:
-        parser.error("MooncakeConnector needs --bootstrap")
-    proxy = PullProxy(args.connector, args.prefill, args.decode, args.bootstrap)
+    proxy = PullProxy(args.prefill, args.decode, args.bootstrap)
     uvicorn.run(
         proxy,
         host="127.0.0.1",

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """For benchmarks/push.py --npu: what one step's pushes queue on prefill's NPUs and hand to Mooncake, counted."""
 
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from launches import MAX_LAUNCHES, MAX_PASSES
 
 from harness.rank_programs import PrefillRank
 from helpers.push_pair import Cache, PushPair
@@ -16,6 +17,8 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import Flight
 
 MIB = 1 << 20
+MAX_LAUNCHES, MAX_PASSES = 4, 2
+"""Of regrouping a layer: a split, an all-to-all and an interleave, and one to spare."""
 OWN_WAITS = 1  # push_pair.prefill waits for the step's end
 
 
@@ -69,6 +72,17 @@ HEADER = (
     f"{'TP':>5}{'requests':>9}{'MiB':>5} {'blocks':<11}{'calls':>6}{'descr.':>9}{'kernels':>9}{'collectives':>12}"
     f"{'copies':>7}{'events':>7}{'passes':>8}{'uploads':>9}{'downloads':>10}{'waits':>6}{'KiB more':>10}"
 )
+
+
+@contextmanager
+def kernels_on_the_twin() -> Iterator[Path]:
+    """The NPU's library as setup.py builds it, with the toolkit of tests/ascendc_twin for CANN."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "ascendc_twin"))
+    from make_toolkit import build_kernels, make_toolkit
+
+    with tempfile.TemporaryDirectory() as folder:
+        library, _ = build_kernels(make_toolkit(Path(folder, "cann")), Path(folder, "build"), Path(folder))
+        yield library
 
 
 def counts(

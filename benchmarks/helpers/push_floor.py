@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For benchmarks/push.py: the same bytes from one process to another by Mooncake's engine alone, as it is by default,
-and by a plain TCP connection."""
+"""For benchmarks/push.py: the same bytes between two processes by Mooncake's engine alone, as it is by default."""
 
-import socket
 import time
 from typing import Any
 
@@ -16,30 +14,21 @@ PATIENCE_S = 60.0
 PAGE = 4096
 BATCH = 512
 """Descriptors in one call: of thousands, Mooncake's queue refuses some."""
-TCP_CHUNK = 1 << 20
 
 
 class Floor:
-    """Two processes with `num_bytes` each, which send by Mooncake or by a plain TCP connection."""
+    """Two processes with `num_bytes` each, one of which writes to the other by Mooncake."""
 
     def __init__(self, num_bytes: int) -> None:
         self._from, self._to = (Rank(FloorRank, num_bytes, device="cpu") for _ in range(2))
         for rank in (self._from, self._to):
             rank.receive(PATIENCE_S)
-        self._session, self._address, port = self._to.call("where")
-        self._to.send("accept")
-        self._from.call("connect", port)
-        self._to.receive(PATIENCE_S)
+        self._session, self._address = self._to.call("where")
         self._from.call("fill", 1)
 
     def mooncake(self, num_bytes: int, descriptor_bytes: int, batch: int = BATCH) -> float:
         """Returns the seconds for `num_bytes`, in calls of up to `batch` descriptors."""
         return float(self._from.call("write", self._session, self._address, num_bytes, descriptor_bytes, batch))
-
-    def tcp(self, num_bytes: int) -> float:
-        self._to.send("read", num_bytes)
-        begun = self._from.call("send", num_bytes)
-        return float(self._to.receive(PATIENCE_S)) - float(begun)
 
     def check(self, num_bytes: int) -> None:
         """Raises RuntimeError unless the bytes have arrived; then clears them."""
@@ -55,7 +44,7 @@ class Floor:
 
 
 class Floors:
-    """A `Floor` for each length of descriptors. Both ways were checked once."""
+    """A `Floor` for each length of descriptors. Each was checked once."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -65,8 +54,6 @@ class Floors:
         if descriptor_bytes not in self._of:
             floor = self._of[descriptor_bytes] = Floor(self._num_bytes)
             floor.mooncake(self._num_bytes, descriptor_bytes)
-            floor.check(self._num_bytes)
-            floor.tcp(self._num_bytes)
             floor.check(self._num_bytes)
         return self._of[descriptor_bytes]
 
@@ -82,26 +69,14 @@ class FloorRank:
         from mooncake.engine import TransferEngine
 
         self._buffer = aligned_buffer(num_bytes, PAGE, "cpu")
-        self._view = memoryview(self._buffer.numpy())
         self._engine: Any = TransferEngine()
-        self._listener = socket.create_server((HOST, 0))
-        self._connection: socket.socket | None = None
         if self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
             raise RuntimeError("Mooncake did not start")
         if self._engine.register_memory(self._buffer.data_ptr(), num_bytes) != 0:
             raise RuntimeError("Mooncake did not register the memory")
 
-    def where(self) -> tuple[str, int, int]:
-        session = f"{HOST}:{self._engine.get_rpc_port()}"
-        return session, self._buffer.data_ptr(), self._listener.getsockname()[1]
-
-    def accept(self) -> None:
-        self._listener.settimeout(PATIENCE_S)
-        self._connection, _ = self._listener.accept()
-        self._connection.settimeout(PATIENCE_S)
-
-    def connect(self, port: int) -> None:
-        self._connection = socket.create_connection((HOST, port), PATIENCE_S)
+    def where(self) -> tuple[str, int]:
+        return f"{HOST}:{self._engine.get_rpc_port()}", self._buffer.data_ptr()
 
     def fill(self, seed: int) -> None:
         """Fills the memory with random bytes, or with zeros for 0."""
@@ -127,27 +102,6 @@ class FloorRank:
                 raise RuntimeError(f"Mooncake refused {len(part)} descriptors of {descriptor_bytes} bytes")
         return time.monotonic() - begun
 
-    def send(self, num_bytes: int) -> float:
-        """Sends. Returns when it began."""
-        assert self._connection is not None
-        begun = time.monotonic()
-        self._connection.sendall(self._view[:num_bytes])
-        return begun
-
-    def read(self, num_bytes: int) -> float:
-        """Reads. Returns when all bytes had arrived."""
-        assert self._connection is not None
-        done = 0
-        while done < num_bytes:
-            count = self._connection.recv_into(self._view[done : min(num_bytes, done + TCP_CHUNK)])
-            if not count:
-                raise RuntimeError(f"the connection ended after {done} bytes")
-            done += count
-        return time.monotonic()
-
     def stop(self, reusable: bool) -> list[str]:
         self._engine.unregister_memory(self._buffer.data_ptr())
-        self._listener.close()
-        if self._connection is not None:
-            self._connection.close()
         return []

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer that benchmarks have regrouped: blocks at random places, on prefill's ranks, for a decode engine with TP 1.
-
-Imports torch where it is used: `launches.py` starts ranks that must set their process up before.
-"""
-
-from __future__ import annotations
+"""The layer that regroup.py regroups: blocks at random places, on prefill's ranks, for a decode engine with TP 1."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor
 
-    from vllm_ascend_pd.device.base import Device
-    from vllm_ascend_pd.prefill.staging import Slot, StagingRing
+from vllm_ascend_pd.core.caches import LayerSpec, describe
+from vllm_ascend_pd.core.observer import PrefillObserver
+from vllm_ascend_pd.core.plan import Units, make_route
+from vllm_ascend_pd.core.prefill_ticket import RunningTime
+from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.prefill.regroup import ExchangeGroup, Regrouper
+from vllm_ascend_pd.prefill.staging import Slot, StagingRing
+from vllm_ascend_pd.prefill.step_send import StepSend
 
 HEADS, HEAD_SIZE, BLOCK = 8, 128, 128  # of the model; bfloat16
 LAYER = "model.layers.0.self_attn.attn"
@@ -38,8 +40,6 @@ class Layer:
         return HEADS // self.ranks
 
     def blocks(self) -> list[int]:
-        import torch
-
         generator = torch.Generator().manual_seed(1)
         return (1 + torch.randperm(2 * self.num_blocks, generator=generator)[: self.num_blocks]).tolist()
 
@@ -54,8 +54,6 @@ class Layer:
 
     def _kv(self) -> Tensor:
         """Returns K and V of all heads, `[2, num_blocks, block, heads of the model, head size]`."""
-        import torch
-
         generator = torch.Generator().manual_seed(2)
         shape = (2, 2 * self.num_blocks + 1, BLOCK, HEADS, HEAD_SIZE)
         return torch.randn(shape, generator=generator).bfloat16()
@@ -63,8 +61,6 @@ class Layer:
 
 def check_bytes(side: str, got: Tensor, wanted: Tensor) -> None:
     """Raises RuntimeError unless `got` begins with `wanted`. It may be longer, since devices allocate whole pages."""
-    import torch
-
     if not torch.equal(got.cpu().flatten()[: wanted.numel()].view(wanted.shape), wanted):
         raise RuntimeError(f"{side} left other bytes than decode expects")
 
@@ -73,18 +69,6 @@ def our_side(
     layer: Layer, rank: int, device: Device, caches: Sequence[Tensor], timeout_s: float
 ) -> tuple[Callable[[], Slot], StagingRing]:
     """Returns a function by which ours regroups the layer into a slot of the ring, and the ring, which has one slot."""
-    import numpy as np
-    import torch
-
-    from vllm_ascend_pd.core.caches import LayerSpec, describe
-    from vllm_ascend_pd.core.observer import PrefillObserver
-    from vllm_ascend_pd.core.plan import Units, make_route
-    from vllm_ascend_pd.core.prefill_ticket import RunningTime
-    from vllm_ascend_pd.core.topology import sharding
-    from vllm_ascend_pd.prefill.regroup import ExchangeGroup, Regrouper
-    from vllm_ascend_pd.prefill.staging import StagingRing
-    from vllm_ascend_pd.prefill.step_send import StepSend
-
     spec = LayerSpec(group=0, block_size=BLOCK, heads=layer.heads, total_heads=HEADS)
     registered = describe({LAYER: tuple(caches)}, {LAYER: spec}, heads_first=False)
     [geometry] = registered.description.geometries

@@ -136,7 +136,6 @@ class DecodeEngines:
             "scheduler": sum(each["scheduler"] for each in costs),
             "rank": sum(each["rank"] for each in costs),
             **{name: dict(sum((Counter(each[name]) for each in costs), Counter())) for name in ("threads", "bytes")},
-            "calls": dict(sum((Counter(each["calls"]) for each in costs), Counter())),
             "empty_step": max(each["empty_step"] for each in costs),
         }
 

@@ -88,7 +88,6 @@ class Meter:
         return {
             "scheduler": sum(self.cpu[name] for name in SCHEDULER),
             "rank": self.cpu["rank"],
-            "calls": {name: self.cpu[name] for name in SCHEDULER},
             "threads": threads,
             "bytes": dict(self.bytes),
             "empty_step": empty[len(empty) // 2] if empty else 0.0,

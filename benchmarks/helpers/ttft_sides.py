@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ttft.py` compares: a single vLLM instance, our connector and proxy, vLLM's own connectors and vllm-ascend's."""
+"""What `ttft.py` compares: a single vLLM instance, our connector and proxy, vLLM's MooncakeConnector, and none."""
 
 import dataclasses
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 
-from harness import ascend
 from harness.agreement import listed_logprobs
 from harness.client import Client, Completion, Prompt, StreamError
-from harness.clusters import PATIENT_PROXY, ClusterConfig, Proxy, running_cluster
+from harness.clusters import ClusterConfig, running_cluster
 from harness.engines import HOST, PATIENT, EngineConfig, Role, Server, running_engines, wait_ready
 from harness.models import WIDE, ModelSpec
 from harness.ports import reserve_port
 from harness.processes import ManagedProcess, StartupError
-from harness.routers import Flow, stand_in
-from helpers.turns import TakesTurns
 
 HERE = Path(__file__).resolve().parent
 
@@ -34,7 +33,8 @@ STEP_TOKENS = 2048
 LONGEST = 4096 + 64
 KV_BYTES = {"small": 256 << 20, "wide": 1 << 30}
 REQUEST_SECONDS = 180.0
-ROLES = (Role.PREFILL, Role.DECODE)
+WAKE_SECONDS = 0.3
+"""In which connections that have been idle for too long meanwhile are closed."""
 ALL_TO_PREFILL = ("who_computes", "prefill")
 """Decode's setting."""
 Pairs = tuple[tuple[str, object], ...]
@@ -75,21 +75,35 @@ class Setting:
     path: Path
     pair: Pair
     logs: Path
-    traces: str | None = None
-    """Name of a folder in `logs` for our engines' traces."""
-    npu: bool = False
-    """vllm-ascend on emulated CANN libraries."""
 
-    @property
-    def first_of_decode(self) -> int:
-        """Returns the NPU of decode's first rank, after prefill's cards."""
-        return ascend.whole_cards(self.pair.prefill)
-
-    def engine(self, first_device: int = 0) -> EngineConfig:
-        config = EngineConfig(
+    def engine(self) -> EngineConfig:
+        return EngineConfig(
             max_model_len=LONGEST, max_num_batched_tokens=STEP_TOKENS, kv_cache_bytes=KV_BYTES[self.model]
         )
-        return ascend.emulated(config, first_device) if self.npu else config
+
+
+class TakesTurns:
+    """Some processes. Between their turns they are stopped (SIGSTOP), so that they cost nothing."""
+
+    def __init__(self, processes: Sequence[ManagedProcess]) -> None:
+        self.processes = processes
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        time.sleep(WAKE_SECONDS)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """Before its processes are ended: stopped ones do not end in order."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            process.signal_group(number)
 
 
 class Side(TakesTurns):
@@ -150,25 +164,12 @@ def ours(setting: Setting) -> Iterator[Side]:
             yield side
 
 
-@contextmanager
-def together(setting: Setting) -> Iterator[Side]:
-    """The same engines behind a router that asks both at once, as vLLM's example proxy for Mooncake does."""
-    prefill, decode = _our_engines(setting)
-    configs = [dataclasses.replace(prefill, bootstrap=True), decode]
-    with (
-        running_engines(setting.path, configs, setting.logs) as [first, second],
-        stand_in(Flow.VLLM_MOONCAKE, first, second) as router,
-        _taking_turns("together", router.url, setting, [first, second]) as side,
-    ):
-        yield side
-
-
 def _our_engines(setting: Setting) -> list[EngineConfig]:
     return [
-        dataclasses.replace(setting.engine(first), role=role, tp=tp, connector_extra=extra, traces=setting.traces)
-        for first, role, tp, extra in (
-            (0, Role.PREFILL, setting.pair.prefill, PATIENT),
-            (setting.first_of_decode, Role.DECODE, setting.pair.decode, (*PATIENT, ALL_TO_PREFILL)),
+        dataclasses.replace(setting.engine(), role=role, tp=tp, connector_extra=extra)
+        for role, tp, extra in (
+            (Role.PREFILL, setting.pair.prefill, PATIENT),
+            (Role.DECODE, setting.pair.decode, (*PATIENT, ALL_TO_PREFILL)),
         )
     ]
 
@@ -195,96 +196,40 @@ def mooncake(setting: Setting) -> Iterator[Side]:
     """vLLM's MooncakeConnector over TCP. It asks for the current accelerator's number, and a plugin says 0: a CPU has
     none."""
     port = reserve_port()
-    transfer = (("kv_connector_extra_config", {"mooncake_protocol": "tcp"}),)
+    transfer = {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
     env = (("VLLM_ASCEND_PD_TEST_ACCELERATOR_0", "1"), ("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(port)))
-    with _peer(
-        setting, "mooncake", "MooncakeConnector", transfer, [env, env], "--bootstrap", f"http://{HOST}:{port}"
-    ) as side:
-        yield side
-
-
-@contextmanager
-def nixl(setting: Setting) -> Iterator[Side]:
-    """vLLM's NixlConnector with UCX, which chooses its transport itself."""
-    transfer = (("kv_buffer_device", "cpu"),)
-    envs = [
-        (("VLLM_NIXL_SIDE_CHANNEL_HOST", HOST), ("VLLM_NIXL_SIDE_CHANNEL_PORT", str(reserve_port()))) for _ in range(2)
+    base = setting.engine()
+    configs = [
+        PeerEngine(
+            **dataclasses.asdict(base) | {"role": role, "tp": tp, "env": (*base.env, *env)},
+            transfer=tuple(transfer.items()),
+        )
+        for role, tp in ((Role.PREFILL, setting.pair.prefill), (Role.DECODE, setting.pair.decode))
     ]
-    with _peer(setting, "nixl", "NixlConnector", transfer, envs) as side:
-        yield side
-
-
-@contextmanager
-def layerwise(setting: Setting) -> Iterator[Side]:
-    """vllm-ascend's MooncakeLayerwiseConnector behind our proxy, whose protocol is the same."""
-    configs = _peer_engines(setting, "MooncakeLayerwiseConnector", sizes_of(setting.pair))
-    with running_engines(setting.path, configs, setting.logs) as [prefill, decode]:
-        proxy = Proxy([prefill], [decode], setting.logs, args=PATIENT_PROXY)
-        with _behind(proxy, "layerwise", setting, [prefill, decode]) as side:
-            yield side
-
-
-@contextmanager
-def v1(setting: Setting) -> Iterator[Side]:
-    """vllm-ascend's MooncakeConnectorV1, which pulls."""
-    with _peer(setting, "v1", "MooncakeConnectorV1", sizes_of(setting.pair)) as side:
+    with (
+        running_engines(setting.path, configs, setting.logs) as engines,
+        _pulling(setting, "mooncake", engines, "--bootstrap", f"http://{HOST}:{port}") as side,
+    ):
         yield side
 
 
 @contextmanager
 def bare(setting: Setting) -> Iterator[Side]:
     """Two engines without a connector: the cost of there being two, whatever carries KV from one to the other."""
-    sizes = ((0, setting.pair.prefill), (setting.first_of_decode, setting.pair.decode))
-    configs = [dataclasses.replace(setting.engine(first), tp=tp) for first, tp in sizes]
+    configs = [dataclasses.replace(setting.engine(), tp=tp) for tp in (setting.pair.prefill, setting.pair.decode)]
     with (
         running_engines(setting.path, configs, setting.logs) as engines,
-        _pulling(setting, "bare", "none", engines) as side,
+        _pulling(setting, "bare", engines) as side,
     ):
         side.answers_rightly = False
         yield side
 
 
-def sizes_of(pair: Pair) -> Pairs:
-    """What vllm-ascend's connectors want to know of both sides."""
-    sizes = {role: {"tp_size": tp, "dp_size": 1} for role, tp in (("prefill", pair.prefill), ("decode", pair.decode))}
-    return (("kv_connector_extra_config", sizes),)
-
-
 @contextmanager
-def _peer(
-    setting: Setting,
-    name: str,
-    connector: str,
-    transfer: Pairs,
-    envs: Sequence[tuple[tuple[str, str], ...]] = ((), ()),
-    *options: str,
-) -> Iterator[Side]:
-    """`envs`: of prefill and decode. `options`: the proxy's."""
-    configs = _peer_engines(setting, connector, transfer, envs)
-    with (
-        running_engines(setting.path, configs, setting.logs) as engines,
-        _pulling(setting, name, connector, engines, *options) as side,
-    ):
-        yield side
-
-
-@contextmanager
-def _pulling(setting: Setting, name: str, connector: str, engines: Sequence[Server], *options: str) -> Iterator[Side]:
+def _pulling(setting: Setting, name: str, engines: Sequence[Server], *options: str) -> Iterator[Side]:
     urls = [f"--{role}={engine.url}" for role, engine in zip(("prefill", "decode"), engines, strict=True)]
-    with _behind(PullProxy(setting.logs, "--connector", connector, *urls, *options), name, setting, engines) as side:
+    with _behind(PullProxy(setting.logs, *urls, *options), name, setting, engines) as side:
         yield side
-
-
-def _peer_engines(
-    setting: Setting, connector: str, transfer: Pairs, envs: Sequence[tuple[tuple[str, str], ...]] = ((), ())
-) -> list[PeerEngine]:
-    sizes = ((0, setting.pair.prefill), (setting.first_of_decode, setting.pair.decode))
-    configs = []
-    for role, (first, tp), env in zip(ROLES, sizes, envs, strict=True):
-        base = setting.engine(first)
-        own = {"role": role, "tp": tp, "env": (*base.env, *env), "transfer": (("kv_connector", connector), *transfer)}
-        configs.append(PeerEngine(**(dataclasses.asdict(base) | own)))
-    return configs
 
 
 @contextmanager
@@ -307,13 +252,4 @@ def _taking_turns(name: str, url: str, setting: Setting, servers: Sequence[Serve
         side.close()
 
 
-SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {
-    "ours": ours,
-    "together": together,
-    "mooncake": mooncake,
-    "nixl": nixl,
-    "layerwise": layerwise,
-    "v1": v1,
-    "bare": bare,
-}
-ON_CPU, ON_NPU = ("ours", "together", "mooncake", "nixl", "bare"), ("ours", "layerwise", "v1", "bare")
+SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {"ours": ours, "mooncake": mooncake, "bare": bare}

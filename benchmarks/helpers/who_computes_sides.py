@@ -19,8 +19,8 @@ from helpers.ttft_sides import (
     REQUEST_SECONDS,
     STEP_TOKENS,
     SideFailedError,
+    TakesTurns,
 )
-from helpers.turns import TakesTurns
 
 SPECS = {"small": MODELS["small"], "demo": dataclasses.replace(DEMO, max_positions=8192)}
 """ttft.py's small model, and the demonstration's."""

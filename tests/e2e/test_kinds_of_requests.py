@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind of request is answered through the proxy as a single engine answers it: see `harness/answers.py` for what
-is compared, `right_kinds.py` and `wrong_kinds.py` for what is sent."""
+is compared, `kinds.py` for what is sent."""
 
 import httpx
 import pytest
-from kinds import MAX_MODEL_LEN, MODEL, Kind
-from right_kinds import RIGHT, TWICE
-from wrong_kinds import ALONE, ODD
+from kinds import KINDS, MAX_MODEL_LEN, MODEL, Kind
 
 from harness.answers import Answer, answer_of, differences
 from harness.clusters import Cluster, one_to_one
@@ -29,7 +27,6 @@ ENGINE = EngineConfig(
         *("--scheduling-policy", "priority"),
     ),
 )
-KINDS = RIGHT | TWICE | ODD | ALONE
 
 pytestmark = [
     pytest.mark.parametrize("cluster", [one_to_one(1, 1, model=MODEL, engine=ENGINE)], ids=str, indirect=True),

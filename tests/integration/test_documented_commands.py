@@ -201,7 +201,6 @@ class Row(NamedTuple):
     """Of one that cannot be run as it is: the reason."""
 
 
-OF_CLUSTERS = "tests/integration/test_cluster_benchmarks.py"
 NPUS = "starts engines on NPUs of other hosts, over ssh"
 TABLE = (
     Row(r"vllm-ascend-pd keygen .*", makes_a_secret),
@@ -223,23 +222,16 @@ TABLE = (
     Row(r"python benchmarks/proxy_overhead\.py", "tests/integration/test_benchmarks.py::test_proxy_overhead"),
     Row(r"python benchmarks/token_ids\.py", "tests/integration/test_benchmarks.py::test_token_ids"),
     Row(r"python benchmarks/regroup\.py", "tests/integration/test_benchmarks.py::test_regroup"),
-    Row(r"python benchmarks/scale\.py", f"{OF_CLUSTERS}::test_scale"),
+    Row(r"python benchmarks/scale\.py", "tests/integration/test_benchmarks.py::test_scale"),
     Row(
         r"python benchmarks/ttft\.py",
         "tests/e2e/test_ttft_benchmark.py::test_measures_our_side_and_says_that_another_did_not_run",
     ),
-    Row(
-        r"CANN_ON_HOST=1 .* benchmarks/ttft\.py --npu",
-        "tests/npu/e2e/test_ttft_benchmark.py::test_all_sides_give_the_same_tokens",
-    ),
     Row(r"python benchmarks/who_computes\.py", "tests/e2e/test_who_computes_benchmark.py::test_measures_each_part"),
-    Row(r"python benchmarks/push\.py", "tests/integration/test_transfer_benchmarks.py::test_push"),
-    Row(r"python benchmarks/overlap\.py", "tests/integration/test_transfer_benchmarks.py::test_overlap"),
-    Row(r"python benchmarks/memory\.py", "tests/integration/test_transfer_benchmarks.py::test_memory"),
+    Row(r"python benchmarks/push\.py", "tests/integration/test_benchmarks.py::test_push"),
+    Row(r"python benchmarks/overlap\.py", "tests/integration/test_benchmarks.py::test_overlap"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/push\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_push"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/overlap\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_overlap"),
-    Row(r"CANN_ON_HOST=1 .* benchmarks/memory\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_memory"),
-    Row(r"CANN_ON_HOST=1 .* benchmarks/batches\.py", "tests/npu/test_transfer_benchmarks.py::test_batches"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/plan\.py", "tests/npu/test_plan_benchmark.py::test_checks_bars_as_json"),
     Row(
         r"(VLLM_MOONCAKE_BOOTSTRAP_PORT=8998 ASCEND_RT_VISIBLE_DEVICES=0|ASCEND_RT_VISIBLE_DEVICES=1) vllm serve .*",

@@ -67,20 +67,6 @@ def test_push() -> None:
 
 
 @pytest.mark.long
-def test_batches() -> None:
-    """Ours gives Mooncake a layer of all requests at once, and does not spin until it has arrived."""
-    words = documented("docs/performance.md", "CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/batches.py", IN_THIS)
-    ours, reference = results(words, "--layers", "2", "--cases", "2x3-scattered")
-    # Of 2 * 2 * 3 blocks, two of different prompts are neighbours on both sides: ours sends them as one.
-    for side, name, descriptors in ((ours, "ours", 10), (reference, "reference", 12)):
-        assert side["side"] == name
-        assert (side["calls"], side["batches"], side["kernels"]) == (1, 1, 1)
-        assert side["descriptors"] == descriptors
-    assert 1 <= ours["polls"] <= 50
-    assert reference["polls"] == 0, "it waits inside of Mooncake"
-
-
-@pytest.mark.long
 def test_overlap() -> None:
     """The model's thread is done long before the device is, and most bytes leave meanwhile."""
     words = documented(
@@ -89,13 +75,3 @@ def test_overlap() -> None:
     [found] = results(words, "--mib", "4", "--layers", "8", "--heads", "2", "--rounds", "3", "--compute", "8")
     assert found["early"] >= 0.5
     assert found["queued_ms"] < 8 * found["compute_ms"]
-
-
-@pytest.mark.long
-def test_memory() -> None:
-    words = documented("docs/performance.md", "CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/memory.py --npu", IN_THIS)
-    real, *found = results(words)
-    assert real["device"] == "npu"
-    assert real["registered"] == 2 * [real["predicted"]]
-    assert all(allocated >= real["predicted"] for allocated in real["allocated"])
-    assert all(each["holds"] for each in found)

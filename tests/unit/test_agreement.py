@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from harness.agreement import LISTED, TOLERANCE, compare, parts_agree, places_agree
+from harness.agreement import LISTED, compare
 from harness.client import Completion, random_prompt
 from harness.models import TINY, for_npu, make_model
 
@@ -104,50 +104,3 @@ def test_a_fault_of_the_cache_is_found(
         fault(cache)
     ours = [decode(model, cache, prompt[-1]) for cache, prompt in zip(caches, PROMPTS, strict=True)]
     assert disagreements(ours, expected)
-
-
-def test_without_log_probabilities_tokens_are_equal() -> None:
-    answers = [Completion(tokens, "", "length") for tokens in ((5, 6), (5, 7))]
-    assert compare(answers[0], answers[0]) == (2, None)
-    assert compare(*answers) == (0, "other tokens")
-
-
-LIKELY = {token: -1.0 - 0.3 * token for token in range(LISTED)}
-OTHER_CONTEXT = {token: -1.0 - 0.3 * (LISTED - token) for token in range(LISTED)}
-
-
-def place(likely: dict[int, float], token: int, logprob: float = -9.0) -> tuple[int, dict[int, float]]:
-    """A token that is chosen of those allowed, and what an engine lists there."""
-    return token, {**likely, token: logprob}
-
-
-def answer(*places: tuple[int, dict[int, float]]) -> Completion:
-    tokens, listed = zip(*places, strict=True)
-    return Completion(tokens, "", "length", logprobs=listed)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "agree"),
-    [
-        (place(LIKELY, 50), True),
-        (place({token: value + TOLERANCE / 2 for token, value in LIKELY.items()}, 50), True),
-        (place(LIKELY, 51, -9.0 - TOLERANCE / 2), True),
-        (place(LIKELY, 51, -9.0 - 2 * TOLERANCE), False),
-        (place(LIKELY, 50, -9.0 - 2 * TOLERANCE), False),
-        (place(OTHER_CONTEXT, 50), False),
-        (place({token + LISTED: value for token, value in LIKELY.items()}, 50), False),
-    ],
-    ids=["same", "rounded", "near-tie", "other-choice", "less-likely", "other-context", "other-tokens"],
-)
-def test_places_of_one_context_agree(theirs: tuple[int, dict[int, float]], agree: bool) -> None:
-    token, listed = place(LIKELY, 50)
-    assert places_agree(listed, theirs[1], token, theirs[0]) is agree
-
-
-def test_parts_are_compared_up_to_a_near_tie() -> None:
-    same, tie, wrong = place(LIKELY, 50), place(LIKELY, 51), place(OTHER_CONTEXT, 50)
-    ours = answer(same, same, same, same)
-    assert parts_agree(ours, {0: answer(same, same), 2: answer(same, same)}) == (4, True)
-    assert parts_agree(ours, {0: answer(tie, wrong), 2: answer(same, same)}) == (3, True)
-    assert parts_agree(ours, {0: answer(same, same), 2: answer(same, wrong)}) == (4, False)
-    assert parts_agree(ours, {0: answer(wrong, same), 2: answer(same, same)}) == (1, False)
