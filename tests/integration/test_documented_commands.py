@@ -223,10 +223,7 @@ TABLE = (
     Row(r"python benchmarks/token_ids\.py", "tests/integration/test_benchmarks.py::test_token_ids"),
     Row(r"python benchmarks/regroup\.py", "tests/integration/test_benchmarks.py::test_regroup"),
     Row(r"python benchmarks/scale\.py", "tests/integration/test_benchmarks.py::test_scale"),
-    Row(
-        r"python benchmarks/ttft\.py",
-        "tests/e2e/test_ttft_benchmark.py::test_measures_our_side_and_says_that_another_did_not_run",
-    ),
+    Row(r"python benchmarks/ttft\.py", "tests/e2e/test_ttft_benchmark.py::test_measures_each_side"),
     Row(r"python benchmarks/who_computes\.py", "tests/e2e/test_who_computes_benchmark.py::test_measures_each_part"),
     Row(r"python benchmarks/push\.py", "tests/integration/test_benchmarks.py::test_push"),
     Row(r"python benchmarks/overlap\.py", "tests/integration/test_benchmarks.py::test_overlap"),
