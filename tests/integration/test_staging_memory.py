@@ -11,8 +11,8 @@ from harness.kv import Model, Side
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
 from harness.rank_programs import PrefillRank
+from vllm_ascend_pd.core.caches import merge
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.regions import merge
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES
 from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches
 from vllm_ascend_pd.tools.plan.exchange import make_plan
