@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging memory that `vllm-ascend-pd plan` predicts equals what a real prefill rank allocates."""
+"""The staging memory that `vllm-ascend-pd plan` predicts equals what a real prefill rank allocates. It is 20 times
+less than a layer's K and V cache, which vllm-ascend 0.23's layerwise connector registers (`create_kv_buffer`)."""
 
+import math
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -13,10 +15,11 @@ from vllm_ascend_pd.core.caches import LayerSpec, describe
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.device.npu import REGISTRATION_BYTES
 from vllm_ascend_pd.prefill.worker import PrefillWorker
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape
+from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, parse_model
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 
@@ -86,3 +89,20 @@ def test_staging_memory(process, tmp_path, heads, widths, layout):
     rank = process.submit(allocated_by_a_rank, shapes, spec, layout is Layout.VLLM_CPU, str(tmp_path / "world"))
     assert rank.result(120) == plan.staging.total_bytes
     assert (plan.staging.total_bytes > 0) == (heads > 1 and layout is Layout.VLLM_ASCEND)
+
+
+@pytest.mark.parametrize("step_tokens", [2048, 8192, 16384])
+@pytest.mark.parametrize("ratio", [2, 4])
+@pytest.mark.parametrize(("layers", "kv_heads"), [(80, 8), (94, 4)], ids=["Llama-3.1-70B", "Qwen3-235B-A22B"])
+def test_20_times_less_than_a_layers_cache(layers, kv_heads, ratio, step_tokens):
+    """In whole pages of registration, on a rank of TP 8 with a cache of 36 GB."""
+    shape = {"num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": kv_heads, "head_dim": 128}
+    model = parse_model({"architectures": ["any"], "torch_dtype": "bfloat16", **shape})
+    prefill, decode = PlannedEngine("prefill", 8, 1, 1, 128), PlannedEngine("decode", kv_heads // ratio, 1, 1, 128)
+    slots = ConnectorConfig().slots(step_tokens)
+    plan = make_plan(model, Layout.VLLM_ASCEND, prefill, decode, step_tokens=step_tokens, staging_slots=slots)
+    caches = rank_caches(model, Layout.VLLM_ASCEND, prefill, 0, 0, 1)
+    block_bytes = sum(caches.geometry_of(tensor).block_bytes for tensor in caches.tensors)  # of all layers
+    layer_bytes = 36 * 10**9 // block_bytes * block_bytes // layers
+    ring = math.ceil(plan.staging.slots * plan.staging.slot_bytes / REGISTRATION_BYTES) * REGISTRATION_BYTES
+    assert 0 < 20 * ring <= layer_bytes
