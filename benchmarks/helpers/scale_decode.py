@@ -80,7 +80,7 @@ class DecodeEngine:
             lambda: len(self._worker._arrivals._news.finished) == len(self._requests), TIMEOUT_S, "KV arrives at decode"
         )
         client = self._connector._role.scheduler._routes._metaserver
-        wait_until(lambda: not client._pending._posts, TIMEOUT_S, "posts are answered")
+        wait_until(lambda: not client._posts, TIMEOUT_S, "posts are answered")
         arrived = self.step()
         if arrived != set(self._requests):
             raise RuntimeError(f"{len(arrived)} requests arrived at decode, not {len(self._requests)}")
