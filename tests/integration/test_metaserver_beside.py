@@ -187,7 +187,7 @@ def test_a_ticket_answered_soon_is_not_asked_about(metaserver: Metaserver) -> No
 
 def test_a_deadline_that_is_prolonged_too_late_is_no_success(metaserver: Metaserver) -> None:
     """The deadline passes at the moment of the answer."""
-    with posted(metaserver, lambda _: Response(status_code=404), "t", deadline_s=2.0) as client:
+    with posted(metaserver, lambda _: Response(status_code=404), "t", deadline_s=2.0, longest_s=3.0) as client:
         [post], loop = client._pending(), client._thread.loop
         eventually(lambda: post.scope)
 

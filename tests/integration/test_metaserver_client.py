@@ -163,6 +163,7 @@ def test_what_a_ticket_is_sent_with(metaserver: Metaserver, tmp_path: Path) -> N
             assert headers.get(RECOMPUTES_HEADER.lower()) == ("1" if settings else None)
             assert headers.get("authorization") == ("Bearer secret" if settings else None)
             assert "cookie" not in headers
+            assert [each.cookies for _, each in client._connections._idle] == [{}], "none is kept"
 
 
 @pytest.mark.parametrize(
@@ -341,6 +342,16 @@ def test_a_cancelled_post_has_no_outcome_and_frees_its_key(client: MetaserverCli
     assert outcomes(client, 1) == [PostOutcome("key", ok=True)]
     time.sleep(0.1)
     assert client.poll() == []
+
+
+def test_a_post_cancelled_before_it_begins_is_not_sent(client: MetaserverClient, metaserver: Metaserver) -> None:
+    client._thread.call(time.sleep, 0.3)
+    client.post("key", metaserver.url, {"id": "cancelled", "do": "ok"})
+    client.cancel("key")
+    client.post("key", metaserver.url, {"id": "again", "do": "ok"})
+    assert outcomes(client, 1) == [PostOutcome("key", ok=True)]
+    time.sleep(0.1)
+    assert metaserver.attempts == {"again": 1}
 
 
 def test_close_is_quick_and_leaves_no_thread(metaserver: Metaserver) -> None:
