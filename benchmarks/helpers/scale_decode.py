@@ -14,7 +14,7 @@ from harness.waiting import wait_until  # noqa: E402
 
 class DecodeEngine:
     def __init__(self, configs: Configs, engine_id: str, port: int) -> None:
-        from vllm_ascend_pd.connector.metadata import HandshakeMetadata
+        from vllm_ascend_pd.connector.metrics import HandshakeMetadata
         from vllm_ascend_pd.core.config import parse_config
         from vllm_ascend_pd.decode.worker import DecodeWorker, encode_description
         from vllm_ascend_pd.device.cpu import CpuDevice
@@ -52,7 +52,7 @@ class DecodeEngine:
         from vllm.v1.outputs import KVConnectorOutput
 
         from harness.scheduling import make_output
-        from vllm_ascend_pd.connector.metadata import ReportMetadata
+        from vllm_ascend_pd.connector.metrics import ReportMetadata
 
         meter, worker = self.meter, self._worker
         output = make_output()

@@ -141,7 +141,7 @@ class Configs:
         return LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, self._groups)
 
     def rank_info(self, engine_id: str) -> Any:
-        from vllm_ascend_pd.connector.model_summary import model_summary
+        from vllm_ascend_pd.connector.model import model_summary
         from vllm_ascend_pd.core.topology import RankInfo, sharding
 
         return RankInfo(engine_id, model_summary(self._config), HOST, 0, sharding(1), 0, 1, (0,))

@@ -110,7 +110,7 @@ class Prefill:
     def _step(self, output: Any) -> None:
         from vllm.v1.outputs import KVConnectorOutput
 
-        from vllm_ascend_pd.connector.metadata import ReportMetadata
+        from vllm_ascend_pd.connector.metrics import ReportMetadata
 
         meter, worker = self.meter, self._worker
         output.total_num_scheduled_tokens = max(1, output.total_num_scheduled_tokens)

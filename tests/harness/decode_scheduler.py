@@ -25,10 +25,10 @@ from vllm.v1.request import Request, RequestStatus
 import vllm_ascend_pd
 from harness.ports import reserve_port
 from harness.scheduling import remembered
-from vllm_ascend_pd.connector import build_scheduler
-from vllm_ascend_pd.connector.cache_specs import lost_blocks_say_all
-from vllm_ascend_pd.connector.metadata import ReportMetadata
-from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.connector import build as build_scheduler
+from vllm_ascend_pd.connector.caches import lost_blocks_say_all
+from vllm_ascend_pd.connector.metrics import ReportMetadata
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
 from vllm_ascend_pd.transport.wakeup import IdleWait

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from harness.clock import Clock
 from harness.engines import Role
 from harness.real_scheduler import BLOCK, RealScheduler
-from vllm_ascend_pd.connector.prompts import Prompts
+from vllm_ascend_pd.connector.vllm_view import Prompts
 from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt, TicketRefused
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from harness.engines import EngineConfig, Role
 from harness.scheduling import Scheduled, make_output, make_request, make_ticket, remembered
-from vllm_ascend_pd.connector.metadata import ReportMetadata
+from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, WorkerReport
 
 PROMPT = 300

@@ -26,7 +26,7 @@ from harness.engines import Role
 from harness.metaserver import metaserver
 from harness.models import TINY, make_model
 from vllm_ascend_pd import register
-from vllm_ascend_pd.connector.metadata import ReportMetadata
+from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.core.step import WorkerReport
 
 BLOCK = 16

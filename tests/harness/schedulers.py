@@ -4,19 +4,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.connector.prompts import Prompts
-from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
-from vllm_ascend_pd.connector.vllm_requests import VllmRequests
-from vllm_ascend_pd.connector.vllm_versions import NAMES_ALL_PREEMPTED
+from vllm_ascend_pd.connector.vllm_view import NAMES_ALL_PREEMPTED, Prompts, VllmBlocks, VllmRequests
 from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
-from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
-from vllm_ascend_pd.decode.prefill_client import PrefillClient
+from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
-from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
+from vllm_ascend_pd.decode.tickets import EngineInfo, Signer, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement
 from vllm_ascend_pd.observe.stats import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler

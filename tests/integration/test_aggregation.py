@@ -21,7 +21,7 @@ from harness.models import TINY, make_model
 from harness.ports import release_port, reserve_port
 from harness.ranks import Pair, prompts, run
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
-from vllm_ascend_pd.connector.metadata import ReportMetadata
+from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.core.step import WorkerReport
 
 MLA = Model(widths=(128, 16), replicated=True)

@@ -19,8 +19,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_ascend_pd.connector import cache_specs, vllm_versions
-from vllm_ascend_pd.connector.cache_kinds import check_kinds
+from vllm_ascend_pd.connector import caches as cache_specs
+from vllm_ascend_pd.connector import vllm_view as vllm_versions
+from vllm_ascend_pd.connector.caches import check_kinds
 from vllm_ascend_pd.core.layout import LayoutError
 
 UNDERSTOOD = {

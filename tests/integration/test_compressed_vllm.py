@@ -13,7 +13,7 @@ pytest.importorskip("vllm.models.deepseek_v4.cpu", reason="this vLLM keeps V4's 
 from harness.compressed import Caches, Cluster, assert_every_byte_arrives, assert_prefixes_are_hit
 from harness.pool import long
 from harness.vllm_v4 import vllm_caches
-from vllm_ascend_pd.connector.cache_specs import layer_specs
+from vllm_ascend_pd.connector.caches import layer_specs
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import RankCaches

@@ -25,9 +25,9 @@ from vllm.v1.kv_cache_interface import (
 
 import vllm_ascend_pd
 from harness.ports import reserve_port
-from vllm_ascend_pd.connector.cache_specs import gives_blocks_away, layer_specs
-from vllm_ascend_pd.connector.engine_setup import own_host
-from vllm_ascend_pd.connector.vllm_requests import external_request_id
+from vllm_ascend_pd.connector.caches import gives_blocks_away, layer_specs
+from vllm_ascend_pd.connector.setup import own_host
+from vllm_ascend_pd.connector.vllm_view import external_request_id
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.transport.wakeup import PAUSE_S
@@ -78,7 +78,7 @@ def test_a_host_that_does_not_know_its_address(
 ) -> None:
     """vLLM then returns 0.0.0.0. Tickets would name it, and listeners would listen everywhere."""
     monkeypatch.delenv("VLLM_HOST_IP", raising=False)
-    monkeypatch.setattr("vllm_ascend_pd.connector.engine_setup.get_ip", lambda: "0.0.0.0")
+    monkeypatch.setattr("vllm_ascend_pd.connector.setup.get_ip", lambda: "0.0.0.0")
     with pytest.raises(ConfigError, match="set VLLM_HOST_IP"):
         own_host()
     monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")

@@ -21,7 +21,9 @@ from vllm.v1.kv_cache_interface import (
 
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
-from vllm_ascend_pd.connector import cache_specs, parallel_ranks, vllm_versions
+from vllm_ascend_pd.connector import caches as cache_specs
+from vllm_ascend_pd.connector import setup as parallel_ranks
+from vllm_ascend_pd.connector import vllm_view as vllm_versions
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.layout import LayoutError
 from vllm_ascend_pd.core.topology import Sharding, sharding

@@ -120,7 +120,7 @@ def test_close_is_bounded_when_work_hangs() -> None:
 
 
 def test_the_device_is_what_vllm_runs_on() -> None:
-    environment = pytest.importorskip("vllm_ascend_pd.connector.environment")
+    environment = pytest.importorskip("vllm_ascend_pd.connector.setup")
     if environment.device_type() != "cpu":
         pytest.skip("vLLM does not run on the CPU here")
     device = make_device("cpu")

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
 from vllm_ascend_pd.core.prompt_digest import digest_of_names
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.decode.prefill_only import MAX_LOST
+from vllm_ascend_pd.decode.scheduler import MAX_LOST
 
 MakeScheduler = Callable[..., EngineScheduler]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, EngineScheduler
-from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.config import ConfigError
 
 MakeScheduler = Callable[..., EngineScheduler]

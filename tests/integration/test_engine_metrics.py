@@ -28,7 +28,7 @@ from harness.multi_connector import transfer_config
 from harness.ranks import Pair, expect_delivery, prefill, prompts
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.metrics import LayerwisePushStats
-from vllm_ascend_pd.connector.vllm_versions import ASKS_SCHEDULER_FOR_STATS
+from vllm_ascend_pd.connector.vllm_view import ASKS_SCHEDULER_FOR_STATS
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.observe.stats import (
     DECODE_METRICS,

@@ -16,8 +16,8 @@ from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
-from vllm_ascend_pd.connector.metadata import StepMetadata
-from vllm_ascend_pd.connector.roles.prefill_worker import PrefillWorkerRole
+from vllm_ascend_pd.connector.metrics import StepMetadata
+from vllm_ascend_pd.connector.roles import PrefillWorkerRole
 from vllm_ascend_pd.core.step import PrefillStep, Send
 
 

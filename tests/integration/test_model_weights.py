@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ascend_pd.connector.model_weights import loaded_weights
 from vllm_ascend_pd.connector.patches import vllm_0_23_to_0_32_weight_updates as patch
+from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights
 
 
@@ -32,7 +32,7 @@ def save(path: Path, value: float = 1.0) -> Path:
 
 
 def known(folder: Path | str, load_format: str = "auto", **model: Any) -> str:
-    return loaded_weights(config(folder, load_format, **model), logs=True).current.fingerprint
+    return loaded_weights(config(folder, load_format, **model), patch.follow, logs=True).current.fingerprint
 
 
 def test_the_files_are_those_that_vllm_loads(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_vllms_loader_takes_the_same_files(tmp_path: Path) -> None:
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from vllm_ascend_pd.connector.model_weights import _files
+    from vllm_ascend_pd.connector.weights import _files
 
     for name in ("model-1", "model-2", "consolidated", "left over"):
         save(tmp_path / f"{name}.safetensors")
@@ -109,9 +109,9 @@ def test_files_that_cannot_be_compared_are_unknown_and_a_warning_says_why(
 def test_one_rank_says_which_weights_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     save(tmp_path / "model.safetensors")
-    loaded_weights(config(tmp_path), logs=False)
+    loaded_weights(config(tmp_path), patch.follow, logs=False)
     assert caplog.text == ""
-    found = loaded_weights(config(tmp_path), logs=True)
+    found = loaded_weights(config(tmp_path), patch.follow, logs=True)
     assert f"the model's weights are {found.current.fingerprint}" in caplog.text
 
 
@@ -140,7 +140,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
 
 def test_reloaded_files_have_their_own_fingerprint(worker: Any, tmp_path: Path) -> None:
     first, second = (save(tmp_path / name / "model.safetensors", n).parent for n, name in enumerate("ab"))
-    loaded = loaded_weights(config(first), logs=False)
+    loaded = loaded_weights(config(first), patch.follow, logs=False)
     of_first, of_second = known(first), known(second)
     worker.reload_weights(weights_path=str(second))
     assert loaded.current.fingerprint == of_second != of_first
@@ -158,7 +158,7 @@ def test_reloaded_files_have_their_own_fingerprint(worker: Any, tmp_path: Path) 
 @pytest.mark.parametrize("update", ["update_weights", "finish_weight_update"])
 def test_updates_change_the_fingerprint(worker: Any, tmp_path: Path, update: str) -> None:
     save(tmp_path / "model.safetensors")
-    loaded = loaded_weights(config(tmp_path), logs=False)
+    loaded = loaded_weights(config(tmp_path), patch.follow, logs=False)
     before = loaded.current
     getattr(worker, update)(*[None] * (update == "update_weights"))
     assert loaded.current.fingerprint.startswith(f"{before.fingerprint}+")

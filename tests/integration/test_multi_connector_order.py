@@ -18,7 +18,7 @@ import vllm_ascend_pd
 from harness.engines import Role
 from harness.multi_connector import TP, transfer_config
 from harness.scheduling import BLOCK
-from vllm_ascend_pd.connector.multi_connector import asked_before
+from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.tools.doctor import engine_config
 from vllm_ascend_pd.tools.doctor.finding import Level
 

@@ -21,10 +21,9 @@ from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.protocol import AskTicket, OfferTicket, Problem, ReleasePrompt
-from vllm_ascend_pd.decode import ticket_delivery
-from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
+from vllm_ascend_pd.decode import prefill_client as ticket_delivery
 from vllm_ascend_pd.decode.metaserver import PostOutcome
-from vllm_ascend_pd.decode.prefill_client import PrefillClient
+from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
 from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file
 
 TICKET = make_ticket(100, [3])

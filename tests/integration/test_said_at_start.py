@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 import vllm_ascend_pd
 from harness.scheduling import BLOCK
-from vllm_ascend_pd.connector import known_faults
+from vllm_ascend_pd.connector import model as known_faults
 
 Said = Callable[..., str]
 

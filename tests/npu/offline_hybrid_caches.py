@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from harness.hybrid_caches import allocate, specs_of
 from harness.recipes import recipes
 from offline_recipe_configs import configured
-from vllm_ascend_pd.connector.cache_specs import layer_specs
+from vllm_ascend_pd.connector.caches import layer_specs
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import ForwardContext, get_forward_context
 
 import cann_on_host
-from vllm_ascend_pd.connector import cache_specs
+from vllm_ascend_pd.connector import caches as cache_specs
 
 EVENTS: list[dict[str, Any]] = []
 """What was called, in order: `hook`, `side` ("scheduler" or "worker") and what is worth knowing of its arguments."""

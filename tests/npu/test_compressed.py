@@ -11,7 +11,7 @@ import pytest
 from harness.ascend_v4 import ascend_caches
 from harness.compressed import Cluster, assert_every_byte_arrives, assert_prefixes_are_hit
 from harness.pool import long
-from vllm_ascend_pd.connector.cache_specs import cache_groups, layer_specs
+from vllm_ascend_pd.connector.caches import cache_groups, layer_specs
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
 PROGRAM = """
 import os, subprocess, sys, torch
-from vllm_ascend_pd.connector.shared_engine import SharedEngine
+from vllm_ascend_pd.connector.setup import SharedEngine
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.batches import TransferLimits

@@ -4,7 +4,7 @@
 import sys
 from typing import Any
 
-from vllm_ascend_pd.connector.roles.decode_scheduler import DecodeSchedulerRole
+from vllm_ascend_pd.connector.roles import DecodeSchedulerRole
 
 SAID = "too many tokens computed on decode"
 

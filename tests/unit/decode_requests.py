@@ -19,7 +19,7 @@ from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
+from vllm_ascend_pd.decode.tickets import EngineInfo
 
 BLOCK = 4
 PROMPT = 10

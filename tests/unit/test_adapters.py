@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ascend_pd.connector import adapters
-from vllm_ascend_pd.connector.adapters import adapter_digest
+from vllm_ascend_pd.connector import weights as adapters
+from vllm_ascend_pd.connector.weights import adapter_digest
 
 
 @dataclass

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.connector.roles.decode_scheduler import DecodeSchedulerRole
-from vllm_ascend_pd.connector.roles.prefill_scheduler import PrefillSchedulerRole
+from vllm_ascend_pd.connector.roles import DecodeSchedulerRole, PrefillSchedulerRole
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
+from vllm_ascend_pd.decode.tickets import TicketRoutes
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.prefill.control import ControlPlane, Peers
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener

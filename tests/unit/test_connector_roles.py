@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.connector import build_worker
-from vllm_ascend_pd.connector.engine_setup import EngineSetup
-from vllm_ascend_pd.connector.role import ConnectorRole
-from vllm_ascend_pd.connector.roles.decode_scheduler import DecodeSchedulerRole
-from vllm_ascend_pd.connector.roles.decode_worker import DecodeWorkerRole
-from vllm_ascend_pd.connector.roles.prefill_scheduler import PrefillSchedulerRole
-from vllm_ascend_pd.connector.roles.prefill_worker import PrefillWorkerRole
+from vllm_ascend_pd.connector import build as build_worker
+from vllm_ascend_pd.connector.roles import (
+    ConnectorRole,
+    DecodeSchedulerRole,
+    DecodeWorkerRole,
+    PrefillSchedulerRole,
+    PrefillWorkerRole,
+)
+from vllm_ascend_pd.connector.setup import EngineSetup
 from vllm_ascend_pd.core.config import ConnectorConfig
 
 ROLES = [PrefillSchedulerRole, PrefillWorkerRole, DecodeSchedulerRole, DecodeWorkerRole]

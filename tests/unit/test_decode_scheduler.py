@@ -17,7 +17,7 @@ from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import Secret, Ticket, parse_ticket, verify
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
-from vllm_ascend_pd.decode.ticket_issuer import Signer
+from vllm_ascend_pd.decode.tickets import Signer
 from vllm_ascend_pd.observe import stats
 
 

@@ -17,10 +17,9 @@ from vllm_ascend_pd.core.hosts import prefill_hosts
 from vllm_ascend_pd.core.prompt_digest import digest_of_tokens
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.decode import ticket_delivery
-from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
+from vllm_ascend_pd.decode import prefill_client as ticket_delivery
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
-from vllm_ascend_pd.decode.prefill_client import PrefillClient
+from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 
 

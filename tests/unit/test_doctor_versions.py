@@ -41,7 +41,7 @@ def test_what_the_doctor_wants_is_what_requirements_pin(stack: Stack) -> None:
 
 def test_what_else_is_said_elsewhere() -> None:
     assert {pinned("requirements/cpu.txt")["vllm"], pinned("requirements/vllm-0.23.txt")["vllm"]} == set(stacks.VLLM)
-    assert all(version in (ROOT / "vllm_ascend_pd/connector/vllm_versions.py").read_text() for version in stacks.VLLM)
+    assert all(version in (ROOT / "vllm_ascend_pd/connector/vllm_view.py").read_text() for version in stacks.VLLM)
     assert f"CANN {stacks.CANN} " in (ROOT / NPU.file).read_text()
     assert f'requires-python = ">={".".join(map(str, stacks.MIN_PYTHON))}"' in (ROOT / "pyproject.toml").read_text()
 

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError
 import anyio
 import pytest
 
-from vllm_ascend_pd.connector import known_faults
-from vllm_ascend_pd.connector.known_faults import overwrites_blocks, warn_of_known_faults
+from vllm_ascend_pd.connector import model as known_faults
+from vllm_ascend_pd.connector.model import overwrites_blocks, warn_of_known_faults
 from vllm_ascend_pd.tools.doctor import command, engine_config, loading, loopback, npus, versions
 from vllm_ascend_pd.tools.doctor.finding import DoctorReport, Finding, Level, ok
 from vllm_ascend_pd.tools.doctor.tools import Ran

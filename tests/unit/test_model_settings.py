@@ -8,7 +8,7 @@ import pytest
 from transformers import Gemma3Config, LlamaConfig, Phi3Config, PretrainedConfig
 from vllm.config.multimodal import MultiModalConfig
 
-from vllm_ascend_pd.connector.model_settings import model_settings
+from vllm_ascend_pd.connector.model import model_settings
 from vllm_ascend_pd.core.compatibility import different_settings
 from vllm_ascend_pd.core.protocol import MAX_SETTINGS
 from vllm_ascend_pd.core.text import is_name

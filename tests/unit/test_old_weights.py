@@ -14,8 +14,8 @@ from vllm.lora.request import LoRARequest
 from harness.engines import Role
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, TOKEN, RealScheduler
-from vllm_ascend_pd.connector import adapters
-from vllm_ascend_pd.connector.vllm_blocks import salt_of_client
+from vllm_ascend_pd.connector import weights as adapters
+from vllm_ascend_pd.connector.vllm_view import salt_of_client
 from vllm_ascend_pd.core.step import WorkerReport
 
 PROMPT = 100

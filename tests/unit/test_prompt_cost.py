@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.decode.prompt_cost import CostLine, RecentLargest, StepTimes, TimeBudget
+from vllm_ascend_pd.decode.who_computes import CostLine, RecentLargest, StepTimes, TimeBudget
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 4096), st.floats(0.0, 1e4), st.floats(0.0, 1000.0)), max_size=40)
 

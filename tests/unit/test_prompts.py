@@ -19,12 +19,12 @@ from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import RealScheduler
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output
-from vllm_ascend_pd.connector import prompts
-from vllm_ascend_pd.connector.model_summary import media_hashing as hashing_of
-from vllm_ascend_pd.connector.prompts import Prompts, text_alone
+from vllm_ascend_pd.connector import vllm_view as prompts
+from vllm_ascend_pd.connector.model import media_hashing as hashing_of
+from vllm_ascend_pd.connector.vllm_view import Prompts, text_alone
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
+from vllm_ascend_pd.decode.tickets import EngineInfo
 
 BLOCK = 16
 URL = "http://127.0.0.1:1/v1/metaserver"

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_ascend_pd.core.hosts import HostList, prefill_hosts
 from vllm_ascend_pd.core.ticket import wants_ticket
-from vllm_ascend_pd.decode.routed_prompt import PromptNameError, RoutedPrompt, endpoint_of, parse_routed_prompt
+from vllm_ascend_pd.decode.bootstrap import PromptNameError, RoutedPrompt, endpoint_of, parse_routed_prompt
 
 HOSTS = HostList(["10.0.0.0/8", "prefill-0", "fd00::/8"], "is not in prefill_allowlist")
 

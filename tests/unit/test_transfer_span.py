@@ -21,7 +21,7 @@ from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
+from vllm_ascend_pd.decode.tickets import EngineInfo
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.proxy.operate import tracing
 from vllm_ascend_pd.proxy.rendezvous import observer

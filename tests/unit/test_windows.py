@@ -27,11 +27,11 @@ from vllm.v1.request import Request, RequestStatus
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request, remembered
 from vllm_ascend_pd.connector import patches
-from vllm_ascend_pd.connector.cache_specs import cache_groups, lost_blocks_say_all
-from vllm_ascend_pd.connector.roles.decode_worker import DecodeWorkerRole
-from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.connector.caches import cache_groups, lost_blocks_say_all
+from vllm_ascend_pd.connector.roles import DecodeWorkerRole
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.decode.arrivals import Arrivals
+from vllm_ascend_pd.decode.grants import Arrivals
 from vllm_ascend_pd.decode.worker import DecodeWorker
 
 BLOCK = 4

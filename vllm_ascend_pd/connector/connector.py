@@ -2,7 +2,7 @@
 """`LayerwisePushConnector`: vLLM's KV connector interface, one line per hook.
 
 vLLM builds one connector per process. What it does depends on the engine's side (prefill, decode) and on the process
-(scheduler, worker): see `role.py`.
+(scheduler, worker): see `roles.py`.
 """
 
 import sys
@@ -16,14 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_pd.connector.build_scheduler import build_scheduler_role
-from vllm_ascend_pd.connector.build_worker import build_worker_role
-from vllm_ascend_pd.connector.engine_setup import read_setup
-from vllm_ascend_pd.connector.metadata import ReportMetadata, StepMetadata
-from vllm_ascend_pd.connector.metrics import LayerwisePushPromMetrics, LayerwisePushStats
-from vllm_ascend_pd.connector.multi_connector import warn_if_asked_later
-from vllm_ascend_pd.connector.role import ConnectorRole
-from vllm_ascend_pd.connector.vllm_versions import FROM_ANOTHER_ENGINE, HAS_TRANSFER_RESULTS, transfer_results
+from vllm_ascend_pd.connector.build import build_scheduler_role, build_worker_role
+from vllm_ascend_pd.connector.metrics import LayerwisePushPromMetrics, LayerwisePushStats, ReportMetadata, StepMetadata
+from vllm_ascend_pd.connector.roles import ConnectorRole
+from vllm_ascend_pd.connector.setup import read_setup, warn_if_asked_later
+from vllm_ascend_pd.connector.vllm_view import FROM_ANOTHER_ENGINE, HAS_TRANSFER_RESULTS, transfer_results
 from vllm_ascend_pd.core.caches import KVCache
 
 if TYPE_CHECKING:

@@ -4,12 +4,18 @@
 In each step vLLM adds up the statistics of ranks and scheduler, and sends them to the process that serves HTTP.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.observe.stats import (
     DECODE_METRICS,
     PREFILL_METRICS,
@@ -23,6 +29,35 @@ from vllm_ascend_pd.observe.stats import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """A step, from the scheduler to every rank."""
+
+    # A `PrefillStep` or a `DecodeStep`, by the engine's side.
+    step: Any
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """A report, from ranks to the scheduler. vLLM aggregates those of all ranks into one."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.report.merge(other.report))
+
+
+@dataclass
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    """A decode rank's description, from the rank to the scheduler, when the engine starts."""
+
+    # The rank's `RankDescription`, encoded: nothing in between reads it.
+    encoded: bytes
+    # As in `EngineDescription`. The same on all ranks.
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -30,7 +30,7 @@ class PromptDigest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_media: _Count = 0
     # Of the prompt's embeddings.
     embeddings: _Digest = ""
-    # The LoRA adapter's content (`connector/adapters.py`).
+    # The LoRA adapter's content (`connector/weights.py`).
     adapter: _Name = ""
     # Of the cache salt.
     salt: _Digest = ""

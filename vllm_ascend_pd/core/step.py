@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the scheduler and the ranks of one engine: a step goes down, a report comes up.
 
-Plain data. `connector/metadata.py` wraps it in the classes that vLLM carries.
+Plain data. `connector/metrics.py` wraps it in the classes that vLLM carries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -134,7 +134,7 @@ class WorkerReport:
 
 # What the schedulers of both sides ask of the engine that they run in.
 #
-# `connector/vllm_requests.py` and `connector/vllm_blocks.py` answer for vLLM.
+# `connector/vllm_view.py` and `connector/vllm_view.py` answer for vLLM.
 
 
 class ScheduledRequest(Protocol):

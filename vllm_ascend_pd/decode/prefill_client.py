@@ -1,22 +1,301 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands tickets to prefill engines that hold their prompts, without ever blocking the scheduler."""
+"""Hands tickets to prefill engines that hold their prompts, without ever blocking the scheduler.
+
+One thread (`pd-tickets`) talks to the engines, with one task for each ticket.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import random
 import threading
-from collections import deque
-from collections.abc import Mapping
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt
+from vllm_ascend_pd.core.protocol import (
+    AskTicket,
+    Message,
+    OfferTicket,
+    Problem,
+    ReleasePrompt,
+    TicketRefused,
+    TicketTaken,
+)
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.decode.delivery_loop import DeliveryLoop, DeliverySettings
+from vllm_ascend_pd.decode.bootstrap import BootstrapError, PrefillAddresses, RoutedPrompt, parse_routed_prompt
 from vllm_ascend_pd.decode.metaserver import PostOutcome
-from vllm_ascend_pd.decode.routed_prompt import RoutedPrompt, parse_routed_prompt
+from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
+from vllm_ascend_pd.transport.keys import Keys
+from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
+
+SILENT_ROUNDS = 3
+"""A prefill engine that leaves so many messages in a row unanswered counts as gone."""
+_ASK_EVERY_S = 2.0
+# Between two offers that prefill cannot take yet. It doubles from the first to the last.
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 1.0
+
+Ask = Callable[[str, Message], Awaitable[Message | SideChannelError]]
+"""Sends a message to an endpoint over the side channel, and returns the answer. Ends within a fixed time."""
+
+
+class DeliveryError(Exception):
+    """Prefill does not take a ticket, or does not serve it. The text is the reason."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The messages about one prompt.
+
+    prompt: the prompt and the engine that holds it.
+    addresses: finds that engine.
+    ask: sends a message.
+    retry_s: how long prefill may say that it cannot take the ticket yet.
+    """
+
+    prompt: RoutedPrompt
+    addresses: PrefillAddresses
+    ask: Ask
+    retry_s: float
+
+    async def deliver(self, ticket: Ticket, retried: Callable[[], None]) -> None:
+        """Returns when prefill has ended with the ticket and has not said that it failed. That may be before the KV has
+        arrived, or without it: decode's ranks know. Raises DeliveryError.
+
+        `retried`: called before each offer but the first.
+        """
+        endpoint, started_as = await self._offer(ticket, retried)
+        await self._follow(ticket, endpoint, started_as)
+
+    async def release(self, named: NamesPrompt, reason: str) -> None:
+        """Tells prefill that no ticket will come, a few times until it answers. Prefill also gives its blocks up after
+        a time."""
+        for _ in range(SILENT_ROUNDS):
+            try:
+                endpoint, started_as = await self.addresses.of(self.prompt)
+            except BootstrapError as error:
+                if error.final:
+                    return
+                continue
+            message = ReleasePrompt(
+                engine_id=started_as,
+                transfer_id=self.prompt.transfer_id,
+                ticket_id=named.ticket_id,
+                num_tokens=named.num_tokens,
+                prompt=named.prompt,
+                reason=reason,
+            )
+            answer = await self.ask(endpoint, message)
+            if not isinstance(answer, SideChannelError):
+                return
+
+    async def _offer(self, ticket: Ticket, retried: Callable[[], None]) -> tuple[str, str]:
+        """Offers the ticket until prefill takes it. Returns the endpoint that took it, and the id of the engine's start
+        there."""
+        began, pause, silent = time.monotonic(), _FIRST_PAUSE_S, 0
+        while True:
+            try:
+                endpoint, started_as = await self.addresses.of(self.prompt)
+                answer = await self.ask(endpoint, OfferTicket(started_as, self.prompt.transfer_id, ticket))
+                reason = self._unusable(answer)
+            except BootstrapError as error:
+                if error.final:
+                    raise DeliveryError(str(error)) from None
+                answer, reason = SideChannelError(str(error)), str(error)
+            if isinstance(answer, TicketTaken):
+                return endpoint, started_as
+            if isinstance(answer, SideChannelError):
+                self.addresses.forget(self.prompt)
+                silent += 1
+                if silent == SILENT_ROUNDS:
+                    raise DeliveryError(f"the {self.prompt} does not take the ticket: {reason}")
+            else:
+                silent = 0
+                if not (isinstance(answer, TicketRefused) and answer.retry):
+                    self.addresses.forget(self.prompt)
+                    raise DeliveryError(f"the {self.prompt} refuses the ticket: {reason}")
+                if time.monotonic() - began > self.retry_s:
+                    raise DeliveryError(f"the {self.prompt} did not take the ticket in {self.retry_s:g} s: {reason}")
+            retried()
+            await asyncio.sleep(random.uniform(pause / 2, pause))
+            pause = min(2 * pause, _LAST_PAUSE_S)
+
+    async def _follow(self, ticket: Ticket, endpoint: str, started_as: str) -> None:
+        """Asks the endpoint that took the ticket, at an interval, until prefill has ended with the ticket or does not
+        answer any more. Nothing is looked up: the bootstrap server may be down by now."""
+        silent = 0
+        question = AskTicket(started_as, self.prompt.transfer_id, ticket.ticket_id)
+        while True:
+            await asyncio.sleep(_ASK_EVERY_S)
+            answer = await self.ask(endpoint, question)
+            if isinstance(answer, TicketTaken):
+                silent = 0
+            elif isinstance(answer, SideChannelError):
+                silent += 1
+                if silent == SILENT_ROUNDS:
+                    raise DeliveryError(f"the {self.prompt} took the ticket and does not answer any more: {answer}")
+            elif isinstance(answer, TicketRefused) and answer.retry:  # it does not know the ticket any more
+                return
+            else:
+                raise DeliveryError(f"the {self.prompt} does not serve the ticket: {self._unusable(answer)}")
+
+    def _unusable(self, answer: Message | SideChannelError) -> str:
+        """Why `answer` does not help, in words."""
+        if isinstance(answer, (TicketRefused, Problem)):
+            return answer.reason
+        return str(answer) if isinstance(answer, SideChannelError) else f"it answered {type(answer).__name__}"
+
+
+# The thread that talks to prefill engines which hold prompts (`pd-tickets`): one task per ticket.
 
 logger = logging.getLogger(__name__)
+
+# Connections without a message under way. The one that was used longest ago is closed first.
+_MAX_IDLE = 256
+
+
+@dataclass(frozen=True)
+class DeliverySettings:
+    """How to reach prefill engines that hold prompts. Times in seconds."""
+
+    # Those that may be connected to.
+    hosts: HostList
+    # For one answer.
+    answer_timeout_s: float = 5.0
+    # How long a prefill engine may say that it cannot take a ticket yet.
+    retry_s: float = 20.0
+    # From the offer until the outcome, in any case.
+    longest_s: float = 3900.0
+    # Tickets without an outcome, and prompts whose release was not acknowledged. Further ones fail or are dropped.
+    max_pending: int = 4096
+    # The cluster's keys of the side channel.
+    keys: Keys | None = None
+
+
+class DeliveryLoop:
+    """Any thread may call the public methods. None of them waits for the network, except `close`.
+
+    The private methods run on the loop's own thread, which owns the fields.
+    """
+
+    def __init__(
+        self,
+        settings: DeliverySettings,
+        ended: Callable[[str, str], None],
+        released: Callable[[], None],
+        retried: Callable[[], None],
+    ) -> None:
+        """Starts the thread, which calls these:
+
+        `ended`: `ended(ticket_id, reason)`, once per ticket. The reason is "" unless the delivery failed.
+        `released`: once per `release`.
+        `retried`: a ticket is offered again.
+        """
+        self._settings = settings
+        self._ended, self._released, self._retried = ended, released, retried
+        self._deliveries: dict[str, asyncio.Task[None]] = {}  # by ticket id
+        self._asking: Counter[str] = Counter()  # endpoint -> messages without an answer
+        self._idle: OrderedDict[str, None] = OrderedDict()  # endpoints without such messages, the latest last
+        self._addresses = PrefillAddresses(settings.hosts, settings.answer_timeout_s)
+        self._channel = SideChannelClient(name="pd-tickets-channel", keys=settings.keys)
+        self._thread = EventLoopThread("pd-tickets", self._close)
+
+    def deliver(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
+        """Hands `ticket` to the engine that holds `prompt`. `ended` is called with how that went."""
+        self._thread.call(self._begin, ticket, prompt)
+
+    def end(self, ticket_id: str) -> None:
+        """Nothing more is to be said about the ticket. Does nothing if its delivery has ended."""
+        self._thread.call(self._cancel, ticket_id)
+
+    def release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
+        """Tells the engine that holds `prompt` that no ticket will come."""
+        self._thread.call(self._thread.start, self._release, prompt, named, reason)
+
+    def close(self, timeout_s: float) -> bool:
+        """Cancels all work, closes all connections and ends the thread. Returns False if that takes longer."""
+        return self._thread.close(timeout_s)
+
+    async def _close(self) -> None:
+        self._channel.close()
+
+    def _begin(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
+        self._deliveries[ticket.ticket_id] = self._thread.start(self._deliver, ticket, prompt)
+
+    def _cancel(self, ticket_id: str) -> None:
+        task = self._deliveries.pop(ticket_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _deliver(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
+        reason = ""
+        try:
+            async with asyncio.timeout(self._settings.longest_s):
+                await self._of(prompt).deliver(ticket, self._retried)
+        except DeliveryError as error:
+            reason = str(error)
+        except TimeoutError:
+            reason = (
+                f"no KV came within {self._settings.longest_s:g} s, though the {prompt} had the ticket "
+                "(queue_timeout_s, transfer_timeout_s)"
+            )
+        except Exception as error:
+            logger.exception("a ticket cannot be handed to the %s", prompt)
+            reason = f"the ticket cannot be handed to the {prompt}: {type(error).__name__}"
+        self._deliveries.pop(ticket.ticket_id, None)
+        self._ended(ticket.ticket_id, reason)
+
+    async def _release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
+        try:
+            await self._of(prompt).release(named, reason)
+        finally:
+            self._released()
+
+    def _of(self, prompt: RoutedPrompt) -> Delivery:
+        return Delivery(prompt, self._addresses, self._ask, self._settings.retry_s)
+
+    async def _ask(self, endpoint: str, message: Message) -> Message | SideChannelError:
+        answered: asyncio.Future[Message | SideChannelError] = self._thread.loop.create_future()
+
+        def take(answer: Message | SideChannelError) -> None:
+            if not answered.done():  # its task may have been cancelled
+                answered.set_result(answer)
+
+        def done(answer: Message | SideChannelError) -> None:  # on the side channel's thread
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._thread.loop.call_soon_threadsafe(take, answer)
+
+        self._asking[endpoint] += 1
+        self._idle.pop(endpoint, None)
+        answer: Message | SideChannelError = SideChannelError("nothing was sent")
+        try:
+            self._channel.request(endpoint, message, self._settings.answer_timeout_s, done)
+            answer = await answered
+            return answer
+        finally:
+            self._asked(endpoint, keep=not isinstance(answer, SideChannelError))
+
+    def _asked(self, endpoint: str, keep: bool) -> None:
+        """A message to `endpoint` was answered, or is given up. `keep`: whether the connection works."""
+        self._asking[endpoint] -= 1
+        if self._asking[endpoint]:
+            return
+        del self._asking[endpoint]
+        if not keep:
+            self._channel.forget(endpoint)
+            return
+        self._channel.rest(endpoint)
+        self._idle[endpoint] = None
+        if len(self._idle) > _MAX_IDLE:
+            self._channel.forget(self._idle.popitem(last=False)[0])
 
 
 class PrefillClient:

@@ -20,11 +20,52 @@ from vllm_ascend_pd.core.step import DecodeStep, EngineBlocks, EngineRequests, S
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket, is_pulled, names_prefill, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.counted_prompts import CountedPrompts
-from vllm_ascend_pd.decode.prefill_only import why_no_ticket, why_not_again, why_refused
-from vllm_ascend_pd.decode.ticket_issuer import TicketIssuer
-from vllm_ascend_pd.decode.ticket_routes import RouteError, TicketRoute, TicketRoutes
+from vllm_ascend_pd.decode.tickets import RouteError, TicketIssuer, TicketRoute, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement, prefill_wait_s
 from vllm_ascend_pd.transport.wakeup import IdleWait
+
+MAX_LOST = 3
+"""How many tickets in a row may lose their KV until the request ends. Prefill's own retries are not counted."""
+
+_NEVER = "this decode engine computes no prompts (who_computes: never)"
+
+
+def why_refused(request: ScheduledRequest) -> str | None:
+    """Why a new request is refused whatever is cached; None if it is not."""
+    if request.skip_reading_prefix_cache:
+        return f"{_NEVER}: prompt_logprobs, or a prompt that is to be computed anew, does not work here"
+    if request.resumable:
+        return f"{_NEVER}: a prompt that is added to while its request runs does not work here"
+    return None
+
+
+def why_no_ticket(request: ScheduledRequest, requests: EngineRequests) -> str | None:
+    """Why prefill cannot be asked for a request's tokens; None if it can."""
+    params = request.kv_transfer_params
+    if not wants_ticket(params):
+        return f"{_NEVER}, and the request names no metaserver that would have prefill compute its own: use the proxy"
+    if not request.num_output_tokens:
+        return None
+    preempted = f"{_NEVER}, and it preempted the request after {request.num_output_tokens} tokens"
+    if requests.token_ids(request) is None:
+        return f"{preempted}: its prompt is more than text, so prefill cannot be asked to go on from there"
+    if not wants_token_ids(params):
+        return f"{preempted}: its metaserver takes no token ids, so prefill cannot be asked to go on from there"
+    return None
+
+
+def why_not_again(cause: ReceiveFailure | None, reason: str | None, lost: int) -> str | None:
+    """Why a request whose KV was lost gets no further ticket; None if it may get one.
+
+    `cause`, `reason`: how its last transfer failed; None: it did not.
+    `lost`: how many of its transfers failed in a row.
+    """
+    if cause is None:
+        return None
+    if cause is not ReceiveFailure.TRANSFER:  # no metaserver, or prefill's retries are used up
+        return reason
+    return None if lost < MAX_LOST else f"KV was lost {lost} times in a row, at last: {reason}"
+
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,14 @@ from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
-from vllm_ascend_pd.decode.arrivals import ArrivalQueue, Arrivals
-from vllm_ascend_pd.decode.expected_writers import ExpectedWriters
-from vllm_ascend_pd.decode.grant_service import UNKNOWN_WEIGHTS, GrantService, OpenTicket
+from vllm_ascend_pd.decode.grants import (
+    UNKNOWN_WEIGHTS,
+    ArrivalQueue,
+    Arrivals,
+    ExpectedWriters,
+    GrantService,
+    OpenTicket,
+)
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.keys import load_keys

@@ -12,7 +12,7 @@ from vllm_ascend_contract import BLOCK, Event, engine_config, only, recorded
 from harness.hybrid_caches import allocate as allocate_hybrid
 from harness.models import TINY, for_npu
 from harness.sparse_caches import allocate, cache_config, sparse_spec
-from vllm_ascend_pd.connector import cache_specs
+from vllm_ascend_pd.connector import caches as cache_specs
 from vllm_ascend_pd.core.caches import describe
 
 pytestmark = pytest.mark.npu

@@ -127,7 +127,7 @@ def test_the_event_in_attention_metadata_is_recorded_where_the_hook_is_called() 
 
 
 def test_deepseek_v4_announces_a_layer_when_all_its_caches_are_written() -> None:
-    """Under the name of its attention, beside which the caches are named (`connector/cache_specs.py`)."""
+    """Under the name of its attention, beside which the caches are named (`connector/caches.py`)."""
     save = "maybe_save_kv_layer_to_connector(layer_name, list(kv_cache))"
     assert statements_after("vllm_ascend.attention.dsa_v1", save) == ["return output_padded"]
     for module, prefixes in {

@@ -9,7 +9,7 @@ would write both groups' KV into them.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

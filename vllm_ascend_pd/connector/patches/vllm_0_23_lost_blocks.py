@@ -10,8 +10,8 @@ once more. vLLM 0.23 itself would go on behind what is cached, and compute the r
 
 from typing import Any
 
-from vllm_ascend_pd.connector.cache_specs import lost_blocks_say_all
-from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.connector.caches import lost_blocks_say_all
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 
 
 def install() -> None:

@@ -15,7 +15,7 @@ behind it whose KV has arrived, those never run. With the patch, it waits like t
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

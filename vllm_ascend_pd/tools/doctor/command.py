@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from vllm_ascend_pd.connector.known_faults import IDLE_RANKS_OVERWRITE_BLOCKS, overwrites_blocks
+from vllm_ascend_pd.connector.model import IDLE_RANKS_OVERWRITE_BLOCKS, overwrites_blocks
 from vllm_ascend_pd.core.hosts import is_host
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.doctor import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.connector.multi_connector import CONNECTOR, asked_before
-from vllm_ascend_pd.connector.multi_connector import warning as order_warning
+from vllm_ascend_pd.connector.setup import CONNECTOR, asked_before
+from vllm_ascend_pd.connector.setup import warning as order_warning
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.text import UNREADABLE, one_line

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from vllm_ascend_pd.connector import environment
+from vllm_ascend_pd.connector import setup as environment
 from vllm_ascend_pd.tools.doctor import child, mooncake_engine
 
 

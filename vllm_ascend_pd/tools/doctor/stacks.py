@@ -10,7 +10,7 @@ MIN_PYTHON = (3, 11)
 """The same as `requires-python` in pyproject.toml."""
 
 VLLM = ("0.23.0", "0.32.0")
-"""The versions that `connector/vllm_versions.py` is for."""
+"""The versions that `connector/vllm_view.py` is for."""
 
 CANN = "9.1.0"
 """The versions that vllm-ascend 0.23.0 is built for."""

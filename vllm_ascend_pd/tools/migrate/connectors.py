@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_pd.connector.multi_connector import CONNECTOR, asked_before
+from vllm_ascend_pd.connector.setup import CONNECTOR, asked_before
 from vllm_ascend_pd.core.config import ConfigError, parse_config
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, MigrateError
 

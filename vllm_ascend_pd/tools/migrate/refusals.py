@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_ascend_pd.connector.unsupported import unsupported, unsupported_weights
+from vllm_ascend_pd.connector.model import unsupported, unsupported_weights
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.plan.model import ModelShape
 

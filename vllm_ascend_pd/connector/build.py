@@ -1,50 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the connector of an engine's scheduler."""
+"""Builds the connector of a scheduler, and of a rank once vLLM has allocated its KV caches."""
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
 from vllm.config import KVTransferConfig
+from vllm.distributed.parallel_state import get_pp_group
 
-from vllm_ascend_pd.connector import multi_connector, patches
 from vllm_ascend_pd.connector.bootstrap_server import (
     BootstrapServer,
     BootstrapServerError,
     answer_of,
     port_of_environment,
 )
-from vllm_ascend_pd.connector.cache_specs import cache_groups, gives_blocks_away, lacks_a_block
-from vllm_ascend_pd.connector.engine_setup import EngineSetup
-from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
-from vllm_ascend_pd.connector.model_summary import draft_summary, media_hashing
-from vllm_ascend_pd.connector.parallel_ranks import sharding
-from vllm_ascend_pd.connector.prompts import Prompts
-from vllm_ascend_pd.connector.role import ConnectorRole
-from vllm_ascend_pd.connector.roles.decode_scheduler import DecodeSchedulerRole
-from vllm_ascend_pd.connector.roles.prefill_scheduler import PrefillSchedulerRole
+from vllm_ascend_pd.connector.caches import (
+    cache_groups,
+    caches_of_layers,
+    gives_blocks_away,
+    lacks_a_block,
+    layer_specs,
+    lost_blocks_say_all,
+)
+from vllm_ascend_pd.connector.model import (
+    draft_summary,
+    media_hashing,
+    model_settings,
+    model_summary,
+    unsupported_weights,
+    warn_of_known_faults,
+)
+from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_updates import follow
+from vllm_ascend_pd.connector.roles import (
+    CLOSE_TIMEOUT_S,
+    ConnectorRole,
+    DecodeSchedulerRole,
+    DecodeWorkerRole,
+    PrefillSchedulerRole,
+    PrefillWorkerRole,
+)
+from vllm_ascend_pd.connector.setup import (
+    EngineSetup,
+    SharedEngine,
+    device_type,
+    is_being_built,
+    place_in_stage,
+    sharding,
+)
 from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans
-from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
-from vllm_ascend_pd.connector.vllm_requests import VllmRequests
-from vllm_ascend_pd.core.caches import CacheGroup, left_to_decode
+from vllm_ascend_pd.connector.vllm_view import (
+    ASKS_SCHEDULER_FOR_STATS,
+    HAS_TRANSFER_RESULTS,
+    Prompts,
+    VllmBlocks,
+    VllmRequests,
+)
+from vllm_ascend_pd.connector.weights import loaded_weights
+from vllm_ascend_pd.core.caches import CacheGroup, KVCache, describe, left_to_decode
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.hosts import authority, decode_hosts, prefill_hosts
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver, tell_all
+from vllm_ascend_pd.core.observer import (
+    DecodeObserver,
+    DecodeSchedulerObserver,
+    PrefillObserver,
+    PrefillSchedulerObserver,
+    tell_all,
+)
 from vllm_ascend_pd.core.ticket import Secret
-from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
-from vllm_ascend_pd.decode.prefill_client import PrefillClient
+from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
-from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
+from vllm_ascend_pd.decode.tickets import EngineInfo, Signer, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement
-from vllm_ascend_pd.observe.stats import DecodeSchedulerStats, PrefillSchedulerStats
-from vllm_ascend_pd.observe.traces import decode_scheduler_trace
+from vllm_ascend_pd.decode.worker import DecodeWorker
+from vllm_ascend_pd.device import make_device
+from vllm_ascend_pd.observe.stats import DecodeSchedulerStats, PrefillSchedulerStats, PrefillStats
+from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
+from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.transport.batches import TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.keys import Keys, SecretFileError, load_keys, read_text_secret, read_ticket_secret
 from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelError
@@ -99,7 +141,7 @@ def _prefill(
 def _ticket_listener(setup: EngineSetup, admission: TicketAdmission, keys: Keys | None) -> TicketListener | None:
     """Takes tickets for prompts of routers that ask prefill first. None if such a request may be for a connector that
     pulls."""
-    if setup.config.hold_timeout_s is None and multi_connector.is_being_built():
+    if setup.config.hold_timeout_s is None and is_being_built():
         return None
     # Left at vLLM's default, the port is decode's on the same host. Answers name the port, so any will do.
     wanted = 0 if setup.vllm_config.kv_transfer_config.kv_port == KVTransferConfig.kv_port else setup.port
@@ -166,7 +208,7 @@ def _decode(
             "out, vLLM would wait for ever for the further blocks that a recomputed request needs. Set it to fail: the "
             "proxy tries again"
         )
-    patches.install_for_decode_scheduler()
+    install_for_decode_scheduler()
     ranks = sharding(vllm_config)
     engine = EngineInfo(
         setup.started_as, setup.host, setup.port, ranks.tp, ranks.parts, ranks.interleave, draft_summary(vllm_config)
@@ -255,3 +297,76 @@ def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> Metaserve
         token_file=config.metaserver_token_file,
         recomputes=recomputes,
     )
+
+
+# Builds the connector of a rank, once vLLM has allocated its KV caches.
+
+
+def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> ConnectorRole:
+    """Builds this rank's role and registers its KV caches. `kv_caches`: the tensors of each layer, by its name.
+
+    Raises ConfigError, LayoutError or what Mooncake raises. Nothing stays open then.
+    """
+    vllm_config, config = setup.vllm_config, setup.config
+    if not setup.prefills and (reason := unsupported_weights(vllm_config)) is not None:
+        raise ConfigError(reason)
+    with ExitStack() as opened:
+        device = make_device(device_type())
+        opened.callback(device.close)
+        rank = _rank_info(setup)
+        is_first = (rank.pp_rank, rank.rank) == (0, 0)
+        specs = layer_specs(setup.caches, vllm_config, rank.share)
+        caches = describe(kv_caches, specs, heads_first=device.name == "cpu")
+        _check_declared_sizes(config, "prefill" if setup.prefills else "decode", rank)
+        protocol = config.transfer_protocol or device.transfer_protocol
+        limits = TransferLimits.over(
+            protocol, config.max_batch_descriptors, config.max_batch_bytes, config.write_timeout_s
+        )
+        engine = TransferEngine(setup.host, protocol, limits, SharedEngine.find(protocol))
+        opened.callback(engine.close)
+        engine.register(caches.regions(), of_caches=True)
+        weights = loaded_weights(vllm_config, follow, logs=is_first)
+        always_has_stats = not ASKS_SCHEDULER_FOR_STATS and is_first
+        if setup.prefills:
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            measured = PrefillStats(rank, engine.transport)
+            observer = tell_all(PrefillObserver, measured, prefill_trace(config.trace_dir, rank))
+            prefill = PrefillWorker(rank, config, device, engine, caches, step_tokens, weights, observer)
+            opened.callback(prefill.close, CLOSE_TIMEOUT_S)
+            caches_of = caches_of_layers(specs)
+            return PrefillWorkerRole(prefill, measured, opened.pop_all(), always_has_stats, caches_of)
+        traced = tell_all(DecodeObserver, decode_trace(config.trace_dir, rank))
+        decode = DecodeWorker(rank, config, device, engine, caches, weights, traced)
+        opened.callback(decode.close, CLOSE_TIMEOUT_S)
+        # Where lost blocks are named, vLLM computes from the first of them on without asking the scheduler's connector.
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        asks_again = config.who_computes == "never" and policy == "recompute"
+        fails_by_request = HAS_TRANSFER_RESULTS and (asks_again or not lost_blocks_say_all(setup.caches))
+        return DecodeWorkerRole(decode, rank.settings, fails_by_request, opened.pop_all(), always_has_stats)
+
+
+def _rank_info(setup: EngineSetup) -> RankInfo:
+    stage = get_pp_group()
+    rank, stage_ranks = place_in_stage()
+    return RankInfo(
+        engine_id=setup.engine_id,
+        model=model_summary(setup.vllm_config),
+        host=setup.host,
+        rank=rank,
+        sharding=sharding(setup.vllm_config),
+        pp_rank=stage.rank_in_group,
+        pp=stage.world_size,
+        stage_ranks=stage_ranks,
+        draft=draft_summary(setup.vllm_config),
+        settings=model_settings(setup.vllm_config),
+    )
+
+
+def _check_declared_sizes(config: ConnectorConfig, side: str, rank: RankInfo) -> None:
+    """Raises ConfigError if the engine's own parallel sizes are declared, and others."""
+    declared = getattr(config, side)
+    for name, actual in (("tp_size", rank.tp), ("pp_size", rank.pp)):
+        if declared is not None and getattr(declared, name) not in (None, actual):
+            raise ConfigError(
+                f"kv_connector_extra_config: {side}.{name} is {getattr(declared, name)}, this engine's is {actual}"
+            )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of LoRA adapters by content: the same name or path may have other weights on another engine."""
+"""Digests of what an engine computes with: its checkpoint, and each LoRA adapter, by content."""
 
+import functools
+import glob
 import hashlib
 import json
 import logging
@@ -8,14 +10,104 @@ import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from vllm_ascend_pd.connector.model_weights import local_folder
 from vllm_ascend_pd.core.fingerprint import of_file, of_tensors
+from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 logger = logging.getLogger(__name__)
+
+# Load formats that read whole tensors of a checkpoint's safetensors files.
+_FORMATS = (
+    *("auto", "hf", "safetensors", "mistral"),
+    *("fastsafetensors", "instanttensor", "runai_streamer", "bitsandbytes"),
+)
+_CHECKPOINT_READ_S = 60.0
+"""How long reading may take. Reading is done once, when a rank starts."""
+
+
+class _UnknownError(Exception):
+    """Why the files of the weights are not known."""
+
+
+class _Index(msgspec.Struct):
+    """Names of tensors, and the files that they are in."""
+
+    weight_map: dict[str, str]
+
+
+def loaded_weights(
+    vllm_config: "VllmConfig", follow: Callable[[LoadedWeights, Callable[[str | None], str]], None], logs: bool
+) -> LoadedWeights:
+    """Returns the record of the weights that this rank has just loaded.
+
+    `follow` records their updates from now on. `logs`: whether the rank logs which weights these are.
+    """
+    read = functools.partial(_fingerprint, vllm_config, logs)
+    loaded = LoadedWeights(read(None))
+    follow(loaded, read)
+    return loaded
+
+
+def local_folder(model: str, revision: str | None = None, cache: str | None = None) -> str:
+    """Returns the folder `model`, or the local copy of the model hub's repository `model`. Downloads nothing.
+
+    Raises OSError if neither is here. `cache`: the folder of local copies, if it is not the hub's own.
+    """
+    path = os.path.expanduser(model)
+    if os.path.isabs(path) or os.path.exists(path):
+        return os.path.abspath(path)
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(repo_id=path, revision=revision, cache_dir=cache, local_files_only=True))
+
+
+def _fingerprint(vllm_config: "VllmConfig", logs: bool, folder: str | None) -> str:
+    """Returns the fingerprint of the files in `folder`, or in the model's if that is None; UNKNOWN if there is none."""
+    try:
+        found = of_tensors(_files(vllm_config, folder), _CHECKPOINT_READ_S)
+    except (OSError, ValueError, msgspec.MsgspecError, _UnknownError) as error:
+        if logs:
+            logger.warning(
+                "this engine's weights are not known (%s), so they are not compared with the other engines'", error
+            )
+        return UNKNOWN
+    if logs:
+        logger.info("the model's weights are %s", found)
+    return found
+
+
+def _files(vllm_config: "VllmConfig", folder: str | None) -> list[str]:
+    """Returns the files that vLLM's loader reads (`DefaultModelLoader._prepare_weights`)."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format not in _FORMATS:
+        raise _UnknownError(f"load format {load_format} does not read them from safetensors files of a checkpoint")
+    if folder is None:
+        if remote := getattr(model, "model_weights", ""):
+            raise _UnknownError(f"they are at {remote}")
+        folder = local_folder(model.model, model.revision, load.download_dir)
+    name = "consolidated" if load_format in ("auto", "mistral") else ""
+    files = glob.glob(os.path.join(glob.escape(folder), f"{name}*.safetensors"))
+    if not files and load_format == "auto":
+        name, files = "", glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
+    if not files:
+        raise _UnknownError(f"there are no safetensors files in {folder}")
+    index = os.path.join(folder, f"{name or 'model'}.safetensors.index.json")
+    if os.path.isfile(index):
+        with open(index, "rb") as file:
+            named = {*msgspec.json.decode(file.read(), type=_Index).weight_map.values()}
+        files = [path for path in files if os.path.basename(path) in named]
+    return files
+
+
+# Digests of LoRA adapters by content: the same name or path may have other weights on another engine.
 
 _MAX_CACHED = 1024
 """How many adapters' digests are cached. The least recently used one is dropped first."""
@@ -30,7 +122,7 @@ _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_mod
 """The order is vLLM's."""
 
 _MAX_CONFIG_BYTES = 1 << 20
-_READ_S = 10.0
+_ADAPTER_READ_S = 10.0
 # PEFT's keys that change what the tensors mean. The other keys name the base model, describe training, or are versions.
 _CONFIG_KEYS = (
     "r",
@@ -161,7 +253,7 @@ def _content(folder: str) -> str:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(_settings(config))
         is_tensors = weights.endswith(".safetensors")
-        digest.update((of_tensors([weights], _READ_S) if is_tensors else of_file(weights)).encode())
+        digest.update((of_tensors([weights], _ADAPTER_READ_S) if is_tensors else of_file(weights)).encode())
         return digest.hexdigest()
 
     return _read.remember(key, read)

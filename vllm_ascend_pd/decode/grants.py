@@ -8,15 +8,17 @@ cancellations by `SideChannelServer.call`, and gets what has ended through an `A
 import functools
 import logging
 import math
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
+from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
@@ -29,15 +31,164 @@ from vllm_ascend_pd.core.protocol import (
     WriteReport,
     WriterId,
 )
-from vllm_ascend_pd.core.step import Expect
+from vllm_ascend_pd.core.step import Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
-from vllm_ascend_pd.core.topology import TopologyError
+from vllm_ascend_pd.core.topology import Sharding, TopologyError, writers_to
 from vllm_ascend_pd.core.weights import LoadedWeights, are_alike
-from vllm_ascend_pd.decode.arrivals import ArrivalQueue
-from vllm_ascend_pd.decode.expected_writers import ExpectedWriters
 from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.transport.side_channel import ClientConnection
+from vllm_ascend_pd.transport.wakeup import WakeupSender
+
+# Results kept. Prefill engines of more different shapes make the rank work them out again.
+_MAX_SHAPES = 1024
+
+
+class ExpectedWriters:
+    """Finds the writers that one decode rank expects. Results are cached, since most tickets come from prefill engines
+    of one shape.
+    """
+
+    def __init__(self, caches: RankCaches, rank: int, sharding: Sharding) -> None:
+        """`rank`: the decode rank's place in its pipeline stage, as `sharding` counts."""
+        self._caches = caches
+        self._rank = rank
+        self._sharding = sharding
+        # By prefill's sharding, the replica, and prefill's draft if it is ours.
+        self._known: dict[tuple[Sharding, int, str], frozenset[tuple[int, int]]] = {}
+
+    def of(self, prefill: Sharding, replica_hash: int, draft: str) -> frozenset[tuple[int, int]]:
+        """Returns pairs (index of a tensor of ours, rank in prefill's pipeline stage that must write to it).
+
+        Draft layers expect nothing unless `draft`, prefill's draft model, is the one used here. Raises TopologyError
+        if the engines cannot fit.
+        """
+        key = (prefill, replica_hash % len(prefill.shares), draft if draft == self._caches.draft else "")
+        if key not in self._known:
+            if len(self._known) >= _MAX_SHAPES:
+                self._known.clear()
+            self._known[key] = self._work_out(*key)
+        return self._known[key]
+
+    def _work_out(self, prefill: Sharding, replica_hash: int, draft: str) -> frozenset[tuple[int, int]]:
+        total_heads = {
+            index: geometry.total_heads
+            for index, tensor in enumerate(self._caches.tensors)
+            if (geometry := self._caches.geometry_of(tensor)).is_known_to(draft)
+        }
+        writers = {
+            total: writers_to(self._rank, self._sharding, prefill, total, replica_hash)
+            for total in set(total_heads.values())
+        }
+        return frozenset((index, writer) for index, total in total_heads.items() for writer in writers[total])
+
+
+# Hands ended transfers from a decode rank's control thread to its model thread.
+#
+# Both threads use one `ArrivalQueue`. Its condition guards every field, and neither thread waits for anything else
+# while it holds the condition.
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What one step learns of transfers."""
+
+    # Requests that no prefill rank can write for any more: their blocks may be used or freed.
+    finished: set[str]
+    # Those of `finished` whose KV is not complete.
+    failed: set[str]
+    # Blocks of requests that have just failed. vLLM learns of them before it may free them.
+    lost_blocks: set[int]
+
+
+@dataclass
+class _News:
+    """What the model thread has not taken yet."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    lost_blocks: set[int] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished or self.lost_blocks)
+
+
+class ArrivalQueue:
+    """Transfers that ended or failed on the control thread, until a step takes them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # All of these change under the condition.
+        self._news = _News()
+        self._report = WorkerReport()
+        # Whether the model thread waits in `take`.
+        self._waiting = False
+        # Where the scheduler sleeps between two steps (`transport/wakeup.py`). "": nowhere.
+        self._address = ""
+        # The control thread's.
+        self._wakeup = WakeupSender()
+
+    # The control thread calls these.
+
+    def ticket_failed(self, ticket_id: str, reason: str, blocks: Collection[int]) -> None:
+        """A ticket failed. Prefill ranks may still write to `blocks` until `ticket_ended`."""
+        with self._changed:
+            self._report.failed[ticket_id] = reason
+            self._news.lost_blocks.update(blocks)
+            self._wake()
+
+    def ticket_ended(
+        self, ticket_id: str, request_id: str, received: tuple[int, int] | None, cached_tokens: int | None
+    ) -> None:
+        """No prefill rank can write for a ticket any more.
+
+        `received`: bytes, and those of them that arrived before prefill ended; None if the KV is not complete.
+        `cached_tokens`: how many tokens of the prompt prefill had in its prefix cache; None if no writer said so.
+        """
+        with self._changed:
+            if received is None:
+                self._news.failed.add(request_id)
+            else:
+                self._report.received[ticket_id] = received
+            if cached_tokens is not None:
+                self._report.cached[ticket_id] = cached_tokens
+            self._news.finished.add(request_id)
+            self._wake()
+
+    # The model thread calls these.
+
+    def wake_at(self, address: str) -> None:
+        """Lets later news wake the scheduler at `address` while no step waits. "": it is not woken."""
+        with self._changed:
+            self._address = address
+
+    def take(self, wait_s: float) -> Arrivals:
+        """Returns what has ended since the last call. Waits up to `wait_s` seconds if nothing has."""
+        with self._changed:
+            if wait_s:
+                self._waiting = True
+                self._changed.wait_for(lambda: bool(self._news), wait_s)
+                self._waiting = False
+            news, self._news = self._news, _News()
+        return Arrivals(news.finished, news.failed, news.lost_blocks)
+
+    def take_report(self) -> WorkerReport:
+        """Returns what has happened since the last call, for the scheduler."""
+        with self._changed:
+            report, self._report = self._report, WorkerReport()
+        return report
+
+    def close(self) -> None:
+        """Call it when the control thread has ended."""
+        self._wakeup.close()
+
+    def _wake(self) -> None:
+        """Wakes the step that waits, or else the scheduler, which sleeps before the next step."""
+        if self._waiting or not self._address:
+            self._changed.notify_all()
+        else:
+            self._wakeup.wake(self._address)
+
 
 logger = logging.getLogger(__name__)
 

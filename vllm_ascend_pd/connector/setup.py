@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's configuration as the connector reads it: roles, ports, ranks, device, neighbours in a MultiConnector."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm import envs
+from vllm.distributed import parallel_state
+from vllm.utils.network_utils import get_ip
+
+from vllm_ascend_pd.connector.model import computes_prompts, unsupported
+from vllm_ascend_pd.connector.vllm_view import prefill_ranks_hold_copies
+from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.caches import Region
+from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.transport.engine import ExistingEngine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """The configuration of an engine that this connector serves."""
+
+    # vLLM's own.
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig | None
+    # `kv_connector_extra_config`.
+    config: ConnectorConfig
+    # The configured engine id, which outlives a restart.
+    engine_id: str
+    # The engine id with a random part: prefill must not take a restarted engine for the one it knows.
+    started_as: str
+    # Where the engine listens, and what its tickets name.
+    host: str
+    port: int
+    # Whether the engine prefills. Otherwise it decodes.
+    prefills: bool
+
+    @property
+    def caches(self) -> KVCacheConfig:
+        """vLLM's cache configuration. It exists once vLLM has measured its memory."""
+        assert self.kv_cache_config is not None
+        return self.kv_cache_config
+
+
+def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> EngineSetup:
+    """Reads the engine's configuration. Raises ConfigError if this connector cannot work with it."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role not in ("kv_producer", "kv_consumer"):
+        raise ConfigError(
+            f"kv_role is {transfer.kv_role}: LayerwisePushConnector prefills (kv_producer) or decodes (kv_consumer)"
+        )
+    config = parse_config(transfer.kv_connector_extra_config)
+    if (reason := unsupported(vllm_config)) is not None:
+        raise ConfigError(reason)
+    if not transfer.is_kv_producer and not computes_prompts(vllm_config):
+        config = msgspec.structs.replace(config, who_computes="never")
+    return EngineSetup(
+        vllm_config=vllm_config,
+        kv_cache_config=kv_cache_config,
+        config=config,
+        engine_id=transfer.engine_id,
+        started_as=f"{transfer.engine_id}-{secrets.token_hex(4)}",
+        host=own_host(),
+        # Each data-parallel engine of a node has its own listener.
+        port=int(transfer.kv_port) + int(getattr(vllm_config.parallel_config, "data_parallel_index", 0)),
+        prefills=bool(transfer.is_kv_producer),
+    )
+
+
+def own_host() -> str:
+    """Returns the address that vLLM knows this host by. Raises ConfigError for that of all interfaces by accident."""
+    host: str = get_ip()
+    if host in ("0.0.0.0", "::") and not envs.VLLM_HOST_IP:
+        raise ConfigError(
+            "vLLM does not know this host's address, and listening on all interfaces is not allowed: set VLLM_HOST_IP"
+        )
+    return host
+
+
+# How the ranks of an engine share its KV, read from vLLM's parallel configuration and groups.
+
+
+def sharding(vllm_config: VllmConfig) -> topology.Sharding:
+    """Returns how the ranks of a pipeline stage share its KV."""
+    parallel = vllm_config.parallel_config
+    tp, dcp = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    pcp = parallel.prefill_context_parallel_size
+    interleave = parallel.cp_kv_cache_interleave_size
+    if dcp > 1 and parallel.dcp_kv_cache_interleave_size > 1:  # its deprecated name, which vLLM prefers
+        interleave = parallel.dcp_kv_cache_interleave_size
+    if pcp > 1 and prefill_ranks_hold_copies():
+        # Groups of decode context parallelism run over prefill-context-parallel ranks first.
+        shares = tuple((tp_rank * pcp + pcp_rank) % dcp for pcp_rank in range(pcp) for tp_rank in range(tp))
+        return topology.Sharding(tp, shares, interleave if dcp > 1 else 1)
+    return topology.sharding(tp, dcp, interleave, pcp)
+
+
+def place_in_stage() -> tuple[int, tuple[int, ...]]:
+    """Returns this rank's number in its pipeline stage, as `Sharding` counts, and the stage's ranks in the world.
+
+    vLLM numbers the world with tensor-parallel ranks running fastest, then those of prefill context parallelism.
+    """
+    tp, pcp = parallel_state.get_tp_group(), parallel_state.get_pcp_group()
+    rank = pcp.rank_in_group * tp.world_size + tp.rank_in_group
+    first = tp.ranks[tp.rank_in_group] - rank
+    return rank, tuple(range(first, first + pcp.world_size * tp.world_size))
+
+
+# What vLLM detects on this machine, for tools, which do not import vLLM themselves.
+
+
+def load_connector() -> str:
+    """Registers and loads the connector as vLLM does. Returns its class name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    import vllm_ascend_pd
+
+    vllm_ascend_pd.register()
+    return str(KVConnectorFactory.get_connector_class_by_name("LayerwisePushConnector").__name__)
+
+
+def device_type() -> str:
+    """Returns the kind of device that vLLM uses in this process, such as "npu" or "cpu"."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def host_address() -> str:
+    """Returns the address that vLLM has for this host. It may be that of all interfaces (0.0.0.0)."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
+
+
+# The Mooncake engine that vllm-ascend's connectors share, and this package with them, below a MultiConnector.
+#
+# Two engines of one process cannot both register the KV caches:
+#
+# - HCCL refuses memory that overlaps other registered memory of the process, unless both are equal. Older versions
+#   refuse equal memory, too (global_mem_manager.cc, `CheckOverlapAndInsert`).
+# - Within one engine, Mooncake refuses both (transfer_engine_impl.cpp).
+#
+# vllm-ascend has one object for this, `global_te`. The connector that registers the caches first does it for all.
+
+_MODULE = "vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine"
+
+_DEFAULTS = {
+    "ASCEND_CONNECT_TIMEOUT": "10000",
+    "ASCEND_THREAD_POOL_SIZE": "8",
+    "ASCEND_TRANSFER_TIMEOUT": "10000",
+    "MC_TRANSFER_TIMEOUT": "30",
+}
+"""Mooncake's defaults, from transfer_executor_base.h, slice_dispatcher.cpp and transfer_engine_py.cpp."""
+
+
+class SharedEngine(ExistingEngine):
+    """vllm-ascend's `global_te`."""
+
+    def __init__(self, global_te: Any) -> None:
+        self._global_te = global_te
+
+    @classmethod
+    def find(cls, protocol: str) -> SharedEngine | None:
+        """Returns the shared engine if one of vllm-ascend's connectors that use Mooncake is loaded in this process.
+
+        None otherwise, and for every protocol but "ascend".
+        """
+        if protocol != "ascend":
+            return None
+        global_te = getattr(sys.modules.get(_MODULE), "global_te", None)
+        return None if global_te is None else cls(global_te)
+
+    def export_settings(self) -> None:
+        """Puts the settings of an engine that already runs into the environment, where they are missing.
+
+        Settings that are exported later have no effect on that engine.
+        """
+        if self._global_te.transfer_engine is not None:
+            for name, value in _DEFAULTS.items():
+                os.environ.setdefault(name, value)
+
+    def start(self, host: str) -> Any:
+        """Returns the Mooncake engine, started at `host` unless it runs. Raises RuntimeError if it does not start."""
+        return self._global_te.get_transfer_engine(host, None)
+
+    def register_caches(self, regions: Sequence[Region]) -> None:
+        """Registers the KV caches of this process, unless another connector has. They stay registered.
+
+        Raises RuntimeError if Mooncake refuses them.
+        """
+        self._global_te.register_buffer([address for address, _ in regions], [size for _, size in regions])
+
+
+# A warning for decode engines whose MultiConnector asks other connectors before this one.
+#
+# vLLM takes the first connector that has any token of a prompt. If a pool before this connector has 1 % of a prompt,
+# decode computes the other 99 % itself, and prefill is not asked.
+
+logger = logging.getLogger(__name__)
+
+CONNECTOR = "LayerwisePushConnector"
+
+
+def is_being_built() -> bool:
+    """Whether a MultiConnector's constructor is running in this thread, so that other connectors may be beside ours.
+
+    vLLM tells a scheduler's connector nothing of the others.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not MultiConnector.__init__.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def asked_before(kv_connector: str | None, extra_config: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the connectors before this one. `extra_config`: of the MultiConnector."""
+    if kv_connector != "MultiConnector":
+        return []
+    entries = extra_config.get("connectors")
+    if not isinstance(entries, list):
+        return []
+    names = [str(entry.get("kv_connector")) if isinstance(entry, Mapping) else "?" for entry in entries]
+    return names[: names.index(CONNECTOR)] if CONNECTOR in names else []
+
+
+def warning(before: Sequence[str]) -> str:
+    """Returns the warning for a decode engine. `before`: names of the connectors before this one."""
+    return (
+        f"the MultiConnector asks {', '.join(before)} before {CONNECTOR}: if they have a part of a "
+        f"prompt, decode computes the rest, and prefill computes nothing. Put {CONNECTOR} first in `connectors` on "
+        "decode"
+    )
+
+
+def warn_if_asked_later() -> None:
+    """Logs the warning if it applies, once per engine.
+
+    Call it while vLLM builds a decode engine's worker. Only then can a connector read the whole engine's configuration,
+    with the MultiConnector's.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    transfer = None if config is None else config.kv_transfer_config
+    if config is None or transfer is None or config.parallel_config.rank != 0:
+        return
+    if before := asked_before(transfer.kv_connector, transfer.kv_connector_extra_config):
+        logger.warning("%s", warning(before))
