@@ -2,8 +2,7 @@
 """A stand-in for vllm-ascend's example of a layerwise proxy (v0.23.0), which speaks its wire format and fails as it
 does: whatever goes wrong, decode's ticket is answered 200, and the client 200 with what there is of an answer.
 
-vllm-ascend's recompute scheduler ends a request whose blocks it needs with the stop reason "recomputed". The proxy then
-asks decode again under the same id, with the text so far behind the prompt. Prefill gets the first prompt again.
+It does not ask again for what vllm-ascend's recompute scheduler has ended: ours ends no request so.
 """
 
 import copy
@@ -38,31 +37,15 @@ class LayerwiseProxy:
     """As decode posted them."""
     swallowed: list[str] = field(default_factory=list)
     """What the real one only logs: failed prefills, then failed answers."""
-    recomputed: int = 0
-    """How often decode ended a request that it should be asked again."""
     _waiting: dict[str, tuple[str, str, dict[str, Any]]] = field(default_factory=dict)
     _http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=None, **PLAIN_HTTP))
 
     def serve_client(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
-        """Decode's answer; nothing if it gave none. In parts, if decode ended it for its blocks."""
+        """Decode's answer; nothing if it gave none."""
         request_id = str(uuid.uuid4())
         self._waiting[_API_IDS[path].format(request_id)] = (request_id, path, copy.deepcopy(body))
         transfer = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.url + METASERVER_PATH}
-        answer = _Answer(body)
-        asked: dict[str, Any] | None = body
-        try:
-            while asked is not None:
-                again = None
-                for chunk in self._ask_often(path, {**asked, "kv_transfer_params": transfer}, request_id):
-                    passed = answer.passed_on(chunk)
-                    if passed is None:
-                        self.recomputed += 1
-                        again = answer.asked_again()
-                        break
-                    yield passed
-                asked = again
-        except (TypeError, KeyError) as error:  # a prompt of token ids has no text to add to
-            self.swallowed.append(f"answer: {error!r}")
+        yield from self._ask_often(path, {**body, "kv_transfer_params": transfer}, request_id)
 
     def _ask_often(self, path: str, body: dict[str, Any], request_id: str) -> Iterator[bytes]:
         for attempt in range(self.attempts):
@@ -93,56 +76,6 @@ class LayerwiseProxy:
         with self._http.stream("POST", self.decode + path, json=body, headers=_headers(request_id)) as response:
             response.raise_for_status()
             yield from response.iter_bytes()
-
-
-@dataclass
-class _Answer:
-    """What the proxy knows of an answer so far."""
-
-    body: dict[str, Any]
-    """The client's request."""
-    text: str = ""
-    tokens: int = 0
-    """Of a stream: its chunks."""
-    parts: int = 0
-    """How many ended as recomputed."""
-
-    def passed_on(self, chunk: bytes) -> bytes | None:
-        """What the client gets of a chunk; None for one that ends a part. Raises KeyError or TypeError as the real one
-        fails."""
-        try:
-            read = json.loads(chunk.decode().strip().removeprefix("data: "))
-        except ValueError:
-            return chunk
-        if not read.get("choices"):
-            return chunk
-        choice = read["choices"][0]
-        said = [part.get("content") for part in (choice.get("delta") or {}, choice.get("message") or {})]
-        self.text += next((text for text in (*said, choice.get("text")) if text), "")
-        self.tokens += 1 if self.body.get("stream") else read["usage"]["completion_tokens"]
-        if choice.get("stop_reason") == "recomputed":
-            return None
-        if self.parts == 0 or self.body.get("stream"):
-            return chunk
-        if "message" in choice:
-            choice["message"]["content"] = self.text
-        else:
-            choice["text"] = self.text
-        return json.dumps(read).encode()
-
-    def asked_again(self) -> dict[str, Any]:
-        """The request for the rest, with the text so far. Raises TypeError for a prompt of token ids."""
-        self.parts += 1
-        again = copy.deepcopy(self.body)
-        if "messages" in again:
-            first = again["messages"][0]
-            content = first.get("content", "")
-            first["content"] = (content[0]["text"] if isinstance(content, list) else content) + self.text
-        else:
-            again["prompt"] = again["prompt"] + self.text
-        # In a stream, a part's last chunk is counted and has no token. A whole answer gets a token too many instead.
-        again["max_tokens"] = self.body.get("max_tokens", 16) - self.tokens + self.parts
-        return again
 
 
 def _headers(request_id: str) -> dict[str, str]:
