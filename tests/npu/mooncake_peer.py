@@ -60,18 +60,6 @@ class Engine:
     def get(self, offset: int, nbytes: int) -> str:
         return ctypes.string_at(self.memory + offset, nbytes).decode("latin-1")
 
-    def register(self, offset: int, nbytes: int) -> int:
-        return int(self.mooncake.batch_register_memory([self.memory + offset], [nbytes]))
-
-    def unregister(self, offset: int) -> int:
-        return int(self.mooncake.batch_unregister_memory([self.memory + offset]))
-
-    def register_many(self, many: int) -> int:
-        """Returns how many regions of 2 MiB of their own were registered."""
-        block = allocate(many * 4 * MIB)
-        codes = (self.mooncake.batch_register_memory([block + i * 4 * MIB], [2 * MIB]) for i in range(many))
-        return next((i for i, code in enumerate(codes) if code), many)
-
     def write(self, session: str, address: int, nbytes: int, pieces: int) -> list[Any]:
         """One batch of equal pieces. Returns its code, and how many seconds it took until Mooncake's task was over."""
         begun = time.monotonic()

@@ -68,56 +68,12 @@ def test_both_wheels_are_here() -> None:
     assert WHEELS == ["0.3.11.post1", "0.3.13.post1"]
 
 
-@pytest.mark.parametrize("auto_connect", ["0", "1"])
-def test_a_batch_arrives_whole(peer: Callable[..., Peer], auto_connect: str) -> None:
-    decode, prefill = peer(ASCEND_AUTO_CONNECT=auto_connect), peer(ASCEND_AUTO_CONNECT=auto_connect)
-    code, session, address, _ = decode.ask("start")
-    assert (code, prefill.ask("start")[0]) == (0, 0)
-    prefill.ask("put", "KV of a layer")
-    assert prefill.ask("write", session, address + 4096, 13, 1)[0] == 1
-    assert prefill.ask("write", session, address, 4, 3)[0] == 1
-    assert decode.ask("get", 0, 12) == "KV of a laye"
-    assert decode.ask("get", 4096, 13) == "KV of a layer"
-    counters = prefill.ask("counters")
-    assert (counters["adxl_transfers"], counters["adxl_descriptors"], counters["adxl_bytes"]) == (2, 4, 25)
-
-
 @pytest.mark.parametrize(("npu", "code"), [("0", -1), ("1", 1)])
 def test_engines_on_one_npu_do_not_connect(peer: Callable[..., Peer], npu: str, code: int) -> None:
     decode, prefill = (peer(ASCEND_RT_VISIBLE_DEVICES=each, CANN_ON_HOST_CLIENT_SERVER="0") for each in ("0", npu))
     _, session, address, _ = decode.ask("start")
     prefill.ask("start")
     assert prefill.ask("write", session, address, 4, 1)[0] == code
-
-
-def test_memory_that_is_not_registered_is_not_written(peer: Callable[..., Peer]) -> None:
-    decode, prefill = peer(), peer()
-    _, session, address, _ = decode.ask("start")
-    prefill.ask("start")
-    assert prefill.ask("write", session, address + (4 << 20), 8, 1)[0] == -1
-    assert prefill.ask("write", session, address + (4 << 20) - 8, 8, 2)[0] == -1
-    assert prefill.ask("write", session, address + (4 << 20) - 8, 8, 1)[0] == 1
-
-
-def test_registration_follows_the_rules_of_the_hardware(peer: Callable[..., Peer]) -> None:
-    engine = peer()
-    assert engine.ask("start")[0] == 0
-    assert engine.ask("register", 4 << 20, 2 << 20) == 0
-    assert engine.ask("register", (6 << 20) + 64, 4096) != 0, "not aligned"
-    assert engine.ask("register", 6 << 20, 64 << 20) != 0, "beyond the allocation"
-    assert engine.ask("register", 2 << 20, 4 << 20) != 0, "overlaps two regions"
-    assert engine.ask("register", 0, 6 << 20) != 0, "contains two regions"
-    assert engine.ask("register", 2 << 20, 2 << 20) != 0, "inside a region"
-    assert engine.ask("register_many", 300) == 254, "two of 256 were there"
-
-
-def test_device_memory_may_be_registered_up_to_a_limit(peer: Callable[..., Peer]) -> None:
-    engine = peer(CANN_ON_HOST_REGISTERED_MB="7")
-    assert engine.ask("start")[0] == 0, "4 MiB"
-    assert engine.ask("register", 4 << 20, 4 << 20) != 0
-    assert engine.ask("register", 4 << 20, 2 << 20) == 0
-    assert engine.ask("unregister", 4 << 20) == 0
-    assert engine.ask("register", 4 << 20, 3 << 20) == 0
 
 
 def test_a_silent_peer_ends_a_batch_after_both_of_mooncakes_attempts(peer: Callable[..., Peer]) -> None:
@@ -192,43 +148,3 @@ def test_a_process_that_is_stopped_is_written_to(peer: Callable[..., Peer]) -> N
     assert prefill.ask("write", session, address, 4, 1)[0] == 1
     os.kill(pid, signal.SIGCONT)
     assert decode.ask("get", 0, 4) == "soon"
-
-
-def test_a_slow_link_delays_and_a_refusing_one_fails_at_once(peer: Callable[..., Peer]) -> None:
-    decode, prefill = peer(), peer()
-    _, session, address, pid = decode.ask("start")
-    prefill.ask("start")
-    with cann_on_host.link_fault(pid, "slow 300"):
-        code, seconds = prefill.ask("write", session, address, 4, 1)
-    assert code == 1
-    assert seconds >= 0.3
-    with cann_on_host.link_fault(pid, "refuse"):
-        assert prefill.ask("write", session, address, 4, 1)[0] == -1
-
-
-def test_a_link_that_comes_back_is_used_again(peer: Callable[..., Peer]) -> None:
-    decode, prefill = peer(), peer()
-    _, session, address, pid = decode.ask("start")
-    prefill.ask("start")
-    assert prefill.ask("write", session, address, 4, 1)[0] == 1
-    with cann_on_host.link_fault(pid, "down"):
-        assert prefill.ask("write", session, address, 4, 1)[0] == -1
-    assert prefill.ask("write", session, address, 4, 1)[0] == 1
-
-
-def test_a_peer_that_has_ended_fails_a_batch(peer: Callable[..., Peer]) -> None:
-    decode, prefill = peer(), peer()
-    _, session, address, _ = decode.ask("start")
-    prefill.ask("start")
-    assert prefill.ask("write", session, address, 4, 1)[0] == 1
-    decode.end()
-    assert prefill.ask("write", session, address, 4, 1)[0] == -1
-
-
-def test_engines_of_different_kinds_do_not_connect(peer: Callable[..., Peer]) -> None:
-    decode, prefill = peer(CANN_ON_HOST_CLIENT_SERVER="0"), peer(CANN_ON_HOST_CLIENT_SERVER="1")
-    _, session, address, _ = decode.ask("start")
-    prefill.ask("start")
-    # 0.3.11 never asks what CANN can do, so its engines are of one kind.
-    expected = 1 if prefill.wheel == "0.3.11.post1" else -1
-    assert prefill.ask("write", session, address, 4, 1)[0] == expected
