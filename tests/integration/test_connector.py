@@ -78,7 +78,7 @@ def test_a_host_that_does_not_know_its_address(
 ) -> None:
     """vLLM then returns 0.0.0.0. Tickets would name it, and listeners would listen everywhere."""
     monkeypatch.delenv("VLLM_HOST_IP", raising=False)
-    monkeypatch.setattr("vllm_ascend_pd.connector.setup.get_ip", lambda: "0.0.0.0")
+    monkeypatch.setattr("vllm.utils.network_utils.get_ip", lambda: "0.0.0.0")
     with pytest.raises(ConfigError, match="set VLLM_HOST_IP"):
         own_host()
     monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")

@@ -3,6 +3,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -39,3 +41,10 @@ def test_f37_cited_names_exist() -> None:
             module,
             name,
         )
+
+
+def test_f37_tools_need_no_vllm() -> None:
+    """The doctor and `migrate` run on hosts without it, beside a proxy for instance."""
+    names = ["cli", "tools.doctor.command", "tools.doctor.probe", "tools.migrate.command", "tools.plan.command"]
+    program = f"import sys; sys.modules['vllm'] = None; [__import__('vllm_ascend_pd.' + name) for name in {names}]"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -8,9 +8,6 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-import vllm.envs as envs
-from vllm.version import __version__ as vllm_version
-
 from vllm_ascend_pd.core.protocol import MAX_SETTINGS
 from vllm_ascend_pd.core.text import one_line
 
@@ -199,6 +196,9 @@ def media_hashing(vllm_config: "VllmConfig") -> str:
         return ""
     if not multimodal.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
         return ""
+    from vllm import envs
+    from vllm.version import __version__ as vllm_version
+
     algorithm = getattr(multimodal, "mm_hasher_algorithm", None) or envs.VLLM_MM_HASHER_ALGORITHM
     return f"{vllm_version.partition('+')[0]} {algorithm} {vllm_config.model_config.model}"
 

@@ -13,12 +13,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm import envs
-from vllm.distributed import parallel_state
-from vllm.utils.network_utils import get_ip
 
 from vllm_ascend_pd.connector.model import computes_prompts, unsupported
-from vllm_ascend_pd.connector.vllm_view import prefill_ranks_hold_copies
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import Region
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
@@ -82,6 +78,9 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -
 
 def own_host() -> str:
     """Returns the address that vLLM knows this host by. Raises ConfigError for that of all interfaces by accident."""
+    from vllm import envs
+    from vllm.utils.network_utils import get_ip
+
     host: str = get_ip()
     if host in ("0.0.0.0", "::") and not envs.VLLM_HOST_IP:
         raise ConfigError(
@@ -101,6 +100,8 @@ def sharding(vllm_config: VllmConfig) -> topology.Sharding:
     interleave = parallel.cp_kv_cache_interleave_size
     if dcp > 1 and parallel.dcp_kv_cache_interleave_size > 1:  # its deprecated name, which vLLM prefers
         interleave = parallel.dcp_kv_cache_interleave_size
+    from vllm_ascend_pd.connector.vllm_view import prefill_ranks_hold_copies
+
     if pcp > 1 and prefill_ranks_hold_copies():
         # Groups of decode context parallelism run over prefill-context-parallel ranks first.
         shares = tuple((tp_rank * pcp + pcp_rank) % dcp for pcp_rank in range(pcp) for tp_rank in range(tp))
@@ -113,6 +114,8 @@ def place_in_stage() -> tuple[int, tuple[int, ...]]:
 
     vLLM numbers the world with tensor-parallel ranks running fastest, then those of prefill context parallelism.
     """
+    from vllm.distributed import parallel_state
+
     tp, pcp = parallel_state.get_tp_group(), parallel_state.get_pcp_group()
     rank = pcp.rank_in_group * tp.world_size + tp.rank_in_group
     first = tp.ranks[tp.rank_in_group] - rank
