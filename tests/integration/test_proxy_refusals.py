@@ -147,6 +147,15 @@ def test_f21_an_aborted_prefill_is_tried_again_at_once(engines: int, stream: dic
         assert counted(cluster)[1] == {"prefill": {"aborted": 1}, "decode": {"transfer failed": 1}}
 
 
+def test_f21_an_aborted_prefill_is_tried_again_although_the_other_engine_refuses() -> None:
+    refusing = PrefillEngine()
+    refusing.refusal = (401, {"error": "Unauthorized"})
+    with beside(prefill=refusing, decode_fallback=False) as cluster:
+        cluster.prefill.aborts = 1
+        assert cluster.complete().status_code == 200
+        assert len(cluster.prefill.received) == 2
+
+
 @pytest.mark.parametrize(
     "body", [{}, {"choices": []}, {"object": "list"}, {"choices": None}, {"choices": [7]}, {"usage": {}}]
 )

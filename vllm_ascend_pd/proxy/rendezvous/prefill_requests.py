@@ -18,7 +18,7 @@ from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt, Ticket
 from vllm_ascend_pd.proxy.rendezvous.observer import PROMPT, REQUEST_ID, Attributes, Observer, Span
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import failed, judge
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketMatch
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure, engines_to_avoid, without
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure, engines_to_avoid, last_resorts, without
 from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket
 from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
@@ -66,6 +66,7 @@ class PrefillRequests:
             return failures
         avoid = without(pool.urls, frozenset(), proxied.failed_prefill)
         ranking = pool.ranker.rank(prompt_of(request, prompt), avoid, proxied.prefills)
+        ranking = ranking.then(last_resorts(EngineRole.PREFILL, failures, avoid))
         failure = await self._attempt(match, ticket, progress, ranking)
         pool.judge(progress.call.engine, failure and failure.kind)
         if failure is None:
