@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.documented import PAGES, REPOSITORY
+from harness.documented import PAGES, REPOSITORY, lines
 
 PACKAGE = REPOSITORY / "vllm_ascend_pd"
+CHINESE = REPOSITORY / "README.zh-CN.md"
+ALL_PAGES = [*PAGES, CHINESE, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 FOLDERS = "docs|tests|scripts|examples|benchmarks|vllm_ascend_pd|csrc|requirements"
@@ -44,18 +46,34 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_and_anchors_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_paths_are_there(page: Path) -> None:
     """Whole ones, and those of modules below `vllm_ascend_pd/`."""
     assert [path for path in PATH.findall(prose(page)) if not (REPOSITORY / path).exists()] == []
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     modules = [path for path in MODULE.findall(prose(page)) if path.partition("/")[0] in rooms]
     assert [path for path in modules if not (PACKAGE / path).exists()] == []
+
+
+def test_the_chinese_readme_has_the_same_content() -> None:
+    """The same commands, figures, links and number of sections and rows."""
+    english = REPOSITORY / "README.md"
+    assert lines(CHINESE) == lines(english)
+    assert re.findall(r"\d+%?", prose(CHINESE)) == re.findall(r"\d+%?", prose(english))
+
+    def shape(page: Path) -> tuple[list[str], list[str], int]:
+        text = page.read_text()
+        targets = sorted(
+            f"{target}#{anchor}" for target, anchor in LINK.findall(text) if not target.startswith("README")
+        )
+        return targets, re.findall(r"^#+", text, re.MULTILINE), len(re.findall(r"^\|", text, re.MULTILINE))
+
+    assert shape(CHINESE) == shape(english)
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
