@@ -41,9 +41,6 @@ def proxy(
     decode: Annotated[
         list[str] | None, typer.Option(help="URL of a decode engine, as for --prefill. May be repeated.")
     ] = None,
-    engines_file: Annotated[
-        str | None, typer.Option(help="YAML file with the lists `prefill` and `decode`. Reloaded when it changes.")
-    ] = None,
     dns_interval: Annotated[float, typer.Option(help="Seconds between DNS lookups of dns+http:// URLs.")] = 10.0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0 chooses a free port.")] = 8000,
@@ -153,14 +150,6 @@ def proxy(
         typer.Option(help="Maximum seconds in a queue. Then the request gets status 429, unless prefill has begun."),
     ] = 1800.0,
     max_body_mib: Annotated[int, typer.Option(help="Maximum size of a request body in MiB.")] = 64,
-    media_hosts: Annotated[
-        str,
-        typer.Option(
-            help="Hosts whose images, sounds and videos the proxy fetches, once for both engines, as a JSON list. "
-            '"*" means all.'
-        ),
-    ] = "[]",
-    media_timeout: Annotated[float, typer.Option(help="Maximum seconds to fetch one image, sound or video.")] = 30.0,
     allowed_origins: Annotated[str, typer.Option(help="Allowed CORS origins as a JSON list, as in vLLM.")] = "[]",
     allowed_methods: Annotated[str, typer.Option(help="Allowed CORS methods as a JSON list, as in vLLM.")] = '["*"]',
     allowed_headers: Annotated[str, typer.Option(help="Allowed CORS headers as a JSON list, as in vLLM.")] = '["*"]',
@@ -204,7 +193,6 @@ def proxy(
             settings = ProxySettings(
                 prefill=tuple(prefill or ()),
                 decode=tuple(decode or ()),
-                engines_file=engines_file,
                 dns_interval=dns_interval,
                 metaserver_url=metaserver_url or default_metaserver_url(host, ticket_port, ticket_tls),
                 tls=tls,
@@ -230,8 +218,6 @@ def proxy(
                 queue_per_engine=queue_per_engine,
                 queue_timeout=queue_timeout,
                 max_body_bytes=max_body_mib * MIB,
-                media_hosts=names("media-hosts", media_hosts),
-                media_timeout=media_timeout,
                 allowed_origins=names("allowed-origins", allowed_origins),
                 allowed_methods=names("allowed-methods", allowed_methods),
                 allowed_headers=names("allowed-headers", allowed_headers),
@@ -277,7 +263,21 @@ def keygen(
     print(f'  --kv-transfer-config: "kv_connector_extra_config": {{"{key}": "{file.absolute()}"}}')
 
 
+REMOVED = {
+    "--engines-file": "name engines with --prefill and --decode, by DNS (dns+http://NAME:PORT) or by the admin API",
+    "--media-hosts": "each engine fetches images, sounds and videos itself",
+    "--media-timeout": "each engine fetches images, sounds and videos itself",
+    "--ticket-secret-file": "the proxy needs no ticket secret",
+}
+"""Options of `proxy` of earlier versions, each with what holds instead."""
+
+
 def main() -> NoReturn:
+    if sys.argv[1:2] == ["proxy"]:
+        for argument in sys.argv[2:]:
+            if (name := argument.partition("=")[0]) in REMOVED:
+                print(f"vllm-ascend-pd: there is no option {name} any more: {REMOVED[name]}", file=sys.stderr)
+                sys.exit(2)
     run_app(app, "vllm-ascend-pd")
 
 

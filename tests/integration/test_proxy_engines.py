@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,58 +155,6 @@ def test_a_drained_engine_finishes_its_requests(token_file: str) -> None:
 def test_wrong_engines_are_refused(cluster: Cluster, body: bytes, status: int) -> None:
     assert admin(cluster, "POST", content=body).status_code == status
     assert len(listed(cluster)) == 2
-
-
-# --- the file ---------------------------------------------------------------------------------------------
-
-
-def put(file: Path, text: str) -> None:
-    """Replaces the file as an editor or a ConfigMap does."""
-    new = file.with_suffix(".new")
-    new.write_text(text)
-    os.replace(new, file)
-
-
-def test_changes_of_the_engines_file_are_followed(
-    tmp_path: Path, token_file: str, servers: Servers, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "engines.yaml"
-    one, two, prefill = DecodeEngine(), DecodeEngine(), PrefillEngine()
-    urls = [servers.start(lambda _, engine=engine: engine.app) for engine in (one, two, prefill)]
-    put(file, f"prefill: [{urls[2]}]\ndecode: [{urls[0]}]\n")
-    with running_cluster(
-        list_engines=False, engines_file=str(file), admin_token_file=token_file, dns_interval=600
-    ) as cluster:
-        assert cluster.complete().status_code == 200
-        engine = listed(cluster)[urls[0]]
-        assert engine["listed_by"] == ["the engines file"]
-        refused = admin(cluster, "DELETE", f"/{engine['id']}")
-        assert (refused.status_code, "the engines file" in refused.text) == (409, True)
-
-        put(file, f"prefill: [{urls[2]}]\ndecode: [{urls[1]}]\n")
-        eventually(lambda: urls[1] in listed(cluster))
-        assert urls[0] not in listed(cluster)
-        assert cluster.complete().status_code == 200
-        assert (len(one.received), len(two.received)) == (1, 1)
-
-        def problems() -> list[str]:
-            return cluster.client.get("/health").json()["problems"]
-
-        def errors() -> list[logging.LogRecord]:
-            return [record for record in caplog.records if record.levelno == logging.ERROR]
-
-        caplog.clear()
-        put(file, "decode: [")
-        eventually(lambda: problems() and errors())
-        [reason] = problems()
-        assert str(file) in reason
-        assert set(listed(cluster)) == {urls[1], urls[2]}
-        assert cluster.complete().status_code == 200
-        name = urls[0].replace("http://127.0.0.1", "dns+http://localhost")
-        put(file, f"prefill: [{urls[2]}]\ndecode: [{name}, {urls[1]}]\n")
-        eventually(lambda: urls[0] in listed(cluster))
-        assert problems() == []
-        assert len(errors()) == 1
 
 
 # --- DNS names --------------------------------------------------------------------------------------------

@@ -192,7 +192,8 @@ def test_proxy_that_cannot_start_ends() -> None:
             "none of round-robin, least-load",
         ),
         (("--prefill", "dns+http://p", "--decode", "http://d:1"), "give the port"),
-        (("--engines-file", "/none"), "No such file"),
+        (("--engines-file", "/none"), "there is no option --engines-file any more"),
+        (("--media-hosts=[]",), "each engine fetches images"),
         (("--prefill", "http://p:1", "--decode", "http://p:1/"), "http://p:1 is given as a prefill and as a decode"),
     ],
 )

@@ -289,12 +289,6 @@ def test_ranks_of_a_model_without_experts_are_engines_of_their_own(tmp_path: Pat
     assert ["-dp", "8"] in together.engines[0].command
 
 
-def test_models_with_images_are_told_of_the_proxy_s_option(tmp_path: Path, qwen: Path) -> None:
-    vision = model_in(tmp_path / "vision", "qwen3-vl-moe")
-    assert said(migrated(serve(), model=vision))["--media-hosts"] is ChangeKind.CHECK
-    assert "--media-hosts" not in said(migrated(serve(), model=qwen))
-
-
 def test_steps_of_fewer_tokens_than_requests(qwen: Path) -> None:
     drafts = '--speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
     result = migrated(serve(f"--max-num-seqs 8 --max-num-batched-tokens 4 {drafts}"), model=qwen)

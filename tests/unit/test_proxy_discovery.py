@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DNS names whose addresses change, by a stand-in for DNS; and the contents of an engines file."""
+"""DNS names whose addresses change, by a stand-in for DNS; and which URLs engines may have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_url
 from vllm_ascend_pd.proxy.routing.discovery import Discovery
-from vllm_ascend_pd.proxy.routing.engines_file import parse_engines
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole
 
 P, D = "dns+http://p.svc:1", "dns+http://d.svc:2"
@@ -60,36 +59,6 @@ def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
     discovery.listed("file", {EngineRole.DECODE: ["y"]})
     assert decode.urls == ("y",)
     assert discovery.problems == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (b"prefill: [http://p:1\n", "while parsing"),
-        (b"- http://p:1", "Expected `object`"),
-        (b"prefill: [http://p:1, http://p:1/]", "given twice"),
-        (b"prefill: [7]", "Expected `str`"),
-        (b"decode: [ftp://p:1]", "is not a URL"),
-        (b"decode: [http://p:x]", "is not a URL"),
-        (b"prefil: [http://p:1]", "unknown field"),
-        (b"prefill: []", "no engine"),
-        (b"a: &a [x]\nb: !!python/name:os.system", "could not determine a constructor"),
-        (b"prefill: [!!int '']", "IndexError"),
-        (b"prefill: [!!bool x]", "KeyError"),
-        (b"\xff\xfe", "Expected `object`"),
-        (b"#" * (1 << 20) + b"#", "larger"),
-    ],
-)
-def test_wrong_files_are_refused(text: bytes, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        parse_engines(text)
-
-
-def test_file() -> None:
-    assert parse_engines(b"prefill:\n  - http://p:1/\n  - dns+http://p:2\n") == {
-        EngineRole.PREFILL: ("http://p:1", "dns+http://p:2"),
-        EngineRole.DECODE: (),
-    }
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from vllm_ascend_pd.proxy.background import Background
 from vllm_ascend_pd.proxy.http.cross_origin import CrossOrigin
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
 from vllm_ascend_pd.proxy.http.errors import error_response
-from vllm_ascend_pd.proxy.http.media_fetcher import MediaFetcher
 from vllm_ascend_pd.proxy.operate.admin import Admin
 from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.health import Health
@@ -63,7 +62,6 @@ class ProxyApp:
         self._request_table = RequestTable(
             settings.max_concurrent, settings.max_waiting, settings.queue_timeout, settings.max_body_bytes
         )
-        self._media = MediaFetcher(settings.media_hosts, settings.media_timeout, settings.max_body_bytes)
         self._background = Background(settings, *self._pools)
         self._failure_stats = FailureStats()
         self._health = Health(self._pools, self._failure_stats, self._background.problems, settings.health_timeout)
@@ -104,7 +102,6 @@ class ProxyApp:
             self.shut_down()
             for pool in self._pools:
                 await pool.aclose()
-            await self._media.aclose()
             await anyio.to_thread.run_sync(self._tracing.close)
 
     def _client_routes(self, settings: ProxySettings) -> list[BaseRoute]:
@@ -121,7 +118,6 @@ class ProxyApp:
                 decode_fallback=settings.decode_fallback,
                 metaserver_url=settings.metaserver_url,
             ),
-            media=self._media,
             observer=self._observer,
             max_body_bytes=settings.max_body_bytes,
             read_timeout=settings.read_timeout,

@@ -6,14 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 import anyio
 
 from vllm_ascend_pd.proxy.operate.admin import COMMAND_LINE
 from vllm_ascend_pd.proxy.routing.discovery import Discovery
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.engines_file import EnginesFile
 from vllm_ascend_pd.proxy.routing.health_checks import HealthChecks
 from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import ProxySettings
@@ -43,31 +41,20 @@ class Background:
         )
         self._discovery = Discovery({pool.role: pool.engines for pool in self._pools}, settings.dns_interval)
         self._discovery.listed(COMMAND_LINE, settings.engines())
-        self._file: EnginesFile | None = None
-        """The file that lists engines, if there is one."""
-        if settings.engines_file is not None:
-            self._file = EnginesFile(settings.engines_file, partial(self._discovery.listed, "the engines file"))
 
     def problems(self) -> list[str]:
         """Problems with the lists of engines, one line each."""
-        problems = [f"{source}: {problem}" for source, problem in self._discovery.problems.items()]
-        if self._file is not None and self._file.problem is not None:
-            problems.append(self._file.problem)
-        return problems
+        return [f"{source}: {problem}" for source, problem in self._discovery.problems.items()]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Does the work during the `with` block, and cancels it at the end. A task that fails cancels the block."""
         try:
-            if self._file is not None:
-                await self._file.start()
             await self._discovery.look()
             for pool in self._pools:
                 pool.engines.require_checks()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._discovery.run)
-                if self._file is not None:
-                    tasks.start_soon(self._file.run)
                 tasks.start_soon(self.prefill_watch.run)
                 tasks.start_soon(self.decode_watch.run)
                 tasks.start_soon(self._checks.run)

@@ -13,7 +13,6 @@ from vllm_ascend_pd.proxy.http.tls import Tls
 from vllm_ascend_pd.proxy.operate.start_tracing import check_tracing
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_urls, is_http
 from vllm_ascend_pd.proxy.routing.balance import DEFAULT_STRATEGY, STRATEGIES
-from vllm_ascend_pd.proxy.routing.engines_file import read_engines
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 from vllm_ascend_pd.transport.keys import read_text_secret
 
@@ -38,7 +37,6 @@ POSITIVE = (
     "max_per_decode",
     "queue_timeout",
     "max_body_bytes",
-    "media_timeout",
 )
 """Settings with an option of `vllm-ascend-pd proxy` that must be greater than 0."""
 NOT_NEGATIVE = ("queue_per_engine", "max_waiting")
@@ -115,11 +113,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     request's prefills after its first one."""
     max_body_bytes: int = 64 * MIB
     """The largest client request. Images are part of it."""
-    media_hosts: tuple[str, ...] = ()
-    """Hosts whose images, sounds and videos the proxy fetches once for both engines; `*`: all. Media of other hosts are
-    fetched by each engine itself."""
-    media_timeout: float = 30.0
-    """For one image, sound or video."""
     max_ticket_bytes: int = 16 * MIB
     """The largest ticket. Token ids take about 7 bytes each; block ids take 8 bytes per 128 tokens and cache group. A
     ticket of 1 Mi tokens takes 7 MiB until its prefill ends."""
@@ -135,8 +128,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Headers that these pages may send."""
     allow_credentials: bool = False
     """Whether browsers may send cookies and other credentials with these requests."""
-    engines_file: str | None = None
-    """A YAML file that lists further engines. The proxy reads it again when it changes."""
     tls: Tls | None = None
     """Certificates of the clients' port. None: plain HTTP."""
     metaserver_apart: bool = False
@@ -150,17 +141,12 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
-            if not (urls or self.engines_file or self.admin_token_file):
+            if not (urls or self.admin_token_file):
                 raise ValueError(
-                    f"at least one {role} engine is needed: --{role} or --engines-file, or --admin-token-file to add "
-                    "it while the proxy runs"
+                    f"at least one {role} engine is needed: --{role}, or --admin-token-file to add it while the proxy "
+                    "runs"
                 )
         self.engines()
-        if self.engines_file is not None:
-            try:
-                read_engines(self.engines_file)
-            except ValueError as error:
-                raise ValueError(f"the engines file {self.engines_file} cannot be used: {error}") from None
         msgspec.structs.force_setattr(self, "metaserver_url", _with_path(self.metaserver_url))
         for name in POSITIVE:
             value = getattr(self, name)

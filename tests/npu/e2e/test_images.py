@@ -4,7 +4,6 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -12,8 +11,8 @@ import pytest
 from harness.agreement import compare
 from harness.ascend import WITH_IMAGES
 from harness.client import Client, Messages, at_once
-from harness.clusters import Cluster, Proxy
-from harness.engines import HOST, EngineConfig, wait_ready
+from harness.clusters import Cluster
+from harness.engines import EngineConfig
 from harness.failures import wait_all_blocks_free
 from harness.http_server import Handler, serving
 from harness.pool import Reference
@@ -99,29 +98,6 @@ class Images(Handler):
 def images() -> Iterator[str]:
     with serving(Images) as url:
         yield url
-
-
-@pytest.fixture
-def fetching(cluster: Cluster, engine_logs: Path) -> Iterator[Client]:
-    """Talks to another proxy, which fetches images for both engines."""
-    proxy = Proxy(cluster.prefill, cluster.decode, engine_logs, args=("--media-hosts", f'["{HOST}"]'))
-    try:
-        wait_ready([proxy])
-        with Client(proxy.url, model=str(cluster.model), logprobs=10) as client:
-            yield client
-    finally:
-        proxy.stop()
-
-
-@the_cluster
-def test_each_image_is_fetched_once(fetching: Client, single: Client, images: str) -> None:
-    """Even one that another fetch would find changed."""
-    chat = chat_about("What are these?", f"{images}/changing/first", f"{images}/still", f"{images}/still")
-    answer = fetching.chat(chat)
-    assert FETCHED == {"/changing/first": 1, "/still": 1}
-    assert answer.kv_transfer_params is not None
-    same = chat_about("What are these?", *(data_url(png(seed)) for seed in ("/changing/first 1", *2 * ["/still 0"])))
-    assert compare(answer, single.chat(same))[1] is None
 
 
 @the_cluster

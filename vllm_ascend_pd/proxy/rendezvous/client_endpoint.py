@@ -12,10 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone, read_fields
-from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, error_event
+from vllm_ascend_pd.proxy.http.endpoints import Endpoint, error_event
 from vllm_ascend_pd.proxy.http.errors import RequestRefused, body_too_large
 from vllm_ascend_pd.proxy.http.headers import who_computes
-from vllm_ascend_pd.proxy.http.media_fetcher import MediaFetcher
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnected
 from vllm_ascend_pd.proxy.rendezvous.decode_requests import DecodeRequests, ForwardedRequest
@@ -40,7 +39,6 @@ class ClientEndpoint:
         *,
         request_table: RequestTable,
         decode_requests: DecodeRequests,
-        media: MediaFetcher,
         observer: Observer,
         max_body_bytes: int,
         read_timeout: float,
@@ -51,7 +49,6 @@ class ClientEndpoint:
             endpoint: what the route's requests look like; None if decode answers them without prefill.
             request_table: of all endpoints together.
             decode_requests: sends requests to decode engines.
-            media: fetches images, sounds and videos of prompts.
             observer: receives reports about each request.
             max_body_bytes: limit of a client's body.
             read_timeout: seconds for a client to send its body, and for each write that it must accept.
@@ -60,7 +57,6 @@ class ClientEndpoint:
         self._endpoint = endpoint
         self._request_table = request_table
         self._decode_requests = decode_requests
-        self._media = media
         self._observer = observer
         self._max_body_bytes = max_body_bytes
         self._read_timeout = read_timeout
@@ -142,7 +138,6 @@ class ClientEndpoint:
             if self._endpoint is None:
                 read_fields(body)
                 return body
-            body = await self._media.fetch_into(body, REQUEST_FORMATS[self._endpoint].text)
             proxied.request = parse_client_request(self._endpoint, body)
         except ForDecodeAlone as alone:
             return alone.body

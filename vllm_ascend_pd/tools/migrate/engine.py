@@ -131,9 +131,6 @@ def _of_model(served: ModelFacts) -> list[Change]:
             "sides do not fit. Serve the checkpoint without it"
         )
         changes.append(Change(ChangeKind.STOPS, "int8 caches", why))
-    if served.media:
-        why = "on the proxy: it then fetches an image of these hosts once for both engines (docs/proxy.md)"
-        changes.append(Change(ChangeKind.CHECK, "--media-hosts", why))
     return changes
 
 
