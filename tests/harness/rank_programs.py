@@ -270,7 +270,7 @@ class PrefillRank(_RankBase):
     def has_grants(self, request_id: str) -> bool:
         """Whether decode has granted this request, or needs nothing of it."""
         destinations = self.worker._transfers[request_id].state.destinations
-        return destinations is not None and all(d.granted or d.complete for d in destinations.values())
+        return destinations is not None and all(d.granted for d in destinations.values())
 
     def open_failures(self) -> list[str]:
         """Returns why transfers have failed, of those that have."""

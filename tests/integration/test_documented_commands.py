@@ -299,12 +299,15 @@ def test_options_that_a_page_names_are_the_proxys(page: str) -> None:
         for name in (*param.opts, *param.secondary_opts)  # the second: --no-...
     }
     known |= {  # vLLM's, and every command's
+        "--api-key",
         "--chat-template",
         "--disable-log-stats",
         "--dtype",
         "--help",
         "--hf-overrides",
         "--max-model-len",
+        "--max-num-queued-reqs",
+        "--max-num-queued-tokens",
         "--max-num-seqs",
         "--media-io-kwargs",
         "--mm-hasher-algorithm",

@@ -66,7 +66,7 @@ def test_another_engine_cannot_take_a_ticket_back(pair: Pair) -> None:
         for _ in pair.p_ranks:
             peer = contacts.get(timeout=PATIENCE_S)
             for writer in writers:
-                peer.send(Revoke(ticket_id, 0, writer, "the test meddles"))
+                peer.send(Revoke(ticket_id, writer, "the test meddles"))
         prefill(pair, requests, {})
         assert pair.wait_arrivals(1) == ({"request-0"}, {})
         failed = pair.wait_sent(2)

@@ -130,12 +130,16 @@ class ArrivalQueue:
 
     # The control thread calls these.
 
-    def ticket_failed(self, ticket_id: str, reason: str, blocks: Collection[int]) -> None:
-        """A ticket failed. Prefill ranks may still write to `blocks` until `ticket_ended`."""
+    def ticket_failed(self, ticket_id: str, reason: str, blocks: Collection[int], ends: bool) -> None:
+        """A ticket failed. Prefill ranks may still write to `blocks` until `ticket_ended`.
+
+        `ends`: whether `ticket_ended` follows at once. Then that wakes the step, which learns both together.
+        """
         with self._changed:
             self._report.failed[ticket_id] = reason
             self._news.lost_blocks.update(blocks)
-            self._wake()
+            if not ends:
+                self._wake()
 
     def ticket_ended(
         self, ticket_id: str, request_id: str, received: tuple[int, int] | None, cached_tokens: int | None
@@ -393,7 +397,7 @@ class GrantService:
                 request_id,
                 ticket.reason,
             )
-            self._arrivals.ticket_failed(ticket_id, ticket.reason, each.expect.blocks)
+            self._arrivals.ticket_failed(ticket_id, ticket.reason, each.expect.blocks, ends=ticket.is_quiesced(now))
         self._revoke(each, now)
         if not ticket.is_quiesced(now):
             return

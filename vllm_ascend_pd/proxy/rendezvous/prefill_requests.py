@@ -20,7 +20,7 @@ from vllm_ascend_pd.proxy.rendezvous.prefill_answer import failed, judge
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketMatch
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure, engines_to_avoid, last_resorts, without
 from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import FailureKind, Then
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.prompts import prompt_of
@@ -66,7 +66,9 @@ class PrefillRequests:
             return failures
         avoid = without(pool.urls, frozenset(), proxied.failed_prefill)
         ranking = pool.ranker.rank(prompt_of(request, prompt), avoid, proxied.prefills)
-        ranking = ranking.then(last_resorts(EngineRole.PREFILL, failures, avoid))
+        # Where decode computes the prompt at last, an engine that may have died of it is not asked twice.
+        accidents = [failure for failure in failures if failure.then(EngineRole.PREFILL) is Then.ANEW]
+        ranking = ranking.then(last_resorts(EngineRole.PREFILL, accidents, avoid))
         failure = await self._attempt(match, ticket, progress, ranking)
         pool.judge(progress.call.engine, failure and failure.kind)
         if failure is None:
