@@ -22,82 +22,7 @@ from vllm_ascend_pd.core.layout import (
     block_geometry,
     state_geometries,
 )
-
-Region: TypeAlias = tuple[int, int]
-"""Address and bytes."""
-
-ALIGNMENT = 2 << 20
-"""A region of device memory begins at a multiple of this many bytes."""
-
-MAX_REGIONS = 256
-"""Regions that one process may register."""
-
-MAX_DEVICE_BYTES = 50 << 30
-"""Bytes of device memory that one process may register on Atlas A2 and A3."""
-
-_A2_AND_A3 = ("Ascend910B", "Ascend910_93")
-
-
-def merge(regions: Iterable[Region], gap: int = -1) -> list[Region]:
-    """Returns sorted, disjoint regions that cover `regions`.
-
-    Regions that overlap become one. So do regions with at most `gap` bytes between them: 0 merges adjacent regions.
-    Raises ValueError for a region without bytes.
-    """
-    merged: list[Region] = []
-    for address, size in sorted(regions):
-        if size <= 0:
-            raise ValueError(f"region at {address:#x} has {size} bytes")
-        if merged and address <= sum(merged[-1]) + gap:
-            begin, length = merged[-1]
-            merged[-1] = (begin, max(length, address + size - begin))
-        else:
-            merged.append((address, size))
-    return merged
-
-
-def aligned(region: Region, storage: int) -> Region:
-    """Returns the region from the multiple of `ALIGNMENT` before it on, unless that is before its storage begins.
-
-    In models that also have states, vllm-ascend puts K behind the convolutions' states, even for a layer that shares
-    its tensor with none, such as an MTP layer: K then begins anywhere in a tensor that itself begins at a multiple
-    (model_runner_v1.py, `_reshape_kv_cache_tensors`).
-    """
-    address, size = region
-    before = address % ALIGNMENT
-    return region if address - before < storage else (address - before, size + before)
-
-
-def covered(region: Region, known: Iterable[Region]) -> bool:
-    """Returns whether one of `known` contains the region."""
-    address, size = region
-    return any(begin <= address and address + size <= begin + length for begin, length in known)
-
-
-def refusal(regions: Sequence[Region], chip: str) -> str | None:
-    """Returns why a process cannot register `regions`, which are all that it registers; None if it can.
-
-    `chip`: the chip's name as ACL returns it, such as "Ascend910B1".
-    """
-    for address, size in regions:
-        if address % ALIGNMENT:
-            return (
-                f"the region {address:#x}+{size} does not begin at a multiple of 2 MiB, which HCCS needs: allocate KV "
-                "caches as vllm-ascend does with a kv_transfer_config"
-            )
-    if len(regions) > MAX_REGIONS:
-        return (
-            f"{len(regions)} regions of memory, and HCCL takes {MAX_REGIONS} for each process: spread the model's "
-            "layers over more ranks (--pipeline-parallel-size), or use a model with fewer KV cache tensors"
-        )
-    total = sum(size for _, size in regions)
-    if chip.startswith(_A2_AND_A3) and total > MAX_DEVICE_BYTES:
-        return (
-            f"{total >> 20} MiB of device memory, and HIXL takes {MAX_DEVICE_BYTES >> 20} MiB a process on {chip}: "
-            "make the KV cache smaller (--gpu-memory-utilization or --kv-cache-memory-bytes)"
-        )
-    return None
-
+from vllm_ascend_pd.core.regions import Region, aligned, merge
 
 # Cache groups: which of a request's blocks hold which of its tokens.
 
@@ -186,7 +111,7 @@ def left_to_decode(groups: Iterable[CacheGroup]) -> int:
 
 
 # Two regions of a storage with at most so many bytes between them are registered as one, as in vllm-ascend: the number
-# of regions is limited (`core/caches.py`).
+# of regions is limited (`core/regions.py`).
 _SMALL_GAP = 4096
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]

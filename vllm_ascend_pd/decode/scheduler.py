@@ -30,6 +30,11 @@ MAX_LOST = 3
 _NEVER = "this decode engine computes no prompts (who_computes: never)"
 
 
+# A decode engine that computes no prompts (`who_computes: never`) has prefill compute everything: a request that was
+# preempted, or whose KV was lost, gets another ticket. That ticket is for the prompt and all tokens generated since, so
+# prefill must be asked by token ids. What cannot be asked for in this way ends with an error.
+
+
 def why_refused(request: ScheduledRequest) -> str | None:
     """Why a new request is refused whatever is cached; None if it is not."""
     if request.skip_reading_prefix_cache:

@@ -47,7 +47,9 @@ class _Entry(NamedTuple):
 
 
 class Pipeline:
-    """Keeps at most `BATCHES_IN_FLIGHT` batches in flight.
+    """Writes to one decode engine, in order, with at most `BATCHES_IN_FLIGHT` batches in flight.
+
+    The next write begins before the last one has ended, so that the link does not idle.
 
     One thread calls it. Every call may block for as long as a batch may take (`TransferEngine`).
     """

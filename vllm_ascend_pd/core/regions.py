@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory regions for registration with Mooncake, and the limits of protocol `ascend`. Pure.
+
+Where the limits are from:
+
+- 256 regions: HCCL, global_mem_manager.h (`MAX_GLOBAL_MEM_REG_COUNT`), for all engines of a process. Later versions
+  have no such limit there; HIXL itself takes 4096 (mem_msg_handler.cc). vllm-ascend 0.23 refuses more than 256.
+- 50 GB of device memory on Atlas A2 and A3: HIXL's guide, restrictions of `RegisterMem`. The code does not check it.
+- 2 MiB alignment of device memory: Mooncake's guide to its Ascend transport, for HCCS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+Region: TypeAlias = tuple[int, int]
+"""Address and bytes."""
+
+ALIGNMENT = 2 << 20
+"""A region of device memory begins at a multiple of this many bytes."""
+
+MAX_REGIONS = 256
+"""Regions that one process may register."""
+
+MAX_DEVICE_BYTES = 50 << 30
+"""Bytes of device memory that one process may register on Atlas A2 and A3."""
+
+_A2_AND_A3 = ("Ascend910B", "Ascend910_93")
+
+
+def merge(regions: Iterable[Region], gap: int = -1) -> list[Region]:
+    """Returns sorted, disjoint regions that cover `regions`.
+
+    Regions that overlap become one. So do regions with at most `gap` bytes between them: 0 merges adjacent regions.
+    Raises ValueError for a region without bytes.
+    """
+    merged: list[Region] = []
+    for address, size in sorted(regions):
+        if size <= 0:
+            raise ValueError(f"region at {address:#x} has {size} bytes")
+        if merged and address <= sum(merged[-1]) + gap:
+            begin, length = merged[-1]
+            merged[-1] = (begin, max(length, address + size - begin))
+        else:
+            merged.append((address, size))
+    return merged
+
+
+def aligned(region: Region, storage: int) -> Region:
+    """Returns the region from the multiple of `ALIGNMENT` before it on, unless that is before its storage begins.
+
+    In models that also have states, vllm-ascend puts K behind the convolutions' states, even for a layer that shares
+    its tensor with none, such as an MTP layer: K then begins anywhere in a tensor that itself begins at a multiple
+    (model_runner_v1.py, `_reshape_kv_cache_tensors`).
+    """
+    address, size = region
+    before = address % ALIGNMENT
+    return region if address - before < storage else (address - before, size + before)
+
+
+def covered(region: Region, known: Iterable[Region]) -> bool:
+    """Returns whether one of `known` contains the region."""
+    address, size = region
+    return any(begin <= address and address + size <= begin + length for begin, length in known)
+
+
+def refusal(regions: Sequence[Region], chip: str) -> str | None:
+    """Returns why a process cannot register `regions`, which are all that it registers; None if it can.
+
+    `chip`: the chip's name as ACL returns it, such as "Ascend910B1".
+    """
+    for address, size in regions:
+        if address % ALIGNMENT:
+            return (
+                f"the region {address:#x}+{size} does not begin at a multiple of 2 MiB, which HCCS needs: allocate KV "
+                "caches as vllm-ascend does with a kv_transfer_config"
+            )
+    if len(regions) > MAX_REGIONS:
+        return (
+            f"{len(regions)} regions of memory, and HCCL takes {MAX_REGIONS} for each process: spread the model's "
+            "layers over more ranks (--pipeline-parallel-size), or use a model with fewer KV cache tensors"
+        )
+    total = sum(size for _, size in regions)
+    if chip.startswith(_A2_AND_A3) and total > MAX_DEVICE_BYTES:
+        return (
+            f"{total >> 20} MiB of device memory, and HIXL takes {MAX_DEVICE_BYTES >> 20} MiB a process on {chip}: "
+            "make the KV cache smaller (--gpu-memory-utilization or --kv-cache-memory-bytes)"
+        )
+    return None
