@@ -75,9 +75,9 @@ def test_nothing_is_written_late_when_the_links_of_24_peers_hang(pair: Pair) -> 
         while len(ended) < COUNT:
             assert time.monotonic() < deadline, f"blocks are held: {len(ended)} of {COUNT} requests ended"
             cancelled = []
-            for finished, _, _, given_up in silent.call("arrivals"):
+            for finished, _, failed in silent.call("arrivals"):
                 ended |= finished
-                cancelled.append(DecodeStep(cancelled=given_up))
+                cancelled.append(DecodeStep(cancelled=failed))
             silent.call("steps", cancelled)
             time.sleep(0.05)
         silent.call("reuse", unlucky)
