@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_ascend_pd.core.config import ConnectorConfig, PeerParallel, TlsConfig
+from vllm_ascend_pd.core.config import PeerParallel, TlsConfig, UserConfig
 from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Host, Proxy
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -103,7 +103,7 @@ def said_of(struct: type[msgspec.Struct]) -> str:
 
 
 def page() -> str:
-    parts = [HEAD, table(ConnectorConfig)]
+    parts = [HEAD, table(UserConfig)]
     for title, struct in (("`prefill` and `decode`", PeerParallel), ("`tls_config`", TlsConfig)):
         parts += [f"\n### {title}\n", said_of(struct), table(struct)]
     parts += [HOSTS, said_of(Cluster), table(Cluster)]

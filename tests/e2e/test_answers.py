@@ -94,5 +94,5 @@ def test_f21_prefills_that_are_aborted_are_made_again_at_once(
         answers = [answer.result() for answer in asked]
     assert answers == [reference.complete(prompt) for prompt in prompts]
     assert health(cluster)["failures"]["prefill"]["aborted"] > before
-    assert time.monotonic() - begun < 25, "decode waits for its blocks for 30 s (settle_timeout_s)"
+    assert time.monotonic() - begun < 25, "decode waits for its blocks for 30 s"
     wait_all_blocks_free(cluster)

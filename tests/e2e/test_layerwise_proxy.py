@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-# `settle_timeout_s` of decode, and what the engines' steps take.
+# 30 s until decode gives up a ticket that nobody writes for, and what the engines' steps take.
 SETTLED_WITHIN_S = 30.0 + 30.0
 
 

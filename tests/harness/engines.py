@@ -20,6 +20,7 @@ from harness.plain_http import PLAIN_HTTP
 from harness.ports import release_port, reserve_ports
 from harness.prefork import can_fork
 from harness.processes import ManagedProcess, wait_all_healthy
+from vllm_ascend_pd.core.config import ConnectorConfig, UserConfig
 from vllm_ascend_pd.core.hosts import authority
 
 HOST = "127.0.0.1"
@@ -42,6 +43,8 @@ CPU_ENV = {
     "VLLM_ASCEND_PD_TEST_HOLD_PORTS": "1",
 }
 
+
+FIXED = {*ConnectorConfig.__struct_fields__} - {*UserConfig.__struct_fields__}
 
 PATIENT: tuple[tuple[str, object], ...] = (
     ("write_timeout_s", 30.0),
@@ -97,7 +100,8 @@ class EngineConfig:
     load_failure_policy: str | None = None
     """`kv_load_failure_policy`: "fail" or "recompute"; None leaves it to vLLM."""
     connector_extra: tuple[tuple[str, object], ...] = ()
-    """`kv_connector_extra_config`, as pairs so that the config stays hashable."""
+    """`kv_connector_extra_config`, as pairs so that the config stays hashable. Fields of `ConnectorConfig` that users
+    cannot set are set by the tests' plugin."""
     bootstrap: bool = False
     """A prefill engine answers routers for Mooncake, on `Engine.bootstrap_port`."""
     who_computes: str | None = "prefill"
@@ -170,7 +174,7 @@ class EngineConfig:
             ours["engine_id"] = self.engine_id
         if self.load_failure_policy is not None:
             ours["kv_load_failure_policy"] = self.load_failure_policy
-        extra = dict(self.connector_extra)
+        extra = {name: value for name, value in self.connector_extra if name not in FIXED}
         if self.role is Role.DECODE and self.who_computes is not None:
             extra.setdefault("who_computes", self.who_computes)
         if extra:
@@ -199,6 +203,8 @@ class EngineConfig:
         env |= plugins_on_path()
         if self.token_major:
             env["VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"] = "1"
+        if fixed := {name: value for name, value in self.connector_extra if name in FIXED}:
+            env["VLLM_ASCEND_PD_TEST_FIXED"] = json.dumps(fixed)
         return env | dict(self.env)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, truth
 from vllm_ascend_pd.core.caches import LayerSpec, describe
-from vllm_ascend_pd.core.config import parse_config
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.observer import DecodeObserver, PrefillObserver, tell_all
 from vllm_ascend_pd.core.step import Send
@@ -90,7 +90,7 @@ class _RankBase:
         self.device = _make_device(self.on, self.first_device + rank)
         backend = self.device.collective_backend
         torch.distributed.init_process_group(backend, init_method=self.init, world_size=world, rank=rank)
-        self.parsed = parse_config(self.config)
+        self.parsed = ConnectorConfig(**self.config)
         dealt = sharding(side.tp, side.dcp, side.interleave, side.pcp)
         self.caches, specs = self.make()
         self.registered = describe(self.caches, specs, heads_first=self.model.order is Order.HEAD_MAJOR)

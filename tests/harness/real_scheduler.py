@@ -8,7 +8,9 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from vllm import SamplingParams
@@ -27,6 +29,7 @@ from harness.metaserver import metaserver
 from harness.models import TINY, make_model
 from vllm_ascend_pd import register
 from vllm_ascend_pd.connector.metrics import ReportMetadata
+from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.core.step import WorkerReport
 
 BLOCK = 16
@@ -40,6 +43,11 @@ _STRUCTURED = types.SimpleNamespace(
     should_fill_bitmask=lambda request: False,
     accept_tokens=lambda *_, **__: True,
 )
+
+
+def _parse_config(extra: dict[str, Any]) -> ConnectorConfig:
+    """Steps that compute nothing hardly wait."""
+    return msgspec.structs.replace(parse_config(extra), idle_wait_s=0.001)
 
 
 class RealScheduler:
@@ -74,7 +82,7 @@ class RealScheduler:
                 kv_connector="LayerwisePushConnector",
                 kv_role=role.value,
                 kv_load_failure_policy=load_failure_policy,
-                kv_connector_extra_config={"idle_wait_s": 0.001, **extra},
+                kv_connector_extra_config={**extra},
             ),
         )
         config.cache_config.num_gpu_blocks = blocks
@@ -83,14 +91,15 @@ class RealScheduler:
         groups = [KVCacheGroupSpec([f"layers.{index}.attn"], spec) for index, spec in enumerate(specs)]
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.scheduler = Scheduler(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
-            structured_output_manager=_STRUCTURED,
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
+        with mock.patch("vllm_ascend_pd.connector.setup.parse_config", _parse_config):
+            self.scheduler = Scheduler(
+                vllm_config=config,
+                kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+                structured_output_manager=_STRUCTURED,
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+                log_stats=True,
+            )
 
     @property
     def pool(self) -> Any:

@@ -21,7 +21,7 @@ import pytest
 from examples import MESSAGES, PLAIN, RANK
 from mutate import hostile_bytes, json_text, msgpack
 
-from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.core.config import ConfigError, UserConfig, parse_config
 from vllm_ascend_pd.core.protocol import PROTOCOL_VERSION, ProtocolError, decode, encode
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
@@ -60,7 +60,7 @@ COMPLETION = {
 PROMPTS = [{**COMPLETION, "prompt": prompt} for prompt in (["a", "b"], [1, 2, 3], [[1, 2], [3]], None)]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8, "tools": []}
 CONFIG = {
-    **{name: getattr(ConnectorConfig(), name) for name in ConnectorConfig.__struct_fields__},
+    **{name: getattr(UserConfig(), name) for name in UserConfig.__struct_fields__},
     "metaserver_allowlist": ["http://proxy:8000"], "prefill": {"tp_size": 2}, "decode": {"dp_size": 1, "pp_size": 2},
     "tls_config": {"ssl_enable": True, "ssl_ca_certs": "/ca.pem"},
 }  # fmt: skip

@@ -276,7 +276,7 @@ def test_a_post_without_a_connection_ends_at_its_deadline(metaserver: Metaserver
         client.post("second", url_of(9), {})
         [outcome] = outcomes(client, 1)
         assert outcome.key == "second"
-        text = "within 2 s: all 1 connections wait for answers (metaserver_max_connections)"
+        text = "within 2 s: all 1 connections wait for answers"
         assert outcome.reason == f"not posted to metaserver {url_of(9)} {text}"
 
 

@@ -4,10 +4,11 @@
 Each is off unless its environment variable is set, so the folder alone changes nothing.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,6 +49,9 @@ MooncakeConnector asks, and runs on a CPU with that."""
 
 WITHOUT_TRITON = "VLLM_ASCEND_PD_TEST_WITHOUT_TRITON"
 """DeepSeek V4 runs on vLLM's CPU backend, which needs Triton for it, see `without_triton.py`."""
+
+FIXED = "VLLM_ASCEND_PD_TEST_FIXED"
+"""JSON: fields of `ConnectorConfig` that users cannot set, with other values than theirs."""
 
 CONTROL = "VLLM_ASCEND_PD_TEST_CONTROL"
 """A folder: every process listens there, see `remote_control.py`. With it:"""
@@ -91,6 +95,8 @@ def register() -> None:
         from without_triton import replace_kernels
 
         replace_kernels()
+    if fixed := os.environ.get(FIXED):
+        change_fixed(json.loads(fixed))
     if folder := os.environ.get(CONTROL):
         from remote_control import listen
 
@@ -151,6 +157,19 @@ def _connect_through(proxy: str) -> None:
         return socket
 
     loop.Loop._socket = make_proxied  # type: ignore[method-assign]
+
+
+def change_fixed(values: dict[str, float]) -> None:
+    """Changes what users cannot set, in every engine that this process builds from now on."""
+    import msgspec
+
+    from vllm_ascend_pd.connector import setup
+    from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
+
+    def parse_and_change(extra: dict[str, Any]) -> ConnectorConfig:
+        return msgspec.structs.replace(parse_config(extra), **values)
+
+    setup.parse_config = parse_and_change
 
 
 def _call_the_cpu_accelerator_0() -> None:

@@ -70,13 +70,10 @@ def test_over_one_connection_descriptors_may_be_longer() -> None:
     assert TransferLimits(connections=1).piece_bytes(64 * MIB) == 4 * MIB
 
 
-def test_what_is_not_given_suits_the_protocol() -> None:
+def test_limits_suit_the_protocol() -> None:
     assert TransferLimits.over("tcp") == TransferLimits()
     ascend = TransferLimits.over("ascend", timeout_s=3.0)
     assert (ascend.max_descriptors, ascend.max_bytes, ascend.timeout_s) == (8192, 1024 * MIB, 3.0)
-    for protocol in ("tcp", "ascend"):
-        given = TransferLimits.over(protocol, max_descriptors=7, max_bytes=MIB)
-        assert (given.max_descriptors, given.max_bytes) == (7, MIB)
 
 
 def test_nothing() -> None:

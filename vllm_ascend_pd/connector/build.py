@@ -274,7 +274,6 @@ def _delivery_settings(setup: EngineSetup, keys: Keys | None) -> DeliverySetting
         answer_timeout_s=config.control_timeout_s,
         retry_s=config.grant_timeout_s,
         longest_s=config.queue_timeout_s + config.transfer_timeout_s,
-        max_pending=config.max_pending_tickets,
         keys=keys,
     )
 
@@ -284,12 +283,8 @@ def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> Metaserve
     password = _read(read_text_secret, tls.ssl_keyfile_password_file) or tls.ssl_keyfile_password
     return MetaserverSettings(
         allowlist=config.metaserver_allowlist,
-        connect_timeout_s=config.metaserver_connect_timeout_s,
         deadline_s=config.transfer_timeout_s,
         longest_s=config.queue_timeout_s + config.transfer_timeout_s,
-        max_connections=config.metaserver_max_connections,
-        max_pending=config.max_pending_tickets,
-        retries=config.metaserver_retries,
         ca_file=tls.ssl_ca_certs,
         cert_file=tls.ssl_certfile,
         key_file=tls.ssl_keyfile,
@@ -319,9 +314,7 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
         caches = describe(kv_caches, specs, heads_first=device.name == "cpu")
         _check_declared_sizes(config, "prefill" if setup.prefills else "decode", rank)
         protocol = config.transfer_protocol or device.transfer_protocol
-        limits = TransferLimits.over(
-            protocol, config.max_batch_descriptors, config.max_batch_bytes, config.write_timeout_s
-        )
+        limits = TransferLimits.over(protocol, config.write_timeout_s)
         engine = TransferEngine(setup.host, protocol, limits, SharedEngine.find(protocol))
         opened.callback(engine.close)
         engine.register(caches.regions(), of_caches=True)

@@ -19,11 +19,22 @@ class ConfigError(ValueError):
 
 
 REMOVED = {
+    "control_timeout_s": "an answer on the side channel is waited for 5 s",
+    "grant_timeout_s": "a prefill rank asks for a grant for 20 s",
+    "idle_wait_s": "a step that computes nothing waits for transfers for 0.05 s",
+    "max_batch_bytes": "a batch of the transfer engine has 64 MiB over TCP, otherwise 1 GiB",
+    "max_batch_descriptors": "a batch of the transfer engine has 2048 copies over TCP, otherwise 8192",
+    "max_pending_tickets": "4096 tickets may wait for an answer",
+    "metaserver_connect_timeout_s": "connecting to a metaserver takes 5 s at most",
+    "metaserver_max_connections": "there are 256 connections to metaservers",
+    "metaserver_retries": "a ticket is posted again 5 times, which takes 1.5 to 3 s",
+    "push_queue_size": "4096 layers may wait to be sent to a decode engine",
+    "settle_timeout_s": "a ticket that nobody writes for stays open for 30 s after prefill has ended",
     "trace_max_bytes": "a trace file ends at 64 MiB",
 }
 """Keys of earlier versions, each with what holds instead."""
 
-_MAY_BE_ZERO = ("metaserver_retries", "decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens")
+_MAY_BE_ZERO = ("decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens")
 
 
 class PeerParallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,8 +86,8 @@ class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"TlsConfig({', '.join(shown)})"
 
 
-class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times are seconds, sizes bytes. Files with secrets must be regular files of mode 0600."""
+class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a user sets. Times are seconds, sizes bytes. Files with secrets must be regular files of mode 0600."""
 
     transfer_timeout_s: float = 480.0
     """Longest time from prefill's first request for a grant until the KV has arrived. Time in a queue for prefill does
@@ -85,19 +96,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_timeout_s: float = 3600.0
     """Longest time from issuing a ticket until prefill begins: in the proxy's line and in prefill's queue. A signed
     ticket expires after this time. At most a day."""
-    settle_timeout_s: float = 30.0
-    """How long a ticket that nobody writes for may stay open after prefill has ended."""
     lease_s: float = 20.0
     """How long a grant lasts unless it is renewed. Bounds how long a dead prefill engine holds decode's blocks. 1 to
     86,400."""
     write_timeout_s: float = 10.0
     """Longest time that one batch of the transfer engine may take. At most 600. Over `ascend` a batch always has the
     time that RoCE needs to repair a link: 34 seconds, unless HCCL_RDMA_TIMEOUT says otherwise."""
-    grant_timeout_s: float = 20.0
-    """How long a prefill rank asks for a grant before it gives the ticket up. Where it regroups KV, it stops sooner if
-    another request needs the staging slot."""
-    control_timeout_s: float = 5.0
-    """Longest wait for an answer on the side channel."""
     collective_timeout_s: float = 60.0
     """Longest time of one all-to-all. After a longer one the engine must be restarted."""
     hold_timeout_s: float | None = None
@@ -108,27 +112,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Port where prefill tells routers for MooncakeConnector its engine id (routers.md). None: what the environment
     variable VLLM_MOONCAKE_BOOTSTRAP_PORT says; if it is not set, there is no such port. Of data-parallel engines on one
     host the first listens for all, and all need a `kv_port`."""
-    idle_wait_s: float = 0.05
-    """Longest time that a step with nothing to compute waits for transfers before it returns. The wait starts at 0.02
-    and grows up to this value. New requests wait for the step to return, so keep it small. Has no effect in
-    data-parallel MoE engines, which step together."""
-    max_batch_descriptors: int | None = None
-    """Most copies in one batch of the transfer engine. None: 2048 over TCP, otherwise 8192."""
-    max_batch_bytes: int | None = None
-    """Most bytes in one batch of the transfer engine. None: 64 MiB over TCP, otherwise 1 GiB."""
     staging_slots: int | None = None
     """Number of buffers for regrouped layers, each for one layer of one step's tokens. None: 4, or 2 where a step may
     have more than 8192 tokens."""
-    push_queue_size: int = 4096
-    """Most layers that wait to be sent to one decode engine. Further ones make the step wait."""
     metaserver_allowlist: tuple[str, ...] = ()
     """URLs (`scheme://host[:port][/path]`) that tickets may be posted to. Empty: this host, path `/v1/metaserver`."""
-    metaserver_connect_timeout_s: float = 5.0
-    """Longest time to connect to the metaserver, and once more for the TLS handshake."""
-    metaserver_max_connections: int = 256
-    """Most connections to metaservers. Further tickets wait for one."""
-    metaserver_retries: int = 5
-    """How often a ticket is posted again after a lost connection or a server error. 5 retries take 1.5 to 3 s."""
     metaserver_token_file: str | None = None
     """File with the bearer token sent to the metaserver."""
     side_channel_key_file: str | None = None
@@ -143,8 +131,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_allowlist: tuple[str, ...] = ()
     """Addresses, networks and names of hosts that decode connects to for requests that name a prefill engine
     (routers.md). Empty: private networks, the networks of this host's interfaces, and this host."""
-    max_pending_tickets: int = 4096
-    """Most tickets that wait for the metaserver's or a prefill engine's answer. Further ones are refused at once."""
     transfer_protocol: str | None = None
     """Mooncake's protocol: `tcp`, `rdma` or `ascend`. None: `tcp` on CPU and `ascend` on NPU. The same on prefill and
     decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""
@@ -213,6 +199,27 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"`{name}`: {error}") from None
 
 
+class ConnectorConfig(UserConfig, frozen=True):
+    """What a user sets, and what is the same for all users. Only tests change the latter."""
+
+    # How long a ticket that nobody writes for may stay open after prefill has ended. A prefill rank has all this time
+    # to ask for a grant, so it is longer than `grant_timeout_s`.
+    settle_timeout_s: float = 30.0
+    # How long a prefill rank asks for a grant before it gives the ticket up. A decode rank answers "not yet" while
+    # earlier steps use the blocks, or while it loads weights. Where the prefill rank regroups KV, it stops sooner if
+    # another request needs the staging slot.
+    grant_timeout_s: float = 20.0
+    # Longest wait for an answer on the side channel. Answers take milliseconds, but a process on a busy host may stand
+    # still for seconds. A lease is renewed after a third, so this is below two thirds of `lease_s`.
+    control_timeout_s: float = 5.0
+    # Longest time that a step with nothing to compute waits for transfers before it returns. New requests wait for the
+    # step to return, so it is small beside the time of a prompt.
+    idle_wait_s: float = 0.05
+    # Most layers that wait to be sent to one decode engine: a step of the deepest models, many times over. Further ones
+    # make the step wait.
+    push_queue_size: int = 4096
+
+
 _ALIKE = 0.65
 """How alike two names are, by difflib's measure, if one may be a misspelling of the other."""
 _BEGINNING_CHARS = 3
@@ -222,7 +229,7 @@ _BEGINNING_CHARS = 3
 def parse_config(extra: dict[str, Any]) -> ConnectorConfig:
     """Raises ConfigError, which names the key. If it is unknown, it also says what replaces it, or names a known one
     that is spelled much like it."""
-    known = ConnectorConfig.__struct_fields__
+    known = UserConfig.__struct_fields__
     for key in extra:
         if key in REMOVED:
             raise ConfigError(f"kv_connector_extra_config: there is no key `{key}` any more: {REMOVED[key]}")

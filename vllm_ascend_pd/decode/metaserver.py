@@ -250,7 +250,7 @@ class MetaserverClient:
         elif post.has_connection:
             why = ": prefill is overloaded or the proxy hangs"
         else:
-            busy = f"all {self._settings.max_connections} connections wait for answers (metaserver_max_connections)"
+            busy = f"all {self._settings.max_connections} connections wait for answers"
             return f"not posted to metaserver {post.url} {seconds}: {busy}"
         return f"metaserver {post.url} did not answer {seconds}{why}"
 

@@ -324,7 +324,7 @@ class PrefillClient:
             if self._closed:
                 return
             if len(self._open) >= self._settings.max_pending:
-                reason = f"{len(self._open)} tickets wait already (max_pending_tickets): prefill does not keep up"
+                reason = f"{len(self._open)} tickets wait already: prefill does not keep up"
                 self._outcomes.append(PostOutcome(ticket.ticket_id, ok=False, reason=reason))
                 return
             self._open.add(ticket.ticket_id)

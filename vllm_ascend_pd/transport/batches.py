@@ -60,25 +60,17 @@ class TransferLimits:
             raise ValueError(f"transfer limits must be positive: {self}")
 
     @classmethod
-    def over(
-        cls,
-        protocol: str,
-        max_descriptors: int | None = None,
-        max_bytes: int | None = None,
-        timeout_s: float | None = None,
-    ) -> TransferLimits:
-        """Returns limits with defaults that suit `protocol`.
+    def over(cls, protocol: str, timeout_s: float | None = None) -> TransferLimits:
+        """Returns limits that suit `protocol`.
 
         Over TCP a descriptor costs about 30 us, so 2048 take 60 ms, and 64 MiB take about half a second on a slow link.
         Over "ascend" a batch is queued on one stream, 256 descriptors at a time, and waited for once, however long it
         is (HIXL, src/llm_datadist/adxl/comm_channel.cc).
         """
-        suits = cls() if protocol == "tcp" else cls(max_descriptors=8192, max_bytes=1024 * MIB)
-        return cls(
-            max_descriptors or suits.max_descriptors,
-            max_bytes or suits.max_bytes,
-            timeout_s=timeout_s or suits.timeout_s,
-        )
+        timeout_s = timeout_s or cls.timeout_s
+        if protocol == "tcp":
+            return cls(timeout_s=timeout_s)
+        return cls(max_descriptors=8192, max_bytes=1024 * MIB, timeout_s=timeout_s)
 
     def piece_bytes(self, num_bytes: int) -> int:
         """Returns the longest descriptor for a write of `num_bytes`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from vllm_ascend_contract import LAYERWISE, constants, engine_config
 
-from vllm_ascend_pd.core.config import ConnectorConfig, PeerParallel, TlsConfig, parse_config
+from vllm_ascend_pd.core.config import ConnectorConfig, PeerParallel, TlsConfig, UserConfig, parse_config
 
 pytestmark = pytest.mark.npu
 
@@ -59,7 +59,7 @@ def test_every_key_vllm_ascend_reads_is_one_of_ours() -> None:
     assert read == {"prefill", "decode", "tls_config", "ascend_local_comm_res_path"}, (
         "vllm-ascend reads other keys of kv_connector_extra_config"
     )
-    assert read <= set(ConnectorConfig.__struct_fields__)
+    assert read <= set(UserConfig.__struct_fields__)
 
 
 TLS_KEYS = {"ssl_enable", "ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs"}

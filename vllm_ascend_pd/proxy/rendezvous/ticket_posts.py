@@ -28,7 +28,7 @@ from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 log = logging.getLogger(__name__)
 
-# After it has lost its connection, decode posts a ticket again within 3 s (`metaserver_retries`).
+# After it has lost its connection, decode posts a ticket again within 3 s.
 _REJOIN_SECONDS = 5.0
 
 
