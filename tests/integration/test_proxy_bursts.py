@@ -22,7 +22,7 @@ import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import COMPLETION, STREAM, Cluster, eventually, running_cluster, running_proxy
 
-from vllm_ascend_pd.proxy.routing import request_admission
+from vllm_ascend_pd.proxy.routing import concurrency
 
 STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_engine.py"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
@@ -115,7 +115,7 @@ def part_of_a_body(cluster: Cluster, size: int) -> HTTPConnection:
 
 def test_f27_a_body_that_does_not_fit_beside_those_that_wait_is_429(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place is free for the next body afterwards."""
-    monkeypatch.setattr(request_admission, "_MAX_HELD_BYTES", 3 << 20)
+    monkeypatch.setattr(concurrency, "_MAX_HELD_BYTES", 3 << 20)
     with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(2) as clients:
         cluster.prefill.holds = True
         first = clients.submit(cluster.complete)

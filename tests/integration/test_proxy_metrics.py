@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from engine_standin import PrefillEngine
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, beside, running_cluster
+from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, beside, eventually, running_cluster
 
 from harness.waiting import wait_for
 
@@ -122,7 +122,10 @@ PROMETHEUS_3 = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;
 def test_metric_names_keep_their_colons_in_every_format(accept: str) -> None:
     with running_cluster() as cluster:
         assert cluster.complete().status_code == 200
-        answer = cluster.client.get("/metrics", headers={"Accept": accept})
-        names = {sample.name for family in text_string_to_metric_families(answer.text) for sample in family.samples}
-        assert PREFIX + "requests_total" in names
-        assert all(name.startswith(PREFIX) for name in names)
+
+        def names() -> set[str]:
+            text = cluster.client.get("/metrics", headers={"Accept": accept}).text
+            return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+
+        eventually(lambda: PREFIX + "requests_total" in names())
+        assert all(name.startswith(PREFIX) for name in names())

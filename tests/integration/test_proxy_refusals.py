@@ -12,8 +12,6 @@ import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster
 
-from vllm_ascend_pd.proxy.routing import health_gate
-
 Engine = PrefillEngine | DecodeEngine
 EITHER_ROLE = pytest.mark.parametrize("role", ["prefill", "decode"])
 NO = {"error": {"message": "no", "code": 400}}
@@ -58,7 +56,7 @@ def test_f19_an_engine_that_refuses_everything_costs_no_answer_and_is_ejected(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It looks as if it had nothing to do. It comes back when it serves again."""
-    monkeypatch.setattr(health_gate, "_FIRST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr("vllm_ascend_pd.proxy.routing.engine._FIRST_PAUSE_SECONDS", 0.5)
     refuser = engine_of(role)
     fault(refuser)
     with caplog.at_level("INFO"), beside(**{role: refuser}, strategy=strategy) as cluster:

@@ -9,8 +9,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vllm_ascend_pd.proxy.routing.balance import EngineLoad, Strategy
-from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
+from vllm_ascend_pd.proxy.routing.load import EngineLoad
+from vllm_ascend_pd.proxy.routing.strategies import PromptEstimate, Strategy
 
 BLOCK = 128
 

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what an engine registry reports to its listeners."""
+"""Engine registries, and a record of what they tell their limiter and their strategy."""
 
 from __future__ import annotations
 
-from vllm_ascend_pd.proxy.routing.registry import RegisteredEngine
+from typing import cast
+
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
+from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
+from vllm_ascend_pd.proxy.routing.strategies import RoundRobin, Strategy
 
 
 class RegistryListener:
@@ -20,3 +26,12 @@ class RegistryListener:
 
     def forget(self, url: str) -> None:
         self.forgotten.append(url)
+
+
+def registry(
+    role: EngineRole, listener: RegistryListener | None = None, limiter: ConcurrencyLimiter | None = None, **limits: int
+) -> EngineRegistry:
+    """An empty registry. `listener` is its limiter and its strategy; without one, its strategy is round robin."""
+    if listener is not None:
+        return EngineRegistry(role, cast(ConcurrencyLimiter, listener), cast(Strategy, listener), **limits)
+    return EngineRegistry(role, limiter or ConcurrencyLimiter(None, 0, 0.0), RoundRobin(), **limits)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.proxy.routing.answers import RULES, Asks, FailureKind, Then, kind_of, may_refuse
-from vllm_ascend_pd.proxy.routing.health_gate import HealthGate
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.answers import RULES, Asks, EngineRole, FailureKind, Then, kind_of, may_refuse
+from vllm_ascend_pd.proxy.routing.engine import HealthGate
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "answers_table.py"
 JSON, HTML = "application/json", "text/html; charset=utf-8"

@@ -26,10 +26,10 @@ from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine_pool import make_pool
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import PlacedPrompts
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SECTIONS = {
@@ -88,16 +88,13 @@ def test_reasons_for_who_computes_a_prompt() -> None:
 async def _exposed() -> str:
     """The proxy's page once each metric has had something to count."""
 
-    async def states() -> dict[str, dict[str, str]]:
-        return {"prefill": {"http://10.0.0.1:8100": "ok"}}
-
     async def send(_: Message) -> None:
         pass
 
-    pool = make_pool(
+    pool = EnginePool(
         EngineRole.PREFILL,
+        ConcurrencyLimiter(1, 1, 1.0),
         strategy="least-load",
-        limiter=ConcurrencyLimiter(1, 1, 1.0),
         max_connections=1,
         connect_timeout=1.0,
         read_timeout=1.0,
@@ -105,7 +102,7 @@ async def _exposed() -> str:
     )
     pool.engines.add("http://10.0.0.1:8100", "test")
     pool.engines.prompts.add((), (PlacedPrompts("decode", "cheap", 1, 8),))
-    metrics = Metrics(RequestTable(limit=1), FailureStats(), (pool,), states)
+    metrics = Metrics(RequestTable(limit=1), FailureStats(), (pool,))
     reply = Reply(send, request_id=None, timeout=1.0)
     with metrics.request("/v1/completions", reply):
         reply.status, reply.first_event_at = 200, float("inf")

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.proxy.routing.balance import EngineLoad
-from vllm_ascend_pd.proxy.routing.prefill_wait import MAX_WAIT_SECONDS, PrefillPace, queue_wait
+from vllm_ascend_pd.proxy.routing.load import MAX_WAIT_SECONDS, EngineLoad, PrefillPace, queue_wait
 
 
 def loads(*tokens: int) -> list[EngineLoad]:

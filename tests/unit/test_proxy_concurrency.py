@@ -8,18 +8,18 @@ from typing import Any
 
 import anyio
 import pytest
-from registry_listener import RegistryListener
+from registry_listener import RegistryListener, registry
 
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
-from vllm_ascend_pd.proxy.routing.health_gate import FailureStreak, HealthGate
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
 
 FOREVER = 60.0
 FULL = "full"
 
 
 def engine(url: str) -> RegisteredEngine:
-    return RegisteredEngine(EngineRole.DECODE, url, HealthGate(3, 2), FailureStreak(3))
+    return RegisteredEngine(EngineRole.DECODE, url, HealthGate(3, 2))
 
 
 async def take(
@@ -209,7 +209,7 @@ def test_a_request_without_an_open_engine_stops_waiting() -> None:
 
     async def run() -> None:
         limiter = ConcurrencyLimiter(1, 3, FOREVER)
-        engines = EngineRegistry(EngineRole.DECODE, slots=limiter)
+        engines = registry(EngineRole.DECODE, limiter=limiter)
         a, b = engines.add("http://a", "a test"), engines.add("http://b", "a test")
         group = RequestGroup()
         assert [await limiter.acquire([each], group=group) for each in (a, b)] == [a, b]
@@ -238,7 +238,7 @@ def test_a_request_without_an_open_engine_stops_waiting() -> None:
 def test_a_request_waits_on_when_the_engine_of_its_new_slot_is_removed(patience: float) -> None:
     async def run() -> None:
         limiter = ConcurrencyLimiter(1, 3, patience)
-        engines = EngineRegistry(EngineRole.DECODE, slots=limiter)
+        engines = registry(EngineRole.DECODE, limiter=limiter)
         a, b = engines.add("http://a", "a test"), engines.add("http://b", "a test")
         assert [await limiter.acquire([a]), await limiter.acquire([b])] == [a, b]
         got: list[RegisteredEngine | str | None] = []
@@ -266,7 +266,7 @@ def test_a_request_waits_on_when_the_engine_of_its_new_slot_is_removed(patience:
 
 def test_an_engine_with_failing_checks_opens_when_they_are_good_not_when_undrained() -> None:
     listener = RegistryListener()
-    engines = EngineRegistry(EngineRole.DECODE, eject_after=1, return_after=1, slots=listener)
+    engines = registry(EngineRole.DECODE, listener, eject_after=1, return_after=1)
     engines.replace("a test", ["http://127.0.0.1:1"])
     [one] = engines
     engines.checked(one, "it does not answer")
@@ -347,7 +347,7 @@ def test_a_free_slot_goes_to_a_request_that_lost_its_slot() -> None:
 
     async def run() -> None:
         limiter = ConcurrencyLimiter(1, 3, FOREVER)
-        engines = EngineRegistry(EngineRole.PREFILL, slots=limiter)
+        engines = registry(EngineRole.PREFILL, limiter=limiter)
         a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
         assert [await limiter.acquire([a]), await limiter.acquire([b])] == [a, b]
         got: list[RegisteredEngine | None] = []

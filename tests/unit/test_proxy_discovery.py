@@ -7,10 +7,10 @@ import logging
 
 import anyio
 import pytest
+from registry_listener import registry
 
-from vllm_ascend_pd.proxy.routing.addresses import check_engine_url
-from vllm_ascend_pd.proxy.routing.discovery import Discovery
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.discovery import Discovery, check_engine_url
 
 P, D = "dns+http://p.svc:1", "dns+http://d.svc:2"
 
@@ -28,12 +28,11 @@ class Names:
 
 
 def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
-    dns, roles = Names(), {role: EngineRegistry(role) for role in EngineRole}
-    discovery = Discovery(roles, 60.0, dns)
+    dns, roles = Names(), {role: registry(role) for role in EngineRole}
     prefill, decode = roles[EngineRole.PREFILL], roles[EngineRole.DECODE]
 
     dns.addresses = {P: ["a", "b"]}
-    discovery.listed("cli", {EngineRole.PREFILL: [P, "x"], EngineRole.DECODE: [D]})
+    discovery = Discovery(roles, {EngineRole.PREFILL: [P, "x"], EngineRole.DECODE: [D]}, 60.0, dns)
     assert prefill.urls == ("x",)
     anyio.run(discovery.look)
     assert (prefill.urls, decode.urls) == (("x", "a", "b"), ())
@@ -52,13 +51,6 @@ def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
     anyio.run(discovery.look)
     assert (prefill.urls, decode.urls) == (("x", "b", "c"), ("d",))
     assert set(discovery.problems) == {P, D}
-
-    discovery.listed("file", {EngineRole.DECODE: [D]})
-    discovery.listed("cli", {EngineRole.PREFILL: ["x"]})
-    assert (prefill.urls, decode.urls) == (("x",), ("d",))
-    discovery.listed("file", {EngineRole.DECODE: ["y"]})
-    assert decode.urls == ("y",)
-    assert discovery.problems == {}
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_listener import RegistryListener
+from registry_listener import RegistryListener, registry
 
-from vllm_ascend_pd.proxy.routing.balance import EngineLoad
-from vllm_ascend_pd.proxy.routing.health_gate import FailureStreak, HealthGate
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import (
+    EngineLoad,
     InFlightLoad,
     LoadReport,
     LoadSnapshot,
@@ -23,13 +24,7 @@ from vllm_ascend_pd.proxy.routing.load import (
     parse_metrics,
     prefill_load,
 )
-from vllm_ascend_pd.proxy.routing.registry import (
-    MAX_ENGINES,
-    EngineRegistry,
-    EngineRole,
-    RegisteredEngine,
-    TooManyEnginesError,
-)
+from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, TooManyEnginesError
 
 VLLM_0_32 = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -165,7 +160,7 @@ def test_others_requests_count() -> None:
 
 
 def test_old_snapshots_are_ignored() -> None:
-    engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1), FailureStreak(1))
+    engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1))
     assert engine.report(0.0, 3.0) is None
     engine.note(LoadSnapshot(1), InFlightLoad(), 10.0)
     assert engine.report(13.0, 3.0) is not None
@@ -173,7 +168,7 @@ def test_old_snapshots_are_ignored() -> None:
 
 
 def test_an_engine_with_an_unchanged_token_count_computes_nothing() -> None:
-    engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1), FailureStreak(1))
+    engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1))
     assert engine.computed_nothing(0.0) == 0.0
     for now, tokens in ((10.0, 5), (20.0, 6), (25.0, 6), (30.0, 6)):
         engine.note(LoadSnapshot(tokens=tokens), InFlightLoad(), now)
@@ -184,7 +179,7 @@ def test_an_engine_with_an_unchanged_token_count_computes_nothing() -> None:
 
 
 def test_an_engine_without_a_token_count_may_be_computing() -> None:
-    engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1), FailureStreak(1))
+    engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1))
     for now in (10.0, 20.0):
         engine.note(LoadSnapshot(1, 0), InFlightLoad(), now)
     assert engine.computed_nothing(0.0) == 0.0
@@ -195,7 +190,7 @@ def placed(prompts: int, tokens: int, reason: str = "cheap") -> LoadSnapshot:
 
 
 def test_prompts_are_added_up_over_engines_and_restarts() -> None:
-    engines = EngineRegistry(EngineRole.DECODE)
+    engines = registry(EngineRole.DECODE)
     one, two = engines.add("one", "test"), engines.add("two", "test")
 
     def note(engine: RegisteredEngine, snapshot: LoadSnapshot) -> tuple[PlacedPrompts, ...]:
@@ -243,7 +238,7 @@ def test_an_engine_that_reports_itself_broken_is_ejected_at_once_and_returns_as_
 
 
 def test_an_engine_is_broken_by_its_last_metrics() -> None:
-    engine = EngineRegistry(EngineRole.PREFILL).add("u", "test")
+    engine = registry(EngineRole.PREFILL).add("u", "test")
     assert engine.broken is None
     engine.note(LoadSnapshot(broken_ranks=2), InFlightLoad(), 0.0)
     assert engine.broken is not None
@@ -254,42 +249,43 @@ def test_an_engine_is_broken_by_its_last_metrics() -> None:
 
 def test_an_engine_added_later_needs_a_good_check_first() -> None:
     listener = RegistryListener()
-    engines = EngineRegistry(EngineRole.DECODE, eject_after=2, slots=listener)
+    engines = registry(EngineRole.DECODE, listener, eject_after=2)
     first = engines.add("first", "test")
     engines.require_checks()
     engines.replace("dns", ["later"])
     later = engines.get("later")
     assert later is not None
-    assert [engine.doubtful(0.0) for engine in (first, later)] == [False, True]
+    assert [engine.gate.doubtful(0.0) for engine in (first, later)] == [False, True]
     engines.checked(later, "silent")
     engines.checked(first, "silent")
-    assert [engine.doubtful(0.0) for engine in (first, later)] == [False, True]
+    assert [engine.gate.doubtful(0.0) for engine in (first, later)] == [False, True]
     assert listener.opened == []
     engines.checked(later, None)
     engines.checked(first, None)
-    assert not later.doubtful(0.0)
+    assert not later.gate.doubtful(0.0)
     engines.checked(later, "silent")
-    assert not later.doubtful(0.0)
+    assert not later.gate.doubtful(0.0)
     assert listener.opened == [later]
 
 
-def test_an_engine_that_fails_all_requests_is_avoided_for_a_while() -> None:
-    streak = FailureStreak(limit=3)
+def test_an_engine_that_fails_all_requests_is_passed_over_for_a_while() -> None:
+    gate = HealthGate(eject_after=3, return_after=1)
     for now in (0.0, 1.0):
-        streak.ended(False, now)
-        assert not streak.avoided(now)
-    streak.ended(False, 2.0)
-    assert streak.avoided(11.9)
-    assert not streak.avoided(12.0)
-    streak.ended(False, 13.0)
-    assert streak.avoided(14.0)
-    streak.ended(True, 15.0)
-    assert not streak.avoided(15.0)
+        gate.ended(False, now)
+        assert not gate.passed_over(now)
+    gate.ended(False, 2.0)
+    assert gate.passed_over(11.9)
+    assert gate.doubtful(11.9)
+    assert not gate.passed_over(12.0)
+    gate.ended(False, 13.0)
+    assert gate.passed_over(14.0)
+    gate.ended(True, 15.0)
+    assert not gate.passed_over(15.0)
 
 
 def test_engines_are_added_and_removed_as_their_sources_list_them() -> None:
     listener = RegistryListener()
-    engines = EngineRegistry(EngineRole.PREFILL, slots=listener, caches=listener)
+    engines = registry(EngineRole.PREFILL, listener)
     assert engines.replace("file", ["a", "b"]) == (["a", "b"], [])
     assert engines.replace("dns", ["b", "c"]) == (["c"], [])
     assert engines.replace("file", ["a"]) == ([], [])
@@ -307,7 +303,7 @@ def test_engines_are_added_and_removed_as_their_sources_list_them() -> None:
 
 
 def test_engines_are_bounded() -> None:
-    engines = EngineRegistry(EngineRole.DECODE)
+    engines = registry(EngineRole.DECODE)
     with pytest.raises(TooManyEnginesError):
         engines.replace("dns", [str(number) for number in range(MAX_ENGINES + 1)])
     assert len(engines) == MAX_ENGINES

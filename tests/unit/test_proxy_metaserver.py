@@ -19,11 +19,10 @@ from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED, Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import FailureKind
-from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
-from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
-from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
-from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
+from vllm_ascend_pd.proxy.routing.checks import StallWatch
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
+from vllm_ascend_pd.proxy.routing.registry import EngineRanking
+from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
 
 
 class Pool:
@@ -34,7 +33,7 @@ class Pool:
     def __init__(self) -> None:
         self.breaks_off = anyio.Event()
         self.asked: list[str] = []
-        self.ranker = self
+        self.engines = self
 
     def rank(self, *_: object) -> EngineRanking:
         return EngineRanking(NO_PROMPT, (self.urls,))

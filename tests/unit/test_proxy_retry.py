@@ -11,16 +11,17 @@ from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, opening, split_errors
 from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
-from vllm_ascend_pd.proxy.rendezvous.retry import (
+from vllm_ascend_pd.proxy.routing.answers import (
+    RULES,
+    EngineRole,
     Failure,
+    FailureKind,
     engines_to_avoid,
     lacks_prefill,
     may_follow,
     summary,
     without,
 )
-from vllm_ascend_pd.proxy.routing.answers import RULES, FailureKind
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 URLS = ("a", "b", "c")
 DECODE_KINDS = [kind for role, kind in RULES if role is EngineRole.DECODE]

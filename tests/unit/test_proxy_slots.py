@@ -8,22 +8,23 @@ import time
 
 import anyio
 import pytest
+from registry_listener import registry
 
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, make_pool
-from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool
+from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
 
 FOREVER = 60.0
 
 
 def pool_of(role: EngineRole, timeout: float = FOREVER, eject_after: int = 3) -> EnginePool:
     """Each engine has one slot."""
-    return make_pool(
+    return EnginePool(
         role,
+        ConcurrencyLimiter(1, 3, timeout),
         strategy="least-load",
-        limiter=ConcurrencyLimiter(1, 3, timeout),
         max_connections=1,
         connect_timeout=1,
         read_timeout=1,
@@ -47,12 +48,12 @@ def test_a_waiting_request_uses_the_engine_that_replaces_all_others(started: boo
         engines.replace("file", ["http://old"])
         engines.require_checks()
         group = RequestGroup()
-        first = await pool.acquire(pool.ranker.rank(NO_PROMPT, group=group if started else RequestGroup()), set())
+        first = await pool.acquire(pool.engines.rank(NO_PROMPT, group=group if started else RequestGroup()), set())
         assert first is engines.get("http://old")
         got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
-            got.append(await pool.acquire(pool.ranker.rank(NO_PROMPT, group=group), set()))
+            got.append(await pool.acquire(pool.engines.rank(NO_PROMPT, group=group), set()))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
@@ -92,7 +93,7 @@ def test_replaced_engines_do_not_restart_the_queue_timeout(at_once: bool) -> Non
             tasks.start_soon(replace)
             await settle()
             with pytest.raises(EngineError) as raised:
-                await pool.acquire(pool.ranker.rank(NO_PROMPT), set())
+                await pool.acquire(pool.engines.rank(NO_PROMPT), set())
             assert raised.value.kind is FailureKind.FULL
             assert time.monotonic() - begun < 1
             tasks.cancel_scope.cancel()
@@ -109,7 +110,7 @@ def test_a_healthy_engine_is_chosen_among_those_that_replace_others() -> None:
         got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
-            got.append(await pool.acquire(pool.ranker.rank(NO_PROMPT), set()))
+            got.append(await pool.acquire(pool.engines.rank(NO_PROMPT), set()))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
@@ -132,7 +133,7 @@ def test_an_engine_that_failed_is_the_last_resort_when_others_are_removed() -> N
         got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
-            choice = pool.ranker.rank(NO_PROMPT, {failed.url}).then([failed.url])
+            choice = pool.engines.rank(NO_PROMPT, {failed.url}).then([failed.url])
             got.append(await pool.acquire(choice, set()))
 
         async with anyio.create_task_group() as tasks:
@@ -149,7 +150,7 @@ def test_a_prompt_cancelled_as_it_gets_a_slot_does_not_start_its_group() -> None
     """So the other prompts of its request wait no longer than those of other requests."""
 
     async def run() -> None:
-        engines, limiter, group = EngineRegistry(EngineRole.PREFILL), ConcurrencyLimiter(1, 1, 0.05), RequestGroup()
+        engines, limiter, group = registry(EngineRole.PREFILL), ConcurrencyLimiter(1, 1, 0.05), RequestGroup()
         a = engines.add("http://a", "test")
         assert await limiter.acquire([a]) is a
         prompt = asyncio.create_task(limiter.acquire([a], group=group))

@@ -11,24 +11,18 @@ import msgspec
 from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.operate.failure_stats import MAX_RECENT, FailureStats
-from vllm_ascend_pd.proxy.operate.metrics import EngineStates, Metrics
+from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.status import EngineState, Status, Verdict, snapshot
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
 from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool, make_pool
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 NOW, WALL = 1000.0, 1.8e9
 FRESH_SECONDS = 5.0
-
-
-async def no_states() -> EngineStates:
-    return {}
 
 
 class Proxy:
@@ -38,7 +32,7 @@ class Proxy:
         self.prefill, self.decode = (self._pool(role, limit) for role in EngineRole)
         self.request_table = RequestTable(limit=8)
         self.failure_stats = FailureStats()
-        self.metrics = Metrics(self.request_table, self.failure_stats, (self.prefill, self.decode), no_states)
+        self.metrics = Metrics(self.request_table, self.failure_stats, (self.prefill, self.decode))
         self.problems: list[str] = []
         self.p, self.d = self.prefill.engines.add("http://p:1", "test"), self.decode.engines.add("http://d:1", "test")
         for engine in (self.p, self.d):
@@ -47,10 +41,10 @@ class Proxy:
     @staticmethod
     def _pool(role: EngineRole, limit: int | None) -> EnginePool:
         timeouts = {"connect_timeout": 1.0, "read_timeout": 1.0, "fresh_for": FRESH_SECONDS}
-        return make_pool(
+        return EnginePool(
             role,
+            ConcurrencyLimiter(limit, 4, 1.0),
             strategy="least-load",
-            limiter=ConcurrencyLimiter(limit, 4, 1.0),
             max_connections=1,
             eject_after=2,
             return_after=2,

@@ -13,18 +13,21 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
-from vllm_ascend_pd.proxy.routing.balance import (
+from vllm_ascend_pd.proxy.routing.load import EngineLoad
+from vllm_ascend_pd.proxy.routing.strategies import (
+    NO_PROMPT,
     STRATEGIES,
     Costs,
-    EngineLoad,
     LeastLoad,
     PrefixAffinity,
+    PromptEstimate,
     RoundRobin,
     Strategy,
     decode_costs,
     prefill_costs,
+    prompt_of,
+    prompts_of,
 )
-from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, PromptEstimate, prompt_of, prompts_of
 
 COSTS = pytest.mark.parametrize("costs", [prefill_costs, decode_costs])
 ROOM = 100_000

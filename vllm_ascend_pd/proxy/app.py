@@ -36,9 +36,9 @@ from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientEndpoint
 from vllm_ascend_pd.proxy.rendezvous.decode_requests import DecodeRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool, make_pool
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 _PREFILLS_PER_REQUEST = 4
@@ -64,8 +64,8 @@ class ProxyApp:
         )
         self._background = Background(settings, *self._pools)
         self._failure_stats = FailureStats()
-        self._health = Health(self._pools, self._failure_stats, self._background.problems, settings.health_timeout)
-        self._metrics = Metrics(self._request_table, self._failure_stats, self._pools, self._health.states)
+        self._health = Health(self._pools, self._failure_stats, self._background.problems)
+        self._metrics = Metrics(self._request_table, self._failure_stats, self._pools)
         self._tracing = start_tracing(settings.otlp_traces_endpoint)
         self._observer = OperatorObserver(self._failure_stats, self._metrics, self._tracing)
         metaserver = self._metaserver_routes(settings)
@@ -165,10 +165,10 @@ class ProxyApp:
 
 
 def _pool(settings: ProxySettings, role: EngineRole, max_connections: int, per_engine: int | None) -> EnginePool:
-    return make_pool(
+    return EnginePool(
         role,
+        ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout),
         strategy=settings.strategy,
-        limiter=ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout),
         eject_after=settings.eject_after,
         return_after=settings.return_after,
         max_connections=max_connections,

@@ -9,11 +9,9 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from vllm_ascend_pd.proxy.operate.admin import COMMAND_LINE
+from vllm_ascend_pd.proxy.routing.checks import HealthChecks, StallWatch
 from vllm_ascend_pd.proxy.routing.discovery import Discovery
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.health_checks import HealthChecks
-from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 
@@ -39,8 +37,9 @@ class Background:
         self._checks = HealthChecks(
             (prefill.engines, decode.engines), interval=settings.check_interval, timeout=settings.health_timeout
         )
-        self._discovery = Discovery({pool.role: pool.engines for pool in self._pools}, settings.dns_interval)
-        self._discovery.listed(COMMAND_LINE, settings.engines())
+        self._discovery = Discovery(
+            {pool.role: pool.engines for pool in self._pools}, settings.engines(), settings.dns_interval
+        )
 
     def problems(self) -> list[str]:
         """Problems with the lists of engines, one line each."""

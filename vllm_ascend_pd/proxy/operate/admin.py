@@ -19,9 +19,11 @@ from vllm_ascend_pd.proxy.http.bearer import BearerToken, guarded
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
-from vllm_ascend_pd.proxy.routing.addresses import check_engine_url
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.discovery import check_engine_url
+from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, RegisteredEngine, TooManyEnginesError
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +122,7 @@ class Admin:
         raise RequestRefused(HTTPStatus.NOT_FOUND, "no engine has this id")
 
     def _shown(self, engine: RegisteredEngine) -> dict[str, object]:
-        load = self._pools[engine.role].ranker.load(engine, time.monotonic())
+        load = self._pools[engine.role].engines.load(engine, time.monotonic())
         return {
             "id": engine.id,
             "role": engine.role.value,

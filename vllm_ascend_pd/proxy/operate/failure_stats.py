@@ -11,9 +11,7 @@ import msgspec
 
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
 
 MAX_RECENT = 50
 _MAX_REASON_CHARS = 300

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 
@@ -18,12 +18,8 @@ from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.latency import RecentSamples
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
-
-EngineStates = Mapping[str, Mapping[str, str]]
-"""By role and URL: "ok", or the engine's problem."""
 
 PREFIX = "vllm:kv_pd_proxy_"
 
@@ -43,19 +39,14 @@ class Metrics:
         request_table: RequestTable,
         failure_stats: FailureStats,
         pools: tuple[EnginePool, ...],
-        engine_states: Callable[[], Awaitable[EngineStates]],
     ) -> None:
-        """`engine_states` is called for each scrape. It bounds how often and how long engines are probed."""
-        self._engine_states = engine_states
         self.recent_first_token = RecentSamples()
         self.recent_prefill = RecentSamples()
         self.recent_after_prefill = RecentSamples()
         self._registry = registry = CollectorRegistry()
-        self._engines = _EngineHealthCollector()
         registry.register(_FailureCollector(failure_stats))
-        registry.register(_SlotCollector(pools))
+        registry.register(_EngineCollector(pools))
         registry.register(_PromptCollector(pools))
-        registry.register(self._engines)
         self._requests = Counter(
             PREFIX + "requests",
             f"Completed requests by path and HTTP status. {CLIENT_LEFT}: the client left before the answer.",
@@ -146,7 +137,6 @@ class Metrics:
         self.recent_after_prefill.add(seconds, time.monotonic())
 
     async def get(self, _: Request) -> Response:
-        self._engines.states = await self._engine_states()
         return Response(generate_latest(self._registry), headers={"Content-Type": _TEXT_FORMAT})
 
 
@@ -170,8 +160,8 @@ class _FailureCollector(Collector):
         yield failures
 
 
-class _SlotCollector(Collector):
-    """This proxy's requests at each engine, which engines are ejected, and the requests that wait for a slot."""
+class _EngineCollector(Collector):
+    """Each engine's health and this proxy's requests there, and the requests that wait for a slot."""
 
     def __init__(self, pools: tuple[EnginePool, ...]) -> None:
         self._pools = pools
@@ -181,6 +171,9 @@ class _SlotCollector(Collector):
             PREFIX + "engine_requests",
             "This proxy's prompts at a prefill engine, or its sequences at a decode engine.",
             labels=("role", "engine"),
+        )
+        up = GaugeMetricFamily(
+            PREFIX + "engine_up", "1 for an engine whose last health check was good, else 0.", labels=("role", "engine")
         )
         waiting = GaugeMetricFamily(
             PREFIX + "queue_depth", "Requests that wait for a slot at an engine.", labels=("role",)
@@ -192,10 +185,12 @@ class _SlotCollector(Collector):
         )
         for pool in self._pools:
             for engine in pool.engines:
+                up.add_metric((pool.role.value, engine.url), engine.gate.last_check == "ok")
                 ejected.add_metric((pool.role.value, engine.url), engine.gate.ejected)
                 at_engine.add_metric((pool.role.value, engine.url), engine.sent.requests)
             waiting.add_metric((pool.role.value,), pool.limiter.waiting)
         yield at_engine
+        yield up
         yield ejected
         yield waiting
 
@@ -220,19 +215,3 @@ class _PromptCollector(Collector):
                 tokens.add_metric((each.by, each.reason), each.tokens)
         yield prompts
         yield tokens
-
-
-class _EngineHealthCollector(Collector):
-    """Whether each engine answers health probes."""
-
-    states: EngineStates | None = None
-    """The results of the probes for this scrape."""
-
-    def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily(
-            PREFIX + "engine_up", "1 for an engine that answers health probes, else 0.", labels=("role", "engine")
-        )
-        for role, of_role in (self.states or {}).items():
-            for url, state in of_role.items():
-                up.add_metric((role, url), float(state == "ok"))
-        yield up

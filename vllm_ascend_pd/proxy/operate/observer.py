@@ -13,8 +13,7 @@ from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.tracing import Tracing
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer, Span
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure
 
 
 class OperatorObserver(Observer):

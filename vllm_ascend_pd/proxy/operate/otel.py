@@ -29,8 +29,7 @@ from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.tracing import FIRST_TOKEN_SECONDS, GRPC, Tracing
 from vllm_ascend_pd.proxy.rendezvous.observer import ERROR, REQUEST_ID, Attributes, Span
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import Failure, FailureKind
 
 log = logging.getLogger(__name__)
 

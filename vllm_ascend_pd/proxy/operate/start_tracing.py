@@ -5,7 +5,7 @@ import os
 import re
 
 from vllm_ascend_pd.proxy.operate.tracing import GRPC, HTTP, PROTOCOL_VARIABLE, Tracing
-from vllm_ascend_pd.proxy.routing.addresses import is_http
+from vllm_ascend_pd.proxy.routing.discovery import is_http
 
 
 def check_tracing(endpoint: str) -> None:

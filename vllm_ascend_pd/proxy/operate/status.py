@@ -14,9 +14,10 @@ from vllm_ascend_pd.proxy.operate.latency import WINDOW_SECONDS, Percentiles
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, PlacedPrompts
-from vllm_ascend_pd.proxy.routing.registry import EngineRole, RegisteredEngine
 
 _MAX_TEXT_CHARS = 300
 
@@ -165,7 +166,7 @@ def _role(pool: EnginePool, failure_stats: FailureStats, now: float) -> RoleStat
 
 
 def _engine(pool: EnginePool, engine: RegisteredEngine, now: float) -> EngineStatus:
-    reported = pool.ranker.reported(engine, now) or LoadSnapshot()
+    reported = pool.engines.reported(engine, now) or LoadSnapshot()
     state = _state(engine, now)
     return EngineStatus(
         engine.id,
@@ -175,7 +176,7 @@ def _engine(pool: EnginePool, engine: RegisteredEngine, now: float) -> EngineSta
         engine.draining,
         engine.sent.requests,
         pool.limiter.in_use(engine),
-        pool.ranker.load(engine, now).tokens,
+        pool.engines.load(engine, now).tokens,
         reported.running,
         reported.waiting,
         reported.kv_tokens,
@@ -191,7 +192,7 @@ def _state(engine: RegisteredEngine, now: float) -> EngineState:
         return EngineState.UNKNOWN
     if gate.failing:
         return EngineState.FAILING
-    if engine.passed_over(now):
+    if gate.passed_over(now):
         return EngineState.PASSED_OVER
     return EngineState.HEALTHY if gate.known else EngineState.UNKNOWN
 

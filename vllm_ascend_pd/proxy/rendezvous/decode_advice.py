@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL, PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import Failure, FailureKind
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 
 _LEAST_WAIT_SECONDS = 0.001

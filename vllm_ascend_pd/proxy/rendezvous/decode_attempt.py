@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.headers import Headers, decode_request_headers, prefill_request_headers
 from vllm_ascend_pd.proxy.rendezvous.observer import Span
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
+from vllm_ascend_pd.proxy.routing.answers import Failure
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
 
 
 class RequestPhase(enum.Enum):

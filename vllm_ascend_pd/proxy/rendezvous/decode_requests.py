@@ -20,18 +20,18 @@ from vllm_ascend_pd.proxy.rendezvous.observer import COMPUTED_BY, REQUESTED, WIT
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import ProxiedRequest
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
-from vllm_ascend_pd.proxy.rendezvous.retry import (
+from vllm_ascend_pd.proxy.routing.answers import (
+    EngineRole,
     Failure,
+    FailureKind,
     engines_to_avoid,
     last_resorts,
     may_follow,
 )
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
+from vllm_ascend_pd.proxy.routing.checks import StallWatch
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
-from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, prompts_of
-from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
-from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
+from vllm_ascend_pd.proxy.routing.registry import EngineRanking
+from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT, prompts_of
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +93,13 @@ class DecodeRequests:
         failures: list[Failure] = []
         number = 1
         prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
-        ranking = pool.ranker.rank(prompt)
+        ranking = pool.engines.rank(prompt)
         advice = DecodeAdvice(
             self._prefill, self._observer, wanted=forwarded.who_computes, may_fall_back=self._decode_fallback
         )
 
         def another() -> bool:
-            return may_follow(pool.role, pool.urls, failures, self._attempts)
+            return may_follow(pool.role, pool.engines.urls, failures, self._attempts)
 
         while True:
             with self._request_table.attempt(proxied, forwarded.headers, another) as attempt:
@@ -114,11 +114,11 @@ class DecodeRequests:
             pool.judge(failure.url, failure.kind)
             if reply.started or not advice.may_begin_anew(failure):
                 failures.append(failure)
-            avoid = engines_to_avoid(pool.role, pool.urls, failures, self._attempts)
+            avoid = engines_to_avoid(pool.role, pool.engines.urls, failures, self._attempts)
             if reply.started or avoid is None:
                 self._give_up(proxied, attempt, failure)
                 return
-            others = pool.ranker.rank(prompt, avoid)
+            others = pool.engines.rank(prompt, avoid)
             ranking = others.then(last_resorts(pool.role, failures, avoid)).of_one_admitted()
             number += 1
             self._note_retry(proxied, attempt, failure, number, ranking.first)

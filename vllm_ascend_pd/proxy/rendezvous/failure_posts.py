@@ -18,8 +18,7 @@ from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused,
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import bad_gateway, failed
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import PrefillRequests
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketMatch
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
+from vllm_ascend_pd.proxy.routing.answers import Failure, FailureKind
 
 log = logging.getLogger(__name__)
 

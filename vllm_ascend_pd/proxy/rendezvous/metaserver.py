@@ -14,8 +14,8 @@ from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import PrefillRequests
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.ticket_posts import TicketPosts
+from vllm_ascend_pd.proxy.routing.checks import StallWatch
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 
 
 class Metaserver:

@@ -12,8 +12,7 @@ from http import HTTPStatus
 
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure
 
 Attributes = Mapping[str, str | int | float | Sequence[str]]
 """Attributes of a span. They never hold anything of a prompt, an answer or a credential: more people can read the

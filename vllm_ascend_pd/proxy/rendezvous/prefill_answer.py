@@ -11,9 +11,7 @@ from starlette.responses import Response
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.proxy.http.errors import error_response, excerpt
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.answers import FailureKind, kind_of
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind, kind_of
 
 
 class _TransferResult(msgspec.Struct, frozen=True):

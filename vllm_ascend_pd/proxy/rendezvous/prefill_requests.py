@@ -18,15 +18,20 @@ from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt, Ticket
 from vllm_ascend_pd.proxy.rendezvous.observer import PROMPT, REQUEST_ID, Attributes, Observer, Span
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import failed, judge
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketMatch
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure, engines_to_avoid, last_resorts, without
 from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket
-from vllm_ascend_pd.proxy.routing.answers import FailureKind, Then
-from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
-from vllm_ascend_pd.proxy.routing.prompts import prompt_of
-from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
-from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
+from vllm_ascend_pd.proxy.routing.answers import (
+    EngineRole,
+    Failure,
+    FailureKind,
+    Then,
+    engines_to_avoid,
+    last_resorts,
+    without,
+)
+from vllm_ascend_pd.proxy.routing.checks import StallWatch
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
+from vllm_ascend_pd.proxy.routing.registry import EngineRanking
+from vllm_ascend_pd.proxy.routing.strategies import prompt_of
 
 # A prefill engine answers with one token. A longer answer is no completion.
 _MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
@@ -64,8 +69,8 @@ class PrefillRequests:
         failures = progress.failures
         if self.used_up(progress):
             return failures
-        avoid = without(pool.urls, frozenset(), proxied.failed_prefill)
-        ranking = pool.ranker.rank(prompt_of(request, prompt), avoid, proxied.prefills)
+        avoid = without(pool.engines.urls, frozenset(), proxied.failed_prefill)
+        ranking = pool.engines.rank(prompt_of(request, prompt), avoid, proxied.prefills)
         # Where decode computes the prompt at last, an engine that may have died of it is not asked twice.
         accidents = [failure for failure in failures if failure.then(EngineRole.PREFILL) is Then.ANEW]
         ranking = ranking.then(last_resorts(EngineRole.PREFILL, accidents, avoid))
@@ -84,7 +89,7 @@ class PrefillRequests:
         await anyio.lowlevel.checkpoint_if_cancelled()
         if (
             attempt.may_begin_anew
-            and engines_to_avoid(EngineRole.PREFILL, pool.urls, failures, self._attempts) is not None
+            and engines_to_avoid(EngineRole.PREFILL, pool.engines.urls, failures, self._attempts) is not None
         ):
             attempt.note_transfer_failure(_as_transfer_failure(failure, attempt))
             proxied.begin_anew(attempt, prompt, progress)

@@ -11,10 +11,8 @@ from starlette.responses import Response
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt, TicketProgress
 from vllm_ascend_pd.proxy.rendezvous.observer import Span
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.answers import RULES, Counts
+from vllm_ascend_pd.proxy.routing.answers import RULES, Counts, EngineRole, Failure
 from vllm_ascend_pd.proxy.routing.concurrency import RequestGroup
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 
 class ProxiedRequest:

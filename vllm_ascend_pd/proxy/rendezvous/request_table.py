@@ -21,7 +21,7 @@ from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt, RequestPhase
 from vllm_ascend_pd.proxy.rendezvous.observer import REQUEST_ID, Span
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import ProxiedRequest
-from vllm_ascend_pd.proxy.routing.request_admission import RequestAdmission
+from vllm_ascend_pd.proxy.routing.concurrency import RequestAdmission
 
 
 class TicketMatch(NamedTuple):

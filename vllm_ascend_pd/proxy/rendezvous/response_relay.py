@@ -20,8 +20,7 @@ from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
-from vllm_ascend_pd.proxy.routing.answers import FailureKind, is_page
+from vllm_ascend_pd.proxy.routing.answers import Failure, FailureKind, is_page
 
 # The first events of a stream are held back until one has content. Longer ones certainly have.
 _MAX_HELD_BYTES = 64 * 1024

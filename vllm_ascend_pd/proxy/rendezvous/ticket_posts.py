@@ -21,10 +21,8 @@ from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused,
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import bad_gateway
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import PrefillRequests
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketMatch
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure, lacks_prefill, summary
 from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, TicketHeader, read_ticket
-from vllm_ascend_pd.proxy.routing.answers import FailureKind, Then
-from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind, Then, lacks_prefill, summary
 
 log = logging.getLogger(__name__)
 

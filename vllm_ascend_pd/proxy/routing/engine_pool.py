@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from http import HTTPStatus
 from typing import NamedTuple
+
+import anyio
 
 from vllm_ascend_pd.proxy.http.engine_client import (
     ConnectError,
@@ -22,13 +25,21 @@ from vllm_ascend_pd.proxy.http.engine_client import (
 )
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.streams import TooLarge
-from vllm_ascend_pd.proxy.routing.answers import RULES, Asks, Counts, FailureKind, is_page, kind_of, may_refuse
-from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, decode_costs, prefill_costs
+from vllm_ascend_pd.proxy.routing.answers import (
+    RULES,
+    Asks,
+    Counts,
+    EngineRole,
+    FailureKind,
+    is_page,
+    kind_of,
+    may_refuse,
+)
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
-from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
-from vllm_ascend_pd.proxy.routing.prefill_wait import PrefillPace, queue_wait
-from vllm_ascend_pd.proxy.routing.ranking import EngineRanker, EngineRanking
-from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry, EngineRole, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
+from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
+from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRanking, EngineRegistry
+from vllm_ascend_pd.proxy.routing.strategies import STRATEGIES, decode_costs, prefill_costs
 
 log = logging.getLogger(__name__)
 
@@ -84,36 +95,112 @@ class _Refusal(NamedTuple):
         return f"HTTP {self.response.status}{page}{idle}"
 
 
+class EngineCall:
+    """A request that is in flight at an engine, or waits for one. All its work runs under `scope`.
+
+    `EnginePool.open` sets `engines`, `sent_at` and `work`. `StallWatch` and the metaserver may end the call by
+    `cut_short`.
+    """
+
+    def __init__(self) -> None:
+        self.engines: list[str] = []
+        """URLs of the engines asked so far. The last one has the request, or had it."""
+        self.sent_at = math.inf
+        """When the last engine got the request, on `time.monotonic`'s clock. Infinity: none has."""
+        self.work = 0
+        """The tokens of that engine's load then (`EngineLoad.tokens`), this request included."""
+        self.scope = anyio.CancelScope()
+        """Cancelled to end the call."""
+        self.cut: tuple[FailureKind, str] | None = None
+        """Why `cut_short` ended the call: kind and reason."""
+        self.silent_since = time.monotonic()
+        """When the engine last sent something, on `time.monotonic`'s clock. Infinity: nothing is expected from it."""
+
+    @property
+    def engine(self) -> str:
+        """URL of the engine asked last; empty if none was."""
+        return self.engines[-1] if self.engines else ""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the engine has begun with the request, so that no other may get it."""
+        return False
+
+    @property
+    def may_stall(self) -> bool:
+        """Whether the engine itself has to compute something for this call now."""
+        return True
+
+    def heard(self) -> None:
+        """Notes that the engine sent something, and that more is expected."""
+        self.silent_since = time.monotonic()
+
+    def pause(self) -> None:
+        """Expects nothing from the engine until `heard` is called."""
+        self.silent_since = math.inf
+
+    def cut_short(self, kind: FailureKind, reason: str) -> None:
+        """Ends the call as failed. Only the first reason counts."""
+        if self.cut is None:
+            self.cut = (kind, reason)
+            self.scope.cancel()
+
+
 class EnginePool:
     """The engines of one role as the rest of the proxy uses them."""
 
     def __init__(
-        self, engines: EngineRegistry, ranker: EngineRanker, limiter: ConcurrencyLimiter, client: EngineClient
+        self,
+        role: EngineRole,
+        limiter: ConcurrencyLimiter,
+        *,
+        strategy: str,
+        max_connections: int,
+        connect_timeout: float,
+        read_timeout: float,
+        fresh_for: float,
+        eject_after: int = 3,
+        return_after: int = 2,
     ) -> None:
-        self.engines = engines
-        self.role = engines.role
-        self.ranker = ranker
-        self.limiter = limiter
-        self._client = client
-        self._pace = PrefillPace()
+        """A pool without engines.
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """URLs of the engines that may get requests now."""
-        return self.engines.urls
+        Args:
+            role: of the engines.
+            limiter: slots and queue of this pool alone.
+            strategy: a name of `STRATEGIES`.
+            max_connections: requests in flight.
+            connect_timeout: seconds to open a connection.
+            read_timeout: seconds without a byte from the engine.
+            fresh_for: as in EngineRegistry.
+            eject_after: as in EngineRegistry.
+            return_after: as in EngineRegistry.
+        """
+        self.role = role
+        self.limiter = limiter
+        self.engines = EngineRegistry(
+            role,
+            limiter,
+            STRATEGIES[strategy](prefill_costs if role is EngineRole.PREFILL else decode_costs),
+            eject_after=eject_after,
+            return_after=return_after,
+            fresh_for=fresh_for,
+        )
+        self._client = EngineClient(
+            max_connections=max_connections + MAX_ENGINES,  # one more for each engine's health probe
+            connect_timeout=connect_timeout,
+            read_timeout=read_timeout,
+        )
+        self._pace = PrefillPace()
 
     def any_well(self) -> bool:
         """Whether any engine may get requests and is not doubtful. Engines without a free slot count, too."""
-        return any(self._well(time.monotonic()))
-
-    def _well(self, now: float) -> Iterator[RegisteredEngine]:
-        return (engine for engine in self.engines if engine.open and not engine.doubtful(now))
+        return bool(self.engines.well(time.monotonic()))
 
     def queue_wait(self) -> float:
         """Estimates the seconds that a further prompt would wait for a prefill engine; 0 if unknown."""
         now = time.monotonic()
-        loads = [self.ranker.load(engine, now) for engine in self._well(now)]
-        return queue_wait(loads, self.limiter.waiting * self.ranker.mean_tokens, self._pace.tokens_per_second)
+        loads = [self.engines.load(engine, now) for engine in self.engines.well(now)]
+        return queue_wait(loads, self.limiter.waiting * self.engines.mean_tokens, self._pace.tokens_per_second)
 
     def prefilled(self, call: EngineCall) -> None:
         """Notes that a prefill has just ended well, for `queue_wait`."""
@@ -169,9 +256,9 @@ class EnginePool:
                 if failure.url:
                     self.judge(failure.url, failure.kind)  # the caller judges the last engine
                 call.engines.append(url)
-                slot.enter_context(engine.serving(self.ranker.count_sent(ranking.prompt, url)))
+                slot.enter_context(engine.serving(self.engines.count_sent(ranking.prompt, url)))
                 call.sent_at = time.monotonic()
-                call.work = self.ranker.load(engine, call.sent_at).tokens
+                call.work = self.engines.load(engine, call.sent_at).tokens
                 engine.gate.sent(call.sent_at)
                 try:
                     response = await self._client.send(
@@ -243,7 +330,7 @@ class EnginePool:
 
     def _has_no_other(self, engine: RegisteredEngine) -> bool:
         """Whether nothing is known of any request at an engine but one of this proxy."""
-        reported = self.ranker.reported(engine, time.monotonic())
+        reported = self.engines.reported(engine, time.monotonic())
         elsewhere = reported is not None and bool(reported.running or reported.waiting)
         return self.limiter.in_use(engine) <= 1 and not elsewhere
 
@@ -282,7 +369,7 @@ class EnginePool:
             if engine is not None:
                 return engine
             # All candidates have gone meanwhile. Engines that were added are ranked as usual.
-            tiers = (*self.ranker.rank(ranking.prompt, avoid).tiers, *ranking.tiers)
+            tiers = (*self.engines.rank(ranking.prompt, avoid).tiers, *ranking.tiers)
         return None
 
     def _first_open(self, tiers: Sequence[Sequence[str]], tried: Collection[str]) -> list[RegisteredEngine]:
@@ -308,14 +395,6 @@ class EnginePool:
     def _busy(self, url: str, why: str) -> EngineError:
         return EngineError(FailureKind.BUSY, url, f"all {self.role.value} engines are busy: {why}: retry later")
 
-    async def probe(self, url: str, timeout: float) -> str:
-        """Asks an engine for its health. Returns "ok", or why it does not look healthy."""
-        try:
-            async with self._client.get(f"{url}/health", timeout) as response:
-                return "ok" if response.is_success else f"HTTP {response.status}"
-        except HttpError as error:
-            return str(error)
-
     async def is_silent(self, url: str, timeout: float) -> bool:
         """Whether an engine neither answers a health probe nor refuses it. An engine that breaks the connection off is
         not silent: its requests end by themselves."""
@@ -327,37 +406,3 @@ class EnginePool:
 
     async def aclose(self) -> None:
         await self._client.aclose()
-
-
-def make_pool(
-    role: EngineRole,
-    *,
-    strategy: str,
-    limiter: ConcurrencyLimiter,
-    max_connections: int,
-    connect_timeout: float,
-    read_timeout: float,
-    fresh_for: float,
-    eject_after: int = 3,
-    return_after: int = 2,
-) -> EnginePool:
-    """Builds a pool without engines.
-
-    Args:
-        strategy: a name of `balance.STRATEGIES`.
-        limiter: slots and queue of this pool alone.
-        max_connections: requests in flight.
-        connect_timeout: seconds to open a connection.
-        read_timeout: seconds without a byte from the engine.
-        fresh_for: as in EngineRanker.
-        eject_after: as in EngineRegistry.
-        return_after: as in EngineRegistry.
-    """
-    chosen = STRATEGIES[strategy](prefill_costs if role is EngineRole.PREFILL else decode_costs)
-    engines = EngineRegistry(role, eject_after=eject_after, return_after=return_after, slots=limiter, caches=chosen)
-    client = EngineClient(
-        max_connections=max_connections + MAX_ENGINES,  # one more for each engine's health probe
-        connect_timeout=connect_timeout,
-        read_timeout=read_timeout,
-    )
-    return EnginePool(engines, EngineRanker(engines, chosen, fresh_for=fresh_for), limiter, client)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates an engine's load from its own metrics and from what this proxy has sent there."""
+"""Estimates an engine's load from its own metrics and from what this proxy has sent there. No I/O.
+
+It also adds up who computed prompts, by the decode engines' metrics, and estimates how long a prompt waits for prefill.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,9 +15,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL
 from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED
-from vllm_ascend_pd.proxy.routing.balance import EngineLoad
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
@@ -30,9 +33,14 @@ _REASON = re.compile("[a-z_]{1,32}")
 _MAX_LINES = 2048
 """Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank, and some more
 for those of `_PLACED`."""
-
 _NONSENSE = 1e12
 """Larger values are ignored."""
+_MAX_PLACES = 64
+"""Different pairs of `by` and `reason` that `PromptTally` counts. Engines have about a dozen."""
+MAX_WAIT_SECONDS = 600.0
+"""Limit of `queue_wait`. Nobody decides otherwise about a longer wait."""
+_OVER_PREFILLS = 32
+"""Each prefill counts 1/32 less with each later one, so `PrefillPace` follows the last few dozen."""
 
 
 class PlacedPrompts(msgspec.Struct, frozen=True):
@@ -142,6 +150,37 @@ def _number(label: str) -> int:
     return int(label) if label.isascii() and label.isdigit() and len(label) < 16 else 0
 
 
+class PromptTally:
+    """Sums since the proxy started. They only grow, though engines are restarted and removed. The event loop's thread
+    owns it, and `EngineRegistry` alone changes it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], tuple[int, int]] = {}
+        """Prompts and tokens, by `by` and `reason`."""
+
+    @owned
+    def add(self, before: Iterable[PlacedPrompts], now: Iterable[PlacedPrompts]) -> None:
+        """Adds what an engine has reported since its last report.
+
+        Args:
+            before: the last report.
+            now: the new one. Lower figures than before mean that the engine was restarted, and began at 0.
+        """
+        old = {(each.by, each.reason): each for each in before}
+        for each in now:
+            place = (each.by, each.reason)
+            last = old.get(place)
+            since = (0, 0) if last is None or each.prompts < last.prompts else (last.prompts, last.tokens)
+            if place not in self._sums and len(self._sums) >= _MAX_PLACES:
+                continue
+            prompts, tokens = self._sums.get(place, (0, 0))
+            self._sums[place] = (prompts + each.prompts - since[0], tokens + max(0, each.tokens - since[1]))
+
+    def sums(self) -> tuple[PlacedPrompts, ...]:
+        """In order of `by` and `reason`."""
+        return tuple(PlacedPrompts(*place, *self._sums[place]) for place in sorted(self._sums))
+
+
 class InFlightLoad(NamedTuple):
     """What this proxy has in flight at an engine."""
 
@@ -162,7 +201,20 @@ class LoadReport(NamedTuple):
     """When the report came, in seconds of a steady clock."""
 
 
-def others_requests(seen: LoadReport) -> int:
+class EngineLoad(NamedTuple):
+    """The estimated load of an engine."""
+
+    url: str
+    """The engine's."""
+    requests: int = 0
+    """Requests running and waiting there."""
+    tokens: int = 0
+    """Prefill: prompt tokens not yet computed. Decode: tokens whose KV the engine holds or will hold."""
+    capacity: int | None = None
+    """How many tokens of KV fit. None: unknown."""
+
+
+def _others_requests(seen: LoadReport) -> int:
     """Requests of other proxies and of direct clients. Requests sent just before the snapshot may be missing in it, so
     the difference may be negative: that counts as 0."""
     running, waiting = seen.snapshot.running, seen.snapshot.waiting
@@ -171,7 +223,7 @@ def others_requests(seen: LoadReport) -> int:
 
 def prefill_load(url: str, sent: InFlightLoad, seen: LoadReport | None, mean_tokens: float) -> EngineLoad:
     """The load of a prefill engine. Engines do not report lengths: requests of others count with our mean length."""
-    others = 0 if seen is None else others_requests(seen)
+    others = 0 if seen is None else _others_requests(seen)
     return EngineLoad(url, sent.requests + others, sent.tokens + round(others * mean_tokens))
 
 
@@ -180,9 +232,54 @@ def decode_load(url: str, sent: InFlightLoad, seen: LoadReport | None, mean_toke
     is never less than what this proxy has in flight there."""
     if seen is None:
         return EngineLoad(url, sent.requests, sent.tokens)
-    others = others_requests(seen)
+    others = _others_requests(seen)
     if seen.snapshot.kv_tokens is None:
         tokens = sent.tokens + round(others * mean_tokens)
     else:
         tokens = max(sent.tokens, seen.snapshot.kv_tokens + sent.tokens - seen.sent.tokens)
     return EngineLoad(url, sent.requests + others, tokens, seen.snapshot.capacity)
+
+
+class PrefillPace:
+    """How fast the prefill engines have computed prompts lately. The event loop's thread owns it.
+
+    It is one pace for all engines of the role: usually they are alike.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    @owned
+    def note(self, tokens: int, seconds: float) -> None:
+        """Notes a prefill that has ended well.
+
+        Args:
+            tokens: what its engine had to compute when it got the prompt, the prompt included.
+            seconds: from then until the engine's answer.
+        """
+        kept = 1 - 1 / _OVER_PREFILLS
+        self._tokens = self._tokens * kept + tokens
+        self._seconds = self._seconds * kept + seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0: unknown."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+
+def queue_wait(engines: Sequence[EngineLoad], queued_tokens: float, tokens_per_second: float) -> float:
+    """Returns the seconds that a further prompt would wait at the engine with the shortest queue; 0 if unknown.
+
+    A prompt that is being computed counts as a whole until its engine has answered, so the estimate may be too high by
+    the time of one prompt.
+
+    Args:
+        engines: the load of each engine that may get the prompt.
+        queued_tokens: tokens of the prompts that wait until any of the engines takes them.
+        tokens_per_second: how many tokens an engine computes; 0 if unknown.
+    """
+    if not engines or tokens_per_second <= 0:
+        return 0.0
+    ahead = min(engine.tokens for engine in engines) + queued_tokens / len(engines)
+    return min(ahead / tokens_per_second, MAX_WAIT_SECONDS)

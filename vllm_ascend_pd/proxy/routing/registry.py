@@ -1,156 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of one role that exist now. Engines are added, drained and removed while requests are in flight. No I/O.
+"""The engines of one role: which there are, and in which order they are asked with a prompt. No I/O.
 
-A removed engine gets no new requests. Requests that it already has continue: they need no entry here.
+Engines are added, drained and removed while requests are in flight. A removed engine gets no new requests. Requests
+that it already has continue: they need no entry here.
 """
 
 from __future__ import annotations
 
-import enum
-import hashlib
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.routing.health_gate import FailureStreak, HealthGate
-from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadReport, LoadSnapshot
-from vllm_ascend_pd.proxy.routing.prompt_tally import PromptTally
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, RequestGroup
+from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.load import (
+    EngineLoad,
+    InFlightLoad,
+    LoadSnapshot,
+    PromptTally,
+    decode_load,
+    prefill_load,
+)
+from vllm_ascend_pd.proxy.routing.strategies import PromptEstimate, Strategy
 
 MAX_ENGINES = 512
 """Engines per role. Each one is polled, which takes a connection."""
-
-
-class EngineRole(enum.Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class RegisteredEngine:
-    """One engine, and what the proxy knows about it."""
-
-    def __init__(self, role: EngineRole, url: str, gate: HealthGate, streak: FailureStreak) -> None:
-        self.role = role
-        self.url = url
-        self.id = f"{role.value}-{hashlib.blake2b(url.encode(), digest_size=6).hexdigest()}"
-        """The same in every proxy and after every start."""
-        self.gate = gate
-        """State of its health checks and refusals. Only the registry changes it."""
-        self._streak = streak
-        self.draining = False
-        """Whether an operator drains it. Only the registry changes it."""
-        self.removed = False
-        """Whether it has been removed. Only the registry changes it."""
-        self.sources: set[str] = set()
-        """What lists it: the command line, a file, a DNS name, the admin API. Only the registry changes it."""
-        self.sent = InFlightLoad()
-        """What this proxy has in flight there. Only `serving` changes it."""
-        self.worked_at = float("-inf")
-        """When it last served a request, or its token count last grew. On the clock of `served` and `note`."""
-        self._report: LoadReport | None = None
-        """The last load report."""
-        self._same_tokens_since = float("-inf")
-        """When the engine first reported the token count of its last report."""
-
-    @property
-    def open(self) -> bool:
-        """Whether it may get requests."""
-        return not (self.draining or self.removed)
-
-    def doubtful(self, now: float) -> bool:
-        """Whether healthy engines should be asked first."""
-        return (self.gate.shut and not self.gate.trial_due(now)) or self.passed_over(now)
-
-    def passed_over(self, now: float) -> bool:
-        """Whether other engines are asked first because many requests in a row failed here."""
-        return self._streak.avoided(now)
-
-    def served(self, well: bool, now: float) -> None:
-        """Records the end of a request. Failures that are not the engine's fault are not recorded."""
-        self._streak.ended(well, now)
-        if well:
-            self.worked_at = now
-
-    @contextmanager
-    def serving(self, sent: InFlightLoad) -> Iterator[None]:
-        """Counts a request as in flight for the time of the `with` block."""
-        self._add(sent.requests, sent.tokens)
-        try:
-            yield
-        finally:
-            self._add(-sent.requests, -sent.tokens)
-
-    def _add(self, requests: int, tokens: int) -> None:
-        self.sent = InFlightLoad(self.sent.requests + requests, self.sent.tokens + tokens)
-
-    def note(self, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:
-        """Records what the engine reports of its load.
-
-        `sent`: what this proxy had in flight there when it asked. `now`: seconds of a steady clock.
-        """
-        if self._report is None or snapshot.tokens is None or snapshot.tokens != self._report.snapshot.tokens:
-            self._same_tokens_since = now
-            if self._report is not None and snapshot.tokens is not None:
-                self.worked_at = now
-        self._report = LoadReport(snapshot, sent, now)
-
-    @property
-    def last_snapshot(self) -> LoadSnapshot | None:
-        """What the engine reported last, however long ago."""
-        return None if self._report is None else self._report.snapshot
-
-    @property
-    def broken(self) -> str | None:
-        """Why the engine must be restarted, by its last metrics. None: they report no such thing."""
-        ranks = 0 if self._report is None else self._report.snapshot.broken_ranks or 0
-        return f"it must be restarted: KV exchange has failed for good on {ranks} rank(s)" if ranks else None
-
-    def computed_nothing(self, since: float) -> float:
-        """Seconds after `since` in which the engine computed no token, by its own metrics; 0 if it has sent none."""
-        return 0.0 if self._report is None else self._report.at - max(since, self._same_tokens_since)
-
-    def idle(self, since: float, now: float) -> float:
-        """Seconds after `since` in which the engine served no request and its metrics show no other work."""
-        return now - max(since, self.worked_at)
-
-    def report(self, now: float, fresh_for: float) -> LoadReport | None:
-        """The last load report, unless it is older than `fresh_for` seconds."""
-        return self._report if self._report is not None and now - self._report.at <= fresh_for else None
+_MEAN_OVER_PROMPTS = 32
+"""The mean prompt length is an exponential average: each prompt counts 1/32."""
+_FIRST_MEAN_TOKENS = 512.0
+"""The mean length before the first prompt."""
 
 
 class TooManyEnginesError(Exception):
     """There are `MAX_ENGINES` engines of the role already."""
 
 
-class SlotListener(Protocol):
-    """Is called when an engine starts or stops taking requests. `ConcurrencyLimiter` implements it."""
+class EngineRanking(NamedTuple):
+    """The engines to ask for one prompt, best first, and how the request waits for them."""
 
-    def engine_opened(self, engine: RegisteredEngine) -> None:
-        """An engine may get requests now and could not before."""
+    prompt: PromptEstimate
+    tiers: tuple[tuple[str, ...], ...]
+    """URLs. An engine is asked, or waited for, only if no engine of the earlier tiers can be reached."""
+    avoid: Collection[str] = ()
+    """URLs of engines not to ask, should they become available while the request waits."""
+    admitted: bool = False
+    """Whether the request had a slot before. It then waits before requests that had none."""
+    group: RequestGroup | None = None
+    """The requests with which it shares a place in the queue."""
 
-    def engine_closed(self, engine: RegisteredEngine) -> None:
-        """An engine was removed or drains: it gets no more requests."""
+    @property
+    def first(self) -> str:
+        """URL of the best engine; empty if there is none."""
+        return next((url for tier in self.tiers for url in tier), "")
 
+    def then(self, urls: Sequence[str]) -> EngineRanking:
+        """This ranking with one more tier at the end."""
+        return self._replace(tiers=(*self.tiers, tuple(urls)))
 
-class CacheListener(Protocol):
-    """Is called when an engine's prefix cache may be lost. Routing strategies implement it."""
+    def of_one_admitted(self) -> EngineRanking:
+        return self._replace(admitted=True)
 
-    def forget(self, url: str) -> None:
-        """An engine was removed or ejected, so it may have been restarted."""
-
-
-class _NoListener:
-    def engine_opened(self, engine: RegisteredEngine) -> None:
-        pass
-
-    def engine_closed(self, engine: RegisteredEngine) -> None:
-        pass
-
-    def forget(self, url: str) -> None:
-        pass
-
-
-_NO_LISTENER = _NoListener()
+    def beside(self, url: str) -> EngineRanking:
+        """The engines whose answer counts as much as that of `url`: without doubtful ones, unless it is one itself."""
+        return self._replace(tiers=self.tiers[:1]) if self.tiers and url in self.tiers[0] else self
 
 
 class EngineRegistry:
@@ -162,20 +76,33 @@ class EngineRegistry:
     def __init__(
         self,
         role: EngineRole,
+        limiter: ConcurrencyLimiter,
+        strategy: Strategy,
         *,
         eject_after: int = 3,
         return_after: int = 2,
-        slots: SlotListener = _NO_LISTENER,
-        caches: CacheListener = _NO_LISTENER,
+        fresh_for: float = 1.0,
     ) -> None:
-        """`eject_after` and `return_after`: as in HealthGate. `eject_after` also limits failed requests in a row."""
+        """
+        Args:
+            role: of the engines.
+            limiter: has their slots. It is told which engines may get requests.
+            strategy: ranks them. It is told which engines may have lost their prefix cache.
+            eject_after: as in HealthGate.
+            return_after: as in HealthGate.
+            fresh_for: seconds for which an engine's own load report is used.
+        """
         self.role = role
         self.prompts = PromptTally()
         """Who computed prompts, by the engines' reports. Only `note` changes it."""
+        self.mean_tokens = _FIRST_MEAN_TOKENS
+        """Mean length of the prompts sent so far. Only `count_sent` changes it."""
+        self._limiter = limiter
+        self._strategy = strategy
         self._eject_after = eject_after
         self._return_after = return_after
-        self._slots = slots
-        self._caches = caches
+        self._fresh_for = fresh_for
+        self._load = prefill_load if role is EngineRole.PREFILL else decode_load
         self._new_need_check = False
         """Whether engines added from now on are asked last until a check is good."""
         self._engines: dict[str, RegisteredEngine] = {}
@@ -198,6 +125,12 @@ class EngineRegistry:
         """URLs of the engines that may get requests, ejected ones included."""
         return tuple(engine.url for engine in self if engine.open)
 
+    def well(self, now: float) -> list[RegisteredEngine]:
+        """The engines that may get requests and are not doubtful. Those without a free slot count, too."""
+        return [engine for engine in self if engine.open and not engine.gate.doubtful(now)]
+
+    # Which engines there are.
+
     def require_checks(self) -> None:
         """Engines added from now on are asked last until a health check is good. Those listed when the proxy starts
         may be asked at once."""
@@ -209,66 +142,17 @@ class EngineRegistry:
         if engine is None:
             if len(self._engines) >= MAX_ENGINES:
                 raise TooManyEnginesError(f"there are {MAX_ENGINES} {self.role.value} engines already")
-            engine = self._engines[url] = self._new(url)
+            gate = HealthGate(self._eject_after, self._return_after, proven=not self._new_need_check)
+            engine = self._engines[url] = RegisteredEngine(self.role, url, gate)
         engine.sources.add(source)
         return engine
-
-    def _new(self, url: str) -> RegisteredEngine:
-        gate = HealthGate(self._eject_after, self._return_after, proven=not self._new_need_check)
-        return RegisteredEngine(self.role, url, gate, FailureStreak(self._eject_after))
 
     def remove(self, engine: RegisteredEngine) -> None:
         if self._engines.get(engine.url) is engine:
             del self._engines[engine.url]
             engine.removed = True
-            self._caches.forget(engine.url)
-            self._slots.engine_closed(engine)
-
-    @owned
-    def drain(self, engine: RegisteredEngine) -> None:
-        """Stops new requests to an engine. It finishes those that it has."""
-        engine.draining = True
-        self._slots.engine_closed(engine)
-
-    @owned
-    def undrain(self, engine: RegisteredEngine) -> None:
-        engine.draining = False
-        if not engine.gate.shut:
-            self._slots.engine_opened(engine)
-
-    @owned
-    def checked(self, engine: RegisteredEngine, reason: str | None, at_once: bool = False) -> bool:
-        """Records a health check. Arguments and result: as for `HealthGate.checked`."""
-        was_shut = engine.gate.shut
-        changed = engine.gate.checked(reason, at_once)
-        if changed and not engine.removed:
-            self._caches.forget(engine.url)
-        if was_shut and not engine.gate.shut:
-            self._slots.engine_opened(engine)
-        return changed
-
-    @owned
-    def refused(self, engine: RegisteredEngine, how: str, now: float) -> bool:
-        """Records a refused request. Arguments and result: as for `HealthGate.refused`."""
-        ejected = engine.gate.refused(how, now)
-        if ejected and not engine.removed:
-            self._caches.forget(engine.url)
-        return ejected
-
-    @owned
-    def took(self, engine: RegisteredEngine) -> bool:
-        """Records a request that was taken. Result: as for `HealthGate.took`."""
-        returned = engine.gate.took()
-        if returned and not engine.gate.shut:
-            self._slots.engine_opened(engine)
-        return returned
-
-    @owned
-    def note(self, engine: RegisteredEngine, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:
-        """Records what an engine reports. Arguments: as for `RegisteredEngine.note`."""
-        if (last := engine.last_snapshot) is not None:  # the first report counts what was before this proxy
-            self.prompts.add(last.placed, snapshot.placed)
-        engine.note(snapshot, sent, now)
+            self._strategy.forget(engine.url)
+            self._limiter.engine_closed(engine)
 
     def replace(self, source: str, urls: Collection[str]) -> tuple[list[str], list[str]]:
         """Makes `urls` the engines that `source` lists.
@@ -287,3 +171,86 @@ class EngineRegistry:
         for url in urls:
             self.add(url, source)
         return added, removed
+
+    # What happens to them.
+
+    @owned
+    def drain(self, engine: RegisteredEngine) -> None:
+        """Stops new requests to an engine. It finishes those that it has."""
+        engine.draining = True
+        self._limiter.engine_closed(engine)
+
+    @owned
+    def undrain(self, engine: RegisteredEngine) -> None:
+        engine.draining = False
+        if not engine.gate.shut:
+            self._limiter.engine_opened(engine)
+
+    @owned
+    def checked(self, engine: RegisteredEngine, reason: str | None, at_once: bool = False) -> bool:
+        """Records a health check. Arguments and result: as for `HealthGate.checked`."""
+        was_shut = engine.gate.shut
+        changed = engine.gate.checked(reason, at_once)
+        if changed and not engine.removed:  # it may have been restarted
+            self._strategy.forget(engine.url)
+        if was_shut and not engine.gate.shut:
+            self._limiter.engine_opened(engine)
+        return changed
+
+    @owned
+    def refused(self, engine: RegisteredEngine, how: str, now: float) -> bool:
+        """Records a refused request. Arguments and result: as for `HealthGate.refused`."""
+        ejected = engine.gate.refused(how, now)
+        if ejected and not engine.removed:
+            self._strategy.forget(engine.url)
+        return ejected
+
+    @owned
+    def took(self, engine: RegisteredEngine) -> bool:
+        """Records a request that was taken. Result: as for `HealthGate.took`."""
+        returned = engine.gate.took()
+        if returned and not engine.gate.shut:
+            self._limiter.engine_opened(engine)
+        return returned
+
+    @owned
+    def note(self, engine: RegisteredEngine, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:
+        """Records what an engine reports. Arguments: as for `RegisteredEngine.note`."""
+        if (last := engine.last_snapshot) is not None:  # the first report counts what was before this proxy
+            self.prompts.add(last.placed, snapshot.placed)
+        engine.note(snapshot, sent, now)
+
+    # Which one gets a prompt.
+
+    @owned
+    def rank(
+        self, prompt: PromptEstimate, avoid: Collection[str] = (), group: RequestGroup | None = None
+    ) -> EngineRanking:
+        """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines form the last tier.
+
+        An engine whose trial is due comes first: otherwise it might never get one.
+        """
+        now = time.monotonic()
+        engines = {engine.url: engine for engine in self if engine.open and engine.url not in avoid}
+        ranked = self._strategy.order(prompt, [self.load(engine, now) for engine in engines.values()])
+        doubtful = tuple(url for url in ranked if engines[url].gate.doubtful(now))
+        well = sorted(
+            (url for url in ranked if url not in doubtful), key=lambda url: not engines[url].gate.trial_due(now)
+        )
+        return EngineRanking(prompt, (tuple(well), doubtful), avoid, group=group)
+
+    def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
+        """The load of an engine, from its own report and from what this proxy has sent."""
+        return self._load(engine.url, engine.sent, engine.report(now, self._fresh_for), self.mean_tokens)
+
+    def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot | None:
+        """What the engine itself reports of its load; None if it has reported nothing lately."""
+        report = engine.report(now, self._fresh_for)
+        return None if report is None else report.snapshot
+
+    @owned
+    def count_sent(self, prompt: PromptEstimate, url: str) -> InFlightLoad:
+        """Notes that a prompt goes to an engine. Returns what that adds to the engine's load."""
+        if prompt.sequences:
+            self.mean_tokens += (prompt.tokens - self.mean_tokens) / _MEAN_OVER_PROMPTS
+        return InFlightLoad(prompt.sequences, self._strategy.sent(prompt, url))

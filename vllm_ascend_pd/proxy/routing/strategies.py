@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing strategies: which engine gets a prompt. They compute with numbers only and do no I/O."""
+"""Routing strategies: what a prompt costs at each engine, and which one gets it. No I/O.
+
+Prompts are estimated before they are tokenised: their length, and keys of their prefixes.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,122 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
+from vllm_ascend_pd.proxy.http.bodies import ClientRequest, samples_of
+from vllm_ascend_pd.proxy.http.client_json import Fields
+from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
+from vllm_ascend_pd.proxy.routing.load import EngineLoad
 
+_BYTES_PER_TOKEN = 4
+"""Typical of English text and code in most tokenisers. The error is the same for all engines."""
+_BYTES_PER_KEY = 512
+"""About 128 tokens, which is vllm-ascend's block size. Engines cache whole blocks only."""
+_MAX_KEYS = 1024
+"""Limit per prompt, about 128 Ki tokens. Hashing them takes 2 ms."""
+_DATA_URL = b'"data:'
+_TOKENS_PER_IMAGE = 1024
+"""Tokens per image or sound in a chat, whatever its size: the order of magnitude of vision models."""
+_EMBEDDING_BYTES_PER_TOKEN = 8192
+"""Bytes of `prompt_embeds` per token: 3,072 elements of two bytes in base64, as a typical hidden size."""
+# Fields that take part in an engine's prefix cache keys: prompts that differ in one of them share no block.
+_SEED_FIELDS = (
+    *("model", "cache_salt", "tools", "chat_template", "chat_template_kwargs", "mm_processor_kwargs"),
+    *("instructions", "system"),
+)
+_FIELDS_OF_PROMPT = ("tools", "instructions", "system")
+"""Fields whose text is part of the prompt, beside the field with the conversation."""
 MAX_CACHED_KEYS = 32 * 1024
 """Prefix blocks remembered per engine. They cover about 4 Mi tokens, more than an engine's cache holds, in 5 MB."""
 
 
-class EngineLoad(NamedTuple):
-    """The estimated load of an engine."""
+class PromptEstimate(NamedTuple):
+    """What routing uses of a prompt, or of all prompts of a request together."""
 
-    url: str
-    """The engine's."""
-    requests: int = 0
-    """Requests running and waiting there."""
-    tokens: int = 0
-    """Prefill: prompt tokens not yet computed. Decode: tokens whose KV the engine holds or will hold."""
-    capacity: int | None = None
-    """How many tokens of KV fit. None: unknown."""
+    tokens: int
+    """Estimated length."""
+    keys: tuple[int, ...] = ()
+    """Key `i` identifies the first `i + 1` blocks. A prompt shorter than a block has no keys."""
+    tokens_per_key: float = 0.0
+    """Estimated tokens per block."""
+    sequences: int = 1
+    """How many sequences decode generates from it."""
+
+    def new_tokens(self, known_keys: int) -> int:
+        """How many tokens an engine computes if it has the first `known_keys` blocks."""
+        return max(0, self.tokens - round(known_keys * self.tokens_per_key))
+
+
+NO_PROMPT = PromptEstimate(0, sequences=0)
+"""For requests that generate nothing."""
+
+
+def prompt_of(request: ClientRequest, index: int) -> PromptEstimate:
+    """Estimates prompt number `index` as a prefill engine gets it."""
+    text, tokens = _text_of(request, index)
+    keys = _keys(_seed(request.fields), text)
+    return PromptEstimate(tokens, keys, tokens * _BYTES_PER_KEY / len(text) if keys else 0.0)
+
+
+def prompts_of(request: ClientRequest) -> PromptEstimate:
+    """Estimates all prompts of a request together, as a decode engine gets them. The keys are the first one's."""
+    if not request.prompts:
+        return NO_PROMPT
+    others = sum(_text_of(request, index)[1] for index in range(1, len(request.prompts)))
+    first = prompt_of(request, 0)
+    return first._replace(
+        tokens=first.tokens + others,
+        sequences=len(request.prompts) * samples_of(request),
+    )
+
+
+def _text_of(request: ClientRequest, index: int) -> tuple[bytes, int]:
+    """Returns a prompt's JSON text, and its estimated number of tokens."""
+    fields = {**request.fields, **request.prompts[index]}
+    if request.endpoint is Endpoint.COMPLETIONS:
+        [(name, value)] = request.prompts[index].items()
+        text = bytes(value)
+        if text.startswith(b"["):
+            tokens = _token_ids(text)
+        else:
+            tokens = len(text) // (_BYTES_PER_TOKEN if name == "prompt" else _EMBEDDING_BYTES_PER_TOKEN)
+        return text, max(1, tokens)
+    text = bytes(fields.get(REQUEST_FORMATS[request.endpoint].text, b""))
+    if request.endpoint is Endpoint.GENERATE:
+        return text, max(1, _token_ids(text))
+    others = sum(len(bytes(fields.get(name, b""))) for name in _FIELDS_OF_PROMPT)
+    return text, max(1, _text_tokens(text) + others // _BYTES_PER_TOKEN)
+
+
+def _token_ids(text: bytes) -> int:
+    return text.count(b",") + 1
+
+
+def _text_tokens(text: bytes) -> int:
+    """Estimates the tokens of JSON text. Each data URL counts as one image."""
+    images, letters, at = 0, len(text), text.find(_DATA_URL)
+    while at >= 0:
+        end = text.find(b'"', at + len(_DATA_URL))
+        end = len(text) if end < 0 else end
+        images, letters = images + 1, letters - (end - at)
+        at = text.find(_DATA_URL, end + 1)
+    return letters // _BYTES_PER_TOKEN + images * _TOKENS_PER_IMAGE
+
+
+def _seed(fields: Fields) -> bytes:
+    seed = hashlib.blake2b(digest_size=8)
+    for name in _SEED_FIELDS:
+        value = bytes(fields.get(name, b""))
+        seed.update(b"%d:" % len(value) + value)
+    return seed.digest()
+
+
+def _keys(seed: bytes, text: bytes) -> tuple[int, ...]:
+    """Returns one key per whole block. Each covers all blocks before it, and is the same in every proxy."""
+    digest, keys = seed, []
+    whole = min(len(text), _MAX_KEYS * _BYTES_PER_KEY) // _BYTES_PER_KEY * _BYTES_PER_KEY
+    for start in range(0, whole, _BYTES_PER_KEY):
+        digest = hashlib.blake2b(digest + text[start : start + _BYTES_PER_KEY], digest_size=8).digest()
+        keys.append(int.from_bytes(digest, "little"))
+    return tuple(keys)
 
 
 Costs = Callable[[PromptEstimate, Sequence[EngineLoad], Sequence[int]], list[float]]
