@@ -9,10 +9,11 @@ from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
+from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo, Signer, TicketIssuer, TicketRoutes
-from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement
+from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.observe.stats import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
@@ -51,17 +52,16 @@ def decode_scheduler(
     observer = observer or DecodeSchedulerStats()
     requests = VllmRequests(Prompts(media_hashing))
     issuer = TicketIssuer(engine, groups, requests, signer)
-    blocks = VllmBlocks()
-    who = PromptPlacement(
-        groups, requests, blocks, placement or ConnectorConfig(who_computes="prefill"), EngineSteps(2048, in_flight=2)
-    )
+    blocks = VllmBlocks(groups)
+    placement = placement or ConnectorConfig(who_computes="prefill")
+    who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)
     routes = TicketRoutes(metaserver, prefill or PrefillClient(DeliverySettings(hosts=AnyHost())))
     return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), observer)
 
 
-def blocks_of(pool: Any) -> VllmBlocks:
+def blocks_of(pool: Any, groups: Sequence[CacheGroup] = ()) -> VllmBlocks:
     """vLLM's blocks, with a block pool unless that is None."""
-    blocks = VllmBlocks()
+    blocks = VllmBlocks(groups)
     if pool is not None:
         blocks.bind(pool)
     return blocks

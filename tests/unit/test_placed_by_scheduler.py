@@ -43,7 +43,7 @@ class Counted(DecodeSchedulerObserver):
 @pytest.fixture
 def counted(auto: RealScheduler) -> Counted:
     observer = Counted()
-    auto.scheduler.connector._role.scheduler._placed._observer = observer
+    auto.scheduler.connector._role.scheduler._placement._observer = observer
     return observer
 
 

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.placement import Decision, Reason
-from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement, prefill_wait_s
+from vllm_ascend_pd.core.step import EngineSteps
+from vllm_ascend_pd.core.ticket import prefill_wait_s
+from vllm_ascend_pd.decode.who_computes import PromptPlacement
 
 STEP = 2048
 
@@ -41,14 +43,16 @@ class World:
 
     def __init__(self, who_computes: Any = "auto", steps: EngineSteps | None = None, **settings: Any) -> None:
         self.now = 1000.0
-        requests: Any = SimpleNamespace(token_ids=lambda request: [] if request.is_text else None)
-        blocks: Any = SimpleNamespace(are_cached=lambda *_: False)
+        self.requests: Any = SimpleNamespace(
+            token_ids=lambda request: [] if request.is_text else None, external_id=lambda request: request.request_id
+        )
+        blocks: Any = SimpleNamespace(have_prompt=lambda request, cached: request.num_prompt_tokens - cached <= 1)
         self.placement = PromptPlacement(
-            [TokenGroup(16)],
-            requests,
+            self.requests,
             blocks,
             ConnectorConfig(who_computes=who_computes, **settings),
             steps or EngineSteps(STEP),
+            DecodeSchedulerObserver(),
             lambda: self.now,
         )
 
@@ -63,7 +67,7 @@ class World:
 
     def begins(self, name: str, tokens: int) -> None:
         prompt = Prompt(tokens, request_id=name)
-        self.placement.computes(prompt)
+        self.placement.allocated(prompt, by_decode=True)
         self.placement.step_built({name: tokens})
 
     def generates(self, seconds: float = 0.01, times: int = 4) -> None:
@@ -179,7 +183,7 @@ def test_what_is_no_longer_measured_is_forgotten():
 
 def test_what_is_computed_already_comes_first():
     world = measured()
-    world.placement.computes(Prompt(60, request_id="before"))
+    world.placement.allocated(Prompt(60, request_id="before"), by_decode=True)
     assert (world.decides(39), world.decides(41)) == (here(Reason.CHEAP), there(Reason.LONG))
     world.placement.ended("before")
     assert world.decides(99) == here(Reason.CHEAP)
@@ -187,7 +191,7 @@ def test_what_is_computed_already_comes_first():
 
 def test_a_prompt_that_is_computed_in_parts_counts_for_what_is_left():
     world = measured()
-    world.placement.computes(prompt := Prompt(90, request_id="before"))
+    world.placement.allocated(prompt := Prompt(90, request_id="before"), by_decode=True)
     world.placement.step_built({"before": 50})
     prompt.num_computed_tokens = 50
     assert (world.decides(59), world.decides(61)) == (here(Reason.CHEAP), there(Reason.LONG))
@@ -195,7 +199,7 @@ def test_a_prompt_that_is_computed_in_parts_counts_for_what_is_left():
 
 def test_many_prompts_at_once_before_anything_was_measured():
     world = World()
-    world.placement.computes(Prompt(60, request_id="before"))
+    world.placement.allocated(Prompt(60, request_id="before"), by_decode=True)
     assert (world.decides(4), world.decides(5)) == (here(Reason.CHEAP), there(Reason.LONG))
 
 
@@ -213,7 +217,7 @@ def test_others_have_nearly_all_of_the_time():
     world.generates()
     assert world.decides(64) == here(Reason.CHEAP)
     for _ in range(4):  # 84 ms each
-        world.placement.charge(64)
+        world.placement._spend(64)
     assert world.decides(64) == there(Reason.BUSY)
     assert world.decides(500) == there(Reason.LONG)
     world.now += 3.0
@@ -232,7 +236,7 @@ def test_an_engine_that_generates_for_nobody_has_all_the_time():
 def test_engines_that_step_together_always_share_their_time():
     world = World(steps=EngineSteps(STEP, engines=4), decode_prompt_share=0.4)
     for _ in range(10):
-        world.placement.charge(64)
+        world.placement._spend(64)
     assert world.decides(64) == there(Reason.BUSY)
     world.now += 0.6
     assert world.decides(64) == there(Reason.BUSY)  # 0.32 s of 0.25 are spent: 0.07 s take 0.7 s at a tenth of time
@@ -310,7 +314,7 @@ def test_no_figures_exceed_the_bounds_and_a_longer_queue_never_speaks_for_prefil
     for measured_tokens, seconds in transfers:
         world.prefill_takes(seconds, measured_tokens, times=1)
     if backlog:
-        world.placement.computes(Prompt(backlog, request_id="before"))
+        world.placement.allocated(Prompt(backlog, request_id="before"), by_decode=True)
     largest = max((measured_tokens for measured_tokens, _ in steps), default=0)
     decision = world.decides(tokens, prefill_wait_s=wait)
     if decision.by_decode:

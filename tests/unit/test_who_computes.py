@@ -12,7 +12,6 @@ from harness.real_scheduler import BLOCK, RealScheduler, Role
 from harness.schedulers import blocks_of
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.decode.who_computes import is_cached
 
 WHOLE = 6 * BLOCK
 
@@ -106,6 +105,10 @@ def pool_with(*cached: int) -> Any:
     )
 
 
+def is_cached(prompt: Any, cached: int, groups: list[Any], pool: Any) -> bool:
+    return blocks_of(pool, groups).have_prompt(prompt, cached)
+
+
 def prompt_of(tokens: int) -> Any:
     """The hashes of its blocks are 0, 1, 2, ..."""
     return SimpleNamespace(num_prompt_tokens=tokens, block_hashes=[b"%d" % number for number in range(tokens // BLOCK)])
@@ -117,31 +120,31 @@ PLAIN = [TokenGroup(BLOCK)]
 def test_an_eagle_head_has_vllm_compute_one_block_more():
     everything = pool_with(*range(6))
     for tokens in (WHOLE, WHOLE + 1):
-        assert is_cached(prompt_of(tokens), 4 * BLOCK, PLAIN, blocks_of(everything))
-        assert not is_cached(prompt_of(tokens), 4 * BLOCK, PLAIN, blocks_of(pool_with(4)))
-        assert not is_cached(prompt_of(tokens), 4 * BLOCK, PLAIN, blocks_of(pool_with(5)))
-        assert not is_cached(prompt_of(tokens), 3 * BLOCK, PLAIN, blocks_of(everything))
+        assert is_cached(prompt_of(tokens), 4 * BLOCK, PLAIN, everything)
+        assert not is_cached(prompt_of(tokens), 4 * BLOCK, PLAIN, pool_with(4))
+        assert not is_cached(prompt_of(tokens), 4 * BLOCK, PLAIN, pool_with(5))
+        assert not is_cached(prompt_of(tokens), 3 * BLOCK, PLAIN, everything)
 
 
 def test_a_pool_that_is_not_known_decides_nothing():
-    assert is_cached(prompt_of(WHOLE + 1), WHOLE, PLAIN, blocks_of(None))
-    assert not is_cached(prompt_of(WHOLE), WHOLE - BLOCK, PLAIN, blocks_of(None))
+    assert is_cached(prompt_of(WHOLE + 1), WHOLE, PLAIN, None)
+    assert not is_cached(prompt_of(WHOLE), WHOLE - BLOCK, PLAIN, None)
 
 
 def test_a_prompt_whose_blocks_have_no_hashes():
     """Prefix caching is off."""
     request = SimpleNamespace(num_prompt_tokens=BLOCK, block_hashes=[])
-    assert not is_cached(request, 0, PLAIN, blocks_of(pool_with(0)))
+    assert not is_cached(request, 0, PLAIN, pool_with(0))
 
 
 def test_states_are_cached_by_no_engine():
     groups = [TokenGroup(BLOCK), StateGroup(4096)]
-    assert not is_cached(prompt_of(WHOLE), 0, groups, blocks_of(pool_with(*range(6))))
-    assert not is_cached(prompt_of(WHOLE), 0, [StateGroup(4096)], blocks_of(pool_with(*range(6))))
+    assert not is_cached(prompt_of(WHOLE), 0, groups, pool_with(*range(6)))
+    assert not is_cached(prompt_of(WHOLE), 0, [StateGroup(4096)], pool_with(*range(6)))
 
 
 def test_blocks_that_stand_for_tokens_of_several_ranks():
     """With decode context parallelism."""
     groups = [TokenGroup(BLOCK // 2, ranks=2)]
-    assert is_cached(prompt_of(WHOLE), WHOLE - BLOCK, groups, blocks_of(pool_with(5)))
-    assert not is_cached(prompt_of(WHOLE), WHOLE - BLOCK, groups, blocks_of(pool_with(4)))
+    assert is_cached(prompt_of(WHOLE), WHOLE - BLOCK, groups, pool_with(5))
+    assert not is_cached(prompt_of(WHOLE), WHOLE - BLOCK, groups, pool_with(4))

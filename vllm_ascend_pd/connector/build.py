@@ -69,13 +69,14 @@ from vllm_ascend_pd.core.observer import (
     PrefillSchedulerObserver,
     tell_all,
 )
+from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo, Signer, TicketIssuer, TicketRoutes
-from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement
+from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device import make_device
 from vllm_ascend_pd.observe.stats import DecodeSchedulerStats, PrefillSchedulerStats, PrefillStats
@@ -216,7 +217,7 @@ def _decode(
     signer = None if secret is None else Signer(secret, config.queue_timeout_s)
     # On the CPU backend a single rank has a process of its own, too.
     wakeup = None if parallel.distributed_executor_backend == "uni" else WakeupSocket()
-    blocks = VllmBlocks()
+    blocks = VllmBlocks(groups)
     measured = DecodeSchedulerStats()
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
     observer = tell_all(DecodeSchedulerObserver, measured, ReceiveSpans(), traced)
@@ -235,7 +236,7 @@ def _decode(
         requests,
         blocks,
         TicketRoutes(metaserver, PrefillClient(delivery, observer)),
-        PromptPlacement(groups, requests, blocks, config, _engine_steps(setup)),
+        PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
         _idle_wait(setup, wakeup),
         observer,
     )

@@ -3,6 +3,7 @@
 
 import hashlib
 import logging
+import math
 import re
 import secrets
 from collections.abc import Collection, Sequence
@@ -19,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.connector.weights import adapter_digest, content_beyond_name
+from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.prompt_digest import (
     NamesPrompt,
     PromptDigest,
@@ -162,9 +164,10 @@ _SALT_KEY = secrets.token_bytes(_HASH_BYTES)
 
 
 class VllmBlocks:
-    """Implements `EngineBlocks`. Used by the scheduler's thread alone."""
+    """Implements `EngineBlocks`. Used by the scheduler's thread alone. `groups`: the engine's cache groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[CacheGroup] = ()) -> None:
+        self._groups = list(groups)
         # Blocks of all cache groups. None until vLLM hands it over.
         self._pool: BlockPool | None = None
         # Rank -> its latest weight update after which the cache was emptied.
@@ -206,7 +209,34 @@ class VllmBlocks:
             dropped = len(cached)
         logger.info("weights were updated: %d blocks were dropped from the prefix cache", dropped)
 
-    def are_cached(self, request: Any, group: int, span: int, first: int, stop: int) -> bool:
+    def have_prompt(self, request: Any, num_computed_tokens: int) -> bool:
+        """The whole prompt counts as cached in two cases:
+
+        - Only the last token is left.
+        - The prompt ends with a block, and the cache has the blocks that vLLM computes once more: the last one, or the
+          last two with an EAGLE head.
+        """
+        prompt = request.num_prompt_tokens
+        if prompt - num_computed_tokens <= 1:
+            return True
+        # Windows are left out if there are other groups. For a window, vLLM keeps the blocks that the tokens after a
+        # hit see, and not the prompt's last one. These are there, or the hit would end earlier. States have no prefix
+        # cache.
+        tokens = [(index, group) for index, group in enumerate(self._groups) if isinstance(group, TokenGroup)]
+        decisive = [(index, group) for index, group in tokens if not group.windowed] or tokens
+        if not decisive:
+            return False
+        aligned = math.lcm(*(group.span for _, group in tokens))
+        end = prompt - prompt % aligned
+        if prompt - end > 1 or end - num_computed_tokens > 2 * aligned:
+            return False
+        return all(
+            self._are_cached(request, index, group.span, num_computed_tokens // group.span, end // group.span)
+            for index, group in decisive
+        )
+
+    def _are_cached(self, request: Any, group: int, span: int, first: int, stop: int) -> bool:
+        """Whether the prefix cache has blocks `[first, stop)` of a cache group. `span`: tokens per block."""
         pool = self._pool
         if pool is None or span % pool.hash_block_size:  # prefix caching is off
             return False

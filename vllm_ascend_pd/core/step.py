@@ -134,7 +134,17 @@ class WorkerReport:
 
 # What the schedulers of both sides ask of the engine that they run in.
 #
-# `connector/vllm_view.py` and `connector/vllm_view.py` answer for vLLM.
+# `connector/vllm_view.py` answers for vLLM.
+
+
+@dataclass(frozen=True)
+class EngineSteps:
+    """How the engine steps."""
+
+    max_tokens: int  # most prompt tokens of a step
+    chunked: bool = True  # whether a prompt may be computed in several steps
+    in_flight: int = 1  # most steps that are in flight
+    engines: int = 1  # data-parallel engines that step together: each one's prompts hold up the others
 
 
 class ScheduledRequest(Protocol):
@@ -214,10 +224,11 @@ class EngineBlocks(Protocol):
     def allocated(self, request: ScheduledRequest) -> None:
         """Takes note of a request's blocks. After the next weight update no later request may find them."""
 
-    def are_cached(self, request: ScheduledRequest, group: int, span: int, first: int, stop: int) -> bool:
-        """Whether the prefix cache has the prompt's blocks `[first, stop)` of a cache group.
+    def have_prompt(self, request: ScheduledRequest, num_computed_tokens: int) -> bool:
+        """Whether the prefix cache has the whole prompt.
 
-        `span`: tokens per block. False if prefix caching is off.
+        `num_computed_tokens`: how many of the prompt's tokens the engine takes from it. That is never the whole prompt,
+        since the engine needs the last token's logits.
         """
 
     def hold(self, block_ids: Sequence[int]) -> None:

@@ -39,6 +39,9 @@ PREFILL_AVAILABLE = "prefill_available"
 PREFILL_WAIT_S = "prefill_wait_s"
 """How many seconds the prompt would wait in prefill's queue, as the proxy estimates it."""
 
+_LONGEST_WAIT_S = 86400.0
+"""A longer wait in prefill's queue is not believed."""
+
 # Keys in the `kv_transfer_params` of prefill's answer to a router that asks prefill first. The router hands them to
 # decode as they are.
 
@@ -195,6 +198,14 @@ def names_prefill(params: Mapping[str, Any]) -> bool:
 def wants_token_ids(params: Mapping[str, Any]) -> bool:
     """Returns whether the request's metaserver wants `Ticket.token_ids`."""
     return params.get(WANTS_TOKEN_IDS) is True
+
+
+def prefill_wait_s(params: Mapping[str, Any]) -> float:
+    """Returns `PREFILL_WAIT_S` of a request on decode; 0 if it has none, or none that makes sense."""
+    wait_s = params.get(PREFILL_WAIT_S)
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _LONGEST_WAIT_S:
+        return 0.0
+    return float(wait_s)
 
 
 def carries_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:

@@ -18,10 +18,16 @@ from vllm_ascend_pd.core.placement import Reason
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.step import DecodeStep, EngineBlocks, EngineRequests, ScheduledRequest, WorkerReport
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import Ticket, is_pulled, names_prefill, wants_ticket, wants_token_ids
-from vllm_ascend_pd.decode.counted_prompts import CountedPrompts
+from vllm_ascend_pd.core.ticket import (
+    Ticket,
+    is_pulled,
+    names_prefill,
+    prefill_wait_s,
+    wants_ticket,
+    wants_token_ids,
+)
 from vllm_ascend_pd.decode.tickets import RouteError, TicketIssuer, TicketRoute, TicketRoutes
-from vllm_ascend_pd.decode.who_computes import PromptPlacement, prefill_wait_s
+from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.transport.wakeup import IdleWait
 
 MAX_LOST = 3
@@ -148,7 +154,6 @@ class DecodeScheduler:
         self._routes = routes
         self._idle = idle
         self._observer = observer or DecodeSchedulerObserver()
-        self._placed = CountedPrompts(placement, requests, self._observer)
         self._transfers: dict[str, _IncomingTransfer] = {}  # by request id
         self._by_ticket: dict[str, _IncomingTransfer] = {}  # the same, by ticket id
         self._to_send: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
@@ -178,11 +183,11 @@ class DecodeScheduler:
             return None
         no_prompt = self._placement.computes_no_prompt
         if is_pulled(params) if no_prompt else not wants_ticket(params) or earlier is not None:
-            self._placed.decided(request, num_computed_tokens, None)
+            self._placement.asked(request, num_computed_tokens, None)
             return 0
         lost = earlier is not None and earlier.failure is not None
         decision = self._placement.decide(request, num_computed_tokens, lost)
-        self._placed.decided(request, num_computed_tokens, decision)
+        self._placement.asked(request, num_computed_tokens, decision)
         if decision.by_decode:
             return 0
         if no_prompt and (reason := why_no_ticket(request, self._requests)) is not None:
@@ -208,14 +213,14 @@ class DecodeScheduler:
             self._correct_cached_tokens(request, earlier)
             if earlier.started or earlier.failure is not None:
                 again = Reason.PREEMPTED if earlier.started else Reason.KV_LOST
-                self._placed.decode_computes(request, None if self._placement.computes_no_prompt else again)
+                self._placement.allocated(request, True, None if self._placement.computes_no_prompt else again)
             earlier.started = True
             return
         if num_external_tokens == 0:
-            self._placed.decode_computes(request)
+            self._placement.allocated(request, by_decode=True)
             self._no_ticket(request, "decode computes the prompt")
             return
-        self._placed.prefill_computes(request)
+        self._placement.allocated(request, by_decode=False)
         transfer = self._open_transfer(request, blocks, num_external_tokens, earlier)
         params = request.kv_transfer_params or {}
         transfer.prefill_wait_s = prefill_wait_s(params)
@@ -331,7 +336,7 @@ class DecodeScheduler:
     @owned
     def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:
         """The request ended. Returns what its response says about its transfer."""
-        self._placed.ended(request)
+        self._placement.ended(request.request_id)
         transfer = self._transfers.get(request.request_id)
         refused = self._refused.pop(request.request_id, None)
         if transfer is None:

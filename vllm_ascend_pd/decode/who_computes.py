@@ -1,130 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who computes a prompt: decode itself, or a prefill engine. It is decided here, once per request, and nowhere else.
 
-Decode computes what it computes sooner than prefill would deliver it, as measured (`decode/who_computes.py`), within a
-budget that keeps the pace of its other requests.
+With `auto`, decode computes what it computes sooner than prefill would deliver it. Both times are lines through what
+was measured. Three bounds hold whatever the lines say: nothing counts as cheap that is much longer than what was
+measured, a cheap prompt fits one step, and a budget keeps the pace of the engine's other requests.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Set
+from typing import TypeAlias
 
-from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.placement import Decision, Reason
-from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, ScheduledRequest
+from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, EngineSteps, ScheduledRequest
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
+from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, WHO_COMPUTES, prefill_wait_s
 
 FIRST_TOKENS = 64
 """Most prompt tokens that are trusted to be cheap before anything was measured. A step of so few takes hardly longer
 than one that only generates, on any device."""
+_FIRST_TOKEN_S = 0.0005  # per token, as the budget counts before anything was measured
+_SAMPLES = 32  # so many samples are kept
+_LATELY_S = 900.0  # and no longer than this, so that what is no longer measured is forgotten
+_LEAST_SAMPLES = 3  # fewer tell nothing
+_LEAST_S = 1e-4  # nothing that is measured here is faster; it bounds a sample's weight
+_BURST_S = 0.25  # seconds that a budget saves up: a few short prompts at once
+_DEEPEST_DEBT_S = 4 * _BURST_S  # most seconds that a budget may be overdrawn
+_LEAST_SHARE = 0.25  # of a delivery's time that is no waiting, since the proxy only estimates the wait
 
-_SAMPLES = 32.0
-"""A sample's weight falls by 1/e while so many follow."""
 
-_HALF_LIFE_S = 600.0
-"""A sample's weight falls to half in this time, so that what is no longer measured is forgotten."""
-
-_LEAST_WEIGHT = 2.0
-"""Fewer samples than this tell nothing."""
-
-_LEAST_S = 1e-4
-"""Nothing that is measured here is faster. It bounds a sample's weight."""
-
-_LATELY_S = 300.0
-"""How long the largest prompt is remembered, at least. At most it is three times as long."""
-
-_BURST_S = 0.25
-"""Seconds of computing that a budget saves up: a few short prompts at once."""
-
-_DEEPEST_DEBT_S = 4 * _BURST_S
-"""Most seconds that a budget may be overdrawn."""
+Fit: TypeAlias = tuple[float, float]  # (fixed, per_token)
 
 
 class CostLine:
-    """Seconds as a function of tokens: `fixed + per_token * tokens`, both at least 0, fitted to samples.
+    """Seconds as a function of tokens: `fixed + per_token * tokens`, both at least 0, fitted to the latest samples.
 
-    Later samples weigh more. A sample weighs by the inverse of its seconds, so a few very slow ones (a compilation, a
-    stopped process) count little: the fit of a constant is the samples' harmonic mean.
+    A sample weighs by the inverse of its seconds, so a few very slow ones (a compilation, a stopped process) count
+    little: the fit of a constant is the samples' harmonic mean.
     """
 
     def __init__(self) -> None:
-        self._at = 0.0  # when the sums were last brought up to date
-        # Sums over samples: of 1 without and with the inverse of seconds as weight, and weighted sums of tokens,
-        # seconds and their products.
-        self._count = self._w = self._wx = self._wy = self._wxx = self._wxy = 0.0
+        self._samples: deque[tuple[float, int, float]] = deque(maxlen=_SAMPLES)  # (when, tokens, seconds)
+        self._largest: tuple[float, int] = (0.0, 0)  # (when, tokens)
 
-    def add(self, now: float, tokens: float, seconds: float) -> None:
+    def add(self, now: float, tokens: int, seconds: float) -> None:
         """Adds a sample."""
-        seconds = max(seconds, _LEAST_S)
-        self._fade((1.0 - 1.0 / _SAMPLES) * self._faded(now))
-        self._at = now
-        weight = 1.0 / seconds
-        self._count += 1.0
-        self._w += weight
-        self._wx += weight * tokens
-        self._wy += weight * seconds
-        self._wxx += weight * tokens * tokens
-        self._wxy += weight * tokens * seconds
+        self._samples.append((now, tokens, max(seconds, _LEAST_S)))
+        if tokens >= self.largest(now):
+            self._largest = (now, tokens)
 
-    def fit(self, now: float, at_zero: float | None = None, steepest: float = math.inf) -> tuple[float, float] | None:
-        """Returns (fixed, per_token), or None if too little was measured lately.
+    def largest(self, now: float) -> int:
+        """Returns the most tokens of a sample. The number falls to half in `_LATELY_S`, and further."""
+        when, tokens = self._largest
+        return int(tokens * 0.5 ** (max(0.0, now - when) / _LATELY_S))
 
-        `at_zero`: seconds without any tokens, which counts as one sample. Without it, `per_token` is 0 where all
+    def fit(self, now: float, at_zero: Fit | None = None, steepest: float = math.inf) -> Fit | None:
+        """Returns None if too little was measured lately.
+
+        `at_zero`: the fit of what takes no tokens, which counts as one sample. Without it, `per_token` is 0 where all
         samples have the same number of tokens. `steepest`: `per_token` is no larger.
         """
-        faded = self._faded(now)
-        if self._count * faded < _LEAST_WEIGHT:
+        samples = [(tokens, seconds) for when, tokens, seconds in self._samples if now - when < _LATELY_S]
+        if len(samples) < _LEAST_SAMPLES:
             return None
-        w, wx, wy, wxx, wxy = (faded * each for each in (self._w, self._wx, self._wy, self._wxx, self._wxy))
         if at_zero is not None:
-            w += 1.0 / max(at_zero, _LEAST_S)
-            wy += 1.0
+            samples.append((0, at_zero[0]))
+        # Weighted least squares. A weight times its seconds is 1.
+        w = wx = wxx = 0.0
+        for tokens, seconds in samples:
+            w, wx, wxx = w + 1.0 / seconds, wx + tokens / seconds, wxx + tokens * tokens / seconds
+        wy, wxy = len(samples), sum(tokens for tokens, _ in samples)
         spread = w * wxx - wx * wx
         per_token = 0.0 if spread <= 1e-9 * w * wxx else min(steepest, max(0.0, (w * wxy - wx * wy) / spread))
         fixed = (wy - per_token * wx) / w
-        if fixed < 0.0:
-            return 0.0, min(steepest, wxy / wxx)
-        return fixed, per_token
-
-    def _faded(self, now: float) -> float:
-        return float(0.5 ** (max(0.0, now - self._at) / _HALF_LIFE_S))
-
-    def _fade(self, factor: float) -> None:
-        self._count *= factor
-        self._w *= factor
-        self._wx *= factor
-        self._wy *= factor
-        self._wxx *= factor
-        self._wxy *= factor
-
-
-class RecentLargest:
-    """The largest number of the last minutes."""
-
-    def __init__(self) -> None:
-        self._since = 0.0
-        # The largest since then, and in the period before.
-        self._now = self._before = 0
-
-    def add(self, now: float, number: int) -> None:
-        self._turn(now)
-        self._now = max(self._now, number)
-
-    def get(self, now: float) -> int:
-        """Returns 0 if there was none."""
-        self._turn(now)
-        return max(self._now, self._before)
-
-    def _turn(self, now: float) -> None:
-        if now - self._since < _LATELY_S:
-            return
-        self._before = self._now if now - self._since < 2 * _LATELY_S else 0
-        self._now, self._since = 0, now
+        return (fixed, per_token) if fixed >= 0.0 else (0.0, min(steepest, wxy / wxx))
 
 
 class StepTimes:
@@ -139,11 +91,9 @@ class StepTimes:
     """
 
     def __init__(self, in_flight: int) -> None:
-        self._in_flight = in_flight
         # When the latest steps were built without a pause in between, and how many prompt tokens they compute.
         self._built: deque[tuple[float, int]] = deque(maxlen=in_flight + 1)
-        # Requests of the latest step that have not ended.
-        self.alive: set[str] = set()
+        self.alive: set[str] = set()  # requests of the latest step that have not ended
 
     def built(self, now: float, request_ids: Set[str], prompt_tokens: int) -> tuple[int, float] | None:
         """A step is built, with tokens of these requests. Returns (prompt tokens, seconds) of a step that is over."""
@@ -153,101 +103,61 @@ class StepTimes:
         if not request_ids:
             return None
         self._built.append((now, prompt_tokens))
-        if len(self._built) <= self._in_flight:
+        if len(self._built) != self._built.maxlen:
             return None
         began, tokens = self._built[0]
         return tokens, now - began
 
-    def ended(self, request_id: str) -> None:
-        """A request has ended."""
-        self.alive.discard(request_id)
-
 
 class TimeBudget:
-    """Seconds that may be spent: it fills with `share` of the time that passes, up to a burst of a quarter second.
-
-    What is spent may overdraw it, by a second at most. Then it must fill first.
-    """
+    """Seconds that may be spent: it fills with `share` of the time that passes, up to a burst of a quarter second. What
+    is spent may overdraw it, by a second at most. Then it must fill first."""
 
     def __init__(self, share: float, now: float) -> None:
         self._share = share
-        self._filled_at = now
-        self._seconds = _BURST_S if share > 0 else 0.0
+        self._empty_at = now - _BURST_S / share if share > 0 else math.inf  # it fills from then on
 
     def has_any(self, now: float) -> bool:
-        return self._level(now) > 0.0
+        return self._empty_at < now
 
     def spend(self, now: float, seconds: float) -> None:
-        self._seconds = max(-_DEEPEST_DEBT_S, self._level(now) - seconds)
-        self._filled_at = max(self._filled_at, now)
-
-    def _level(self, now: float) -> float:
-        return min(_BURST_S, self._seconds + self._share * max(0.0, now - self._filled_at))
-
-
-_LONGEST_WAIT_S = 86400.0
-"""A longer wait in prefill's queue is not believed."""
-
-_LEAST_SHARE = 0.25
-"""Least share of a transfer's time that does not count as waiting. The proxy only estimates the wait."""
-
-_FIRST_TOKEN_S = 0.0005
-"""Seconds per token that the budget counts with before anything was measured."""
-
-
-@dataclass(frozen=True)
-class EngineSteps:
-    """How the engine steps."""
-
-    # Most prompt tokens of a step.
-    max_tokens: int
-    # Whether a prompt may be computed in several steps.
-    chunked: bool = True
-    # Most steps that are in flight.
-    in_flight: int = 1
-    # Data-parallel engines that step together. Each one's prompts hold up the others.
-    engines: int = 1
+        if self._share > 0:
+            empty_at = max(self._empty_at, now - _BURST_S / self._share) + seconds / self._share
+            self._empty_at = min(empty_at, now + _DEEPEST_DEBT_S / self._share)
 
 
 class PromptPlacement:
-    """Decides who computes a prompt. The scheduler's thread owns it.
+    """Decides who computes prompts, and counts it once vLLM has allocated what was decided.
 
-    groups: the engine's cache groups.
-    requests, blocks: answer questions about the engine's requests and KV blocks.
-    settings: what the configuration says.
-    steps: how the engine steps.
-    clock: monotonic seconds.
+    The scheduler's thread owns it. `clock`: monotonic seconds.
     """
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
         requests: EngineRequests,
         blocks: EngineBlocks,
         settings: ConnectorConfig,
         steps: EngineSteps,
+        observer: DecodeSchedulerObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._groups = list(groups)
         self._requests = requests
         self._blocks = blocks
         self._settings = settings
+        self.computes_no_prompt = settings.who_computes == "never"  # whatever happens
         self._engine = steps
+        self._observer = observer
         self._clock = clock
         self._budget = TimeBudget(settings.decode_prompt_share / steps.engines, clock())
         self._steps = StepTimes(steps.in_flight)
         # Seconds of a step that computes prompt tokens, by their number; of one that computes none; and from issuing a
         # ticket until its KV is there, without the queue for prefill, by tokens to compute.
         self._here, self._idle, self._there = CostLine(), CostLine(), CostLine()
-        # Most prompt tokens of a step.
-        self._largest = RecentLargest()
-        # Requests whose prompt this engine computes now, by id.
-        self._computing: dict[str, ScheduledRequest] = {}
-
-    @property
-    def computes_no_prompt(self) -> bool:
-        """Whether decode computes no prompt whatever happens."""
-        return self._settings.who_computes == "never"
+        self._computing: dict[str, ScheduledRequest] = {}  # by id: requests whose prompt this engine computes now
+        # The request that vLLM asked for last, how many of its tokens vLLM has cached, and what was decided. vLLM asks
+        # again and again while a request waits for blocks, and allocates a request right after it has asked for it.
+        self._asked: tuple[str, int, Decision | None] = ("", 0, None)
+        self._counted: set[str] = set()  # ids of the requests that were counted and have not ended
 
     @owned
     def decide(self, request: ScheduledRequest, num_computed_tokens: int, kv_lost: bool = False) -> Decision:
@@ -266,99 +176,82 @@ class PromptPlacement:
             return Decision(True, Reason.PREEMPTED)
         if request.skip_reading_prefix_cache:
             return Decision(True, Reason.PROMPT_LOGPROBS)
-        if is_cached(request, num_computed_tokens, self._groups, self._blocks):
+        if self._blocks.have_prompt(request, num_computed_tokens):
             return Decision(True, Reason.CACHED)
         params, tokens = request.kv_transfer_params, request.num_prompt_tokens - num_computed_tokens
-        wish, is_allowed = params.get(WHO_COMPUTES), self._is_allowed(tokens)
-        if self._settings.who_computes == "prefill":
-            if wish == BY_DECODE and is_allowed:
-                return Decision(True, Reason.REQUESTED)
-            return Decision(False, Reason.POLICY)
-        if params.get(PREFILL_AVAILABLE) is False and is_allowed:
-            return Decision(True, Reason.NO_PREFILL)
-        if wish == BY_PREFILL:
-            return Decision(False, Reason.REQUESTED)
-        if wish == BY_DECODE and is_allowed:
-            return Decision(True, Reason.REQUESTED)
-        return self._weighed(request, tokens)
-
-    def _is_allowed(self, tokens: int) -> bool:
-        """Whether decode may compute so many tokens where it must or is asked to."""
         # A prompt that has to fit a step beside others would hold up all behind it.
         fits = self._engine.chunked or tokens <= self._engine.max_tokens
-        return fits and tokens <= self._settings.max_decode_prompt_tokens
-
-    def _weighed(self, request: ScheduledRequest, tokens: int) -> Decision:
-        """Decides by what the prompt costs, of which decode would have to compute `tokens`."""
-        params = request.kv_transfer_params
+        is_allowed = fits and tokens <= self._settings.max_decode_prompt_tokens
+        wish, policy = params.get(WHO_COMPUTES), self._settings.who_computes
+        if policy == "auto" and params.get(PREFILL_AVAILABLE) is False and is_allowed:
+            return Decision(True, Reason.NO_PREFILL)
+        if wish == BY_DECODE and is_allowed:
+            return Decision(True, Reason.REQUESTED)
+        if policy == "prefill":
+            return Decision(False, Reason.POLICY)
+        if wish == BY_PREFILL:
+            return Decision(False, Reason.REQUESTED)
         if self._requests.token_ids(request) is None:  # what an encoder computes is in no figure here
             return Decision(False, Reason.POLICY)
         now = self._clock()
-        if not self._is_cheap(now, tokens, prefill_wait_s(params)):
+        backlog = sum(map(_left, self._computing.values()))  # prompt tokens that are computed before these
+        if tokens > self._cheap_tokens(now, backlog, prefill_wait_s(params)):
             return Decision(False, Reason.LONG)
         if self._generates_for_others and not self._budget.has_any(now):
             return Decision(False, Reason.BUSY)
         return Decision(True, Reason.CHEAP)
 
-    def _is_cheap(self, now: float, tokens: int, wait_s: float) -> bool:
-        """Whether decode computes so many tokens no later than prefill would deliver them."""
-        if tokens > self._engine.max_tokens:
-            return False
-        if (fixed := self._settings.decode_prompt_tokens) is not None:
-            return tokens <= fixed
-        in_step = self._backlog() + tokens
-        if in_step > self._trusted(now):
-            return False
-        if (costs := self._costs(now)) is None:
-            return in_step <= FIRST_TOKENS
-        here, there = costs
-        return here[0] + here[1] * in_step <= there[0] + there[1] * tokens + wait_s
-
-    def _costs(self, now: float) -> tuple[tuple[float, float], tuple[float, float]] | None:
-        """Returns (fixed, per token) seconds of computing a prompt here, and of getting it from prefill. None if too
-        little was measured lately."""
-        if (here := self._here.fit(now, self._idle_s(now))) is None:
-            return None
-        # Prefill computes a token no slower than decode does. So long prompts, where decode gets no others from
-        # prefill, do not make short ones look as if they cost nothing there.
-        there = self._there.fit(now, steepest=here[1])
-        return None if there is None else (here, there)
-
     @owned
     def threshold(self) -> int:
         """Returns the longest rest of a prompt that is cheap now, if nothing else is computed and prefill is idle."""
-        if self._settings.who_computes != "auto":
-            return 0
+        return max(0, self._cheap_tokens(self._clock(), 0, 0.0)) if self._settings.who_computes == "auto" else 0
+
+    def _cheap_tokens(self, now: float, backlog: int, wait_s: float) -> int:
+        """Returns how many tokens decode computes, after `backlog` others, no later than prefill would deliver them
+        after `wait_s` seconds in its queue. May be negative."""
         if (fixed := self._settings.decode_prompt_tokens) is not None:
             return min(fixed, self._engine.max_tokens)
-        now = self._clock()
-        trusted = self._trusted(now)
-        if (costs := self._costs(now)) is None:
-            return min(FIRST_TOKENS, trusted)
-        here, there = costs
-        head_start, lost_per_token = there[0] - here[0], here[1] - there[1]
-        if head_start >= lost_per_token * trusted:
-            return trusted
-        return max(0, int(head_start / lost_per_token)) if lost_per_token > 0 else 0
+        room = min(self._engine.max_tokens, max(FIRST_TOKENS, 2 * self._here.largest(now))) - backlog
+        here = self._here.fit(now, self._idle.fit(now))
+        # Prefill computes a token no slower than decode does. So long prompts, where decode gets no others from
+        # prefill, do not make short ones look as if they cost nothing there.
+        there = None if here is None else self._there.fit(now, steepest=here[1])
+        if here is None or there is None:
+            return min(FIRST_TOKENS - backlog, room)
+        ahead_s = there[0] + wait_s - here[0] - here[1] * backlog
+        lost_per_token = here[1] - there[1]
+        if ahead_s >= lost_per_token * room:
+            return room
+        return math.floor(ahead_s / lost_per_token) if lost_per_token > 0 else 0
 
     @owned
-    def computes(self, request: ScheduledRequest) -> None:
-        """The engine computes the request's prompt, or what was lost of it, from the next step on."""
-        self._computing[request.request_id] = request
+    def asked(self, request: ScheduledRequest, num_computed_tokens: int, decision: Decision | None) -> None:
+        """vLLM has asked for the request. `decision`: None if there was nothing to decide."""
+        self._asked = (request.request_id, num_computed_tokens, decision)
 
     @owned
-    def charge(self, tokens: int) -> None:
-        """Decode is to compute `tokens` of a prompt, as decided. Call it before `computes`."""
-        if not self._generates_for_others:
+    def allocated(self, request: ScheduledRequest, by_decode: bool, lost: Reason | None = None) -> None:
+        """vLLM has allocated the request, and computes it from the next step on if `by_decode`.
+
+        Counts the request once, and again whenever KV of it was `lost`, with the reason.
+        """
+        if by_decode:
+            self._computing[request.request_id] = request
+        asked, cached, decision = self._asked
+        if asked != request.request_id:
+            cached, decision = request.num_computed_tokens, None
+        if lost is not None:
+            decision = Decision(True, lost)
+        if decision is None or decision.by_decode != by_decode:
             return
-        now = self._clock()
-        if (here := self._here.fit(now, self._idle_s(now))) is None:
-            seconds = _FIRST_TOKEN_S * tokens
-        elif self._backlog():  # it joins a step that computes prompts
-            seconds = here[1] * tokens
-        else:
-            seconds = max(0.0, here[0] + here[1] * tokens - (self._idle_s(now) or 0.0))
-        self._budget.spend(now, seconds)
+        again, tokens = decision.reason in (Reason.PREEMPTED, Reason.KV_LOST), request.num_tokens - cached
+        if request.request_id in self._counted and not again:
+            return
+        self._counted.add(request.request_id)
+        if by_decode and not again and self._generates_for_others:
+            self._spend(tokens)
+        self._observer.prompt_placed(self._requests.external_id(request), by_decode, decision.reason, tokens)
+        self._observer.threshold_set(self.threshold())
 
     @owned
     def step_built(self, scheduled: Mapping[str, int]) -> None:
@@ -370,14 +263,9 @@ class PromptPlacement:
             if left <= scheduled[request_id]:
                 del self._computing[request_id]
         now = self._clock()
-        if (measured := self._steps.built(now, scheduled.keys(), prompt_tokens)) is None:
-            return
-        tokens, seconds = measured
-        if tokens:
-            self._here.add(now, tokens, seconds)
-            self._largest.add(now, tokens)
-        else:
-            self._idle.add(now, 0, seconds)
+        if (measured := self._steps.built(now, scheduled.keys(), prompt_tokens)) is not None:
+            tokens, seconds = measured
+            (self._here if tokens else self._idle).add(now, tokens, seconds)
 
     @owned
     def delivered(self, tokens: int, seconds: float, waited_s: float) -> None:
@@ -391,69 +279,22 @@ class PromptPlacement:
     def ended(self, request_id: str) -> None:
         """A request has ended."""
         self._computing.pop(request_id, None)
-        self._steps.ended(request_id)
+        self._steps.alive.discard(request_id)
+        self._counted.discard(request_id)
+
+    def _spend(self, tokens: int) -> None:
+        """Takes from the budget what `tokens` of a prompt cost beyond a step that computes none."""
+        now = self._clock()
+        idle = self._idle.fit(now)
+        here = self._here.fit(now, idle)
+        seconds = _FIRST_TOKEN_S * tokens if here is None else here[0] + here[1] * tokens - (idle[0] if idle else 0.0)
+        self._budget.spend(now, max(0.0, seconds))
 
     @property
     def _generates_for_others(self) -> bool:
         return self._engine.engines > 1 or bool(self._steps.alive)
 
-    def _backlog(self) -> int:
-        """Prompt tokens that the engine computes already, or is about to."""
-        return sum(_left(request) for request in self._computing.values())
-
-    def _trusted(self, now: float) -> int:
-        """Most prompt tokens of a step that the figures tell anything about."""
-        return min(self._engine.max_tokens, max(FIRST_TOKENS, 2 * self._largest.get(now)))
-
-    def _idle_s(self, now: float) -> float | None:
-        """Seconds of a step that computes no prompt tokens. None if none was measured lately."""
-        fit = self._idle.fit(now)
-        return None if fit is None else fit[0]
-
-
-def prefill_wait_s(params: Mapping[str, Any]) -> float:
-    """Returns how long the prompt would wait in prefill's queue, as the proxy says in `kv_transfer_params`. 0 if it
-    says nothing, or nothing that makes sense."""
-    wait_s = params.get(PREFILL_WAIT_S)
-    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _LONGEST_WAIT_S:
-        return 0.0
-    return float(wait_s)
-
 
 def _left(request: ScheduledRequest) -> int:
     """How many tokens that the request has are not computed."""
     return max(0, request.num_tokens - request.num_computed_tokens)
-
-
-def is_cached(
-    request: ScheduledRequest, num_computed_tokens: int, groups: Sequence[CacheGroup], blocks: EngineBlocks
-) -> bool:
-    """Whether decode's prefix cache has the whole prompt.
-
-    `num_computed_tokens`: how many of the prompt's tokens the engine takes from its prefix cache.
-
-    The engine never takes all of a prompt from its cache, since it needs the last token's logits. So the whole prompt
-    counts as cached in two cases:
-
-    - Only the last token is left.
-    - The prompt ends with a block, and the cache has the blocks that the engine computes once more: the last one, or
-      the last two with an EAGLE head.
-    """
-    prompt = request.num_prompt_tokens
-    if prompt - num_computed_tokens <= 1:
-        return True
-    # Windows are left out if there are other groups. For a window, the engine keeps the blocks that the tokens after a
-    # hit see, and not the prompt's last one. These are there, or the hit would end earlier. States have no prefix
-    # cache.
-    tokens = [(index, group) for index, group in enumerate(groups) if isinstance(group, TokenGroup)]
-    decisive = [(index, group) for index, group in tokens if not group.windowed] or tokens
-    if not decisive:
-        return False
-    aligned = math.lcm(*(group.span for _, group in tokens))
-    end = prompt - prompt % aligned
-    if prompt - end > 1 or end - num_computed_tokens > 2 * aligned:
-        return False
-    return all(
-        blocks.are_cached(request, index, group.span, num_computed_tokens // group.span, end // group.span)
-        for index, group in decisive
-    )
