@@ -11,18 +11,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, run_app
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, new_app, run_app
 from vllm_ascend_pd.tools.doctor.cli import doctor
 from vllm_ascend_pd.tools.migrate.cli import migrate
 from vllm_ascend_pd.tools.plan.cli import plan
 from vllm_ascend_pd.tools.timeline.command import timeline
 
-app = typer.Typer(
-    help="Prefill/decode disaggregation for vLLM on Ascend NPUs.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich cuts the names of options at 80 columns
-)
+app = new_app(help="Prefill/decode disaggregation for vLLM on Ascend NPUs.")
 
 
 @app.callback()

@@ -24,7 +24,7 @@ from vllm_ascend_pd import cli
 from vllm_ascend_pd.connector.serve_options import option_lines, serve_parser
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.proxy.settings import ProxySettings
-from vllm_ascend_pd.tools.launch.arguments import REFUSED, refused_argument
+from vllm_ascend_pd.tools.launch.engine import REFUSED, refused_argument
 from vllm_ascend_pd.tools.launch.hosts import HostsFile
 from vllm_ascend_pd.tools.launch.plan import make_plan
 

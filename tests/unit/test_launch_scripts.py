@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch scripts of one node: a dry run is what is run, contradictory options are refused, and what
-the connector is told is what it understands."""
+"""The launch scripts of one node: a dry run is what is run, wrong options and arguments that the scripts set are
+refused, and what the connector is told is what it understands."""
 
+import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -13,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from vllm_ascend_pd.core.config import parse_config
-from vllm_ascend_pd.tools.launch.engine import app
+from vllm_ascend_pd.tools.launch import node
+from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide, refused_argument
+from vllm_ascend_pd.tools.launch.shape import DeviceType
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "scripts"
+HOSTS = str(REPOSITORY / "examples/single-node-1p1d/hosts.yaml")
 SET_BY_US = re.compile(r"^export (\w+)=", re.MULTILINE)
 
 A3 = ("--device", "a3", "--address", "10.0.0.1", "--interface", "eth0", "--model", "/models/m")
@@ -63,6 +67,22 @@ def told(role: str, *options: str, env: dict[str, str]) -> tuple[list[str], dict
     assert done.returncode == 0, done.stderr
     arguments, variables = json.loads(done.stdout)
     return arguments, variables
+
+
+class Refused(Exception):
+    """A launch script has ended with 2 and this line."""
+
+
+def words(role: str, *options: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The command that a launch script would run, without a process for the script. Raises Refused."""
+    with pytest.raises(SystemExit) as ended:
+        node.main([role, "--dry-run", *options])
+    printed = capsys.readouterr()
+    if ended.value.code == 2:
+        assert printed.out == ""
+        raise Refused(printed.err)
+    assert not ended.value.code, printed.err
+    return shlex.split(printed.out.splitlines()[-1])[1:]
 
 
 def transfer_config(arguments: list[str]) -> dict[str, Any]:
@@ -146,29 +166,25 @@ def test_what_the_connector_is_told(environment: dict[str, str], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("rank", "expected"),
+    ("role", "options", "expected"),
     [
-        (0, "--host 10.0.0.1 --port 8200 --tensor-parallel-size 4 --data-parallel-size 4 --data-parallel-size-local 2 "
-            "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 13345"),
-        (1, "--tensor-parallel-size 4 --data-parallel-size 4 --data-parallel-size-local 2 "
-            "--data-parallel-address 10.0.0.9 --data-parallel-rpc-port 13345 --headless --data-parallel-start-rank 2"),
+        ("decode", "--node-rank=0 --tp=4 --dp=4",
+         "--host 10.0.0.1 --port 8200 --tensor-parallel-size 4 --data-parallel-size 4 --data-parallel-size-local 2 "
+         "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 13345"),
+        ("decode", "--node-rank=1 --tp=4 --dp=4",
+         "--tensor-parallel-size 4 --data-parallel-size 4 --data-parallel-size-local 2 "
+         "--data-parallel-address 10.0.0.9 --data-parallel-rpc-port 13345 --headless --data-parallel-start-rank 2"),
+        ("prefill", "--node-rank=1 --tp=8 --pp=2",
+         "--tensor-parallel-size 8 --pipeline-parallel-size 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.9 "
+         "--master-port 13345 --headless"),
     ],
+    ids=["first of replicas", "second of replicas", "one replica"],
 )  # fmt: skip
-def test_replicas_on_several_nodes(rank: int, expected: str, environment: dict[str, str]) -> None:
-    nodes = ("--nodes=2", f"--node-rank={rank}", "--head-address=10.0.0.9", "--tp=4", "--dp=4")
-    arguments, variables = told("decode", *A2, *nodes, env=environment)
-    assert arguments[2 : arguments.index("--kv-transfer-config")] == expected.split()
-    assert variables["ASCEND_RT_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
-
-
-def test_one_replica_on_several_nodes(environment: dict[str, str]) -> None:
-    nodes = ("--nodes=2", "--node-rank=1", "--head-address=10.0.0.9", "--tp=8", "--pp=2")
-    arguments, _ = told("prefill", *A2, *nodes, env=environment)
-    expected = (
-        "--tensor-parallel-size 8 --pipeline-parallel-size 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.9 "
-        "--master-port 13345 --headless"
-    )
-    assert arguments[2 : arguments.index("--kv-transfer-config")] == expected.split()
+def test_an_engine_on_several_nodes(role: str, options: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = words(role, *A2, "--nodes=2", "--head-address=10.0.0.9", *options.split(), capsys=capsys)
+    assert command[3 : command.index("--kv-transfer-config")] == expected.split()
+    # Only the node that serves HTTP has an access log.
+    assert ("--disable-access-log-for-endpoints" in command) is ("--headless" not in command)
 
 
 def test_vllm_waits_for_its_ray_cluster(environment: dict[str, str], tmp_path: Path) -> None:
@@ -202,62 +218,150 @@ def test_says_which_python_is_missing(script: str, environment: dict[str, str], 
 @pytest.mark.parametrize(
     ("role", "options", "reason"),
     [
-        ("prefill", ("--model", "/m"), "--device is missing"),
-        ("prefill", ("--device", "a4", "--model", "/m"), "--device a4: must be a2, a3 or cpu"),
+        ("prefill", ("--model", "/m"), "Missing option '--device'. Choose from: a2, a3, cpu"),
+        ("prefill", ("--device", "a4", "--model", "/m"), "'a4' is not one of 'a2', 'a3', 'cpu'"),
         ("prefill", ("--device", "a2", "--model", "/m"), "--address is missing"),
-        ("prefill", (*A3, "--kv-port", "19000"), "launch_prefill: --kv-port: only for decode; prefill"),
+        ("prefill", (*CPU, "--address", "10.255.0.1"), "--interface is missing: no interface with 10.255.0.1"),
+        ("prefill", (*CPU, "--model", ""), "--model '' is empty or begins with a dash"),
+        ("prefill", (*CPU, "--model", "--help"), "--model '--help' is empty or begins with a dash"),
+        ("prefill", (*CPU, "--bogus"), "No such option: --bogus"),
+        ("decode", (*A3, "stray"), "unexpected extra argument(s) (stray)"),
+        ("decode", (*A3, "--port"), "Option '--port' requires an argument."),
+        ("decode", (*A3, "--port", "99999"), "Invalid value for '--port': "),
+        ("prefill", (*A3, "--tp", "0"), "Invalid value for '--tp': "),
+        ("prefill", (*A3, "--metaserver", "http://x:1"), "--metaserver: only for decode; prefill"),
+        ("prefill", (*A3, "--kv-port", "19000"), "--kv-port: only for decode; prefill"),
+        ("decode", (*A3, "--decode-host", "10.0.0.1"), "--decode-host: only for prefill; decode connects"),
+        ("prefill", (*A3, "--decode-host", "10.0.0.1/33"), "`decode_allowlist`: '10.0.0.1/33' is not a host"),
+        ("decode", (*A3, "--metaserver", "proxy:8000"), "metaserver allow-list entry 'proxy:8000'"),
+        ("decode", (*A3, "--kv-port", "21600"), "Mooncake listens on ports 20000 to 21600 of an A3 server"),
+        ("decode", (*A3, "--kv-port", "65535", "--dp", "2"), "too few ports below 65536"),
+        ("decode", (*A3, "--port", "19001", "--dp", "2"), "--port 19001 is a side-channel port of decode"),
+        ("decode", (*A3, "--load-failure-policy", "retry"), "--load-failure-policy retry: must be fail or recompute"),
         ("decode", (*A3, "--tp", "4", "--devices", "0,1,2"), "lists 3 NPUs, but the engine needs 4"),
         ("decode", (*A3, "--tp", "2", "--devices", "1,1"), "1 is listed twice"),
         ("decode", (*A3, "--tp", "2", "--devices", "0,00"), "--devices 0,00: must be numbers, such as 0,1,2"),
         ("decode", (*A3, "--tp", "2", "--devices", "0,1,"), "--devices 0,1,: must be numbers, such as 0,1,2"),
         ("prefill", (*A2, "--tp", "2", "--devices", "0,8"), "--devices 0,8: A2 servers have NPUs 0 to 7, not 8"),
-        ("decode", (*CPU, "--executor", "ray"), "vLLM's CPU backend does not run on Ray"),
         ("decode", (*CPU, "--devices", "0"), "--devices: the CPU backend has no NPUs"),
+        ("decode", (*CPU, "--executor", "ray"), "vLLM's CPU backend does not run on Ray"),
+        ("decode", (*A3, "--ray-node"), "--ray-node needs --executor ray"),
+        ("decode", (*A3, "--tp", "32"), "32 devices on a node, but A3 servers have 16"),
+        ("decode", (*A3, "--nodes", "2", "--tp", "3"), "which is not a multiple of 2 nodes"),
+        ("decode", (*A3, "--nodes", "2", "--tp", "6", "--dp", "3"), "a node has 9 devices, a data-parallel replica 6"),
+        ("decode", (*A3, "--nodes", "4", "--tp", "8", "--dp", "2"), "2 data-parallel replicas would span 2 nodes"),
+        ("decode", (*A3, "--nodes", "2", "--tp", "4", "--node-rank", "1"), "needs the address of the first one"),
+        ("decode", (*A3, "--nodes=2", "--tp=4", "--node-rank=2", "--head-address=x"), "node 2 of 2 does not"),
+        ("decode", (*A3, "--extra", "lease=3"), "unknown key `lease`; did you mean `lease_s`?"),
+        ("decode", (*A3, "--extra", "lease_s=soon"), "Expected `float`, got `str` - at `$.lease_s`"),
+        ("decode", (*A3, "--extra", "ticket_secret_file=/x", "--ticket-secret", "/y"), "use the script's own option"),
+        ("decode", (*A3, "--beside", "/nowhere.json"), "--beside /nowhere.json: "),
+        ("decode", (*A3, "--", "--kv_transfer_config={}"), "--kv-transfer-config is set here"),
         ("decode", (*A3, "--", "--api-key", "sesame"), "--api-key: every user of the machine can read command lines"),
-        ("decode", (*A3, "--port"), "--port needs a value"),
-        ("decode", (*A3, "stray"), "unknown argument stray:"),
+        ("decode", (*A3, "--", "--dry-run"), "--dry-run is an option of the launch script: put it before the --"),
+        ("prefill", (*A3, "--", "--help"), "--help is an option of the launch script: put it before the --"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused_with_a_reason(
-    role: str, options: tuple[str, ...], reason: str, environment: dict[str, str]
+    role: str, options: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = launch(role, *options, env=environment)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert reason in done.stderr
-    assert "sesame" not in done.stderr
-    assert done.stdout == ""
+    with pytest.raises(Refused) as refused:
+        words(role, *options, capsys=capsys)
+    [line] = str(refused.value).splitlines()
+    assert line.startswith(f"launch_{role}: ")
+    assert reason in line
+    assert "sesame" not in line
+
+
+def test_devices_that_contradict_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "2,3")
+    assert words("decode", *A3, "--tp", "2", capsys=capsys)
+    with pytest.raises(Refused, match="--devices 0,1 contradicts ASCEND_RT_VISIBLE_DEVICES=2,3"):
+        words("decode", *A3, "--tp", "2", "--devices", "0,1", capsys=capsys)
 
 
 @pytest.mark.parametrize(
-    ("role", "options", "reason"),
+    ("plugins", "right"),
+    [("ascend", "ascend,vllm_ascend_pd"), ("", "vllm_ascend_pd"), ("vllm_ascend_pd,ascend", None), (None, None)],
+)
+@pytest.mark.parametrize("options", [CPU, (*A3, "--ray-node", "--executor", "ray")], ids=["vllm", "ray"])
+def test_f24_plugins_without_ours_are_refused(
+    plugins: str | None,
+    right: str | None,
+    options: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    if right is None:
+        assert words("prefill", *options, capsys=capsys)
+        return
+    reason = f"VLLM_PLUGINS must name vllm_ascend_pd, too, or vLLM has no such connector: set it to {right}\n"
+    with pytest.raises(Refused, match=reason):
+        words("prefill", *options, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
     [
-        ("prefill", ("--metaserver", "http://x:1"), "--metaserver: only for decode; prefill"),
-        ("decode", ("--decode-host", "10.0.0.1"), "--decode-host: only for prefill; decode connects"),
-        ("prefill", ("--decode-host", "10.0.0.1/33"), "`decode_allowlist`: '10.0.0.1/33' is not a host"),
-        ("decode", ("--metaserver", "proxy:8000"), "metaserver allow-list entry 'proxy:8000'"),
-        ("decode", ("--kv-port", "21600"), "Mooncake listens on ports 20000 to 21600 of an A3 server"),
-        ("decode", ("--kv-port", "65535", "--dp", "2"), "too few ports below 65536"),
-        ("decode", ("--port", "19001", "--dp", "2"), "--port 19001 is a side-channel port of decode"),
-        ("decode", ("--load-failure-policy", "retry"), "--load-failure-policy retry: must be fail or recompute"),
-        ("decode", ("--tp", "32"), "32 devices on a node, but A3 servers have 16"),
-        ("decode", ("--nodes", "2", "--tp", "3"), "which is not a multiple of 2 nodes"),
-        ("decode", ("--nodes", "2", "--tp", "6", "--dp", "3"), "a node has 9 devices, a data-parallel replica 6"),
-        ("decode", ("--nodes", "4", "--tp", "8", "--dp", "2"), "each of 2 data-parallel replicas would span 2 nodes"),
-        ("decode", ("--nodes", "2", "--tp", "4", "--node-rank", "1"), "needs the address of the first one"),
-        ("decode", ("--nodes", "2", "--tp", "4", "--node-rank", "2", "--head-address", "x"), "node 2 of 2 does not"),
-        ("decode", ("--ray-node",), "--ray-node needs --executor ray"),
-        ("decode", ("--extra", "lease=3"), "unknown key `lease`; did you mean `lease_s`?"),
-        ("decode", ("--extra", "lease_s=soon"), "Expected `float`, got `str` - at `$.lease_s`"),
-        ("decode", ("--extra", "ticket_secret_file=/x", "--ticket-secret", "/y"), "use the script's own option"),
-        ("decode", ("--", "--kv_transfer_config={}"), "--kv-transfer-config is set here"),
-        ("decode", ("--port", "99999"), "'--port': Input should be less than or equal to 65535"),
+        ((), ["--disable-access-log-for-endpoints", "/health,/metrics"]),
+        (("--enforce-eager",), ["--disable-access-log-for-endpoints", "/health,/metrics", "--enforce-eager"]),
+        (("--disable-access-log-for-endpoints=/x",), ["--disable-access-log-for-endpoints=/x"]),
+        (("--disable_access_log_for_endpoints", "/x"), ["--disable_access_log_for_endpoints", "/x"]),
+        (("--disable-access", "/x"), ["--disable-access", "/x"]),
+    ],
+)
+def test_checks_are_not_logged_unless_the_operator_says_otherwise(
+    arguments: tuple[str, ...], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = words("prefill", *CPU, "--", *arguments, capsys=capsys)
+    assert command[command.index("--kv-transfer-config") + 2 :] == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("--tensor-parallel", "--tensor-parallel-size is set here: use --tp"),
+        ("--tensor_par=8", "--tensor-parallel-size is set here: use --tp"),
+        ("-dpl", "--data-parallel-size-local is set here: use --nodes"),
+        ("-t", "--tensor-parallel-size is set here: use --tp"),
+        ("-tp=8", "--tensor-parallel-size is set here: use --tp"),
+        ("-n", "--nnodes is set here: use --nodes"),
+        ("-n2", "--nnodes is set here: use --nodes"),
+        ("-r=1", "--node-rank is set here: use --node-rank"),
+        ("--api-k", "--api-key: every user of the machine can read command lines"),
+        ("--hf_tok=sesame", "--hf-token: every user of the machine"),
+        ("--kv-transfer", "--kv-transfer-config is set here"),
+        ("--kv-transfer-config.kv_role=kv_both", "--kv-transfer-config is set here"),
+        ("--kv_transfer_config.kv_connector_extra_config.lease_s", "--kv-transfer-config is set here"),
+        ("--config", "--config names a file that could contradict this script: give"),
+        ("--config=/f", "--config names a file that could contradict this script: give"),
+        ("--prefill", "--prefill-context-parallel-size is not supported here"),
+        ("--prefill_context_parallel_size=2", "--prefill-context-parallel-size is not supported here"),
+        ("-pcp", "--prefill-context-parallel-size is not supported here"),
+        ("--kv-offloading-size", "--kv-offloading-size makes vLLM replace this connector"),
+        ("--kv_offloading_s=10", "--kv-offloading-size makes vLLM replace this connector"),
+        ("--model", "--model is set here: use --model"),
     ],
 )  # fmt: skip
-def test_options_that_make_no_sense_together(role: str, options: tuple[str, ...], reason: str) -> None:
-    port = () if "--port" in options else ("--port", "8100")
-    done = CliRunner().invoke(app, ["--role", role, *A3[:4], *A3[6:], *port, *options])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert reason in " ".join(done.stderr.split())
+def test_other_names_of_what_is_set_are_refused(word: str, reason: str) -> None:
+    refused = refused_argument(word)
+    assert refused is not None
+    assert refused.startswith(reason)
+    assert "sesame" not in refused
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--ssl-keyfile", "--api-server-count", "--model-impl=auto", "--", "-", "", "-q", "-ep", "-cc.mode=3", "-O3", "-1",
+     "n", "--max-model-len", "x.y=--port", '{"a": "--port"}', "--hf-overrides"],
+)  # fmt: skip
+def test_other_arguments_are_handed_on(word: str) -> None:
+    assert refused_argument(word) is None
 
 
 def test_secrets_come_from_a_file_that_only_its_owner_reads(environment: dict[str, str], tmp_path: Path) -> None:
@@ -286,20 +390,47 @@ def test_without_cann_nothing_is_started(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_help_names_every_option_and_variable(role: str, environment: dict[str, str]) -> None:
-    done = launch(role, "--help", env=environment)
-    assert done.returncode == 0
-    assert done.stdout.startswith("Starts")
-    common = (SCRIPTS / "launch_common.sh").read_text()
-    a2_alone = {"HCCL_INTRA_PCIE_ENABLE", "HCCL_INTRA_ROCE_ENABLE"}
-    on_demand = {"RAY_ADDRESS", "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "PYTHONHASHSEED"}
-    cpu_alone = {"VLLM_LOOPBACK_IP", "VLLM_CPU_OMP_THREADS_BIND"}
-    variables = set(re.findall(r"^ +(?:preset|known) (\w+)", common, re.MULTILINE))
-    assert variables - a2_alone - on_demand - cpu_alone <= set(re.findall(r"^  (\w+)[= ]", done.stdout, re.MULTILINE))
-    engine = (REPOSITORY / "vllm_ascend_pd/tools/launch/engine.py").read_text()
-    others = {
-        "prefill": {"kv_port", "load_failure_policy", "metaserver", "metaserver_token"},
-        "decode": {"decode_host"},
-    }
-    options = set(re.findall(r"^    (\w+): Annotated", engine, re.MULTILINE)) - {"role", "arguments"} - others[role]
-    assert not [name for name in options if f"--{name.replace('_', '-')}" not in done.stdout]
+def test_help_names_every_option_and_variable_at_80_columns(role: str, environment: dict[str, str]) -> None:
+    done = launch(role, "--help", env=environment | {"COLUMNS": "80"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Usage: launch_{role}.sh [OPTIONS]")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for field in dataclasses.fields(EngineOptions):
+        assert (f"\n  --{field.name.replace('_', '-')} " in done.stdout) is (field.name != "role")
+    options = EngineOptions(role=EngineSide(role), model="", device=DeviceType.A3, address="IP")
+    for variable in node.variables(options, "NAME", "0"):
+        assert re.search(rf"^  {variable.name}[= ]", done.stdout, re.MULTILINE), variable
+    assert "PYTHON (default: $VENV/bin/python, else python3)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [("launch_prefill", CPU), ("launch_decode", CPU), ("launch_cluster", (HOSTS,))],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_link_to_a_script_is_that_script(script: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    link = tmp_path / f"{script}.sh"
+    link.symlink_to(SCRIPTS / link.name)
+    printed = {dry_run(path, *options) for path in (link, SCRIPTS / link.name)}
+    assert len(printed) == 1
+
+
+def test_a_cluster_is_started_by_the_scripts_beside_its_own(tmp_path: Path) -> None:
+    """Not by those of the repository whose package is imported."""
+    clone = Path(shutil.copytree(SCRIPTS, tmp_path / "clone/scripts"))
+    printed = dry_run(clone / "launch_cluster.sh", HOSTS)
+    for role in ("prefill", "decode"):
+        assert f" {clone}/launch_{role}.sh " in printed
+
+
+def dry_run(command: Path, *options: str) -> str:
+    done = subprocess.run(
+        [str(command), *options, "--dry-run"],
+        env=base_environment(command.parent),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

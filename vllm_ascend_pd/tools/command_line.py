@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn, cast
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -26,13 +27,26 @@ Version = Annotated[
 """The type of a parameter of every command. Its value is always False: otherwise the command does not run."""
 
 
+def new_app(**settings: Any) -> typer.Typer:
+    """Returns an app with plain help, because rich cuts the names of options at 80 columns."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **settings)
+
+
 def run_app(app: typer.Typer, name: str) -> NoReturn:
     """Exits with 2 and one line for a wrong option."""
+    sys.exit(run_command(app, name))
+
+
+def run_command(app: typer.Typer, name: str, words: Sequence[str] | None = None) -> Any:
+    """Returns what the command returns, or an exit code after `--help` and the like. Exits as `run_app` does.
+
+    `words`: those behind the command's name, by default of this process.
+    """
     try:
-        code = app(prog_name=name, standalone_mode=False)
+        return app(args=words, prog_name=name, standalone_mode=False)
     except typer.Abort:
-        code = 130
+        sys.exit(130)
     except USAGE_ERROR as error:
-        print(f"{name.removesuffix('.sh')}: {error.format_message()}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+        line = " ".join(error.format_message().split())
+        print(f"{name.removesuffix('.sh')}: {line}", file=sys.stderr)
+        sys.exit(2)

@@ -27,7 +27,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from vllm_ascend_pd.tools.command_line import run_app
+from vllm_ascend_pd.tools.command_line import new_app, run_app
 from vllm_ascend_pd.tools.launch.hosts import HostsError, HostsFile, Invalid
 from vllm_ascend_pd.tools.launch.plan import SSH, LaunchedProcess, LaunchPlan, make_plan
 
@@ -207,17 +207,28 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = new_app()
 
 
-@app.command(context_settings={"help_option_names": []})
+@app.command()
 def main(
-    hosts: Annotated[Path, typer.Argument()],
-    dry_run_only: Annotated[bool, typer.Option("--dry-run")] = False,
+    hosts: Annotated[Path, typer.Argument(metavar="HOSTS_YAML", help="Describes the cluster (docs/configuration.md).")],
+    dry_run_only: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands for each host, and start nothing.")
+    ] = False,
     *,
-    repository: Annotated[Path, typer.Option(help="The repository of the script that runs this.")],
+    repository: Annotated[Path, typer.Option(hidden=True)],
 ) -> None:
-    """scripts/launch_cluster.sh documents the options."""
+    """Start a prefill/decode cluster on its hosts over ssh, in the foreground.
+
+    Prints all logs side by side and says when the cluster serves: once the proxy's /health, asked from here, is good.
+    Ctrl-C ends all processes, and so does the end of one of them. examples/ has examples of HOSTS_YAML.
+
+    PYTHON (default: $VENV/bin/python, else python3) is a Python with this package; `python:` in hosts.yaml names the
+    one on the hosts. ssh must not ask for passwords: use keys or an agent. Logs go to standard output, all else to
+    standard error; processes that print wait for both to be read. Exit codes: 2 for an invalid hosts.yaml, 1 if a
+    process has ended, 130 after Ctrl-C or SIGTERM.
+    """
     try:
         file = HostsFile.read(hosts)
         try:
@@ -237,5 +248,14 @@ def main(
     raise typer.Exit(Launcher(plan).run())
 
 
+REMOVED = {
+    "--stop": "press Ctrl-C where the launcher runs, or send it SIGTERM",
+    "--detach": "run the launcher in tmux, with nohup, or as a service",
+}
+"""Options of earlier versions, and what to do instead."""
+
 if __name__ == "__main__":
+    for _option in REMOVED.keys() & set(sys.argv):
+        _say(f"launch_cluster: {_option} was removed: {REMOVED[_option]}")
+        sys.exit(End.USAGE)
     run_app(app, "launch_cluster.sh")

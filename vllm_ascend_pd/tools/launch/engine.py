@@ -1,203 +1,367 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/launch_prefill.sh and launch_decode.sh run: prints `vllm serve`'s arguments, one a line.
+"""The options of scripts/launch_prefill.sh and launch_decode.sh, and the arguments of `vllm serve` that they become.
 
-The first line is the number of devices that the node needs. Exits with 2 and a reason for options that make no sense
-together; the scripts' own comments document the options.
+The launcher of a cluster checks its engines by the same options.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import enum
 import json
-import os
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import run_app
-from vllm_ascend_pd.tools.doctor.ports import ascend_ports
-from vllm_ascend_pd.tools.launch.arguments import refused_argument
-from vllm_ascend_pd.tools.launch.shape import Executor, ParallelSizes, ShapeError
-from vllm_ascend_pd.tools.launch.transfer import ConnectorOptions, ConnectorOptionsError, EngineSide, parse_extra
-from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours, table
+from vllm_ascend_pd.core.config import ConfigError, parse_config
+from vllm_ascend_pd.core.hosts import HostList
+from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
+from vllm_ascend_pd.tools.launch.shape import (
+    DEFAULT_KV_PORT,
+    DeviceType,
+    Executor,
+    OptionsError,
+    ParallelSizes,
+    check_kv_port,
+)
+from vllm_ascend_pd.tools.vllm_serve import REPLACES_CONNECTOR, table
 
-DEFAULT_KV_PORT = 19000
-"""Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""
-
-DEVICES_PER_NODE = {"a2": 8, "a3": 16, "cpu": None}
-"""NPUs, as vllm-ascend counts them: an A3 server has 8 with two chips each."""
-
-
-def _mooncake_ports(devices: int | None) -> range:
-    """The ports of all NPUs of a node. vllm-ascend's guide to several nodes reserves ten times as many."""
-    each = list(ascend_ports(range(devices or 0), {}).values())
-    return range(each[0].start, each[-1].stop) if each else range(0)
-
-
-MOONCAKE_PORTS = {device: _mooncake_ports(devices) for device, devices in DEVICES_PER_NODE.items()}
+CONNECTOR = "LayerwisePushConnector"
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_QUIET = "disable-access-log-for-endpoints"
+"""Keeps the proxy's health and metrics requests, one per second, out of vLLM's log. vLLM 0.23 to 0.32 has it."""
 
 
-class DeviceType(enum.StrEnum):
-    A2 = "a2"
-    A3 = "a3"
-    CPU = "cpu"
+class EngineSide(enum.StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def default_port(self) -> int:
+        return {"prefill": 8100, "decode": 8200}[self.value]
 
 
-_Port = typer.Option(min=1, max=65535)
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+def _option(text: str, metavar: str | None = None, **settings: Any) -> Any:
+    return typer.Option(help=text, metavar=metavar, **settings)
 
 
-@app.command(context_settings={"help_option_names": []})
-def main(
-    role: Annotated[EngineSide, typer.Option()],
-    device: Annotated[DeviceType, typer.Option()],
-    model: Annotated[str, typer.Option()],
-    address: Annotated[str, typer.Option()],
-    port: Annotated[int, _Port],
-    arguments: Annotated[list[str] | None, typer.Argument()] = None,
-    listen: Annotated[str | None, typer.Option()] = None,
-    served_model_name: Annotated[str | None, typer.Option()] = None,
-    tp: Annotated[int, typer.Option(min=1)] = 1,
-    pp: Annotated[int, typer.Option(min=1)] = 1,
-    dp: Annotated[int, typer.Option(min=1)] = 1,
-    executor: Annotated[Executor, typer.Option()] = Executor.MP,
-    nodes: Annotated[int, typer.Option(min=1)] = 1,
-    node_rank: Annotated[int, typer.Option(min=0)] = 0,
-    head_address: Annotated[str | None, typer.Option()] = None,
-    head_port: Annotated[int, _Port] = 13345,
-    kv_port: Annotated[int | None, _Port] = None,
-    engine_id: Annotated[str | None, typer.Option()] = None,
-    load_failure_policy: Annotated[str | None, typer.Option()] = None,
-    metaserver: Annotated[list[str] | None, typer.Option()] = None,
-    decode_host: Annotated[list[str] | None, typer.Option()] = None,
-    metaserver_token: Annotated[str | None, typer.Option()] = None,
-    side_channel_keys: Annotated[str | None, typer.Option()] = None,
-    ticket_secret: Annotated[str | None, typer.Option()] = None,
-    extra: Annotated[list[str] | None, typer.Option()] = None,
-    beside: Annotated[Path | None, typer.Option(exists=True, dir_okay=False)] = None,
-    ray_node: Annotated[bool, typer.Option("--ray-node")] = False,
-) -> None:
-    try:
-        if (plugins := plugins_with_ours(os.environ)) is not None:
-            raise ShapeError(f"{PLUGINS} must name {PLUGIN}, too, or vLLM has no such connector: set it to {plugins}")
-        shape = ParallelSizes(tp, pp, dp, nodes, executor)
-        check_devices(device, shape)
-        if ray_node:
-            print(shape.per_node, *ray_words(shape, node_rank, address, head_address, head_port), sep="\n")
-            return
-        if role is EngineSide.DECODE:
-            kv_port = check_kv_port(device, kv_port or DEFAULT_KV_PORT, shape, port)
-        if not model or model.startswith("-"):
-            raise ShapeError(f"--model {model!r} is empty or begins with a dash")
-        if load_failure_policy not in (None, "fail", "recompute"):
-            raise ConnectorOptionsError(f"--load-failure-policy {load_failure_policy}: must be fail or recompute")
-        transfer = ConnectorOptions(
-            role=role,
-            kv_port=kv_port,
-            engine_id=engine_id,
-            load_failure_policy=load_failure_policy,
-            metaservers=tuple(metaserver or ()),
-            decode_hosts=tuple(decode_host or ()),
-            metaserver_token_file=metaserver_token,
-            side_channel_key_file=side_channel_keys,
-            ticket_secret_file=ticket_secret,
-            extra=parse_extra(extra or []),
-            beside=None if beside is None else read_entry(beside),
-        )
-        words = ["serve", model]
-        serves_http = node_rank == 0 or shape.nodes == 1
+def _port(text: str, **settings: Any) -> Any:
+    return typer.Option(help=text, metavar="PORT", min=1, max=65535, **settings)
+
+
+def _size(text: str, least: int = 1) -> Any:
+    return typer.Option(help=text, metavar="N", min=least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """One node of an engine. typer makes the scripts' command line of the fields."""
+
+    role: Annotated[EngineSide, typer.Option(hidden=True)]
+    model: Annotated[str, _option("Model to serve: a folder, or a name that vLLM finds.", "PATH")]
+    device: Annotated[
+        DeviceType, _option("Atlas servers with 8 (a2) or 16 (a3) NPUs as vLLM counts them, or the CPU for tests.")
+    ]
+    served_model_name: Annotated[str | None, _option("The model's name for clients.", "NAME")] = None
+    address: Annotated[
+        str | None, _option("Address at which other nodes reach this one.", "IP", show_default="with cpu 127.0.0.1")
+    ] = None
+    interface: Annotated[str | None, _option("Network interface with --address.", "NAME", show_default="looked up")] = (
+        None
+    )
+    port: Annotated[int | None, _port("HTTP port of the engine.", show_default="8100 for prefill, 8200 for decode")] = (
+        None
+    )
+    listen: Annotated[str | None, _option("Address to listen on.", "IP", show_default="--address")] = None
+    tp: Annotated[int, _size("Tensor-parallel size of the engine.")] = 1
+    pp: Annotated[int, _size("Pipeline-parallel size.")] = 1
+    dp: Annotated[int, _size("Data-parallel size.")] = 1
+    devices: Annotated[
+        str | None,
+        _option("NPUs of this node, such as 0,1,2,3.", "LIST", show_default="the first ones, as many as needed"),
+    ] = None
+    nodes: Annotated[
+        int, _size("Nodes of the engine. Run the script on each, with the same options but --node-rank.")
+    ] = 1
+    node_rank: Annotated[int, _size("Number of this node, from 0. Node 0 serves HTTP.", 0)] = 0
+    head_address: Annotated[str | None, _option("Address of node 0, for the others.", "HOST")] = None
+    head_port: Annotated[int, _port("A free port of node 0, below those for outgoing connections.")] = 13345
+    executor: Annotated[
+        Executor, _option("ray: the nodes are a Ray cluster, and the script runs only on the first one.")
+    ] = Executor.MP
+    ray_node: Annotated[
+        bool,
+        typer.Option("--ray-node", help="Start a node of the Ray cluster instead of vLLM, in the same environment."),
+    ] = False
+    kv_port: Annotated[
+        int | None,
+        _port(
+            "Decode: port at which prefill engines ask for its description. Each data-parallel replica takes the next.",
+            show_default=str(DEFAULT_KV_PORT),
+        ),
+    ] = None
+    load_failure_policy: Annotated[
+        str | None,
+        _option(
+            "Decode: whether a request whose KV does not arrive fails, or decode computes its prompt.",
+            "[fail|recompute]",
+            show_default="fail",
+        ),
+    ] = None
+    metaserver: Annotated[
+        list[str] | None,
+        _option(
+            "Decode: a proxy that the engine may post tickets to. May be repeated.",
+            "URL",
+            show_default="a proxy on this host",
+        ),
+    ] = None
+    metaserver_token: Annotated[
+        str | None, _option("Decode: file with the bearer token that the proxy requires.", "FILE")
+    ] = None
+    decode_host: Annotated[
+        list[str] | None,
+        _option(
+            "Prefill: address, network (10.0.0.0/24) or name of a decode engine that it may write to. May be repeated.",
+            "HOST",
+            show_default="private networks, or any with --ticket-secret",
+        ),
+    ] = None
+    engine_id: Annotated[
+        str | None, _option("Engine id in tickets, kept over restarts.", "ID", show_default="a new one at each start")
+    ] = None
+    side_channel_keys: Annotated[
+        str | None, _option("File of `vllm-ascend-pd keygen`, the same on all engines.", "FILE")
+    ] = None
+    ticket_secret: Annotated[
+        str | None, _option("File of `vllm-ascend-pd keygen --ticket-secret`, the same on all engines.", "FILE")
+    ] = None
+    beside: Annotated[
+        Path | None,
+        _option("JSON object of another connector, such as a KV pool's, for a MultiConnector of both.", "FILE"),
+    ] = None
+    extra: Annotated[
+        list[str] | None,
+        _option("Any other key of kv_connector_extra_config (docs/configuration.md). May be repeated.", "KEY=VALUE"),
+    ] = None
+    env_file: Annotated[
+        Path | None, _option("NAME=VALUE lines with secrets (VLLM_API_KEY, HF_TOKEN, ...), mode 0600.", "FILE")
+    ] = None
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print environment and command as a shell script, and start nothing."),
+    ] = False
+
+    @cached_property
+    def shape(self) -> ParallelSizes:
+        """Raises OptionsError."""
+        return ParallelSizes(self.tp, self.pp, self.dp, self.nodes, self.executor)
+
+    @property
+    def http_port(self) -> int:
+        return self.port or self.role.default_port
+
+    def script_words(self) -> list[str]:
+        """Returns the words by which a launch script gets these options."""
+        words = []
+        for each in dataclasses.fields(self):
+            value, option = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
+            if each.name == "role" or value == each.default:
+                continue
+            if value is True:
+                words.append(option)
+            else:
+                for one in value if isinstance(value, list) else [value]:
+                    words += [option, str(one)]
+        return words
+
+    def transfer_config(self, beside: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the value of `--kv-transfer-config`, checked by the connector's own configuration.
+
+        beside: another connector's entry of a MultiConnector.
+
+        Raises OptionsError.
+        """
+        self._check_side()
+        own = {
+            "metaserver_allowlist": self.metaserver,
+            "decode_allowlist": self.decode_host,
+            "metaserver_token_file": self.metaserver_token,
+            "side_channel_key_file": self.side_channel_keys,
+            "ticket_secret_file": self.ticket_secret,
+        }
+        own = {name: value for name, value in own.items() if value}
+        more = _parse_extra(self.extra or [])
+        if twice := sorted(own.keys() & more.keys()):
+            raise OptionsError(f"--extra {twice[0]}: use the script's own option for this key")
+        try:
+            Allowlist(parse_config(own | more).metaserver_allowlist, "localhost")
+            HostList(self.decode_host or (), "")
+        except (ConfigError, ValueError) as error:
+            raise OptionsError(str(error)) from None
+        kv_role = _KV_ROLES[self.role]
+        engine_id = {} if self.engine_id is None else {"engine_id": self.engine_id}
+        whole: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": kv_role}
+        if self.role is EngineSide.DECODE:
+            whole["kv_port"] = self.kv_port or DEFAULT_KV_PORT
+        whole |= engine_id
+        if own or more:
+            whole["kv_connector_extra_config"] = own | more
+        if beside is not None:
+            if beside.get("kv_connector") in (None, CONNECTOR, "MultiConnector"):
+                raise OptionsError("the other connector's file must be one JSON object with its kv_connector")
+            # Ours comes first: on decode it must be the first one that has a handshake.
+            listed = {"connectors": [whole, {"kv_role": kv_role, **beside}]}
+            whole = {"kv_connector": "MultiConnector", "kv_role": kv_role, **engine_id}
+            whole["kv_connector_extra_config"] = listed
+        if self.load_failure_policy is not None:
+            whole["kv_load_failure_policy"] = self.load_failure_policy
+        return whole
+
+    def _check_side(self) -> None:
+        """Refuses options that have no meaning on this side, and ports that have another use."""
+        given: dict[str, object]
+        if self.role is EngineSide.PREFILL:
+            given = {
+                "--kv-port": self.kv_port,
+                "--metaserver": self.metaserver,
+                "--metaserver-token": self.metaserver_token,
+                "--load-failure-policy": self.load_failure_policy,
+            }
+            reason = "only for decode; prefill accepts no connections and posts no tickets"
+        else:
+            given = {"--decode-host": self.decode_host}
+            reason = "only for prefill; decode connects to no decode engine"
+            check_kv_port(self.device, self.kv_port or DEFAULT_KV_PORT, self.shape, self.http_port)
+        for option, value in given.items():
+            if value:
+                raise OptionsError(f"{option}: {reason}", option.removeprefix("--").replace("-", "_"))
+        if self.load_failure_policy not in (None, "fail", "recompute"):
+            raise OptionsError(f"--load-failure-policy {self.load_failure_policy}: must be fail or recompute")
+
+    def serve_words(self, arguments: Sequence[str]) -> list[str]:
+        """Returns the words behind `vllm`. `arguments`: the operator's own. Raises OptionsError."""
+        if not self.model or self.model.startswith("-"):
+            raise OptionsError(f"--model {self.model!r} is empty or begins with a dash")
+        address = self.address or ""
+        words = ["serve", self.model]
+        serves_http = self.node_rank == 0 or self.nodes == 1
         if serves_http:
-            words += ["--host", listen or address, "--port", str(port)]
-        elif listen is not None:
-            raise ShapeError("--listen: only the first node of an engine serves HTTP")
-        if served_model_name is not None:
-            words += ["--served-model-name", served_model_name]
+            words += ["--host", self.listen or address, "--port", str(self.http_port)]
+        elif self.listen is not None:
+            raise OptionsError("--listen: only the first node of an engine serves HTTP")
+        if self.served_model_name is not None:
+            words += ["--served-model-name", self.served_model_name]
         # The first node binds to its own address, so that must not be a name.
-        words += shape.arguments(node_rank, address if node_rank == 0 else head_address, head_port)
-        words += ["--kv-transfer-config", json.dumps(transfer.config(), separators=(",", ":"))]
-        if serves_http:
-            words += quiet(arguments or [])
-        for argument in arguments or []:
+        head = address if self.node_rank == 0 else self.head_address
+        words += self.shape.arguments(self.node_rank, head, self.head_port)
+        config = self.transfer_config(None if self.beside is None else _read_entry(self.beside))
+        words += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
+        given = [word.option.name for each in arguments if (word := table().read(each)) is not None and word.option]
+        if serves_http and _QUIET not in given:
+            words += [f"--{_QUIET}", "/health,/metrics"]
+        for argument in arguments:
             if (reason := refused_argument(argument)) is not None:
-                raise ShapeError(reason)
-        words += arguments or []
+                raise OptionsError(reason)
+        words += arguments
         if broken := next((word for word in words if "\n" in word), None):
-            raise ShapeError(f"{broken[:40]!r} has more than one line")
-    except (ShapeError, ConnectorOptionsError) as error:
-        print(f"launch_{role.value}: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    print(shape.per_node, *words, sep="\n")
+            raise OptionsError(f"{broken[:40]!r} has more than one line")
+        return words
+
+    def ray_words(self) -> list[str]:
+        """Returns the words behind `ray` on one node of the engine's Ray cluster. Raises OptionsError."""
+        if self.executor is not Executor.RAY:
+            raise OptionsError("--ray-node needs --executor ray")
+        self.shape.check_rank(self.node_rank)
+        common = [f"--node-ip-address={self.address}", "--disable-usage-stats", "--block"]
+        if self.node_rank == 0:
+            return ["start", "--head", f"--port={self.head_port}", *common]
+        if self.head_address is None:
+            raise OptionsError("all nodes but the first need its address: --head-address")
+        return ["start", f"--address={self.head_address}:{self.head_port}", *common]
 
 
-def quiet(arguments: list[str]) -> list[str]:
-    """Keeps the proxy's health and metrics requests, one per second, out of vLLM's log.
-
-    vLLM 0.23 to 0.32 has this option. The operator's own value replaces it.
-    """
-    name = "disable-access-log-for-endpoints"
-    given = [word.option.name for each in arguments if (word := table().read(each)) is not None and word.option]
-    return [] if name in given else [f"--{name}", "/health,/metrics"]
-
-
-def check_devices(device: DeviceType, shape: ParallelSizes) -> None:
-    """Raises ShapeError if a node has fewer devices than `shape` needs."""
-    most = DEVICES_PER_NODE[device.value]
-    if most is not None and shape.per_node > most:
-        raise ShapeError(
-            f"{shape.per_node} devices on a node, but {device.value.upper()} servers have {most}: use more nodes"
-        )
+def _parse_extra(entries: list[str]) -> dict[str, Any]:
+    """Parses `KEY=VALUE` pairs. A value that is not JSON is a string. Raises OptionsError."""
+    extra = {}
+    for entry in entries:
+        key, equals, value = entry.partition("=")
+        if not equals:
+            raise OptionsError(f"--extra {entry}: must be KEY=VALUE")
+        try:
+            extra[key] = json.loads(value)
+        except json.JSONDecodeError:
+            extra[key] = value
+    return extra
 
 
-def check_kv_port(device: DeviceType, kv_port: int, shape: ParallelSizes, port: int) -> int:
-    """Returns `kv_port`. Decode's listeners use the ports `kv_port` + data-parallel index.
-
-    Raises ConnectorOptionsError if one of these ports has another use.
-    """
-    ports = range(kv_port, kv_port + shape.dp)
-    taken = MOONCAKE_PORTS[device.value]
-    if ports.stop > 65536:
-        raise ConnectorOptionsError(
-            f"--kv-port {kv_port}: too few ports below 65536 for {shape.dp} data-parallel replicas"
-        )
-    if ports.start < taken.stop and taken.start < ports.stop:
-        raise ConnectorOptionsError(
-            f"--kv-port {kv_port}: Mooncake listens on ports {taken.start} to {taken.stop - 1} of an "
-            f"{device.value.upper()} server; choose a port below {taken.start}"
-        )
-    if port in ports:
-        raise ConnectorOptionsError(
-            f"--port {port} is a side-channel port of decode ({ports.start} to {ports.stop - 1})"
-        )
-    return kv_port
-
-
-def ray_words(shape: ParallelSizes, rank: int, address: str, head: str | None, port: int) -> list[str]:
-    """Returns the arguments of `ray` on one node of an engine's Ray cluster."""
-    if shape.executor is not Executor.RAY:
-        raise ShapeError("--ray-node needs --executor ray")
-    if not 0 <= rank < shape.nodes:
-        raise ShapeError(f"node {rank} of {shape.nodes} does not exist: nodes are numbered from 0")
-    common = [f"--node-ip-address={address}", "--disable-usage-stats", "--block"]
-    if rank == 0:
-        return ["start", "--head", f"--port={port}", *common]
-    if head is None:
-        raise ShapeError("all nodes but the first need its address: --head-address")
-    return ["start", f"--address={head}:{port}", *common]
-
-
-def read_entry(path: Path) -> dict[str, object]:
-    """Reads another connector's entry for a MultiConnector. Raises ConnectorOptionsError."""
+def _read_entry(path: Path) -> dict[str, Any]:
+    """Reads another connector's entry for a MultiConnector. Raises OptionsError."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConnectorOptionsError(f"--beside {path}: {error}") from None
+        raise OptionsError(f"--beside {path}: {error}") from None
     if not isinstance(entry, dict):
-        raise ConnectorOptionsError(f"--beside {path}: not a JSON object")
+        raise OptionsError(f"--beside {path}: not a JSON object")
     return entry
 
 
-if __name__ == "__main__":
-    # Errors name the script that the operator ran; it gives the role first.
-    run_app(app, "launch_prefill.sh" if sys.argv[1:3] == ["--role", "prefill"] else "launch_decode.sh")
+_OWN = {
+    "port": "--port",
+    "host": "--listen",
+    "tensor-parallel-size": "--tp",
+    "pipeline-parallel-size": "--pp",
+    "data-parallel-size": "--dp",
+    "data-parallel-size-local": "--nodes",
+    "data-parallel-address": "--head-address",
+    "data-parallel-rpc-port": "--head-port",
+    "data-parallel-start-rank": "--node-rank",
+    "data-parallel-rank": "--node-rank",
+    "headless": "--node-rank",
+    "nnodes": "--nodes",
+    "node-rank": "--node-rank",
+    "master-addr": "--head-address",
+    "master-port": "--head-port",
+    "distributed-executor-backend": "--executor",
+    "kv-transfer-config": "this script's options",
+    "served-model-name": "--served-model-name",
+    "model": "--model",
+}
+"""Options of `vllm serve` that the launch scripts set, and what to use instead."""
+_SECRET = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
+_SCRIPTS = dict.fromkeys(("--dry-run", "--help", "-h"), "is an option of the launch script: put it before the --")
+_OTHERS = {
+    "help": _SCRIPTS["--help"],
+    "config": "names a file that could contradict this script: give its options here",
+    "prefill-context-parallel-size": "is not supported here: start such an engine with `vllm serve` itself",
+    REPLACES_CONNECTOR: "makes vLLM replace this connector: give OffloadingConnector's entry with --beside, for a "
+    "MultiConnector of both",
+}
+"""Other options, and why they are refused."""
+REFUSED = frozenset({*_OWN, *_SECRET, *_OTHERS})
+
+
+def refused_argument(argument: str) -> str | None:
+    """Returns why an argument may not be passed to `vllm serve`, or None if it may.
+
+    A short form of several options is refused if one of them is: another vLLM may have only that one.
+    """
+    if "\n" in argument or "\0" in argument:
+        return f"{argument[:40]!r} has more than one line"
+    if argument in _SCRIPTS:
+        return f"{argument} {_SCRIPTS[argument]}"
+    word = table().read(argument)
+    options = () if word is None else word.perhaps if word.option is None else (word.option,)
+    name = next((option.name for option in options if option.name in REFUSED), None)
+    if name is None:
+        return None
+    if name in _SECRET:
+        return (
+            f"--{name}: every user of the machine can read command lines; put {_SECRET[name]} into a file of mode 0600 "
+            "and name the file with --env-file"
+        )
+    if name in _OWN:
+        return f"--{name} is set here: use {_OWN[name]}"
+    return f"--{name} {_OTHERS[name]}"

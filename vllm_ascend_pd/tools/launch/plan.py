@@ -6,16 +6,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from vllm_ascend_pd.core.hosts import authority
-from vllm_ascend_pd.tools.launch.arguments import refused_argument
-from vllm_ascend_pd.tools.launch.engine import DEFAULT_KV_PORT, DEVICES_PER_NODE, DeviceType, check_kv_port
+from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide, refused_argument
 from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Invalid, KeyPath
-from vllm_ascend_pd.tools.launch.shape import Executor, ParallelSizes, ShapeError
-from vllm_ascend_pd.tools.launch.transfer import ConnectorOptions, ConnectorOptionsError, EngineSide
+from vllm_ascend_pd.tools.launch.shape import DEFAULT_KV_PORT, DeviceType, Executor, OptionsError, ParallelSizes
 
-DEFAULT_PORTS = {EngineSide.PREFILL: 8100, EngineSide.DECODE: 8200}
 HEAD_PORT = 13345
 """Port at which an engine's nodes connect. It is below the kernel's ephemeral ports."""
 SSH_OPTIONS = ("BatchMode=yes", "LogLevel=ERROR", "ConnectTimeout=15", "ServerAliveInterval=15")
@@ -69,13 +67,13 @@ class _Planner:
         cluster = self.cluster
         self.proxy_url = self._url(cluster.proxy.host, cluster.proxy.port)
         hosts = {cluster.hosts[name].address: None for decode in cluster.decode for name in decode.hosts}
-        self.decode_hosts = tuple(hosts)
+        self.decode_hosts = list(hosts)
         self._take(cluster.proxy.host, cluster.proxy.port, "the proxy", ("proxy", "port"))
         urls: list[tuple[str, object]] = []
         for role in EngineSide:
             for i, engine in enumerate(getattr(cluster, role)):
                 self._engine(role, (role.value, i), engine)
-                urls.append((f"--{role}", self._url(engine.hosts[0], engine.port or DEFAULT_PORTS[role])))
+                urls.append((f"--{role}", self._url(engine.hosts[0], engine.port or role.default_port)))
         self._add_proxy(urls)
         return LaunchPlan(tuple(self.processes), self.proxy_url)
 
@@ -85,98 +83,76 @@ class _Planner:
         ray = engine.executor is Executor.RAY
         if ray and self.cluster.device == "cpu":
             raise Invalid((*path, "executor"), "vLLM's CPU backend does not run on Ray")
-        try:
-            shape = ParallelSizes(engine.tp, engine.pp, engine.dp, len(engine.hosts), engine.executor)
-        except ShapeError as error:
-            raise Invalid((*path, "hosts"), str(error)) from None
-        port, head_port = engine.port or DEFAULT_PORTS[role], engine.head_port or HEAD_PORT
-        self._check(role, path, engine, shape, port)
-        self._take(engine.hosts[0], port, name, (*path, "port"))
-        spread = ray or shape.nodes > 1
-        if spread:
-            self._take(engine.hosts[0], head_port, name, (*path, "head_port"))
-        elif engine.head_port is not None:
+        spread = ray or len(engine.hosts) > 1
+        if not spread and engine.head_port is not None:
             raise Invalid((*path, "head_port"), "is only for engines on several hosts")
+        options = self._options(role, engine)
+        try:
+            shape = options.shape
+            self._check_arguments(path, engine)
+            options.transfer_config()
+        except OptionsError as error:
+            raise Invalid((*path, error.key), str(error)) from None
+        self._take(engine.hosts[0], options.http_port, name, (*path, "port"))
+        if spread:
+            self._take(engine.hosts[0], options.head_port, name, (*path, "head_port"))
         devices = [self._devices(name, host, shape, (*path, "devices"), engine) for host in engine.hosts]
-        for rank, host in enumerate(engine.hosts):
-            options = self._options(role, engine, host, devices[rank])
-            if spread:
-                options += [("--nodes", shape.nodes), ("--node-rank", rank), ("--head-port", head_port)]
-                options += [("--head-address", self.cluster.hosts[engine.hosts[0]].address)]
+        for rank, host_name in enumerate(engine.hosts):
+            host = self.cluster.hosts[host_name]
             if role is EngineSide.DECODE:
                 for index in shape.listeners(rank):
-                    self._take(host, (engine.kv_port or DEFAULT_KV_PORT) + index, name, (*path, "kv_port"))
-            variables = (f"{variable}={value}" for variable, value in engine.env.items())
-            script = f"{self.repository}/scripts/launch_{role}.sh"
-            words = ("env", f"PYTHON={self.python}", *variables, script, *_words(options))
+                    self._take(host_name, (engine.kv_port or DEFAULT_KV_PORT) + index, name, (*path, "kv_port"))
+            here = replace(
+                options, address=host.address, interface=host.interface, devices=devices[rank], node_rank=rank
+            )
             if ray:
-                self._add(f"{name}-ray-{rank}", host, *words, "--ray-node")
+                self._add_engine(f"{name}-ray-{rank}", host_name, replace(here, ray_node=True), engine)
             if rank == 0 or not ray:
                 suffix = f"-node-{rank}" if shape.nodes > 1 and not ray else ""
-                self._add(f"{name}{suffix}", host, *words, "--port", str(port), "--", *engine.args)
+                self._add_engine(f"{name}{suffix}", host_name, here, engine)
 
-    def _check(self, role: EngineSide, path: KeyPath, engine: EngineEntry, shape: ParallelSizes, port: int) -> None:
+    def _check_arguments(self, path: KeyPath, engine: EngineEntry) -> None:
         """Raises Invalid for what the launch script would refuse on its host."""
         for i, argument in enumerate(engine.args):
             if argument.startswith("--ssl"):
                 raise Invalid((*path, "args", i), "the proxy uses plain http to engines")
             if (reason := refused_argument(argument)) is not None:
                 raise Invalid((*path, "args", i), reason)
+
+    def _options(self, role: EngineSide, engine: EngineEntry) -> EngineOptions:
+        """Returns the options of an engine's launch script that are the same on all its hosts."""
         cluster, decode = self.cluster, role is EngineSide.DECODE
-        options = ConnectorOptions(
-            role,
+        return EngineOptions(
+            role=role,
+            model=cluster.model,
+            device=DeviceType(cluster.device),
+            served_model_name=cluster.served_model_name,
+            port=engine.port,
+            tp=engine.tp,
+            pp=engine.pp,
+            dp=engine.dp,
+            nodes=len(engine.hosts),
+            head_address=self.cluster.hosts[engine.hosts[0]].address if len(engine.hosts) > 1 else None,
+            head_port=engine.head_port or HEAD_PORT,
+            executor=engine.executor,
             kv_port=engine.kv_port,
             load_failure_policy=engine.load_failure_policy,
-            metaservers=(self.proxy_url,) if decode else (),
-            decode_hosts=() if decode else self.decode_hosts,
-            metaserver_token_file=cluster.metaserver_token if decode else None,
-            side_channel_key_file=cluster.side_channel_keys,
-            ticket_secret_file=cluster.ticket_secret,
-            extra=engine.extra,
+            metaserver=[self.proxy_url] if decode else None,
+            metaserver_token=cluster.metaserver_token if decode else None,
+            decode_host=None if decode else self.decode_hosts,
+            engine_id=engine.engine_id,
+            side_channel_keys=cluster.side_channel_keys,
+            ticket_secret=cluster.ticket_secret,
+            beside=None if engine.beside is None else Path(engine.beside),
+            extra=[f"{name}={json.dumps(value)}" for name, value in engine.extra.items()] or None,
+            env_file=None if engine.env_file is None else Path(engine.env_file),
         )
-        try:
-            options.config()
-        except ConnectorOptionsError as error:
-            raise Invalid((*path, error.key), str(error)) from None
-        if not decode:
-            return
-        try:
-            check_kv_port(DeviceType(cluster.device), engine.kv_port or DEFAULT_KV_PORT, shape, port)
-        except ConnectorOptionsError as error:
-            raise Invalid((*path, "kv_port"), str(error)) from None
 
-    def _options(
-        self, role: EngineSide, engine: EngineEntry, host_name: str, devices: str | None
-    ) -> list[tuple[str, object]]:
-        """Returns the options of the launch script on one host. None means that the option is not given."""
-        cluster, host = self.cluster, self.cluster.hosts[host_name]
-        options: list[tuple[str, object]] = [
-            ("--model", cluster.model),
-            ("--served-model-name", cluster.served_model_name),
-            ("--device", cluster.device),
-            ("--address", host.address),
-            ("--interface", host.interface),
-            ("--devices", devices),
-            ("--tp", engine.tp),
-            ("--pp", engine.pp),
-            ("--dp", engine.dp),
-            ("--executor", engine.executor.value),
-            ("--engine-id", engine.engine_id),
-            ("--side-channel-keys", cluster.side_channel_keys),
-            ("--ticket-secret", cluster.ticket_secret),
-            ("--beside", engine.beside),
-            ("--env-file", engine.env_file),
-        ]
-        options += [("--extra", f"{name}={json.dumps(value)}") for name, value in engine.extra.items()]
-        if role is EngineSide.PREFILL:
-            return options + [("--decode-host", address) for address in self.decode_hosts]
-        return [
-            *options,
-            ("--kv-port", engine.kv_port or DEFAULT_KV_PORT),
-            ("--load-failure-policy", engine.load_failure_policy),
-            ("--metaserver", self.proxy_url),
-            ("--metaserver-token", cluster.metaserver_token),
-        ]
+    def _add_engine(self, name: str, host_name: str, options: EngineOptions, engine: EngineEntry) -> None:
+        variables = (f"{variable}={value}" for variable, value in engine.env.items())
+        script = f"{self.repository}/scripts/launch_{options.role}.sh"
+        words = ("env", f"PYTHON={self.python}", *variables, script, *options.script_words())
+        self._add(name, host_name, *words, "--", *engine.args)
 
     def _add_proxy(self, urls: list[tuple[str, object]]) -> None:
         cluster, proxy = self.cluster, self.cluster.proxy
@@ -205,7 +181,7 @@ class _Planner:
 
     def _devices(self, name: str, host: str, shape: ParallelSizes, path: KeyPath, engine: EngineEntry) -> str | None:
         """Returns an engine's NPUs on one host, as a list for the launch script."""
-        most = DEVICES_PER_NODE[self.cluster.device]
+        most = DeviceType(self.cluster.device).per_node
         if most is None:
             if engine.devices is not None:
                 raise Invalid(path, "the CPU backend has no NPUs")

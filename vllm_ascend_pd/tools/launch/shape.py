@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spreads an engine over nodes, and says so in vLLM's own arguments.
+"""Spreads an engine over nodes, says so in vLLM's own arguments, and checks what a node has for it: NPUs and ports.
 
 vLLM 0.23 to 0.32 (`vllm/entrypoints/cli/serve.py`, `vllm/engine/arg_utils.py`) has two ways:
 
@@ -16,6 +16,20 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from vllm_ascend_pd.tools.doctor.ports import ascend_ports
+
+DEFAULT_KV_PORT = 19000
+"""Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""
+
+
+class OptionsError(ValueError):
+    """Options of an engine contradict each other. The message is for the operator."""
+
+    def __init__(self, message: str, key: str = "extra") -> None:
+        super().__init__(message)
+        self.key = key
+        """The key of an engine in hosts.yaml that sets the option."""
+
 
 class Executor(enum.StrEnum):
     """What starts an engine's ranks: vLLM itself (`mp`), or a Ray cluster that already runs."""
@@ -24,13 +38,28 @@ class Executor(enum.StrEnum):
     RAY = "ray"
 
 
-class ShapeError(ValueError):
-    """The sizes of an engine contradict each other. The message is for the operator."""
+class DeviceType(enum.StrEnum):
+    """An Atlas server, or the CPU for tests."""
+
+    A2 = "a2"
+    A3 = "a3"
+    CPU = "cpu"
+
+    @property
+    def per_node(self) -> int | None:
+        """NPUs, as vllm-ascend counts them: an A3 server has 8 with two chips each. None for the CPU."""
+        return {"a2": 8, "a3": 16}.get(self.value)
+
+    @property
+    def mooncake_ports(self) -> range:
+        """The ports of all NPUs of a node. vllm-ascend's guide to several nodes reserves ten times as many."""
+        each = list(ascend_ports(range(self.per_node or 0), {}).values())
+        return range(each[0].start, each[-1].stop) if each else range(0)
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """The parallel sizes of one engine, and the number of its nodes. Raises ShapeError."""
+    """The parallel sizes of one engine, and the number of its nodes. Raises OptionsError."""
 
     tp: int = 1
     pp: int = 1
@@ -42,19 +71,22 @@ class ParallelSizes:
         if self.nodes == 1:
             return
         if self.devices % self.nodes:
-            raise ShapeError(
+            raise OptionsError(
                 f"tensor x pipeline x data parallel is {self.tp} x {self.pp} x {self.dp} = {self.devices} devices, "
-                f"which is not a multiple of {self.nodes} nodes"
+                f"which is not a multiple of {self.nodes} nodes",
+                "hosts",
             )
         if self.replica % self.per_node and self.per_node % self.replica:
-            raise ShapeError(
+            raise OptionsError(
                 f"a node has {self.per_node} devices, a data-parallel replica {self.replica}: neither is a multiple of "
-                "the other"
+                "the other",
+                "hosts",
             )
         if self.spans_nodes and self.dp > 1 and self.executor is Executor.MP:
-            raise ShapeError(
+            raise OptionsError(
                 f"each of {self.dp} data-parallel replicas would span {self.replica // self.per_node} nodes: start "
-                "them as engines of their own"
+                "them as engines of their own",
+                "hosts",
             )
 
     @property
@@ -84,6 +116,10 @@ class ParallelSizes:
         local = self.dp // self.nodes
         return range(rank * local, (rank + 1) * local)
 
+    def check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.nodes:
+            raise OptionsError(f"node {rank} of {self.nodes} does not exist: nodes are numbered from 0")
+
     def arguments(self, rank: int, head: str | None, port: int) -> list[str]:
         """Returns the arguments of `vllm serve` on node `rank`. `head` is the first node's address, `port` a free port
         there."""
@@ -98,9 +134,8 @@ class ParallelSizes:
         if self.nodes == 1:
             return arguments
         if head is None:
-            raise ShapeError("an engine on several nodes needs the address of the first one: --head-address")
-        if not 0 <= rank < self.nodes:
-            raise ShapeError(f"node {rank} of {self.nodes} does not exist: nodes are numbered from 0")
+            raise OptionsError("an engine on several nodes needs the address of the first one: --head-address")
+        self.check_rank(rank)
         headless = ["--headless"] if rank else []
         if self.spans_nodes:
             place = ["--nnodes", str(self.nodes), "--node-rank", str(rank)]
@@ -109,3 +144,20 @@ class ParallelSizes:
         arguments += ["--data-parallel-size-local", str(local)]
         arguments += ["--data-parallel-address", head, "--data-parallel-rpc-port", str(port), *headless]
         return arguments + (["--data-parallel-start-rank", str(rank * local)] if rank else [])
+
+
+def check_kv_port(device: DeviceType, kv_port: int, shape: ParallelSizes, port: int) -> None:
+    """Raises OptionsError if a port of decode's listeners, `kv_port` + data-parallel index, has another use."""
+    ports, taken = range(kv_port, kv_port + shape.dp), device.mooncake_ports
+    reason = None
+    if ports.stop > 65536:
+        reason = f"--kv-port {kv_port}: too few ports below 65536 for {shape.dp} data-parallel replicas"
+    elif ports.start < taken.stop and taken.start < ports.stop:
+        reason = (
+            f"--kv-port {kv_port}: Mooncake listens on ports {taken.start} to {taken.stop - 1} of an "
+            f"{device.value.upper()} server; choose a port below {taken.start}"
+        )
+    elif port in ports:
+        reason = f"--port {port} is a side-channel port of decode ({ports.start} to {ports.stop - 1})"
+    if reason is not None:
+        raise OptionsError(reason, "kv_port")

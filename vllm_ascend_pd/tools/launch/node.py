@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts/launch_prefill.sh and launch_decode.sh run: sets the environment of an engine's node, and becomes vLLM.
+
+It does so by a shell script, which `--dry-run` prints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import stat
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import psutil
+
+from vllm_ascend_pd.core.hosts import normal_host
+from vllm_ascend_pd.tools.command_line import new_app, run_command
+from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide
+from vllm_ascend_pd.tools.launch.shape import DeviceType, Executor, OptionsError
+from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
+
+_WHAT_TO_SET = "set PYTHON to the Python, or VENV to the environment, in which vllm-ascend-pd is installed"
+_RAY_SECONDS = 600
+"""Time for the engine's Ray cluster to start."""
+
+_HELP = {
+    EngineSide.PREFILL: """Start one node of a prefill engine on Ascend NPUs, or on the CPU for tests.
+
+For example, TP 16 on an A3 server:
+
+\b
+  scripts/launch_prefill.sh --model /models/DeepSeek-R1-W8A8 --device a3 \\
+    --address 10.0.0.11 --tp 16 --decode-host 10.0.0.12 \\
+    -- --enable-expert-parallel --quantization ascend --enforce-eager
+""",
+    EngineSide.DECODE: """Start one node of a decode engine on Ascend NPUs, or on the CPU for tests.
+
+For example, DP 4 of TP 4 on an A3 server:
+
+\b
+  scripts/launch_decode.sh --model /models/DeepSeek-R1-W8A8 --device a3 \\
+    --address 10.0.0.12 --tp 4 --dp 4 --metaserver http://10.0.0.10:8000 \\
+    -- --enable-expert-parallel --quantization ascend
+""",
+}
+_MORE_HELP = """
+
+Arguments after -- go to `vllm serve`. Its access log omits /health and /metrics unless
+--disable-access-log-for-endpoints is given. Exits with 2 and a reason if options contradict each other.
+
+PYTHON (default: $VENV/bin/python, else python3) is the Python with vLLM. VLLM and RAY are the commands (default: those
+beside PYTHON). If CANN's environment is not loaded, loads it from ASCEND_TOOLKIT_ENV and ASCEND_ATB_ENV (default:
+set_env.sh at the usual paths).
+"""
+
+
+class CannotStartError(RuntimeError):
+    """The options are valid, but the engine cannot start here."""
+
+
+class Variable(NamedTuple):
+    """An environment variable that engines depend on. The user's own value wins."""
+
+    name: str
+    value: str | None  # None: it is only shown
+    why: str
+
+
+def variables(options: EngineOptions, interface: str, devices: str) -> list[Variable]:
+    """Returns every variable that an engine depends on, with its value and purpose."""
+    address = options.address or ""
+    found = _cpu(address, interface) if options.device is DeviceType.CPU else _npu(options, address, interface, devices)
+    if options.beside is not None:
+        why = "a KV pool finds blocks by hash, which must be the same on all engines"
+        found.append(Variable("PYTHONHASHSEED", "0", why))
+    return [
+        *found,
+        Variable("VLLM_NO_USAGE_STATS", "1", "sends no usage statistics to the vLLM project"),
+        Variable("VLLM_LOGGING_LEVEL", None, "vLLM's log level: DEBUG, INFO, WARNING or ERROR"),
+        Variable("HF_HUB_OFFLINE", None, "1: loads models only from disk"),
+    ]
+
+
+_LISTENS = "address of this node, on which the connector listens and which tickets name"
+
+
+def _cpu(address: str, interface: str) -> list[Variable]:
+    """vLLM's CPU backend, for tests on a machine without NPUs."""
+    return [
+        Variable("VLLM_HOST_IP", address, _LISTENS),
+        Variable("VLLM_LOOPBACK_IP", address, "address for the processes of one engine"),
+        Variable("GLOO_SOCKET_IFNAME", interface, "network interface of torch's gloo groups"),
+        Variable(
+            "VLLM_CPU_OMP_THREADS_BIND", "nobind", "binds no threads to cores, because several engines share them"
+        ),
+        Variable("OMP_NUM_THREADS", "1", "CPU threads per rank"),
+    ]
+
+
+def _npu(options: EngineOptions, address: str, interface: str, devices: str) -> list[Variable]:
+    """Values are those of vllm-ascend's guides to prefill/decode disaggregation (0.23) unless the purpose says
+    otherwise."""
+    buffer_mb = "256" if options.role is EngineSide.PREFILL else "600"
+    found = [
+        Variable("VLLM_HOST_IP", address, _LISTENS),
+        Variable("HCCL_IF_IP", address, "address at which HCCL's ranks find each other"),
+        Variable("HCCL_SOCKET_IFNAME", interface, "network interface of HCCL_IF_IP"),
+        Variable("GLOO_SOCKET_IFNAME", interface, "network interface of torch's gloo groups, for the CPU's exchanges"),
+        Variable("TP_SOCKET_IFNAME", interface, "network interface of torch's TensorPipe"),
+        Variable("ASCEND_RT_VISIBLE_DEVICES", devices, "NPUs of this engine; engines of a node must not share NPUs"),
+        Variable("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "reduces memory fragmentation"),
+        Variable("HCCL_BUFFSIZE", buffer_mb, "MB of each HCCL communicator; expert-parallel decode needs more"),
+        Variable(
+            "HCCL_OP_EXPANSION_MODE",
+            "AIV",
+            "runs the model's collectives on vector cores, which is faster for small ones; the connector's use their "
+            "own mode",
+        ),
+        Variable(
+            "HCCL_CONNECT_TIMEOUT",
+            "1200",
+            "seconds that ranks wait for each other; loading weights takes minutes (HCCL's default: 120)",
+        ),
+        Variable("TASK_QUEUE_ENABLE", "1", "torch_npu launches kernels from a second thread, which hides their cost"),
+        Variable("OMP_NUM_THREADS", "10", "CPU threads per rank; ranks * threads should not exceed the cores"),
+        Variable("OMP_PROC_BIND", "false", "binds no threads to cores, because all ranks would take the same ones"),
+        Variable(
+            "ASCEND_CONNECT_TIMEOUT",
+            None,
+            "timeout in ms for connecting to a peer NPU; the connector sets it to write_timeout_s",
+        ),
+        Variable(
+            "ASCEND_TRANSFER_TIMEOUT",
+            None,
+            "timeout in ms of one transfer; the connector sets it to write_timeout_s, or to RoCE's retry time",
+        ),
+        Variable(
+            "MC_TRANSFER_TIMEOUT",
+            None,
+            "seconds after which Mooncake gives up a batch; the connector sets an hour and waits for the batch's end",
+        ),
+        Variable(
+            "ASCEND_THREAD_POOL_SIZE",
+            None,
+            "batches that Mooncake transfers at a time, at most 16; the connector sets 16",
+        ),
+        Variable(
+            "ASCEND_BASE_PORT",
+            None,
+            "first port on which Mooncake listens for NPUs (20000); --kv-port must not be one of these ports",
+        ),
+        Variable("MC_LOG_LEVEL", None, "Mooncake's log level: INFO, WARNING or ERROR (the connector's on NPUs)"),
+        Variable("MOONCAKE_CONFIG_PATH", None, "JSON file of a Mooncake KV pool (--beside)"),
+        Variable(
+            "HCCL_RDMA_TIMEOUT",
+            None,
+            "RoCE retries after 4.096 us * 2 ^ this value (20); determines how soon a lost link is noticed",
+        ),
+        Variable("HCCL_RDMA_RETRY_CNT", None, "number of RoCE's retries (7)"),
+        Variable("HCCL_RDMA_TC", None, "traffic class of RoCE packets, as the switches' lossless queue expects"),
+        Variable("HCCL_RDMA_SL", None, "service level of RoCE packets, as HCCL_RDMA_TC"),
+    ]
+    if options.device is DeviceType.A2:
+        why = "A2: 1 with HCCL_INTRA_ROCE_ENABLE=0 makes expert exchange of several nodes hierarchical"
+        found.append(Variable("HCCL_INTRA_PCIE_ENABLE", None, why))
+        why = "A2: 1 takes RoCE inside a server too, as where its NPUs have no full HCCS mesh"
+        found.append(Variable("HCCL_INTRA_ROCE_ENABLE", None, why))
+    else:
+        why = "A3: 1 lets Mooncake reach host memory of a super node over HCCS (KV pools)"
+        found.append(Variable("ASCEND_ENABLE_USE_FABRIC_MEM", None, why))
+    if options.executor is Executor.RAY:
+        why = "vLLM joins the Ray cluster that runs here, and fails if there is none"
+        found.append(Variable("RAY_ADDRESS", "auto", why))
+        why = "vLLM chooses the NPUs, not Ray"
+        found.append(Variable("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "1", why))
+    return found
+
+
+def script(
+    options: EngineOptions, arguments: Sequence[str], environment: Mapping[str, str], secrets: Mapping[str, str]
+) -> str:
+    """Returns the shell script that starts the engine's node. It names secrets without their values.
+
+    arguments: the operator's own of `vllm serve`.
+    environment: of this process.
+    secrets: variables of --env-file.
+
+    Raises OptionsError.
+    """
+    if (plugins := plugins_with_ours(environment)) is not None:
+        raise OptionsError(f"{PLUGINS} must name {PLUGIN}, too, or vLLM has no such connector: set it to {plugins}")
+    most, needed = options.device.per_node, options.shape.per_node
+    if most is not None and needed > most:
+        server = f"{options.device.value.upper()} servers have {most}"
+        raise OptionsError(f"{needed} devices on a node, but {server}: use more nodes")
+    words = options.ray_words() if options.ray_node else options.serve_words(arguments)
+    devices = _devices(options, needed, environment)
+    own = {**environment, **secrets}
+    lines = ["set -e", *(f"source {shlex.quote(file)}" for file in _cann_files(options, own))]
+    for variable in variables(options, _interface(options, own), devices):
+        if (value := own.get(variable.name, variable.value)) is None:
+            continue
+        origin = f"set by you; else {variable.value}" if variable.value is not None else "set by you"
+        lines.append(f"# {variable.name}: {variable.why}" + (f" ({origin})" if variable.name in own else ""))
+        lines.append(f"export {variable.name}={shlex.quote(value)}")
+    lines += [f"# {name}: from {options.env_file}" for name in secrets]
+    ray = environment.get("RAY") or _beside_python("ray")
+    if options.executor is Executor.RAY and not options.ray_node:  # its Ray cluster may just be starting
+        wait = f"until {shlex.quote(ray)} status &>/dev/null; do sleep 1; done"
+        lines.append(f"timeout --foreground {_RAY_SECONDS} bash -c {shlex.quote(wait)} ||")
+        lines.append(f"  {{ echo 'launch_{options.role}: no Ray cluster has started on this host' >&2; exit 1; }}")
+    program = ray if options.ray_node else environment.get("VLLM") or _beside_python("vllm")
+    return "\n".join([*lines, f"exec {shlex.join([program, *words])}"])
+
+
+def _cann_files(options: EngineOptions, environment: Mapping[str, str]) -> list[str]:
+    """Returns what loads CANN's environment, if it is not loaded."""
+    if options.device is DeviceType.CPU or environment.get("ASCEND_HOME_PATH"):
+        return []
+    usual = {
+        "ASCEND_TOOLKIT_ENV": "/usr/local/Ascend/ascend-toolkit/set_env.sh",
+        "ASCEND_ATB_ENV": "/usr/local/Ascend/nnal/atb/set_env.sh",
+    }
+    return [environment.get(name) or path for name, path in usual.items()]
+
+
+def _beside_python(command: str) -> str:
+    """Returns the command of this Python's environment, or its name alone for the one in PATH."""
+    own = Path(sys.executable).with_name(command)
+    return str(own) if os.access(own, os.X_OK) else command
+
+
+def _devices(options: EngineOptions, needed: int, environment: Mapping[str, str]) -> str:
+    """Returns the NPUs of this node as a list for ASCEND_RT_VISIBLE_DEVICES."""
+    most, given = options.device.per_node, options.devices
+    if most is None:
+        if given is not None:
+            raise OptionsError("--devices: the CPU backend has no NPUs")
+        return ""
+    preset = environment.get("ASCEND_RT_VISIBLE_DEVICES")
+    if given is not None and preset not in (None, given):
+        raise OptionsError(f"--devices {given} contradicts ASCEND_RT_VISIBLE_DEVICES={preset}")
+    listed = preset if given is None else given
+    if listed is None:
+        return ",".join(map(str, range(needed)))
+    if not re.fullmatch(r"(0|[1-9]\d{0,5})(,(0|[1-9]\d{0,5}))*", listed, re.ASCII):
+        raise OptionsError(f"--devices {listed}: must be numbers, such as 0,1,2")
+    numbers = [int(number) for number in listed.split(",")]
+    for place, number in enumerate(numbers):
+        if number >= most:
+            server = f"{options.device.value.upper()} servers have NPUs 0 to {most - 1}"
+            raise OptionsError(f"--devices {listed}: {server}, not {number}")
+        if number in numbers[:place]:
+            raise OptionsError(f"--devices {listed}: {number} is listed twice")
+    if len(numbers) != needed:
+        raise OptionsError(f"--devices {listed} lists {len(numbers)} NPUs, but the engine needs {needed} on this node")
+    return listed
+
+
+def _interface(options: EngineOptions, environment: Mapping[str, str]) -> str:
+    address = normal_host(options.address or "")
+    if found := options.interface or environment.get("GLOO_SOCKET_IFNAME"):
+        return found
+    if options.device is DeviceType.CPU and address.startswith("127."):
+        return "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(normal_host(each.address) == address for each in addresses):
+            return str(name)
+    raise OptionsError(f"--interface is missing: no interface with {address} was found")
+
+
+def _read_env_file(file: Path) -> dict[str, str]:
+    """Reads secrets, which only the file's owner may read: every user can read command lines and hosts.yaml."""
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CannotStartError(f"--env-file {file}: {error}") from None
+    if mode & 0o077:
+        raise CannotStartError(f"--env-file {file} has mode {mode:o}, so other users can access it: chmod 600 it")
+    found = {}
+    for line in text.splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise CannotStartError(f"--env-file {file}: a line is not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _start(options: EngineOptions, text: str, environment: Mapping[str, str]) -> NoReturn:
+    """Becomes the engine. Raises CannotStartError."""
+    program = shlex.split(text.splitlines()[-1])[1]
+    if shutil.which(program) is None:
+        raise CannotStartError(f"{program} not found: {_WHAT_TO_SET}")
+    for file in _cann_files(options, environment):
+        if not os.access(file, os.R_OK):
+            reason = f"{file} does not exist: `source` its set_env.sh first"
+            raise CannotStartError(f"CANN's environment is not loaded, and {reason}")
+    sys.stdout.flush()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the engine would inherit that
+    os.execvpe("bash", ["bash", "-c", text], environment)
+
+
+def _environment_help(role: EngineSide) -> str:
+    options = EngineOptions(role=role, model="", device=DeviceType.A3, address="IP")
+    lines = ["Environment variables, their default values, and their purpose:"]
+    for name, value, why in variables(options, "NAME", "0,1,..."):
+        lines += [f"  {name}" + (" (not set)" if value is None else f"={value}")]
+        lines += textwrap.wrap(why, 80, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    """`words`: the role, then the options of the launch script."""
+    role, rest = EngineSide(words[0]), words[1:]
+    name = f"launch_{role}"
+    end = rest.index("--") if "--" in rest else len(rest)
+    app = new_app()
+    app.command(help=_HELP[role] + _MORE_HELP)(EngineOptions)
+    options = run_command(app, f"{name}.sh", ["--role", role, *rest[:end]])
+    if not isinstance(options, EngineOptions):  # after --help
+        print(f"\n{_environment_help(role)}")
+        sys.exit(options)
+    try:
+        if options.device is DeviceType.CPU:
+            options = replace(options, address=options.address or "127.0.0.1")
+            if options.executor is Executor.RAY:
+                raise OptionsError("--executor ray: vLLM's CPU backend does not run on Ray")
+        if not options.address:
+            raise OptionsError("--address is missing: other nodes need it to reach this one")
+        secrets = {} if options.env_file is None else _read_env_file(options.env_file)
+        text = script(options, rest[end + 1 :], os.environ, secrets)
+        if options.dry_run:
+            print(text)
+            sys.exit()
+        _start(options, text, {**os.environ, **secrets})
+    except (OptionsError, CannotStartError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, OptionsError) else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
