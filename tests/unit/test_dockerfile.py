@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image's Dockerfile, as far as it can be tried without CANN's images: its instructions, what it copies, its shell
+commands and requirements, and that the package can be built from what it copies."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FILE = REPOSITORY / "examples/docker/Dockerfile"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Instructions with their arguments, in their order."""
+    lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(name, text.strip()) for name, _, text in (line.partition(" ") for line in joined.splitlines() if line)]
+
+
+def arguments(wanted: str) -> list[str]:
+    return [text for name, text in instructions() if name == wanted]
+
+
+def requirements(*options: str) -> list[Requirement]:
+    """Those of `pip install`'s arguments, and of the files that these name."""
+    found = []
+    words = iter(options)
+    for word in words:
+        if word == "-r":
+            lines = (REPOSITORY / next(words)).read_text().splitlines()
+            found += [Requirement(line) for line in lines if line and not line.startswith("#")]
+        elif word == "-e":
+            extra = re.fullmatch(r"\.\[(\w+)\]", next(words))
+            assert extra is not None
+            project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+            found += map(Requirement, [*project["dependencies"], *project["optional-dependencies"][extra[1]]])
+        elif not word.startswith("--no-"):
+            found.append(Requirement(word))
+    return found
+
+
+def test_instructions() -> None:
+    names = [name for name, _ in instructions()]
+    assert set(names) <= {"ARG", "FROM", "SHELL", "WORKDIR", "COPY", "RUN", "CMD"}
+    assert names[:2] == ["ARG", "FROM"]
+    assert names.index("SHELL") < names.index("RUN")
+    for form in (*arguments("SHELL"), *arguments("CMD")):
+        assert all(isinstance(word, str) for word in json.loads(form))
+    values = dict(text.split("=", 1) for text in arguments("ARG"))
+    for used in re.findall(r"\$\{(\w+)\}", " ".join(text for _, text in instructions())):
+        assert used in values
+    assert not re.search(r"(?i)(key|token|secret|password)\b", " ".join(values))
+
+
+def test_the_base_has_the_vllm_that_the_requirements_name() -> None:
+    [base] = [text.removeprefix("BASE=") for text in arguments("ARG") if text.startswith("BASE=")]
+    image, _, tag = base.partition(":")
+    assert image == "quay.io/ascend/vllm-ascend"
+    [vllm] = [each for each in requirements("-r", "requirements/npu.txt") if each.name == "vllm"]
+    assert vllm.specifier.contains(Version(tag.removeprefix("v")))
+
+
+def test_requirements_do_not_contradict_each_other() -> None:
+    lines = [re.search(r"pip install (.*?)(;|$)", text) for text in arguments("RUN")]
+    assert all(lines)
+    found = [each for line in lines if line for each in requirements(*shlex.split(line[1]))]
+    pinned = {each.name: next(iter(each.specifier)).version for each in found if "==" in str(each.specifier)}
+    assert {"torch", "torch-npu", "vllm", "vllm-ascend", "mooncake-transfer-engine-npu"} <= pinned.keys()
+    assert [each for each in found if each.name in pinned and not each.specifier.contains(pinned[each.name])] == []
+    [setuptools] = [each.specifier for each in found if each.name == "setuptools"]
+    needed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert str(setuptools).endswith(str(Requirement(needed[0]).specifier))
+
+
+@pytest.mark.parametrize("command", arguments("RUN"))
+def test_a_shell_can_read_each_command(command: str) -> None:
+    subprocess.run(["bash", "-n", "-c", command], check=True, timeout=10)
+    assert "--no-cache-dir" in command
+
+
+def copied(target: Path) -> None:
+    """Does what the COPY instructions do."""
+    ignored = FILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    assert ignored[1] == "*"
+    for text in arguments("COPY"):
+        *sources, place = text.split()
+        for source in sources:
+            assert f"!{source.partition('/')[0]}" in ignored, source
+            to = target / source if place == "./" else target / place
+            to.parent.mkdir(parents=True, exist_ok=True)
+            if (REPOSITORY / source).is_dir():
+                shutil.copytree(REPOSITORY / source, to, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            else:
+                shutil.copy(REPOSITORY / source, to)
+
+
+def test_the_package_can_be_built_from_what_is_copied(tmp_path: Path) -> None:
+    copied(tmp_path)
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"]
+    done = subprocess.run([*pip, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Would install vllm-ascend-pd" in done.stdout
+    # Every file of the package and of its kernels is there.
+    for folder in ("vllm_ascend_pd", "csrc"):
+        files = {path.relative_to(REPOSITORY) for path in (REPOSITORY / folder).rglob("*") if path.is_file()}
+        lost = {path for path in files if path.suffix not in (".so", ".pyc") and not (tmp_path / path).exists()}
+        assert lost == set()
+
+
+def test_pods_find_the_scripts_in_the_image() -> None:
+    [folder] = arguments("WORKDIR")
+    for role in ("prefill", "decode"):
+        resource = yaml.safe_load((REPOSITORY / f"examples/kubernetes/{role}.yaml").read_text())
+        template = resource["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+        script = Path(template["spec"]["containers"][0]["command"][0])
+        assert (REPOSITORY / script.relative_to(folder)).is_file()
+        assert script.relative_to(folder).parts[0] in " ".join(arguments("COPY")).split()
