@@ -15,16 +15,17 @@ behind it whose KV has arrived, those never run. With the patch, it waits like t
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
-
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+def fits(scheduler: Any) -> bool:
+    """Whether vLLM's scheduler has a queue of its own for requests that hold blocks."""
+    return hasattr(scheduler, "_handle_blocked_waiting_request")
+
+
 def install() -> None:
-    """Patches vLLM 0.32; does nothing in 0.23. May be called again."""
-    if not HAS_TRANSFER_RESULTS:
-        return
+    """Patches the loaded vLLM. May be called again."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     if Scheduler._update_waiting_for_remote_kv.__module__ == __name__:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM 0.23's scheduler on decode: a request whose KV has arrived can always run.
+"""Patch of the scheduler of vLLM 0.23 and 0.30 on decode: a request whose KV has arrived can always run.
 
 Requests that wait for KV, or whose KV has arrived, hold blocks and cannot be preempted. If none of them can start and
-nothing runs, no block is ever freed. vLLM 0.23 deadlocks like this in two ways, which 0.32 avoids:
+nothing runs, no block is ever freed. These versions deadlock like this in two ways, which 0.32 avoids:
 
 - A transfer gets blocks for its tokens only. The first step needs more: for the tokens of drafts, or for a last prompt
   token that is not transferred. Several such requests may each wait for a block of another one.
@@ -10,7 +10,7 @@ nothing runs, no block is ever freed. vLLM 0.23 deadlocks like this in two ways,
   been compiled, or its priority is higher) and come before requests whose KV has arrived.
 
 With the patch, a transfer gets all blocks of its first step together with its own, and requests whose KV has arrived
-are scheduled before those that hold no blocks. A third deadlock is in both versions: see `vllm_0_32_scheduler.py`.
+are scheduled before those that hold no blocks. A third deadlock is in all versions: see `vllm_0_32_scheduler.py`.
 
 vllm-ascend's schedulers call the patched methods from their own `schedule()`, too, so the patch holds for all of them.
 """
@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.connector.patches.vllm_0_32_scheduler import has_blocks, release_reservations_of_failed_transfers
-from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
-
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -44,10 +42,13 @@ class _Candidate:
         return self._request
 
 
+def fits(scheduler: Any) -> bool:
+    """Whether vLLM's scheduler chooses between two queues, of new and of skipped requests."""
+    return hasattr(scheduler, "_select_waiting_queue_for_scheduling")
+
+
 def install() -> None:
-    """Patches vLLM 0.23; does nothing in 0.32. May be called again."""
-    if HAS_TRANSFER_RESULTS:
-        return
+    """Patches the loaded vLLM. May be called again."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -64,7 +65,7 @@ def _schedule_arrived_requests_first(scheduler: Any) -> None:
     by_vllm = scheduler._select_waiting_queue_for_scheduling
 
     def select_waiting_queue_for_scheduling(self: Any) -> Any:
-        setattr(self.kv_cache_manager, _LOOKAHEAD, self.num_lookahead_tokens)
+        setattr(self.kv_cache_manager, _LOOKAHEAD, self.num_lookahead_tokens + _padding(self))
         queue = by_vllm(self)
         if queue is None or not self.skipped_waiting:
             return queue
@@ -81,6 +82,15 @@ def _schedule_arrived_requests_first(scheduler: Any) -> None:
         return queue
 
     scheduler._select_waiting_queue_for_scheduling = select_waiting_queue_for_scheduling
+
+
+def _padding(scheduler: Any) -> int:
+    """Returns how many tokens are added to the first step of a request whose KV has arrived.
+
+    vLLM 0.30 gives such a request as many draft positions as others have, if their number never changes.
+    """
+    fixed = hasattr(scheduler, "dynamic_sd_lookup") and scheduler.dynamic_sd_lookup is None
+    return int(scheduler.num_spec_tokens) if fixed else 0
 
 
 def _is_skipped(scheduler: Any, request: "Request") -> bool:
