@@ -9,6 +9,8 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,8 @@ def test_the_document_says_what_is_served() -> None:
 
 
 def test_no_route_of_vllm_is_forgotten() -> None:
-    pytest.importorskip("vllm.entrypoints.scale_out", reason="docs/routes.md names the routes of vLLM 0.32")
+    pytest.importorskip("vllm.entrypoints.scale_out", reason="docs/routes.md names the routes of vLLM 0.30 and later")
     from vllm.entrypoints.generate.api_router import register_generate_api_routers
-    from vllm.entrypoints.generate.structured_decisions.api_router import register_structured_decisions_api_router
     from vllm.entrypoints.openai.models.api_router import router as models
     from vllm.entrypoints.scale_out.factories import register_scale_out_api_routers
     from vllm.entrypoints.serve.tokenize.api_router import router as tokenize
@@ -51,7 +52,9 @@ def test_no_route_of_vllm_is_forgotten() -> None:
     app = FastAPI()
     app.state.args = Namespace(enable_scale_out=True, tokens_only=False)
     register_generate_api_routers(app)
-    register_structured_decisions_api_router(app)
+    with suppress(ModuleNotFoundError):  # from 0.32 on
+        decisions = import_module("vllm.entrypoints.generate.structured_decisions.api_router")
+        decisions.register_structured_decisions_api_router(app)
     register_scale_out_api_routers(app, ("generate",))
     register_speech_to_text_api_routers(app, ("transcription", "realtime"))
     for router in (models, tokenize):
