@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.connector.patches.vllm_0_32_scheduler import has_blocks, release_reservations_of_failed_transfers
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
