@@ -142,7 +142,7 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
     tensors = {
         name: tuple(torch.empty(shape, dtype=torch.bfloat16, device="npu") for _ in range(PARTS)) for name in names
     }
-    nothing = {name: lambda *args: None for name in ("gather_slices", "interleave_heads", "split_heads")}
+    nothing = {name: lambda *args: None for name in ("gather_units", "interleave_heads", "split_heads")}
     with (
         closing(Decode(layers, case)) as decode,
         mock.patch.multiple(ops, **nothing),

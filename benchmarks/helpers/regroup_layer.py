@@ -48,9 +48,9 @@ class Layer:
         return [part[:, :, rank * self.heads : (rank + 1) * self.heads].contiguous() for part in self._kv()]
 
     def expected(self, rank: int, blocks: Sequence[int]) -> Tensor:
-        """Returns what a rank has to write to decode: all heads of its share of each block's tokens, K then V."""
-        share = BLOCK // self.ranks
-        return self._kv()[:, list(blocks), rank * share : (rank + 1) * share].contiguous()
+        """Returns what a rank has to write to decode: all heads of its share of the blocks, K then V."""
+        share = math.ceil(len(blocks) / self.ranks)
+        return self._kv()[:, list(blocks)[rank * share : (rank + 1) * share]].contiguous()
 
     def _kv(self) -> Tensor:
         """Returns K and V of all heads, `[2, num_blocks, block, heads of the model, head size]`."""
@@ -67,19 +67,20 @@ def check_bytes(side: str, got: Tensor, wanted: Tensor) -> None:
 
 def our_side(
     layer: Layer, rank: int, device: Device, caches: Sequence[Tensor], timeout_s: float
-) -> tuple[Callable[[], Slot], StagingRing]:
+) -> tuple[Callable[[], Slot | None], StagingRing]:
     """Returns a function by which ours regroups the layer into a slot of the ring, and the ring, which has one slot."""
     spec = LayerSpec(group=0, block_size=BLOCK, heads=layer.heads, total_heads=HEADS)
     registered = describe({LAYER: tuple(caches)}, {LAYER: spec}, heads_first=False)
     [geometry] = registered.description.geometries
     route = make_route(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
-    slot_bytes = 2 * layer.num_blocks * BLOCK * geometry.entry_bytes
+    most, own = route.share(layer.num_blocks)
+    slot_bytes = 2 * most * layer.ranks * route.source_bytes
     ring: StagingRing[StepSend] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(route.ranks, group)
     regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s, PrefillObserver())
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
-    nobody = np.empty(0, dtype=np.int64)
-    units = Units(nobody, nobody)
-    step_send = StepSend(route, geometry, [], units, nobody, nobody, offsets.to(caches[0].device))
+    units = Units.of(BLOCK, [(0, layer.num_blocks * BLOCK)]).cut(own)
+    nowhere = np.empty(0, dtype=np.int64)
+    step_send = StepSend(route, geometry, [], units, nowhere, nowhere, offsets.to(caches[0].device), most)
     return lambda: regrouper.run(step_send, registered.tensors), ring

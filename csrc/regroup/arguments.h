@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "regroup.h"
@@ -33,9 +34,10 @@ inline void check_device(const char* op, const char* argument, const at::Tensor&
 
 // Nothing: there is nothing to copy. Offsets in a device's memory are not looked at.
 inline std::optional<Split> checked_split(const char* op, at::TensorList caches,
-                                          const at::Tensor& unit_offsets, int64_t splits, int64_t tokens,
-                                          int64_t row_bytes, const at::Tensor& out, int64_t out_offset,
-                                          int64_t out_cache_stride, int64_t out_split_stride) {
+                                          const at::Tensor& unit_offsets, int64_t section_units,
+                                          int64_t splits, int64_t tokens, int64_t row_bytes,
+                                          const at::Tensor& out, int64_t out_offset,
+                                          int64_t out_cache_stride, int64_t out_section_stride) {
   TORCH_CHECK_VALUE(unit_offsets.scalar_type() == at::kLong && unit_offsets.dim() == 1, op,
                     ": unit_offsets is a ", unit_offsets.dim(), "-d tensor of ", unit_offsets.scalar_type(),
                     ", must be 1-d of Long");
@@ -45,6 +47,7 @@ inline std::optional<Split> checked_split(const char* op, at::TensorList caches,
   Split job{{},
             static_cast<const int64_t*>(unit_offsets.const_data_ptr()),
             unit_offsets.numel(),
+            section_units,
             splits,
             tokens,
             row_bytes,
@@ -52,7 +55,7 @@ inline std::optional<Split> checked_split(const char* op, at::TensorList caches,
             static_cast<int64_t>(out.nbytes()),
             out_offset,
             out_cache_stride,
-            out_split_stride};
+            out_section_stride};
   for (const at::Tensor& cache : caches) {
     check_device(op, "cache", cache, out);
     job.caches.push_back({static_cast<const std::byte*>(cache.const_data_ptr()), addressable_bytes(cache)});
@@ -64,13 +67,21 @@ inline std::optional<Split> checked_split(const char* op, at::TensorList caches,
   return job;
 }
 
-inline std::optional<Split> checked_gather(at::TensorList caches, const at::Tensor& unit_offsets,
-                                           int64_t splits, int64_t slice_bytes, const at::Tensor& out,
-                                           int64_t out_offset, int64_t out_cache_stride,
-                                           int64_t out_split_stride) {
-  check_at_least("gather_slices", "slice_bytes", slice_bytes, 1);
-  return checked_split("gather_slices", caches, unit_offsets, splits, /*tokens=*/1, slice_bytes, out,
-                       out_offset, out_cache_stride, out_split_stride);
+inline std::optional<Split> checked_split_heads(at::TensorList caches, const at::Tensor& unit_offsets,
+                                                int64_t splits, int64_t tokens, int64_t row_bytes,
+                                                const at::Tensor& out, int64_t out_offset,
+                                                int64_t out_cache_stride, int64_t out_section_stride) {
+  return checked_split("split_heads", caches, unit_offsets, /*section_units=*/std::max<int64_t>(unit_offsets.numel(), 1),
+                       splits, tokens, row_bytes, out, out_offset, out_cache_stride, out_section_stride);
+}
+
+inline std::optional<Split> checked_gather_units(at::TensorList caches, const at::Tensor& unit_offsets,
+                                                 int64_t unit_bytes, int64_t section_units,
+                                                 const at::Tensor& out, int64_t out_offset,
+                                                 int64_t out_cache_stride, int64_t out_section_stride) {
+  check_at_least("gather_units", "unit_bytes", unit_bytes, 1);
+  return checked_split("gather_units", caches, unit_offsets, section_units, /*splits=*/1, /*tokens=*/1,
+                       unit_bytes, out, out_offset, out_cache_stride, out_section_stride);
 }
 
 inline std::optional<Interleave> checked_interleave(const at::Tensor& src, int64_t src_offset,

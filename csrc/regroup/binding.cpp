@@ -25,17 +25,18 @@ void run(const std::optional<Job>& job) {
   at::parallel_for(0, job->steps(), grain, [&](int64_t begin, int64_t end) { copy_steps(*job, begin, end); });
 }
 
-void gather_slices(at::TensorList caches, const at::Tensor& unit_offsets, int64_t splits, int64_t slice_bytes,
-                   at::Tensor& out, int64_t out_offset, int64_t out_cache_stride, int64_t out_split_stride) {
-  run(checked_gather(caches, unit_offsets, splits, slice_bytes, out, out_offset, out_cache_stride,
-                     out_split_stride));
+void gather_units(at::TensorList caches, const at::Tensor& unit_offsets, int64_t unit_bytes,
+                  int64_t section_units, at::Tensor& out, int64_t out_offset, int64_t out_cache_stride,
+                  int64_t out_section_stride) {
+  run(checked_gather_units(caches, unit_offsets, unit_bytes, section_units, out, out_offset, out_cache_stride,
+                           out_section_stride));
 }
 
 void split_heads(at::TensorList caches, const at::Tensor& unit_offsets, int64_t splits, int64_t tokens,
                  int64_t row_bytes, at::Tensor& out, int64_t out_offset, int64_t out_cache_stride,
-                 int64_t out_split_stride) {
-  run(checked_split("split_heads", caches, unit_offsets, splits, tokens, row_bytes, out, out_offset,
-                    out_cache_stride, out_split_stride));
+                 int64_t out_section_stride) {
+  run(checked_split_heads(caches, unit_offsets, splits, tokens, row_bytes, out, out_offset, out_cache_stride,
+                          out_section_stride));
 }
 
 void interleave_heads(const at::Tensor& src, int64_t src_offset, int64_t src_rank_stride, at::Tensor& out,
@@ -44,19 +45,19 @@ void interleave_heads(const at::Tensor& src, int64_t src_offset, int64_t src_ran
 }
 
 // The checks alone, for implementations in Python: is there anything to copy?
-bool check_gather(at::TensorList caches, const at::Tensor& unit_offsets, int64_t splits, int64_t slice_bytes,
-                  const at::Tensor& out, int64_t out_offset, int64_t out_cache_stride,
-                  int64_t out_split_stride) {
-  return checked_gather(caches, unit_offsets, splits, slice_bytes, out, out_offset, out_cache_stride,
-                        out_split_stride)
+bool check_gather(at::TensorList caches, const at::Tensor& unit_offsets, int64_t unit_bytes,
+                  int64_t section_units, const at::Tensor& out, int64_t out_offset, int64_t out_cache_stride,
+                  int64_t out_section_stride) {
+  return checked_gather_units(caches, unit_offsets, unit_bytes, section_units, out, out_offset,
+                              out_cache_stride, out_section_stride)
       .has_value();
 }
 
 bool check_split(at::TensorList caches, const at::Tensor& unit_offsets, int64_t splits, int64_t tokens,
                  int64_t row_bytes, const at::Tensor& out, int64_t out_offset, int64_t out_cache_stride,
-                 int64_t out_split_stride) {
-  return checked_split("split_heads", caches, unit_offsets, splits, tokens, row_bytes, out, out_offset,
-                       out_cache_stride, out_split_stride)
+                 int64_t out_section_stride) {
+  return checked_split_heads(caches, unit_offsets, splits, tokens, row_bytes, out, out_offset,
+                             out_cache_stride, out_section_stride)
       .has_value();
 }
 
@@ -75,39 +76,39 @@ auto no_op(void (*)(Args...)) {
 
 TORCH_LIBRARY(vllm_ascend_pd, m) {
   m.def(
-      "gather_slices(Tensor[] caches, Tensor unit_offsets, int splits, int slice_bytes, Tensor(a!) out, "
-      "int out_offset, int out_cache_stride, int out_split_stride) -> ()");
+      "gather_units(Tensor[] caches, Tensor unit_offsets, int unit_bytes, int section_units, "
+      "Tensor(a!) out, int out_offset, int out_cache_stride, int out_section_stride) -> ()");
   m.def(
       "split_heads(Tensor[] caches, Tensor unit_offsets, int splits, int tokens, int row_bytes, "
-      "Tensor(a!) out, int out_offset, int out_cache_stride, int out_split_stride) -> ()");
+      "Tensor(a!) out, int out_offset, int out_cache_stride, int out_section_stride) -> ()");
   m.def(
       "interleave_heads(Tensor src, int src_offset, int src_rank_stride, Tensor(a!) out, int out_offset, "
       "int ranks, int tokens, int row_bytes) -> ()");
   m.def(
-      "check_gather_slices(Tensor[] caches, Tensor unit_offsets, int splits, int slice_bytes, Tensor out, "
-      "int out_offset, int out_cache_stride, int out_split_stride) -> bool");
+      "check_gather_units(Tensor[] caches, Tensor unit_offsets, int unit_bytes, int section_units, "
+      "Tensor out, int out_offset, int out_cache_stride, int out_section_stride) -> bool");
   m.def(
       "check_split_heads(Tensor[] caches, Tensor unit_offsets, int splits, int tokens, int row_bytes, "
-      "Tensor out, int out_offset, int out_cache_stride, int out_split_stride) -> bool");
+      "Tensor out, int out_offset, int out_cache_stride, int out_section_stride) -> bool");
   m.def(
       "check_interleave_heads(Tensor src, int src_offset, int src_rank_stride, Tensor out, int out_offset, "
       "int ranks, int tokens, int row_bytes) -> bool");
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, CPU, m) {
-  m.impl("gather_slices", gather_slices);
+  m.impl("gather_units", gather_units);
   m.impl("split_heads", split_heads);
   m.impl("interleave_heads", interleave_heads);
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, Meta, m) {
-  m.impl("gather_slices", no_op(gather_slices));
+  m.impl("gather_units", no_op(gather_units));
   m.impl("split_heads", no_op(split_heads));
   m.impl("interleave_heads", no_op(interleave_heads));
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, CompositeExplicitAutograd, m) {
-  m.impl("check_gather_slices", check_gather);
+  m.impl("check_gather_units", check_gather);
   m.impl("check_split_heads", check_split);
   m.impl("check_interleave_heads", check_interleave);
 }

@@ -20,15 +20,17 @@ struct Cache {
   int64_t bytes;
 };
 
-// Paged caches -> `splits` sections of each, packed unit by unit, token by token (`split_heads`;
-// `gather_slices` is the same copy with one "token", its row being the slice). For c < caches, k < splits,
-// n < units, t < tokens:
-//   out[out_offset + c * out_cache_stride + k * out_split_stride + (n * tokens + t) * row_bytes :][:row_bytes]
+// Paged caches -> sections of each, packed unit by unit, token by token. `split_heads` makes a section of each
+// split of all units; `gather_units` is the same copy with one split and one "token", its row being the unit, and
+// makes a section of every `section_units` units. For c < caches, k < splits, n < units, t < tokens:
+//   out[out_offset + c * out_cache_stride + (k + n / section_units) * out_section_stride
+//       + (n % section_units * tokens + t) * row_bytes :][:row_bytes]
 //     = caches[c][unit_offsets[n] + (t * splits + k) * row_bytes :][:row_bytes]
 struct Split {
   std::vector<Cache> caches;
   const int64_t* unit_offsets;
   int64_t units;
+  int64_t section_units;  // all units, where there are several splits
   int64_t splits;
   int64_t tokens;
   int64_t row_bytes;
@@ -36,9 +38,10 @@ struct Split {
   int64_t out_bytes;
   int64_t out_offset;
   int64_t out_cache_stride;
-  int64_t out_split_stride;
+  int64_t out_section_stride;
 
   int64_t num_caches() const { return static_cast<int64_t>(caches.size()); }
+  int64_t sections() const { return splits + (units - 1) / section_units; }
 
   // Independent pieces of work: one unit of one cache.
   int64_t steps() const { return num_caches() * units; }
@@ -110,18 +113,17 @@ inline int64_t sections_end(int64_t offset, int64_t count, int64_t stride, int64
   return saturating_add(saturating_add(offset, saturating_mul(count - 1, stride)), section);
 }
 
-// Sections of all caches and splits, `section` bytes each: one stride must step over all that
-// the other one covers.
+// Sections of all caches, `section` bytes each: one stride must step over all that the other one covers.
 inline void check_sections_apart(const char* op, const Split& job, int64_t section) {
   if (job.num_caches() > 1) check_at_least(op, "out_cache_stride", job.out_cache_stride, section);
-  if (job.splits > 1) check_at_least(op, "out_split_stride", job.out_split_stride, section);
-  if (job.num_caches() == 1 || job.splits == 1) return;
-  if (job.out_cache_stride < job.out_split_stride)
-    check_at_least(op, "out_split_stride", job.out_split_stride,
+  if (job.sections() > 1) check_at_least(op, "out_section_stride", job.out_section_stride, section);
+  if (job.num_caches() == 1 || job.sections() == 1) return;
+  if (job.out_cache_stride < job.out_section_stride)
+    check_at_least(op, "out_section_stride", job.out_section_stride,
                    sections_end(0, job.num_caches(), job.out_cache_stride, section));
   else
     check_at_least(op, "out_cache_stride", job.out_cache_stride,
-                   sections_end(0, job.splits, job.out_split_stride, section));
+                   sections_end(0, job.sections(), job.out_section_stride, section));
 }
 
 // Checks all but the values in unit_offsets, which may lie in a device's memory. False: there is nothing to
@@ -129,17 +131,20 @@ inline void check_sections_apart(const char* op, const Split& job, int64_t secti
 inline bool check(const char* op, const Split& job) {
   check_at_least(op, "the number of caches", job.num_caches(), 1);
   check_at_least(op, "splits", job.splits, 1);
+  check_at_least(op, "section_units", job.section_units, 1);
   check_at_least(op, "tokens", job.tokens, 0);
   check_at_least(op, "row_bytes", job.row_bytes, 1);
   check_at_least(op, "out_offset", job.out_offset, 0);
   check_at_least(op, "out_cache_stride", job.out_cache_stride, 0);
-  check_at_least(op, "out_split_stride", job.out_split_stride, 0);
+  check_at_least(op, "out_section_stride", job.out_section_stride, 0);
   if (job.units == 0 || job.tokens == 0) return false;
 
-  const int64_t section = saturating_mul(saturating_mul(job.units, job.tokens), job.row_bytes);
+  // The last section may have fewer units; there is room for as many.
+  const int64_t section_units = std::min(job.section_units, job.units);
+  const int64_t section = saturating_mul(saturating_mul(section_units, job.tokens), job.row_bytes);
   check_sections_apart(op, job, section);
-  const int64_t one_cache = sections_end(0, job.splits, job.out_split_stride, section);
-  check_at_most(op, "the end of the last split in out",
+  const int64_t one_cache = sections_end(0, job.sections(), job.out_section_stride, section);
+  check_at_most(op, "the end of the last section in out",
                 sections_end(job.out_offset, job.num_caches(), job.out_cache_stride, one_cache), job.out_bytes,
                 "bytes of out");
   const int64_t unit = job.step_bytes();

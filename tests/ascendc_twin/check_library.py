@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 RATIO, NUM_UNITS, BLOCK, ROW = 2, 11, 128, 4 * 256
 UNIT = BLOCK * ROW
-SECTION = NUM_UNITS * UNIT // RATIO
+SECTION = -(-NUM_UNITS // RATIO) * UNIT
 
 
 def layer(device: str, kv: list["torch.Tensor"], unit_offsets: "torch.Tensor") -> dict[str, "torch.Tensor"]:
@@ -23,8 +23,8 @@ def layer(device: str, kv: list["torch.Tensor"], unit_offsets: "torch.Tensor") -
     ops = torch.ops.vllm_ascend_pd
     kv, unit_offsets = [cache.to(device) for cache in kv], unit_offsets.to(device)
     gathered, interleaved, split = (torch.zeros(2 * RATIO * SECTION, dtype=torch.uint8, device=device) for _ in "gis")
-    ops.gather_slices(kv, unit_offsets, RATIO, UNIT // RATIO, gathered, 0, SECTION, 2 * SECTION)
-    ops.interleave_heads(gathered, 0, 2 * SECTION, interleaved, 0, RATIO, 2 * NUM_UNITS * BLOCK // RATIO, ROW)
+    ops.gather_units(kv, unit_offsets, UNIT, SECTION // UNIT, gathered, 0, SECTION, 2 * SECTION)
+    ops.interleave_heads(gathered, 0, 2 * SECTION, interleaved, 0, RATIO, 2 * SECTION // ROW, ROW)
     ops.split_heads(kv, unit_offsets, RATIO, BLOCK, ROW // RATIO, split, 0, RATIO * SECTION, SECTION)
     return {"gather": gathered, "interleave": interleaved, "split": split}
 

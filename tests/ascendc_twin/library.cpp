@@ -22,12 +22,13 @@ const char* error_of(const Body& body) {
 
 extern "C" const char* twin_split(int64_t cores, int64_t unified_buffer_bytes, int64_t num_caches,
                                   const std::byte* const* caches, const int64_t* cache_bytes,
-                                  const int64_t* unit_offsets, int64_t units, int64_t splits, int64_t tokens,
+                                  const int64_t* unit_offsets, int64_t units, int64_t section_units,
+                                  int64_t splits, int64_t tokens,
                                   int64_t row_bytes, std::byte* out, int64_t out_bytes, int64_t out_offset,
-                                  int64_t out_cache_stride, int64_t out_split_stride, int64_t* launches) {
+                                  int64_t out_cache_stride, int64_t out_section_stride, int64_t* launches) {
   return error_of([&] {
-    twin::Split job{{},  unit_offsets, units,      splits,           tokens,          row_bytes,
-                    out, out_bytes,    out_offset, out_cache_stride, out_split_stride};
+    twin::Split job{{},  unit_offsets, units,      section_units,    splits, tokens, row_bytes,
+                    out, out_bytes,    out_offset, out_cache_stride, out_section_stride};
     for (int64_t c = 0; c < num_caches; ++c) job.caches.push_back({caches[c], cache_bytes[c]});
     *launches = twin::run({cores, unified_buffer_bytes}, job);
   });

@@ -36,23 +36,25 @@ twin::Chip pick_chip() { return {pick(1, 12), pick(16, 192) * 1024}; }
 
 bool split_case() {
   const int64_t row = pick_row(), splits = pick(1, 4), tokens = pick(1, row > 4096 ? 2 : 20), units = pick(1, 4);
-  const int64_t num_caches = pick(1, 3), unit = splits * tokens * row, section = units * tokens * row;
+  const int64_t num_caches = pick(1, 3), unit = splits * tokens * row;
+  // Several sections of units, as a gather has them, or of splits.
+  const int64_t share = splits == 1 ? pick(1, units) : units, sections = splits + (units - 1) / share;
   std::vector<std::vector<std::byte>> memory;
   for (int64_t c = 0; c < num_caches; ++c) memory.push_back(random_bytes(unit * 2 + pick(0, 9)));
   std::vector<int64_t> offsets(units);
   for (int64_t& offset : offsets) offset = pick(0, unit);
-  const int64_t inner = section + pick(0, 9), outer = inner * splits + pick(0, 9), begin = pick(0, 9);
+  const int64_t inner = share * tokens * row + pick(0, 9), outer = inner * sections + pick(0, 9), begin = pick(0, 9);
   std::vector<std::byte> out = random_bytes(begin + outer * num_caches + inner + 5), expected = out;
 
-  twin::Split job{{},         offsets.data(), units, splits, tokens, row, out.data(), static_cast<int64_t>(out.size()),
-                  begin, outer,          inner};
+  twin::Split job{{},         offsets.data(), units, share, splits, tokens,
+                  row,        out.data(),     static_cast<int64_t>(out.size()), begin, outer, inner};
   for (const auto& cache : memory) job.caches.push_back({cache.data(), static_cast<int64_t>(cache.size())});
   twin::run(pick_chip(), job);
   for (int64_t c = 0; c < num_caches; ++c)
     for (int64_t n = 0; n < units; ++n)
       for (int64_t t = 0; t < tokens; ++t)
         for (int64_t k = 0; k < splits; ++k)
-          std::memcpy(&expected[begin + c * outer + k * inner + (n * tokens + t) * row],
+          std::memcpy(&expected[begin + c * outer + (k + n / share) * inner + (n % share * tokens + t) * row],
                       &memory[c][offsets[n] + (t * splits + k) * row], row);
   return out == expected;
 }

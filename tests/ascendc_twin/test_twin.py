@@ -70,14 +70,17 @@ class Twin:
         out: Bytes,
         out_offset: int,
         out_cache_stride: int,
-        out_split_stride: int,
+        out_section_stride: int,
+        section_units: int = 0,
     ) -> int:
+        """`section_units`: 0 for all units."""
         addresses = (ctypes.c_void_p * len(caches))(*[cache.ctypes.data for cache in caches])
         sizes = (ctypes.c_int64 * len(caches))(*[cache.size for cache in caches])
         return self._launches(
             self._library.twin_split,
             *(chip.cores, chip.unified_buffer, len(caches), addresses, sizes, unit_offsets, len(unit_offsets)),
-            *(splits, tokens, row, out, out.size, out_offset, out_cache_stride, out_split_stride),
+            *(section_units or len(unit_offsets), splits, tokens, row),
+            *(out, out.size, out_offset, out_cache_stride, out_section_stride),
         )
 
     def interleave(
@@ -174,12 +177,23 @@ def check_split(
 
 
 @many
-@given(case=paged_case(max_tokens=1), begin=gaps, gap=gaps, cache_major=st.booleans())
-def test_gather_slices(twin: Twin, case: PagedCase, begin: int, gap: int, cache_major: bool) -> None:
-    _, caches, offsets, splits, _, row = case
-    units = np.stack([[cache[at:][: splits * row] for at in offsets] for cache in caches])
-    slices = units.reshape(len(caches), len(offsets), splits, row).transpose(0, 2, 1, 3)
-    check_split(twin, case, slices.reshape(len(caches), splits, -1), begin, gap, cache_major)
+@given(case=paged_case(max_tokens=1), share=st.integers(1, 6), begin=gaps, gap=gaps, cache_major=st.booleans())
+def test_gather_units(twin: Twin, case: PagedCase, share: int, begin: int, gap: int, cache_major: bool) -> None:
+    chip, caches, offsets, splits, _, row = case
+    unit, share = splits * row, min(share, len(offsets))
+    sections = -(-len(offsets) // share)
+    inner = share * unit + gap
+    outer = inner * (sections if cache_major else len(caches)) + gap
+    cache_stride, section_stride = (outer, inner) if cache_major else (inner, outer)
+    out = random_bytes(begin + len(caches) * sections * (inner + gap) + outer)
+    expected = out.copy()
+    for c, cache in enumerate(caches):
+        for n, at in enumerate(offsets):
+            to = begin + c * cache_stride + n // share * section_stride + n % share * unit
+            expected[to : to + unit] = cache[at:][:unit]
+    launches = twin.split(chip, caches, offsets, 1, 1, unit, out, begin, cache_stride, section_stride, share)
+    assert np.array_equal(out, expected)
+    assert launches == -(-len(caches) // 8)
 
 
 @many
@@ -227,20 +241,19 @@ def test_a_layer_is_one_gather_one_all_to_all_and_one_interleave(twin: Twin, cfg
     r, num_blocks, row = cfg.ratio, 16, cfg.heads * 256
     caches = [[random_bytes(num_blocks * 128 * row, 2 * rank + i) for i in range(2)] for rank in range(r)]
     ids = np.random.default_rng(0).permutation(num_blocks)[: cfg.num_ids]
-    slice_bytes = 128 // r * row
-    section = cfg.num_ids * slice_bytes
+    unit, share = 128 * row, -(-cfg.num_ids // r)
+    section = share * unit
 
-    sends = [np.empty((r, 2, cfg.num_ids, 128 // r, row), dtype=np.uint8) for _ in range(r)]
+    sends = [np.zeros((r, 2, share, 128, row), dtype=np.uint8) for _ in range(r)]
     for kv, send in zip(caches, sends, strict=True):
-        offsets = ids.astype(np.int64) * 128 * row
-        assert twin.split(A2, kv, offsets, r, 1, slice_bytes, send, 0, section, 2 * section) == 1
+        offsets = ids.astype(np.int64) * unit
+        assert twin.split(A2, kv, offsets, 1, 1, unit, send, 0, section, 2 * section, share) == 1
     received = [np.stack([send[rank] for send in sends]) for rank in range(r)]
-    staged = [np.empty((2, cfg.num_ids, 128 // r, r, row), dtype=np.uint8) for _ in range(r)]
+    staged = [np.empty((2, share, 128, r, row), dtype=np.uint8) for _ in range(r)]
     for src, out in zip(received, staged, strict=True):
-        tokens = 2 * cfg.num_ids * 128 // r
-        assert twin.interleave(A2, src, 0, 2 * section, r, tokens, row, out, 0) == 1
+        assert twin.interleave(A2, src, 0, 2 * section, r, 2 * share * 128, row, out, 0) == 1
 
-    decode = np.stack(staged, axis=2).reshape(2, cfg.num_ids, 128, r, row)
+    decode = np.concatenate(staged, axis=1)[:, : cfg.num_ids]
     for i in range(2):
         blocks = [kv[i].reshape(num_blocks, 128, row)[ids] for kv in caches]
         assert np.array_equal(decode[i], np.stack(blocks, axis=2))
@@ -261,7 +274,7 @@ def test_offsets_past_4_gib(twin: Twin) -> None:
     near_row, far_row = random_bytes(row, 1), random_bytes(row, 2)
     big[:row], big[far : far + row] = near_row, far_row
 
-    twin.split(A2, [big], np.array([far, 0], dtype=np.int64), 1, 1, row, small, 0, 0, 0)
+    twin.split(A2, [big], np.array([far, 0], dtype=np.int64), 1, 1, row, small, 0, 0, 0, 2)
     assert np.array_equal(small, np.concatenate([far_row, near_row]))
     twin.split(A2, [small], np.array([0], dtype=np.int64), 2, 1, row, other, 0, 0, far)
     assert np.array_equal(other[far : far + row], near_row)

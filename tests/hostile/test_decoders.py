@@ -103,7 +103,7 @@ def _use(ticket: Ticket) -> None:
     assert ticket.endpoint.startswith("tcp://")
     assert len(ticket.sharding.shares) == ticket.remote_tp_size <= 1024
     with contextlib.suppress(TopologyError):
-        writers_to(0, ticket.sharding, sharding(4), 8, ticket.replica_hash)
+        writers_to(0, ticket.sharding, sharding(4), 8, ticket.replica_hash, exchange=True)
 
 
 def _client_request(endpoint: Endpoint, data: bytes) -> None:

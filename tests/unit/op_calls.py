@@ -20,14 +20,18 @@ IMPLEMENTATIONS = pytest.mark.parametrize("impl", [ops, ops_fallback], ids=["ops
 GATHER: dict[str, Any] = {
     "caches": [torch.zeros(4, 64, dtype=torch.uint8)],
     "unit_offsets": torch.tensor([0, 192]),
-    "splits": 2,
-    "slice_bytes": 32,
+    "unit_bytes": 64,
+    "section_units": 1,
     "out": torch.zeros(128, dtype=torch.uint8),
     "out_offset": 0,
     "out_cache_stride": 0,
-    "out_split_stride": 64,
+    "out_section_stride": 64,
 }
-SPLIT: dict[str, Any] = {k: v for k, v in GATHER.items() if k != "slice_bytes"} | {"tokens": 4, "row_bytes": 8}
+SPLIT: dict[str, Any] = {k: v for k, v in GATHER.items() if k not in ("unit_bytes", "section_units")} | {
+    "splits": 2,
+    "tokens": 4,
+    "row_bytes": 8,
+}
 INTERLEAVE: dict[str, Any] = {
     "src": torch.zeros(128, dtype=torch.uint8),
     "src_offset": 0,

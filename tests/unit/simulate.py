@@ -5,6 +5,7 @@ What ends up in decode's caches is compared with the cache of a single engine th
 That truth, and which rank holds which heads and tokens, is worked out here without the code under test.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +16,11 @@ from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches,
 from vllm_ascend_pd.core.plan import (
     Descriptors,
     Offsets,
-    Regroup,
     Route,
     Units,
     concatenate,
     descriptors,
     make_route,
-    staged_units,
 )
 from vllm_ascend_pd.core.topology import Sharding
 
@@ -295,25 +294,25 @@ def _push(
     ]
     d_stage = next(stage for stage in decode if name in stage[0].tensors)
     for rank, route, mine, held, unit in zip(stage, routes, served, wanted, units, strict=True):
-        memory, planes = rank.tensors[name].memory, None
-        if route.regroup is Regroup.GATHER:
-            assert route.ranks[route.index] == rank.rank
-            received = [sends[r][route.index] for r in route.ranks]  # the all-to-all
-            planes = [interleave(received, route)]
-        elif route.regroup is Regroup.SPLIT:
-            planes = split(memory, unit, route)
-        if planes is not None:
-            capacity = len(unit) + 1  # staging may be larger than what it holds
-            memory = stage_planes(planes, route, capacity, len(unit), rng)
+        memory, capacity = rank.tensors[name].memory, 0
+        if route.is_staged:
+            assert not route.ranks or route.ranks[route.index] == rank.rank
+            group = route.ranks or (rank.rank,)
+            most, own = route.share(len(unit))
+            planes = regroup([sends[r][route.index] for r in group], route)  # the all-to-all
+            capacity = most + 1  # staging may be larger than what it holds
+            memory = stage_planes(planes, route, capacity, rng)
+            held, unit = held.cut(own), np.arange(len(unit[own]), dtype=np.int64) * route.staged_bytes
         for target in route.targets:
             peer = d_stage[target.tp_rank]
             tensor = peer.tensors[name]
             dst = _offsets(held, [case.requests[i].d_blocks for i in mine], tensor.geometry, [ranges[i] for i in mine])
             theirs = held.held(tensor.geometry.share)
-            src = unit if planes is None else staged_units(route, target.plane, capacity, len(unit))
+            src = unit + target.plane * capacity * route.staged_bytes
             todo = descriptors(target, src[theirs], dst[theirs])
             assert_nothing_left_to_merge(todo)
-            assert todo.total_bytes == theirs.sum() * target.rows * target.nbytes
+            assert len(todo.src) <= theirs.sum(), "a unit is at most one copy"
+            assert todo.total_bytes == theirs.sum() * target.nbytes
             execute(todo, memory, tensor)
             copies.append(len(todo.src))
             for i in mine:
@@ -333,31 +332,28 @@ def _offsets(units: Units, blocks: list[tuple[int, ...]], geometry: Geometry, ra
 
 
 def gather(memory: Bytes, units: Offsets, route: Route) -> list[Bytes]:
-    """What goes to each rank of the all-to-all: its token slice of every unit."""
-    size = route.unit * route.row_bytes // max(1, len(route.ranks))
-    return [concatenate([memory[at + j * size : at + (j + 1) * size] for at in units]) for j in range(len(route.ranks))]
+    """What goes to each rank of the all-to-all: our heads of its share of the units, and noise up to the largest."""
+    if not route.is_staged:
+        return []
+    whole = [memory[at : at + route.source_bytes] for at in units]
+    sections = []
+    for index in range(route.ratio):
+        most, share = dataclasses.replace(route, index=index).share(len(units))
+        noise = np.full((most - len(whole[share])) * route.source_bytes, 7, dtype=np.uint8)
+        sections.append(concatenate([*whole[share], noise]).astype(np.uint8))
+    return sections
 
 
-def interleave(received: list[Bytes], route: Route) -> Bytes:
-    """`[ranks][tokens, row]` -> `[tokens, ranks, row]`."""
-    rows = [part.astype(np.uint8).reshape(-1, route.row_bytes) for part in received]
-    return np.stack(rows, axis=1).ravel()
+def regroup(received: list[Bytes], route: Route) -> list[Bytes]:
+    """`[ranks][entries, row]` -> `[planes][entries, row of a plane]`."""
+    rows = np.stack([part.reshape(-1, route.source_row) for part in received], axis=1)
+    planes = rows.reshape(-1, route.planes, route.plane_row)
+    return [planes[:, plane].ravel() for plane in range(route.planes)]
 
 
-def split(memory: Bytes, units: Offsets, route: Route) -> list[Bytes]:
-    """Per plane, its rows of every token of every unit."""
-    starts = [
-        units[:, None] + (np.arange(route.unit) * route.planes + plane) * route.row_bytes
-        for plane in range(route.planes)
-    ]
-    return [memory[(start[..., None] + np.arange(route.row_bytes)).ravel()] for start in starts]
-
-
-def stage_planes(planes: list[Bytes], route: Route, capacity: int, count: int, rng: np.random.Generator) -> Bytes:
-    assert len(planes) == route.planes
+def stage_planes(planes: list[Bytes], route: Route, capacity: int, rng: np.random.Generator) -> Bytes:
     staging = rng.integers(0, 256, len(planes) * capacity * route.staged_bytes, dtype=np.uint8)
     for k, plane in enumerate(planes):
-        assert plane.size == count * route.staged_bytes
         staging[k * capacity * route.staged_bytes :][: plane.size] = plane
     return staging
 

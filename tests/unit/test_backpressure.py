@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.prefill.regroup import Regrouper
@@ -60,11 +59,12 @@ class Regrouping:
 
 
 def layer(has_failed: bool = False, waits_for_grant: bool = False) -> Any:
-    route = SimpleNamespace(
-        regroup=Regroup.SPLIT, staged_bytes=SLOT_BYTES, planes=1, unit=1, row_bytes=SLOT_BYTES, ranks=()
-    )
+    route = SimpleNamespace(planes=1, entries=1, plane_row=SLOT_BYTES, ranks=())
     return SimpleNamespace(
         route=route,
+        share=1,
+        tensor_bytes=SLOT_BYTES,
+        plane_bytes=SLOT_BYTES,
         unit_offsets=torch.zeros(1, dtype=torch.int64),
         has_failed=has_failed,
         waits_for_grant=waits_for_grant,

@@ -66,7 +66,7 @@ def compared(wrong: int = 0, fallback_wrong: int = 0, not_compiled: str = "") ->
     return [
         Compared(op, row, 1 << 20, "Ascend910B1", not_compiled, wrong, fallback_wrong, 0.001, 0.002)
         for row in kernels.ROWS
-        for op in ("gather_slices", "split_heads", "interleave_heads")
+        for op in ("gather_units", "split_heads", "interleave_heads")
     ]
 
 
@@ -74,13 +74,13 @@ def test_kernels() -> None:
     fine = kernels.judge(compared(), Ran("", ""))
     assert (fine.level, fine.figures["compiled"]) == (Level.OK, True)
     assert "9 cases on Ascend910B1" in fine.found
-    assert fine.figures["gather_slices_bytes_per_second"] == (1 << 20) * 1000
+    assert fine.figures["gather_units_bytes_per_second"] == (1 << 20) * 1000
     slower = kernels.judge(compared(not_compiled="they were not built"), Ran("", ""))
     assert (slower.level, slower.figures["compiled"]) == (Level.WARNING, False)
     assert "not in use (they were not built)" in slower.found
     wrong = kernels.judge(compared(wrong=7), Ran("", ""))
     assert wrong.level is Level.ERROR
-    assert "7 of 1048576 bytes of gather_slices differ" in wrong.found
+    assert "7 of 1048576 bytes of gather_units differ" in wrong.found
     assert "of torch's operators differ" in kernels.judge(compared(fallback_wrong=7), Ran("", "")).found
     crashed = kernels.judge(compared()[:4], Ran("", "aicore exception", "was ended by SIGABRT"))
     assert crashed.level is Level.ERROR

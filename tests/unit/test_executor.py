@@ -14,17 +14,18 @@ import torch
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.plan import Regroup, Route, make_route
+from vllm_ascend_pd.core.plan import Route, make_route
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RunningTime
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.prefill import step_send as write_plan
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.sender import LayerExecutor
+from vllm_ascend_pd.prefill.staging import StagedLayer
 from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, StepWrites, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.transport.batches import TransferLimits
@@ -239,13 +240,51 @@ def test_another_thread_may_not_execute(engine, executor, transfers):
     assert len(engine.arrived) == written
 
 
+def staged_route(**fields: Any) -> Route:
+    return Route(BLOCK, ROUTE.targets, planes=1, entries=BLOCK, source_row=TOKEN_BYTES, plane_row=TOKEN_BYTES, **fields)
+
+
 def test_what_a_staging_slot_does_not_hold_is_several_transfers(transfers):
-    split = Route(Regroup.SPLIT, BLOCK, ROUTE.targets, staged_bytes=BLOCK_BYTES, row_bytes=TOKEN_BYTES)
-    [whole] = plan(transfers, split, slot_units=2)
-    parts = plan(transfers, split, slot_units=1)
-    assert [len(part.src_units) for part in parts] == [1, 1]
-    for name in ("src_units", "d_blocks"):
-        assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+    [whole] = plan(transfers, staged_route(), slot_units=2)
+    parts = plan(transfers, staged_route(), slot_units=1)
+    assert [part.src_units.tolist() for part in parts] == [[0], [0]], "each begins in a slot of its own"
+    assert whole.src_units.tolist() == [0, BLOCK_BYTES]
+    assert np.array_equal(np.concatenate([part.d_blocks for part in parts]), whole.d_blocks)
     assert np.array_equal(np.concatenate([part.units.owner for part in parts]), whole.units.owner)
     on_device = [part.unit_offsets for part in parts]
-    assert torch.equal(torch.cat([each for each in on_device if each is not None]), torch.from_numpy(whole.src_units))
+    assert whole.unit_offsets is not None
+    assert torch.equal(torch.cat([each for each in on_device if each is not None]), whole.unit_offsets)
+
+
+def test_staged_units_are_in_the_order_of_decodes_blocks():
+    transfers = [make_transfer("a", 9), make_transfer("b", 7), make_transfer("c", 8)]
+    [send] = plan(transfers, staged_route(), slot_units=3)
+    assert (send.d_blocks.tolist(), send.units.owner.tolist()) == ([7, 8, 9], [1, 2, 0])
+    assert send.unit_offsets is not None
+    assert send.unit_offsets.tolist() == [BLOCK_BYTES * block for block in (3, 5, 1)]
+
+
+def test_ranks_of_a_group_exchange_the_same_units_and_write_shares_of_them():
+    transfers = [make_transfer("a", 9), make_transfer("b", 7), make_transfer("c", 8)]
+    sends = [plan(transfers, staged_route(ranks=(0, 1), index=index), slot_units=4)[0] for index in range(2)]
+    assert [send.d_blocks.tolist() for send in sends] == [[7, 8], [9]]
+    assert [send.share for send in sends] == [2, 2]
+    assert len({tuple(send.unit_offsets.tolist()) for send in sends if send.unit_offsets is not None}) == 1
+
+
+def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(executor, engine):
+    """But its layers end like others: whether the exchange has failed decides what it reports."""
+    ungranted = make_transfer("a", 7, lease_s=0.0)
+    [send] = plan([ungranted], staged_route(ranks=(0, 1), index=1), slot_units=2)
+    assert (len(send.units), send.share) == (0, 1)
+    staged = StagedLayer(Done(), send.tensor_bytes)
+    executor.execute(LayerPush(LAYERS[0], send, StepWrites(send, 1), [OURS[0]], Done(), staged))
+    assert (engine.arrived, ungranted.failure) == ([], None)
+
+    class Failed(Done):
+        def wait(self, timeout_s: float) -> None:
+            raise DeviceError("an all-to-all failed")
+
+    executor.execute(LayerPush(LAYERS[0], send, StepWrites(send, 1), [OURS[0]], Failed(), staged))
+    assert ungranted.failure is not None
+    assert "an all-to-all failed" in ungranted.failure

@@ -51,7 +51,7 @@ class Paged:
 
     def output(self, sections: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
         """An output buffer, the same with `sections` [caches, splits, ...] where the op should write them, and
-        out_offset, out_cache_stride and out_split_stride."""
+        out_offset, out_cache_stride and out_section_stride."""
         num_caches, splits = sections.shape[:2]
         size = sections[0, 0].numel()
         inner = size + self.gap
@@ -84,12 +84,22 @@ def paged(draw: st.DrawFn) -> Paged:
 
 
 @IMPLEMENTATIONS
-@given(case=paged())
-def test_gather_slices(impl: ModuleType, case: Paged) -> None:
-    slices = case.units.unflatten(2, (case.splits, -1)).transpose(1, 2)
-    out, expected, layout = case.output(slices)
-    slice_bytes = slices[0, 0, 0].numel() if slices.numel() else 1
-    impl.gather_slices(case.caches, case.unit_offsets, case.splits, slice_bytes, out, *layout)
+@given(case=paged(), section_units=st.integers(1, 9))
+def test_gather_units(impl: ModuleType, case: Paged, section_units: int) -> None:
+    units = case.units.flatten(2)
+    count, unit_bytes = units.shape[1:]
+    sections = max(1, -(-count // section_units))
+    section_units = min(section_units, max(count, 1))
+    padded = torch.zeros(len(units), sections * section_units, unit_bytes, dtype=torch.uint8)
+    padded[:, :count] = units
+    out, expected, layout = case.output(padded.unflatten(1, (sections, section_units)))
+    # What the last section has room for beyond the units is not written.
+    offset, cache_stride, section_stride = layout
+    for cache in range(len(units)):
+        for n in range(count, sections * section_units):
+            at = offset + cache * cache_stride + n // section_units * section_stride + n % section_units * unit_bytes
+            expected[at : at + unit_bytes] = out[at : at + unit_bytes]
+    impl.gather_units(case.caches, case.unit_offsets, max(unit_bytes, 1), section_units, out, *layout)
     assert torch.equal(out, expected)
 
 
@@ -163,22 +173,21 @@ def test_gather_all_to_all_interleave_yields_decode_blocks(cfg: Regroup) -> None
     caches = [[random_tensor(shape, torch.bfloat16) for _ in "kv"] for _ in range(r)]
     ids = torch.randperm(cfg.num_blocks)[: cfg.num_ids]
     row_bytes = cfg.heads * cfg.head_size * 2
-    slice_bytes = block_size // r * row_bytes
-    section = cfg.num_ids * slice_bytes
+    unit, share = block_size * row_bytes, -(-cfg.num_ids // r)
 
-    sends = [torch.empty(r, 2 * section, dtype=torch.uint8) for _ in range(r)]
+    sends = [torch.empty(r, 2, share, unit, dtype=torch.uint8) for _ in range(r)]
     for kv, send in zip(caches, sends, strict=True):
-        ops.gather_slices(kv, ids * block_size * row_bytes, r, slice_bytes, send, 0, section, 2 * section)
+        ops.gather_units(kv, ids * unit, unit, share, send, 0, share * unit, 2 * share * unit)
     received = [torch.stack([send[rank] for send in sends]) for rank in range(r)]
-    staged = [torch.empty(2, cfg.num_ids, r * slice_bytes, dtype=torch.uint8) for _ in range(r)]
+    staged = [torch.empty(2, share, r * unit, dtype=torch.uint8) for _ in range(r)]
     for src, out in zip(received, staged, strict=True):
-        ops.interleave_heads(src, 0, 2 * section, out, 0, r, 2 * cfg.num_ids * block_size // r, row_bytes)
+        ops.interleave_heads(src, 0, 2 * share * unit, out, 0, r, 2 * share * block_size, row_bytes)
 
-    # Rank j writes its contiguous 1/r, token slice j, of every decode block.
-    decode = torch.stack(staged, dim=2).flatten(1).view(torch.bfloat16)
+    # Rank j has all heads of the j-th part of decode's blocks.
+    decode = torch.cat(staged, dim=1)[:, : cfg.num_ids].flatten(1)
     for i in range(2):
         truth = torch.cat([kv[i][ids] for kv in caches], dim=2)
-        assert torch.equal(decode[i].view(torch.uint8), truth.flatten().view(torch.uint8))
+        assert torch.equal(decode[i], truth.flatten().view(torch.uint8))
 
 
 @pytest.mark.usefixtures("threads")
@@ -201,9 +210,9 @@ def test_offsets_past_4_gib() -> None:
     near_row, far_row = random_tensor((2, row))
     big[:row], big[far : far + row] = near_row, far_row
 
-    ops.gather_slices([big], torch.tensor([far, 0]), 1, row, small, 0, 0, 0)
+    ops.gather_units([big], torch.tensor([far, 0]), row, 2, small, 0, 0, 0)
     assert torch.equal(small, torch.cat([far_row, near_row]))
-    ops.gather_slices([small], torch.tensor([0]), 2, row, other, 0, 0, far)
+    ops.gather_units([small], torch.tensor([0, row]), row, 1, other, 0, 0, far)
     assert torch.equal(other[far : far + row], near_row)
     ops.split_heads([small], torch.tensor([0]), 1, 2, row, other, far, 0, 0)
     assert torch.equal(other[far : far + 2 * row], small)
@@ -244,6 +253,7 @@ def test_ops_release_the_gil() -> None:
     holding_it.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     assert ticks_during(lambda: holding_it(out.data_ptr(), src.data_ptr(), size)) == 0
     offsets, half = torch.tensor([0]), size // 2
-    assert ticks_during(lambda: ops.gather_slices([src], offsets, 2, half, out, 0, 0, half)) > 0
+    halves = torch.tensor([0, half])
+    assert ticks_during(lambda: ops.gather_units([src], halves, half, 1, out, 0, 0, half)) > 0
     assert ticks_during(lambda: ops.split_heads([src], offsets, 2, 1, half, out, 0, 0, half)) > 0
     assert ticks_during(lambda: ops.interleave_heads(src, 0, half, out, 0, 2, half // 256, 256)) > 0

@@ -17,21 +17,23 @@ HUGE = 2**62
 TWO_CACHES = {"caches": GATHER["caches"] * 2}
 APART = {"out": torch.zeros(256, dtype=torch.uint8), "out_cache_stride": 128}
 
-# Of gather_slices and split_heads: their caches, units and sections are the same 4 * 64 and 2 * 64 bytes.
+# Of gather_units and split_heads: their caches, units and sections are the same 4 * 64 and 2 * 64 bytes.
 SPLIT_ERRORS = [
-    ({"splits": 0}, "splits is 0, must be at least 1"),
     ({"out_offset": -1}, "out_offset is -1, must be at least 0"),
-    ({"out_offset": 1}, r"end of the last split in out is 129, must be at most 128 \(bytes of out\)"),
-    ({"out_offset": HUGE, "out_split_stride": HUGE}, "end of the last split in out is 9223372036854775807"),
-    ({"out_split_stride": -1}, "out_split_stride is -1, must be at least 0"),
-    ({"out_split_stride": 63}, "out_split_stride is 63, must be at least 64"),
-    ({"out_split_stride": 65}, "end of the last split in out is 129"),
+    ({"out_offset": 1}, r"end of the last section in out is 129, must be at most 128 \(bytes of out\)"),
+    ({"out_offset": HUGE, "out_section_stride": HUGE}, "end of the last section in out is 9223372036854775807"),
+    ({"out_section_stride": -1}, "out_section_stride is -1, must be at least 0"),
+    ({"out_section_stride": 63}, "out_section_stride is 63, must be at least 64"),
+    ({"out_section_stride": 65}, "end of the last section in out is 129"),
     ({"out_cache_stride": -1}, "out_cache_stride is -1, must be at least 0"),
     ({"caches": []}, "the number of caches is 0, must be at least 1"),
     (TWO_CACHES, "out_cache_stride is 0, must be at least 64"),
     (TWO_CACHES | {"out_cache_stride": 127}, "out_cache_stride is 127, must be at least 128"),
-    (TWO_CACHES | {"out_cache_stride": 64, "out_split_stride": 127}, "out_split_stride is 127, must be at least 128"),
-    (TWO_CACHES | {"out_cache_stride": 128}, r"end of the last split in out is 256, must be at most 128 "),
+    (
+        TWO_CACHES | {"out_cache_stride": 64, "out_section_stride": 127},
+        "out_section_stride is 127, must be at least 128",
+    ),
+    (TWO_CACHES | {"out_cache_stride": 128}, r"end of the last section in out is 256, must be at most 128 "),
     ({"unit_offsets": torch.tensor([0, -1])}, r"unit_offsets\[1\] is -1, must be at least 0"),
     ({"unit_offsets": torch.tensor([193, 0])}, r"unit_offsets\[0\] is 193, must be at most 192 "),
     ({"unit_offsets": torch.tensor([0, 2**63 - 1])}, r"unit_offsets\[1\] is 9223372036854775807"),
@@ -45,13 +47,15 @@ SPLIT_ERRORS = [
     ({"unit_offsets": SHARED[:16].view(torch.int64), "out": SHARED[8:136]}, "overlaps unit_offsets"),
 ]
 ERRORS = [
-    *[("gather_slices", GATHER, bad, message) for bad, message in SPLIT_ERRORS],
-    ("gather_slices", GATHER, {"slice_bytes": 0}, "slice_bytes is 0, must be at least 1"),
-    ("gather_slices", GATHER, {"slice_bytes": HUGE}, "out_split_stride is 64, must be at least"),
+    *[("gather_units", GATHER, bad, message) for bad, message in SPLIT_ERRORS],
+    ("gather_units", GATHER, {"unit_bytes": 0}, "unit_bytes is 0, must be at least 1"),
+    ("gather_units", GATHER, {"unit_bytes": HUGE}, "out_section_stride is 64, must be at least"),
+    ("gather_units", GATHER, {"section_units": 0}, "section_units is 0, must be at least 1"),
+    ("split_heads", SPLIT, {"splits": 0}, "splits is 0, must be at least 1"),
     *[("split_heads", SPLIT, bad, message) for bad, message in SPLIT_ERRORS],
     ("split_heads", SPLIT, {"tokens": -1}, "tokens is -1, must be at least 0"),
     ("split_heads", SPLIT, {"row_bytes": 0}, "row_bytes is 0, must be at least 1"),
-    ("split_heads", SPLIT, {"tokens": HUGE, "row_bytes": HUGE}, "out_split_stride is 64, must be at least"),
+    ("split_heads", SPLIT, {"tokens": HUGE, "row_bytes": HUGE}, "out_section_stride is 64, must be at least"),
     *[
         ("interleave_heads", INTERLEAVE, bad, message)
         for bad, message in [
@@ -84,7 +88,7 @@ def test_bad_arguments(impl: ModuleType, op: str, good: dict[str, Any], bad: dic
     assert (out == 7).all()
 
 
-@pytest.mark.parametrize(("op", "good"), [("gather_slices", GATHER), ("interleave_heads", INTERLEAVE)])
+@pytest.mark.parametrize(("op", "good"), [("gather_units", GATHER), ("interleave_heads", INTERLEAVE)])
 def test_tensors_on_different_devices(op: str, good: dict[str, Any]) -> None:
     elsewhere = torch.empty(128, dtype=torch.uint8, device="meta")
     with pytest.raises(ValueError, match=f"^{op}: .* is on cpu, must be on meta as out is"):
@@ -94,7 +98,7 @@ def test_tensors_on_different_devices(op: str, good: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("op", "good", "empty"),
     [
-        ("gather_slices", GATHER, {"unit_offsets": torch.tensor([], dtype=torch.int64)}),
+        ("gather_units", GATHER, {"unit_offsets": torch.tensor([], dtype=torch.int64)}),
         ("split_heads", SPLIT, {"unit_offsets": torch.tensor([], dtype=torch.int64)}),
         ("split_heads", SPLIT, {"tokens": 0}),
         ("interleave_heads", INTERLEAVE, {"tokens": 0}),
@@ -108,14 +112,14 @@ def test_nothing_to_copy(impl: ModuleType, op: str, good: dict[str, Any], empty:
 def test_a_unit_may_end_where_a_strided_cache_ends() -> None:
     cache = random_tensor((4, 2, 64))[:, 0]  # 64 bytes every 128: addressable to 3 * 128 + 64
     out = torch.zeros(64, dtype=torch.uint8)
-    ops.gather_slices([cache], torch.tensor([384]), 1, 64, out, 0, 0, 0)
+    ops.gather_units([cache], torch.tensor([384]), 64, 1, out, 0, 0, 0)
     assert torch.equal(out, cache[3])
     with pytest.raises(ValueError, match=r"unit_offsets\[0\] is 385, must be at most 384"):
-        ops.gather_slices([cache], torch.tensor([385]), 1, 64, out, 0, 0, 0)
+        ops.gather_units([cache], torch.tensor([385]), 64, 1, out, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("op", "kwargs"), [("gather_slices", GATHER), ("split_heads", SPLIT), ("interleave_heads", INTERLEAVE)]
+    ("op", "kwargs"), [("gather_units", GATHER), ("split_heads", SPLIT), ("interleave_heads", INTERLEAVE)]
 )
 def test_ops_trace(op: str, kwargs: dict[str, Any]) -> None:
     torch.library.opcheck(getattr(torch.ops.vllm_ascend_pd, op).default, (), kwargs)

@@ -44,7 +44,7 @@ def test_the_fallback_refuses_units_off_its_grid() -> None:
     cache = torch.zeros(4, 64, dtype=torch.uint8)
     out = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="multiples of 64 bytes"):
-        ops_fallback.gather_slices([cache], torch.tensor([32]), 1, 64, out, 0, 0, 0)
+        ops_fallback.gather_units([cache], torch.tensor([32]), 64, 1, out, 0, 0, 0)
 
 
 def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

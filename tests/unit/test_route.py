@@ -2,12 +2,11 @@
 """What a route makes of a unit."""
 
 import msgspec
-import numpy as np
 import pytest
 from simulate import all_sizes
 
-from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order
-from vllm_ascend_pd.core.plan import Regroup, Target, descriptors, make_route, staged_units, why_slow
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, Order, RankCaches
+from vllm_ascend_pd.core.plan import Target, make_route, slot_bytes, why_slow
 from vllm_ascend_pd.core.topology import Sharding, TopologyError, regroup_groups, sharding, writers_to
 
 
@@ -25,24 +24,50 @@ def geometry(heads: int, total: int, *, block_size: int = 4, order: Order = Orde
 
 
 @pytest.mark.parametrize(
-    ("heads", "p_tp", "d_tp", "order", "regroup", "planes", "ranks"),
+    ("heads", "p_tp", "d_tp", "order", "planes", "ranks"),
     [
-        (4, 2, 2, Order.TOKEN_MAJOR, Regroup.NONE, 1, ()),
-        (4, 4, 2, Order.TOKEN_MAJOR, Regroup.GATHER, 1, (0, 1)),
-        (4, 4, 1, Order.TOKEN_MAJOR, Regroup.GATHER, 1, (0, 1, 2, 3)),
-        (2, 4, 1, Order.TOKEN_MAJOR, Regroup.GATHER, 1, (0, 2)),
-        (4, 2, 4, Order.TOKEN_MAJOR, Regroup.SPLIT, 2, ()),
-        (4, 2, 8, Order.TOKEN_MAJOR, Regroup.SPLIT, 2, ()),
-        (6, 3, 2, Order.TOKEN_MAJOR, Regroup.NONE, 1, ()),
-        (8, 8, 1, Order.TOKEN_MAJOR, Regroup.NONE, 1, ()),  # 8 slices of a block of 4 tokens: none
-        (1, 4, 2, Order.TOKEN_MAJOR, Regroup.NONE, 1, ()),
-        (4, 4, 2, Order.HEAD_MAJOR, Regroup.NONE, 1, ()),
-        (4, 2, 4, Order.HEAD_MAJOR, Regroup.NONE, 1, ()),
+        (4, 2, 2, Order.TOKEN_MAJOR, 0, ()),
+        (4, 4, 2, Order.TOKEN_MAJOR, 1, (0, 1)),
+        (4, 4, 1, Order.TOKEN_MAJOR, 1, (0, 1, 2, 3)),
+        (2, 4, 1, Order.TOKEN_MAJOR, 1, (0, 2)),
+        (4, 2, 4, Order.TOKEN_MAJOR, 2, ()),
+        (4, 2, 8, Order.TOKEN_MAJOR, 2, ()),
+        (6, 3, 2, Order.TOKEN_MAJOR, 2, (0, 1, 2)),
+        (6, 2, 3, Order.TOKEN_MAJOR, 3, (0, 1)),
+        (8, 8, 1, Order.TOKEN_MAJOR, 1, tuple(range(8))),
+        (1, 4, 2, Order.TOKEN_MAJOR, 0, ()),
+        (4, 4, 2, Order.HEAD_MAJOR, 0, ()),
+        (4, 2, 4, Order.HEAD_MAJOR, 0, ()),
     ],
 )
-def test_what_rank_0_does(heads, p_tp, d_tp, order, regroup, planes, ranks):
+def test_what_rank_0_does(heads, p_tp, d_tp, order, planes, ranks):
     route = make_route(geometry(max(1, heads // p_tp), heads, order=order), 0, sharding(p_tp), sharding(d_tp), 4)
-    assert (route.regroup, route.planes, route.ranks) == (regroup, planes, ranks)
+    assert (route.planes, route.ranks) == (planes, ranks)
+
+
+@pytest.mark.parametrize(("count", "shares"), [(8, [4, 4]), (5, [3, 2]), (1, [1, 0]), (0, [0, 0])])
+def test_ranks_of_a_group_share_whole_units(count, shares):
+    routes = [make_route(geometry(2, 4), rank, sharding(2), sharding(1), 4) for rank in range(2)]
+    given = [range(count)[route.share(count)[1]] for route in routes]
+    assert [unit for share in given for unit in share] == [*range(count)], "in order, each once"
+    assert [len(share) for share in given] == shares
+    assert {route.share(count)[0] for route in routes} == {shares[0]}
+    assert [target for route in routes for target in route.targets] == [Target(tp_rank=0, nbytes=32)] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_slot_holds_a_step_and_what_the_ranks_of_a_group_round_up(ranks):
+    own = geometry(4 // ranks, 4)
+    tensors = tuple(CacheTensor("layer", part, 0, 8, 0) for part in range(2))
+    size = slot_bytes(RankCaches((own,), tensors), 20)
+    assert size == (20 + (1 + ranks) * 4) * 2 * own.entry_bytes
+    for decode in (1, 2, 4):
+        route = make_route(own, 0, sharding(ranks), sharding(decode), 4)
+        if route.is_staged:
+            units = route.slot_units(size, len(tensors))
+            assert units >= 20 // 4 + 1
+            assert units % route.ratio == 0
+            assert route.share(units)[0] * route.planes * route.staged_bytes * 2 <= size
 
 
 @pytest.mark.parametrize("order", Order)
@@ -55,10 +80,8 @@ def test_every_exchange_has_its_process_group():
     for heads, p_tp, d_tp in all_sizes():
         groups = regroup_groups(sharding(p_tp), heads)
         for rank in range(p_tp):
-            # Blocks of 840 tokens: every ratio up to 8 divides them, so every exchange that can be, is.
-            own = geometry(max(1, heads // p_tp), heads, block_size=840)
-            route = make_route(own, rank, sharding(p_tp), sharding(d_tp), 840)
-            if route.regroup is Regroup.GATHER:
+            route = make_route(geometry(max(1, heads // p_tp), heads), rank, sharding(p_tp), sharding(d_tp), 4)
+            if route.ranks:
                 assert route.ranks in groups
                 assert route.ranks[route.index] == rank
 
@@ -75,13 +98,20 @@ def test_writers_are_those_whose_routes_lead_to_the_rank():
                         for rank, route in enumerate(routes)
                         if route.serves(replica_hash) and any(t.tp_rank == d_rank for t in route.targets)
                     )
-                    assert writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, replica_hash) == lead_there
+                    exchange = order is Order.TOKEN_MAJOR
+                    assert (
+                        writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, replica_hash, exchange) == lead_there
+                    )
 
 
-def test_replicas_share_the_requests():
+def test_replicas_share_the_requests_or_the_decode_ranks():
     routes = [make_route(geometry(1, 2), rank, sharding(8), sharding(1), 4) for rank in range(8)]
     served = [[replica_hash for replica_hash in range(8) if route.serves(replica_hash)] for route in routes]
     assert served == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
+    # 8 replicas of one head, and 2 on decode: those of even and those of odd numbers take turns.
+    routes = [make_route(geometry(1, 1), rank, sharding(8), sharding(2), 4) for rank in range(8)]
+    assert [[target.tp_rank for target in route.targets] for route in routes] == [[0], [1]] * 4
+    assert [(route.replica_index, route.replicas) for route in routes] == [(rank // 2, 4) for rank in range(8)]
 
 
 def test_head_major_needs_equal_block_sizes():
@@ -158,7 +188,7 @@ def test_decode_cannot_share_tokens_of_heads_that_only_one_rank_has():
     ("heads", "prefill", "decode", "slow"),
     [
         (4, sharding(2), sharding(1), None),
-        (6, sharding(3), sharding(2), "tensor-parallel sizes 3"),
+        (6, sharding(3), sharding(2), None),
         (1, sharding(2, 2, 16), sharding(1), None),
         (1, sharding(2, 2, 2), sharding(2, 2, 2), None),  # neighbours merge to whole blocks
         (1, sharding(1), sharding(2, 2, 2), "it is written 2 tokens at a time"),
@@ -170,20 +200,3 @@ def test_what_is_right_but_slow(heads, prefill, decode, slow):
     route = make_route(source, 0, prefill, decode, 16)
     said = why_slow(route, source, prefill, decode, 16)
     assert (said is None) if slow is None else (said is not None and slow in said and "correct but slow" in said)
-
-
-# --- offsets -------------------------------------------------------------------------------------------------
-
-
-def test_strided_target():
-    target = Target(0, nbytes=3, src_offset=1, dst_offset=2, rows=2, src_pitch=10, dst_pitch=20)
-    copies = descriptors(target, np.array([0, 100]), np.array([500, 1000]))
-    assert copies.src.tolist() == [1, 11, 101, 111]
-    assert copies.dst.tolist() == [502, 522, 1002, 1022]
-    assert copies.nbytes.tolist() == [3, 3, 3, 3]
-
-
-def test_staged_units_of_a_plane():
-    route = make_route(geometry(2, 2), 0, sharding(1), sharding(2), 4)
-    assert (route.staged_bytes, route.planes) == (8, 2)
-    assert staged_units(route, 1, capacity=5, count=2).tolist() == [40, 48]

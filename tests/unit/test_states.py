@@ -20,7 +20,7 @@ from vllm_ascend_pd.core.layout import (
     StatePartition,
     partition_states,
 )
-from vllm_ascend_pd.core.plan import Regroup, Units, descriptors, make_route
+from vllm_ascend_pd.core.plan import Units, descriptors, make_route
 from vllm_ascend_pd.core.topology import sharding
 
 ROWS = 3  # of a convolution with 4 taps
@@ -98,7 +98,7 @@ def test_each_byte_arrives(
         for tensor in prefill.description.tensors:
             source = prefill.description.geometry_of(tensor)
             route = make_route(source, p_rank, sharding(p_tp), sharding(d_tp), 1)
-            assert route.regroup is Regroup.NONE
+            assert not route.is_staged
             if not route.serves(replica_hash):
                 continue
             units = Units.of(route.unit, [(0, 1)])

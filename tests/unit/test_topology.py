@@ -58,8 +58,8 @@ def test_sizes_that_do_not_fit(tp, heads):
         lambda: owned_heads(0, tp, heads),
         lambda: holders(0, tp, heads),
         lambda: regroup_groups(sharding(tp), heads),
-        lambda: writers_to(0, sharding(tp), sharding(1), heads, 0),
-        lambda: writers_to(0, sharding(1), sharding(tp), heads, 0),
+        lambda: writers_to(0, sharding(tp), sharding(1), heads, 0, True),
+        lambda: writers_to(0, sharding(1), sharding(tp), heads, 0, True),
     ):
         with pytest.raises(TopologyError):
             use()
@@ -75,15 +75,25 @@ def test_sizes_that_do_not_fit(tp, heads):
         (2, 4, 1, 0, [(0, 2)]),
         (2, 4, 1, 1, [(1, 3)]),
         (2, 4, 1, 2, [(0, 2)]),
-        (1, 4, 2, 3, [(3,), (3,)]),
+        (1, 4, 2, 3, [(2,), (3,)]),
         (2, 1, 4, 0, [(0,), (0,), (0,), (0,)]),
-        (2, 4, 8, 1, [(1,)] * 4 + [(3,)] * 4),
+        (2, 4, 8, 1, [(0,), (1,)] * 2 + [(2,), (3,)] * 2),
+        # As many replicas on both sides write one to one, whatever the hash; else those of a lane take turns.
+        (1, 4, 4, 2, [(0,), (1,), (2,), (3,)]),
+        (1, 4, 2, 2, [(0,), (1,)]),
+        (1, 4, 6, 3, [(2,), (3,)] * 3),
     ],
 )
 def test_writers_to(heads, p_tp, d_tp, replica_hash, writers):
     assert [
-        writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, replica_hash) for d_rank in range(d_tp)
+        writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, replica_hash, False) for d_rank in range(d_tp)
     ] == writers
+
+
+def test_ranks_that_exchange_heads_write_to_all_their_decode_ranks():
+    """Of 6 heads, prefill's 3 ranks have 2 each and decode's 2 ranks 3: the middle one's are for both."""
+    assert [writers_to(rank, sharding(2), sharding(3), 6, 0, True) for rank in range(2)] == [(0, 1, 2)] * 2
+    assert [writers_to(rank, sharding(3), sharding(2), 6, 0, True) for rank in range(3)] == [(0, 1)] * 3
 
 
 @pytest.mark.parametrize("heads", range(1, 9))
@@ -97,7 +107,7 @@ def test_each_head_has_one_writer(heads):
                     needed = owned_heads(d_rank, d_tp, heads)
                     brought = [
                         head
-                        for writer in writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, replica_hash)
+                        for writer in writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, replica_hash, False)
                         for head in owned_heads(writer, p_tp, heads)
                         if head in needed
                     ]
@@ -108,7 +118,7 @@ def test_each_head_has_one_writer(heads):
 def test_replicas_take_turns(tp, heads):
     """Over as many consecutive hashes as there are replicas, every prefill rank writes exactly once."""
     hashes = range(replicas(tp, heads))
-    turns = [rank for each in hashes for rank in writers_to(0, sharding(1), sharding(tp), heads, each)]
+    turns = [rank for each in hashes for rank in writers_to(0, sharding(1), sharding(tp), heads, each, True)]
     assert sorted(turns) == [*range(tp)]
 
 
@@ -194,7 +204,7 @@ def test_tokens_that_are_not_shared_evenly(dealt, heads):
     for use in (
         lambda: dealt.replicas(heads),
         lambda: regroup_groups(dealt, heads),
-        lambda: writers_to(0, sharding(1), dealt, heads, 0),
+        lambda: writers_to(0, sharding(1), dealt, heads, 0, True),
     ):
         with pytest.raises(TopologyError):
             use()
@@ -217,7 +227,7 @@ def test_tokens_that_are_not_shared_evenly(dealt, heads):
     ],
 )
 def test_writers_hold_tokens_of_the_decode_ranks(heads, prefill, decode, replica_hash, writers):
-    assert [writers_to(rank, decode, prefill, heads, replica_hash) for rank in range(decode.tp)] == writers
+    assert [writers_to(rank, decode, prefill, heads, replica_hash, True) for rank in range(decode.tp)] == writers
 
 
 def test_ranks_that_exchange_heads_hold_the_same_tokens():

@@ -9,7 +9,6 @@ offsets.
 
 from __future__ import annotations
 
-import enum
 import math
 import struct
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order, RankCaches, TokenShare
-from vllm_ascend_pd.core.topology import Sharding, holders
+from vllm_ascend_pd.core.topology import Lanes, Sharding, exchanged_heads
 
 
 def _integers(values: Sequence[int]) -> Offsets:
@@ -59,8 +58,8 @@ class Units:
     def where(self, mask: Mask) -> Units:
         return Units(self.tokens[mask], self.owner[mask])
 
-    def cut(self, at: slice) -> Units:
-        """Returns the units at these places."""
+    def cut(self, at: slice | Offsets) -> Units:
+        """Returns the units at these places, in this order."""
         return Units(self.tokens[at], self.owner[at])
 
     def held(self, share: TokenShare) -> Mask:
@@ -104,72 +103,89 @@ NULL_BLOCK = 0
 """The block that stands for none: vLLM's block pool never gives it to a request (`BlockPool.null_block`)."""
 
 
-class Regroup(enum.Enum):
-    """What the sender does to units before it writes them."""
-
-    NONE = "none"  # units are written straight from the paged cache
-    GATHER = "gather"  # an all-to-all brings the heads of several prefill ranks together
-    SPLIT = "split"  # the heads of this rank are divided among several decode ranks
-
-
 @dataclass(frozen=True)
 class Target:
-    """The part of every source unit that goes to one decode rank: `rows` runs of `nbytes`.
+    """The part of every source unit that goes to one decode rank: one run of `nbytes`.
 
     Offsets count from the start of the unit, on either side, in bytes.
     """
 
     # The decode rank.
     tp_rank: int
-    # Bytes of one run.
     nbytes: int
     # The staging plane that the bytes come from. Always 0 unless the route splits.
     plane: int = 0
-    # Where the first run begins in the source unit.
+    # Where the run begins in the source unit.
     src_offset: int = 0
     # Where it goes in decode's unit.
     dst_offset: int = 0
-    # How many runs there are.
-    rows: int = 1
-    # From the start of one run to the start of the next, in the source unit.
-    src_pitch: int = 0
-    # The same in decode's unit.
-    dst_pitch: int = 0
 
 
 @dataclass(frozen=True)
 class Route:
     """How units of one geometry travel from one prefill rank to a decode engine.
 
-    If several prefill ranks hold the same KV, each serves the tickets whose `replica_hash` selects its index.
+    Units that are regrouped are *staged*: the ranks of a group bring the heads of all of them together, each rank for
+    its own share of whole units, and divide these heads into planes, one for each decode rank that wants them.
+
+    If several prefill ranks hold the same KV, those that write to the same decode ranks serve tickets in turn: each
+    those whose `replica_hash` selects its index.
     """
 
-    regroup: Regroup
     # Tokens of a unit.
     unit: int
     targets: tuple[Target, ...]
-    # The index of this rank among the ranks that hold the same KV.
+    # The index of this rank among the ranks that hold the same KV and write to the same decode ranks.
     replica_index: int = 0
-    # How many ranks hold the same KV.
+    # How many of them there are.
     replicas: int = 1
-    # Bytes of a unit in each plane of a staging slot. 0 if nothing is staged.
-    staged_bytes: int = 0
-    # How many planes a staging slot has for a tensor.
-    planes: int = 1
-    # The ranks of the all-to-all group, in the order of their heads.
+    # The ranks that exchange heads, in the order of their heads. Empty if none do.
     ranks: tuple[int, ...] = ()
     # This rank's index in the group.
     index: int = 0
-    # Bytes of one entry on the side with fewer heads: the run that regrouping moves.
-    row_bytes: int = 0
+    # How many planes a staging slot has for a tensor. 0 if nothing is staged.
+    planes: int = 0
+    # Entries of a unit.
+    entries: int = 0
+    # Bytes of one entry in our cache.
+    source_row: int = 0
+    # Bytes of one entry in a plane, and in decode's cache.
+    plane_row: int = 0
 
     @property
-    def pieces(self) -> int:
-        """The most runs in which a target gets its share of a unit: more than one if rows are written one by one."""
-        return max((target.rows for target in self.targets), default=0)
+    def is_staged(self) -> bool:
+        """Whether units are regrouped before they are written."""
+        return self.planes > 0
+
+    @property
+    def ratio(self) -> int:
+        """How many ranks share the staged units of a step."""
+        return max(1, len(self.ranks))
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of a unit in our cache."""
+        return self.entries * self.source_row
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of a unit in a plane."""
+        return self.entries * self.plane_row
 
     def serves(self, replica_hash: int) -> bool:
         return replica_hash % self.replicas == self.replica_index
+
+    def slot_units(self, slot_bytes: int, tensors: int) -> int:
+        """Returns how many units of `tensors` a group regroups at a time, so that each rank's share fits its slot."""
+        return slot_bytes // (tensors * self.source_bytes) // self.ratio * self.ratio
+
+    def share(self, count: int) -> tuple[int, slice]:
+        """Returns of `count` staged units: the most that a rank of the group gets, and which of them are this rank's.
+
+        Each rank gets a contiguous part, so that neighbours are written by one rank. The last ranks may get none.
+        """
+        most = -(-count // self.ratio)
+        return most, slice(min(self.index * most, count), min((self.index + 1) * most, count))
 
 
 def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding, d_block_size: int) -> Route:
@@ -178,44 +194,43 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
     `d_block_size`: tokens in decode's blocks. Raises LayoutError or TopologyError if the two sides cannot fit.
     """
     total = source.total_heads
-    copies, replica = prefill.replicas(total), prefill.replica_index(rank, total)
-    decode.replicas(total)  # raises
-    d_heads = len(decode.heads(0, total))
+    lanes = Lanes.between(prefill, decode, total)
+    replica = prefill.replica_index(rank, total)
+    lane, turn = lanes.of_writer(replica)
     unit = _common_unit(source, decode, d_block_size)
     # Units begin and end with entries: both sides' blocks hold whole ones.
     entries = unit // source.tokens_per_entry
-    head = source.head_bytes
     own = prefill.heads(rank, total)
-    if source.order is Order.TOKEN_MAJOR and d_heads > source.heads and d_heads % source.heads == 0:
-        ratio = d_heads // source.heads
-        if entries % ratio == 0:
-            owner = own.start // source.heads
-            first = owner - owner % ratio
-            staged = entries // ratio * d_heads * head
-            index = owner - first
-            # As many heads are on no other decode rank, so this one has all tokens.
-            target = Target(tp_rank=owner // ratio, nbytes=staged, dst_offset=index * staged)
-            share = prefill.shares[rank]
-            ranks = tuple(prefill.holders(o * source.heads, total, share)[replica] for o in range(first, first + ratio))
-            return Route(Regroup.GATHER, unit, (target,), replica, copies, staged, 1, ranks, index, source.entry_bytes)
-    if source.order is Order.TOKEN_MAJOR and source.heads > d_heads and source.heads % d_heads == 0:
-        row = d_heads * head
-        targets = tuple(
-            Target(tp_rank=d_rank, nbytes=entries * row, plane=plane)
-            for plane in range(source.heads // d_heads)
-            for d_rank in holders(own[plane * d_heads], decode.tp, total)
-            if source.share.meets(decode.share(d_rank))
-        )
-        return Route(
-            Regroup.SPLIT, unit, targets, replica, copies, entries * row, source.heads // d_heads, row_bytes=row
-        )
-    overlaps = (
-        _overlap(source, entries, own, d_rank, decode.heads(d_rank, total))
+    d_ranks = [
+        d_rank
         for d_rank in range(decode.tp)
-        if source.share.meets(decode.share(d_rank))
+        if source.share.meets(decode.share(d_rank)) and lanes.of_reader(decode.replica_index(d_rank, total)) == lane
+    ]
+    d_heads = len(decode.heads(0, total))
+    if source.order is Order.HEAD_MAJOR or d_heads == source.heads:
+        overlaps = (_overlap(source, entries, own, d_rank, decode.heads(d_rank, total)) for d_rank in d_ranks)
+        targets = tuple(target for target in overlaps if target is not None)
+        return Route(unit, targets, turn, lanes.writers)
+    group = exchanged_heads(own.start, source.heads, d_heads)
+    owners = range(group.start, group.stop, source.heads)
+    ranks = tuple(prefill.holders(head, total, prefill.shares[rank])[replica] for head in owners)
+    plane_row = d_heads * source.head_bytes
+    return Route(
+        unit,
+        tuple(
+            Target(d_rank, entries * plane_row, plane=(heads.start - group.start) // d_heads)
+            for d_rank in d_ranks
+            if (heads := decode.heads(d_rank, total)).start in group
+        ),
+        turn,
+        lanes.writers,
+        ranks if len(ranks) > 1 else (),
+        owners.index(own.start),
+        len(group) // d_heads,
+        entries,
+        source.entry_bytes,
+        plane_row,
     )
-    targets = tuple(target for target in overlaps if target is not None)
-    return Route(Regroup.NONE, unit, targets, replica, copies)
 
 
 def regroupable(geometries: Iterable[Geometry]) -> list[Geometry]:
@@ -226,8 +241,8 @@ def regroupable(geometries: Iterable[Geometry]) -> list[Geometry]:
 def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
     """Returns the bytes that one layer of a step of `step_tokens` takes after regrouping; 0 if no layer can need it.
 
-    The result has a little room to spare, since every request may end in a unit that is filled only in part. A step
-    that does not fit is sent in several transfers.
+    The result has a little room to spare: every request may end in a unit that is filled only in part, and the ranks
+    of a group get equally many units. A step that does not fit is sent in several transfers.
     """
     movable = regroupable(caches.geometries)
     layers: dict[str, int] = {}
@@ -236,18 +251,13 @@ def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
         if geometry in movable:
             layers[tensor.layer] = layers.get(tensor.layer, 0) + geometry.entry_bytes
     largest_block = max((g.block_size for g in movable), default=0)
+    largest_group = max((g.total_heads // g.heads for g in movable), default=1)
     ranks = max((g.share.ranks for g in movable), default=1)  # all the same
-    return (step_tokens // ranks + 2 * largest_block) * max(layers.values(), default=0)
+    return (step_tokens // ranks + (1 + largest_group) * largest_block) * max(layers.values(), default=0)
 
 
 def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding, d_block_size: int) -> str | None:
     """Returns why units are sent in small pieces, in words for the log; None if they are sent as whole blocks."""
-    if route.pieces > 1:
-        return (
-            f"tensor-parallel sizes {prefill.tp} (prefill) and {decode.tp} (decode) do not divide each other's "
-            f"{source.total_heads} KV heads evenly: KV is written in {route.pieces} pieces per {route.unit} tokens of "
-            "a layer, which is correct but slow"
-        )
     # If both sides divide tokens alike, neighbouring runs merge into whole blocks again.
     alike = decode.parts > 1 and (prefill.parts, prefill.interleave) == (decode.parts, decode.interleave)
     if route.unit < min(source.block_size, d_block_size) and not alike:
@@ -281,22 +291,11 @@ def _common_unit(source: Geometry, decode: Sharding, d_block_size: int) -> int:
 
 
 def _overlap(source: Geometry, entries: int, own: range, d_rank: int, theirs: range) -> Target | None:
-    """Returns what goes straight from the cache to `d_rank`: the heads that both hold, in as few runs as possible."""
+    """Returns what goes straight from the cache to `d_rank`: the heads that both hold, in one run."""
     first, last = max(own.start, theirs.start), min(own.stop, theirs.stop)
     if first >= last:
         return None
-    head = source.head_bytes
-    if source.order is Order.TOKEN_MAJOR and own != theirs:
-        return Target(
-            tp_rank=d_rank,
-            nbytes=(last - first) * head,
-            src_offset=(first - own.start) * head,
-            dst_offset=(first - theirs.start) * head,
-            rows=entries,
-            src_pitch=len(own) * head,
-            dst_pitch=len(theirs) * head,
-        )
-    per_head = entries * head
+    per_head = entries * source.head_bytes
     return Target(
         tp_rank=d_rank,
         nbytes=(last - first) * per_head,
@@ -320,13 +319,7 @@ class Descriptors:
 
 def descriptors(target: Target, src_units: Offsets, dst_units: Offsets) -> Descriptors:
     """Returns the copies that bring every unit's share to `target`. Neighbouring copies are merged."""
-    src = src_units + target.src_offset
-    dst = dst_units + target.dst_offset
-    if target.rows > 1:
-        rows = np.arange(target.rows, dtype=np.int64)
-        src = (src[:, None] + rows * target.src_pitch).ravel()
-        dst = (dst[:, None] + rows * target.dst_pitch).ravel()
-    return merge(src, dst, target.nbytes)
+    return merge(src_units + target.src_offset, dst_units + target.dst_offset, target.nbytes)
 
 
 def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:
@@ -351,11 +344,6 @@ def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:
     first = np.flatnonzero(starts_run)
     count = np.diff(first, append=len(src))
     return Descriptors(src[first], dst[first], count * nbytes)
-
-
-def staged_units(route: Route, plane: int, capacity: int, count: int) -> Offsets:
-    """Returns the offsets of `count` units in `plane` of a staging buffer whose planes hold `capacity` units each."""
-    return (plane * capacity + np.arange(count, dtype=np.int64)) * route.staged_bytes
 
 
 def concatenate(parts: Sequence[Offsets]) -> Offsets:

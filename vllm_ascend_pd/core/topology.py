@@ -7,6 +7,7 @@ heads share the tokens, so only those with equal heads and tokens are replicas.
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -110,18 +111,67 @@ def sharding(tp: int, dcp: int = 1, interleave: int = 1, pcp: int = 1) -> Shardi
     return Sharding(tp, shares, interleave if dcp * pcp > 1 else 1)
 
 
-def writers_to(d_rank: int, decode: Sharding, prefill: Sharding, total: int, replica_hash: int) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Lanes:
+    """How the prefill ranks that hold the same KV divide the decode ranks that want it: each lane's ranks serve each
+    ticket in turn.
+
+    So equally many ranks on both sides write one to one, and nothing is sent twice while another rank is idle.
+    """
+
+    # How many lanes there are.
+    count: int
+    # The prefill ranks of a lane.
+    writers: int
+
+    @classmethod
+    def between(cls, prefill: Sharding, decode: Sharding, total: int) -> "Lanes":
+        """Raises TopologyError if `total` heads do not fit one of the engines."""
+        copies = prefill.replicas(total)
+        count = math.gcd(copies, decode.replicas(total))
+        return cls(count, copies // count)
+
+    def of_writer(self, replica: int) -> tuple[int, int]:
+        """Returns the lane of prefill's replica of this index, and its index there."""
+        return replica % self.count, replica // self.count
+
+    def of_reader(self, replica: int) -> int:
+        """Returns the lane of decode's replica of this index."""
+        return replica % self.count
+
+    def writer(self, lane: int, replica_hash: int) -> int:
+        """Returns which of prefill's replicas serves such a ticket's decode ranks of this lane."""
+        return replica_hash % self.writers * self.count + lane
+
+
+def exchanged_heads(head: int, p_heads: int, d_heads: int) -> range:
+    """Returns the fewest heads around `head` that are whole prefill ranks and whole decode ranks.
+
+    `p_heads`, `d_heads`: heads of a rank. The prefill ranks of these heads exchange them, and each of them writes to
+    all of the decode ranks.
+    """
+    count = math.lcm(p_heads, d_heads)
+    return range(head // count * count, (head // count + 1) * count)
+
+
+def writers_to(
+    d_rank: int, decode: Sharding, prefill: Sharding, total: int, replica_hash: int, exchange: bool
+) -> tuple[int, ...]:
     """Returns the prefill ranks that write to decode's `d_rank`, ascending.
 
-    They are those that hold some of its heads and of its tokens, in a prompt that is long enough. One that has none
-    of a short prompt's tokens still reports. Where several prefill ranks hold the same heads and tokens,
-    `Ticket.replica_hash` picks one of them, so that requests spread over them.
+    They are those that hold some of its tokens in a prompt that is long enough, and some of its heads, or exchange
+    heads with such a rank (`exchange`: caches are token-major). One that has nothing of a short prompt to write still
+    reports. Where several prefill ranks hold the same heads and tokens, `Ticket.replica_hash` picks one of them, so
+    that requests spread over them.
     """
-    replica_index = replica_hash % prefill.replicas(total)
+    lanes = Lanes.between(prefill, decode, total)
+    writer = lanes.writer(lanes.of_reader(decode.replica_index(d_rank, total)), replica_hash)
     heads = decode.heads(d_rank, total)
+    if exchange:
+        heads = exchanged_heads(heads.start, len(prefill.heads(0, total)), len(heads))
     wanted = decode.share(d_rank)
     shares = [share for share in range(prefill.parts) if prefill.part(share).meets(wanted)]
-    return tuple(sorted({prefill.holders(head, total, share)[replica_index] for head in heads for share in shares}))
+    return tuple(sorted({prefill.holders(head, total, share)[writer] for head in heads for share in shares}))
 
 
 def regroup_groups(prefill: Sharding, total: int) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ import msgspec
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
-from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.layout import Order, RankCaches
 from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
@@ -71,16 +71,16 @@ class ExpectedWriters:
         return self._known[key]
 
     def _work_out(self, prefill: Sharding, replica_hash: int, draft: str) -> frozenset[tuple[int, int]]:
-        total_heads = {
-            index: geometry.total_heads
+        kinds = {
+            index: (geometry.total_heads, geometry.order is Order.TOKEN_MAJOR)
             for index, tensor in enumerate(self._caches.tensors)
             if (geometry := self._caches.geometry_of(tensor)).is_known_to(draft)
         }
         writers = {
-            total: writers_to(self._rank, self._sharding, prefill, total, replica_hash)
-            for total in set(total_heads.values())
+            kind: writers_to(self._rank, self._sharding, prefill, kind[0], replica_hash, exchange=kind[1])
+            for kind in set(kinds.values())
         }
-        return frozenset((index, writer) for index, total in total_heads.items() for writer in writers[total])
+        return frozenset((index, writer) for index, kind in kinds.items() for writer in writers[kind])
 
 
 # Hands ended transfers from a decode rank's control thread to its model thread.

@@ -71,36 +71,39 @@ def _load_npu_kernels() -> NpuKernels:
 npu_kernels = _load_npu_kernels()
 
 
-def gather_slices(
+def gather_units(
     caches: Sequence[torch.Tensor],
     unit_offsets: torch.Tensor,
-    splits: int,
-    slice_bytes: int,
+    unit_bytes: int,
+    section_units: int,
     out: torch.Tensor,
     out_offset: int,
     out_cache_stride: int,
-    out_split_stride: int,
+    out_section_stride: int,
 ) -> None:
-    """Collect token slice `j` of every unit of every cache in one section per rank: the all-to-all's input.
+    """Collect every cache's units in one section per rank that gets them: the all-to-all's input.
 
-    For `c < len(caches)`, `j < splits` and `n < len(unit_offsets)`::
+    For `c < len(caches)` and `n < len(unit_offsets)`::
 
-        out[out_offset + c * out_cache_stride + j * out_split_stride + n * slice_bytes :][:slice_bytes]
-            = caches[c][unit_offsets[n] + j * slice_bytes :][:slice_bytes]
+        out[out_offset + c * out_cache_stride + n // section_units * out_section_stride
+            + n % section_units * unit_bytes :][:unit_bytes]
+            = caches[c][unit_offsets[n] :][:unit_bytes]
 
     Args:
         caches: paged KV caches of one geometry, at least 1, strided in any way; units may lie anywhere in their
             memory.
         unit_offsets: `[num_units]` int64, contiguous; where each unit begins in each cache. May be empty.
-        splits: token slices of a unit, the ranks of the all-to-all; at least 1.
-        slice_bytes: bytes of one slice, `tokens / splits * heads * head bytes`; at least 1.
-        out: contiguous buffer.
-        out_offset: where the section of cache 0 and slice 0 begins in `out`.
-        out_cache_stride, out_split_stride: from one cache's or slice's section to the next. A section has
-            `num_units * slice_bytes`; the larger stride steps over all sections that the smaller one covers.
-            Unused where there is 1 cache or slice.
+        unit_bytes: bytes of a unit, `tokens * heads * head bytes`; at least 1.
+        section_units: units of each section but the last, which may have fewer; at least 1.
+        out: contiguous buffer, with room for a whole last section.
+        out_offset: where the first section of cache 0 begins in `out`.
+        out_cache_stride, out_section_stride: from one cache's or rank's section to the next. A section has
+            `min(section_units, num_units) * unit_bytes`; the larger stride steps over all sections that the smaller
+            one covers. Unused where there is 1 cache or section.
     """
-    _ops.gather_slices(caches, unit_offsets, splits, slice_bytes, out, out_offset, out_cache_stride, out_split_stride)
+    _ops.gather_units(
+        caches, unit_offsets, unit_bytes, section_units, out, out_offset, out_cache_stride, out_section_stride
+    )
 
 
 def interleave_heads(
@@ -142,14 +145,14 @@ def split_heads(
     out: torch.Tensor,
     out_offset: int,
     out_cache_stride: int,
-    out_split_stride: int,
+    out_section_stride: int,
 ) -> None:
     """Collect head group `k` of every unit in one section per cache and decode rank, laid out as that rank's
     cache is.
 
     For `c < len(caches)`, `k < splits`, `n < len(unit_offsets)` and `t < tokens`::
 
-        out[out_offset + c * out_cache_stride + k * out_split_stride + (n * tokens + t) * row_bytes :][:row_bytes]
+        out[out_offset + c * out_cache_stride + k * out_section_stride + (n * tokens + t) * row_bytes :][:row_bytes]
             = caches[c][unit_offsets[n] + (t * splits + k) * row_bytes :][:row_bytes]
 
     Args:
@@ -161,10 +164,10 @@ def split_heads(
         row_bytes: one head group's bytes per token, `heads / splits * head bytes`; at least 1.
         out: contiguous buffer.
         out_offset: where the section of cache 0 and head group 0 begins in `out`.
-        out_cache_stride, out_split_stride: from one cache's or group's section to the next. A section has
+        out_cache_stride, out_section_stride: from one cache's or group's section to the next. A section has
             `num_units * tokens * row_bytes`; the larger stride steps over all sections that the smaller one
             covers. Unused where there is 1 cache or group.
     """
     _ops.split_heads(
-        caches, unit_offsets, splits, tokens, row_bytes, out, out_offset, out_cache_stride, out_split_stride
+        caches, unit_offsets, splits, tokens, row_bytes, out, out_offset, out_cache_stride, out_section_stride
     )

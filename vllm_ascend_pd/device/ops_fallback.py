@@ -10,7 +10,7 @@ cannot be checked for that.
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def register(reason: str) -> None:
     """Makes these the NPU's implementations. `reason` says why, for the warning."""
     global _library, _reason  # the registrations last as long as the library does
     _library, _reason = torch.library.Library("vllm_ascend_pd", "IMPL"), reason
-    for implementation in (gather_slices, split_heads, interleave_heads):
+    for implementation in (gather_units, split_heads, interleave_heads):
         _library.impl(implementation.__name__, _warning_first(implementation), "PrivateUse1")
 
 
@@ -50,21 +50,26 @@ def _warning_first(implementation: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def gather_slices(
+def gather_units(
     caches: Sequence[torch.Tensor],
     unit_offsets: torch.Tensor,
-    splits: int,
-    slice_bytes: int,
+    unit_bytes: int,
+    section_units: int,
     out: torch.Tensor,
     out_offset: int,
     out_cache_stride: int,
-    out_split_stride: int,
+    out_section_stride: int,
 ) -> None:
-    strides = (out_cache_stride, out_split_stride)
-    if torch.ops.vllm_ascend_pd.check_gather_slices(
-        caches, unit_offsets, splits, slice_bytes, out, out_offset, *strides
-    ):
-        _split(caches, unit_offsets, splits, 1, slice_bytes, out, out_offset, *strides)
+    args = (unit_offsets, unit_bytes, section_units, out, out_offset, out_cache_stride, out_section_stride)
+    if torch.ops.vllm_ascend_pd.check_gather_units(caches, *args):
+        for c, units in enumerate(_units(caches, unit_offsets, unit_bytes)):
+            begin = out_offset + c * out_cache_stride
+            whole = len(units) // section_units * section_units
+            for some in (units[:whole], units[whole:]):
+                if len(some):
+                    sections = some.view(-1, min(section_units, len(some)) * unit_bytes)
+                    _window(_flat(out), sections.shape, (out_section_stride, 1), begin).copy_(sections)
+                begin += whole // section_units * out_section_stride
 
 
 def split_heads(
@@ -76,11 +81,19 @@ def split_heads(
     out: torch.Tensor,
     out_offset: int,
     out_cache_stride: int,
-    out_split_stride: int,
+    out_section_stride: int,
 ) -> None:
-    args = (unit_offsets, splits, tokens, row_bytes, out, out_offset, out_cache_stride, out_split_stride)
+    args = (unit_offsets, splits, tokens, row_bytes, out, out_offset, out_cache_stride, out_section_stride)
     if torch.ops.vllm_ascend_pd.check_split_heads(caches, *args):
-        _split(caches, *args)
+        num_units = len(unit_offsets)
+        for c, units in enumerate(_units(caches, unit_offsets, splits * tokens * row_bytes)):
+            sections = _window(
+                _flat(out),
+                (splits, num_units, tokens, row_bytes),
+                (out_section_stride, tokens * row_bytes, row_bytes, 1),
+                out_offset + c * out_cache_stride,
+            )
+            sections.copy_(units.view(num_units, tokens, splits, row_bytes).permute(2, 0, 1, 3))
 
 
 def interleave_heads(
@@ -101,42 +114,19 @@ def interleave_heads(
         result.copy_(sections.transpose(0, 1))
 
 
-def _split(
-    caches: Sequence[torch.Tensor],
-    unit_offsets: torch.Tensor,
-    splits: int,
-    tokens: int,
-    row_bytes: int,
-    out: torch.Tensor,
-    out_offset: int,
-    out_cache_stride: int,
-    out_split_stride: int,
-) -> None:
-    num_units, unit_bytes = len(unit_offsets), splits * tokens * row_bytes
+def _units(caches: Sequence[torch.Tensor], unit_offsets: torch.Tensor, unit_bytes: int) -> Iterator[torch.Tensor]:
+    """Yields the units of each cache, `[num_units, unit_bytes]`."""
     piece = math.gcd(unit_bytes, *(cache.stride(0) * cache.itemsize for cache in caches if cache.dim()))
-    index = _index(unit_offsets, unit_bytes, piece)
-    for c, cache in enumerate(caches):
-        memory = _flat(cache)
-        pieces = memory[: memory.numel() // piece * piece].view(-1, piece)
-        units = pieces.index_select(0, index).view(num_units, tokens, splits, row_bytes)
-        sections = _window(
-            _flat(out),
-            (splits, num_units, tokens, row_bytes),
-            (out_split_stride, tokens * row_bytes, row_bytes, 1),
-            out_offset + c * out_cache_stride,
-        )
-        sections.copy_(units.permute(2, 0, 1, 3))
-
-
-def _index(unit_offsets: torch.Tensor, unit_bytes: int, piece: int) -> torch.Tensor:
-    """Returns which pieces of a cache the units consist of, `[num_units * unit_bytes / piece]`."""
     if unit_offsets.is_cpu and (unit_offsets % piece).any():
         raise ValueError(f"unit_offsets must be multiples of {piece} bytes")
-    first = torch.div(unit_offsets, piece, rounding_mode="floor")
-    if piece == unit_bytes:
-        return first
-    steps = torch.arange(unit_bytes // piece, dtype=torch.int64, device=unit_offsets.device)
-    return (first[:, None] + steps).flatten()
+    index = torch.div(unit_offsets, piece, rounding_mode="floor")
+    if piece != unit_bytes:
+        steps = torch.arange(unit_bytes // piece, dtype=torch.int64, device=unit_offsets.device)
+        index = (index[:, None] + steps).flatten()
+    for cache in caches:
+        memory = _flat(cache)
+        pieces = memory[: memory.numel() // piece * piece].view(-1, piece)
+        yield pieces.index_select(0, index).view(len(unit_offsets), unit_bytes)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

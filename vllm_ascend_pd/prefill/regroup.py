@@ -19,7 +19,7 @@ from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
+from vllm_ascend_pd.core.plan import regroupable, slot_bytes
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device import ops, ops_fallback
@@ -158,7 +158,7 @@ class Regrouper:
 
         def regroup() -> None:
             slot = self.run(step_send, tensors)
-            if not staged.fill(slot):  # the sender has stopped waiting for it
+            if slot is not None and not staged.fill(slot):  # the sender has stopped waiting for it
                 self._ring.release(slot)
 
         try:
@@ -167,60 +167,58 @@ class Regrouper:
             self.missed(step_send.route.ranks, str(error))
             raise
 
-    def run(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> Slot:
-        """Fills a slot and returns it. The tensors follow each other, each `[planes, units, staged_bytes]`.
+    def run(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> Slot | None:
+        """Fills a slot and returns it; None if this rank writes none of the units.
 
-        Runs on the side stream.
+        The tensors follow each other in a slot, each `[planes, share, staged_bytes]`. Runs on the side stream.
         """
-        if step_send.route.regroup is Regroup.GATHER:
-            return self._gather(step_send, tensors)
-        return self._split(step_send, tensors)
-
-    def _gather(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> Slot:
-        route, offsets = step_send.route, step_send.unit_offsets
+        route, offsets, share = step_send.route, step_send.unit_offsets, step_send.share
         assert offsets is not None
-        count, ratio = len(offsets), len(route.ranks)
-        tokens = route.unit // ratio  # of every unit, per rank
-        slice_bytes = tokens * route.row_bytes
-        section = count * slice_bytes  # one tensor's share for one rank
-        per_rank = section * len(tensors)
-        try:
-            ops.gather_slices(tensors, offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
-        finally:  # the other ranks wait for the collective even if this rank's part has failed
-            self._exchange(route.ranks, per_rank * ratio)
-        # Tensors follow each other on both sides, so this op takes them as one run of tokens.
-        all_tokens, out = len(tensors) * count * tokens, self._ring.buffer
-        # The slot is taken after the collective, so a rank without a free slot still takes part.
-        return self._filled(
-            step_send,
-            lambda slot: ops.interleave_heads(
-                self._received, 0, per_rank, out, slot.offset, ratio, all_tokens, route.row_bytes
-            ),
-        )
-
-    def _exchange(self, ranks: tuple[int, ...], num_bytes: int) -> None:
-        if self._exchanged[0].numel() != num_bytes:
-            self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
-        self._groups[ranks].run(partial(self._device.all_to_all, *self._exchanged))
-
-    def _split(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> Slot:
-        route, offsets = step_send.route, step_send.unit_offsets
-        assert offsets is not None
-        plane, out = len(offsets) * route.staged_bytes, self._ring.buffer
+        if route.ranks:
+            per_rank = self._exchange_heads(step_send, tensors)
+            if len(step_send.units) == 0:
+                return None
+            # Tensors follow each other on both sides, so interleaving takes them as one run of entries.
+            received = (self._received, 0, per_rank)
+            side_by_side = (route.ratio, len(tensors) * share * route.entries, route.source_row)
+            out = self._ring.buffer
+            if route.planes == 1:
+                return self._filled(
+                    step_send, lambda slot: ops.interleave_heads(*received, out, slot.offset, *side_by_side)
+                )
+            ops.interleave_heads(*received, self._send, 0, *side_by_side)
+            exchanged = self._send[: per_rank * route.ratio].view(len(tensors), -1)
+            tensors, offsets = exchanged.unbind(), step_send.share_offsets
+            assert offsets is not None
         return self._filled(
             step_send,
             lambda slot: ops.split_heads(
                 tensors,
                 offsets,
                 route.planes,
-                route.unit,
-                route.row_bytes,
-                out,
+                route.entries,
+                route.plane_row,
+                self._ring.buffer,
                 slot.offset,
-                plane * route.planes,
-                plane,
+                step_send.tensor_bytes,
+                step_send.plane_bytes,
             ),
         )
+
+    def _exchange_heads(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> int:
+        """Receives the group's heads of this rank's share of units. Returns how many bytes each rank has sent."""
+        route, share, offsets = step_send.route, step_send.share, step_send.unit_offsets
+        section = share * route.source_bytes
+        per_rank = section * len(tensors)
+        try:
+            ops.gather_units(tensors, offsets, route.source_bytes, share, self._send, 0, section, per_rank)
+        finally:  # the other ranks wait for the collective even if this rank's part has failed
+            num_bytes = per_rank * route.ratio
+            if self._exchanged[0].numel() != num_bytes:
+                self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
+            self._groups[route.ranks].run(partial(self._device.all_to_all, *self._exchanged))
+        # The slot is taken after the collective, so a rank without a free slot still takes part.
+        return per_rank
 
     def _filled(self, step_send: StepSend, fill: Callable[[Slot], None]) -> Slot:
         """Returns a slot that `fill` has filled."""

@@ -210,6 +210,8 @@ class LayerExecutor:
             for target in self._layout.targets(push.tensors, push.step_send.route):
                 self._pipeline.make_room()  # a request that fails meanwhile is not written
                 plan = push.writes.plan_for(target, self._engine.limits)  # the grant may still be in flight
+                if plan.total_bytes == 0:  # other ranks write all units that are exchanged
+                    continue
                 live: Sequence[int] = range(len(plan.transfers))
                 lease, batches = plan.lease, plan.batches
                 if not lease.may_plan():

@@ -22,16 +22,15 @@ from vllm_ascend_pd.core.plan import (
     NULL_BLOCK,
     Descriptors,
     Offsets,
-    Regroup,
     Route,
     Target,
     Units,
     descriptors,
-    staged_units,
 )
 from vllm_ascend_pd.core.prefill_ticket import RankKey
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.prefill.decode_layout import LayerTarget, WriteShape
 from vllm_ascend_pd.prefill.staging import StagedLayer
@@ -66,14 +65,29 @@ class StepSend:
     # How our caches lie in memory.
     geometry: Geometry
     slices: Sequence[RequestSlice]
-    # The units that this rank holds and decode wants. Their owner is an index into `slices`.
+    # The units that this rank writes. Their owner is an index into `slices`. There may be none if units are regrouped:
+    # then this rank only takes part in the exchange.
     units: Units
-    # `[units]`: where each unit is, in bytes from block 0 of our tensor.
+    # `[units]`: where each unit is, in bytes from block 0 of our tensor, or from plane 0 of the staged tensor.
     src_units: Offsets
     # `[units]`: the id of the decode block that each unit goes to.
     d_blocks: Offsets
-    # `src_units` on the cache's device, int64. None unless units are regrouped.
-    unit_offsets: torch.Tensor | None
+    # Where all units of the group are in our tensors, on the cache's device, int64. None unless units are regrouped.
+    unit_offsets: torch.Tensor | None = None
+    # Units in each plane of a staged tensor: the largest share of a rank of the group.
+    share: int = 0
+    # Where the units of a share are in an exchanged tensor, on the device. None unless the exchanged heads are divided.
+    share_offsets: torch.Tensor | None = None
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of a plane of a staged tensor."""
+        return self.share * self.route.staged_bytes
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of a staged tensor."""
+        return self.route.planes * self.plane_bytes
 
     @cached_property
     def transfers(self) -> list[Transfer]:
@@ -117,8 +131,11 @@ def plan_sends(
 ) -> list[StepSend]:
     """Returns the step sends that send `slices` to one decode engine.
 
-    There is one, or several if units are regrouped and do not fit into one staging slot. `slot_units`: how many units a
-    slot holds. Raises `DeviceError`.
+    There is one, or several if units are regrouped and do not fit into one staging slot. `slot_units`: how many units
+    are regrouped at a time. Raises `DeviceError`.
+
+    The ranks of a group make the same sends, because they have the same slices and caches (R5). They differ only in
+    which units each of them writes.
     """
     group = geometry.group
     ranges = [each.tokens(geometry) for each in slices]
@@ -145,13 +162,32 @@ def plan_sends(
     src_units = units.offsets(p_blocks, geometry)
     if len(src_units) == 0:
         return []
-    if route.regroup is Regroup.NONE:
-        return [StepSend(route, geometry, slices, units, src_units, d_blocks, None)]
-    on_device = device.upload(torch.from_numpy(src_units))
-    cuts = [slice(first, first + slot_units) for first in range(0, len(src_units), slot_units)]
-    if len(cuts) == 1:
-        return [StepSend(route, geometry, slices, units, src_units, d_blocks, on_device)]
-    return [StepSend(route, geometry, slices, units.cut(at), src_units[at], d_blocks[at], on_device[at]) for at in cuts]
+    if not route.is_staged:
+        return [StepSend(route, geometry, slices, units, src_units, d_blocks)]
+    # Staged units may be in any order: in that of decode's blocks, most of them continue each other.
+    order = _by_place(units, d_blocks, slices[0].transfer.ticket.sharding)
+    units, d_blocks = units.cut(order), d_blocks[order]
+    on_device = device.upload(torch.from_numpy(src_units[order]))
+    sends = []
+    for first in range(0, len(units), slot_units):
+        chunk = slice(first, first + slot_units)
+        offsets = on_device[chunk]
+        most, mine = route.share(len(offsets))
+        own, own_blocks = units.cut(chunk).cut(mine), d_blocks[chunk][mine]
+        staged = np.arange(len(own), dtype=np.int64) * route.staged_bytes
+        split = None
+        if route.ranks and route.planes > 1:
+            split = device.upload(torch.arange(most) * (route.ratio * route.source_bytes))
+        sends.append(StepSend(route, geometry, slices, own, staged, own_blocks, offsets, most, split))
+    return sends
+
+
+def _by_place(units: Units, d_blocks: Offsets, decode: Sharding) -> Offsets | slice:
+    """Returns the order of units in which each decode rank gets its own by ascending addresses."""
+    if decode.parts == 1 and np.all(d_blocks[1:] >= d_blocks[:-1]):
+        return slice(None)  # units of one block are in order already
+    order: Offsets = np.lexsort((units.tokens, d_blocks, units.tokens // decode.interleave % decode.parts))
+    return order
 
 
 # Resolves a step send into writes to decode ranks, once the addresses of their tensors are known.
@@ -252,7 +288,7 @@ def resolve(step_send: StepSend, target: LayerTarget, limits: TransferLimits) ->
     num_bytes = np.zeros(len(step_send.slices), dtype=np.int64)
     per_unit: Counter[TokenShare] = Counter()
     for share_of_unit, theirs in target.shape.parts:
-        per_unit[theirs.share] += share_of_unit.rows * share_of_unit.nbytes
+        per_unit[theirs.share] += share_of_unit.nbytes
     for share, size in per_unit.items():
         owner = step_send.units.owner
         if share.ranks > 1:
@@ -289,9 +325,7 @@ def _copies(step_send: StepSend, target: Target, theirs: Geometry, only: Collect
     has checked that the engine has the blocks that its tickets name.
     """
     units = step_send.units
-    src = step_send.src_units
-    if step_send.route.regroup is not Regroup.NONE:
-        src = staged_units(step_send.route, target.plane, len(src), len(src))
+    src = step_send.src_units + target.plane * step_send.plane_bytes
     dst = units.offsets(step_send.d_blocks, theirs)
     owner = units.owner
     if theirs.share.ranks > 1:

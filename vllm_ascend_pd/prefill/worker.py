@@ -11,7 +11,6 @@ from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus, StepPart
-from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport, rank_address
 from vllm_ascend_pd.core.threads import owned
@@ -126,10 +125,9 @@ class Planner:
         if not served:
             return []
         slot_units = 0
-        if route.regroup is not Regroup.NONE:
+        if route.is_staged:
             assert self._regrouper is not None
-            unit_bytes = self._tensors_of_a_layer[index] * route.planes * route.staged_bytes
-            slot_units = self._regrouper.slot_bytes // unit_bytes
+            slot_units = route.slot_units(self._regrouper.slot_bytes, self._tensors_of_a_layer[index])
             assert slot_units > 0
         try:
             return plan_sends(route, self._geometries[index], served, self._device, slot_units)
@@ -344,18 +342,18 @@ class PrefillWorker:
             for planned in plan.transfers.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
                 push: LayerPush | None
-                if planned.step_send.route.regroup is Regroup.NONE:
-                    push = LayerPush(layer, planned.step_send, planned.writes, tensors.described, computed)
-                else:
+                if planned.step_send.route.is_staged:
                     push = self._regroup(planned, layer, tensors, computed)
+                else:
+                    push = LayerPush(layer, planned.step_send, planned.writes, tensors.described, computed)
                 if push is not None:
                     planned.sender.put_layer(push, self._config.write_timeout_s)
 
     def _regroup(self, planned: Planned, layer: str, tensors: LayerTensors, computed: Event) -> LayerPush | None:
         """Queues a layer's regrouping. Returns None if that failed, and with it the layer's requests."""
         assert self._regrouper is not None
-        transfer, route = planned.step_send, planned.step_send.route
-        staged = StagedLayer(computed, route.planes * len(transfer.src_units) * route.staged_bytes)
+        transfer = planned.step_send
+        staged = StagedLayer(computed, transfer.tensor_bytes)
         try:
             ready = self._regrouper.submit(transfer, tensors.tensors, staged)
         except DeviceError as error:

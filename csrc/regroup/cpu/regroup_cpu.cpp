@@ -44,8 +44,10 @@ void copy_steps(const Split& job, int64_t begin, int64_t end) {
   with_piece(job.row_bytes, [&](auto piece) {
     for (int64_t step = begin; step < end; ++step) {
       const int64_t c = step / job.units, n = step % job.units;
-      copy_rows(job.out + job.out_offset + c * job.out_cache_stride + n * job.tokens * job.row_bytes,
-                {job.row_bytes, job.out_split_stride}, job.caches[c].data + job.unit_offsets[n],
+      copy_rows(job.out + job.out_offset + c * job.out_cache_stride +
+                    n / job.section_units * job.out_section_stride +
+                    n % job.section_units * job.tokens * job.row_bytes,
+                {job.row_bytes, job.out_section_stride}, job.caches[c].data + job.unit_offsets[n],
                 {job.splits * job.row_bytes, job.row_bytes}, job.tokens, job.splits, job.row_bytes, piece);
     }
   });

@@ -71,19 +71,19 @@ void run(const char* name, const std::optional<Interleave>& job) {
   });
 }
 
-void gather_slices(at::TensorList caches, const at::Tensor& unit_offsets, int64_t splits, int64_t slice_bytes,
-                   at::Tensor& out, int64_t out_offset, int64_t out_cache_stride, int64_t out_split_stride) {
+void gather_units(at::TensorList caches, const at::Tensor& unit_offsets, int64_t unit_bytes, int64_t section_units,
+                  at::Tensor& out, int64_t out_offset, int64_t out_cache_stride, int64_t out_section_stride) {
   const c10_npu::NPUGuard guard(out.device());
-  run("vllm_ascend_pd::gather_slices", checked_gather(caches, unit_offsets, splits, slice_bytes, out, out_offset,
-                                                      out_cache_stride, out_split_stride));
+  run("vllm_ascend_pd::gather_units", checked_gather_units(caches, unit_offsets, unit_bytes, section_units, out,
+                                                           out_offset, out_cache_stride, out_section_stride));
 }
 
 void split_heads(at::TensorList caches, const at::Tensor& unit_offsets, int64_t splits, int64_t tokens,
                  int64_t row_bytes, at::Tensor& out, int64_t out_offset, int64_t out_cache_stride,
-                 int64_t out_split_stride) {
+                 int64_t out_section_stride) {
   const c10_npu::NPUGuard guard(out.device());
-  run("vllm_ascend_pd::split_heads", checked_split("split_heads", caches, unit_offsets, splits, tokens, row_bytes,
-                                                   out, out_offset, out_cache_stride, out_split_stride));
+  run("vllm_ascend_pd::split_heads", checked_split_heads(caches, unit_offsets, splits, tokens, row_bytes, out,
+                                                         out_offset, out_cache_stride, out_section_stride));
 }
 
 void interleave_heads(const at::Tensor& src, int64_t src_offset, int64_t src_rank_stride, at::Tensor& out,
@@ -94,7 +94,7 @@ void interleave_heads(const at::Tensor& src, int64_t src_offset, int64_t src_ran
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, PrivateUse1, m) {
-  m.impl("gather_slices", gather_slices);
+  m.impl("gather_units", gather_units);
   m.impl("split_heads", split_heads);
   m.impl("interleave_heads", interleave_heads);
 }

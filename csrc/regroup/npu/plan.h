@@ -62,10 +62,11 @@ inline Launch<SplitTiling> plan_split(const Chip& chip, const Split& job, int64_
     tiling.cache_bytes[c] = job.caches[first + c].bytes;
   }
   tiling.units = job.units;
+  tiling.section_units = job.section_units;
   tiling.out_bytes = job.out_bytes;
   tiling.out_offset = job.out_offset + first * job.out_cache_stride;
   tiling.out_cache_stride = job.out_cache_stride;
-  tiling.out_split_stride = job.out_split_stride;
+  tiling.out_section_stride = job.out_section_stride;
   tiling.tiles = plan_tiles(chip, tiling.num_caches * job.units, job.tokens, job.splits, job.row_bytes);
   return {cores_for(chip, tiling.num_caches * job.units * tiling.tiles.tiles_per_unit), tiling};
 }

@@ -33,12 +33,13 @@ class SplitKernel {
     from.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(tiling_.caches[cache]), tiling_.cache_bytes[cache]);
     const int64_t first_row = place.token * tiles.parts + place.part;
     from = from[unit_offsets_.GetValue(unit) + first_row * tiles.row_bytes + place.offset];
-    const int64_t section = tiling_.out_offset + cache * tiling_.out_cache_stride;
-    const int64_t row = (unit * tiles.tokens + place.token) * tiles.row_bytes;
+    const int64_t section = tiling_.out_offset + cache * tiling_.out_cache_stride +
+                            unit / tiling_.section_units * tiling_.out_section_stride;
+    const int64_t row = (unit % tiling_.section_units * tiles.tokens + place.token) * tiles.row_bytes;
     if (place.tokens > 0)
       copy_tokens(section + row, from, place.tokens);
     else
-      copy_piece(queue_, out_[section + place.part * tiling_.out_split_stride + row + place.offset], from,
+      copy_piece(queue_, out_[section + place.part * tiling_.out_section_stride + row + place.offset], from,
                  place.bytes);
   }
 
@@ -51,7 +52,7 @@ class SplitKernel {
     queue_.EnQue(tile);
     tile = queue_.DeQue<uint8_t>();
     for (int64_t part = 0; part < tiles.parts; ++part)
-      write(out_[to + part * tiling_.out_split_stride], tile[part * tiles.padded_row], one_part);
+      write(out_[to + part * tiling_.out_section_stride], tile[part * tiles.padded_row], one_part);
     queue_.FreeTensor(tile);
   }
 

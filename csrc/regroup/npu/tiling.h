@@ -42,10 +42,11 @@ struct SplitTiling {
   int64_t cache_bytes[kMaxCaches];
   int64_t num_caches;
   int64_t units;
+  int64_t section_units;
   int64_t out_bytes;
   int64_t out_offset;
   int64_t out_cache_stride;
-  int64_t out_split_stride;
+  int64_t out_section_stride;
   Tiles tiles;
 };
 

@@ -24,8 +24,8 @@ Call = Callable[[Op, Sequence[torch.Tensor], torch.Tensor, torch.Tensor, int], N
 
 
 def _gather(op: Op, caches: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor, row: int) -> None:
-    part = TOKENS * row // SPLITS
-    op(caches, offsets, SPLITS, part, out, 0, UNITS * part, CACHES * UNITS * part)
+    section = UNITS // SPLITS * TOKENS * row
+    op(caches, offsets, TOKENS * row, UNITS // SPLITS, out, 0, section, CACHES * section)
 
 
 def _split(op: Op, caches: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor, row: int) -> None:
@@ -38,7 +38,7 @@ def _interleave(op: Op, caches: Sequence[torch.Tensor], offsets: torch.Tensor, o
     op(caches[0], 0, tokens * row, out, 0, SPLITS, tokens, row)
 
 
-CALLS: dict[str, Call] = {"gather_slices": _gather, "split_heads": _split, "interleave_heads": _interleave}
+CALLS: dict[str, Call] = {"gather_units": _gather, "split_heads": _split, "interleave_heads": _interleave}
 
 
 def main() -> None:

@@ -62,9 +62,9 @@ def _ops() -> str:
 
     units = torch.arange(4096, dtype=torch.uint8).reshape(8, 512)
     out = torch.zeros(4096, dtype=torch.uint8)
-    ops.gather_slices([units], torch.arange(8) * 512, 2, 256, out, 0, 0, 2048)
-    if not torch.equal(out, units.reshape(8, 2, 256).transpose(0, 1).reshape(-1)):
-        raise RuntimeError("gather_slices gives wrong bytes")
+    ops.gather_units([units], torch.arange(7, -1, -1) * 512, 512, 2, out, 0, 0, 1024)
+    if not torch.equal(out, units.flip(0).reshape(-1)):
+        raise RuntimeError("gather_units gives wrong bytes")
     return ""
 
 

@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.communicator import communicator_bytes
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import Geometry, RankCaches
-from vllm_ascend_pd.core.plan import Regroup, Route, Target, Units, descriptors, make_route, slot_bytes, staged_units
+from vllm_ascend_pd.core.plan import Route, Target, Units, descriptors, make_route, slot_bytes
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.tools.plan.compressed import whole
@@ -87,7 +89,9 @@ def make_plan(
         decode=_engine_figures(model, decode, d_ranks),
         unit_tokens=unit,
         senders=tuple(_sender(rank, prefill.tp, model, layout, of_rank) for rank, of_rank in enumerate(routes)),
-        readers=tuple(_reader(rank, decode.sharding, prefill.sharding, model.kv_heads) for rank in range(decode.tp)),
+        readers=tuple(
+            _reader(rank, layout, decode.sharding, prefill.sharding, model.kv_heads) for rank in range(decode.tp)
+        ),
         all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
         groups_created=len(groups) if staging.slots else 0,
         staging=staging,
@@ -201,8 +205,10 @@ def _copies(
         units.offsets(units.blocks([_blocks(tokens[1], geometry, gap)], [0], geometry.span), geometry)
         for geometry in (source, theirs)
     )
-    if route.regroup is not Regroup.NONE:
-        src = staged_units(route, target.plane, len(src), len(src))
+    if route.is_staged:
+        _, own = route.share(len(units))
+        dst = dst[own]
+        src = np.arange(len(dst)) * route.staged_bytes  # of any plane
     found = descriptors(target, src, dst)
     return found.total_bytes, len(found.src)
 
@@ -239,10 +245,10 @@ def _sender(rank: int, tp: int, model: ModelShape, layout: Layout, routes: Seque
         stop_head=heads.stop,
         lane=first.replica_index,
         lanes=first.replicas,
-        regroup=first.regroup.value,
+        regroup="gather" if first.ranks else "split" if first.is_staged else "none",
         exchanges_with=first.ranks,
         pieces=tuple(
-            Piece(part, target.tp_rank, target.rows, target.nbytes)
+            Piece(part, target.tp_rank, target.nbytes)
             # Cache groups differ only in their block ids, so one represents all.
             for part, route in enumerate(routes[: len(tensor_widths(model, layout))])
             for target in route.targets
@@ -250,10 +256,11 @@ def _sender(rank: int, tp: int, model: ModelShape, layout: Layout, routes: Seque
     )
 
 
-def _reader(rank: int, decode: Sharding, prefill: Sharding, total: int) -> ReaderFigures:
+def _reader(rank: int, layout: Layout, decode: Sharding, prefill: Sharding, total: int) -> ReaderFigures:
     heads = decode.heads(rank, total)
-    lanes = range(prefill.replicas(total))
-    writers = tuple(topology.writers_to(rank, decode, prefill, total, lane) for lane in lanes)
+    lanes = range(topology.Lanes.between(prefill, decode, total).writers)
+    exchange = layout is Layout.VLLM_ASCEND
+    writers = tuple(topology.writers_to(rank, decode, prefill, total, lane, exchange) for lane in lanes)
     return ReaderFigures(rank, heads.start, heads.stop, writers)
 
 
@@ -274,11 +281,6 @@ def _notes(
             notes.append(
                 f"{engine.side}: vllm-ascend makes the block size 128 unless chunked prefill and prefix caching are off"
             )
-    if any(route.pieces > 1 for of_rank in routes for route in of_rank):
-        notes.append(
-            "these shapes cannot be regrouped by block: heads are written token by token, which is slow; take tensor "
-            "parallel sizes of which one divides the other, by a ratio that divides the block size"
-        )
     unit = routes[0][0].unit
     if unit < min(prefill.block_size, decode.block_size):
         notes.append(

@@ -59,12 +59,14 @@ class EngineFigures(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """The part of each unit of a tensor that goes to one decode rank."""
+    """The part of each unit of a tensor that goes to one decode rank, as one run of bytes.
+
+    Ranks that exchange heads write a share of the units each.
+    """
 
     tensor: int  # number of the tensor within its layer
     to: int  # tp rank on decode
-    per_unit: int  # contiguous runs per unit
-    nbytes: int  # bytes of a run
+    nbytes: int
 
 
 class SenderFigures(msgspec.Struct, frozen=True):
@@ -73,8 +75,8 @@ class SenderFigures(msgspec.Struct, frozen=True):
     tp_rank: int
     first_head: int
     stop_head: int
-    lane: int  # index among the ranks with the same heads; it serves the requests of this index
-    lanes: int  # number of ranks with the same heads
+    lane: int  # index among the ranks with the same heads and decode ranks; it serves the requests of this index
+    lanes: int  # number of these ranks
     regroup: str
     exchanges_with: tuple[int, ...]  # ranks of its all-to-all, including itself
     pieces: tuple[Piece, ...]

@@ -92,7 +92,7 @@ def _senders(plan: PlanFigures) -> Table:
         ranks = _ranks([sender.tp_rank for sender in senders])
         regrouping = {
             "none": "none",
-            "gather": f"all-to-all of [{_ranks(first.exchanges_with)}]",
+            "gather": f"all-to-all of [{_ranks(first.exchanges_with)}], of 1/{len(first.exchanges_with)} of the units",
             "split": "dealt out",
         }[first.regroup]
         table.add_row(
@@ -111,8 +111,7 @@ def _pieces(pieces: Iterable[Piece]) -> str:
         by_target.setdefault(piece.to, []).append(piece)
     by_content: dict[str, list[int]] = {}
     for rank, got in by_target.items():
-        runs = [f"{_size(p.nbytes)}" if p.per_unit == 1 else f"{p.per_unit} x {_size(p.nbytes)}" for p in got]
-        by_content.setdefault(" + ".join(runs), []).append(rank)
+        by_content.setdefault(" + ".join(_size(p.nbytes) for p in got), []).append(rank)
     return "; ".join(
         f"{content} to {'each of ' if len(ranks) > 1 else ''}{_ranks(ranks)}" for content, ranks in by_content.items()
     )
