@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import anyio
 import msgspec
 import psutil
 import pytest
@@ -21,9 +21,12 @@ from proxy_cluster import running_cluster, running_proxy
 from harness.certificates import Authority
 from harness.documented import documented
 from harness.waiting import wait_for
-from vllm_ascend_pd.tools.doctor import child, loopback
-from vllm_ascend_pd.tools.doctor.finding import DoctorReport, DoctorTarget, Level
-from vllm_ascend_pd.tools.doctor.loopback_process import Checked, Ready, SendTiming, Task
+from vllm_ascend_pd.tools.doctor import loopback
+from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Compared, Receiver
+from vllm_ascend_pd.tools.doctor.process import Ran, child
+from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level
+from vllm_ascend_pd.transport.batches import TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine
 
 pytest.importorskip("mooncake.engine")
 
@@ -78,13 +81,14 @@ def test_a_machine(tmp_path: Path) -> None:
         done = run(
             *words[2:],
             "--json",
+            "--hardware",
             "--peer",
             "192.0.2.11",
             PATH=f"{tmp_path}:{os.environ['PATH']}",
             VLLM_HOST_IP="127.0.0.1",
         )
     report = msgspec.json.decode(done.stdout, type=DoctorReport)
-    assert (report.target, report.ok, done.returncode) == (DoctorTarget.MACHINE, False, 1)
+    assert (report.target, report.ok, done.returncode) == ("machine", False, 1)
     found = levels(report)
     assert found[f"ports.{port}"] is Level.ERROR
     assert found["loading.host"] is Level.WARNING
@@ -97,6 +101,12 @@ def test_a_machine(tmp_path: Path) -> None:
     assert transfer.figures["bytes"] == 64 << 20
     assert transfer.figures["bytes_per_second"] > 0
     assert "every byte right" in transfer.found
+    costs = {each.check: each.figures for each in report.findings if each.check.startswith("descriptors.")}
+    assert list(costs) == [f"descriptors.tcp.{size}" for size in DESCRIPTOR_BYTES]
+    for size, figures in zip(DESCRIPTOR_BYTES, costs.values(), strict=True):
+        assert (figures["protocol"], figures["bytes"]) == ("tcp", size)
+        assert size / float(figures["seconds"]) == pytest.approx(float(figures["bytes_per_second"]), rel=0.01)
+    assert found["hardware.devices"] is Level.ERROR, "npu-smi lists one, and no torch_npu is installed"
     assert report.counts[Level.ERROR] == sum(level is Level.ERROR for level in found.values())
     assert "loading torch, Mooncake, vLLM and the compiled ops ..." in done.stderr
     assert "Traceback" not in done.stderr
@@ -105,34 +115,28 @@ def test_a_machine(tmp_path: Path) -> None:
 def test_bytes_that_are_not_what_was_sent_are_found() -> None:
     """The receiver expects the bytes of another seed, and must report the difference."""
     size = 1 << 20
-    task = Task(seed=1, nbytes=size, host="127.0.0.1")
-    receiver = subprocess.Popen(
-        child.command("loopback_process", "receive", task.argument()),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert receiver.stdout is not None
-        [ready] = child.lines(receiver.stdout.readline(), Ready)
-        other = msgspec.structs.replace(task, seed=2).argument()
-        sender = child.command("loopback_process", "send", other, ready.session, str(ready.address))
-        sent = subprocess.run(sender, capture_output=True, text=True, timeout=60, check=True)
-        assert [each.descriptors for each in child.lines(sent.stdout, SendTiming)] == [4]
-        output, _ = receiver.communicate("look\n", timeout=60)
-        [checked] = child.lines(output, Checked)
-        assert size * 0.99 < checked.wrong <= size  # a byte in 256 is equal by chance, and nothing behind was written
-        assert receiver.returncode == 0
-    finally:
-        receiver.kill()
-        receiver.communicate()
+    way = msgspec.structs.replace(loopback.over_tcp(), num_bytes=size, seed=1)
+    command = child("loopback", "receive", loopback.encoded(way))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        [receiver] = Ran(process.stdout.readline(), "").reports(Receiver)
+        engine = TransferEngine(way.host, "tcp", TransferLimits.over("tcp"))
+        memory = loopback.HostMemory(size)
+        memory.fill(random.Random(2).randbytes(size))
+        engine.register([(memory.address, size)])
+        _, descriptors = loopback.write(engine, memory.address, receiver, way)
+        output, _ = process.communicate("look\n", timeout=60)
+    [compared] = Ran(output, "").reports(Compared)
+    engine.close()
+    assert descriptors == 4
+    assert size * 0.99 < compared.wrong <= size  # a byte in 256 is equal by chance, and nothing behind was written
+    assert process.returncode == 0
 
 
 def test_a_transfer_that_cannot_be_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "soon")
-    finding = anyio.run(loopback.check, loopback.over_tcp())
+    [finding] = loopback.check(loopback.over_tcp())
     assert finding.level is Level.ERROR
-    assert "the receiving process ended" in finding.found
     assert "MC_TCP_PROGRESS_TIMEOUT_SEC='soon' is not a positive number" in finding.found
     assert "MC_*" in finding.action
 
@@ -158,9 +162,9 @@ def test_a_pair() -> None:
         assert [each.headers.get("authorization") for each in asked] == ["Bearer geheim"]
         assert "geheim" not in done.stdout + done.stderr
         assert f"proxy {proxy} finds all 2 engines healthy" in done.stdout
-        assert "known to 1." in done.stdout  # a Date is known to a second either way
-        # Stand-ins have no /version, and do not say how they move bytes.
-        assert "0 errors, 0 warnings, 3 notes" in done.stdout
+        assert "no two of 3 clocks are certainly" in done.stdout
+        # Stand-ins have no /version.
+        assert "0 errors, 0 warnings, 2 notes" in done.stdout
         report = msgspec.json.decode(
             run("--decode", proxy, "--proxy", prefill, "--prefill", decode, "--json").stdout, type=DoctorReport
         )
@@ -239,6 +243,7 @@ def test_a_signal_ends_it_and_all_it_started(number: signal.Signals) -> None:
         assert left == []
         assert output == ""
         assert "Traceback" not in log
+        assert ("interrupted" in log) is (number is signal.SIGINT)
         assert process.returncode == (130 if number is signal.SIGINT else -number)
     finally:
         process.kill()

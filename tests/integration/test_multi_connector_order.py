@@ -19,8 +19,8 @@ from harness.engines import Role
 from harness.multi_connector import TP, transfer_config
 from harness.scheduling import BLOCK
 from vllm_ascend_pd.connector.setup import asked_before
-from vllm_ascend_pd.tools.doctor import engine_config
-from vllm_ascend_pd.tools.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor import configuration
+from vllm_ascend_pd.tools.doctor.report import Level
 
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}
 POOL = {"kv_connector": "AscendStoreConnector", "kv_role": "kv_consumer"}
@@ -41,7 +41,7 @@ def test_a_pool_before_ours_on_decode_is_said_at_the_start(
         max_model_len=512,
         tensor_parallel_size=TP,
         kv_transfer_config=KVTransferConfig(**transfer, engine_id="an-engine"),
-    ).create_engine_config()
+    ).create_configuration()
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     with caplog.at_level(logging.WARNING, "vllm_ascend_pd"), set_current_vllm_config(config):  # as vLLM's workers do
@@ -81,5 +81,5 @@ def test_the_doctor_says_it(kv_role: str, connectors: list[dict[str, str]], leve
         "kv_role": kv_role,
         "kv_connector_extra_config": {"connectors": connectors},
     }
-    findings, _ = engine_config.judge(engine_config.read(json.dumps(given)))
+    findings, _ = configuration.judge(configuration.read(json.dumps(given)))
     assert [finding.level for finding in findings if finding.check == "config.order"] == ([level] if level else [])

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import anyio
 import msgspec
 import psutil
 import pytest
@@ -21,9 +20,8 @@ import cann_on_host
 from harness.pool import long
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.communicator import communicator_bytes
-from vllm_ascend_pd.tools.doctor import collectives, hardware, loopback
-from vllm_ascend_pd.tools.doctor.finding import DoctorReport, Finding, Level
-from vllm_ascend_pd.tools.doctor.progress import Progress
+from vllm_ascend_pd.tools.doctor import hardware, loopback
+from vllm_ascend_pd.tools.doctor.report import DoctorReport, Finding, Level
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.timeout(600)]
 
@@ -31,7 +29,7 @@ PACKAGE = Path(hardware.__file__).parents[2]
 NPU_SMI = """\
 #!/bin/sh
 cat <<'TABLE'
-| npu-smi 25.2.0                   Version: 25.2.0                                               |
+| npu-smi 25.5.0                   Version: 25.5.0                                               |
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
 | Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
 | 0     910B1               | OK            | 91.3        33                0    / 0             |
@@ -98,7 +96,10 @@ def test_a_healthy_server() -> None:
     collective = found["hardware.collectives"].figures
     assert collective["mode"] == "AIV"
     assert communicator_bytes(1) <= int(collective["group_bytes"]) < 2 * communicator_bytes(1)
-    assert collective["all_to_all_beside_bytes_per_second"] > 0
+    assert collective["all_to_all_bytes_per_second"] > 0
+    sizes = [f"descriptors.{way}.{size}" for way in ("ascend.0-1", "roce.1-0") for size in loopback.DESCRIPTOR_BYTES]
+    assert {*sizes} < {*of(report, "descriptors.")}
+    assert all(of(report, "descriptors.")[size].figures["protocol"] == "ascend" for size in sizes)
     assert of(report, "hccn.link").keys() == {"hccn.link.0", "hccn.link.1"}
     assert (report.ok, code) == (True, 0), [each for each in report.findings if each.level is Level.ERROR]
 
@@ -124,11 +125,11 @@ def children(word: str) -> list[psutil.Process]:
 def test_collectives_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """They end within less than the 20 s after which a rank gives up by itself."""
     monkeypatch.setenv("CANN_ON_HOST_FAULTS", "hccl:hang@20")
-    finding = anyio.run(collectives.check, 2, 19.0)
+    finding = hardware.check_collectives(2, 19.0)
     assert finding.level is Level.ERROR
     assert "did not end within 19 s" in finding.found
-    assert "rank 0 at all-" in finding.found
-    assert not children("collectives_process")
+    assert "rank 0 at " in finding.found
+    assert not children("on_npu")
 
 
 @contextmanager
@@ -155,8 +156,8 @@ def faulty_link(fault: str) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fault", "roce", "timeout_s", "level", "reason"),
     [
-        long("refuse", False, 60.0, Level.ERROR, "the sending process ended"),
-        ("hang", True, 15.0, Level.WARNING, "it did not end within 15 s"),
+        long("refuse", False, 60.0, Level.ERROR, "the process ended with code 1"),
+        ("hang", True, 15.0, Level.WARNING, "did not end within 15 s"),
     ],
 )
 def test_a_link_that_fails_is_a_finding(
@@ -169,18 +170,18 @@ def test_a_link_that_fails_is_a_finding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CANN_ON_HOST_LINKS", str(tmp_path))
-    way = hardware.ways(["4", "5"], "127.0.0.1")[roce]
+    way = msgspec.structs.replace(hardware.ways(["4", "5"], "127.0.0.1")[roce], num_bytes=1 << 20)
     with faulty_link(fault):
-        finding = anyio.run(loopback.check, way, 1 << 20, timeout_s)
+        [finding] = loopback.check(way, timeout_s)
     assert (finding.check, finding.level, finding.action) == (way.check, level, way.action)
     assert reason in finding.found
-    assert not children("loopback_process")
+    assert not children("doctor.loopback")
 
 
 @pytest.mark.usefixtures("machine")
 def test_one_npu_leaves_out_what_needs_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CANN_ON_HOST_DEVICES", "1")
-    left_out, done = anyio.run(hardware.check, ["0"], "127.0.0.1", Progress(), 180.0)
+    left_out, done = hardware.check(["0"], "127.0.0.1", 180.0, wanted=True)
     assert (left_out.check, left_out.level) == ("hardware.devices", Level.NOTE)
     assert "left out" in left_out.found
     assert (done.check, done.level) == ("hardware.kernels", Level.WARNING)
@@ -195,8 +196,8 @@ def test_compiled_kernels_are_compared(kernels: Path, tmp_path: Path) -> None:
     for library in kernels.parent.glob("*.so"):
         shutil.copy(library, copy)
     code = (
-        "import anyio, msgspec; from vllm_ascend_pd.tools.doctor import kernels; "
-        "print(msgspec.json.encode(anyio.run(kernels.check, 180)).decode())"
+        "import msgspec; from vllm_ascend_pd.tools.doctor import hardware; "
+        "print(msgspec.json.encode(hardware.check_kernels(180)).decode())"
     )
     env = {**os.environ, "PYTHONPATH": f"{copy.parent}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(

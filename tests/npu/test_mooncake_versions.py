@@ -19,7 +19,7 @@ from answering import Answering
 from harness.kv import Model, Side
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
-from vllm_ascend_pd.tools.doctor.finding import DoctorReport, Level
+from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -175,7 +175,7 @@ def test_doctor_names_the_engine_and_finds_nothing_wrong_with_the_wheel(wheel: s
     )
     findings = {each.check: each for each in msgspec.json.decode(ran.stdout, type=DoctorReport).findings}
     assert findings["loading.mooncake"].level is Level.OK
-    assert findings["mooncake.protocol"].level is Level.OK
-    assert findings["mooncake.engine"].figures["kind"] == kind
-    assert findings["mooncake.engine"].level in (Level.OK, Level.NOTE), "there is no driver here"
+    assert findings["config.protocol"].level is Level.OK
+    assert findings["versions.hixl"].figures["kind"] == kind
+    assert findings["versions.hixl"].level in (Level.OK, Level.NOTE), "there is no driver here"
     assert findings["transfer.loopback"].level is loopback, findings["transfer.loopback"].found

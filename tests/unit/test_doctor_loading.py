@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What doctor makes of what its child process could load."""
 
+from pathlib import Path
+
 import pytest
 
 from vllm_ascend_pd.tools.doctor import loading
-from vllm_ascend_pd.tools.doctor.finding import Level
-from vllm_ascend_pd.tools.doctor.probe import Loaded
-from vllm_ascend_pd.tools.doctor.tools import Ran
+from vllm_ascend_pd.tools.doctor.loading import Loaded
+from vllm_ascend_pd.tools.doctor.process import Ran
+from vllm_ascend_pd.tools.doctor.report import Level
 
 LOADED = [
     Loaded("torch", 1.0, "2.13.0"),
@@ -37,11 +39,13 @@ def test_loading() -> None:
     assert loading_levels([Loaded("host", 0.1, "127.0.0.1")]) == {"loading.host": Level.WARNING}
 
 
-@pytest.mark.parametrize(("said", "seen"), [("4,5", [4, 5]), ("", []), ("?,5", None)])
-def test_which_npus_processes_see(said: str, seen: list[int] | None) -> None:
-    assert loading.npus_seen([Loaded("npus", 0.1, said)]) == seen
-    assert loading.npus_seen([Loaded("npus", 0.1, said, error="RuntimeError: no device")]) is None
-    assert loading.npus_seen([]) is None
+def test_what_parts_say_counts_only_if_they_were_loaded() -> None:
+    loaded = [
+        Loaded("npus", 0.1, "4,5"),
+        Loaded("host", 0.1, "x", error="no"),
+        Loaded("device", 0.0, missing="connector"),
+    ]
+    assert loading.details(loaded) == {"npus": "4,5"}
 
 
 def test_kernels_that_cannot_be_loaded_are_an_error() -> None:
@@ -60,3 +64,18 @@ def test_loading_that_crashes_names_the_part() -> None:
     [crash] = [finding for finding in loading.judge(LOADED[:2], ran, False) if finding.level is Level.ERROR]
     assert "stopped at mooncake: the process was ended by SIGSEGV (Fatal: undefined symbol)" in crash.found
     assert "libibverbs1" in crash.action
+
+
+def test_a_torch_npu_that_does_not_load_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor's own process never imports torch, which would load torch_npu (`test_names.py`)."""
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libascendcl.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded, ran = loading.load_all()
+    levels = loading_levels(loaded, ran, on_npu=True)
+    assert levels.pop("loading.torch_npu") is Level.ERROR
+    assert {levels[f"loading.{part}"] for part in ("npus", "ops", "kernels", "connector", "device", "host")} == {
+        Level.NOTE
+    }
+    [wrong] = [each for each in loading.judge(loaded, ran, True) if each.check == "loading.torch_npu"]
+    assert "libascendcl.so" in wrong.found
+    assert "set_env.sh" in wrong.action

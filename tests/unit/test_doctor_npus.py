@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor reads in `npu-smi info`, in the formats of its versions 23 to 26."""
+"""What the doctor reads in `npu-smi info`, of versions 23 to 26, in /etc/hccn.conf and of `hccn_tool`."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.tools.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor import npus
 from vllm_ascend_pd.tools.doctor.npus import Chip, judge, parse
-from vllm_ascend_pd.tools.doctor.tools import Ran
+from vllm_ascend_pd.tools.doctor.process import Ran
+from vllm_ascend_pd.tools.doctor.report import Level
+from vllm_ascend_pd.transport import ascend
 
 A2 = """\
 +------------------------------------------------------------------------------------------------+
@@ -61,41 +65,24 @@ INFERENCE = """\
 NOT_INITIALISED = "DrvMngGetConsoleLogLevel failed. (g_conLogLevel=3)\ndcmi module initialize failed. ret is -8005\n"
 
 
-def levels(ran: Ran, wanted: bool = True, seen: list[int] | None = None) -> dict[str, Level]:
-    findings, _ = judge(ran, wanted, seen)
+def levels(ran: Ran, wanted: bool = True, seen: list[str] | None = None) -> dict[str, Level]:
+    findings, _, _ = judge(ran, wanted, seen)
     return {finding.check: finding.level for finding in findings}
 
 
-def test_one_chip_per_npu() -> None:
-    found = parse(A2)
-    assert found is not None
-    assert found.version == "25.2.0"
-    assert found.chips == (
-        Chip(0, 0, 0, "910B4-1", "OK", 3197, 65536),
-        Chip(3, 0, 3, "910B4-1", "Warning", 41209, 65536),
-    )
-    assert found.processes == ((3, 0),)
-
-
-def test_two_chips_per_npu_are_numbered_through() -> None:
-    found = parse(A3)
-    assert found is not None
-    assert [(chip.npu, chip.chip, chip.device, chip.health) for chip in found.chips] == [
-        (7, 0, 14, "OK"),
-        (7, 1, 15, "Alarm"),
-    ]
-    assert found.processes == ((7, 1),)
-
-
-def test_memory_of_chips_without_hbm() -> None:
-    found = parse(INFERENCE)
-    assert found is not None
-    assert found.chips == (Chip(2, 1, 3, "310P3", "OK", 1849, 44280),)
-
-
-@pytest.mark.parametrize("text", ["", NOT_INITIALISED, "command not understood"])
-def test_anything_else_is_no_table(text: str) -> None:
-    assert parse(text) is None
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        (A2, ("25.2.0", [Chip(0, 0, "910B4-1", "OK"), Chip(3, 3, "910B4-1", "Warning")])),
+        (A3, ("26.0.rc2", [Chip(7, 14, "Ascend910", "OK"), Chip(7, 15, "Ascend910", "Alarm")])),
+        (INFERENCE, ("23.0.0", [Chip(2, 3, "310P3", "OK")])),
+        ("", None),
+        (NOT_INITIALISED, None),
+        ("command not understood", None),
+    ],
+)
+def test_tables_of_npu_smi(text: str, parsed: tuple[str, list[Chip]] | None) -> None:
+    assert parse(text) == parsed
 
 
 @given(st.data())
@@ -103,39 +90,31 @@ def test_no_table_however_garbled_is_an_exception(data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([A2, A3, INFERENCE]))
     start, stop = (data.draw(st.integers(0, len(text))) for _ in range(2))
     noise = data.draw(st.text(alphabet="0123456789|/: \nAV", max_size=30) | st.sampled_from(["9" * 5000, "٣ | ٣"]))
-    findings, chips = judge(Ran(text[:start] + noise + text[stop:], ""), wanted=True, seen=None)
+    findings, _, devices = judge(Ran(text[:start] + noise + text[stop:], ""), wanted=True, seen=None)
     assert findings
-    assert all(chip.device < 10_000 for chip in chips)
+    assert all(device < 10_000 for device in devices)
 
 
 def test_verdicts() -> None:
-    assert levels(Ran(A2, "")) == {
-        "npu.devices": Level.OK,
-        "npu.health.3": Level.WARNING,
-        "npu.use": Level.NOTE,
-    }
+    assert levels(Ran(A2, "")) == {"npu.devices": Level.OK, "npu.health.3": Level.WARNING}
     assert levels(Ran(A3, ""))["npu.health.15"] is Level.ERROR
-    assert levels(Ran(INFERENCE, "")) == {"npu.devices": Level.OK, "npu.health": Level.OK, "npu.use": Level.OK}
-
-
-def test_npus_that_the_software_cannot_use() -> None:
+    assert levels(Ran(INFERENCE, "")) == {"npu.devices": Level.OK}
     assert levels(Ran(INFERENCE, ""), wanted=False)["npu.software"] is Level.WARNING
 
 
-def test_only_npus_that_processes_see_count() -> None:
-    findings, chips = judge(Ran(A3, ""), True, [14])
-    assert [chip.device for chip in chips] == [14]
-    assert {finding.level for finding in findings} == {Level.OK}
-    assert "npu.visible" not in levels(Ran(A3, ""), seen=[14, 15])
-
-
-def test_processes_that_see_no_npu_or_others_than_the_driver_lists() -> None:
-    assert levels(Ran(A3, ""), seen=[])["npu.visible"] is Level.ERROR
-    findings, chips = judge(Ran(A3, ""), True, [14, 3])
-    [wrong] = [finding for finding in findings if finding.check == "npu.visible"]
-    assert wrong.level is Level.WARNING
-    assert wrong.found == "processes started here see 14, 3, and npu-smi lists 14, 15"
-    assert len(chips) == 2
+@pytest.mark.parametrize(
+    ("seen", "devices", "wrong"),
+    [
+        (["14"], [14], set()),
+        (["?"], [14, 15], {"npu.health.15"}),
+        ([], [], {"npu.visible"}),
+        (["3"], [], {"npu.visible"}),
+    ],
+)
+def test_only_npus_that_processes_see_count(seen: list[str], devices: list[int], wrong: set[str]) -> None:
+    findings, driver, found = judge(Ran(A3, ""), True, seen)
+    assert (driver, found) == ("26.0.rc2", devices)
+    assert {finding.check for finding in findings if finding.level is Level.ERROR} == wrong
 
 
 def test_no_tool_is_an_error_only_where_software_is_for_npus() -> None:
@@ -146,7 +125,141 @@ def test_no_tool_is_an_error_only_where_software_is_for_npus() -> None:
 
 def test_what_the_tool_says_when_it_fails() -> None:
     for ran in (Ran(NOT_INITIALISED, "", "ended with code 255"), Ran(NOT_INITIALISED, "")):
-        [finding], _ = judge(ran, wanted=False, seen=None)
+        [finding], _, _ = judge(ran, wanted=False, seen=None)
         assert finding.level is Level.ERROR
         assert "ret is -8005" in finding.found
         assert "container" in finding.action
+
+
+PING = """\
+device 3 PING 192.0.2.16
+recv seq=0,time=0.137000ms
+recv seq=1,time=0.046000ms
+recv seq=2,time=0.058000ms
+3 packets transmitted, 3 received, 0.00% packet loss
+"""
+PING_LOSS = """\
+device 0 PING 192.0.2.16
+recv time out seq=0
+recv seq=1,time=0.097000ms
+recv seq=2,time=0.066000ms
+3 packets transmitted, 2 received, 33.33% packet loss
+"""
+PING_LOST = (
+    "device 0 PING 192.0.2.9\n"
+    + "".join(f"recv time out seq={n}\n" for n in range(3))
+    + ("3 packets transmitted, 0 received, 100.00% packet loss\n")
+)
+IP = "ipaddr:192.0.2.10\nnetmask:255.255.255.0\n"
+CONF = """\
+address_0=192.0.2.10
+netmask_0=255.255.255.0
+gateway_0=192.0.2.1
+address_1=192.0.2.11
+IPv6address_2=2001:db8::2
+"""
+
+TOOL = """\
+#!/bin/sh
+case "$*" in
+  "-i 1 -link -g") echo "link status: DOWN" ;;
+  *"-link -g") echo "link status: UP" ;;
+  "-i 0 -net_health -g") echo "net health status: Success" ;;
+  "-i 1 -net_health -g") echo "net health status: Fault" ;;
+  "-i 0 -ip -g") printf 'ipaddr:192.0.2.10\\nnetmask:255.255.255.0\\n' ;;
+  "-i 1 -ip -g") printf 'ipaddr:192.0.2.77\\nnetmask:255.255.255.0\\n' ;;
+  "-i 0 -ping -g address 198.51.100.1") echo "3 packets transmitted, 3 received, 0.00% packet loss" ;;
+  "-i 1 -ping -inet6 -g ipv6_address 2001:db8::9") echo "3 packets transmitted, 0 received, 100.00% packet loss" ;;
+  *) echo "hccn_tool is busy, please try again" >&2; exit 1 ;;
+esac
+"""
+
+
+@given(st.sampled_from([PING, IP, CONF, "link status: UP"]), st.integers(0, 200), st.text() | st.just("9" * 5000))
+def test_garbled_output_is_no_exception(text: str, place: int, noise: str) -> None:
+    garbled = Ran(text[:place] + noise + text[place:], "")
+    npus.judge_link(0, garbled)
+    npus.judge_health(0, garbled)
+    npus.judge_addresses(0, ["192.0.2.10"], garbled)
+    npus.judge_ping(0, "192.0.2.1", garbled)
+
+
+@pytest.mark.parametrize(
+    ("text", "level"), [(PING, Level.OK), (PING_LOSS, Level.WARNING), (PING_LOST, Level.ERROR), ("?", Level.ERROR)]
+)
+def test_ping(text: str, level: Level) -> None:
+    assert npus.judge_ping(0, "192.0.2.9", Ran(text, "")).level is level
+
+
+@pytest.mark.parametrize(
+    ("status", "level"), [("Success", Level.OK), ("Init", Level.NOTE), ("Fault", Level.WARNING), ("", Level.NOTE)]
+)
+def test_health(status: str, level: Level) -> None:
+    finding = npus.judge_health(3, Ran(f"net health status: {status}\n" if status else "", ""))
+    assert (finding.check, finding.level) == ("hccn.health.3", level)
+
+
+def test_an_address_that_the_file_has_wrong_is_an_error() -> None:
+    same = npus.judge_addresses(0, ["192.0.2.10"], Ran(IP, ""))
+    other = npus.judge_addresses(0, ["192.0.2.99"], Ran(IP, ""))
+    none = npus.judge_addresses(0, ["192.0.2.10"], Ran("", "", "ended with code 1"))
+    assert [finding.level for finding in (same, other, none)] == [Level.OK, Level.ERROR, Level.WARNING]
+    assert "192.0.2.10" in other.found
+    assert "192.0.2.99" in other.found
+
+
+def test_the_file(tmp_path: Path) -> None:
+    conf = tmp_path / "hccn.conf"
+    findings, found = npus.judge_conf(conf, [0], has_tool=False)
+    assert ([finding.level for finding in findings], found) == ([Level.WARNING], {})
+    conf.write_text(CONF)
+    findings, found = npus.judge_conf(conf, [0, 1, 2], has_tool=True)
+    assert [finding.level for finding in findings] == [Level.OK]
+    assert found[1] == ["192.0.2.11"]
+    conf.write_text(CONF + "address_3=192.0.2.10\naddress_4=x\n")
+    findings, _ = npus.judge_conf(conf, [0, 1, 2, 3, 4], has_tool=True)
+    assert {finding.check: finding.level for finding in findings} == {
+        "hccn.conf.4": Level.ERROR,
+        "hccn.conf.unique": Level.ERROR,
+    }
+
+
+def ask(devices: list[int], peers: list[str]) -> dict[str, Level]:
+    findings = npus.check_network(devices, peers)
+    assert all(finding.action for finding in findings if finding.level is not Level.OK)
+    return {finding.check: finding.level for finding in findings}
+
+
+def test_each_device_is_asked_and_pings_each_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "hccn_tool"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "hccn.conf").write_text(CONF)
+    monkeypatch.setattr(ascend, "HCCN_CONF", tmp_path / "hccn.conf")
+    assert ask([0, 1, 2], ["198.51.100.1", "2001:db8::9"]) == {
+        "hccn.conf": Level.OK,
+        "hccn.link.0": Level.OK,
+        "hccn.link.1": Level.WARNING,
+        "hccn.link.2": Level.OK,
+        "hccn.health.0": Level.OK,
+        "hccn.health.1": Level.WARNING,
+        "hccn.health.2": Level.NOTE,
+        "hccn.address.0": Level.OK,
+        "hccn.address.1": Level.ERROR,
+        "hccn.ping.0.198.51.100.1": Level.OK,
+        "hccn.ping.0.2001:db8::9": Level.ERROR,
+        "hccn.ping.1.198.51.100.1": Level.ERROR,
+        "hccn.ping.1.2001:db8::9": Level.ERROR,
+        "hccn.ping.2.198.51.100.1": Level.ERROR,
+        "hccn.ping.2.2001:db8::9": Level.ERROR,
+    }
+    assert ask([], ["198.51.100.1"]) == {"hccn.ping": Level.ERROR}
+
+
+def test_without_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(ascend, "HCCN_TOOL", tmp_path / "hccn_tool")
+    monkeypatch.setattr(ascend, "HCCN_CONF", tmp_path / "hccn.conf")
+    assert ask([0], []) == {"hccn.conf.0": Level.WARNING, "hccn.tool": Level.NOTE}
+    assert ask([0], ["198.51.100.1"])["hccn.tool"] is Level.ERROR

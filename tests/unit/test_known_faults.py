@@ -6,14 +6,13 @@ import json
 import logging
 from importlib.metadata import PackageNotFoundError
 
-import anyio
 import pytest
 
 from vllm_ascend_pd.connector import model as known_faults
 from vllm_ascend_pd.connector.model import overwrites_blocks, warn_of_known_faults
-from vllm_ascend_pd.tools.doctor import command, engine_config, loading, loopback, npus, versions
-from vllm_ascend_pd.tools.doctor.finding import DoctorReport, Finding, Level, ok
-from vllm_ascend_pd.tools.doctor.tools import Ran
+from vllm_ascend_pd.tools.doctor import command, configuration, loading, loopback, npus, versions
+from vllm_ascend_pd.tools.doctor.process import Ran
+from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level, ok
 
 CASES = [
     ("0.23.0", 2, True),
@@ -40,36 +39,24 @@ def test_idle_ranks_that_overwrite_blocks_are_warned_of(
         return installed
 
     monkeypatch.setattr(known_faults, "version", version)
-    found = {} if installed is None else {"vllm-ascend": installed}
-    monkeypatch.setattr(versions, "installed_versions", lambda: found)
     assert overwrites_blocks(installed, data_parallel) is warns
     with caplog.at_level(logging.WARNING, "vllm_ascend_pd"):
         warn_of_known_faults(data_parallel)
     assert bool(caplog.records) is warns
-    given = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}
-    machine = command.Machine(engine_config.read(json.dumps(given)), None, data_parallel, ())
-    assert [f.check for f in command.judge_data_parallel(machine)] == (["versions.vllm-ascend-dp"] if warns else [])
+    given = configuration.read(json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}))
+    findings = configuration.judge_data_parallel(given, data_parallel, installed)
+    assert [finding.check for finding in findings] == (["versions.vllm-ascend-dp"] if warns else [])
 
 
 def test_the_doctor_warns_when_it_examines_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing() -> Ran:
-        return Ran("", "", "is not installed")
-
-    async def nothing_loaded() -> tuple[list[loading.Loaded], Ran]:
-        return [], await nothing()
-
-    async def no_transfer(way: object) -> Finding:
-        return ok("transfer.loopback", "not tried")
-
-    monkeypatch.setattr(npus, "look", nothing)
-    monkeypatch.setattr(loading, "load_all", nothing_loaded)
-    monkeypatch.setattr(loopback, "check", no_transfer)
+    monkeypatch.setattr(npus, "run", lambda *_: Ran("", "", "cannot be started"))
+    monkeypatch.setattr(loading, "load_all", lambda: ([], Ran("", "")))
+    monkeypatch.setattr(loopback, "check", lambda _: [ok("transfer.loopback", "not tried")])
     monkeypatch.setattr(versions, "installed_versions", lambda: {"vllm-ascend": "0.23.0"})
-    given = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}
+    given = json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"})
 
     def report(data_parallel: int) -> DoctorReport:
-        machine = command.Machine(engine_config.read(json.dumps(given)), None, data_parallel, ())
-        return anyio.run(command.examine, machine)
+        return command.read_machine(given, data_parallel=data_parallel).examine()
 
     [found] = [finding for finding in report(2).findings if finding.check == "versions.vllm-ascend-dp"]
     assert (found.level, found.found) == (Level.WARNING, known_faults.IDLE_RANKS_OVERWRITE_BLOCKS)

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from vllm_ascend_pd.core.hosts import decode_hosts
-from vllm_ascend_pd.tools.doctor import command, engine_config
-from vllm_ascend_pd.tools.doctor.finding import Finding, Level
+from vllm_ascend_pd.tools.doctor import command, configuration
+from vllm_ascend_pd.tools.doctor.report import Finding, Level
 from vllm_ascend_pd.transport.own_networks import own_networks
 
 V6 = "ffff:ffff:ffff:ffff::"
@@ -64,7 +64,7 @@ def test_decode_hosts_in_prefills_own_networks(interfaces: None, host: str, insi
 def test_the_doctor_says_what_prefill_will_refuse(interfaces: None, caplog: pytest.LogCaptureFixture) -> None:
     given = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"}
     with caplog.at_level(logging.INFO):
-        findings, _ = engine_config.judge(engine_config.read(json.dumps(given)))
+        findings, _ = configuration.judge(configuration.read(json.dumps(given)))
     [found] = [finding.found for finding in findings if finding.check == "config.decode_hosts"]
     assert "198.51.96.0/20" in found
     assert found.endswith("are refused")
@@ -73,7 +73,7 @@ def test_the_doctor_says_what_prefill_will_refuse(interfaces: None, caplog: pyte
 def judged(**extra: Any) -> dict[str, Finding]:
     """What the doctor finds in the configuration of a decode engine, by check."""
     given = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
-    findings, _ = engine_config.judge(engine_config.read(json.dumps(given)))
+    findings, _ = configuration.judge(configuration.read(json.dumps(given)))
     return {finding.check: finding for finding in findings}
 
 
@@ -109,20 +109,9 @@ def test_the_doctor_says_whether_prefill_serves_a_decode_host(
     interfaces: None, host: str, extra: dict[str, Any], level: Level
 ) -> None:
     given = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
-    chosen = command.options(
-        None, (), (), None, json.dumps(given), None, 1, (), ("10.0.0.1", host) if not extra else (host,)
-    )
-    assert isinstance(chosen, command.Machine)
-    findings, _ = engine_config.judge(chosen.config, chosen.decode_hosts)
+    hosts = ("10.0.0.1", host) if not extra else (host,)
+    chosen = command.read_machine(json.dumps(given), decode_hosts=hosts)
+    findings, _ = configuration.judge(chosen.config, chosen.decode_hosts)
     [finding] = [finding for finding in findings if finding.check == "config.decode_hosts"]
     assert finding.level is level
     assert finding.found.endswith(f", including those for {host}") is (level is Level.ERROR)
-
-
-@pytest.mark.parametrize(
-    ("role", "host"), [("kv_consumer", "10.0.0.1"), ("kv_producer", "10.0.0.1:80"), (None, "10.0.0.1")]
-)
-def test_decode_hosts_that_the_doctor_cannot_judge(role: str | None, host: str) -> None:
-    given = None if role is None else json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": role})
-    with pytest.raises(engine_config.UsageError, match="--decode-host"):
-        command.options(None, (), (), None, given, None, 1, (), (host,))

@@ -12,7 +12,7 @@ import pytest
 
 import offline_dummy_batch
 from harness.engines import CPU_ENV, PLUGINS
-from vllm_ascend_pd.tools.doctor.stacks import NPU
+from vllm_ascend_pd.tools.doctor.versions import NPU
 
 pytestmark = pytest.mark.npu
 

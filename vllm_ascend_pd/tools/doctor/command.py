@@ -1,212 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the options of `vllm-ascend-pd doctor` into its report."""
+"""Checks the options of `vllm-ascend-pd doctor`, and runs the checks in their order."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import ssl
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import anyio
 import msgspec
 
-from vllm_ascend_pd.connector.model import IDLE_RANKS_OVERWRITE_BLOCKS, overwrites_blocks
 from vllm_ascend_pd.core.hosts import is_host
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.tools.doctor import (
-    driver,
-    engine_config,
-    hccl,
-    hccn,
-    limits,
-    loading,
-    loopback,
-    mooncake,
-    mooncake_engine,
-    npus,
-    pair,
-    ports,
-    versions,
-)
-from vllm_ascend_pd.tools.doctor import hardware as hardware_steps
-from vllm_ascend_pd.tools.doctor.engine_config import KvTransferConfig, UsageError
-from vllm_ascend_pd.tools.doctor.finding import DoctorReport, DoctorTarget, Finding, make_report, note, warning
-from vllm_ascend_pd.tools.doctor.http_get import root_url
-from vllm_ascend_pd.tools.doctor.progress import Progress
-from vllm_ascend_pd.tools.doctor.render import show
-from vllm_ascend_pd.tools.doctor.stacks import NPU, stack_of
-from vllm_ascend_pd.transport import ascend
+from vllm_ascend_pd.tools.doctor import configuration, hardware, loading, loopback, machine, npus, pair, versions
+from vllm_ascend_pd.tools.doctor.configuration import KvTransferConfig
+from vllm_ascend_pd.tools.doctor.loading import LoadedMooncake
+from vllm_ascend_pd.tools.doctor.report import DoctorReport, Finding, make_report, note, step
 
 MAX_PEERS = 64
+STEP_TIMEOUT_S = 60.0
+"""For each step of --hardware."""
 
 
-class Machine(msgspec.Struct, frozen=True):
-    """What is planned to run on this machine.
-
-    peers: addresses of NPUs of other nodes.
-    decode_hosts: hosts of decode engines that a prefill engine here must serve.
-    """
+@dataclass(frozen=True)
+class Machine:
+    """What is planned to run on this machine."""
 
     config: KvTransferConfig | None
     api_port: int | None
     data_parallel: int
     peers: tuple[str, ...]
-    decode_hosts: tuple[str, ...] = ()
-    hardware_step_s: float | None = None
+    """Addresses of NPUs of other nodes."""
+    decode_hosts: tuple[str, ...]
+    """Hosts of decode engines that a prefill engine here must serve."""
+    hardware_step_s: float | None
     """Timeout in seconds of each step on NPUs. None: the NPUs are not tried."""
 
+    def examine(self) -> DoctorReport:
+        installed = versions.installed_versions()
+        on_npu = versions.stack_of(installed) is versions.NPU
+        findings = versions.judge(installed)
+        with step("loading torch, Mooncake, vLLM and the compiled ops"):
+            loaded, ran = loading.load_all()
+        details = loading.details(loaded)
+        host, npu_names = details.get("host"), [name for name in details.get("npus", "").split(",") if name]
+        mooncake = msgspec.json.decode(details["mooncake"], type=LoadedMooncake) if "mooncake" in details else None
+        findings += [*loading.judge(loaded, ran, on_npu), *configuration.judge_plugins(os.environ)]
+        configured, extra = configuration.judge(self.config, self.decode_hosts)
+        protocol = extra.transfer_protocol or ("ascend" if on_npu else "tcp")
+        findings += [*configured, configuration.judge_protocol(protocol, on_npu, mooncake)]
+        findings += configuration.judge_data_parallel(self.config, self.data_parallel, installed.get("vllm-ascend"))
+        with step("asking npu-smi"):
+            seen, driver, devices = npus.check_npus(on_npu, npu_names if "npus" in details else None)
+        findings += seen
+        if on_npu:
+            findings.append(versions.judge_cann(os.environ))
+            if mooncake is not None and mooncake.ascend is not None:
+                cann = versions.installed_cann(os.environ)
+                findings.append(versions.judge_engine(mooncake.ascend, driver, cann, os.environ))
+        if devices or self.peers:
+            with step("asking hccn_tool"):
+                findings += npus.check_network(devices, self.peers)
+        findings += machine.check_limits()
+        first = configuration.listening_port(self.config)
+        ports = machine.needed_ports(first, self.data_parallel, host or "", self.api_port)
+        findings += machine.check_ports(ports, devices, os.environ)
+        findings += self._transfer(mooncake)
+        if self.hardware_step_s is not None:
+            findings += hardware.check(npu_names, host or "127.0.0.1", self.hardware_step_s, on_npu or bool(devices))
+        return make_report("machine", findings)
 
-class Pair(msgspec.Struct, frozen=True):
-    """Root URLs of running servers by role. `trusted`: file with CAs, None for well-known CAs."""
+    def _transfer(self, mooncake: LoadedMooncake | None) -> list[Finding]:
+        if mooncake is not None and "tcp" in mooncake.refusals:
+            return [note("transfer.loopback", f"not tried: {mooncake.refusals['tcp']}")]
+        sizes = loopback.DESCRIPTOR_BYTES if self.hardware_step_s is not None else ()
+        with step("transferring from one Mooncake engine to another"):
+            return loopback.check(loopback.over_tcp(sizes))
 
-    urls: dict[str, tuple[str, ...]]
-    trusted: ssl.SSLContext | None
+
+@dataclass(frozen=True)
+class Pair:
+    """Root URLs of running servers."""
+
+    urls: Mapping[str, tuple[str, ...]]
+    api_key: str | None
+    trusted: ssl.SSLContext
+
+    def examine(self) -> DoctorReport:
+        with step("asking proxy and engines"):
+            servers = asyncio.run(pair.ask(self.urls, self.api_key, self.trusted))
+        return make_report("pair", pair.judge(servers))
 
 
-def options(
-    proxy: str | None,
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    ca_file: str | None,
+def read_machine(
     kv_transfer_config: str | None,
-    port: int | None,
-    data_parallel: int,
-    peers: Sequence[str],
+    api_port: int | None = None,
+    data_parallel: int | None = None,
+    peers: Sequence[str] = (),
     decode_hosts: Sequence[str] = (),
-    hardware: bool = False,
-    step_timeout: float | None = None,
-) -> Machine | Pair:
-    """Returns what to check: a pair if URLs are given, else this machine. Raises UsageError."""
-    if step_timeout is not None and not hardware:
-        raise UsageError("--step-timeout is for the steps of --hardware: give that, too")
-    if proxy is None and not prefill and not decode:
-        if ca_file is not None:
-            raise UsageError("--ca-file is for https:// URLs: give --proxy, --prefill or --decode")
-        config = None if kv_transfer_config is None else engine_config.read(kv_transfer_config)
-        if len(peers) > MAX_PEERS:
-            raise UsageError(f"{len(peers)} addresses for --peer: at most {MAX_PEERS}")
-        if (first := _kv_port(config)) is not None and first + data_parallel > 65536:
-            raise UsageError(
-                f"--data-parallel-size {data_parallel}: kv_port {first} leaves ports for {65536 - first} engines"
-            )
-        if len(decode_hosts) > MAX_PEERS:
-            raise UsageError(f"{len(decode_hosts)} hosts for --decode-host: at most {MAX_PEERS}")
-        if wrong := next((host for host in decode_hosts if not is_host(host)), None):
-            raise UsageError(f"--decode-host {one_line(wrong, 80)!r} is no host")
-        if decode_hosts and (config is None or config.kv_role != "kv_producer"):
-            raise UsageError("--decode-host is for a prefill engine's --kv-transfer-config: give that, too")
-        step_s = (step_timeout or hardware_steps.STEP_TIMEOUT_S) if hardware else None
-        addresses = tuple(_address(peer) for peer in peers)
-        return Machine(config, port, data_parallel, addresses, tuple(decode_hosts), step_s)
-    if kv_transfer_config is not None or port is not None or data_parallel != 1 or peers or decode_hosts or hardware:
-        raise UsageError(
-            "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, --data-parallel-size, "
-            "--peer, --decode-host and --hardware at this machine: give one kind"
+    hardware_step_s: float | None = None,
+) -> Machine:
+    """Raises ValueError with the wrong option."""
+    config = None if kv_transfer_config is None else configuration.read(kv_transfer_config)
+    first = configuration.listening_port(config)
+    if data_parallel is not None and first is None:
+        raise ValueError("--data-parallel-size is for a decode engine's --kv-transfer-config: give that, too")
+    if data_parallel is not None and first is not None and first + data_parallel > 65536:
+        raise ValueError(
+            f"--data-parallel-size {data_parallel}: kv_port {first} leaves ports for {65536 - first} engines"
         )
+    if decode_hosts and (config is None or config.kv_role != "kv_producer"):
+        raise ValueError("--decode-host is for a prefill engine's --kv-transfer-config: give that, too")
+    for option, values in (("--peer", peers), ("--decode-host", decode_hosts)):
+        if len(values) > MAX_PEERS:
+            raise ValueError(f"{len(values)} values of {option}: at most {MAX_PEERS}")
+    if (wrong := next((host for host in decode_hosts if not is_host(host)), None)) is not None:
+        raise ValueError(f"--decode-host {one_line(wrong, 80)!r} is no host")
+    addresses = tuple(map(_address, peers))
+    return Machine(config, api_port, data_parallel or 1, addresses, tuple(decode_hosts), hardware_step_s)
+
+
+def _address(peer: str) -> str:
     try:
-        pair.api_key(os.environ)
-        given = {"proxy": () if proxy is None else (proxy,), "prefill": prefill, "decode": decode}
-        urls = {role: tuple(map(root_url, each)) for role, each in given.items()}
-    except ValueError as problem:
-        raise UsageError(str(problem)) from None
-    try:
-        trusted = None if ca_file is None else ssl.create_default_context(cafile=ca_file)
-    except OSError as problem:  # ssl.SSLError is an OSError
-        raise UsageError(f"--ca-file {one_line(str(ca_file), 200)!r} cannot be used: {problem}") from None
-    return Pair(urls, trusted)
-
-
-def print_report(chosen: Machine | Pair, as_json: bool) -> bool:
-    """Prints the report and returns whether there is no error."""
-    report = anyio.run(examine, chosen)
-    if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
-    else:
-        show(report)
-    return report.ok
-
-
-async def examine(chosen: Machine | Pair) -> DoctorReport:
-    if isinstance(chosen, Pair):
-        return make_report(DoctorTarget.PAIR, await _examine_pair(chosen, Progress()))
-    return make_report(DoctorTarget.MACHINE, await _examine_machine(chosen, Progress()))
-
-
-async def _examine_pair(chosen: Pair, progress: Progress) -> list[Finding]:
-    async with progress.step("asking proxy and engines"):
-        servers = await pair.ask(chosen.urls, os.environ, chosen.trusted)
-    return pair.judge(servers)
-
-
-async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]:
-    on_npu = stack_of(versions.installed_versions()) is NPU
-    findings = versions.check()
-    async with progress.step("loading torch, Mooncake, vLLM and the compiled ops"):
-        loaded, ran = await loading.load_all()
-    findings += loading.judge(loaded, ran, on_npu)
-    configured, extra = engine_config.judge(chosen.config, chosen.decode_hosts)
-    library = mooncake_engine.read(loading.detail_of(loaded, "mooncake"))
-    findings += engine_config.judge_plugins(os.environ)
-    findings += [*configured, mooncake.judge(extra.transfer_protocol, on_npu, library)]
-    findings += [mooncake.check_cann(os.environ)] if on_npu else []
-    if on_npu and library is not None and library.ascend is not None:
-        toolkit = mooncake.installed_toolkit(os.environ)
-        findings.append(mooncake_engine.judge(library.ascend, driver.installed(), toolkit, os.environ))
-    async with progress.step("asking npu-smi"):
-        seen, chips = npus.judge(await npus.look(), on_npu, loading.npus_seen(loaded))
-    findings += [*seen, *hccl.judge(chosen.config, on_npu)]
-    if chips:
-        findings += driver.judge(driver.installed())
-    devices = [chip.device for chip in chips]
-    if devices or chosen.peers:
-        async with progress.step("asking hccn_tool"):
-            findings += await _examine_network(devices, chosen.peers)
-    findings += limits.check(mooncake.protocol_of(extra.transfer_protocol, on_npu))
-    findings += ports.check(_ports(chosen, loading.detail_of(loaded, "host")), devices, os.environ)
-    findings += judge_data_parallel(chosen)
-    if (skipped := mooncake_engine.no_loopback(library)) is not None:
-        findings.append(skipped)
-    else:
-        async with progress.step("transferring from one Mooncake engine to another"):
-            findings.append(await loopback.check(loopback.over_tcp()))
-    if chosen.hardware_step_s is not None:
-        numbers = [number for number in (loading.detail_of(loaded, "npus") or "").split(",") if number]
-        host = loading.detail_of(loaded, "host") or "127.0.0.1"
-        findings += await hardware_steps.check(numbers, host, progress, chosen.hardware_step_s)
-    return findings
-
-
-async def _examine_network(devices: Sequence[int], peers: Sequence[str]) -> list[Finding]:
-    has_tool = hccn.tool() is not None
-    findings, addresses = hccn.judge_conf(ascend.HCCN_CONF, devices, has_tool) if devices else ([], {})
-    return findings + await hccn.check_devices(devices, peers, addresses)
-
-
-def _kv_port(config: KvTransferConfig | None) -> int | None:
-    """Returns the first port that decode's engines listen on."""
-    return config.kv_port if config is not None and config.kv_role == "kv_consumer" else None
-
-
-def _ports(chosen: Machine, host: str | None) -> list[ports.Port]:
-    return ports.needed(_kv_port(chosen.config), chosen.data_parallel, host or "", chosen.api_port)
-
-
-def judge_data_parallel(chosen: Machine) -> list[Finding]:
-    if _kv_port(chosen.config) is not None:
-        if not overwrites_blocks(versions.installed_versions().get("vllm-ascend"), chosen.data_parallel):
-            return []
-        action = "install vllm-ascend==0.23.0.post1, which differs in nothing else that matters here"
-        return [warning("versions.vllm-ascend-dp", IDLE_RANKS_OVERWRITE_BLOCKS, action)]
-    if chosen.data_parallel == 1:
-        return []
-    found = f"--data-parallel-size {chosen.data_parallel} has no effect: it counts listeners of a decode engine"
-    return [note("ports.data_parallel", found, "give its --kv-transfer-config too, of kv_role kv_consumer")]
-
-
-def _address(text: str) -> str:
-    try:
-        return str(ipaddress.ip_address(text))
+        return str(ipaddress.ip_address(peer))
     except ValueError:
-        raise UsageError(f"--peer {one_line(text, 80)!r} is not an address of an NPU") from None
+        raise ValueError(f"--peer {one_line(peer, 80)!r} is not an address of an NPU") from None
+
+
+def read_pair(proxies: Sequence[str], prefills: Sequence[str], decodes: Sequence[str], ca_file: str | None) -> Pair:
+    """Raises ValueError with the wrong option, or for an API key in the environment that cannot be sent."""
+    given = {"proxy": proxies, "prefill": prefills, "decode": decodes}
+    urls = {option: tuple(map(pair.root_url, each)) for option, each in given.items()}
+    try:
+        trusted = ssl.create_default_context(cafile=ca_file)
+    except OSError as problem:  # ssl.SSLError is an OSError
+        raise ValueError(f"--ca-file {one_line(str(ca_file), 200)!r} cannot be used: {problem}") from None
+    return Pair(urls, pair.api_key(os.environ), trusted)

@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of `vllm-ascend-pd doctor --hardware` on NPUs. Each step runs in child processes, with a timeout."""
+"""The steps of `vllm-ascend-pd doctor --hardware`: kernels, writes and collectives on this machine's NPUs.
+
+Each step runs in child processes with a time limit (`on_npu.py`, `loopback.py`). This module never imports torch.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
-from vllm_ascend_pd.tools.doctor import collectives, kernels, loopback
-from vllm_ascend_pd.tools.doctor.finding import Finding, Level, error, note
-from vllm_ascend_pd.tools.doctor.loopback import Way
-from vllm_ascend_pd.tools.doctor.progress import Progress
+import msgspec
 
-STEP_TIMEOUT_S = 60.0
+from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.tools.doctor import loopback
+from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Way
+from vllm_ascend_pd.tools.doctor.process import Ran, child, run, run_all
+from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, ok, step, warning
+
 WRITES = 16
+MAX_RANKS = 8
 
+_CHARS = 300
 _TIMEOUTS = {"ASCEND_CONNECT_TIMEOUT": "10000", "ASCEND_TRANSFER_TIMEOUT": "10000"}
 """Milliseconds. Both of Mooncake's attempts end within a step, so that the finding has Mooncake's reason."""
 _OVER_ROCE = {"HCCL_INTRA_ROCE_ENABLE": "1", "HCCL_INTRA_PCIE_ENABLE": "0"}
 
-_DEVICES = "hardware.devices"
-_NO_TORCH_NPU = "run it on a machine with NPUs, in the engines' environment (requirements/npu.txt)"
-_NO_NPU = (
-    "see the findings of npu.* and loading.torch_npu above; in a container, pass /dev/davinci<N> of two NPUs or more"
-)
 _LINK = (
     "see the findings of hccn.* above, and that no other process holds these NPUs; with ASCEND_GLOBAL_LOG_LEVEL=1, "
     "plog in ~/ascend/log says why HIXL failed"
@@ -33,43 +38,54 @@ _ROCE = (
 )
 
 
-async def check(npus: Sequence[str], host: str, progress: Progress, timeout_s: float) -> list[Finding]:
+def check(npus: Sequence[str], host: str, timeout_s: float, wanted: bool) -> list[Finding]:
     """Runs the steps one after the other.
 
     npus: the machine's numbers of the NPUs that processes see, in their order; "?" if ACL does not tell a number.
     host: where engines listen.
     timeout_s: the timeout of each step.
+    wanted: whether this machine has NPUs, or software for them.
     """
+    name = "hardware.devices"
+    if find_spec("torch_npu") is None and not wanted:
+        return [note(name, "no NPUs, and no software for them: only descriptors over TCP were measured")]
     if find_spec("torch_npu") is None:
-        return [error(_DEVICES, "torch_npu is not installed: no step of --hardware can run", _NO_TORCH_NPU)]
+        action = "run it on a machine with NPUs, in the engines' environment (requirements/npu.txt)"
+        return [error(name, "torch_npu is not installed: no step of --hardware can run on NPUs", action)]
     if not npus:
-        return [error(_DEVICES, "torch_npu finds no NPU: no step of --hardware can run", _NO_NPU)]
-    findings = []
-    async with progress.step("running the regroup ops on an NPU"):
-        findings.append(await kernels.check(timeout_s))
+        action = (
+            "see the findings of npu.* and loading.torch_npu above; in a container, pass /dev/davinci<N> of two NPUs "
+            "or more"
+        )
+        return [error(name, "torch_npu finds no NPU: no step of --hardware can run on NPUs", action)]
+    with step("running the regroup ops on an NPU"):
+        findings = [check_kernels(timeout_s)]
     if len(npus) < 2:
         left_out = "one NPU: writes between NPUs and collectives are left out"
-        return [note(_DEVICES, left_out, "run this with two NPUs or more"), *findings]
+        return [note(name, left_out, "run this with two NPUs or more"), *findings]
     for way in ways(npus, host):
-        async with progress.step(f"writing {way.between}"):
-            findings.append(await loopback.check(way, timeout_s=timeout_s))
-    size = min(len(npus), collectives.MAX_RANKS)
-    async with progress.step(f"exchanging between {size} NPUs"):
-        findings.append(await collectives.check(size, timeout_s))
+        with step(f"writing {way.between}"):
+            findings += loopback.check(way, timeout_s)
+    size = min(len(npus), MAX_RANKS)
+    with step(f"exchanging between {size} NPUs"):
+        findings.append(check_collectives(size, timeout_s))
     return findings
 
 
 def ways(npus: Sequence[str], host: str) -> list[Way]:
     """Returns transfers from the first NPU to its neighbour and to the last NPU, and back over RoCE."""
-    pairs = dict.fromkeys([(0, 1), (0, len(npus) - 1)])
-    made = [_way(npus, source, destination, host) for source, destination in pairs]
-    return [*made, _way(npus, len(npus) - 1, 0, host, roce=True)]
+    last = len(npus) - 1
+    to_last = [] if last == 1 else [_way(npus, 0, last, host)]
+    return [_way(npus, 0, 1, host, DESCRIPTOR_BYTES), *to_last, _way(npus, last, 0, host, DESCRIPTOR_BYTES, roce=True)]
 
 
-def _way(npus: Sequence[str], source: int, destination: int, host: str, roce: bool = False) -> Way:
-    name = "roce" if roce else "ascend"
+def _way(
+    npus: Sequence[str], source: int, destination: int, host: str, sizes: tuple[int, ...] = (), roce: bool = False
+) -> Way:
+    name = f"{'roce' if roce else 'ascend'}.{npus[source]}-{npus[destination]}"
     return Way(
-        check=f"hardware.write.{name}.{npus[source]}-{npus[destination]}",
+        check=f"hardware.write.{name}",
+        name=name,
         between=f"from NPU {npus[source]} to NPU {npus[destination]} by ascend" + (" over RoCE" if roce else ""),
         action=_ROCE if roce else _LINK,
         protocol="ascend",
@@ -77,6 +93,135 @@ def _way(npus: Sequence[str], source: int, destination: int, host: str, roce: bo
         source=source,
         destination=destination,
         writes=WRITES,
+        descriptor_bytes=sizes,
         environment={**_TIMEOUTS, **(_OVER_ROCE if roce else {})},
         failed=Level.WARNING if roce else Level.ERROR,
     )
+
+
+# The connector's kernels, compared with the CPU.
+
+ROWS = (2048, 1152, 40)
+"""Bytes of a token in a rank's cache: 8 heads of 128 in bfloat16, MLA, and a size that is not a multiple of 32."""
+
+_BUILD = "load CANN's environment, then pip install -v --no-build-isolation -e . in vllm-ascend-pd: it says what fails"
+_WITHOUT = "try again without vllm_ascend_pd/libvllm_ascend_pd_npu.so where it exists, and send us both reports"
+
+
+class ComparedOp(msgspec.Struct, frozen=True):
+    """The comparison of one op with the CPU, for rows of one size."""
+
+    op: str
+    row_bytes: int
+    num_bytes: int
+    wrong: int  # bytes that differ from the CPU's
+    seconds: float  # of a call
+    not_compiled: str  # why torch's operators replace the kernel; "" if there is a compiled kernel
+
+
+def check_kernels(timeout_s: float) -> Finding:
+    ran = run(child("on_npu", "kernels"), timeout_s)
+    return judge_kernels(ran.reports(ComparedOp), ran)
+
+
+def judge_kernels(compared: Sequence[ComparedOp], ran: Ran) -> Finding:
+    check = "hardware.kernels"
+    for each in compared:
+        if each.wrong:
+            rows = f"with rows of {each.row_bytes} bytes"
+            found = f"{each.wrong} of {each.num_bytes} bytes of {each.op} {rows} differ from the CPU's"
+            return error(check, found, _WITHOUT, op=each.op, row_bytes=each.row_bytes)
+    if ran.problem is not None or not compared:
+        last = ran.last_words or "it wrote no error"
+        found = f"the process {ran.problem or 'said nothing'}, after {len(compared)} ops: {last}"
+        return error(check, found, _WITHOUT)
+    speeds = {
+        f"{each.op}_bytes_per_second": round(each.num_bytes / max(each.seconds, 1e-9))
+        for each in compared
+        if each.row_bytes == ROWS[0]
+    }
+    same = f"give the CPU's bytes in {len(compared)} cases, the slowest at {min(speeds.values()) / 1e9:.3g} GB/s"
+    if not_compiled := compared[0].not_compiled:
+        found = f"compiled kernels are not in use ({one_line(not_compiled, _CHARS)}); torch's operators {same}"
+        return warning(check, found, _BUILD, compiled=False, **speeds)
+    return ok(check, f"compiled kernels {same}", compiled=True, **speeds)
+
+
+# The connector's all-to-all beside a model's all-reduce: results, deadlocks and speed.
+
+LAYERS = 8
+"""Layers of a round. Each has two all-reduces and one all-to-all."""
+
+STAGES = ("the model's group", "the connector's group", "all-to-all beside all-reduce")
+"""Stages in their order. A rank reports each one that it has passed."""
+
+_MODE = "HCCL_OP_EXPANSION_MODE"
+_PRESET_MODE = "AIV"
+"""The value of tools/launch/node.py for engines: the model's collectives run on vector cores."""
+
+_GRACE_S = 3.0  # for the reports of other ranks after one has failed
+_CONNECT = (
+    "check that no other process holds these NPUs, and that HCCL_IF_IP and HCCL_SOCKET_IFNAME, if set, name this "
+    "host's interface; plog in ~/ascend/log says why HCCL failed"
+)
+_TOGETHER = (
+    f"unset {_MODE} for prefill engines with tensor parallelism, or set it to HOST (A2) or AI_CPU (A3), try again, and "
+    "send us this report"
+)
+_WRONG = "do not run prefill with tensor parallelism on these versions, and send us this report"
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """The stage that a rank has passed, or where it failed."""
+
+    stage: str
+    seconds: float = 0.0  # for connecting, or of the shortest round
+    num_bytes: int = 0  # of memory that connecting took, or that a rank sends to others in a round
+    rounds: int = 1
+    problem: str = ""  # the error
+
+
+def check_collectives(size: int, timeout_s: float) -> Finding:
+    """Runs `size` ranks on the first NPUs."""
+    mode = os.environ.get(_MODE) or _PRESET_MODE
+    with tempfile.TemporaryDirectory(prefix="pd-doctor-") as folder:
+        store = str(Path(folder, "store"))
+        commands = [child("on_npu", "rank", str(rank), str(size), store) for rank in range(size)]
+        return judge_collectives(run_all(commands, timeout_s, {_MODE: mode}, _GRACE_S), mode)
+
+
+def judge_collectives(ranks: Sequence[Ran], mode: str) -> Finding:
+    reached = [rank.reports(Reached) for rank in ranks]
+    for number, stages in enumerate(reached):
+        if stages and stages[-1].problem:
+            return _failed(stages[-1].stage, f"rank {number}: {stages[-1].problem}", mode)
+    places = [STAGES[len(stages)] if len(stages) < len(STAGES) else "its end" for stages in reached]
+    behind = min(range(len(ranks)), key=lambda number: len(reached[number]))
+    if places[behind] in STAGES:
+        listed = ", ".join(f"rank {number} at {place}" for number, place in enumerate(places))
+        last = f" ({ranks[behind].last_words})" if ranks[behind].last_words else ""
+        return _failed(places[behind], f"rank {behind} {ranks[behind].problem or 'ended'}; {listed}{last}", mode)
+    # The slowest rank's figures of each stage.
+    _, group, both = (max(stage, key=lambda each: each.seconds) for stage in zip(*reached, strict=True))
+    speed = both.num_bytes / max(both.seconds, 1e-9)
+    found = (
+        f"{len(ranks)} ranks, {both.rounds} rounds of {LAYERS} layers, all results right with {_MODE}={mode} for the "
+        f"model: all-to-all {speed / 1e9:.3g} GB/s a rank beside all-reduce; the connector's group takes "
+        f"{group.num_bytes / 2**20:.0f} MiB"
+    )
+    return ok(
+        "hardware.collectives",
+        found,
+        ranks=len(ranks),
+        rounds=both.rounds,
+        mode=mode,
+        all_to_all_bytes_per_second=round(speed),
+        group_bytes=group.num_bytes,
+        connect_seconds=round(group.seconds, 3),
+    )
+
+
+def _failed(stage: str, reason: str, mode: str) -> Finding:
+    action = _WRONG if "are wrong" in reason else _TOGETHER if stage == STAGES[-1] else _CONNECT
+    found = f"{stage} failed, with {_MODE}={mode} for the model: {reason}"
+    return error("hardware.collectives", found, action, stage=stage)

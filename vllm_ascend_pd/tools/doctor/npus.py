@@ -1,32 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks NPUs and their driver by `npu-smi info`.
+"""Checks NPUs, their driver and the network between them, by `npu-smi`, `hccn_tool` and `/etc/hccn.conf`.
 
-Its table has two lines for each chip: `NPU Name | Health | Power Temp Hugepages`, then
-`Chip [Phy-ID] | Bus-Id | AICore Memory HBM`. A second table has the processes.
+Formats, from vllm-ascend's and CANN's guides and published outputs:
 
-The driver and `hccn_tool` number chips by `Phy-ID` if an NPU has several chips (Atlas A3; some headers call it Device).
-Without that column, the NPU's own number is used.
+- `npu-smi info` prints a table with two lines for each chip: `NPU Name | Health | Power Temp Hugepages`, then
+  `Chip [Phy-ID] | Bus-Id | AICore Memory HBM`. Its `Version:` is the driver's. The driver and `hccn_tool` number chips
+  by `Phy-ID` if an NPU has several (Atlas A3; some headers call it Device), else by the NPU's own number.
+- `hccn_tool -link -g` prints `link status: UP`; `-net_health -g` prints `net health status: Success` (`Init` where no
+  address to probe is set, `Fault` and others); `-ip -g` prints `ipaddr:A`; `-ping -g address A` prints `3 packets
+  transmitted, 3 received, 0.00% packet loss`.
+- If hccn.conf has another address for a device than the device itself, others cannot reach the NPU, and errors do not
+  name the cause (vllm-ascend's pull request 16847).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
 
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.doctor.tools import Ran, run_tool
+from vllm_ascend_pd.tools.doctor.process import NOT_STARTED, Ran, run, run_all
+from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
+from vllm_ascend_pd.transport import ascend
 
-CHECK = "npu.devices"
-TIMEOUT_S = 30.0
+SMI_TIMEOUT_S = 30.0
+HCCN_TIMEOUT_S = 20.0
+"""Timeout of one call. Three unanswered packets take some seconds."""
+
+_AT_ONCE = 8
+_CHARS = 300
+_MAX_CONF_BYTES = 1 << 20
 
 _HEADER = re.compile(r"npu-smi\s+\S+\s+Version:\s*(\S{1,40})")
-_CHIP = re.compile(r"(\d{1,4})(?:\s+(\d{1,4}))?")
-_NPU = re.compile(r"(\d{1,4})\s+(\S.{0,40})")
-_USED = re.compile(r"(\d{1,9})\s*/\s*(\d{1,9})")
-_PROCESS = re.compile(r"(\d{1,4})\s+(\d{1,4})")
-_CHARS = 300
+_NPU = re.compile(r"\|\s*(\d{1,4})\s+([^|\s][^|]{0,40}?)\s*\|\s*([^|]{1,40}?)\s*\|")
+_CHIP = re.compile(r"\|\s*\d{1,4}(?:\s+(\d{1,4}))?\s*\|")
 
 _DRIVER = "install the Ascend driver and firmware; `npu-smi info` must list this machine's NPUs"
 _INIT = (
@@ -38,136 +51,207 @@ _INIT = (
 
 @dataclass(frozen=True)
 class Chip:
-    """One chip of an NPU. `device` is its number on the machine. The memory is HBM if the chip has some."""
+    """One chip of an NPU. `device` is its number on the machine."""
 
     npu: int
-    chip: int
     device: int
     name: str
     health: str
-    used_mib: int
-    total_mib: int
 
 
-@dataclass(frozen=True)
-class Npus:
-    """The output of `npu-smi info`. `processes` has (npu, chip) of each process that uses a chip."""
-
-    version: str
-    chips: tuple[Chip, ...]
-    processes: tuple[tuple[int, int], ...]
-
-
-def parse(text: str) -> Npus | None:
-    """Parses the output of `npu-smi info`. Returns None for other output."""
+def parse(text: str) -> tuple[str, list[Chip]] | None:
+    """Returns the driver's version and the chips in the output of `npu-smi info`, None for other output."""
     header = _HEADER.search(text)
     if header is None:
         return None
     chips: list[Chip] = []
-    processes: list[tuple[int, int]] = []
-    npu: tuple[int, str, str] | None = None
-    in_processes = False
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if "Process id" in line:
-            in_processes = True
-        if not line.lstrip().startswith("|") or len(cells) < 3:
-            continue
-        if in_processes:
-            numbers = _PROCESS.fullmatch(cells[0])
-            if numbers is not None and cells[1].isdecimal():
-                processes.append((int(numbers[1]), int(numbers[2])))
-        elif npu is not None and (second := _CHIP.fullmatch(cells[0])) is not None:
-            used = _USED.findall(cells[2])
-            chip = int(second[1])
-            device = npu[0] if second[2] is None else int(second[2])
-            used_mib, total_mib = (int(number) for number in used[-1]) if used else (0, 0)
-            chips.append(Chip(npu[0], chip, device, npu[1], npu[2], used_mib, total_mib))
+    npu: re.Match[str] | None = None
+    for line in text.partition("Process id")[0].splitlines():
+        second = _CHIP.match(line)
+        if npu is not None and second is not None:
+            chips.append(Chip(int(npu[1]), int(second[1] or npu[1]), npu[2], npu[3]))
             npu = None
-        elif (first := _NPU.fullmatch(cells[0])) is not None:
-            npu = (int(first[1]), first[2], cells[1])
-    return Npus(header[1], tuple(chips), tuple(processes))
+        else:
+            npu = _NPU.match(line)
+    return header[1], chips
 
 
-async def look() -> Ran:
-    return await run_tool(["npu-smi", "info"], TIMEOUT_S)
+def check_npus(wanted: bool, seen: Sequence[str] | None) -> tuple[list[Finding], str | None, list[int]]:
+    return judge(run(["npu-smi", "info"], SMI_TIMEOUT_S), wanted, seen)
 
 
-def judge(ran: Ran, wanted: bool, seen: Sequence[int] | None) -> tuple[list[Finding], list[Chip]]:
-    """Returns the findings, and the chips that engines may use.
+def judge(ran: Ran, wanted: bool, seen: Sequence[str] | None) -> tuple[list[Finding], str | None, list[int]]:
+    """Returns the findings, the driver's version, and the devices that engines may use.
 
     ran: the call of `npu-smi info`.
     wanted: whether the machine's software is for NPUs.
-    seen: the machine's numbers of the NPUs that processes see, as ACL says; None if unknown.
+    seen: the machine's numbers of the NPUs that processes see, "?" for one that ACL does not tell; None if unknown.
     """
-    found = parse(ran.output)
-    if ran.problem is not None and ran.problem.startswith("cannot be started"):
+    check, found = "npu.devices", parse(ran.output)
+    if ran.problem is not None and ran.problem.startswith(NOT_STARTED):
         if not wanted:
-            return [note(CHECK, "no npu-smi: a machine without NPUs")], []
-        return [error(CHECK, f"npu-smi {ran.problem}: no Ascend driver, or its tools are not on PATH", _DRIVER)], []
-    if ran.problem is not None or found is None:
+            return [note(check, "no npu-smi: a machine without NPUs")], None, []
+        problem = f"npu-smi {ran.problem}: no Ascend driver, or its tools are not on PATH"
+        return [error(check, problem, _DRIVER)], None, []
+    if ran.problem is not None or found is None or not found[1]:
         said = one_line(ran.said[-_CHARS:], _CHARS)
-        reason = ran.problem or "printed no table of NPUs"
-        return [error(CHECK, f"npu-smi info {reason}: {said or 'nothing else'}", _INIT)], []
-    if not found.chips:
-        return [error(CHECK, f"npu-smi {found.version} lists no NPU", _INIT)], []
-    names = ", ".join(dict.fromkeys(chip.name for chip in found.chips))
-    summary = ok(
-        CHECK,
-        f"{len(found.chips)} chips ({names}), driver {found.version}",
-        chips=len(found.chips),
-        names=names,
-        driver=found.version,
-    )
-    unseen, chips = _seen(found.chips, seen)
+        problem = f"npu-smi info {ran.problem or 'lists no NPU'}: {said or 'it says nothing'}"
+        return [error(check, problem, _INIT)], None, []
+    driver, chips = found
+    names = ", ".join(dict.fromkeys(chip.name for chip in chips))
+    text = f"{len(chips)} chips ({names}), driver {driver}"
+    findings = [ok(check, text, chips=len(chips), names=names, driver=driver)]
     if not wanted:
         action = "to run engines on the NPUs, install what requirements/npu.txt names"
-        unseen = [
-            warning("npu.software", "the installed software is not for NPUs: engines run on the CPU", action),
-            *unseen,
-        ]
-    return [summary, *unseen, *_health(chips), *_in_use(chips, found.processes)], chips
-
-
-def _seen(chips: Sequence[Chip], seen: Sequence[int] | None) -> tuple[list[Finding], list[Chip]]:
-    if seen is None:
-        return [], list(chips)
-    check = "npu.visible"
-    if not seen:
-        found = "processes started here see none of the NPUs"
-        return [error(check, found, "correct ASCEND_RT_VISIBLE_DEVICES, or unset it")], []
-    listed = ", ".join(map(str, seen))
-    missing = set(seen) - {chip.device for chip in chips}
-    if missing:
-        found = f"processes started here see {listed}, and npu-smi lists {', '.join(str(c.device) for c in chips)}"
-        return [warning(check, found, "update the driver, so that both number the NPUs alike")], list(chips)
-    if len(seen) == len(chips):
-        return [], list(chips)
-    chosen = [chip for chip in chips if chip.device in seen]
-    return [ok(check, f"processes started here see {len(chosen)} of the NPUs: {listed}", chips=len(chosen))], chosen
-
-
-def _health(chips: Sequence[Chip]) -> list[Finding]:
-    findings = []
+        text = "the installed software is not for NPUs: engines run on the CPU"
+        findings.append(warning("npu.software", text, action))
+    if seen is not None:
+        listed = ", ".join(str(chip.device) for chip in chips)
+        chips = [chip for chip in chips if "?" in seen or str(chip.device) in seen]
+        if not chips:
+            found_none = f"processes started here see {', '.join(seen) or 'none'} of the NPUs {listed}"
+            action = "correct ASCEND_RT_VISIBLE_DEVICES, or unset it; if it is right, update the driver"
+            findings.append(error("npu.visible", found_none, action))
     for chip in chips:
-        if chip.health == "OK":
-            continue
-        level = warning if chip.health == "Warning" else error
-        findings.append(
-            level(
-                f"npu.health.{chip.device}",
-                f"NPU {chip.npu} chip {chip.chip} has health {one_line(chip.health, 40)}",
+        if chip.health != "OK":
+            level = warning if chip.health == "Warning" else error
+            action = (
                 f"`npu-smi info -t health -i {chip.npu}` says why; reset or replace it, or leave it out with "
-                "ASCEND_RT_VISIBLE_DEVICES",
+                "ASCEND_RT_VISIBLE_DEVICES"
             )
+            findings.append(level(f"npu.health.{chip.device}", f"NPU {chip.npu} has health {chip.health}", action))
+    return findings, driver, [chip.device for chip in chips]
+
+
+# The network between NPUs.
+
+
+def check_network(devices: Sequence[int], peers: Sequence[str]) -> list[Finding]:
+    """Asks `hccn_tool` about each device of the machine. `peers` are addresses of NPUs of other nodes."""
+    tool = shutil.which("hccn_tool") or (str(ascend.HCCN_TOOL) if ascend.HCCN_TOOL.exists() else None)
+    findings, conf = judge_conf(ascend.HCCN_CONF, devices, tool is not None) if devices else ([], {})
+    if tool is None:
+        action = f"in a container, mount the host's {ascend.HCCN_TOOL.parent}"
+        if not peers:
+            return [*findings, note("hccn.tool", "no hccn_tool: links and addresses are not checked", action)]
+        return [*findings, error("hccn.tool", "no hccn_tool: other nodes' NPUs cannot be pinged", action)]
+    if not devices:
+        action = "check that npu-smi lists this machine's NPUs, or leave --peer out on a machine without NPUs"
+        return [error("hccn.ping", "this machine has no NPU that could ping those of other nodes", action)]
+    questions = list(_questions(devices, peers, conf))
+    for first in range(0, len(questions), _AT_ONCE):
+        some = questions[first : first + _AT_ONCE]
+        answers = run_all([[tool, *arguments] for arguments, _ in some], HCCN_TIMEOUT_S)
+        findings += [judge(ran) for (_, judge), ran in zip(some, answers, strict=True)]
+    return findings
+
+
+def _questions(
+    devices: Sequence[int], peers: Sequence[str], conf: Mapping[int, list[str]]
+) -> Iterator[tuple[list[str], Callable[[Ran], Finding]]]:
+    """Yields arguments of `hccn_tool`, and what judges its answer."""
+    for device in devices:
+        this = ["-i", str(device)]
+        yield [*this, "-link", "-g"], partial(judge_link, device)
+        yield [*this, "-net_health", "-g"], partial(judge_health, device)
+        configured = [address for address in conf.get(device, []) if ":" not in address]
+        if configured or device not in conf:  # a device with only IPv6 is skipped
+            yield [*this, "-ip", "-g"], partial(judge_addresses, device, configured)
+    for device, peer in product(devices, peers):
+        asked = ["-inet6", "-g", "ipv6_address"] if ":" in peer else ["-g", "address"]
+        yield ["-i", str(device), "-ping", *asked, peer], partial(judge_ping, device, peer)
+
+
+def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> tuple[list[Finding], dict[int, list[str]]]:
+    """Returns the findings about hccn.conf for these devices, and the addresses in it by device."""
+    findings = []
+    for device in devices:
+        for wrong in ascend.check_address(conf, device, has_tool):
+            action = "correct it: an NPU without an address has no RoCE, and reaches others only over HCCS"
+            findings.append((error if wrong.fatal else warning)(f"hccn.conf.{device}", wrong.message, action))
+    try:
+        with conf.open(errors="replace") as file:
+            lines = re.findall(r"^(?:IPv6)?address_(\d{1,4})=(.*)$", file.read(_MAX_CONF_BYTES), re.MULTILINE)
+    except OSError:
+        lines = []
+    found: dict[int, list[str]] = {}
+    owners: dict[str, list[int]] = {}
+    for device, address in lines:
+        found.setdefault(int(device), []).append(address)
+        owners.setdefault(_normal(address), []).append(int(device))
+    if not findings:
+        text = f"{conf} has the addresses of all {len(devices)} devices" if found else f"no {conf}: hccn_tool is asked"
+        findings.append(ok("hccn.conf", text))
+    for address, sharing in owners.items():
+        if address and len(sharing) > 1:
+            text = f"devices {', '.join(map(str, sharing))} all have the address {one_line(address, 60)}"
+            action = "give each device an address of its own: hccn_tool -i DEVICE -ip -s address ADDRESS netmask MASK"
+            findings.append(error("hccn.conf.unique", text, action))
+    return findings, found
+
+
+def judge_link(device: int, ran: Ran) -> Finding:
+    check, link = f"hccn.link.{device}", re.search(r"link status:\s*(\S{1,40})", ran.said, re.IGNORECASE)
+    if link is not None and link[1].upper() == "UP":
+        return ok(check, f"device {device}: link up")
+    action = (
+        "check the cable, the optical module and the switch's port; within a server or a super node NPUs need no link, "
+        "because they reach each other over HCCS"
+    )
+    return warning(check, f"device {device}: the link is not up: {_said(ran)}", action)
+
+
+def judge_health(device: int, ran: Ran) -> Finding:
+    """Judges whether the device reaches its detect address, which is its gateway or switch."""
+    check = f"hccn.health.{device}"
+    health = re.search(r"net health status:\s*(\S.{0,39})", ran.said, re.IGNORECASE)
+    if health is not None and health[1].strip() == "Success":
+        return ok(check, f"device {device}: network healthy")
+    if health is None or health[1].strip() == "Init":
+        action = f"to have an address probed: hccn_tool -i {device} -netdetect -s address GATEWAY"
+        return note(check, f"device {device}: the network's health is unknown: {_said(ran)}", action)
+    action = f"check that hccn_tool -i {device} -netdetect -g names an address that it reaches"
+    return warning(check, f"device {device}: the network is not healthy: {_said(ran)}", action)
+
+
+def judge_addresses(device: int, configured: Sequence[str], ran: Ran) -> Finding:
+    """Compares the device's address with hccn.conf."""
+    check, own = f"hccn.address.{device}", re.findall(r"ipaddr:\s*([0-9.]{1,15})", ran.said)
+    repair = f"hccn_tool -i {device} -ip -s address ADDRESS netmask MASK"
+    if not own:
+        return warning(check, f"device {device} has no address: {_said(ran)}", f"for RoCE, set it with {repair}")
+    if configured and not {*map(_normal, own)} & {*map(_normal, configured)}:
+        listed = one_line(", ".join(configured), _CHARS)
+        found = f"device {device} has the address {', '.join(own)}, and {listed} in {ascend.HCCN_CONF}"
+        action = f"make both the same ({repair}), and start engines again: until then others cannot reach it"
+        return error(check, found, action)
+    return ok(check, f"device {device}: {', '.join(own)}", address=own[0])
+
+
+def judge_ping(device: int, peer: str, ran: Ran) -> Finding:
+    check = f"hccn.ping.{device}.{peer}"
+    counts = re.search(r"(\d{1,9}) packets transmitted,\s*(\d{1,9}) received", ran.said)
+    sent, received = (int(counts[1]), int(counts[2])) if counts else (0, 0)
+    found = f"device {device} to {peer}: {received} of {sent} packets answered"
+    if not received:
+        action = (
+            "check that both addresses are in one network, or have a gateway, and netmasks, VLANs and TLS "
+            "(`hccn_tool -i N -tls -g`) are the same on both nodes"
         )
-    return findings or [ok("npu.health", "all chips have health OK")]
+        return error(check, f"{found}: {_said(ran)}", action, sent=sent, received=0)
+    if received < sent:
+        again = "ping again; if packets are lost again, check cables, optical modules and the switch's counters"
+        return warning(check, found, again, sent=sent, received=received)
+    return ok(check, found, sent=sent, received=received)
 
 
-def _in_use(chips: Sequence[Chip], processes: Sequence[tuple[int, int]]) -> list[Finding]:
-    busy = [chip for chip in chips if (chip.npu, chip.chip) in processes]
-    if not busy:
-        return [ok("npu.use", "no process uses the NPUs")]
-    listed = ", ".join(f"{chip.device} ({chip.used_mib} of {chip.total_mib} MiB)" for chip in busy)
-    action = "end processes that should not run there, or choose other NPUs with ASCEND_RT_VISIBLE_DEVICES"
-    return [note("npu.use", f"in use: {listed}", action, chips=len(busy))]
+def _said(ran: Ran) -> str:
+    reason = f"hccn_tool {ran.problem}" if ran.problem else "hccn_tool says"
+    return f"{reason}: {one_line(ran.said, _CHARS) or 'nothing'}"
+
+
+def _normal(address: str) -> str:
+    try:
+        return str(ipaddress.ip_address(address.strip()))
+    except ValueError:
+        return address.strip()

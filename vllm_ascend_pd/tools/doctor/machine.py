@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the ports are free that an engine will listen on."""
+"""Checks this machine itself: ports that an engine will listen on, and limits of this user's processes."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import resource
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok
+from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ASCEND_BASE_PORT = 20000
@@ -28,7 +29,7 @@ class Port(NamedTuple):
     host: str = ""
 
 
-def needed(kv_port: int | None, engines: int, host: str, api_port: int | None) -> list[Port]:
+def needed_ports(kv_port: int | None, engines: int, host: str, api_port: int | None) -> list[Port]:
     """Returns the ports. `kv_port` is None on prefill. Each of the `engines` data-parallel engines has a listener."""
     ports = [] if api_port is None else [Port(api_port, "the API server")]
     if kv_port is not None:
@@ -36,20 +37,18 @@ def needed(kv_port: int | None, engines: int, host: str, api_port: int | None) -
     return ports
 
 
-def check(ports: Sequence[Port], devices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
+def check_ports(ports: Sequence[Port], devices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
     """Checks all ports. Mooncake listens on separate ports for each NPU in `devices`."""
-    ephemeral = _ephemeral()
-    taken = ascend_ports(devices, environment)
+    ephemeral, taken = _ephemeral(), ascend_ports(devices, environment)
     findings = []
     for number in dict.fromkeys(port.number for port in ports):
         port, *others = [port for port in ports if port.number == number]
-        findings.append(_twice(port, others[0]) if others else judge(port, taken, ephemeral, try_port(port)))
+        if others:
+            found = f"port {number} is used twice, for {port.what} and for {others[0].what}"
+            findings.append(error(f"ports.{number}", found, "choose another --port or kv_port"))
+        else:
+            findings.append(judge_port(port, taken, ephemeral, try_port(port)))
     return findings
-
-
-def _twice(port: Port, other: Port) -> Finding:
-    found = f"port {port.number} is used twice, for {port.what} and for {other.what}"
-    return error(f"ports.{port.number}", found, "choose another --port or kv_port")
 
 
 def ascend_ports(devices: Iterable[int], environment: Mapping[str, str]) -> dict[int, range]:
@@ -59,7 +58,7 @@ def ascend_ports(devices: Iterable[int], environment: Mapping[str, str]) -> dict
     return {n: range(base + _ASCEND_PORTS * n, base + _ASCEND_PORTS * (n + 1) + 1) for n in devices}
 
 
-def judge(port: Port, ascend: Mapping[int, range], ephemeral: range | None, problem: int | None) -> Finding:
+def judge_port(port: Port, ascend: Mapping[int, range], ephemeral: range | None, problem: int | None) -> Finding:
     """Judges one port.
 
     ascend: Mooncake's ports by NPU.
@@ -82,10 +81,8 @@ def judge(port: Port, ascend: Mapping[int, range], ephemeral: range | None, prob
         return error(check, f"{named} cannot be used: {os.strerror(problem)}", action)
     if ephemeral is not None and port.number in ephemeral:
         found = f"{named} is free now, but outgoing connections may take it ({ephemeral[0]}-{ephemeral[-1]})"
-        action = (
-            f"choose a port below {ephemeral[0]}, or reserve it: sysctl net.ipv4.ip_local_reserved_ports={port.number}"
-        )
-        return note(check, found, action)
+        reserve = f"sysctl net.ipv4.ip_local_reserved_ports={port.number}"
+        return note(check, found, f"choose a port below {ephemeral[0]}, or reserve it: {reserve}")
     return ok(check, f"{named} is free")
 
 
@@ -93,10 +90,10 @@ def try_port(port: Port) -> int | None:
     """Returns the error number of listening there now, or None if it works."""
     family = socket.AF_INET6 if ":" in port.host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not count
-            probe.bind((port.host, port.number))
-            probe.listen(1)
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not count
+            listener.bind((port.host, port.number))
+            listener.listen(1)
     except OSError as problem:
         return problem.errno or errno.EINVAL
     return None
@@ -108,3 +105,47 @@ def _ephemeral() -> range | None:
         return range(int(first), int(last) + 1)
     except (OSError, ValueError):
         return None
+
+
+# Limits. Engines inherit those of the shell that starts them.
+
+OPEN_FILES = 16384
+"""Each peer's connection is an open file, of an engine's listener as of the proxy. Many systems allow 1024."""
+
+SHM = "/dev/shm"
+SHM_BYTES = 256 << 20
+"""vLLM (shm_broadcast.py) allocates 10 chunks of 24 MiB there for each engine with several ranks. Docker's default is
+64 MiB."""
+
+
+def check_limits() -> list[Finding]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        shm = os.statvfs(SHM)
+    except OSError as problem:
+        action = "mount a tmpfs there: vLLM's ranks share memory through it"
+        return [judge_files(files), warning("limits.shm", f"{SHM}: {problem.strerror}", action)]
+    return [judge_files(files), judge_shm(shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize)]
+
+
+def judge_files(soft: int) -> Finding:
+    """`soft` is the number of files that a process may open."""
+    check = "limits.open-files"
+    if soft == resource.RLIM_INFINITY:
+        return ok(check, "a process may open any number of files")
+    if soft >= OPEN_FILES:
+        return ok(check, f"a process may open {soft} files", files=soft)
+    found = f"a process may open {soft} files, and each connection is one"
+    action = f"ulimit -n {OPEN_FILES} before engines start (LimitNOFILE of a unit, --ulimit nofile of a container)"
+    return warning(check, found, action, files=soft)
+
+
+def judge_shm(total: int, free: int) -> Finding:
+    found = f"{SHM}: {free >> 20} of {total >> 20} MiB free"
+    if free >= SHM_BYTES:
+        return ok("limits.shm", found, total_bytes=total, free_bytes=free)
+    action = (
+        f"an engine with several ranks takes {SHM_BYTES >> 20} MiB: give its container --ipc=host or --shm-size; "
+        "remove the files of dead processes there"
+    )
+    return warning("limits.shm", found, action, total_bytes=total, free_bytes=free)

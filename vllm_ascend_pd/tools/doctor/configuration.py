@@ -8,13 +8,15 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.connector.model import IDLE_RANKS_OVERWRITE_BLOCKS, overwrites_blocks
 from vllm_ascend_pd.connector.setup import CONNECTOR, asked_before
 from vllm_ascend_pd.connector.setup import warning as order_warning
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
-from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.doctor.loading import LoadedMooncake
+from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
 from vllm_ascend_pd.transport.keys import SecretFileError, load_keys, read_text_secret, read_ticket_secret
 from vllm_ascend_pd.transport.own_networks import own_networks
@@ -24,10 +26,6 @@ DEFAULT_KV_PORT = 14579
 
 _ROLES = ("kv_producer", "kv_consumer")
 _ACTION = "correct --kv-transfer-config, here and where the engine starts"
-
-
-class UsageError(ValueError):
-    """An option is invalid."""
 
 
 class KvTransferConfig(msgspec.Struct, frozen=True):
@@ -42,7 +40,7 @@ class KvTransferConfig(msgspec.Struct, frozen=True):
 
 
 def read(text: str) -> KvTransferConfig:
-    """Parses `--kv-transfer-config`. Returns this connector's entry of a `MultiConnector`. Raises UsageError."""
+    """Parses `--kv-transfer-config`. Returns this connector's entry of a `MultiConnector`. Raises ValueError."""
     try:
         # Not strict: numbers may be strings of digits, as for vLLM.
         config = msgspec.json.decode(text, type=KvTransferConfig, strict=False)
@@ -52,9 +50,9 @@ def read(text: str) -> KvTransferConfig:
             entries = msgspec.convert(entries, list[KvTransferConfig], strict=False)
             config = next((entry for entry in entries if entry.kv_connector == CONNECTOR), config)
     except (*UNREADABLE, UnicodeEncodeError) as problem:
-        raise UsageError(f"--kv-transfer-config: {problem}") from None
+        raise ValueError(f"--kv-transfer-config: {problem}") from None
     if not 0 < config.kv_port < 65536:
-        raise UsageError(f"--kv-transfer-config: kv_port is {config.kv_port}")
+        raise ValueError(f"--kv-transfer-config: kv_port is {config.kv_port}")
     return msgspec.structs.replace(config, asked_before=before)
 
 
@@ -69,64 +67,69 @@ def judge_plugins(environment: Mapping[str, str]) -> list[Finding]:
 def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[list[Finding], ConnectorConfig]:
     """Returns the findings, also about secret files, and the connector's configuration, or its defaults if invalid.
 
-    `wanted` are hosts of decode engines that a prefill engine must serve."""
+    `wanted` are hosts of decode engines that a prefill engine must serve.
+    """
+    check = "config.connector"
     if config is None:
         unseen = "no --kv-transfer-config given: defaults are assumed, and its ports are not checked"
-        return [note("config.connector", unseen)], ConnectorConfig()
+        return [note(check, unseen)], ConnectorConfig()
     if config.kv_connector != CONNECTOR:
         found = f"kv_connector is {config.kv_connector!r}, which does not have {CONNECTOR}"
-        return [error("config.connector", found, _ACTION)], ConnectorConfig()
+        return [error(check, found, _ACTION)], ConnectorConfig()
     if config.kv_role not in _ROLES:
         found = f"kv_role is {config.kv_role!r}: must be {' or '.join(_ROLES)}"
-        return [error("config.connector", found, _ACTION)], ConnectorConfig()
+        return [error(check, found, _ACTION)], ConnectorConfig()
     try:
         extra = parse_config(config.kv_connector_extra_config)
     except ConfigError as problem:
-        return [error("config.connector", " ".join(str(problem).split()), _ACTION)], ConnectorConfig()
-    findings = [ok("config.connector", f"{config.kv_role}, all keys of kv_connector_extra_config are valid")]
+        return [error(check, str(problem), _ACTION)], ConnectorConfig()
+    findings = [ok(check, f"{config.kv_role}, all keys of kv_connector_extra_config are valid")]
     if config.kv_role == "kv_producer":
-        admitted = decode_hosts(extra.decode_allowlist, "localhost", bool(extra.ticket_secret_file), own_networks())
-        said = f"decode engines at {admitted.admitted} are served; tickets for other hosts are refused"
-        refused = [host for host in wanted if admitted.refusal(host) is not None]
-        if refused:
-            action = "name them in decode_allowlist of prefill, or have tickets signed (ticket_secret_file)"
-            findings.append(
-                error("config.decode_hosts", f"{said}, including those for {one_line(', '.join(refused), 400)}", action)
-            )
-        else:
-            findings.append(ok("config.decode_hosts", said))
+        findings.append(_judge_decode_hosts(extra, wanted))
     else:
         findings += _judge_ticket_routes(extra)
-    if config.asked_before and config.kv_role == "kv_consumer":
-        action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
-        findings.append(warning("config.order", order_warning(config.asked_before), action))
-    return [*findings, *_secrets(extra)], extra
+        if config.asked_before:
+            action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
+            findings.append(warning("config.order", order_warning(config.asked_before), action))
+    return [*findings, *_judge_secrets(extra)], extra
+
+
+def _judge_decode_hosts(extra: ConnectorConfig, wanted: Sequence[str]) -> Finding:
+    """Which hosts' tickets a prefill engine serves."""
+    check = "config.decode_hosts"
+    admitted = decode_hosts(extra.decode_allowlist, "localhost", bool(extra.ticket_secret_file), own_networks())
+    said = f"decode engines at {admitted.admitted} are served; tickets for other hosts are refused"
+    refused = [host for host in wanted if admitted.refusal(host) is not None]
+    if not refused:
+        return ok(check, said)
+    action = "name them in decode_allowlist of prefill, or have tickets signed (ticket_secret_file)"
+    return error(check, f"{said}, including those for {one_line(', '.join(refused), 400)}", action)
 
 
 def _judge_ticket_routes(extra: ConnectorConfig) -> list[Finding]:
     """Where a decode engine's tickets may go."""
+    check = "config.metaservers"
     try:
         proxies = Allowlist(extra.metaserver_allowlist, "localhost").admitted
     except ValueError as problem:
-        return [error("config.metaservers", one_line(str(problem), 400), _ACTION)]
+        return [error(check, str(problem), _ACTION)]
     engines = prefill_hosts(extra.prefill_allowlist, "localhost", own_networks()).admitted
     said = f"tickets are posted to proxies at: {proxies}; requests that name others are refused"
     action = "name the proxy's --metaserver-url in metaserver_allowlist if it runs on another host"
     return [
-        ok("config.metaservers", said) if extra.metaserver_allowlist else note("config.metaservers", said, action),
+        ok(check, said) if extra.metaserver_allowlist else note(check, said, action),
         ok("config.prefill_hosts", f"tickets are offered to prefill engines at {engines}; no others are asked"),
     ]
 
 
-def _secrets(config: ConnectorConfig) -> list[Finding]:
+def _judge_secrets(extra: ConnectorConfig) -> list[Finding]:
     findings = []
     for name, read_file in (
         ("side_channel_key_file", load_keys),
         ("ticket_secret_file", read_ticket_secret),
         ("metaserver_token_file", read_text_secret),
     ):
-        path = getattr(config, name)
-        if path is None:
+        if (path := getattr(extra, name)) is None:
             continue
         try:
             read_file(path)
@@ -136,3 +139,34 @@ def _secrets(config: ConnectorConfig) -> list[Finding]:
         else:
             findings.append(ok(f"config.{name}", f"{path} can be used"))
     return findings
+
+
+def judge_protocol(protocol: str, on_npu: bool, mooncake: LoadedMooncake | None) -> Finding:
+    """Judges whether `mooncake`, which a process loads here, has the engine's protocol. None: it cannot be loaded.
+
+    What else keeps an engine from starting with a protocol, the engine itself says at its start.
+    """
+    check, leave_out = "config.protocol", "leave transfer_protocol out of kv_connector_extra_config"
+    if mooncake is not None and (refusal := mooncake.refusals.get(protocol)) is not None:
+        install = f"install the Mooncake of requirements/{'npu' if on_npu else 'cpu'}.txt"
+        found = f"this Mooncake cannot move bytes by {protocol}: {refusal}"
+        return error(check, found, f"{install}, or {leave_out}", protocol=protocol)
+    if protocol not in ("ascend", "tcp", "rdma"):
+        return error(check, f"transfer_protocol is {protocol!r}", "use ascend, tcp or rdma", protocol=protocol)
+    if (protocol == "ascend") != on_npu:
+        found = f"engines move bytes by {protocol}, but {'NPU memory needs ascend' if on_npu else 'ascend needs NPUs'}"
+        return (warning if on_npu else error)(check, found, leave_out, protocol=protocol)
+    return ok(check, f"engines move bytes by {protocol}", protocol=protocol)
+
+
+def judge_data_parallel(config: KvTransferConfig | None, engines: int, vllm_ascend: str | None) -> list[Finding]:
+    """Judges `--data-parallel-size`. `vllm_ascend`: its version, None if it is not installed."""
+    if listening_port(config) is not None and overwrites_blocks(vllm_ascend, engines):
+        action = "install vllm-ascend==0.23.0.post1, which differs in nothing else that matters here"
+        return [warning("versions.vllm-ascend-dp", IDLE_RANKS_OVERWRITE_BLOCKS, action)]
+    return []
+
+
+def listening_port(config: KvTransferConfig | None) -> int | None:
+    """Returns the first port that decode's engines listen on."""
+    return config.kv_port if config is not None and config.kv_role == "kv_consumer" else None

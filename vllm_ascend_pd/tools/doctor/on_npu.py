@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child of the doctor: one rank of a model's collectives, with the connector's all-to-all beside them.
+"""Children of the doctor that run on NPUs.
 
-The world's group is the model's and reduces on the current stream. The second group is made as the connector makes it,
-and exchanges on the side stream. Arguments: `RANK SIZE STORE`; `STORE` is a new file by which ranks find each other.
+`kernels`: compares the regroup ops on NPU 0 with the CPU.
+`rank RANK SIZE STORE`: runs a model's all-reduce with the connector's all-to-all beside it. STORE is a new file by
+which the ranks find each other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,10 +21,50 @@ import torch.distributed as dist
 import torch_npu  # noqa: F401 - makes torch.npu
 
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.device.base import Event, Group
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.tools.doctor import child
-from vllm_ascend_pd.tools.doctor.collectives import LAYERS, STAGES, Reached
+from vllm_ascend_pd.tools.doctor.hardware import LAYERS, ROWS, STAGES, ComparedOp, Reached
+from vllm_ascend_pd.tools.doctor.process import say
+
+BLOCKS, UNITS, TOKENS = 64, 32, 128
+CACHES, SPLITS = 2, 2
+_TIMES = 10
+
+
+def compare_kernels() -> None:
+    torch.npu.set_device(0)
+    chance = random.Random(0)
+    for row in ROWS:
+        unit = TOKENS * row
+        content = torch.frombuffer(bytearray(chance.randbytes(CACHES * BLOCKS * unit)), dtype=torch.uint8)
+        caches = list(content.view(CACHES, BLOCKS, unit))
+        offsets = torch.tensor(chance.sample(range(BLOCKS), UNITS), dtype=torch.int64) * unit
+        for op in ("gather_units", "split_heads", "interleave_heads"):
+            wanted = torch.zeros(CACHES * UNITS * unit, dtype=torch.uint8)
+            _call(op, caches, offsets, wanted, row)
+            on_npu, places, got = [cache.npu() for cache in caches], offsets.npu(), torch.zeros_like(wanted).npu()
+            _call(op, on_npu, places, got, row)
+            wrong = int(got.cpu().ne(wanted).sum())
+            began = time.monotonic()
+            for _ in range(_TIMES):
+                _call(op, on_npu, places, got, row)
+            torch.npu.synchronize()
+            seconds = (time.monotonic() - began) / _TIMES
+            say(ComparedOp(op, row, wanted.numel(), wrong, seconds, ops.npu_kernels.reason))
+
+
+def _call(op: str, caches: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor, row: int) -> None:
+    """Calls an op with caches, offsets of units, `out` and the bytes of a token's row in a cache."""
+    section = UNITS // SPLITS * TOKENS * row
+    if op == "gather_units":
+        ops.gather_units(caches, offsets, TOKENS * row, UNITS // SPLITS, out, 0, section, CACHES * section)
+    elif op == "split_heads":
+        ops.split_heads(caches, offsets, SPLITS, TOKENS, row // SPLITS, out, 0, SPLITS * section, section)
+    else:
+        tokens = CACHES * UNITS * TOKENS // SPLITS
+        ops.interleave_heads(caches[0], 0, tokens * row, out, 0, SPLITS, tokens, row)
+
 
 SECTION_BYTES = 1 << 20
 """Bytes that a rank sends to each rank per layer."""
@@ -38,7 +79,11 @@ _CHARS = 500
 
 
 class CollectiveRank:
-    """One rank: runs the stages one after the other, and checks their results."""
+    """One rank: runs the stages one after the other, and checks their results.
+
+    The world's group is the model's and reduces on the current stream. The second group is made as the connector makes
+    it, and exchanges on the side stream.
+    """
 
     def __init__(self, rank: int, size: int, store: Path) -> None:
         self.rank, self.size = rank, size
@@ -67,22 +112,8 @@ class CollectiveRank:
 
         return self._memory(STAGES[1], connect)
 
-    def reduce_alone(self) -> Reached:
-        seconds, rounds = self._rounds(exchange=False, reduce=True)
-        return Reached(STAGES[2], seconds, 2 * LAYERS * self.hidden.nbytes, rounds, self._wrong_sum())
-
-    def exchange_alone(self) -> Reached:
-        seconds, rounds = self._rounds(exchange=True, reduce=False)
-        return Reached(STAGES[3], seconds, self._sent_bytes(), rounds, self._wrong_bytes())
-
     def together(self) -> Reached:
-        for buffer in self.received:
-            buffer.zero_()
-        seconds, rounds = self._rounds(exchange=True, reduce=True)
-        return Reached(STAGES[4], seconds, self._sent_bytes(), rounds, self._wrong_sum() or self._wrong_bytes())
-
-    def _rounds(self, exchange: bool, reduce: bool) -> tuple[float, int]:
-        """Returns the seconds of the shortest round and the number of rounds. All ranks stop after the same round."""
+        """Runs rounds for some seconds. All ranks stop after the same round."""
         began, best, rounds = time.monotonic(), float("inf"), 0
         while True:
             self._barrier()
@@ -91,17 +122,15 @@ class CollectiveRank:
             for layer in range(LAYERS):
                 if self._chance.random() < 0.1:  # so that ranks queue the two groups' collectives at different times
                     time.sleep(self._chance.random() * _JITTER_S)
-                if reduce:
-                    self._reduce(layer)
-                if exchange:
-                    events.append(self._exchange(layer))
-                if reduce:
-                    self._reduce(layer)
+                self._reduce(layer)
+                events.append(self._exchange(layer))
+                self._reduce(layer)
             for event in [*events, self.device.record_event()]:
                 event.wait(_TIMEOUT_S)
             best, rounds = min(best, time.monotonic() - started), rounds + 1
-            if self._all_are_past(began + _TOGETHER_S / (1 if exchange and reduce else 3)):
-                return best, rounds
+            if self._all_are_past(began + _TOGETHER_S):
+                sent = LAYERS * (self.size - 1) * SECTION_BYTES
+                return Reached(STAGES[2], best, sent, rounds, self._wrong_results())
 
     def _reduce(self, layer: int) -> None:
         self.hidden.fill_(float(self.rank + layer))
@@ -135,36 +164,37 @@ class CollectiveRank:
     def _value(self, layer: int, sender: int, receiver: int) -> int:
         return (31 * layer + 7 * sender + receiver) % 251 + 1
 
-    def _sent_bytes(self) -> int:
-        return LAYERS * (self.size - 1) * SECTION_BYTES
-
-    def _wrong_sum(self) -> str:
+    def _wrong_results(self) -> str:
+        """Returns what is wrong in the last round's results, "" if nothing is."""
         expected = float(sum(rank + LAYERS - 1 for rank in range(self.size)))
-        wrong = int(self.hidden.cpu().ne(expected).sum())
-        return f"{wrong} of {self.hidden.numel()} sums of the all-reduce are wrong" if wrong else ""
-
-    def _wrong_bytes(self) -> str:
+        if wrong := int(self.hidden.cpu().ne(expected).sum()):
+            return f"{wrong} of {self.hidden.numel()} sums of the all-reduce are wrong"
         for layer, buffer in enumerate(self.received):
             values = [self._value(layer, sender, self.rank) for sender in range(self.size)]
-            expected = torch.tensor(values, dtype=torch.uint8).view(-1, 1)
-            wrong = int(buffer.cpu().view(self.size, -1).ne(expected).sum())
-            if wrong:
+            expected_bytes = torch.tensor(values, dtype=torch.uint8).view(-1, 1)
+            if wrong := int(buffer.cpu().view(self.size, -1).ne(expected_bytes).sum()):
                 return f"{wrong} of {buffer.numel()} bytes of the all-to-all of layer {layer} are wrong"
         return ""
 
 
-def main() -> None:
-    rank, size, store = sys.argv[1:]
-    out = child.take_stdout()
+def run_rank(rank: int, size: int, store: Path) -> None:
     passed = 0
     try:
-        each = CollectiveRank(int(rank), int(size), Path(store))
-        steps = (each.connect_model, each.connect_exchange, each.reduce_alone, each.exchange_alone, each.together)
-        for step in steps:
-            child.say(out, step())
+        each = CollectiveRank(rank, size, store)
+        for stage in (each.connect_model, each.connect_exchange, each.together):
+            say(stage())
             passed += 1
         dist.barrier()
     except Exception as error:  # noqa: BLE001 - torch_npu raises all kinds
-        stage = STAGES[min(passed, len(STAGES) - 1)]
-        child.say(out, Reached(stage, problem=one_line(f"{type(error).__name__}: {error}", _CHARS)))
-    os._exit(0)  # a failed group may never end
+        stage_name = STAGES[min(passed, len(STAGES) - 1)]
+        say(Reached(stage_name, problem=one_line(f"{type(error).__name__}: {error}", _CHARS)))
+        os._exit(1)
+    os._exit(0)  # without the libraries' shutdown: a failed group may never end
+
+
+def main() -> None:
+    if sys.argv[1] == "kernels":
+        compare_kernels()
+    else:
+        _, _, rank, size, store = sys.argv
+        run_rank(int(rank), int(size), Path(store))

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor makes of an engine's configuration and of its own options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR
+from vllm_ascend_pd.tools.doctor import configuration
+from vllm_ascend_pd.tools.doctor.cli import doctor
+from vllm_ascend_pd.tools.doctor.loading import LoadedMooncake
+from vllm_ascend_pd.tools.doctor.pair import api_key
+from vllm_ascend_pd.tools.doctor.report import Level
+
+FOR_TCP = LoadedMooncake(None, {"ascend": "it has no Ascend transport"})
+FOR_ASCEND = LoadedMooncake(None, {"tcp": "it has no TCP", "rdma": "it has no rdma"})
+FOR_BOTH = LoadedMooncake(None, {"rdma": "it has no rdma"})
+
+
+@pytest.mark.parametrize(
+    ("protocol", "on_npu", "mooncake", "level"),
+    [
+        ("tcp", False, FOR_TCP, Level.OK),
+        ("ascend", True, FOR_BOTH, Level.OK),
+        ("ascend", True, FOR_TCP, Level.ERROR),
+        ("ascend", True, None, Level.OK),
+        ("tcp", True, FOR_BOTH, Level.WARNING),
+        ("tcp", True, FOR_ASCEND, Level.ERROR),
+        ("rdma", True, FOR_BOTH, Level.ERROR),
+        ("ascend", False, FOR_ASCEND, Level.ERROR),
+        ("rdma", False, FOR_TCP, Level.OK),
+        ("udp", False, FOR_TCP, Level.ERROR),
+    ],
+)
+def test_protocol(protocol: str, on_npu: bool, mooncake: LoadedMooncake | None, level: Level) -> None:
+    finding = configuration.judge_protocol(protocol, on_npu, mooncake)
+    assert (finding.level, finding.figures["protocol"]) == (level, protocol)
+
+
+def judged(config: dict[str, Any]) -> dict[str, Level]:
+    findings, _ = configuration.judge(configuration.read(json.dumps(config)))
+    return {finding.check: finding.level for finding in findings}
+
+
+PREFILL = json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"})
+DECODE = json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": 65530})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prefill": ["p:1"]}, "not a URL such as http://"),
+        ({"proxy": ""}, "not a URL such as http://"),
+        ({"prefill": ["http://p:1"], "port": 80}, "give one kind"),
+        ({"proxy": "http://p:1", "peer": ["192.0.2.1"]}, "give one kind"),
+        ({"proxy": "http://p:1", "hardware": True}, "give one kind"),
+        ({"ca_file": "/etc/pd/ca.pem"}, "--ca-file is for https:// URLs"),
+        ({"proxy": "https://p:1", "ca_file": "/none"}, "--ca-file '/none' cannot be used: .*No such file"),
+        ({"proxy": "https://p:1", "ca_file": __file__}, "--ca-file .* cannot be used"),
+        ({"kv_transfer_config": "{"}, "--kv-transfer-config"),
+        ({"kv_transfer_config": DECODE, "data_parallel_size": 7}, "7: kv_port 65530 leaves ports for 6 engines"),
+        ({"data_parallel_size": 2}, "--data-parallel-size is for a decode engine"),
+        ({"kv_transfer_config": PREFILL, "data_parallel_size": 2}, "--data-parallel-size is for a decode engine"),
+        ({"peer": ["node-2"]}, "'node-2' is not an address"),
+        ({"peer": ["192.0.2.1"] * 65}, "at most 64"),
+        ({"decode_host": ["10.0.0.1"]}, "--decode-host is for a prefill engine"),
+        ({"decode_host": ["10.0.0.1"], "kv_transfer_config": DECODE}, "--decode-host is for a prefill engine"),
+        ({"decode_host": ["10.0.0.1:80"], "kv_transfer_config": PREFILL}, "'10.0.0.1:80' is no host"),
+        ({"step_timeout": 5.0}, "--step-timeout is for the steps of --hardware"),
+    ],
+)
+def test_options_that_cannot_be_understood(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(USAGE_ERROR, match=says):
+        doctor(**options)
+
+
+@pytest.mark.parametrize("key", ["geheim\nno", "gehäim", "ge\x00heim"])
+def test_a_key_that_cannot_be_sent_is_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="VLLM_API_KEY is not an API key") as raised:
+        api_key({"VLLM_API_KEY": key})
+    assert "heim" not in str(raised.value)
+    assert api_key({"VLLM_API_KEY": " geheim\n"}) == "geheim"
+    assert api_key({}) is None
+
+
+OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": 30101}
+
+
+DECODES = {"config.connector": Level.OK, "config.metaservers": Level.NOTE, "config.prefill_hosts": Level.OK}
+
+
+def test_configuration(tmp_path: Path) -> None:
+    assert judged(OURS) == DECODES
+    assert judged({**OURS, "kv_role": "kv_both"}) == {"config.connector": Level.ERROR}
+    assert judged({**OURS, "kv_connector_extra_config": {"leas_s": 1}}) == {"config.connector": Level.ERROR}
+    assert judged({**OURS, "kv_connector": "NixlConnector"}) == {"config.connector": Level.ERROR}
+    secret = tmp_path / "tickets.secret"
+    secret.write_text("0" * 64)
+    extra = {"ticket_secret_file": str(secret), "side_channel_key_file": str(tmp_path / "none")}
+    for mode, level in ((0o644, Level.ERROR), (0o600, Level.OK)):
+        secret.chmod(mode)
+        assert judged({**OURS, "kv_connector_extra_config": extra}) == {
+            **DECODES,
+            "config.ticket_secret_file": level,
+            "config.side_channel_key_file": Level.ERROR,
+        }
+    findings, _ = configuration.judge(None)
+    assert [finding.level for finding in findings] == [Level.NOTE]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "right"), [("ascend", "ascend,vllm_ascend_pd"), ("", "vllm_ascend_pd"), ("vllm_ascend_pd", None)]
+)
+def test_f24_plugins_without_ours_are_an_error(plugins: str, right: str | None) -> None:
+    findings = configuration.judge_plugins({"VLLM_PLUGINS": plugins})
+    actions = [] if right is None else [f"set it to {right}, here and where the engine starts"]
+    assert [(each.level, each.action) for each in findings] == [(Level.ERROR, action) for action in actions]
+    assert configuration.judge_plugins({}) == []
+
+
+def test_configuration_below_a_multi_connector() -> None:
+    inner = [{"kv_connector": "OtherConnector"}, OURS]
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inner}}
+    assert configuration.read(json.dumps(outer)).kv_port == 30101
+    assert judged(outer) == {**DECODES, "config.order": Level.WARNING}
+    first = {**outer, "kv_connector_extra_config": {"connectors": inner[::-1]}}
+    assert judged(first) == DECODES
+    assert judged({**outer, "kv_connector_extra_config": {}}) == {"config.connector": Level.ERROR}
+
+
+def test_a_port_may_be_a_string_of_digits() -> None:
+    ours = {**OURS, "kv_port": "19000"}
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours]}}
+    assert [configuration.read(json.dumps(config)).kv_port for config in (ours, outer)] == [19000, 19000]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kv_port": "x"}', '{"kv_port": 70000}', "\ud800"])
+def test_configuration_that_cannot_be_understood(text: str) -> None:
+    with pytest.raises(ValueError, match="--kv-transfer-config"):
+        configuration.read(text)

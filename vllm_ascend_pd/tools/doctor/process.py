@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs programs with a time limit and bounded output, and ends all processes that they start.
+
+What can crash, hang or print as it likes (drivers' tools, other people's native libraries) runs outside the doctor's
+own process. A child of the doctor is a Python process that reports JSON lines on its standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TypeVar
+
+import msgspec
+
+from vllm_ascend_pd.core.text import one_line
+
+MAX_OUTPUT_BYTES = 256 << 10
+"""Maximum per stream of a program. `npu-smi info` prints about 10 KiB for 16 chips."""
+
+NOT_STARTED = "cannot be started"
+
+_POLL_S = 0.02
+_LAST_CHARS = 300
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+Line = TypeVar("Line", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The output of a program.
+
+    `problem` is why the output cannot be relied on, or None if the program ended by itself with code 0.
+    """
+
+    output: str
+    errors: str
+    problem: str | None = None
+
+    @property
+    def said(self) -> str:
+        return f"{self.output}\n{self.errors}".strip()
+
+    @property
+    def last_words(self) -> str:
+        """The end of what it wrote to standard error, as one line."""
+        return one_line(self.errors[-_LAST_CHARS:], _LAST_CHARS)
+
+    def reports(self, kind: type[Line]) -> list[Line]:
+        """Parses the reports of a child of the doctor. Ignores an incomplete last line."""
+        whole, _, _ = self.output.rpartition("\n")
+        return [msgspec.json.decode(line, type=kind) for line in whole.splitlines()]
+
+
+def run(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> Ran:
+    """Runs `command` for at most `timeout_s` seconds. Does not raise if the program fails or is missing.
+
+    `environment`: variables beside those of this process.
+    """
+    [ran] = run_all([command], timeout_s, environment)
+    return ran
+
+
+def run_all(
+    commands: Sequence[Sequence[str]],
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    grace_s: float | None = None,
+) -> list[Ran]:
+    """Runs `commands` at the same time, as `run` does. `grace_s`: time that the others have after one has failed."""
+    deadline = time.monotonic() + timeout_s
+    late = f"did not end within {timeout_s:g} s and was stopped"
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(_Program(command, environment)) for command in commands]
+        while running := [program for program in started if program.is_running()]:
+            if grace_s is not None and any(program.problem for program in started):
+                late = "was stopped because another one had failed"
+                deadline, grace_s = min(deadline, time.monotonic() + grace_s), None
+            if time.monotonic() >= deadline:
+                for program in running:
+                    program.stop(late)
+            time.sleep(_POLL_S)
+        return [program.ran() for program in started]
+
+
+class _Program:
+    """A program in a session of its own. Its whole process group ends with the `with` block."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None) -> None:
+        self.problem: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        # Files, because nobody must read them while the program runs.
+        self._streams: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - see __exit__
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._streams[0],
+                stderr=self._streams[1],
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+        except OSError as failure:
+            self.problem = f"{NOT_STARTED}: {failure.strerror or failure}"
+
+    def __enter__(self) -> _Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        for stream in self._streams:
+            stream.close()
+
+    def is_running(self) -> bool:
+        """Looks at the program. Stops one that prints too much."""
+        if self._process is None or self.problem is not None:
+            return False
+        if any(os.fstat(stream.fileno()).st_size > MAX_OUTPUT_BYTES for stream in self._streams):
+            self.stop(f"printed more than {MAX_OUTPUT_BYTES >> 10} KiB and was stopped")
+            return False
+        code = self._process.poll()
+        if code:
+            self.problem = _how_it_ended(code)
+        return code is None
+
+    def stop(self, problem: str) -> None:
+        self.problem = problem
+        self._kill()
+
+    def ran(self) -> Ran:
+        output, errors = (self._read(stream) for stream in self._streams)
+        return Ran(output, errors, self.problem)
+
+    def _read(self, stream: IO[bytes]) -> str:
+        stream.seek(0)
+        return stream.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            # Also if the leader has ended: its children may still run, and keep the group's number from being reused.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _how_it_ended(code: int) -> str:
+    if code > 0:
+        return f"ended with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
+
+
+def child(module: str, *arguments: str) -> list[str]:
+    """Returns the command that runs `main` of `vllm_ascend_pd.tools.doctor.<module>` with this process's import path.
+
+    `-m` would add the current folder to that path. Run the command in the thread that calls this.
+    """
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import begin_child; begin_child({os.getpid()}); "
+        f"from {__package__}.{module} import main; main()"
+    )
+    return [sys.executable, "-c", program, *arguments]
+
+
+_reports: list[int] = []  # in a child: the file descriptor for `say`
+
+
+def begin_child(parent: int) -> None:
+    """Lets this process end with its parent, and keeps its standard output for `say`: imports may print."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the parent has already ended
+        os._exit(1)
+    _reports.append(os.dup(1))
+    os.dup2(2, 1)
+
+
+def say(report: msgspec.Struct) -> None:
+    """In a child: reports to the doctor."""
+    os.write(_reports[0], msgspec.json.encode(report) + b"\n")
