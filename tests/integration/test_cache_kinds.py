@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_ascend_pd.connector import caches as cache_specs
-from vllm_ascend_pd.connector import vllm_view as vllm_versions
+from vllm_ascend_pd.connector import caches as caches_module
+from vllm_ascend_pd.connector import vllm_view
 from vllm_ascend_pd.connector.caches import check_kinds
 from vllm_ascend_pd.core.layout import LayoutError
 
@@ -83,12 +83,12 @@ def test_each_kind_of_cache_of_this_vllm_is_understood_or_refused_by_name(kind: 
     for layer, config in (("layer.1", caches(made(FullAttentionSpec), spec)), ("layer.inner", caches(wrapped(spec)))):
         if kind in UNDERSTOOD:
             check_kinds(config)
-            assert len(cache_specs.cache_groups(config)) == len(config.kv_cache_groups)
+            assert len(caches_module.cache_groups(config)) == len(config.kv_cache_groups)
             continue
         with pytest.raises(LayoutError, match=rf"{layer}: caches of kind {kind} are not supported: serve this model"):
-            cache_specs.cache_groups(config)
+            caches_module.cache_groups(config)
         with pytest.raises(LayoutError, match=rf"{layer}: caches of kind {kind} are not supported"):
-            cache_specs.layer_specs(config, None)
+            caches_module.layer_specs(config, None)
 
 
 def test_this_vllm_has_all_kinds_that_are_understood() -> None:
@@ -98,7 +98,7 @@ def test_this_vllm_has_all_kinds_that_are_understood() -> None:
 def test_a_kind_derived_elsewhere_is_another_kind() -> None:
     derived = type("FullAttentionSpec", (FullAttentionSpec,), {"__module__": "plugin"})
     with pytest.raises(LayoutError, match=r"caches of kind plugin\.FullAttentionSpec are not supported"):
-        cache_specs.cache_groups(caches(made(derived)))
+        caches_module.cache_groups(caches(made(derived)))
 
 
 @pytest.mark.parametrize("kind", [FullAttentionSpec, MLAAttentionSpec])
@@ -109,7 +109,7 @@ def test_an_entry_of_several_tokens_is_refused_in_other_models(kind: type, field
     object.__setattr__(spec, field, ratio)
     for config in (caches(spec), caches(wrapped(spec))):
         with pytest.raises(LayoutError, match=rf"an entry for {ratio} tokens of models other than DeepSeek V4"):
-            cache_specs.cache_groups(config)
+            caches_module.cache_groups(config)
 
 
 RATIO = "tokens_per_state" if "tokens_per_state" in HAS else "compress_ratio"
@@ -119,7 +119,7 @@ def test_compressed_caches_of_deepseek_v4_are_understood() -> None:
     of_v4 = made(MLAAttentionSpec, model_version="deepseek_v4", **{RATIO: 4})
     index = made(MLAAttentionSpec, **{RATIO: 4})
     for others in ((), (made(MLAAttentionSpec, **{RATIO: 8}),)):  # with vLLM, one group has entries of several lengths
-        [group] = cache_specs.cache_groups(caches(uniform(of_v4, index, *others)))
+        [group] = caches_module.cache_groups(caches(uniform(of_v4, index, *others)))
         assert (group.span, group.tokens_per_entry) == (16, 4)
     for refused, reason in {
         made(MLAAttentionSpec, **{RATIO: 128}): "with an entry for 128 tokens in blocks of 16",
@@ -129,12 +129,12 @@ def test_compressed_caches_of_deepseek_v4_are_understood() -> None:
         ): "a cache group whose layers differ in the tokens of a block",
     }.items():
         with pytest.raises(LayoutError, match=reason):
-            cache_specs.cache_groups(caches(uniform(of_v4, refused)))
+            caches_module.cache_groups(caches(uniform(of_v4, refused)))
     for sparse in (Fraction(1, 4), 0) if RATIO == "tokens_per_state" else ():
         with pytest.raises(LayoutError, match=rf"several entries for one token \({sparse} tokens for an entry\)"):
-            cache_specs.cache_groups(caches(uniform(of_v4, made(MLAAttentionSpec, **{RATIO: sparse}))))
+            caches_module.cache_groups(caches(uniform(of_v4, made(MLAAttentionSpec, **{RATIO: sparse}))))
     with pytest.raises(LayoutError, match="with context parallelism caches of kind"):
-        cache_specs.cache_groups(caches(of_v4), shares=2)
+        caches_module.cache_groups(caches(of_v4), shares=2)
 
 
 def test_a_field_that_is_not_known_must_have_its_default() -> None:
@@ -143,9 +143,9 @@ def test_a_field_that_is_not_known_must_have_its_default() -> None:
         tokens_apart: int = 1
 
     Later.__module__, Later.__qualname__ = FullAttentionSpec.__module__, "FullAttentionSpec"
-    cache_specs.cache_groups(caches(made(Later)))
+    caches_module.cache_groups(caches(made(Later)))
     with pytest.raises(LayoutError, match="caches of kind FullAttentionSpec with tokens_apart 2 are not supported"):
-        cache_specs.cache_groups(caches(made(Later, tokens_apart=2)))
+        caches_module.cache_groups(caches(made(Later, tokens_apart=2)))
 
 
 MODES = [mode.name for mode in interface.KVQuantMode]
@@ -155,30 +155,30 @@ MODES = [mode.name for mode in interface.KVQuantMode]
 def test_quantized_caches_with_scales_or_packing_of_their_own_are_refused(mode: str) -> None:
     config = caches(made(FullAttentionSpec, kv_quant_mode=interface.KVQuantMode[mode]))
     if mode in ("NONE", "FP8_PER_TENSOR"):
-        cache_specs.cache_groups(config)
+        caches_module.cache_groups(config)
         return
     with pytest.raises(LayoutError, match=rf"layer\.0: caches quantized as {mode} \(--kv-cache-dtype\) are not"):
-        cache_specs.cache_groups(config)
+        caches_module.cache_groups(config)
 
 
 @pytest.mark.skipif("num_head_slots" not in HAS, reason="this vLLM packs no heads")
 def test_heads_that_are_packed_otherwise_are_refused() -> None:
-    cache_specs.cache_groups(caches(made(FullAttentionSpec, num_head_slots=2)))
+    caches_module.cache_groups(caches(made(FullAttentionSpec, num_head_slots=2)))
     with pytest.raises(LayoutError, match="caches that keep 2 KV heads in 4 slots are not supported"):
-        cache_specs.cache_groups(caches(made(FullAttentionSpec, num_head_slots=4)))
+        caches_module.cache_groups(caches(made(FullAttentionSpec, num_head_slots=4)))
 
 
 @pytest.mark.skipif("bounded_replay" not in HAS, reason="this vLLM replays no prefixes")
 def test_windows_whose_prefix_is_computed_again_are_refused() -> None:
     with pytest.raises(LayoutError, match="SlidingWindowMLASpec with bounded_replay True"):
-        cache_specs.cache_groups(caches(made(interface.SlidingWindowMLASpec, bounded_replay=True)))
+        caches_module.cache_groups(caches(made(interface.SlidingWindowMLASpec, bounded_replay=True)))
 
 
 @pytest.mark.parametrize(("field", "value"), [("host_resident", True), ("enable_kv_transfer", False)])
 def test_a_group_that_is_not_to_be_transferred_is_refused(field: str, value: bool) -> None:
-    cache_specs.cache_groups(caches(made(FullAttentionSpec), made(FullAttentionSpec), **{field: not value}))
+    caches_module.cache_groups(caches(made(FullAttentionSpec), made(FullAttentionSpec), **{field: not value}))
     with pytest.raises(LayoutError, match=r"layer\.1: caches that vLLM keeps in host memory or excludes"):
-        cache_specs.cache_groups(caches(made(FullAttentionSpec), made(FullAttentionSpec), **{field: value}))
+        caches_module.cache_groups(caches(made(FullAttentionSpec), made(FullAttentionSpec), **{field: value}))
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -189,4 +189,4 @@ def test_copies_on_prefill_ranks_are_told_by_what_vllm_does(monkeypatch: pytest.
     else:
         monkeypatch.delattr(ParallelConfig, "pcp_shard_decode_requests", raising=False)
     shares_in_023 = not hasattr(interface.KVCacheSpec, "tokens_per_state")
-    assert vllm_versions.prefill_ranks_hold_copies() is not shares_in_023
+    assert vllm_view.prefill_ranks_hold_copies() is not shares_in_023

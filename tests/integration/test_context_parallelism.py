@@ -21,9 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
-from vllm_ascend_pd.connector import caches as cache_specs
-from vllm_ascend_pd.connector import setup as parallel_ranks
-from vllm_ascend_pd.connector import vllm_view as vllm_versions
+from vllm_ascend_pd.connector import caches, setup, vllm_view
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.layout import LayoutError
 from vllm_ascend_pd.core.topology import Sharding, sharding
@@ -39,7 +37,7 @@ def parallel(tp: int, dcp: int = 1, pcp: int = 1, interleave: int = 16) -> Paral
 
 
 def read(config: ParallelConfig) -> Sharding:
-    return parallel_ranks.sharding(SimpleNamespace(parallel_config=config))  # type: ignore[arg-type]
+    return setup.sharding(SimpleNamespace(parallel_config=config))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -65,7 +63,7 @@ class RankOfGroups:
     def places(self) -> tuple[int, tuple[int, ...], int, int]:
         """Returns our view (rank in the stage, ranks of the stage), and its rank in each context parallelism."""
         dcp, pcp = parallel_state.get_dcp_group(), parallel_state.get_pcp_group()
-        return *parallel_ranks.place_in_stage(), dcp.rank_in_group, pcp.rank_in_group
+        return *setup.place_in_stage(), dcp.rank_in_group, pcp.rank_in_group
 
     def stop(self, reusable: bool) -> list[str]:
         parallel_state.destroy_model_parallel()
@@ -100,7 +98,7 @@ def test_ranks_hold_the_tokens_that_vllm_gives_them(sizes: dict[str, int]) -> No
     for number, (place, stage_ranks, dcp_rank, pcp_rank) in enumerate(places):
         assert stage_ranks[place] == number
         assert stage_ranks == tuple(range(number - number % stage, number - number % stage + stage))
-        copies = vllm_versions.prefill_ranks_hold_copies()
+        copies = vllm_view.prefill_ranks_hold_copies()
         assert dealt.shares[place] == (dcp_rank if copies else pcp_rank * sizes["dcp"] + dcp_rank)
 
 
@@ -122,8 +120,8 @@ def groups(*specs: Any) -> KVCacheConfig:
 
 
 def test_a_block_id_stands_for_a_block_on_each_rank() -> None:
-    assert cache_specs.cache_groups(groups(spec()), 2) == [TokenGroup(16, 2)]
-    assert cache_specs.cache_groups(groups(spec())) == [TokenGroup(16)]
+    assert caches.cache_groups(groups(spec()), 2) == [TokenGroup(16, 2)]
+    assert caches.cache_groups(groups(spec())) == [TokenGroup(16)]
 
 
 STATE = MambaSpec(block_size=64, shapes=((3, 8), (4, 4, 4)), dtypes=(torch.float32, torch.float32))
@@ -131,17 +129,17 @@ STATE = MambaSpec(block_size=64, shapes=((3, 8), (4, 4, 4)), dtypes=(torch.float
 
 def test_caches_that_ranks_hold_copies_of() -> None:
     with pytest.raises(LayoutError, match=r"layer\.1: with context parallelism caches of kind MambaSpec"):
-        cache_specs.cache_groups(groups(spec(), STATE), 2)
-    assert len(cache_specs.cache_groups(groups(spec(), STATE))) == 2
+        caches.cache_groups(groups(spec(), STATE), 2)
+    assert len(caches.cache_groups(groups(spec(), STATE))) == 2
     if "dcp_sharded" in {field.name for field in fields(FullAttentionSpec)}:  # from 0.32 on: draft models' copies
         with pytest.raises(LayoutError, match=r"layer\.0: with context parallelism caches of kind FullAttentionSpec"):
-            cache_specs.cache_groups(groups(spec(dcp_sharded=False)), 2)
+            caches.cache_groups(groups(spec(dcp_sharded=False)), 2)
 
 
 def test_windows() -> None:
     of = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
     sliding = SlidingWindowSpec(**of, sliding_window=100)
-    assert [group.windowed for group in cache_specs.cache_groups(groups(spec(), sliding))] == [False, True]
+    assert [group.windowed for group in caches.cache_groups(groups(spec(), sliding))] == [False, True]
     local = ChunkedLocalAttentionSpec(**of, attention_chunk_size=100)
     several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.1": sliding})
-    assert [group.windowed for group in cache_specs.cache_groups(groups(local, several))] == [True, True]
+    assert [group.windowed for group in caches.cache_groups(groups(local, several))] == [True, True]

@@ -21,7 +21,7 @@ from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.protocol import AskTicket, OfferTicket, Problem, ReleasePrompt
-from vllm_ascend_pd.decode import prefill_client as ticket_delivery
+from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.metaserver import PostOutcome
 from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
 from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file
@@ -39,7 +39,7 @@ class Retries(DecodeSchedulerObserver):
 
 @pytest.fixture(autouse=True)
 def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticket_delivery, "_ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(prefill_client, "_ASK_EVERY_S", 0.05)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 import vllm_ascend_pd
 from harness.scheduling import BLOCK
-from vllm_ascend_pd.connector import model as known_faults
+from vllm_ascend_pd.connector import model as model_module
 
 Said = Callable[..., str]
 
@@ -94,6 +94,6 @@ def test_decodes_start_names_the_places_where_its_tickets_may_go(
 def test_decodes_start_warns_of_a_fault_of_the_installed_vllm_ascend(
     said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_faults, "version", {"vllm-ascend": "0.23.0"}.__getitem__)
+    monkeypatch.setattr(model_module, "version", {"vllm-ascend": "0.23.0"}.__getitem__)
     line = said("kv_consumer", {}, "vllm-ascend 0.23.0 with data parallelism on decode", data_parallel_size=2)
-    assert line == known_faults.IDLE_RANKS_OVERWRITE_BLOCKS
+    assert line == model_module.IDLE_RANKS_OVERWRITE_BLOCKS

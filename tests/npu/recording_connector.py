@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import ForwardContext, get_forward_context
 
 import cann_on_host
-from vllm_ascend_pd.connector import caches as cache_specs
+from vllm_ascend_pd.connector import caches as caches_module
 
 EVENTS: list[dict[str, Any]] = []
 """What was called, in order: `hook`, `side` ("scheduler" or "worker") and what is worth knowing of its arguments."""
@@ -86,7 +86,7 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
             specs=specs,
             ours={
                 layer: [spec.group, spec.block_size, spec.heads, spec.total_heads]
-                for layer, spec in cache_specs.layer_specs(self._kv_cache_config, self._vllm_config).items()
+                for layer, spec in caches_module.layer_specs(self._kv_cache_config, self._vllm_config).items()
             },
         )
 

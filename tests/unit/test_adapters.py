@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ascend_pd.connector import weights as adapters
+from vllm_ascend_pd.connector import weights as weights_module
 from vllm_ascend_pd.connector.weights import adapter_digest
 
 
@@ -28,7 +28,7 @@ class Adapter:
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_read", "_loaded", "_warned"):
-        monkeypatch.setattr(adapters, name, adapters._Recent())
+        monkeypatch.setattr(weights_module, name, weights_module._Recent())
 
 
 _CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none", "peft_type": "LORA"}
@@ -53,7 +53,7 @@ def save(folder: Path, seed: int = 0, layers: int = 2, file: str = "safetensors"
 
 def digest(folder: Path) -> str:
     """As another engine, which has loaded nothing yet, has it."""
-    adapters._loaded.clear()
+    weights_module._loaded.clear()
     return adapter_digest(Adapter(str(folder)))
 
 
@@ -144,8 +144,8 @@ def test_a_large_adapter_takes_milliseconds_and_nothing_is_read_twice(
 
 
 def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_MAX_CACHED", 2)
+    monkeypatch.setattr(weights_module, "_MAX_CACHED", 2)
     folder = str(save(tmp_path / "adapter"))
     for number in range(1, 9):
         adapter_digest(Adapter(folder, lora_int_id=number))
-    assert len(adapters._loaded) == 2
+    assert len(weights_module._loaded) == 2

@@ -17,7 +17,7 @@ from vllm_ascend_pd.core.hosts import prefill_hosts
 from vllm_ascend_pd.core.prompt_digest import digest_of_tokens
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.decode import prefill_client as ticket_delivery
+from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
@@ -25,7 +25,7 @@ from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 
 @pytest.fixture(autouse=True)
 def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticket_delivery, "_ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(prefill_client, "_ASK_EVERY_S", 0.05)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import DeviceError, Event
-from vllm_ascend_pd.prefill import step_send as write_plan
+from vllm_ascend_pd.prefill import step_send as step_send_module
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.sender import LayerExecutor
 from vllm_ascend_pd.prefill.staging import StagedLayer
@@ -170,8 +170,8 @@ def test_what_arrives_after_the_prompt_was_computed_is_not_early(executor, trans
 
 def test_a_plan_is_resolved_once_for_all_layers(executor, transfers, monkeypatch):
     resolved = []
-    resolve = write_plan.resolve
-    monkeypatch.setattr(write_plan, "resolve", lambda *args: resolved.append(args) or resolve(*args))
+    resolve = step_send_module.resolve
+    monkeypatch.setattr(step_send_module, "resolve", lambda *args: resolved.append(args) or resolve(*args))
     for push in pushes(transfers):
         executor.execute(push)
     assert len(resolved) == 1

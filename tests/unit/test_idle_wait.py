@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from harness.clock import Clock, clock_of
-from vllm_ascend_pd.transport import wakeup as idle
+from vllm_ascend_pd.transport import wakeup as wakeup_module
 from vllm_ascend_pd.transport.wakeup import FIRST_S, PAUSE_S, IdleWait, WakeupSender, WakeupSocket
 
 LONG_S = 60.0
@@ -15,7 +15,7 @@ LONG_S = 60.0
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
-    return clock_of(idle, monkeypatch)
+    return clock_of(wakeup_module, monkeypatch)
 
 
 def test_the_longer_nothing_happens_the_longer_a_step_waits(clock):
@@ -79,7 +79,7 @@ def test_pauses_only_before_a_step_behind_one_that_waited(wakeup, monkeypatch):
 
 
 def test_a_wakeup_ends_the_pause(wakeup, sender, monkeypatch):
-    monkeypatch.setattr(idle, "PAUSE_S", LONG_S)
+    monkeypatch.setattr(wakeup_module, "PAUSE_S", LONG_S)
     wait = IdleWait(LONG_S, in_flight=1, wakeup=wakeup)
     wait.next(computes=False, news=False)
     began = time.monotonic()
@@ -102,7 +102,7 @@ def test_nobody_pauses_for_ranks_that_share_the_schedulers_process(monkeypatch):
     wait = IdleWait(0.05, in_flight=1)
     assert wait.wakeup_address == ""
     assert wait.next(computes=False, news=False) > 0
-    monkeypatch.setattr(idle, "PAUSE_S", LONG_S)
+    monkeypatch.setattr(wakeup_module, "PAUSE_S", LONG_S)
     wait.pause()
     wait.close()
 

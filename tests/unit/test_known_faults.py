@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from vllm_ascend_pd.connector import model as known_faults
+from vllm_ascend_pd.connector import model
 from vllm_ascend_pd.connector.model import overwrites_blocks, warn_of_known_faults
 from vllm_ascend_pd.tools.doctor import command, configuration, loading, loopback, npus, versions
 from vllm_ascend_pd.tools.doctor.process import Ran
@@ -38,7 +38,7 @@ def test_idle_ranks_that_overwrite_blocks_are_warned_of(
             raise PackageNotFoundError(name)
         return installed
 
-    monkeypatch.setattr(known_faults, "version", version)
+    monkeypatch.setattr(model, "version", version)
     assert overwrites_blocks(installed, data_parallel) is warns
     with caplog.at_level(logging.WARNING, "vllm_ascend_pd"):
         warn_of_known_faults(data_parallel)
@@ -59,5 +59,5 @@ def test_the_doctor_warns_when_it_examines_a_machine(monkeypatch: pytest.MonkeyP
         return command.read_machine(given, data_parallel=data_parallel).examine()
 
     [found] = [finding for finding in report(2).findings if finding.check == "versions.vllm-ascend-dp"]
-    assert (found.level, found.found) == (Level.WARNING, known_faults.IDLE_RANKS_OVERWRITE_BLOCKS)
+    assert (found.level, found.found) == (Level.WARNING, model.IDLE_RANKS_OVERWRITE_BLOCKS)
     assert "versions.vllm-ascend-dp" not in {finding.check for finding in report(1).findings}

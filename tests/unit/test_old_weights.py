@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from harness.engines import Role
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, TOKEN, RealScheduler
-from vllm_ascend_pd.connector import weights as adapters
+from vllm_ascend_pd.connector import weights
 from vllm_ascend_pd.connector.vllm_view import salt_of_client
 from vllm_ascend_pd.core.step import WorkerReport
 
@@ -129,8 +129,8 @@ class Adapter:
 
 @pytest.fixture
 def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Adapter:
-    monkeypatch.setattr(adapters, "_first_contents", {})
-    monkeypatch.setattr(adapters, "_loaded", adapters._Recent())
+    monkeypatch.setattr(weights, "_first_contents", {})
+    monkeypatch.setattr(weights, "_loaded", weights._Recent())
     return Adapter(tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_salts_keep_prompts_of_a_replaced_adapter_apart(engine: RealScheduler, a
 def test_names_beyond_the_bound_go_by_content(
     engine: RealScheduler, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "_MAX_NAMES", 0)
+    monkeypatch.setattr(weights, "_MAX_NAMES", 0)
     for content in ("one", "another"):
         assert [run(engine, f"{content} {i}", lora=adapter.load(content)) for i in range(2)] == [0, HIT]
-    assert not adapters._first_contents
+    assert not weights._first_contents

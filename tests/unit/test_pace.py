@@ -4,7 +4,7 @@
 import pytest
 
 from harness.clock import Clock, clock_of
-from vllm_ascend_pd.transport import tcp as pace
+from vllm_ascend_pd.transport import tcp
 from vllm_ascend_pd.transport.tcp import EARLIEST_S, LEARNS_FROM, LONGEST_S, SHARE, SHORTEST_S, Pace
 
 BATCH = 16 << 20
@@ -13,7 +13,7 @@ GIGABYTE_PER_S = 1e-9
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
-    return clock_of(pace, monkeypatch)
+    return clock_of(tcp, monkeypatch)
 
 
 def send(clock: Clock, of: Pace, num_bytes: int, seconds: float) -> float:

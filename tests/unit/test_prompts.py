@@ -19,7 +19,7 @@ from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import RealScheduler
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output
-from vllm_ascend_pd.connector import vllm_view as prompts
+from vllm_ascend_pd.connector import vllm_view
 from vllm_ascend_pd.connector.model import media_hashing as hashing_of
 from vllm_ascend_pd.connector.vllm_view import Prompts, text_alone
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
@@ -224,7 +224,7 @@ def test_other_embeddings_are_refused():
 
 def test_another_adapter_under_the_same_name_is_refused(monkeypatch):
     contents = {"/decode/sql": "0a", "/prefill/sql": "0a", "/prefill/other": "0b"}
-    monkeypatch.setattr(prompts, "adapter_digest", lambda lora: "" if lora is None else contents[lora.lora_path])
+    monkeypatch.setattr(vllm_view, "adapter_digest", lambda lora: "" if lora is None else contents[lora.lora_path])
 
     def adapter(path):
         return LoRARequest("sql", 1, path)

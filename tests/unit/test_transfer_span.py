@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
-from vllm_ascend_pd.connector import spans as engine_spans
+from vllm_ascend_pd.connector import spans as spans_module
 from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans, TransferSpan
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
@@ -191,7 +191,7 @@ def test_what_is_not_sampled_is_not_recorded(spans: InMemorySpanExporter) -> Non
     assert not spans.get_finished_spans()
 
 
-@pytest.mark.parametrize("modules", [(observer, tracing), (engine_spans,)], ids=["proxy", "engine"])
+@pytest.mark.parametrize("modules", [(observer, tracing), (spans_module,)], ids=["proxy", "engine"])
 def test_attributes_are_documented(modules: tuple[ModuleType, ...]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("\n## Traces\n")[2]
     prefixes = ("kv_pd.", "gen_ai.", "error.")

@@ -12,7 +12,7 @@ from vllm_ascend_contract import BLOCK, Event, engine_config, only, recorded
 from harness.hybrid_caches import allocate as allocate_hybrid
 from harness.models import TINY, for_npu
 from harness.sparse_caches import allocate, cache_config, sparse_spec
-from vllm_ascend_pd.connector import caches as cache_specs
+from vllm_ascend_pd.connector import caches as caches_module
 from vllm_ascend_pd.core.caches import describe
 
 pytestmark = pytest.mark.npu
@@ -94,7 +94,7 @@ def test_quantized_caches_of_sparse_attention(
     expected = {indexed: parts, other: parts[: 1 if packed else 2]}
     for layer, own in tensors.items():
         assert [(x.shape, x.dtype) for x in own] == [((4, BLOCK, 1, width), dtype) for width, dtype in expected[layer]]
-    described = describe(tensors, cache_specs.layer_specs(caches, engine_config(mla_model)), heads_first=False)
+    described = describe(tensors, caches_module.layer_specs(caches, engine_config(mla_model)), heads_first=False)
     description = described.description
     geometries = [description.geometry_of(tensor) for tensor in description.tensors]
     assert [(g.dtype, g.head_bytes, g.total_heads) for g in geometries] == [
@@ -141,7 +141,7 @@ def test_blocks_beside_states_are_several_of_the_kernels(plugins: None) -> None:
     tensors = allocate_hybrid(caches, config, "cpu")
     k, v = tensors["attention.0"]
     assert k.shape == v.shape == (blocks * block_size // BLOCK, BLOCK, heads, head_size), "kernels' blocks are others"
-    registered = describe(tensors, cache_specs.layer_specs(caches, config), heads_first=False)
+    registered = describe(tensors, caches_module.layer_specs(caches, config), heads_first=False)
     geometry = registered.description.geometries[
         registered.description.tensors[registered.layers["attention.0"][0]].geometry
     ]

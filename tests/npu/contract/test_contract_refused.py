@@ -13,7 +13,7 @@ from vllm_ascend_contract import BLOCK, OURS, cache_config, connector_class, eng
 from harness.hybrid_caches import specs_of
 from harness.models import TINY
 from harness.recipes import make_model
-from vllm_ascend_pd.connector import caches as cache_specs
+from vllm_ascend_pd.connector import caches as caches_module
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.layout import LayoutError
 
@@ -118,7 +118,7 @@ def test_compressed_caches(plugins: None) -> None:
     manager.allocate_new_blocks("request", 5 * BLOCK, 5 * BLOCK)
     assert len(manager.req_to_blocks["request"]) < 5, "blocks are of `block_size` tokens now"
     caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    [group] = cache_specs.cache_groups(caches)
+    [group] = caches_module.cache_groups(caches)
     assert (group.span, group.tokens_per_entry) == (4 * BLOCK, 4)
 
 
@@ -137,7 +137,7 @@ def test_vllm_ascends_own_kinds_of_caches_are_understood(plugins: None) -> None:
         own["AscendSlidingWindowMLASpec"](**of, sliding_window=128),
     ):
         caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-        assert len(cache_specs.cache_groups(caches)) == 1
+        assert len(caches_module.cache_groups(caches)) == 1
 
 
 def test_the_models_here_are_not_refused(plugins: None, dense_model: Path, mla_model: Path) -> None:
@@ -168,7 +168,7 @@ def test_f30_what_helps_where_ascend_store_forces_a_mode_on_states(plugins: None
     def describe(config: VllmConfig) -> None:
         groups = [KVCacheGroupSpec([layer], spec) for layer, spec in specs_of(config, layers=2).items()]
         caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-        cache_specs.layer_specs(caches, config)
+        caches_module.layer_specs(caches, config)
 
     with pytest.raises(LayoutError, match=r"leave AscendStoreConnector out .* even with --no-enable-prefix-caching"):
         describe(made(False, "AscendStoreConnector"))
