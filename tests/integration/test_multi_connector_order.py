@@ -41,7 +41,7 @@ def test_a_pool_before_ours_on_decode_is_said_at_the_start(
         max_model_len=512,
         tensor_parallel_size=TP,
         kv_transfer_config=KVTransferConfig(**transfer, engine_id="an-engine"),
-    ).create_configuration()
+    ).create_engine_config()
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     with caplog.at_level(logging.WARNING, "vllm_ascend_pd"), set_current_vllm_config(config):  # as vLLM's workers do
