@@ -11,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.types import Message
 
-from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
 from vllm_ascend_pd.observe.stats import (
     DECODE_METRICS,
     PREFILL_METRICS,
@@ -37,7 +36,6 @@ SECTIONS = {
 }  # before the first: the page's title
 
 _ROW = re.compile(r"^\| `(vllm:\w+)` \| (\w+) \| ([\w ]+) \|([^|]*)\| \S[^|]* \|$", re.MULTILINE)
-_REASON = re.compile(r"^\| `(\w+)` \| (.+) \|$", re.MULTILINE)
 
 
 class Documented(NamedTuple):
@@ -71,13 +69,6 @@ def of_engine(metrics: tuple[Metric, ...]) -> dict[str, Documented]:
 )
 def test_engines(section: str, metrics: tuple[Metric, ...]) -> None:
     assert documented(section) == of_engine(metrics)
-
-
-@pytest.mark.parametrize(
-    ("section", "failures"), [("Prefill engines", PushFailure), ("Decode engines", ReceiveFailure)]
-)
-def test_reasons(section: str, failures: type[PushFailure] | type[ReceiveFailure]) -> None:
-    assert [value for value, _ in _REASON.findall(SECTIONS[section])] == [failure.value for failure in failures]
 
 
 def test_reasons_for_who_computes_a_prompt() -> None:
