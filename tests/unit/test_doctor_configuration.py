@@ -53,8 +53,8 @@ DECODE = json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": "kv_co
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"prefill": ["p:1"]}, "not a URL such as http://"),
-        ({"proxy": ""}, "not a URL such as http://"),
+        ({"prefill": ["p:1"]}, "--prefill: .*; it must be a URL such as http://"),
+        ({"proxy": ""}, "--proxy: .*; it must be a URL"),
         ({"prefill": ["http://p:1"], "port": 80}, "give one kind"),
         ({"proxy": "http://p:1", "peer": ["192.0.2.1"]}, "give one kind"),
         ({"proxy": "http://p:1", "hardware": True}, "give one kind"),

@@ -193,12 +193,6 @@ def test_what_is_given_in_a_wrong_role_is_said_to_be_what_it_is(given: str, kind
     assert ("kv_role" in action) == (given != kind and "proxy" not in (given, kind))
 
 
-def test_all_three_in_turn() -> None:
-    found = roles(given_as("decode", proxy()), given_as("proxy", engine()), given_as("prefill", engine("decode")))
-    assert {level for level, _, _ in found.values()} == {Level.ERROR}
-    assert len(found) == 3
-
-
 def test_a_proxy_whose_engines_are_exchanged_is_told_to_correct_that() -> None:
     turned = {"status": "ok", "prefill": {"http://decode:1": "ok"}, "decode": {"http://prefill:1": "ok"}}
     wrong = changed(proxy(), "/health", answer(turned))

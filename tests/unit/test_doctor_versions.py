@@ -69,8 +69,8 @@ def test_nothing_installed() -> None:
         (CPU, {"vllm": "0.23.0"}, "versions.vllm", Level.WARNING),
         (CPU, {"mooncake-transfer-engine-non-cuda": "0.3.14"}, "versions.mooncake", Level.NOTE),
         (CPU, {"mooncake-transfer-engine": "0.3.13"}, "versions.mooncake", Level.WARNING),
-        (NPU, {"torch-npu": "2.9.0.post1"}, "versions.torch-npu-fits", Level.ERROR),
-        (NPU, {"vllm-ascend": "0.18.0"}, "versions.vllm-ascend-fits", Level.ERROR),
+        (NPU, {"torch-npu": "2.9.0.post1"}, "versions.torch-npu", Level.WARNING),
+        (NPU, {"vllm-ascend": "0.18.0"}, "versions.vllm-ascend", Level.WARNING),
         (NPU, {"mooncake-transfer-engine-non-cuda": "0.3.13"}, "versions.mooncake", Level.WARNING),
     ],
 )

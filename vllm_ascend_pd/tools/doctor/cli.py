@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,34 +13,36 @@ from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
 Several = list[str] | None
 
 
+def _option(text: str, metavar: str, **settings: Any) -> Any:
+    return typer.Option(help=text, metavar=metavar, **settings)
+
+
 def doctor(
-    proxy: Annotated[str | None, typer.Option(help="URL of a running proxy.")] = None,
-    prefill: Annotated[Several, typer.Option(help="URL of a running prefill engine. May be repeated.")] = None,
-    decode: Annotated[Several, typer.Option(help="URL of a running decode engine. May be repeated.")] = None,
+    proxy: Annotated[str | None, _option("A running proxy.", "URL")] = None,
+    prefill: Annotated[Several, _option("A running prefill engine. May be repeated.", "URL")] = None,
+    decode: Annotated[Several, _option("A running decode engine. May be repeated.", "URL")] = None,
     ca_file: Annotated[
         str | None,
-        typer.Option(help="PEM file with the CAs to trust for https:// URLs.", show_default="well-known CAs"),
+        _option("PEM file with the CAs to trust for https:// URLs.", "FILE", show_default="well-known CAs"),
     ] = None,
     kv_transfer_config: Annotated[
         str | None,
-        typer.Option(
-            help="The value that `vllm serve` gets on this machine. Checks it and the files and ports it names."
-        ),
+        _option("What `vllm serve` gets on this machine. Checks it and the files and ports it names.", "JSON"),
     ] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="HTTP port of the engine on this machine.")] = None,
+    port: Annotated[int | None, _option("HTTP port of the engine on this machine.", "PORT", min=1, max=65535)] = None,
     data_parallel_size: Annotated[
         int | None,
-        typer.Option(
+        _option(
+            "Number of data-parallel decode engines on this machine. Each has its own KV port.",
+            "N",
             min=1,
             max=1024,
-            help="Number of data-parallel decode engines on this machine. Each has its own KV port.",
             show_default="1",
         ),
     ] = None,
-    peer: Annotated[Several, typer.Option(help="IP address of another node's NPU to ping. May be repeated.")] = None,
+    peer: Annotated[Several, _option("Address of another node's NPU to ping. May be repeated.", "IP")] = None,
     decode_host: Annotated[
-        Several,
-        typer.Option(help="VLLM_HOST_IP of a decode engine that this prefill engine serves. May be repeated."),
+        Several, _option("VLLM_HOST_IP of a decode engine that this prefill engine serves. May be repeated.", "HOST")
     ] = None,
     hardware: Annotated[
         bool,
@@ -50,7 +52,7 @@ def doctor(
         ),
     ] = False,
     step_timeout: Annotated[
-        float | None, typer.Option(min=1, help="Timeout in seconds for each step of --hardware.", show_default="60")
+        float | None, _option("Timeout for each step of --hardware.", "SECONDS", min=1, show_default="60")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     version: Version = False,

@@ -132,9 +132,16 @@ def _address(peer: str) -> str:
 def read_pair(proxies: Sequence[str], prefills: Sequence[str], decodes: Sequence[str], ca_file: str | None) -> Pair:
     """Raises ValueError with the wrong option, or for an API key in the environment that cannot be sent."""
     given = {"proxy": proxies, "prefill": prefills, "decode": decodes}
-    urls = {option: tuple(map(pair.root_url, each)) for option, each in given.items()}
+    urls = {option: tuple(_root_url(option, url) for url in each) for option, each in given.items()}
     try:
         trusted = ssl.create_default_context(cafile=ca_file)
     except OSError as problem:  # ssl.SSLError is an OSError
         raise ValueError(f"--ca-file {one_line(str(ca_file), 200)!r} cannot be used: {problem}") from None
     return Pair(urls, pair.api_key(os.environ), trusted)
+
+
+def _root_url(option: str, url: str) -> str:
+    try:
+        return pair.root_url(url)
+    except ValueError as problem:  # without the URL, which may hold a password
+        raise ValueError(f"--{option}: {problem}") from None

@@ -130,9 +130,9 @@ def root_url(text: str) -> str:
     try:
         parsed = parse_url(text)
     except ValueError as problem:
-        raise ValueError(f"not a URL such as http://10.0.0.1:8100: {problem}") from None
+        raise ValueError(f"{problem}; it must be a URL such as http://10.0.0.1:8100") from None
     if parsed.path not in ("", "/"):
-        raise ValueError("give only scheme, host and port of a URL, without a path")
+        raise ValueError("give only scheme, host and port of the URL, without a path")
     return text.rstrip("/")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,7 +99,6 @@ def judge(installed: Mapping[str, str]) -> list[Finding]:
     return [
         ok("versions.vllm-ascend-pd", f"vllm-ascend-pd {__version__}", version=__version__),
         *(_package(name, installed.get(name), stack) for name in stack.pins if name not in MOONCAKE),
-        *_pairs(installed),
         _mooncake(installed, stack),
     ]
 
@@ -115,17 +114,6 @@ def _package(name: str, found: str | None, stack: Stack) -> Finding:
         reads = f"vllm {found}: this package supports only {' and '.join(VLLM)}"
         return error(check, reads, install, version=found)
     return warning(check, f"{name} {found} is not the tested version, {pin}", install, version=found)
-
-
-def _pairs(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks versions whose releases must be equal, by the rules of torch_npu and vllm-ascend."""
-    for name, base in (("torch-npu", "torch"), ("vllm-ascend", "vllm")):
-        if name in installed and base in installed and release(installed[name]) != release(installed[base]):
-            yield error(
-                f"versions.{name}-fits",
-                f"{name} {installed[name]} is built for {base} {release(installed[name])}, not {installed[base]}",
-                f"install versions that fit: {name}=={NPU.pins[name]} with {base}=={NPU.pins[base]} ({NPU.file})",
-            )
 
 
 def _mooncake(installed: Mapping[str, str], stack: Stack) -> Finding:
