@@ -21,7 +21,7 @@ from unittest import mock
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's own. "fork" has engine cores and workers forked, and here the API server, too."""
 
-_READ_LATE = ("VLLM_", "TMPDIR", "PYTEST_CURRENT_TEST")
+_READ_LATE = ("VLLM_", "TMPDIR", "PYTEST_CURRENT_TEST", "CANN_ON_HOST_FIRST_DEVICE")
 """What may differ from the server's environment: prefixes of what nothing reads before it is used. vLLM looks its own
 variables up each time, its logging's aside."""
 _READ_EARLY = ("VLLM_LOGGING", "VLLM_CONFIGURE_LOGGING", "VLLM_PLUGINS")

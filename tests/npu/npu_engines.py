@@ -37,7 +37,13 @@ def one_to_one(
     env: tuple[tuple[str, str], ...] = (),
 ) -> ClusterConfig:
     prefill = EngineConfig(
-        Role.PREFILL, tp=prefill_tp, pp=prefill_pp, args=args, env=(*FAULTS, *env), connector_extra=PATIENT
+        Role.PREFILL,
+        tp=prefill_tp,
+        pp=prefill_pp,
+        args=args,
+        env=(*FAULTS, *env),
+        connector_extra=PATIENT,
+        bootstrap=True,
     )
     decode = EngineConfig(Role.DECODE, tp=decode_tp, args=args, env=env, connector_extra=PATIENT)
     return cluster_of(name, [prefill], [decode], model)

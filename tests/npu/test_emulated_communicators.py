@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import cann_on_host
+from harness.pool import long
 from harness.rank_processes import run_ranks, try_ranks
 from vllm_ascend_pd.core.communicator import communicator_bytes, hccl_config
 from vllm_ascend_pd.core.topology import regroup_groups, sharding
@@ -53,22 +54,25 @@ def beside_the_model(rank: int, config: dict[str, int | str] | None, ordered: bo
     return said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chip", [A2, A3])
 def test_two_communicators_in_mode_aiv_are_refused(chip: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert all(run_ranks(beside_the_model, 2, None, env=aiv(chip)))
     assert AIV_TWICE in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("chip", [A2, A3])
+@pytest.mark.parametrize("chip", [A2, long(A3)])
 def test_ours_may_run_beside_the_models(chip: str) -> None:
     assert run_ranks(beside_the_model, 2, hccl_config((0, 1), chip), env=aiv(chip)) == ["", ""]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("chip", "other"), [(A2, A3), (A3, A2)])
 def test_a_mode_of_another_chip_has_no_effect(chip: str, other: str) -> None:
     assert all(run_ranks(beside_the_model, 2, hccl_config((0, 1), other), env=aiv(chip)))
 
 
+@pytest.mark.long
 def test_one_after_the_other_is_allowed() -> None:
     assert run_ranks(beside_the_model, 2, None, True, env=aiv(A2)) == ["", ""]
 
@@ -77,6 +81,7 @@ def without_mode_aiv(rank: int) -> str:
     return beside_the_model(rank, None)
 
 
+@pytest.mark.long
 def test_other_modes_may_run_at_the_same_time() -> None:
     assert run_ranks(without_mode_aiv, 2, env={"CANN_ON_HOST_SOC": A2}) == ["", ""]
 
@@ -91,6 +96,7 @@ def connects_in_a_step(rank: int) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_a_communicator_that_connects_in_a_step_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert all(run_ranks(connects_in_a_step, 2))
     assert "connects on the thread that runs a model's step" in capfd.readouterr().err
@@ -138,6 +144,7 @@ def too_little_memory(rank: int) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_a_communicator_takes_twice_its_buffer() -> None:
     env = {"CANN_ON_HOST_MEMORY_GB": "1", "HCCL_BUFFSIZE": "400"}
     assert run_ranks(too_little_memory, 2, env=env) == ["", ""]

@@ -17,6 +17,7 @@ import pytest
 
 from answering import Answering
 from harness.kv import Model, Side
+from harness.pool import long
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
 from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level
@@ -164,7 +165,9 @@ def test_a_missing_system_library_is_named_with_its_package(
     assert f"apt-get install {library.partition('.')[0]}{library[-1]}" in reason
 
 
-@pytest.mark.parametrize(("wheel", "kind", "loopback"), [(NEW, "client/server", Level.OK), (OLD, "comm", Level.NOTE)])
+@pytest.mark.parametrize(
+    ("wheel", "kind", "loopback"), [long(NEW, "client/server", Level.OK), (OLD, "comm", Level.NOTE)]
+)
 def test_doctor_names_the_engine_and_finds_nothing_wrong_with_the_wheel(wheel: str, kind: str, loopback: Level) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "vllm_ascend_pd.cli", "doctor", "--json"],

@@ -73,13 +73,14 @@ WITH_KERNELS = {
 }
 
 
-# Each rank imports vllm-ascend for it.
-LONG = "packed-c8-tp2-to-tp1"
+# Others show the same with the same work: more ranks of it, another type of as many bytes. Each rank of C8 imports
+# vllm-ascend.
+LONG = ("tp4-to-tp1", "tp2-to-tp4", "mla-tp1-to-tp1", "float16-tp2-to-tp1", "packed-c8-tp2-to-tp1")
 
 
 @pytest.fixture(
     scope="module",
-    params=[long(each) if each[0] == LONG else each for each in CASES],
+    params=[long(each) if each[0] in LONG else each for each in CASES],
     ids=lambda case: f"{case[0]}-{case[1][0].lower()}",
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
@@ -124,7 +125,7 @@ def reduce_every_layer(rank: PrefillRank) -> None:
     rank.compute = computed  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("chip", ["Ascend910B1", "Ascend910_9391"])
+@pytest.mark.parametrize("chip", ["Ascend910B1", long("Ascend910_9391")])
 @pytest.mark.parametrize("shape", ["tp2-to-tp1", long("tp4-to-tp2")])
 def test_bytes_arrive_beside_the_models_collectives(shape: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch scripts start the model's communicators in mode AIV, which HCCL allows one of at a time."""
@@ -164,7 +165,7 @@ def launched(_: PrefillRank) -> dict[str, int]:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("shape", WITH_KERNELS)
+@pytest.mark.parametrize("shape", [long(each) if each == "tp4-to-tp2" else each for each in WITH_KERNELS])
 def test_bytes_arrive_through_compiled_kernels(kernels: Path, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*EVERY_STREAM)
     pair = Pair(*SHAPES[shape], device="npu", kernels=kernels)

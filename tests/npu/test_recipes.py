@@ -36,8 +36,9 @@ def answers(program: Path, numbers: Iterable[int], *paths: str) -> list[Any]:
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[") and line[1].isdecimal()]
 
 
+@pytest.mark.long
 def test_decode_and_prefill_of_one_architecture() -> None:
-    """A sample. Each further architecture takes seconds of imports."""
+    """A sample, of which `e2e/test_recipe_pairs.py` starts two. Each further architecture takes seconds of imports."""
     numbers = [recipe.number for recipe in WORKING if recipe.architecture == "deepseek-v3"]
     assert refusals(numbers) == dict.fromkeys(numbers)
 

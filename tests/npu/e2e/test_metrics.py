@@ -2,16 +2,15 @@
 """`/metrics` of vllm-ascend. Its vLLM asks the scheduler for metrics only if a rank has some."""
 
 import pytest
+from test_one_to_one import TP2_TO_TP1
 
 from harness.client import Client
 from harness.clusters import Cluster
 from harness.metrics import requests_are_seen_everywhere
-from npu_engines import one_to_one
 
 pytestmark = [
     pytest.mark.npu,
-    # One of test_one_to_one's.
-    pytest.mark.parametrize("cluster", [one_to_one("tp2-to-tp1", 2, 1)], ids=str, indirect=True),
+    pytest.mark.parametrize("cluster", [TP2_TO_TP1], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other kinds of caches on vllm-ascend: MLA's latent, sliding windows beside full attention."""
+"""Other kinds of caches on vllm-ascend: MLA's latent, sliding windows beside full attention. The short form has MLA in
+`test_recipe_pairs.py`."""
 
 import pytest
 
@@ -17,7 +18,7 @@ PROMPT_TOKENS = (1, 127, 128, 129, 327, 384, 1000, 2500)
 SLIDING_TP1 = long(one_to_one("sliding-tp1-to-tp1", 1, 1, model=SLIDING))
 CLUSTERS = [
     long(one_to_one("mla-tp1-to-tp1", 1, 1, model=MLA)),
-    one_to_one("mla-tp2-to-tp1", 2, 1, model=MLA),
+    long(one_to_one("mla-tp2-to-tp1", 2, 1, model=MLA)),
     SLIDING_TP1,
     long(one_to_one("sliding-tp2-to-tp1", 2, 1, model=SLIDING)),
 ]

@@ -5,6 +5,7 @@ Greedy, bfloat16, prefill in chunks of 512 tokens, prefix caching on.
 """
 
 import pytest
+from test_guided_pressure import FEW_BLOCKS
 
 from harness.agreement import LISTED, assert_agree, compare
 from harness.client import Client, at_once, random_prompt
@@ -15,11 +16,10 @@ from npu_engines import one_to_one
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 
-TP1 = one_to_one("tp1-to-tp1", 1, 1)
 TP2_TO_TP1 = one_to_one("tp2-to-tp1", 2, 1)
 CLUSTERS = [
-    TP1,
     TP2_TO_TP1,
+    long(one_to_one("tp1-to-tp1", 1, 1)),
     long(one_to_one("tp1-to-tp2", 1, 2)),
     long(one_to_one("tp2-to-tp2", 2, 2)),
     long(one_to_one("tp4-to-tp1", 4, 1)),
@@ -33,6 +33,8 @@ pytestmark = [
 ]
 
 all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True)
+equal_sizes = pytest.mark.parametrize("cluster", [FEW_BLOCKS], ids=str, indirect=True)
+"""TP 1 on both sides, for prompts of up to 1000 tokens."""
 
 
 @all_clusters
@@ -48,11 +50,11 @@ def test_eight_at_a_time(client: Client, reference) -> None:
     assert_agree(reference, prompts, completions)
 
 
-@pytest.mark.parametrize("cluster", [TP1], ids=str, indirect=True)
+@equal_sizes
 def test_engines_that_compute_alike_give_equal_tokens(client: Client, reference: Reference) -> None:
     """A single engine that is asked again computes the last token alone, as decode does, on cached blocks that it
     computed in prefill's chunks. Nothing is rounded differently then."""
-    prompts = [random_prompt(tokens, "alike") for tokens in (129, 385, 1025)]
+    prompts = [random_prompt(tokens, "alike") for tokens in (129, 385, 897)]
     answers = [client.complete(prompt) for prompt in prompts]
     with Client(reference.engine.url, logprobs=LISTED) as single:
         for prompt, ours in zip(prompts, answers, strict=True):
@@ -62,7 +64,7 @@ def test_engines_that_compute_alike_give_equal_tokens(client: Client, reference:
             assert ours.logprobs == tuple(pytest.approx(place, abs=1e-4) for place in theirs.logprobs)
 
 
-@pytest.mark.parametrize("cluster", [TP1], ids=str, indirect=True)
+@equal_sizes
 def test_a_lost_tensor_is_noticed(client: Client, reference: Reference) -> None:
     """bfloat16's tolerance hides no lost K or V of any layer. At equal TP: `tests/plugins/faults.py` cannot lose
     what is regrouped."""

@@ -34,7 +34,6 @@ def shaped(config: EngineConfig, tp: int = 1, pp: int = 1, dp: int = 1) -> Engin
 
 
 PIPELINES = [
-    cluster_of("pp2tp2-to-tp1", [shaped(PREFILL, tp=2, pp=2)], [DECODE]),
     long(cluster_of("tp1-to-pp2", [PREFILL], [shaped(DECODE, pp=2)])),
     long(
         cluster_of(
@@ -43,7 +42,7 @@ PIPELINES = [
     ),
 ]
 DATA_PARALLEL = [
-    cluster_of("tp2-to-dp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, dp=2)]),
+    cluster_of("pp2tp2-to-dp2", [shaped(PREFILL, tp=2, pp=2)], [shaped(DECODE, dp=2)]),
     long(cluster_of("dp2-to-tp1", [shaped(PREFILL, dp=2)], [DECODE])),
 ]
 # 48 MiB a rank instead of 64, and other limits on what runs at once.

@@ -99,7 +99,7 @@ SHAPES = {
     "qwen3-vl": Shape(VISION, decode_dp=2, args=ONE_IMAGE, env=WITH_IMAGES),
     "large-scale-ep": Shape(MLA, prefill_tp=2),
 }
-SHORT = "kimi-k2.5"
+SHORT = "deepseek-r1"
 RECIPES = recipes()
 
 
