@@ -100,6 +100,7 @@ in_short --quick --models small --parts first
 run "$VENV" who_computes "${short[@]}" "${check[@]}"
 in_short --rounds 3 --cases 32x32-contiguous {32x32,8x256}-scattered{,-tp2}
 run "$VENV-npu" plan "${short[@]}" "${check[@]}"
+run "$VENV-npu" descriptors "${check[@]}"
 in_short --mib 16
 run "$VENV-npu" push --npu "${short[@]}" "${check[@]}"
 in_short --rounds 3

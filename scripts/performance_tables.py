@@ -13,7 +13,18 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "performance.md"
 RESULTS = REPOSITORY / "benchmarks" / "results"
-ORDER = ("ttft", "who_computes", "plan", "regroup", "push", "overlap", "token_ids", "scale", "proxy_overhead")
+ORDER = (
+    "ttft",
+    "who_computes",
+    "plan",
+    "descriptors",
+    "regroup",
+    "push",
+    "overlap",
+    "token_ids",
+    "scale",
+    "proxy_overhead",
+)
 
 _PLACE = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.DOTALL)
 _STATES = {True: "holds", False: "**missed**", None: ""}

@@ -38,7 +38,8 @@ def test_checks_bars_as_json() -> None:
     assert [result["case"] for result in results] == ["2x5-scattered", "2x5-scattered-tp2"], done.stderr
     for result in results:
         assert result["layers"] == 3
-        assert result["descriptors"] == 2 * 2 * 5
+        # K and V of two prompts of 5 blocks; a rank of two writes a half of the blocks, of which neighbours merge.
+        assert result["descriptors"] == 2 * 2 * 5 or ("tp2" in result["case"] and result["descriptors"] <= 2 * 5)
         assert result["calls"] == 1
         assert result["quartiles"] == [result["times_less"]] * 2  # of the only round
         for side in ("ours", "reference"):
@@ -56,8 +57,22 @@ def test_a_side_that_writes_something_else_is_an_error() -> None:
         side.batch_transfer_sync_write("", [0, size], destinations, [size, size])
         side.per_layer = [2]
     plan.check_same_bytes(case, ours, ours)
-    with pytest.raises(RuntimeError, match="2 blocks differ"):
+    with pytest.raises(RuntimeError, match="1 blocks differ"):
         plan.check_same_bytes(case, ours, reference)
+
+
+def test_ranks_that_regroup_write_whole_blocks_where_the_reference_writes_a_part_of_each() -> None:
+    case = plan_step.Case.parse("1x2-scattered-tp2")
+    size = case.block_bytes
+    ours, reference, wrong = plan_step.Handed(), plan_step.Handed(), plan_step.Handed()
+    for side, destinations, length in ((ours, [4, 14], 2), (reference, [4, 6, 14, 16], 1), (wrong, [4, 15], 2)):
+        lengths = [length * size] * len(destinations)
+        side.batch_transfer_sync_write("", [0] * len(lengths), [size * place for place in destinations], lengths)
+        side.per_layer = [len(lengths)]
+    ours.per_layer = wrong.per_layer = [1]
+    plan.check_same_bytes(case, ours, reference)
+    with pytest.raises(RuntimeError, match="1 blocks differ"):
+        plan.check_same_bytes(case, wrong, reference)
 
 
 def test_a_side_that_writes_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def test_limits_suit_the_protocol() -> None:
     assert TransferLimits.over("tcp") == TransferLimits()
     ascend = TransferLimits.over("ascend", timeout_s=3.0)
     assert (ascend.max_descriptors, ascend.max_bytes, ascend.timeout_s) == (8192, 1024 * MIB, 3.0)
+    assert ascend.piece_bytes(64 * MIB) == 1024 * MIB, "descriptors are not cut"
 
 
 def test_nothing() -> None:

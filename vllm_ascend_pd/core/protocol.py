@@ -32,7 +32,7 @@ from vllm_ascend_pd.core.ticket import MAX_TRANSFER_ID_CHARS, Ticket
 from vllm_ascend_pd.core.topology import Sharding, sharding
 from vllm_ascend_pd.core.transports import TransportInfo
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 2
 """The first element of every frame. Peers of different versions refuse each other's messages.
 
 Raise it if a peer of the version before would misread a message: a required field comes or goes, or a field's meaning

@@ -65,12 +65,13 @@ class TransferLimits:
 
         Over TCP a descriptor costs about 30 us, so 2048 take 60 ms, and 64 MiB take about half a second on a slow link.
         Over "ascend" a batch is queued on one stream, 256 descriptors at a time, and waited for once, however long it
-        is (HIXL, src/llm_datadist/adxl/comm_channel.cc).
+        is (HIXL, src/llm_datadist/adxl/comm_channel.cc). Short descriptors cost as much as those of 128 KiB, so none is
+        cut.
         """
         timeout_s = timeout_s or cls.timeout_s
         if protocol == "tcp":
             return cls(timeout_s=timeout_s)
-        return cls(max_descriptors=8192, max_bytes=1024 * MIB, timeout_s=timeout_s)
+        return cls(8192, 1024 * MIB, max_descriptor_bytes=1024 * MIB, connections=1, timeout_s=timeout_s)
 
     def piece_bytes(self, num_bytes: int) -> int:
         """Returns the longest descriptor for a write of `num_bytes`."""
