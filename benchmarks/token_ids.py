@@ -40,7 +40,7 @@ from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request, prefill_body, tokens_body
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
-from vllm_ascend_pd.proxy.rendezvous.tickets import read_ticket
+from vllm_ascend_pd.proxy.rendezvous.prefill_requests import read_ticket
 
 MAX_RATIO = 0.5
 VOCABULARY = 32_000

@@ -16,7 +16,7 @@ from engine_standin import DecodeEngine, PrefillEngine, Received, Servers, make_
 from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.rendezvous import ticket_posts
+from vllm_ascend_pd.proxy.rendezvous import metaserver
 
 UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -339,7 +339,7 @@ def test_failed_prefill_cancels_decode_and_the_other_prefills() -> None:
 
 
 def test_decode_giving_up_a_ticket_cancels_its_prefill(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticket_posts, "_REJOIN_SECONDS", 0.2)
+    monkeypatch.setattr(metaserver, "_REJOIN_SECONDS", 0.2)
     cluster.prefill.hangs = True
     cluster.decode.needs_prefill = False
     cluster.decode.hangs_after_first_token = True

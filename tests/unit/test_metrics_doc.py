@@ -22,8 +22,8 @@ from vllm_ascend_pd.observe.stats import (
     Metric,
 )
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
+from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
@@ -93,9 +93,10 @@ async def _exposed() -> str:
     )
     pool.engines.add("http://10.0.0.1:8100", "test")
     pool.engines.prompts.add((), (PlacedPrompts("decode", "cheap", 1, 8),))
-    metrics = Metrics(RequestTable(limit=1), FailureStats(), (pool,))
+    observer = Observer()
+    metrics = Metrics(observer, RequestTable(limit=1), (pool,))
     reply = Reply(send, request_id=None, timeout=1.0)
-    with metrics.request("/v1/completions", reply):
+    with observer.request("POST", "/v1/completions", [], reply):
         reply.status, reply.first_event_at = 200, float("inf")
     answer = await metrics.get(Request({"type": "http", "headers": []}))
     await pool.aclose()

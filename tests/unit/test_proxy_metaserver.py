@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import anyio
+from proxied import proxied_request
 from starlette.requests import Request
 
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
-from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
-from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED, Observer
-from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.checks import StallWatch
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
@@ -82,11 +82,12 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
         statuses: list[int] = []
 
         async def post(attempt: DecodeAttempt) -> None:
-            statuses.append((await metaserver.tickets.post_ticket(ticket_for(attempt))).status_code)
+            statuses.append((await metaserver.post_ticket(ticket_for(attempt))).status_code)
 
-        with request_table.open(NOT_TRACED) as proxied:
+        proxied = proxied_request()
+        with request_table.open(proxied):
             proxied.request = parse_client_request(Endpoint.COMPLETIONS, b'{"prompt": "x"}')
-            with request_table.attempt(proxied, [], lambda: False) as attempt:
+            with request_table.attempt(proxied, lambda: False) as attempt:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(post, attempt)
                     while not pool.asked:

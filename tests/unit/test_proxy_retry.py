@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, opening, split_errors
-from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
+from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.routing.answers import (
     RULES,
     EngineRole,
@@ -20,7 +20,6 @@ from vllm_ascend_pd.proxy.routing.answers import (
     lacks_prefill,
     may_follow,
     summary,
-    without,
 )
 
 URLS = ("a", "b", "c")
@@ -93,12 +92,6 @@ def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[FailureK
     if avoid is not None:
         assert set(urls) - avoid
         assert len(failures) < attempts
-        assert set(urls) - without(urls, avoid, URLS)
-
-
-def test_engines_that_failed_before_are_asked_only_as_a_last_resort() -> None:
-    assert without(URLS, frozenset("a"), {"b"}) == {"a", "b"}
-    assert without(URLS, frozenset("a"), {"b", "c"}) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -140,14 +133,12 @@ def test_summary() -> None:
 
 
 def test_failures_and_retries_are_counted() -> None:
-    failure_stats = FailureStats()
-    failure_stats.failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
-    failure_stats.failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
-    failure_stats.retried(EngineRole.PREFILL)
-    assert failure_stats.shown() == {
-        "retries": {"prefill": 1, "decode": 0},
-        "failures": {"prefill": {"connection lost": 2}, "decode": {}},
-    }
+    observer = Observer()
+    observer.attempt_failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
+    observer.attempt_failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
+    observer.attempt_retried(EngineRole.PREFILL)
+    assert observer.retries == {EngineRole.PREFILL: 1}
+    assert observer.failures == {EngineRole.PREFILL: {FailureKind.LOST: 2}, EngineRole.DECODE: {}}
 
 
 # --- streams ----------------------------------------------------------------------------------------------

@@ -8,14 +8,21 @@ from typing import Any
 
 import anyio
 import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from proxied import proxied_request
 from starlette.responses import Response
 
-from vllm_ascend_pd.proxy.operate.failure_stats import MAX_RECENT, FailureStats
-from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.status import EngineState, Status, Verdict, snapshot
-from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
-from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED
-from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.rendezvous.observer import (
+    MAX_RECENT,
+    MAX_SAMPLES,
+    WINDOW_SECONDS,
+    Observer,
+    Percentiles,
+    RecentSamples,
+)
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
@@ -31,8 +38,7 @@ class Proxy:
     def __init__(self, limit: int | None = None) -> None:
         self.prefill, self.decode = (self._pool(role, limit) for role in EngineRole)
         self.request_table = RequestTable(limit=8)
-        self.failure_stats = FailureStats()
-        self.metrics = Metrics(self.request_table, self.failure_stats, (self.prefill, self.decode))
+        self.observer = Observer()
         self.problems: list[str] = []
         self.p, self.d = self.prefill.engines.add("http://p:1", "test"), self.decode.engines.add("http://d:1", "test")
         for engine in (self.p, self.d):
@@ -55,14 +61,13 @@ class Proxy:
         self, role: EngineRole, kind: FailureKind = FailureKind.LOST, reason: str = "why", unquoted: str | None = None
     ) -> None:
         url = (self.p if role is EngineRole.PREFILL else self.d).url
-        self.failure_stats.failed(role, Failure(kind, reason, url, Response(), unquoted), "0123456789abcdef")
+        self.observer.attempt_failed(role, Failure(kind, reason, url, Response(), unquoted), "0123456789abcdef")
 
     def status(self, now: float = NOW) -> Status:
         return snapshot(
             (self.prefill, self.decode),
             self.request_table,
-            self.failure_stats,
-            self.metrics,
+            self.observer,
             self.problems,
             version="1",
             now=now,
@@ -216,7 +221,7 @@ def test_failures_are_the_last_ones_newest_first() -> None:
     for number in range(MAX_RECENT + 5):
         proxy.fail(EngineRole.PREFILL, FailureKind.TIMEOUT, reason=f"reason {number}")
     proxy.fail(EngineRole.DECODE, FailureKind.TRANSFER, reason="no grant\nin time " + "x" * 1000)
-    proxy.failure_stats.retried(EngineRole.DECODE)
+    proxy.observer.attempt_retried(EngineRole.DECODE)
     status = proxy.status()
     assert [failure.number for failure in status.failures] == list(range(MAX_RECENT + 6, 6, -1))
     first, second = status.failures[:2]
@@ -248,9 +253,10 @@ def test_phases_of_a_request() -> None:
         )
 
     async def run() -> None:
-        with request_table.open(NOT_TRACED) as proxied:
+        proxied = proxied_request()
+        with request_table.open(proxied):
             assert only(RequestPhase.ARRIVING)
-            with request_table.attempt(proxied, [], lambda: True) as attempt:
+            with request_table.attempt(proxied, lambda: True) as attempt:
                 assert only(RequestPhase.QUEUED)
                 attempt.engines.append("http://d:1")
                 assert only(RequestPhase.DECODE)
@@ -262,8 +268,56 @@ def test_phases_of_a_request() -> None:
                     assert only(RequestPhase.PREFILL), "the next prompt's"
                 attempt.answering = True
                 assert only(RequestPhase.ANSWERING)
-            with request_table.attempt(proxied, [], lambda: False):
+            with request_table.attempt(proxied, lambda: False):
                 assert only(RequestPhase.QUEUED), "made anew"
         assert sum(request_table.phases().values()) == request_table.in_flight == 0
 
     anyio.run(run)
+
+
+# --- percentiles of the last minutes -------------------------------------------------------------------------
+
+
+def percentiles(samples: list[float]) -> Percentiles:
+    recent = RecentSamples()
+    for each in samples:
+        recent.add(each, now=0.0)
+    return recent.percentiles(0.0)
+
+
+SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=250)
+
+
+def test_nothing_yet() -> None:
+    assert RecentSamples().percentiles(0.0) == Percentiles(0, None, None, None)
+
+
+def test_one_to_a_hundred() -> None:
+    assert percentiles([float(n) for n in range(100, 0, -1)]) == Percentiles(100, 50.0, 90.0, 99.0)
+
+
+@given(SECONDS)
+def test_a_percentile_is_the_smallest_sample_with_enough_samples_at_or_below_it(samples: list[float]) -> None:
+    found = percentiles(samples)
+    for part, value in ((50, found.p50), (90, found.p90), (99, found.p99)):
+        assert value in samples
+        assert 100 * sum(sample <= value for sample in samples) >= part * len(samples)
+        smaller = [sample for sample in samples if sample < value]
+        assert 100 * len(smaller) < part * len(samples)
+
+
+def test_old_samples_do_not_count() -> None:
+    recent = RecentSamples()
+    recent.add(9.0, now=0.0)
+    recent.add(1.0, now=1.0)
+    assert recent.percentiles(WINDOW_SECONDS).count == 2
+    assert recent.percentiles(WINDOW_SECONDS + 0.5) == Percentiles(1, 1.0, 1.0, 1.0)
+    assert recent.percentiles(WINDOW_SECONDS + 2.0).count == 0
+
+
+def test_samples_are_bounded_and_the_newest_stay() -> None:
+    recent = RecentSamples()
+    for number in range(MAX_SAMPLES + 10):
+        recent.add(float(number), now=0.0)
+    found = recent.percentiles(0.0)
+    assert (found.count, found.p50) == (MAX_SAMPLES, 9.0 + MAX_SAMPLES / 2)

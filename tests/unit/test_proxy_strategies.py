@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing strategies: properties that all have, and how much each improves on round robin."""
+"""Routing strategies: what each prefers, and what they know of a prompt."""
 
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
-from engine_queues import BLOCK, arrivals, decode_waits, prefill_waits, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +28,7 @@ from vllm_ascend_pd.proxy.routing.strategies import (
 )
 
 COSTS = pytest.mark.parametrize("costs", [prefill_costs, decode_costs])
-ROOM = 100_000
+ROOM, BLOCK = 100_000, 128
 
 keys = st.lists(st.integers(0, 5), max_size=6).map(tuple)
 prompts = st.builds(PromptEstimate, st.integers(0, 10_000), keys, st.sampled_from([0.0, 128.0]), st.integers(0, 4))
@@ -45,6 +43,11 @@ loads = st.lists(
     max_size=6,
     unique_by=lambda load: load.url,
 )
+
+
+def prompt(tokens: int, group: int) -> PromptEstimate:
+    """Of whole blocks, which all prompts of its group have."""
+    return PromptEstimate(tokens, tuple(hash((group, number)) for number in range(tokens // BLOCK)), BLOCK)
 
 
 # --- properties -------------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ def test_several_proxies_send_a_prefix_to_the_same_engine() -> None:
     one, other = PrefixAffinity(prefill_costs), PrefixAffinity(prefill_costs)
     engines = [EngineLoad(url) for url in "abc"]
     other.order(NO_PROMPT, engines)  # its turns are elsewhere
-    firsts = [prompt(4 * BLOCK, 4 * BLOCK, group) for group in range(60)]
+    firsts = [prompt(4 * BLOCK, group) for group in range(60)]
     chosen = [one.order(each, engines)[0] for each in firsts]
     assert chosen == [other.order(each, engines[::-1])[0] for each in firsts]
     assert min(chosen.count(url) for url in "abc") >= 10
@@ -107,14 +110,14 @@ def test_several_proxies_send_a_prefix_to_the_same_engine() -> None:
 
 def test_remembered_prefixes_are_bounded() -> None:
     strategy = PrefixAffinity(prefill_costs, max_keys=10)
-    first, second = prompt(6 * BLOCK, 6 * BLOCK, 1), prompt(8 * BLOCK, 8 * BLOCK, 2)
+    first, second = prompt(6 * BLOCK, 1), prompt(8 * BLOCK, 2)
     assert strategy.sent(first, "a") == 6 * BLOCK
     assert strategy.sent(first, "a") == 0
     assert strategy.sent(first, "b") == 6 * BLOCK
     strategy.sent(second, "a")
     assert strategy.sent(first, "a") == 4 * BLOCK  # its end was given up first
-    assert strategy.sent(prompt(20 * BLOCK, 20 * BLOCK, 3), "b") == 20 * BLOCK
-    assert strategy.sent(prompt(20 * BLOCK, 20 * BLOCK, 3), "b") == 10 * BLOCK
+    assert strategy.sent(prompt(20 * BLOCK, 3), "b") == 20 * BLOCK
+    assert strategy.sent(prompt(20 * BLOCK, 3), "b") == 10 * BLOCK
     strategy.forget("b")
     assert strategy.sent(first, "b") == 6 * BLOCK
 
@@ -124,55 +127,6 @@ def test_decode_goes_where_the_kv_fits() -> None:
     busy = EngineLoad("busy", requests=50, tokens=9_000, capacity=10_000)
     assert LeastLoad(decode_costs).order(PromptEstimate(200), [full, busy]) == ["busy", "full"]
     assert LeastLoad(decode_costs).order(PromptEstimate(50), [full, busy]) == ["full", "busy"]
-
-
-# --- what they are worth ----------------------------------------------------------------------------------
-
-
-def long_and_short(chance: random.Random) -> tuple[PromptEstimate, int]:
-    """One prompt in 16 is 30 times as long."""
-    blocks = 128 if chance.random() < 1 / 16 else chance.randint(1, 8)
-    return prompt(blocks * BLOCK, unique=chance.getrandbits(60)), 0
-
-
-def few_prefixes(chance: random.Random) -> tuple[PromptEstimate, int]:
-    """Most requests use a few of 40 long prefixes."""
-    group = min(int(chance.paretovariate(0.8)), 40)
-    return prompt(4096 + chance.randint(1, 4) * BLOCK, 4096, group, chance.getrandbits(60)), 0
-
-
-def long_and_short_answers(chance: random.Random) -> tuple[PromptEstimate, int]:
-    """One request in ten has a long prompt and a long answer."""
-    if chance.random() < 0.1:
-        return prompt(chance.randint(100, 200) * BLOCK, unique=chance.getrandbits(60)), chance.randint(100, 800)
-    return prompt(chance.randint(1, 8) * BLOCK, unique=chance.getrandbits(60)), chance.randint(20, 60)
-
-
-def test_long_prompts_among_short_ones() -> None:
-    jobs = arrivals(1, 2500, 18, long_and_short)
-    turns = prefill_waits(RoundRobin(), jobs)
-    least = prefill_waits(LeastLoad(prefill_costs), jobs)
-    affinity = prefill_waits(PrefixAffinity(prefill_costs), jobs)
-    assert least.at_most(0.5, turns)
-    assert affinity.at_most(1.15, least)  # there is no prefix to share: it is not worse for that
-
-
-def test_requests_that_share_prefixes() -> None:
-    jobs = arrivals(1, 2500, 40, few_prefixes)
-    turns = prefill_waits(RoundRobin(), jobs)
-    least = prefill_waits(LeastLoad(prefill_costs), jobs)
-    affinity = prefill_waits(PrefixAffinity(prefill_costs), jobs)
-    assert affinity.at_most(0.5, turns)
-    assert affinity.at_most(0.5, least)
-
-
-@pytest.mark.parametrize("rooms", [(200_000,) * 4, (300_000, 300_000, 100_000, 100_000)], ids=["equal", "unequal"])
-@pytest.mark.parametrize("name", ["least-load", "prefix-affinity"])
-def test_long_answers_among_short_ones(name: str, rooms: tuple[int, ...]) -> None:
-    jobs = arrivals(1, 2500, 20, long_and_short_answers)
-    assert decode_waits(STRATEGIES[name](decode_costs), jobs, rooms).at_most(
-        0.4, decode_waits(RoundRobin(), jobs, rooms)
-    )
 
 
 # --- what is known of a prompt ----------------------------------------------------------------------------

@@ -25,16 +25,12 @@ from vllm_ascend_pd.proxy.http.cross_origin import CrossOrigin
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
 from vllm_ascend_pd.proxy.http.errors import error_response
 from vllm_ascend_pd.proxy.operate.admin import Admin
-from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
-from vllm_ascend_pd.proxy.operate.health import Health
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.operate.observer import OperatorObserver
-from vllm_ascend_pd.proxy.operate.start_tracing import start_tracing
-from vllm_ascend_pd.proxy.operate.status import Status, snapshot
-from vllm_ascend_pd.proxy.operate.status_page import StatusPage
-from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientEndpoint
-from vllm_ascend_pd.proxy.rendezvous.decode_requests import DecodeRequests
+from vllm_ascend_pd.proxy.operate.status import Health, Status, StatusPage, snapshot
+from vllm_ascend_pd.proxy.operate.tracing import start_tracing
+from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientEndpoint, DecodeRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
+from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
@@ -59,15 +55,12 @@ class ProxyApp:
         self._prefill = _pool(settings, EngineRole.PREFILL, prefills, settings.max_per_prefill)
         self._decode = _pool(settings, EngineRole.DECODE, settings.max_concurrent, settings.max_per_decode)
         self._pools = (self._prefill, self._decode)
-        self._request_table = RequestTable(
-            settings.max_concurrent, settings.max_waiting, settings.queue_timeout, settings.max_body_bytes
-        )
+        self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
         self._background = Background(settings, *self._pools)
-        self._failure_stats = FailureStats()
-        self._health = Health(self._pools, self._failure_stats, self._background.problems)
-        self._metrics = Metrics(self._request_table, self._failure_stats, self._pools)
         self._tracing = start_tracing(settings.otlp_traces_endpoint)
-        self._observer = OperatorObserver(self._failure_stats, self._metrics, self._tracing)
+        self._observer = Observer(self._tracing)
+        self._health = Health(self._pools, self._observer, self._background.problems)
+        self._metrics = Metrics(self._observer, self._request_table, self._pools)
         metaserver = self._metaserver_routes(settings)
         routes = self._client_routes(settings) + self._operator_routes(settings)
         if not settings.metaserver_apart:
@@ -155,8 +148,7 @@ class ProxyApp:
         return snapshot(
             self._pools,
             self._request_table,
-            self._failure_stats,
-            self._metrics,
+            self._observer,
             self._background.problems(),
             version=__version__,
             now=time.monotonic(),

@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.proxy.http.tls import Tls
-from vllm_ascend_pd.proxy.operate.start_tracing import check_tracing
+from vllm_ascend_pd.proxy.operate.tracing import check_tracing
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.discovery import check_engine_urls, is_http
 from vllm_ascend_pd.proxy.routing.strategies import DEFAULT_STRATEGY, STRATEGIES

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opentelemetry import trace
@@ -19,19 +19,16 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.operate.tracing import FIRST_TOKEN_SECONDS, GRPC, Tracing
-from vllm_ascend_pd.proxy.rendezvous.observer import ERROR, REQUEST_ID, Attributes, Span
+from vllm_ascend_pd.proxy.rendezvous.observer import ERROR, REQUEST_ID, Attributes, Span, Tracing
 from vllm_ascend_pd.proxy.routing.answers import Failure, FailureKind
-
-log = logging.getLogger(__name__)
 
 _SERVICE = "vllm-ascend-pd-proxy"
 _W3C = TraceContextTextMapPropagator()
@@ -43,10 +40,8 @@ _SAFE_REASONS = frozenset(
     {FailureKind.UNREACHABLE, FailureKind.LOST, FailureKind.TIMEOUT, FailureKind.TRANSFER, FailureKind.NO_ENGINE}
 )
 _SEE_LOG = "the proxy's log has the reason"
-_SILENCE = logging.NullHandler()
-"""Stays when the proxy stops: exporters log errors then that help nobody."""
-_QUIET_SECONDS = 60.0
-"""Between two log lines about spans that are lost although the collector answers."""
+_FIRST_TOKEN_SECONDS = "gen_ai.latency.time_to_first_token"
+"""vLLM uses the same name in its own span of a request."""
 _LAST_SECONDS = 1.0
 """For unsent spans when the proxy stops."""
 
@@ -106,14 +101,14 @@ def _ending(span: OtelSpan) -> Iterator[OtelSpan]:
 
 
 class OtelTracing(Tracing):
-    def __init__(self, endpoint: str, protocol: str) -> None:
-        """OpenTelemetry's OTEL_ variables configure queue, batches, times and headers, as in vLLM."""
-        self._log = _ExportLog(endpoint)
+    def __init__(self, endpoint: str, *, over_grpc: bool) -> None:
+        """OpenTelemetry's OTEL_ variables configure queue, batches, times and headers, as in vLLM. It logs by itself
+        what it cannot send."""
+        logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)  # it logs each invalid header of a client
         # As in vLLM, gRPC is not encrypted unless the endpoint begins with https.
-        exporter = GrpcExporter(endpoint=endpoint, insecure=True) if protocol == GRPC else HttpExporter(endpoint)
-        self._exporter = _WatchedExporter(exporter, self._log)
+        exporter = GrpcExporter(endpoint=endpoint, insecure=True) if over_grpc else HttpExporter(endpoint)
         self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("vllm_ascend_pd.proxy")
 
     @contextmanager
@@ -128,18 +123,18 @@ class OtelTracing(Tracing):
                 _answered(request, reply, begun)
 
     def close(self) -> None:
+        """Sends the remaining spans, for `_LAST_SECONDS` at most."""
         # In a thread: without a collector, some versions of the SDK take long here.
         thread = threading.Thread(target=self._provider.shutdown, name="pd-traces-end", daemon=True)
         thread.start()
-        thread.join(0.0 if self._log.failing else _LAST_SECONDS)
-        self._log.close()
+        thread.join(_LAST_SECONDS)
 
 
 def _answered(span: OtelSpan, reply: Reply, begun: float) -> None:
     if reply.request_id is not None:
         span.note({REQUEST_ID: one_line(reply.request_id, _MAX_ID_CHARS)})
     if reply.first_event_at is not None:
-        span.note({FIRST_TOKEN_SECONDS: reply.first_event_at - begun})
+        span.note({_FIRST_TOKEN_SECONDS: reply.first_event_at - begun})
     if reply.status is not None:
         span.note({"http.response.status_code": int(reply.status)})
         if reply.status >= 500:
@@ -164,74 +159,3 @@ def _resource() -> Resource:
     known = Resource.create()
     name = str(known.attributes.get("service.name", "unknown_service"))
     return known.merge(Resource({"service.name": _SERVICE})) if name.startswith("unknown_service") else known
-
-
-class _WatchedExporter(SpanExporter):
-    """Reports an exporter's results to a log."""
-
-    def __init__(self, exporter: SpanExporter, export_log: _ExportLog) -> None:
-        self._exporter = exporter
-        self._log = export_log
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._log.thread = threading.get_ident()
-        result = self._exporter.export(spans)
-        self._log.exported(result is SpanExportResult.SUCCESS)
-        return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
-
-
-class _ExportLog(logging.Handler):
-    """Replaces OpenTelemetry's log lines, several for each batch that cannot be sent, by one when failures begin and
-    one when they end."""
-
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(logging.WARNING)
-        self.failing = False
-        """Whether the last batch could not be sent."""
-        self.thread: int | None = None
-        """The exporter's thread. Another proxy in this process has its own."""
-        self._endpoint = endpoint
-        self._quiet_until = 0.0
-        self._logger = logging.getLogger("opentelemetry")
-        self._logger.addHandler(self)
-        self._logger.addHandler(_SILENCE)
-        self._logger.propagate = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = one_line(record.getMessage(), _MAX_REASON_CHARS)
-        if record.name.startswith("opentelemetry.exporter"):
-            if record.thread == self.thread:
-                self._fails(message)
-            return
-        # The SDK logs a full queue, for instance. Other modules log invalid headers of clients, which nobody needs.
-        is_sdk = record.name.startswith("opentelemetry.sdk")
-        if is_sdk and not self.failing and time.monotonic() > self._quiet_until:
-            self._quiet_until = time.monotonic() + _QUIET_SECONDS
-            log.warning("traces for %s: %s", self._endpoint, message)
-
-    def exported(self, done: bool) -> None:
-        if not done:
-            self._fails("the collector refused them")
-        elif self.failing:
-            self.failing = False
-            log.info("traces are sent to %s again", self._endpoint)
-
-    def _fails(self, reason: str) -> None:
-        """Logs the first failure. An exporter may retry for a minute before it drops a batch."""
-        if not self.failing:
-            self.failing = True
-            log.warning(
-                "traces cannot be sent to %s and are lost if that lasts; requests are served as before: %s",
-                self._endpoint,
-                reason,
-            )
-
-    def close(self) -> None:
-        self._logger.removeHandler(self)
-        super().close()

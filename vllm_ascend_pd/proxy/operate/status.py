@@ -1,24 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page's data, as one snapshot of state that the proxy keeps anyway. No I/O."""
+"""`GET /health`, and `GET /`: the status page with the JSON that it polls.
+
+All of it is a snapshot of state that the proxy keeps anyway. The page itself contains nothing about the cluster. The
+JSON has engines' addresses and reasons of failures. If there is an admin token, it needs that token; otherwise every
+client can read it, like `/health` and `/metrics`.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from importlib.resources import files
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats, RecentFailure
-from vllm_ascend_pd.proxy.operate.latency import WINDOW_SECONDS, Percentiles
-from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
-from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.http.bearer import Action, BearerToken, guarded
+from vllm_ascend_pd.proxy.rendezvous.observer import WINDOW_SECONDS, Observer, Percentiles, RecentFailure
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, PlacedPrompts
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
 
+# Everything comes from this origin. The last two rules make sure that text is never parsed as HTML.
+_CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS = {
+    "Content-Security-Policy": _CONTENT_SECURITY_POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/status.css": ("status.css", "text/css"),
+    "/status.js": ("status.js", "text/javascript"),
+    "/status.svg": ("status.svg", "image/svg+xml"),
+}
 _MAX_TEXT_CHARS = 300
 
 
@@ -121,8 +159,7 @@ class Status(msgspec.Struct, frozen=True):
 def snapshot(
     pools: Sequence[EnginePool],
     request_table: RequestTable,
-    failure_stats: FailureStats,
-    metrics: Metrics,
+    observer: Observer,
     problems: Sequence[str],
     *,
     version: str,
@@ -130,7 +167,7 @@ def snapshot(
     wall: float,
 ) -> Status:
     """`now`: from `time.monotonic`. `wall`: from `time.time`."""
-    roles = tuple(_role(pool, failure_stats, now) for pool in pools)
+    roles = tuple(_role(pool, observer, now) for pool in pools)
     return Status(
         version,
         wall,
@@ -144,23 +181,23 @@ def snapshot(
         ),
         LatencyStatus(
             WINDOW_SECONDS,
-            metrics.recent_first_token.percentiles(now),
-            metrics.recent_prefill.percentiles(now),
-            metrics.recent_after_prefill.percentiles(now),
+            observer.recent_first_token.percentiles(now),
+            observer.recent_prefill.percentiles(now),
+            observer.recent_after_prefill.percentiles(now),
         ),
         roles,
         tuple(each for pool in pools for each in pool.engines.prompts.sums()),
-        tuple(failure_stats.recent()),
+        tuple(observer.recent_failures),
     )
 
 
-def _role(pool: EnginePool, failure_stats: FailureStats, now: float) -> RoleStatus:
+def _role(pool: EnginePool, observer: Observer, now: float) -> RoleStatus:
     return RoleStatus(
         pool.role,
         pool.limiter.limit,
         pool.limiter.waiting,
-        failure_stats.retries().get(pool.role, 0),
-        sum(failure_stats.failures()[pool.role].values()),
+        observer.retries[pool.role],
+        observer.failures[pool.role].total(),
         tuple(_engine(pool, engine, now) for engine in pool.engines),
     )
 
@@ -204,3 +241,65 @@ def _verdict(roles: Sequence[RoleStatus], problems: Sequence[str]) -> Verdict:
     if problems or any(engine.state is not EngineState.HEALTHY for role in roles for engine in role.engines):
         return Verdict.DEGRADED
     return Verdict.OK
+
+
+class StatusPage:
+    def __init__(self, snapshot: Callable[[], Status], token: str | None) -> None:
+        """`token`: the admin API's. None: every client may read the status."""
+        self._snapshot = snapshot
+        self._get: Action = self.get if token is None else guarded(BearerToken(token), self.get)
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            *(Route(path, _file(name, media_type), methods=["GET"]) for path, (name, media_type) in _FILES.items()),
+            Route("/status.json", self._get, methods=["GET"]),
+        ]
+
+    async def get(self, _: Request) -> Response:
+        """200: `Status` as JSON."""
+        return Response(msgspec.json.encode(self._snapshot()), media_type="application/json", headers=_HEADERS)
+
+
+def _file(name: str, media_type: str) -> Action:
+    content = files(__package__).joinpath("page", name).read_bytes()
+
+    async def get(_: Request) -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return get
+
+
+class Health:
+    def __init__(self, pools: tuple[EnginePool, ...], observer: Observer, problems: Callable[[], list[str]]) -> None:
+        self._pools = pools
+        self._observer = observer
+        self._problems = problems
+
+    async def get(self, _: Request) -> Response:
+        """200 if each role has an engine whose last check was good and that may get requests, else 503.
+
+        The body has the result of each engine's last check, the reasons why engines get no requests, problems with
+        lists of engines, and counts of failures and retries."""
+        roles = {pool.role.value: pool.engines for pool in self._pools}
+        usable = all(any(each.open and each.gate.last_check == "ok" for each in engines) for engines in roles.values())
+        return JSONResponse(
+            {
+                "status": "ok" if usable else "unavailable",
+                **{role: {each.url: each.gate.last_check for each in engines} for role, engines in roles.items()},
+                "withheld": {role: _withheld(engines) for role, engines in roles.items()},
+                "problems": self._problems(),
+                "retries": {role.value: self._observer.retries[role] for role in EngineRole},
+                "failures": {
+                    role.value: {kind.value: number for kind, number in counted.items()}
+                    for role, counted in self._observer.failures.items()
+                },
+            },
+            status_code=HTTPStatus.OK if usable else HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+def _withheld(engines: EngineRegistry) -> dict[str, str]:
+    """Returns by URL why an engine gets no requests, or gets them only if no other is left."""
+    reasons = {engine.url: "new: no health check was good yet" for engine in engines if not engine.gate.proven}
+    reasons |= {engine.url: f"ejected: {engine.gate.reason}" for engine in engines if engine.gate.ejected}
+    return reasons | {engine.url: "draining" for engine in engines if engine.draining}

@@ -1,36 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route that a client's request takes: admission, body, decode engine, response."""
+"""A client's request from its arrival to its answer: admission, body, one decode engine after the other.
+
+Every way in which a request can end passes here: the engine's response, a failed decode engine or prefill, a client
+that leaves, and the proxy's shutdown.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from vllm_ascend_pd.proxy.http.bodies import parse_client_request
+from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
+from vllm_ascend_pd.proxy.http.bodies import decode_body, parse_client_request
 from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone, read_fields
-from vllm_ascend_pd.proxy.http.endpoints import Endpoint, error_event
-from vllm_ascend_pd.proxy.http.errors import RequestRefused, body_too_large
+from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, error_event
+from vllm_ascend_pd.proxy.http.errors import RequestRefused, error_response
 from vllm_ascend_pd.proxy.http.headers import who_computes
+from vllm_ascend_pd.proxy.http.renaming import Renaming
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnected
-from vllm_ascend_pd.proxy.rendezvous.decode_requests import DecodeRequests, ForwardedRequest
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer, Span
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import ProxiedRequest
-from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.http.streams import when_disconnected
+from vllm_ascend_pd.proxy.rendezvous.observer import COMPUTED_BY, REQUESTED, WITHOUT_PREFILL, Observer
+from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
+from vllm_ascend_pd.proxy.routing.answers import (
+    EngineRole,
+    Failure,
+    FailureKind,
+    engines_to_avoid,
+    last_resorts,
+    may_follow,
+)
+from vllm_ascend_pd.proxy.routing.checks import StallWatch
+from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
+from vllm_ascend_pd.proxy.routing.registry import EngineRanking
+from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT, prompts_of
 
 log = logging.getLogger(__name__)
 
+_LEAST_WAIT_SECONDS = 0.001
+"""Shorter waits for prefill are not told to decode: they change no decision."""
+
 
 class ClientEndpoint:
-    """ASGI endpoint for one path: answers a client with a decode engine's response to the same path.
-
-    Every way in which a request can end passes here: the engine's response, a failed decode engine or prefill, a
-    client that leaves, and the proxy's shutdown.
-    """
+    """ASGI endpoint for one path: answers a client with a decode engine's response to the same path."""
 
     def __init__(
         self,
@@ -62,83 +80,265 @@ class ClientEndpoint:
         self._read_timeout = read_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope)
+        request = Request(scope, receive)
+        headers = request.headers.raw
         reply = Reply(send, request_id=request.headers.get("x-request-id"), timeout=self._read_timeout)
-        with self._observer.request(request.method, self._path, request.headers.raw, reply) as span:
+        with self._observer.request(request.method, self._path, headers, reply) as span:
+            proxied = ProxiedRequest(request.method, self._path, self._endpoint, headers, reply, span)
             try:
-                async with self._request_table.admitted(receive) as receive:
-                    await self._respond(scope, receive, reply, span)
-            except ClientDisconnect:
-                return  # while it waited for admission
+                with self._request_table.open(proxied) as place, proxied.scope:
+                    await self._serve(proxied, request, place)
             except RequestRefused as refused:
-                self._observer.request_refused(refused.status)
-                await refused.response()(scope, receive, reply.send)
+                self._refuse(proxied, refused)
+            await self._finish(proxied, scope, receive)
 
-    async def _respond(self, scope: Scope, receive: Receive, reply: Reply, span: Span) -> None:
-        """Serves an admitted request until the client has its response."""
-        with self._request_table.open(span) as proxied, proxied.scope:
-            await self._serve(proxied, Request(scope, receive), reply)
-        if proxied.final_response is None or reply.finished:
-            return
-        if reply.started:
-            await reply.break_off(error_event(self._path, bytes(proxied.final_response.body)))
-        else:
-            await proxied.final_response(scope, receive, reply.send)
-
-    async def _serve(self, proxied: ProxiedRequest, request: Request, reply: Reply) -> None:
+    async def _serve(self, proxied: ProxiedRequest, request: Request, place: AdmittedRequest) -> None:
         """Reads the body and passes it to decode. Returns when a decode engine has answered, or after
         `proxied.end`."""
-        headers = request.headers.raw
-        try:
-            wanted = None if self._endpoint is None else who_computes(headers)
-            body = await self._read_body(request)
-        except ClientDisconnect:
-            return
-        except RequestRefused as refused:
-            proxied.end(refused.response())
-            return
 
         def client_left() -> None:
-            if reply.finished:
+            if proxied.reply.finished:
                 return
             log.info("request %s: the client left: ending its requests to engines", proxied.request_id)
             proxied.end(None)
 
+        try:
+            if self._endpoint is not None:
+                proxied.who_computes = who_computes(proxied.headers)
+            body = await self._read_body(request, place)
+        except ClientDisconnect:
+            return
+        except RequestRefused as refused:
+            self._refuse(proxied, refused)
+            return
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(when_disconnected, request.receive, client_left)
             try:
-                content = await self._parse(proxied, body)
+                await place.wait()
+                self._parse(proxied, body)
             except RequestRefused as refused:
-                proxied.end(refused.response())
+                self._refuse(proxied, refused)
                 return
-            forwarded = ForwardedRequest(request.method, self._path, self._endpoint, headers, content, wanted)
-            await self._decode_requests.run(proxied, forwarded, reply)
+            await self._decode_requests.run(proxied)
             tasks.cancel_scope.cancel()
 
-    async def _read_body(self, request: Request) -> bytes | None:
-        """Returns the body, or None for methods without one."""
+    async def _read_body(self, request: Request, place: AdmittedRequest) -> bytes:
         if request.method in ("GET", "HEAD"):
-            return None
-        limit = self._max_body_bytes
+            return b""
         try:
             with anyio.fail_after(self._read_timeout):
-                return await read_all(request.stream(), limit)
-        except TooLarge:
-            raise body_too_large(limit) from None
+                return await place.body(request.stream(), self._max_body_bytes)
         except TimeoutError:
             raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive") from None
 
-    async def _parse(self, proxied: ProxiedRequest, body: bytes | None) -> bytes:
-        """Sets `proxied.request` if the body has prompts for prefill. Returns the body for decode otherwise.
+    def _refuse(self, proxied: ProxiedRequest, refused: RequestRefused) -> None:
+        if refused.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            self._observer.request_refused(refused.status)
+        proxied.end(refused.response())
 
-        Raises RequestRefused."""
-        if body is None:
-            return b""
+    def _parse(self, proxied: ProxiedRequest, body: bytes) -> None:
+        """Sets `proxied.request` if the body has prompts for prefill, and `proxied.content` otherwise. Raises
+        RequestRefused."""
         try:
-            if self._endpoint is None:
+            if self._endpoint is not None:
+                proxied.request = parse_client_request(self._endpoint, body)
+                return
+            if proxied.method == "POST":
                 read_fields(body)
-                return body
-            proxied.request = parse_client_request(self._endpoint, body)
+            proxied.content = body
         except ForDecodeAlone as alone:
-            return alone.body
-        return b""
+            proxied.content = alone.body
+
+    async def _finish(self, proxied: ProxiedRequest, scope: Scope, receive: Receive) -> None:
+        """Answers a request that no decode engine has answered completely."""
+        reply, response = proxied.reply, proxied.final_response
+        if response is None or reply.finished:
+            return
+        if reply.started:
+            await reply.break_off(error_event(self._path, bytes(response.body)))
+        else:
+            await response(scope, receive, reply.send)
+
+
+class DecodeRequests:
+    """Sends clients' requests to decode engines, and decides about further attempts. It holds no state of single
+    requests."""
+
+    def __init__(
+        self,
+        request_table: RequestTable,
+        pool: EnginePool,
+        prefill: EnginePool,
+        watch: StallWatch,
+        observer: Observer,
+        *,
+        attempts: int,
+        decode_fallback: bool,
+        metaserver_url: str,
+    ) -> None:
+        """
+        Args:
+            request_table: registers each attempt, so that tickets find it.
+            pool: the decode engines.
+            prefill: the prefill engines. Decode is told whether any is well.
+            watch: ends attempts at engines that have stopped.
+            observer: receives reports about attempts.
+            attempts: how many engines may be asked for one request.
+            decode_fallback: whether decode may be asked to compute prompts while no prefill engine is well.
+            metaserver_url: where decode engines post their tickets.
+        """
+        self._request_table = request_table
+        self._pool = pool
+        self._prefill = prefill
+        self._watch = watch
+        self._observer = observer
+        self._attempts = attempts
+        self._decode_fallback = decode_fallback
+        self._metaserver_url = metaserver_url
+
+    async def run(self, proxied: ProxiedRequest) -> None:
+        """Asks one engine after the other, until one answers or no attempt is left. Returns when the client has got a
+        response, or after `proxied.end` with an error."""
+        pool, engines, reply = self._pool, self._pool.engines, proxied.reply
+        clients_id = reply.request_id
+        failures: list[Failure] = []
+        number = 1
+        prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
+        ranking = engines.rank(prompt)
+
+        def another() -> bool:
+            return may_follow(pool.role, engines.urls, failures, self._attempts)
+
+        while True:
+            with self._request_table.attempt(proxied, another) as attempt:
+                reply.request_id = clients_id or attempt.request_id
+                reply.renaming = _renaming(clients_id, attempt)
+                failure = await self._attempt(attempt, ranking)
+                if failure is not None:
+                    attempt.span.failed(failure)
+            if failure is None:
+                return
+            self._observer.attempt_failed(EngineRole.DECODE, failure, attempt.request_id)
+            pool.judge(failure.url, failure.kind)
+            if reply.started or not self._falls_back(attempt, failure):
+                failures.append(failure)
+            avoid = engines_to_avoid(pool.role, engines.urls, failures, self._attempts)
+            if reply.started or avoid is None:
+                self._give_up(attempt, failure)
+                return
+            others = engines.rank(prompt, avoid)
+            ranking = others.then(last_resorts(pool.role, failures, avoid)).of_one_admitted()
+            number += 1
+            self._note_retry(attempt, failure, number, ranking.first)
+
+    async def _attempt(self, attempt: DecodeAttempt, ranking: EngineRanking) -> Failure | None:
+        """Asks one engine and passes its response on. Returns how that failed, or None."""
+        proxied = attempt.proxied
+        content = proxied.content
+        if proxied.request is not None:
+            advice = self._advice(attempt)
+            content = decode_body(proxied.request, self._metaserver_url, attempt.request_id, advice)
+        sent = OutgoingRequest(proxied.method, proxied.path, attempt.decode_headers, content, attempt.request_id)
+        relay = ResponseRelay(attempt, self._observer)
+        failure: Failure | None = None
+        responded = False
+        with self._watch.over(attempt), attempt.scope:
+            try:
+                async with self._pool.open(ranking, sent, attempt) as response:
+                    responded = True
+                    failure = await relay.run(response)
+                    if failure is None and response.status < 400:
+                        self._pool.judge(attempt.engine, None)
+                        if proxied.request is not None:
+                            attempt.span.note({COMPUTED_BY: BY_DECODE if attempt.prefilled_at is None else BY_PREFILL})
+            except EngineError as error:
+                failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))
+                broken_off = responded and error.kind is FailureKind.LOST and not attempt.answering
+                if broken_off and _breaks_off(proxied.endpoint):
+                    failure = await relay.transfer_failure() or failure
+            except TimeoutError:
+                log.warning("request %s: the client stopped reading: ending its request", attempt.request_id)
+                proxied.end(None)
+        if attempt.scope.cancelled_caught:
+            # Of its transfer failure and its engine's stall, whichever came first has ended the attempt.
+            return attempt.transfer_failure or _stalled(attempt)
+        return failure
+
+    def _advice(self, attempt: DecodeAttempt) -> Mapping[str, str | bool | float]:
+        """The `kv_transfer_params` that tell decode what it does not know when it decides who computes the prompts.
+
+        Decode follows them within its own bound (`max_decode_prompt_tokens`). It posts tickets for longer prompts.
+        """
+        proxied = attempt.proxied
+        params: dict[str, str | bool | float] = {}
+        if proxied.who_computes is not None:
+            params[WHO_COMPUTES] = proxied.who_computes
+            attempt.span.note({REQUESTED: proxied.who_computes})
+        gone = proxied.prefill_gone or not self._prefill.any_well()
+        attempt.without_prefill = gone and self._may_fall_back(proxied)
+        if attempt.without_prefill:
+            params[PREFILL_AVAILABLE] = False
+            attempt.span.note({WITHOUT_PREFILL: True})
+            if not proxied.told_without_prefill:
+                proxied.told_without_prefill = True
+                self._observer.asked_without_prefill()
+        elif (wait := self._prefill.queue_wait()) >= _LEAST_WAIT_SECONDS:
+            params[PREFILL_WAIT_S] = round(wait, 3)
+        return params
+
+    def _may_fall_back(self, proxied: ProxiedRequest) -> bool:
+        """Whether decode may be told that no prefill engine is well."""
+        return self._decode_fallback and proxied.who_computes != BY_PREFILL
+
+    def _falls_back(self, attempt: DecodeAttempt, failure: Failure) -> bool:
+        """Whether decode is asked once more after a failure: no prefill engine was there, and the attempt did not tell
+        decode so. All later attempts tell it."""
+        proxied = attempt.proxied
+        falls_back = (
+            failure.kind is FailureKind.NO_PREFILL and not attempt.without_prefill and self._may_fall_back(proxied)
+        )
+        proxied.prefill_gone |= falls_back
+        return falls_back
+
+    def _give_up(self, attempt: DecodeAttempt, failure: Failure) -> None:
+        log.warning(
+            "request %s: decode at %s failed: %s: the client gets %d",
+            attempt.request_id,
+            failure.url,
+            failure.reason,
+            failure.answer.status_code,
+        )
+        attempt.proxied.span.failed(failure)
+        attempt.proxied.end(failure.answer)
+
+    def _note_retry(self, attempt: DecodeAttempt, failure: Failure, number: int, next_url: str) -> None:
+        self._observer.attempt_retried(EngineRole.DECODE)
+        attempt.proxied.span.retried(failure, next_url)
+        log.warning(
+            "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
+            attempt.request_id,
+            failure.url,
+            failure.reason,
+            number,
+            next_url,
+        )
+
+
+def _renaming(clients_id: str | None, attempt: DecodeAttempt) -> Renaming | None:
+    """How the client's name of the request gets into the answers of those routes that vLLM names after it."""
+    endpoint = attempt.proxied.endpoint
+    named = endpoint is not None and REQUEST_FORMATS[endpoint].id_field is None
+    return Renaming.to(clients_id, attempt.request_id) if clients_id and named else None
+
+
+def _breaks_off(endpoint: Endpoint | None) -> bool:
+    """Whether vLLM closes the connection, without an error event, when a stream of this endpoint fails."""
+    return endpoint is not None and REQUEST_FORMATS[endpoint].breaks_off
+
+
+def _stalled(attempt: DecodeAttempt) -> Failure | None:
+    """The failure of an attempt that was ended because its engine has stopped."""
+    if attempt.cut is None:
+        return None
+    kind, reason = attempt.cut
+    return Failure(kind, reason, attempt.engine, error_response(HTTPStatus.GATEWAY_TIMEOUT, reason))

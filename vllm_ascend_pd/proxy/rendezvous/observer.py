@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy reports about its requests. `operate/` implements it: metrics, failure statistics and traces.
+"""What the proxy records about its requests: counts and times for Prometheus, the last failures, and spans.
 
-`Observer` and `Span` themselves ignore all reports, so nothing here depends on how requests are observed.
+The modules of this folder report here; `operate/` shows it. Spans are made only if `operate/otel.py` is there to send
+them: `Span` and `Tracing` themselves do nothing.
 """
 
 from __future__ import annotations
 
+import collections
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http import HTTPStatus
 
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
+
+# --- spans ---------------------------------------------------------------------------------------------------
 
 Attributes = Mapping[str, str | int | float | Sequence[str]]
 """Attributes of a span. They never hold anything of a prompt, an answer or a credential: more people can read the
@@ -66,8 +77,165 @@ class Span:
 NOT_TRACED = Span()
 
 
+class Tracing:
+    """Makes a span of each client's request. This class makes none."""
+
+    @contextmanager
+    def request(self, method: str, route: str, headers: Headers, reply: Reply) -> Iterator[Span]:
+        """A client's request, from its arrival to its end. `headers`: the client's, which may name a parent span.
+        `reply`: its state afterwards tells how the request ended."""
+        yield NOT_TRACED
+
+    def close(self) -> None:
+        """Sends the remaining spans."""
+
+
+# --- failures and durations ----------------------------------------------------------------------------------
+
+PREFIX = "vllm:kv_pd_proxy_"
+CLIENT_LEFT = 499
+"""nginx's status of requests whose client left before the answer."""
+MAX_RECENT = 50
+MAX_SAMPLES = 2000
+WINDOW_SECONDS = 600.0
+_MAX_REASON_CHARS = 300
+_SHOWN_ID_CHARS = 8
+"""Enough to find a log line. With the whole id of a running request, a client could post tickets for it."""
+_FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+_REQUEST_SECONDS = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+
+
+class RecentFailure(msgspec.Struct, frozen=True):
+    """A failed attempt, for the status page. It contains nothing that a reader of that page must not see."""
+
+    number: int
+    """Its number among all failures, from 1."""
+    at: float
+    """Seconds since 1970."""
+    role: EngineRole
+    """The role of the engine."""
+    engine: str
+    """The engine's URL; empty if no engine was asked."""
+    kind: FailureKind
+    """The kind of failure."""
+    reason: str
+    """One line, without text from prompts or answers."""
+    request: str
+    """The beginning of the attempt's request id."""
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Percentiles in seconds; None without samples."""
+
+    count: int
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+
+class RecentSamples:
+    """The samples of the last `WINDOW_SECONDS`, at most `MAX_SAMPLES`: a histogram's buckets are too coarse for
+    percentiles. The event loop's thread owns it."""
+
+    def __init__(self) -> None:
+        self._samples: collections.deque[tuple[float, float]] = collections.deque(maxlen=MAX_SAMPLES)
+
+    @owned
+    def add(self, seconds: float, now: float) -> None:
+        """`now`: on the monotonic clock that `percentiles` gets, too."""
+        self._samples.append((now, seconds))
+
+    @owned
+    def percentiles(self, now: float) -> Percentiles:
+        """By nearest rank: the smallest sample that is at least as large as so many percent of the samples."""
+        while self._samples and now - self._samples[0][0] > WINDOW_SECONDS:
+            self._samples.popleft()
+        ranked = sorted(seconds for _, seconds in self._samples)
+        if not ranked:
+            return Percentiles(0)
+        return Percentiles(len(ranked), *(ranked[math.ceil(len(ranked) * part / 100) - 1] for part in (50, 90, 99)))
+
+
 class Observer:
-    """Receives reports about client requests and attempts at engines."""
+    """Receives reports about client requests and attempts at engines. The event loop's thread owns it."""
+
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        """`tracing`: makes the spans. None: there are none."""
+        self.registry = registry = CollectorRegistry()
+        """This proxy's metrics. Each proxy in a process has its own."""
+        self.retries: collections.Counter[EngineRole] = collections.Counter()
+        """Attempts that followed a failed one."""
+        self.failures: Mapping[EngineRole, collections.Counter[FailureKind]] = {
+            role: collections.Counter() for role in EngineRole
+        }
+        """Failed attempts at engines."""
+        self.recent_failures: collections.deque[RecentFailure] = collections.deque(maxlen=MAX_RECENT)
+        """The last failures, newest first."""
+        self.recent_first_token = RecentSamples()
+        self.recent_prefill = RecentSamples()
+        self.recent_after_prefill = RecentSamples()
+        self._tracing = tracing or Tracing()
+        self._requests = Counter(
+            PREFIX + "requests",
+            f"Completed requests by path and HTTP status. {CLIENT_LEFT}: the client left before the answer.",
+            ("route", "status"),
+            registry=registry,
+        )
+        self._refused = Counter(
+            PREFIX + "refused_requests",
+            "Requests refused before any engine was asked. 429: too many waited, or too long; 503: shutdown.",
+            ("status",),
+            registry=registry,
+        )
+        self._first_token = Histogram(
+            PREFIX + "time_to_first_token_seconds",
+            "Time from a streaming request's arrival to its first token.",
+            ("route",),
+            buckets=_FIRST_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._duration = Histogram(
+            PREFIX + "request_duration_seconds",
+            "Time from a request's arrival to its end, failed requests included.",
+            ("route",),
+            buckets=_REQUEST_SECONDS,
+            registry=registry,
+        )
+        self._prefill = Histogram(
+            PREFIX + "prefill_seconds",
+            "Time of successful prefills at the engine, its queue included.",
+            buckets=_REQUEST_SECONDS,
+            registry=registry,
+        )
+        self._after_prefill = Histogram(
+            PREFIX + "prefill_to_first_token_seconds",
+            "Time from the first prefill's end to a stream's first token: remaining transfer and a decode step.",
+            buckets=_FIRST_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._without_prefill = Counter(
+            PREFIX + "requests_without_prefill",
+            "Requests for which decode was told that no prefill engine is well, so that it may compute their prompts.",
+            registry=registry,
+        )
+        self._tickets = Gauge(
+            PREFIX + "tickets_waiting",
+            "Tickets at the metaserver whose prefill has not ended.",
+            registry=registry,
+        )
+        self._retries = Counter(
+            PREFIX + "retries", "Attempts that followed a failed one.", ("role",), registry=registry
+        )
+        self._failures = Counter(
+            PREFIX + "failures", "Failed attempts at engines, by kind of failure.", ("role", "kind"), registry=registry
+        )
+        # 0 from the start, not unknown.
+        for status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            self._refused.labels(str(status.value))
+        for role in EngineRole:
+            self._retries.labels(role.value)
+            for kind in FailureKind:
+                self._failures.labels(role.value, kind.label)
 
     @contextmanager
     def request(self, method: str, route: str, headers: Headers, reply: Reply) -> Iterator[Span]:
@@ -76,27 +244,61 @@ class Observer:
         `route`: the path of one of the proxy's routes. `headers`: the client's, which may name a parent span.
         `reply`: its state afterwards tells how the request ended.
         """
-        yield NOT_TRACED
+        begun = time.monotonic()
+        try:
+            with self._tracing.request(method, route, headers, reply) as span:
+                yield span
+        finally:
+            now = time.monotonic()
+            status = CLIENT_LEFT if reply.status is None else reply.status
+            self._requests.labels(route, str(status)).inc()
+            self._duration.labels(route).observe(now - begun)
+            if reply.first_event_at is not None:
+                self._first_token.labels(route).observe(reply.first_event_at - begun)
+                self.recent_first_token.add(reply.first_event_at - begun, now)
 
     def request_refused(self, status: HTTPStatus) -> None:
         """A client's request was refused before any engine was asked."""
+        self._refused.labels(str(status.value)).inc()
 
+    @owned
     def attempt_failed(self, role: EngineRole, failure: Failure, request_id: str) -> None:
-        """An attempt at an engine failed. `request_id`: of the decode attempt."""
+        """An attempt at an engine of `role` failed. `request_id`: of the decode attempt."""
+        self._failures.labels(role.value, failure.kind.label).inc()
+        self.failures[role][failure.kind] += 1
+        self.recent_failures.appendleft(
+            RecentFailure(
+                sum(counted.total() for counted in self.failures.values()),
+                time.time(),
+                role,
+                failure.url,
+                failure.kind,
+                one_line(failure.for_all, _MAX_REASON_CHARS),
+                request_id[:_SHOWN_ID_CHARS],
+            )
+        )
 
+    @owned
     def attempt_retried(self, role: EngineRole) -> None:
         """Another attempt follows a failed one."""
+        self._retries.labels(role.value).inc()
+        self.retries[role] += 1
 
     def asked_without_prefill(self) -> None:
         """Decode is told that no prefill engine is well. Once per client request."""
+        self._without_prefill.inc()
 
-    @contextmanager
-    def ticket_waits(self) -> Iterator[None]:
+    def ticket_waits(self) -> AbstractContextManager[None]:
         """A ticket, from its post to the end of its prefill."""
-        yield
+        return self._tickets.track_inprogress()
 
     def prefilled(self, seconds: float) -> None:
         """A prefill succeeded and took `seconds`, the engine's queue included."""
+        self._prefill.observe(seconds)
+        self.recent_prefill.add(seconds, time.monotonic())
 
     def first_token_after_prefill(self, seconds: float) -> None:
-        """A stream's first token came `seconds` after the first prefill had ended."""
+        """A stream's first token came `seconds` after the first prefill had ended: the time of the remaining transfer
+        and of decode's first step."""
+        self._after_prefill.observe(seconds)
+        self.recent_after_prefill.add(seconds, time.monotonic())

@@ -1,36 +1,335 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All client requests in flight, and the lookup that matches a decode engine's tickets with them."""
+"""All client requests in flight, their attempts at decode engines, and the tickets that those post for them.
+
+`RequestTable` finds the attempt and the prompt that a ticket is for, by the decode engine's name for its request.
+"""
 
 from __future__ import annotations
 
+import enum
+import math
+import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import NamedTuple
 
 import anyio
-from starlette.types import Receive
+from starlette.responses import Response
 
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest
-from vllm_ascend_pd.proxy.http.endpoints import prompt_number, uuid_in
+from vllm_ascend_pd.proxy.http.endpoints import Endpoint, prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
-from vllm_ascend_pd.proxy.http.headers import Headers
-from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt, RequestPhase
+from vllm_ascend_pd.proxy.http.headers import Headers, decode_request_headers, prefill_request_headers
+from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.rendezvous.observer import REQUEST_ID, Span
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import ProxiedRequest
-from vllm_ascend_pd.proxy.routing.concurrency import RequestAdmission
+from vllm_ascend_pd.proxy.routing.answers import RULES, Counts, EngineRole, Failure
+from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest, RequestAdmission, RequestGroup
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
+
+
+class RequestPhase(enum.Enum):
+    """How far a client's request has come."""
+
+    ARRIVING = "arriving"
+    """Its body has not arrived completely."""
+    QUEUED = "queued"
+    """It waits for a slot at a decode engine."""
+    DECODE = "decode"
+    """A decode engine has it and has posted no ticket: not yet, or because it needs no prefill."""
+    PREFILL = "prefill"
+    """A prefill engine computes one of its prompts, or a ticket waits for a prefill engine."""
+    TRANSFER = "transfer"
+    """All prompts posted so far are prefilled. The rest of the KV, or the first token, is still to come."""
+    ANSWERING = "answering"
+    """The client has got a part of the response. Without a stream, that is all of it at once."""
+
+
+class ProxiedRequest:
+    """One client request from its arrival to its end, over all attempts at decode and prefill engines.
+
+    All its work runs under `scope`, and only `end` cuts that short. The task that serves the client changes it, and so
+    does the metaserver, by the methods below.
+    """
+
+    def __init__(
+        self, method: str, path: str, endpoint: Endpoint | None, headers: Headers, reply: Reply, span: Span
+    ) -> None:
+        self.method = method
+        self.path = path
+        """The route's."""
+        self.endpoint = endpoint
+        """What the route's requests look like; None if decode answers them without prefill."""
+        self.headers = headers
+        """The client's."""
+        self.reply = reply
+        self.span = span
+        self.who_computes: str | None = None
+        """Who is to compute its prompts by the client's wish, `BY_DECODE` or `BY_PREFILL`; None: it has none."""
+        self.request: ClientRequest | None = None
+        """The parsed body. None until it has arrived, and for requests that need no prefill: no ticket matches them."""
+        self.content = b""
+        """The body, if the request needs no prefill. Otherwise the body is made for each attempt."""
+        self.request_id = ""
+        """The id of the last attempt. `RequestTable.attempt` sets it."""
+        self.scope = anyio.CancelScope()
+        """Cancelled by `end`."""
+        self.final_response: Response | None = None
+        """What the client gets instead of a decode engine's response."""
+        self.failed_prefill: set[str] = set()
+        """URLs of prefill engines that failed for this request."""
+        self.prefills = RequestGroup()
+        """All its prefills, of all attempts. They share one place in the queue."""
+        self.prefill_gone = False
+        """Whether prefill engines were gone when one of its tickets needed one."""
+        self.told_without_prefill = False
+        """Whether decode was told, at any attempt, that no prefill engine is well."""
+        self._prefill_failures: dict[int, list[Failure]] = {}
+        """Why prefills failed under earlier attempts, by the number of the prompt."""
+        self._ended = False
+        """Whether `end` or `close` was called. Later responses are ignored."""
+
+    def prefill_failures(self, prompt: int) -> Sequence[Failure]:
+        """Why prefills of a prompt failed under earlier attempts."""
+        return self._prefill_failures.get(prompt, ())
+
+    def prefill_failed(self, ticket: TicketProgress, failure: Failure) -> None:
+        """Records a failed prefill of a ticket."""
+        ticket.failures.append(failure)
+        if RULES[EngineRole.PREFILL, failure.kind].counts is Counts.YES:
+            self.failed_prefill.add(failure.url)
+
+    def begin_anew(self, ticket: TicketProgress) -> None:
+        """Gives the attempt of a ticket up because KV did not come. The next attempt inherits the ticket's failures."""
+        self.inherit(ticket)
+        ticket.attempt.end()
+
+    def inherit(self, ticket: TicketProgress) -> None:
+        """Passes a ticket's failures on to the tickets of later attempts."""
+        self._prefill_failures[ticket.prompt] = max(
+            self._prefill_failures.get(ticket.prompt, []), ticket.failures, key=len
+        )
+
+    def end(self, response: Response | None) -> None:
+        """Stops all work for this request. Only the first call counts.
+
+        `response`: for the client; None if the client has left.
+        """
+        if not self._ended:
+            self._ended = True
+            self.final_response = response
+            self.scope.cancel()
+
+    def close(self) -> None:
+        """All work has ended: later calls of `end` change nothing."""
+        self._ended = True
+
+
+class TicketProgress:
+    """How far the prefill of one ticket has come. The task that serves the ticket owns it; others call its methods."""
+
+    def __init__(self, attempt: DecodeAttempt, prompt: int, failures: Sequence[Failure]) -> None:
+        """`failures`: of the same prompt's prefills under earlier decode attempts."""
+        self.attempt = attempt
+        self.prompt = prompt
+        """The number of the prompt in the request."""
+        self.failures = list(failures)
+        """Why prefills of this prompt failed, under earlier decode attempts too. Each sample has its own list."""
+        self.call = EngineCall()
+        """The prefill request."""
+        self.answered = False
+        """Whether the decode engine has got a 200 for the ticket. It then waits for the KV only."""
+        self.given_up = False
+        """Whether the decode engine has reported that it waits for the KV no longer."""
+        self.left = False
+        """Whether the decode engine has closed the connection on which it waited, and not posted the ticket again."""
+        self.recomputes = False
+        """Whether the decode engine computes the prompt itself if the KV does not come."""
+        self.ended = anyio.Event()
+        """Set when the prefill has ended."""
+        self.answer: Response | None = None
+        """What the decode engine is told then. None if the prefill was cancelled."""
+        self._prefill: anyio.CancelScope | None = None
+        """The work on the ticket; None before the first post."""
+        self._waiting = 0
+        """Posts of the ticket that wait for the answer."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier post has begun the prefill. A ticket has only one, however often it is posted."""
+        return self._prefill is not None
+
+    def begin(self, prefill: anyio.CancelScope) -> None:
+        """The prefill begins. Cancelling `prefill` ends it."""
+        self._prefill = prefill
+
+    def waits(self) -> None:
+        """A post waits for the answer from now on."""
+        self._waiting += 1
+        self.left = False
+
+    def lost(self) -> None:
+        """The connection of a post that waited was closed."""
+        self._waiting -= 1
+        self.left = not self._waiting
+
+    def cancel(self) -> None:
+        """Nobody waits for the KV any more."""
+        if self._prefill is not None:
+            self._prefill.cancel()
+
+
+class DecodeAttempt(EngineCall):
+    """A client's request at one decode engine, under an id of its own.
+
+    The task that serves the client changes it, and so does the metaserver, by the methods below.
+    """
+
+    def __init__(self, proxied: ProxiedRequest, request_id: str, span: Span, may_follow: Callable[[], bool]) -> None:
+        """
+        Args:
+            proxied: the request, whose body has arrived.
+            request_id: unique. The engine's names for its requests contain it.
+            span: of this attempt.
+            may_follow: tells whether another attempt is allowed if this one gets no KV.
+        """
+        super().__init__()
+        self.proxied = proxied
+        self.request_id = request_id
+        self.span = span
+        self.decode_headers = span.onto(decode_request_headers(proxied.headers, request_id))
+        """Headers of the request to the decode engine."""
+        self.prefill_headers = prefill_request_headers(self.decode_headers)
+        """Headers of the requests to prefill engines."""
+        self.without_prefill = False
+        """Whether decode was told that no prefill engine is well."""
+        self.answering = False
+        """Whether the client has got a part of the response. Then no other engine can answer any more."""
+        self.over = False
+        """Whether the attempt has ended or was given up. Its prefills end too."""
+        self.tickets: dict[tuple[int, str], TicketProgress] = {}
+        """By the number of the prompt, and the ticket's id. Of tickets without an id, the last one."""
+        self.prefilled_at: float | None = None
+        """When the first prefill of a prompt succeeded, on `time.monotonic`'s clock."""
+        self.transfer_failed = anyio.Event()
+        """Set together with `transfer_failure`."""
+        self.transfer_failure: Failure | None = None
+        """The first reason why KV did not come. The decode engine's own answer does not contain it."""
+        self._failed_ticket: TicketProgress | None = None
+        """The ticket with this failure. None: it is the whole request's."""
+        self._may_follow = may_follow
+        self._prefills: set[anyio.CancelScope] = set()
+        """Prefills of tickets."""
+
+    @property
+    def begun(self) -> bool:
+        """Another engine's tickets would be taken for this one's."""
+        return bool(self.tickets)
+
+    @property
+    def may_stall(self) -> bool:
+        """False while a prefill engine computes: decode waits for it, and that engine is watched by itself."""
+        return not self._prefills
+
+    @property
+    def phase(self) -> RequestPhase:
+        if self.answering:
+            return RequestPhase.ANSWERING
+        if not self.engines:
+            return RequestPhase.QUEUED
+        if self._prefills:
+            return RequestPhase.PREFILL
+        return RequestPhase.DECODE if self.prefilled_at is None else RequestPhase.TRANSFER
+
+    @property
+    def may_report(self) -> bool:
+        """Whether the decode engine may still report why KV did not come. Other connectors never report that."""
+        return any(ticket_id for _, ticket_id in self.tickets)
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether another attempt may replace this one: it is allowed, and the client has got nothing yet."""
+        return not self.answering and self._may_follow()
+
+    def ticket(self, prompt: int, ticket_id: str, samples: int, replaces: str = "") -> TicketProgress | None:
+        """Registers a ticket that the decode engine posts, for the first time or again.
+
+        Args:
+            prompt: the number of the prompt.
+            ticket_id: empty for tickets of other connectors, which are not matched with earlier posts.
+            samples: how many tickets the prompt may have at a time.
+            replaces: the id of the ticket whose place this one takes. Empty if there is none.
+
+        Returns:
+            The ticket's progress, or None if the prompt has all its tickets already, under other ids.
+        """
+        failures = self.proxied.prefill_failures(prompt)
+        if not ticket_id:
+            self.tickets[prompt, ""] = unnamed = TicketProgress(self, prompt, failures)
+            return unnamed
+        progress = self.tickets.get((prompt, ticket_id))
+        if progress is None:
+            if replaces and (replaced := self.tickets.pop((prompt, replaces), None)) is not None:
+                failures = self._end_replaced(replaced)
+            if sum(of == prompt for of, _ in self.tickets) >= samples:
+                return None
+            progress = self.tickets[prompt, ticket_id] = TicketProgress(self, prompt, failures)
+        return progress
+
+    def _end_replaced(self, ticket: TicketProgress) -> Sequence[Failure]:
+        """Ends a ticket whose place another one takes. Returns the failures that the other one inherits: none if the
+        KV had come, since decode has gone on from there."""
+        ticket.cancel()
+        if self._failed_ticket is ticket:
+            self.transfer_failure, self._failed_ticket = None, None
+            self.transfer_failed = anyio.Event()
+        return () if ticket.answered and not ticket.given_up else ticket.failures
+
+    @contextmanager
+    def prefill(self) -> Iterator[anyio.CancelScope]:
+        """The time in which a ticket is prefilled. Yields a scope that is cancelled when the attempt ends."""
+        with anyio.CancelScope() as scope:
+            self._prefills.add(scope)
+            try:
+                yield scope
+            finally:
+                self._prefills.discard(scope)
+                if not math.isinf(self.silent_since):
+                    self.heard()  # decode had nothing to compute meanwhile
+
+    def prefilled(self) -> None:
+        """The prefill of a prompt has succeeded."""
+        self.prefilled_at = self.prefilled_at or time.monotonic()
+
+    def note_transfer_failure(self, failure: Failure, ticket: TicketProgress | None = None) -> None:
+        """Records why KV did not come. Only the first reason counts.
+
+        `ticket`: the one that it was to come for. None: the whole attempt fails, or gets no ticket.
+        """
+        if self.transfer_failure is None:
+            self.transfer_failure, self._failed_ticket = failure, ticket
+        self.transfer_failed.set()
+
+    def end(self) -> None:
+        """Gives the attempt up because of its transfer failure. Another attempt may follow."""
+        assert self.transfer_failure is not None
+        self.over = True
+        self.scope.cancel()
+
+    def close(self) -> None:
+        """The attempt has ended, however it did: ends its prefills."""
+        self.over = True
+        for scope in self._prefills:
+            scope.cancel()
 
 
 class TicketMatch(NamedTuple):
-    """The request, attempt and prompt that a ticket is for."""
+    """What a ticket is for."""
 
-    proxied: ProxiedRequest
     attempt: DecodeAttempt
-    request: ClientRequest
-    """The client's parsed body."""
     prompt: int
     """The number of the prompt in the request."""
     is_sample: bool
@@ -43,12 +342,12 @@ class RequestTable:
     The event loop's thread owns it.
     """
 
-    def __init__(self, limit: int, queue_length: int = 0, timeout: float = 0.0, max_body_bytes: int = 0) -> None:
+    def __init__(self, limit: int, queue_length: int = 0, timeout: float = 0.0) -> None:
         """Arguments: as in RequestAdmission."""
-        self.admission = RequestAdmission(limit, queue_length, timeout, max_body_bytes)
+        self.admission = RequestAdmission(limit, queue_length, timeout)
         self._open: set[ProxiedRequest] = set()
-        """Requests being served."""
-        self._attempts: dict[str, tuple[ProxiedRequest, DecodeAttempt]] = {}
+        """Requests being served, and those that wait for that."""
+        self._attempts: dict[str, DecodeAttempt] = {}
         """Attempts in flight, by their request ids."""
         self._scopes: set[anyio.CancelScope] = set()
         """Other work that ends when the proxy shuts down."""
@@ -58,63 +357,41 @@ class RequestTable:
     @property
     def in_flight(self) -> int:
         """Number of requests being served."""
-        return len(self._open)
+        return len(self._open) - self.admission.waiting
 
     def phases(self) -> Mapping[RequestPhase, int]:
         """Number of requests in each phase. The sum is `in_flight`."""
-        counted = Counter(attempt.phase for _, attempt in self._attempts.values())
-        counted[RequestPhase.ARRIVING] = len(self._open) - counted.total()
+        counted = Counter(attempt.phase for attempt in self._attempts.values())
+        counted[RequestPhase.ARRIVING] = self.in_flight - counted.total()
         return {phase: counted[phase] for phase in RequestPhase}
 
     @owned
-    @asynccontextmanager
-    async def admitted(self, receive: Receive) -> AsyncIterator[Receive]:
-        """Waits until a request may be served, and counts it as served for the time of the `async with` block.
-
-        Yields the callable to receive the request by. Raises what `RequestAdmission.wait` raises, and RequestRefused
-        (503) if the proxy shuts down.
-        """
-        if not self.admission.enter():
-            with self.until_shut_down():
-                receive = await self.admission.wait(receive)
-        try:
-            yield receive
-        finally:
-            self.admission.leave()
-
-    @owned
     @contextmanager
-    def open(self, span: Span) -> Iterator[ProxiedRequest]:
-        """A new request. Raises RequestRefused (503) if the proxy shuts down."""
+    def open(self, proxied: ProxiedRequest) -> Iterator[AdmittedRequest]:
+        """A new request, for the time of the `with` block. Yields its slot, or its place in the queue. Raises
+        RequestRefused: 429 if the queue is full, 503 if the proxy shuts down."""
         if self._closed:
             raise _shutting_down()
-        proxied = ProxiedRequest(span)
-        self._open.add(proxied)
-        try:
-            yield proxied
-        finally:
-            self._open.discard(proxied)
-            proxied.close()
+        with AdmittedRequest(self.admission) as place:
+            self._open.add(proxied)
+            try:
+                yield place
+            finally:
+                self._open.discard(proxied)
+                proxied.close()
 
     @owned
     @contextmanager
-    def attempt(
-        self, proxied: ProxiedRequest, client_headers: Headers, may_follow: Callable[[], bool]
-    ) -> Iterator[DecodeAttempt]:
+    def attempt(self, proxied: ProxiedRequest, may_follow: Callable[[], bool]) -> Iterator[DecodeAttempt]:
         """A new attempt at answering a request. It ends with the `with` block, and its prefills end with it.
 
-        Each attempt has its own id, so tickets of earlier attempts match nothing any more.
-
-        Args:
-            proxied: the request, whose body has arrived.
-            client_headers: as in DecodeAttempt.
-            may_follow: as in DecodeAttempt.
+        Each attempt has its own id, so tickets of earlier attempts match nothing any more. `may_follow`: as in
+        DecodeAttempt.
         """
         # Never the client's own id: tickets are matched by it, so it must be unique and hard to guess.
         request_id = proxied.request_id = str(uuid.uuid4())
         with proxied.span.child("decode", {REQUEST_ID: request_id}) as span:
-            attempt = DecodeAttempt(request_id, span, client_headers, proxied.request is None, may_follow)
-            self._attempts[request_id] = (proxied, attempt)
+            attempt = self._attempts[request_id] = DecodeAttempt(proxied, request_id, span, may_follow)
             try:
                 yield attempt
             finally:
@@ -125,15 +402,12 @@ class RequestTable:
     @owned
     def find(self, engine_request_id: str) -> TicketMatch:
         """Finds what a ticket is for, by the decode engine's name for its request. Raises LookupError."""
-        proxied, attempt = self._attempts.get(uuid_in(engine_request_id), (None, None))
-        request = proxied.request if proxied else None
+        attempt = self._attempts.get(uuid_in(engine_request_id))
+        request = None if attempt is None else attempt.proxied.request
         found = None if request is None else prompt_number(request.endpoint, engine_request_id)
-        if proxied is None or attempt is None or request is None or found is None:
+        if attempt is None or request is None or found is None or found[0] >= len(request.prompts):
             raise LookupError(engine_request_id)
-        prompt, is_sample = found
-        if prompt >= len(request.prompts):
-            raise LookupError(engine_request_id)
-        return TicketMatch(proxied, attempt, request, prompt, is_sample)
+        return TicketMatch(attempt, *found)
 
     @owned
     @contextmanager

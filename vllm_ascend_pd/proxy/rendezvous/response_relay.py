@@ -16,17 +16,16 @@ from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.errors import error_response, excerpt
 from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, names_no_reason, opening, split_errors
 from vllm_ascend_pd.proxy.http.headers import client_response_headers
-from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
-from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt
 from vllm_ascend_pd.proxy.routing.answers import Failure, FailureKind, is_page
 
-# The first events of a stream are held back until one has content. Longer ones certainly have.
 _MAX_HELD_BYTES = 64 * 1024
+"""The first events of a stream are held back until one has content. Longer ones certainly have."""
 _MAX_ERROR_BYTES = 1024 * 1024
-# Decode reports in a message of its own why a transfer failed. That may arrive after its response.
 _REASON_SECONDS = 5.0
+"""Decode reports in a message of its own why a transfer failed. That may arrive after its response."""
 
 
 class ResponseRelay:
@@ -35,10 +34,9 @@ class ResponseRelay:
     While the client has got nothing, a failure is returned instead of passed on, so that another engine can be asked.
     """
 
-    def __init__(self, path: str, attempt: DecodeAttempt, reply: Reply, observer: Observer) -> None:
-        self._path = path
+    def __init__(self, attempt: DecodeAttempt, observer: Observer) -> None:
         self._attempt = attempt
-        self._reply = reply
+        self._reply = attempt.proxied.reply
         self._observer = observer
 
     async def run(self, response: EngineResponse) -> Failure | None:
@@ -108,7 +106,9 @@ class ResponseRelay:
             known = await self.transfer_failure() if status >= 500 else None
             if status >= 500:
                 failure = known or self._error_event(part, "after tokens")
-            await self._reply.write(part if known is None else error_event(self._path, bytes(known.answer.body)))
+            await self._reply.write(
+                part if known is None else error_event(self._attempt.proxied.path, bytes(known.answer.body))
+            )
         return failure
 
     async def _server_error(self, response: EngineResponse) -> Failure:
@@ -141,7 +141,7 @@ class ResponseRelay:
     def _guess(self, answer: Response) -> Failure | None:
         """What the attempt's tickets tell about an error without a reason."""
         attempt = self._attempt
-        if attempt.alone or not names_no_reason(bytes(answer.body)):
+        if attempt.proxied.request is None or not names_no_reason(bytes(answer.body)):
             return None
         if not attempt.tickets:
             reason = "it failed before it posted any ticket here: can it reach the metaserver?"

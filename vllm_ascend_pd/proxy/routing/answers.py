@@ -322,12 +322,6 @@ def _unusable(role: EngineRole, failures: Sequence[Failure]) -> frozenset[str]:
     return frozenset(failure.url for failure in failures if not RULES[role, failure.kind].again)
 
 
-def without(urls: Collection[str], avoid: frozenset[str], rather_not: Collection[str]) -> frozenset[str]:
-    """Returns `avoid`, together with `rather_not` if that leaves any engine."""
-    both = avoid.union(rather_not)
-    return avoid if both >= set(urls) else both
-
-
 def summary(failures: Sequence[Failure]) -> str:
     """Returns the reasons of all attempts in one line."""
     if len(failures) == 1:

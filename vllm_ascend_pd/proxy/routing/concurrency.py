@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncIterable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 
 import anyio
-from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive
 
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.errors import RequestRefused, body_too_large
@@ -106,7 +104,8 @@ class ConcurrencyLimiter:
             waited: seconds that the request has waited already, for engines that are gone.
 
         Returns:
-            The engine, or None if none of the engines may get requests any more.
+            The engine. None: ask again for other engines, because these, or the one whose slot this request was given,
+            may get no more requests.
 
         Raises:
             NoFreeSlotError: the queue is full, or the timeout has passed.
@@ -128,10 +127,11 @@ class ConcurrencyLimiter:
                 await waiter.wait()
             if waiter.engine is None and group.started:
                 await waiter.wait()
+            if waiter.engine is not None and not waiter.engine.open:  # it closed in the same turn of the event loop
+                self._give_back(waiter)
+                return None
         except BaseException:
-            if waiter.engine is not None:
-                group.granted -= 1
-                self._release(waiter.engine)
+            self._give_back(waiter)
             raise
         finally:
             queue.pop(waiter)
@@ -187,21 +187,12 @@ class ConcurrencyLimiter:
 
     @owned
     def engine_closed(self, engine: RegisteredEngine) -> None:
-        """Ends waits for an engine that gets no more requests, if it was the only one. A request that was given a slot
-        there but has not resumed yet waits on for another engine."""
+        """Ends waits for an engine that gets no more requests, if it was the only one."""
         if (room := self._rooms.pop(engine, None)) is not None and room.timer is not None:
             room.timer.cancel()
-        others: set[RegisteredEngine] = set()
         for waiter in self._waiters():
-            if waiter.engine is engine:
-                waiter.engine = None
-                waiter.group.granted -= 1
-                self._release(engine)
-                others |= waiter.engines
             if engine in waiter.engines:
                 waiter.changed.set()
-        for other in others:  # their slots may have become free while the request held one here
-            self.assign_slots(other)
 
     @owned
     def assign_slots(self, engine: RegisteredEngine) -> None:
@@ -232,6 +223,12 @@ class ConcurrencyLimiter:
     def _occupy(self, group: RequestGroup, engine: RegisteredEngine) -> None:
         self._used[engine] += 1
         group.granted += 1
+
+    def _give_back(self, waiter: _Waiter) -> None:
+        """Gives a slot back that a request was given and does not use."""
+        if waiter.engine is not None:
+            waiter.group.granted -= 1
+            self._release(waiter.engine)
 
     def _release(self, engine: RegisteredEngine) -> None:
         self._used[engine] -= 1
@@ -286,125 +283,86 @@ class _Waiter:
 
 
 class RequestAdmission:
-    """Lets `limit` requests through at a time and queues up to `queue_length` more, in order of arrival.
+    """Serves `limit` client requests at a time. Up to `queue_length` more wait, each with its body, in order.
 
-    The event loop's thread owns it.
+    The event loop's thread owns it, and `AdmittedRequest` alone changes it.
     """
 
-    def __init__(self, limit: int, queue_length: int, timeout: float, max_body_bytes: int) -> None:
-        """`timeout`: seconds that a request waits before it is refused. `max_body_bytes`: of one request."""
+    def __init__(self, limit: int, queue_length: int, timeout: float) -> None:
+        """`timeout`: seconds that a request waits before it is refused."""
         self.limit = limit
-        self._queue_length = queue_length
-        self._timeout = timeout
-        self._max_body_bytes = max_body_bytes
-        self._slots = anyio.Semaphore(limit)
-        self._held = 0
-        """Bytes of waiting requests' bodies that are in memory here."""
+        self.queue_length = queue_length
+        self.timeout = timeout
+        self.slots = anyio.Semaphore(limit)
+        self.waiting = 0
+        """Requests without a slot, those whose body is still arriving included."""
+        self.held = 0
+        """Bytes of these requests' bodies."""
 
-    @property
-    def waiting(self) -> int:
-        """Requests that wait."""
-        return self._slots.statistics().tasks_waiting
-
-    @owned
-    def enter(self) -> bool:
-        """Takes a slot if one is free. Returns whether it did. `leave` gives the slot back."""
-        try:
-            self._slots.acquire_nowait()
-        except anyio.WouldBlock:
-            return False
-        return True
-
-    @owned
-    def leave(self) -> None:
-        """Gives a slot back, to the next request in the queue."""
-        self._slots.release()
-
-    @owned
-    async def wait(self, receive: Receive) -> Receive:
-        """Waits for a slot and takes it. Returns the callable to receive the request by from then on.
-
-        Raises RequestRefused (429) if the queue is full, in number or in bytes, or the timeout has passed;
-        RequestRefused (413) if the body is too large; and ClientDisconnect if the client leaves.
-        """
-        if self.waiting >= self._queue_length:
-            raise self._full(f"{self._queue_length} more wait, which is the limit")
-        early = _EarlyBody(receive)
-        entered = False
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._read_ahead, early)
-                with anyio.move_on_after(self._timeout) as early.waiting:
-                    await self._slots.acquire()
-                    entered = True
-                tasks.cancel_scope.cancel()
-            if early.ended is not None:
-                raise early.ended
-            if not entered:
-                raise self._full(f"{self.waiting} more wait, and this one has waited {self._timeout:g} s")
-        except BaseException:
-            if entered:
-                self.leave()
-            raise
-        finally:
-            self._held -= early.size
-        return early.receive
-
-    async def _read_ahead(self, early: _EarlyBody) -> None:
-        """Receives a waiting request's body, and then the news that its client left."""
-        while early.ended is None:
-            self._held += await early.read()
-            if early.size > self._max_body_bytes:
-                early.end(body_too_large(self._max_body_bytes))
-            elif self._held > _MAX_HELD_BYTES:
-                bodies = f"the bodies of {self.waiting} that wait take {_MAX_HELD_BYTES >> 20} MiB"
-                early.end(self._full(f"{bodies}, which is the limit"))
-
-    def _full(self, queue: str) -> RequestRefused:
+    def full(self, queue: str) -> RequestRefused:
         return RequestRefused(
             HTTPStatus.TOO_MANY_REQUESTS, f"the proxy serves {self.limit} requests, {queue}: retry later"
         )
 
 
-class _EarlyBody:
-    """What a client has sent of a request that waits."""
+class AdmittedRequest:
+    """One client request's slot, or its place in the queue, for the time of a `with` block."""
 
-    def __init__(self, receive: Receive) -> None:
-        self.waiting = anyio.CancelScope()
-        """The wait for a slot. `RequestAdmission.wait` sets it; `end` cancels it."""
-        self.ended: Exception | None = None
-        """Why the request waits no more."""
-        self._receive = receive
-        self._body = bytearray()
-        self._more_body = True
-        """Whether a part of the body is still to come."""
-        self._is_taken = False
-        """Whether `receive` has returned the part that was read ahead."""
+    def __init__(self, admission: RequestAdmission) -> None:
+        self._admission = admission
+        self._has_slot = False
+        self._waits = False
+        self._held = 0
+        """Bytes of its body, while it waits."""
 
-    @property
-    def size(self) -> int:
-        """Bytes read ahead."""
-        return len(self._body)
+    def __enter__(self) -> AdmittedRequest:
+        """Takes a slot if one is free. Raises RequestRefused (429) if none is and the queue is full."""
+        admission = self._admission
+        try:
+            admission.slots.acquire_nowait()
+            self._has_slot = True
+        except anyio.WouldBlock:
+            if admission.waiting >= admission.queue_length:
+                raise admission.full(f"{admission.queue_length} more wait, which is the limit") from None
+            self._waits = True
+            admission.waiting += 1
+        return self
 
-    def end(self, reason: Exception) -> None:
-        """Ends the wait."""
-        self.ended = reason
-        self.waiting.cancel()
+    def __exit__(self, *_: object) -> None:
+        self._leave_queue()
+        if self._has_slot:
+            self._admission.slots.release()
 
-    async def read(self) -> int:
-        """Reads one message ahead. Returns how many bytes of the body it has."""
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            self.end(ClientDisconnect())
-            return 0
-        self._body += (part := message.get("body", b""))
-        self._more_body = message.get("more_body", False)
-        return len(part)
+    async def body(self, chunks: AsyncIterable[bytes], limit: int) -> bytes:
+        """Reads its body. Raises RequestRefused: 413 beyond `limit` bytes, 429 if it does not fit beside the bodies of
+        those that wait."""
+        admission, body = self._admission, bytearray()
+        async for chunk in chunks:
+            body += chunk
+            if len(body) > limit:
+                raise body_too_large(limit)
+            if self._waits:
+                self._held += len(chunk)
+                admission.held += len(chunk)
+                if admission.held > _MAX_HELD_BYTES:
+                    bodies = f"the bodies of {admission.waiting} that wait take {_MAX_HELD_BYTES >> 20} MiB"
+                    raise admission.full(f"{bodies}, which is the limit")
+        return bytes(body)
 
-    async def receive(self) -> Message:
-        """ASGI's receive: first what was read ahead, then what still arrives."""
-        if self._is_taken:
-            return await self._receive()
-        self._is_taken = True
-        body, self._body = bytes(self._body), bytearray()
-        return {"type": "http.request", "body": body, "more_body": self._more_body}
+    async def wait(self) -> None:
+        """Waits for a slot, if it has none. Raises RequestRefused (429) after the timeout."""
+        if self._has_slot:
+            return
+        admission = self._admission
+        with anyio.move_on_after(admission.timeout):
+            await admission.slots.acquire()
+            self._has_slot = True
+        self._leave_queue()
+        if not self._has_slot:
+            raise admission.full(f"{admission.waiting} more wait, and this one has waited {admission.timeout:g} s")
+
+    def _leave_queue(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._admission.waiting -= 1
+            self._admission.held -= self._held

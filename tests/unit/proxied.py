@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client request at the proxy, without a client."""
+
+from __future__ import annotations
+
+from starlette.types import Message
+
+from vllm_ascend_pd.proxy.http.endpoints import Endpoint
+from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED
+from vllm_ascend_pd.proxy.rendezvous.request_table import ProxiedRequest
+
+
+def proxied_request() -> ProxiedRequest:
+    async def send(_: Message) -> None:
+        pass
+
+    reply = Reply(send, request_id=None, timeout=1.0)
+    return ProxiedRequest("POST", Endpoint.COMPLETIONS.value, Endpoint.COMPLETIONS, [], reply, NOT_TRACED)
