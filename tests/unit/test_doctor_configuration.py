@@ -88,28 +88,39 @@ def test_a_key_that_cannot_be_sent_is_not_shown(key: str) -> None:
 
 
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": 30101}
-
-
+POOL_FIRST = [{"kv_connector": "OtherConnector"}, OURS]
 DECODES = {"config.connector": Level.OK, "config.metaservers": Level.NOTE, "config.prefill_hosts": Level.OK}
 
 
-def test_configuration(tmp_path: Path) -> None:
-    assert judged(OURS) == DECODES
-    assert judged({**OURS, "kv_role": "kv_both"}) == {"config.connector": Level.ERROR}
-    assert judged({**OURS, "kv_connector_extra_config": {"leas_s": 1}}) == {"config.connector": Level.ERROR}
-    assert judged({**OURS, "kv_connector": "NixlConnector"}) == {"config.connector": Level.ERROR}
+def below(*connectors: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": list(connectors)}}
+
+
+@pytest.mark.parametrize(
+    ("config", "levels"),
+    [
+        (OURS, DECODES),
+        ({**OURS, "kv_role": "kv_both"}, {"config.connector": Level.ERROR}),
+        ({**OURS, "kv_connector_extra_config": {"leas_s": 1}}, {"config.connector": Level.ERROR}),
+        ({**OURS, "kv_connector": "NixlConnector"}, {"config.connector": Level.ERROR}),
+        (below(*POOL_FIRST), {**DECODES, "config.order": Level.WARNING}),
+        (below(*POOL_FIRST[::-1]), DECODES),
+        (below(), {"config.connector": Level.ERROR}),
+    ],
+)
+def test_configuration(config: dict[str, Any], levels: dict[str, Level]) -> None:
+    assert judged(config) == levels
+
+
+@pytest.mark.parametrize(("mode", "level"), [(0o644, Level.ERROR), (0o600, Level.OK)])
+def test_secret_files(mode: int, level: Level, tmp_path: Path) -> None:
     secret = tmp_path / "tickets.secret"
     secret.write_text("0" * 64)
+    secret.chmod(mode)
     extra = {"ticket_secret_file": str(secret), "side_channel_key_file": str(tmp_path / "none")}
-    for mode, level in ((0o644, Level.ERROR), (0o600, Level.OK)):
-        secret.chmod(mode)
-        assert judged({**OURS, "kv_connector_extra_config": extra}) == {
-            **DECODES,
-            "config.ticket_secret_file": level,
-            "config.side_channel_key_file": Level.ERROR,
-        }
-    findings, _ = configuration.judge(None)
-    assert [finding.level for finding in findings] == [Level.NOTE]
+    findings = judged({**OURS, "kv_connector_extra_config": extra})
+    secrets = {"config.ticket_secret_file": level, "config.side_channel_key_file": Level.ERROR}
+    assert findings == {**DECODES, **secrets}
 
 
 @pytest.mark.parametrize(
@@ -122,20 +133,9 @@ def test_f24_plugins_without_ours_are_an_error(plugins: str, right: str | None) 
     assert configuration.judge_plugins({}) == []
 
 
-def test_configuration_below_a_multi_connector() -> None:
-    inner = [{"kv_connector": "OtherConnector"}, OURS]
-    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inner}}
-    assert configuration.read(json.dumps(outer)).kv_port == 30101
-    assert judged(outer) == {**DECODES, "config.order": Level.WARNING}
-    first = {**outer, "kv_connector_extra_config": {"connectors": inner[::-1]}}
-    assert judged(first) == DECODES
-    assert judged({**outer, "kv_connector_extra_config": {}}) == {"config.connector": Level.ERROR}
-
-
-def test_a_port_may_be_a_string_of_digits() -> None:
-    ours = {**OURS, "kv_port": "19000"}
-    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours]}}
-    assert [configuration.read(json.dumps(config)).kv_port for config in (ours, outer)] == [19000, 19000]
+@pytest.mark.parametrize("config", [{**OURS, "kv_port": "19000"}, below({**OURS, "kv_port": "19000"})])
+def test_a_port_may_be_a_string_of_digits(config: dict[str, Any]) -> None:
+    assert configuration.read(json.dumps(config)).kv_port == 19000
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"kv_port": "x"}', '{"kv_port": 70000}', "\ud800"])

@@ -186,6 +186,6 @@ def test_bytes_are_compared() -> None:
     assert (found.level, found.figures["bytes"], found.figures["bytes_per_second"]) == (Level.OK, 2 << 20, 1 << 22)
     assert (cost.check, cost.level) == ("descriptors.tcp.16384", Level.OK)
     assert cost.figures == {"protocol": "tcp", "bytes": 16384, "seconds": 1e-05, "bytes_per_second": 1638400000}
-    assert cost.found == "descriptors of 16 KiB: 10 us each, 1.64 GB/s"
+    assert cost.found == "descriptors of 16 KiB: 10.0 us each, 1.64 GB/s"
     [wrong] = loopback.judge(way, Transferred(0.5, 4, wrong=1, first=77, costs=costs))
     assert wrong.level is Level.ERROR

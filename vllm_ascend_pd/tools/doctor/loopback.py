@@ -126,7 +126,7 @@ def _judge_cost(way: Way, cost: DescriptorCost) -> Finding:
     speed = cost.num_bytes / max(cost.seconds, 1e-9)
     return ok(
         f"descriptors.{way.name}.{cost.num_bytes}",
-        f"descriptors of {cost.num_bytes >> 10} KiB: {cost.seconds * 1e6:.3g} us each, {speed / 1e9:.3g} GB/s",
+        f"descriptors of {cost.num_bytes >> 10} KiB: {cost.seconds * 1e6:.1f} us each, {speed / 1e9:.3g} GB/s",
         protocol=way.protocol,
         bytes=cost.num_bytes,
         seconds=round(cost.seconds, 9),

