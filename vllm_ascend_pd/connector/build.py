@@ -94,7 +94,7 @@ from vllm_ascend_pd.transport.side_channel import SideChannelError
 from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSocket
 
 # vLLM shows what its own loggers and their children log while an engine starts.
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's plugin loader runs in every process."""
 
+import logging
+
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 NAME = "LayerwisePushConnector"
@@ -11,3 +13,17 @@ def register() -> None:
     """Makes the connector known to vLLM. May be called again."""
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "vllm_ascend_pd.connector.connector", NAME)
+    _log_as_vllm_does()
+
+
+def _log_as_vllm_does() -> None:
+    """Gives this package's loggers the handlers and the level of vLLM's.
+
+    vLLM configures its own loggers alone. Others depend on the root logger, whose level some libraries raise: the
+    engine core of vLLM 0.30 would drop warnings.
+    """
+    ours, of_vllm = logging.getLogger("vllm_ascend_pd"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.setLevel(of_vllm.level)
+        for handler in of_vllm.handlers:
+            ours.addHandler(handler)
