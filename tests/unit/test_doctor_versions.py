@@ -133,3 +133,12 @@ def test_hixls_engine(kind: str, driver: str | None, cann: str | None, buffer_po
     finding = versions.judge_engine(transport, driver, cann, environment)
     assert (finding.level, finding.figures["kind"]) == (level, kind)
     assert ("ASCEND_BUFFER_POOL=4:8" in finding.found) == (kind == "client/server" and buffer_pool == "4:8")
+
+
+def test_of_two_installed_versions_the_imported_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, number in (("second", "2.0"), ("first", "1.0")):
+        info = tmp_path / folder / f"mooncake_transfer_engine_npu-{number}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: mooncake-transfer-engine-npu\nVersion: {number}\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    assert versions.installed_versions()[versions.MOONCAKE_NPU] == "1.0"

