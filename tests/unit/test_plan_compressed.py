@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from planned import DATA, plan_for
 
+from vllm_ascend_pd.tools.plan.command import render
 from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import LayerKindFigures
 from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError, parse_model, read_model
-from vllm_ascend_pd.tools.plan.report import render
-from vllm_ascend_pd.tools.plan.timing import make_timing
+from vllm_ascend_pd.tools.plan.times import make_timing
 
 FLASH = DATA / "deepseek-v4-flash.json"
 PRO = DATA / "deepseek-v4-pro.json"

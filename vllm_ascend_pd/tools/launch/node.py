@@ -70,12 +70,12 @@ class Variable(NamedTuple):
     """An environment variable that engines depend on. The user's own value wins."""
 
     name: str
-    value: str | None  # None: it is only shown
+    value: str
     why: str
 
 
 def variables(options: EngineOptions, interface: str, devices: str) -> list[Variable]:
-    """Returns every variable that an engine depends on, with its value and purpose."""
+    """Returns every variable that is set for an engine, with its value and purpose. Others are handed on."""
     address = options.address or ""
     found = _cpu(address, interface) if options.device is DeviceType.CPU else _npu(options, address, interface, devices)
     if options.beside is not None:
@@ -84,8 +84,6 @@ def variables(options: EngineOptions, interface: str, devices: str) -> list[Vari
     return [
         *found,
         Variable("VLLM_NO_USAGE_STATS", "1", "sends no usage statistics to the vLLM project"),
-        Variable("VLLM_LOGGING_LEVEL", None, "vLLM's log level: DEBUG, INFO, WARNING or ERROR"),
-        Variable("HF_HUB_OFFLINE", None, "1: loads models only from disk"),
     ]
 
 
@@ -132,50 +130,7 @@ def _npu(options: EngineOptions, address: str, interface: str, devices: str) -> 
         Variable("TASK_QUEUE_ENABLE", "1", "torch_npu launches kernels from a second thread, which hides their cost"),
         Variable("OMP_NUM_THREADS", "10", "CPU threads per rank; ranks * threads should not exceed the cores"),
         Variable("OMP_PROC_BIND", "false", "binds no threads to cores, because all ranks would take the same ones"),
-        Variable(
-            "ASCEND_CONNECT_TIMEOUT",
-            None,
-            "timeout in ms for connecting to a peer NPU; the connector sets it to write_timeout_s",
-        ),
-        Variable(
-            "ASCEND_TRANSFER_TIMEOUT",
-            None,
-            "timeout in ms of one transfer; the connector sets it to write_timeout_s, or to RoCE's retry time",
-        ),
-        Variable(
-            "MC_TRANSFER_TIMEOUT",
-            None,
-            "seconds after which Mooncake gives up a batch; the connector sets an hour and waits for the batch's end",
-        ),
-        Variable(
-            "ASCEND_THREAD_POOL_SIZE",
-            None,
-            "batches that Mooncake transfers at a time, at most 16; the connector sets 16",
-        ),
-        Variable(
-            "ASCEND_BASE_PORT",
-            None,
-            "first port on which Mooncake listens for NPUs (20000); --kv-port must not be one of these ports",
-        ),
-        Variable("MC_LOG_LEVEL", None, "Mooncake's log level: INFO, WARNING or ERROR (the connector's on NPUs)"),
-        Variable("MOONCAKE_CONFIG_PATH", None, "JSON file of a Mooncake KV pool (--beside)"),
-        Variable(
-            "HCCL_RDMA_TIMEOUT",
-            None,
-            "RoCE retries after 4.096 us * 2 ^ this value (20); determines how soon a lost link is noticed",
-        ),
-        Variable("HCCL_RDMA_RETRY_CNT", None, "number of RoCE's retries (7)"),
-        Variable("HCCL_RDMA_TC", None, "traffic class of RoCE packets, as the switches' lossless queue expects"),
-        Variable("HCCL_RDMA_SL", None, "service level of RoCE packets, as HCCL_RDMA_TC"),
     ]
-    if options.device is DeviceType.A2:
-        why = "A2: 1 with HCCL_INTRA_ROCE_ENABLE=0 makes expert exchange of several nodes hierarchical"
-        found.append(Variable("HCCL_INTRA_PCIE_ENABLE", None, why))
-        why = "A2: 1 takes RoCE inside a server too, as where its NPUs have no full HCCS mesh"
-        found.append(Variable("HCCL_INTRA_ROCE_ENABLE", None, why))
-    else:
-        why = "A3: 1 lets Mooncake reach host memory of a super node over HCCS (KV pools)"
-        found.append(Variable("ASCEND_ENABLE_USE_FABRIC_MEM", None, why))
     if options.executor is Executor.RAY:
         why = "vLLM joins the Ray cluster that runs here, and fails if there is none"
         found.append(Variable("RAY_ADDRESS", "auto", why))
@@ -206,11 +161,9 @@ def script(
     own = {**environment, **secrets}
     lines = ["set -e", *(f"source {shlex.quote(file)}" for file in _cann_files(options, own))]
     for variable in variables(options, _interface(options, own), devices):
-        if (value := own.get(variable.name, variable.value)) is None:
-            continue
-        origin = f"set by you; else {variable.value}" if variable.value is not None else "set by you"
-        lines.append(f"# {variable.name}: {variable.why}" + (f" ({origin})" if variable.name in own else ""))
-        lines.append(f"export {variable.name}={shlex.quote(value)}")
+        origin = f" (set by you; else {variable.value})" if variable.name in own else ""
+        lines.append(f"# {variable.name}: {variable.why}{origin}")
+        lines.append(f"export {variable.name}={shlex.quote(own.get(variable.name, variable.value))}")
     lines += [f"# {name}: from {options.env_file}" for name in secrets]
     ray = environment.get("RAY") or _beside_python("ray")
     if options.executor is Executor.RAY and not options.ray_node:  # its Ray cluster may just be starting
@@ -315,7 +268,7 @@ def _environment_help(role: EngineSide) -> str:
     options = EngineOptions(role=role, model="", device=DeviceType.A3, address="IP")
     lines = ["Environment variables, their default values, and their purpose:"]
     for name, value, why in variables(options, "NAME", "0,1,..."):
-        lines += [f"  {name}" + (" (not set)" if value is None else f"={value}")]
+        lines.append(f"  {name}={value}")
         lines += textwrap.wrap(why, 80, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
 
