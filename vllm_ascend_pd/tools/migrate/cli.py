@@ -56,6 +56,7 @@ def migrate(
         if pair is not None:
             result = commands.migrate_pair([commands.read_result(file) for file in pair], model, proxy)
         else:
+            read_arguments(command or [], table(), os.environ)  # refuses what is no `vllm serve` before it waits
             arguments = read_arguments(command or [], _options(), os.environ)
             result = commands.migrate_command(arguments, model, proxy)
         if save is not None:

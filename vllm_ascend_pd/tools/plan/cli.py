@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
-from vllm_ascend_pd.tools.plan.engine import Layout
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
 from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError
 
 
@@ -63,7 +63,7 @@ def plan(
             "need each other and --compute-ms-per-1000-tokens"
         )
     # Imported here so that other commands start faster.
-    from vllm_ascend_pd.tools.plan.command import EngineSizes, plan_text
+    from vllm_ascend_pd.tools.plan.command import plan_text
     from vllm_ascend_pd.tools.plan.times import Traffic
 
     traffic = None
@@ -74,8 +74,8 @@ def plan(
             model,
             layout,
             kv_cache_dtype,
-            EngineSizes(prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
-            EngineSizes(decode_tp, decode_pp, decode_dp, decode_block_size or block_size),
+            PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size or 0),
+            PlannedEngine("decode", decode_tp, decode_pp, decode_dp, decode_block_size or block_size or 0),
             step_tokens=max_num_batched_tokens,
             link_gbit=link_gbit,
             compute_ms=compute_ms_per_1000_tokens,

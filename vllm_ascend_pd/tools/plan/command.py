@@ -2,8 +2,8 @@
 """Turns the options of `vllm-ascend-pd plan` into its output: tables, or JSON."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -26,21 +26,12 @@ from vllm_ascend_pd.tools.plan.model import CacheDtype, read_model
 from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
 
 
-class EngineSizes(NamedTuple):
-    """Sizes of one side's engines. `block_size` None means the layout's default."""
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    block_size: int | None = None
-
-
 def plan_text(
     path: Path,
     layout: Layout,
     dtype: CacheDtype,
-    prefill: EngineSizes,
-    decode: EngineSizes,
+    prefill: PlannedEngine,
+    decode: PlannedEngine,
     *,
     step_tokens: int,
     link_gbit: float | None,
@@ -48,16 +39,17 @@ def plan_text(
     traffic: Traffic | None,
     as_json: bool,
 ) -> str:
-    """Returns the tables, or JSON. `compute_ms` is per 1000 tokens. `traffic` needs it and `link_gbit`.
+    """Returns the tables, or JSON.
+
+    prefill, decode: a block size of 0 is the layout's default.
+    compute_ms: per 1000 tokens.
+    traffic: needs `compute_ms` and `link_gbit`.
 
     Raises PlanError if the engines cannot work, OSError without a config.json.
     """
     model = read_model(path, dtype)
     block_size = default_block_size(model, layout)
-    engines = [
-        PlannedEngine(side, shape.tp, shape.pp, shape.dp, shape.block_size or block_size)
-        for side, shape in (("prefill", prefill), ("decode", decode))
-    ]
+    engines = [replace(engine, block_size=engine.block_size or block_size) for engine in (prefill, decode)]
     slots = ConnectorConfig().slots(step_tokens)
     plan = make_plan(model, layout, *engines, step_tokens=step_tokens, staging_slots=slots)
     if link_gbit is not None:

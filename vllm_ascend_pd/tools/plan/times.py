@@ -11,24 +11,34 @@ from vllm_ascend_pd.tools.plan.figures import PROMPT_TOKENS, Flow, PlanFigures, 
 from vllm_ascend_pd.tools.plan.model import PlanError
 
 
+class Link(NamedTuple):
+    """What a rank writes over, and reads over."""
+
+    gbit: float  # of bandwidth in each direction
+
+    def ms(self, nbytes: float) -> float:
+        """Returns the time of writes: of their bytes alone, without what each descriptor costs."""
+        return nbytes * 8 / (self.gbit * 1e6)
+
+
 def make_timing(plan: PlanFigures, link_gbit: float, compute_ms: float | None) -> Timing:
     """`link_gbit` is each rank's bandwidth in each direction. `compute_ms` is prefill's time for the plan's prompt."""
-    ms_per_byte = 8 / (link_gbit * 1e6)
+    link = Link(link_gbit)
     one = [flow for flow in plan.prompt.flows if flow.lane == 0]
-    links: dict[object, list[Flow]] = {}
+    ends: dict[object, list[Flow]] = {}
     for flow in one:
-        links.setdefault(("out", flow.source), []).append(flow)
-        links.setdefault(("in", flow.target), []).append(flow)
+        ends.setdefault(("out", flow.source), []).append(flow)
+        ends.setdefault(("in", flow.target), []).append(flow)
     return Timing(
         link_gbit=link_gbit,
-        transfer_ms=max(plan.prompt.busiest_sender, plan.prompt.busiest_reader) * ms_per_byte,
-        layer_ms=max(_layer_bytes(flows) for flows in links.values()) * ms_per_byte,
-        prefill_link_ms=plan.prompt.busiest_sender / plan.senders[0].lanes * ms_per_byte,
-        decode_link_ms=plan.prompt.busiest_reader * plan.prefill.dp / plan.decode.dp * ms_per_byte,
+        transfer_ms=link.ms(max(plan.prompt.busiest_sender, plan.prompt.busiest_reader)),
+        layer_ms=max(link.ms(_layer_bytes(flows)) for flows in ends.values()),
+        prefill_link_ms=link.ms(plan.prompt.busiest_sender / plan.senders[0].lanes),
+        decode_link_ms=link.ms(plan.prompt.busiest_reader * plan.prefill.dp / plan.decode.dp),
         compute_ms=compute_ms,
         after_prefill_ms=None
         if compute_ms is None
-        else max(_end_ms(flows, plan.model.layers, compute_ms, ms_per_byte) for flows in links.values()) - compute_ms,
+        else max(_end_ms(flows, plan.model.layers, compute_ms, link) for flows in ends.values()) - compute_ms,
     )
 
 
@@ -41,7 +51,7 @@ def _layer_bytes(flows: Iterable[Flow]) -> float:
     return max(by_layers.values())
 
 
-def _end_ms(flows: list[Flow], num_layers: int, compute_ms: float, ms_per_byte: float) -> float:
+def _end_ms(flows: list[Flow], num_layers: int, compute_ms: float, link: Link) -> float:
     """Returns when a link has sent its flows.
 
     It cannot begin before their first layer is computed, and cannot send the last layer before that is computed.
@@ -49,8 +59,8 @@ def _end_ms(flows: list[Flow], num_layers: int, compute_ms: float, ms_per_byte: 
     layer_ms = compute_ms / num_layers
     first = min(flow.first_layer for flow in flows)
     last = max(flow.last_layer for flow in flows)
-    busy = sum(flow.nbytes for flow in flows) * ms_per_byte
-    return max((first + 1) * layer_ms + busy, (last + 1) * layer_ms + _layer_bytes(flows) * ms_per_byte)
+    busy = link.ms(sum(flow.nbytes for flow in flows))
+    return max((first + 1) * layer_ms + busy, (last + 1) * layer_ms + link.ms(_layer_bytes(flows)))
 
 
 class Traffic(NamedTuple):
