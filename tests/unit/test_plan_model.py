@@ -440,7 +440,7 @@ TOKENS = 128 * KIB  # bytes of the window of 128 latents
 # An entry for 4 tokens: 512 elements of two bytes, an index of 128 bytes and its scale of two.
 FINE = LayerKindFigures(4, 0, (1024 + 128 + 2) / 4, TOKENS + 8 * (8 * KIB + 2 * KIB), 8192 * 288.5)
 COARSE = LayerKindFigures(128, 0, 8, TOKENS + 128 * 4 * KIB, 8192 * 8)
-WINDOW = LayerKindFigures(1, 0, 0, TOKENS, 0)
+WINDOW_ALONE = LayerKindFigures(1, 0, 0, TOKENS, 0)
 
 
 def of(kind: LayerKindFigures, layers: int) -> LayerKindFigures:
@@ -450,7 +450,7 @@ def of(kind: LayerKindFigures, layers: int) -> LayerKindFigures:
 @pytest.mark.parametrize(
     ("config", "layers", "kinds", "per_token"),
     [
-        (FLASH, 43, (of(WINDOW, 2), of(FINE, 21), of(COARSE, 20)), 6218.5),
+        (FLASH, 43, (of(WINDOW_ALONE, 2), of(FINE, 21), of(COARSE, 20)), 6218.5),
         (PRO, 61, (of(FINE, 30), of(COARSE, 31)), 8903),
     ],
 )

@@ -24,7 +24,7 @@ import psutil
 from vllm_ascend_pd.core.hosts import normal_host
 from vllm_ascend_pd.tools.command_line import new_app, run_command
 from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide
-from vllm_ascend_pd.tools.launch.shape import DeviceType, Executor, OptionsError
+from vllm_ascend_pd.tools.launch.shape import DeviceType, EngineOptionsError, Executor
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
 
 _WHAT_TO_SET = "set PYTHON to the Python, or VENV to the environment, in which vllm-ascend-pd is installed"
@@ -148,14 +148,16 @@ def script(
     environment: of this process.
     secrets: variables of --env-file.
 
-    Raises OptionsError.
+    Raises EngineOptionsError.
     """
     if (plugins := plugins_with_ours(environment)) is not None:
-        raise OptionsError(f"{PLUGINS} must name {PLUGIN}, too, or vLLM has no such connector: set it to {plugins}")
+        raise EngineOptionsError(
+            f"{PLUGINS} must name {PLUGIN}, too, or vLLM has no such connector: set it to {plugins}"
+        )
     most, needed = options.device.per_node, options.shape.per_node
     if most is not None and needed > most:
         server = f"{options.device.value.upper()} servers have {most}"
-        raise OptionsError(f"{needed} devices on a node, but {server}: use more nodes")
+        raise EngineOptionsError(f"{needed} devices on a node, but {server}: use more nodes")
     words = options.ray_words() if options.ray_node else options.serve_words(arguments)
     devices = _devices(options, needed, environment)
     own = {**environment, **secrets}
@@ -196,25 +198,27 @@ def _devices(options: EngineOptions, needed: int, environment: Mapping[str, str]
     most, given = options.device.per_node, options.devices
     if most is None:
         if given is not None:
-            raise OptionsError("--devices: the CPU backend has no NPUs")
+            raise EngineOptionsError("--devices: the CPU backend has no NPUs")
         return ""
     preset = environment.get("ASCEND_RT_VISIBLE_DEVICES")
     if given is not None and preset not in (None, given):
-        raise OptionsError(f"--devices {given} contradicts ASCEND_RT_VISIBLE_DEVICES={preset}")
+        raise EngineOptionsError(f"--devices {given} contradicts ASCEND_RT_VISIBLE_DEVICES={preset}")
     listed = preset if given is None else given
     if listed is None:
         return ",".join(map(str, range(needed)))
     if not re.fullmatch(r"(0|[1-9]\d{0,5})(,(0|[1-9]\d{0,5}))*", listed, re.ASCII):
-        raise OptionsError(f"--devices {listed}: must be numbers, such as 0,1,2")
+        raise EngineOptionsError(f"--devices {listed}: must be numbers, such as 0,1,2")
     numbers = [int(number) for number in listed.split(",")]
     for place, number in enumerate(numbers):
         if number >= most:
             server = f"{options.device.value.upper()} servers have NPUs 0 to {most - 1}"
-            raise OptionsError(f"--devices {listed}: {server}, not {number}")
+            raise EngineOptionsError(f"--devices {listed}: {server}, not {number}")
         if number in numbers[:place]:
-            raise OptionsError(f"--devices {listed}: {number} is listed twice")
+            raise EngineOptionsError(f"--devices {listed}: {number} is listed twice")
     if len(numbers) != needed:
-        raise OptionsError(f"--devices {listed} lists {len(numbers)} NPUs, but the engine needs {needed} on this node")
+        raise EngineOptionsError(
+            f"--devices {listed} lists {len(numbers)} NPUs, but the engine needs {needed} on this node"
+        )
     return listed
 
 
@@ -227,7 +231,7 @@ def _interface(options: EngineOptions, environment: Mapping[str, str]) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(normal_host(each.address) == address for each in addresses):
             return str(name)
-    raise OptionsError(f"--interface is missing: no interface with {address} was found")
+    raise EngineOptionsError(f"--interface is missing: no interface with {address} was found")
 
 
 def _read_env_file(file: Path) -> dict[str, str]:
@@ -288,18 +292,18 @@ def main(words: Sequence[str]) -> NoReturn:
         if options.device is DeviceType.CPU:
             options = replace(options, address=options.address or "127.0.0.1")
             if options.executor is Executor.RAY:
-                raise OptionsError("--executor ray: vLLM's CPU backend does not run on Ray")
+                raise EngineOptionsError("--executor ray: vLLM's CPU backend does not run on Ray")
         if not options.address:
-            raise OptionsError("--address is missing: other nodes need it to reach this one")
+            raise EngineOptionsError("--address is missing: other nodes need it to reach this one")
         secrets = {} if options.env_file is None else _read_env_file(options.env_file)
         text = script(options, rest[end + 1 :], os.environ, secrets)
         if options.dry_run:
             print(text)
             sys.exit()
         _start(options, text, {**os.environ, **secrets})
-    except (OptionsError, CannotStartError) as error:
+    except (EngineOptionsError, CannotStartError) as error:
         print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, OptionsError) else 1)
+        sys.exit(2 if isinstance(error, EngineOptionsError) else 1)
 
 
 if __name__ == "__main__":

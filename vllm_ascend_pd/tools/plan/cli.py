@@ -47,7 +47,7 @@ def plan(
     compute_ms_per_1000_tokens: Annotated[float | None, _number(_COMPUTE)] = None,
     prompt_tokens: Annotated[int | None, _count(_PROMPT)] = None,
     output_tokens: Annotated[int | None, _count("Tokens of a usual answer.")] = None,
-    decode_step_ms: Annotated[float | None, _number("Milliseconds of a decode step of --decode-requests.")] = None,
+    decode_step_ms: Annotated[float | None, _number("Milliseconds of a decode step with the requests below.")] = None,
     decode_requests: Annotated[int | None, _count("Most requests that a data-parallel rank decodes at once.")] = None,
     decode_kv_gib: Annotated[float | None, _number("GiB of KV cache on each decode rank.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
