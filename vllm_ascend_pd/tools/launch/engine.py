@@ -20,6 +20,7 @@ from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.launch.shape import (
     DEFAULT_KV_PORT,
+    HEAD_PORT,
     DeviceType,
     EngineOptionsError,
     Executor,
@@ -87,7 +88,7 @@ class EngineOptions:
     ] = 1
     node_rank: Annotated[int, _size("Number of this node, from 0. Node 0 serves HTTP.", 0)] = 0
     head_address: Annotated[str | None, _option("Address of node 0, for the others.", "HOST")] = None
-    head_port: Annotated[int, _port("A free port of node 0, below those for outgoing connections.")] = 13345
+    head_port: Annotated[int, _port("A free port of node 0, below those for outgoing connections.")] = HEAD_PORT
     executor: Annotated[
         Executor, _option("ray: the nodes are a Ray cluster, and the script runs only on the first one.")
     ] = Executor.MP

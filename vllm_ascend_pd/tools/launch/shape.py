@@ -21,6 +21,9 @@ from vllm_ascend_pd.tools.doctor.machine import ascend_ports
 DEFAULT_KV_PORT = 19000
 """Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""
 
+HEAD_PORT = 13345
+"""Port at which an engine's nodes connect. It is below the kernel's ephemeral ports."""
+
 
 class EngineOptionsError(ValueError):
     """Options of an engine contradict each other. The message is for the operator."""
