@@ -87,11 +87,6 @@ def test_decode_that_computes_itself_posts_no_ticket(cluster: Cluster) -> None:
     assert asked_without_prefill(cluster) == 0
 
 
-def test_nothing_is_told_without_the_header(cluster: Cluster) -> None:
-    assert cluster.complete().status_code == 200
-    assert told(cluster.decode) == [{}]
-
-
 @pytest.mark.parametrize("values", [[""], ["both"], ["decode, prefill"], ["decode", "prefill"], ["décode"]])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_any_other_header_is_refused(idle_cluster: Cluster, path: str, values: list[str]) -> None:

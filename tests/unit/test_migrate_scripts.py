@@ -84,6 +84,18 @@ def test_f20_the_command_has_the_words_that_the_shell_makes(name: str, tmp_path:
         assert engine["kv_transfer_config"].get("kv_port") == (None if name == "case" else 23000)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_f20_a_file_that_needs_a_shell_is_refused(name: str) -> None:
+    given = CliRunner().invoke(cli.app, ["migrate", str(SCRIPTS / f"{name}.sh")])
+    if name == "short_options":  # one plain command
+        assert given.exit_code == 1
+        assert "there is no config.json" in given.stdout
+    else:
+        assert isinstance(given.exception, SystemExit)
+        assert given.exit_code == 2
+        assert "vllm-ascend-pd migrate --" in given.output
+
+
 def test_options_are_before_the_command(tmp_path: Path) -> None:
     make_model("qwen3-moe", tmp_path)
     config = '{"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer"}'
@@ -101,11 +113,11 @@ def test_options_are_before_the_command(tmp_path: Path) -> None:
         (["--pair", "a", "b", "--exec"], "--exec and --save are for one engine"),
         (["--pair", "/nowhere/a", "/nowhere/b"], "No such file"),
         (["--", "echo", "hello"], "there is no `vllm serve` in it"),
-        (["launch.sh"], "put `vllm-ascend-pd migrate --` before `vllm serve` in the script, and run it"),
+        (["-"], "0 commands are given"),
     ],
 )
 def test_wrong_use(words: list[str], reason: str) -> None:
-    given = CliRunner().invoke(cli.app, ["migrate", *words])
+    given = CliRunner().invoke(cli.app, ["migrate", *words], input="# nothing\n")
     assert given.exit_code == 2
     assert reason in " ".join(given.output.replace("│", " ").split())
 

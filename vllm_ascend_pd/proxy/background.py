@@ -57,6 +57,7 @@ class Background:
                 tasks.start_soon(self.prefill_watch.run)
                 tasks.start_soon(self.decode_watch.run)
                 tasks.start_soon(self._checks.run)
+                await self._checks.first_results()  # so `/health` is right from the first request on
                 yield
                 tasks.cancel_scope.cancel()
         finally:

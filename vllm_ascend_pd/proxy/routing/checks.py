@@ -27,6 +27,8 @@ _MAX_METRICS_BYTES = 16 << 20
 """vLLM's metrics are about 100 KiB per data-parallel rank."""
 _NEW_ENGINE_SECONDS = 0.5
 """Limit of the time until a new engine is asked."""
+_FIRST_LOOK_SECONDS = 0.01
+"""Between two looks whether all engines have been checked, when the proxy starts."""
 _STALL_LOOK_SECONDS = 1.0
 
 
@@ -58,6 +60,12 @@ class HealthChecks:
         finally:
             with anyio.CancelScope(shield=True):
                 await self._client.aclose()
+
+    async def first_results(self) -> None:
+        """Waits until `run` has checked each engine once, but no longer than for one answer."""
+        with anyio.move_on_after(self._timeout):
+            while not all(engine.gate.known for engines in self._roles for engine in engines):
+                await anyio.sleep(_FIRST_LOOK_SECONDS)
 
     def _look(self, tasks: TaskGroup) -> None:
         for engines in self._roles:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A command that starts `vllm serve`: its options, and the same command with some of them changed.
 
-Words that are not changed stay as they are, in their order, whether they are understood or not. A shell has made the
-words: with `vllm-ascend-pd migrate --` before `vllm serve`, a launch script does that itself.
+Words that are not changed stay as they are, in their order, whether they are understood or not.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
-from vllm_ascend_pd.tools.migrate.result import MigrateError
+from vllm_ascend_pd.tools.migrate.changes import MigrateError
+from vllm_ascend_pd.tools.migrate.plain import ADVICE
 from vllm_ascend_pd.tools.vllm_serve import CommandPart, Option, ServeOptions, Word, nested, whole_number
 
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
@@ -31,14 +31,14 @@ class EngineArguments:
     start: its first words, such as `vllm serve`.
     options: by which the parts were read.
     environment: the engine's variables.
-    assigned: those of them that must be set before the command.
+    assigned: those of them that are set before the command.
     """
 
     start: tuple[str, ...]
     parts: tuple[CommandPart, ...]
     options: ServeOptions
     environment: Mapping[str, str]
-    assigned: Mapping[str, str] = field(default_factory=dict)
+    assigned: Mapping[str, str]
 
     @property
     def model(self) -> str:
@@ -146,8 +146,13 @@ class EngineArguments:
         return [part for part in self.parts if part.name == name]
 
 
-def read_arguments(words: Sequence[str], options: ServeOptions, environment: Mapping[str, str]) -> EngineArguments:
-    """Reads the words of a command. `environment`: the variables that it gets.
+def read_arguments(
+    words: Sequence[str],
+    options: ServeOptions,
+    environment: Mapping[str, str],
+    assigned: Mapping[str, str] | None = None,
+) -> EngineArguments:
+    """Reads the words of a command. `environment` are variables that it gets, `assigned` are set before it.
 
     Raises MigrateError if it is no `vllm serve`.
     """
@@ -155,7 +160,9 @@ def read_arguments(words: Sequence[str], options: ServeOptions, environment: Map
         raise MigrateError("the command has a word that is not UTF-8")
     start = _first_argument(words)
     own = dict(word.split("=", 1) for word in words[:start] if _ASSIGNMENT.match(word))
-    return EngineArguments(tuple(words[:start]), tuple(options.split(words[start:])), options, {**environment, **own})
+    assigned = assigned or {}
+    variables = {**environment, **assigned, **own}
+    return EngineArguments(tuple(words[:start]), tuple(options.split(words[start:])), options, variables, assigned)
 
 
 def _first_argument(words: Sequence[str]) -> int:
@@ -165,6 +172,4 @@ def _first_argument(words: Sequence[str]) -> int:
             return index + 2
         if word == "-m" and after in _MODULES:
             return index + 2 + (words[index + 2 : index + 3] == ["serve"])
-    raise MigrateError(
-        "there is no `vllm serve` in it: put `vllm-ascend-pd migrate --` before `vllm serve` in the script, and run it"
-    )
+    raise MigrateError(f"there is no `vllm serve` in it: {ADVICE}")

@@ -18,7 +18,8 @@ def migrate(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            help="-- and the `vllm serve` command of an engine.",
+            help="-- and the `vllm serve` command of an engine. Or one plain command as text, a file with it, or - for "
+            "standard input.",
             show_default=False,
         ),
     ] = None,
@@ -45,8 +46,8 @@ def migrate(
     """
     # Imported here so that other commands start faster.
     from vllm_ascend_pd.tools.migrate import command as commands
-    from vllm_ascend_pd.tools.migrate.arguments import read_arguments
-    from vllm_ascend_pd.tools.migrate.result import MigrateError, render
+    from vllm_ascend_pd.tools.migrate.changes import MigrateError
+    from vllm_ascend_pd.tools.migrate.render import render
 
     if (pair is None) is (not command):
         raise USAGE_ERROR("give the `vllm serve` command of one engine after --, or --pair and two files of --save")
@@ -56,8 +57,7 @@ def migrate(
         if pair is not None:
             result = commands.migrate_pair([commands.read_result(file) for file in pair], model, proxy)
         else:
-            read_arguments(command or [], table(), os.environ)  # refuses what is no `vllm serve` before it waits
-            arguments = read_arguments(command or [], _options(), os.environ)
+            arguments = commands.read_command(command or [], _options(), os.environ)
             result = commands.migrate_command(arguments, model, proxy)
         if save is not None:
             save.write_text(commands.encoded(result), encoding="utf-8")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what is given to `vllm-ascend-pd migrate` into its result: for one engine, or for a pair of them.
-
-A pair fits as far as both commands and the model's shape tell.
-"""
+"""Turns what is given to `vllm-ascend-pd migrate` into its result."""
 
 from __future__ import annotations
 
@@ -10,24 +7,53 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 import msgspec
 from yarl import URL
 
-from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
-from vllm_ascend_pd.tools.migrate.engine import ModelFacts, migrate_engine, read_facts
-from vllm_ascend_pd.tools.migrate.result import SCHEMA, Change, ChangeKind, EngineMigration, MigrateError, Migration
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, default_block_size
-from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError
-from vllm_ascend_pd.tools.vllm_serve import table
+from vllm_ascend_pd.tools.migrate.changes import (
+    SCHEMA,
+    Change,
+    ChangeKind,
+    EngineMigration,
+    MigrateError,
+    Migration,
+    stopping,
+)
+from vllm_ascend_pd.tools.migrate.engine import migrate_engine
+from vllm_ascend_pd.tools.migrate.model_facts import read_facts
+from vllm_ascend_pd.tools.migrate.pair import check_pair
+from vllm_ascend_pd.tools.migrate.plain import ADVICE, read_plain
+from vllm_ascend_pd.tools.vllm_serve import ServeOptions, table
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+
+
+def read_command(given: Sequence[str], options: ServeOptions, environment: Mapping[str, str]) -> EngineArguments:
+    """Returns the command that starts an engine.
+
+    given: the words of the command. Or one word: a command as text, a file with it, or `-` for standard input.
+    environment: of this process, which a command given in words gets.
+
+    Raises MigrateError or OSError.
+    """
+    if len(given) > 1:
+        return read_arguments(given, options, environment, {})
+    [text] = given
+    if text == "-":
+        text = sys.stdin.read()
+    elif len(text.split()) == 1:
+        text = Path(text).read_text(encoding="utf-8")
+    assigned, words = read_plain(text)
+    arguments = read_arguments(words, options, assigned, assigned)
+    if not PurePosixPath(arguments.start[0]).name.startswith(("vllm", "python")):
+        raise MigrateError(f"the command begins with {arguments.start[0]!r}, not with `vllm serve`: {ADVICE}")
+    return arguments
 
 
 def migrate_command(arguments: EngineArguments, model: str | None, proxy_url: str | None) -> Migration:
@@ -43,7 +69,7 @@ def migrate_pair(results: Sequence[Migration], model: str | None, proxy_url: str
     _check_proxy(proxy_url)
     engines = tuple(engine for result in results for engine in result.engines)
     pair = _pair(engines, model)
-    good = not any(change.kind is ChangeKind.STOPS for change in pair) and not any(engine.stops for engine in engines)
+    good = not stopping(pair) and not any(engine.stops for engine in engines)
     return Migration(SCHEMA, good, engines, tuple(pair), _proxy(engines, proxy_url))
 
 
@@ -79,7 +105,7 @@ def _pair(engines: Sequence[EngineMigration], model: str | None) -> list[Change]
     if roles != ["kv_consumer", "kv_producer"]:
         return [Change(ChangeKind.STOPS, "kv_role", "a pair is one kv_producer and one kv_consumer")]
     decode, prefill = (
-        read_arguments([word for part in engine.command for word in part], table(), engine.environment)
+        read_arguments([word for part in engine.command for word in part], table(), engine.environment, {})
         for engine in sorted(engines, key=lambda engine: engine.role)
     )
     return check_pair(prefill, decode, read_facts(model or prefill.model, prefill.text("kv-cache-dtype")))
@@ -103,64 +129,3 @@ def _proxy(engines: Sequence[EngineMigration], url: str | None) -> list[str]:
         urls = [engine.url for engine in engines if engine.role == role] or [f"http://{side.upper()}_HOST:PORT"]
         words += [f"--{side}", urls[0]]
     return words
-
-
-# Options that must be the same on both sides, because they change what KV means.
-_SAME = ("kv-cache-dtype", "quantization", "dtype", "hf-overrides")
-
-
-def check_pair(prefill: EngineArguments, decode: EngineArguments, served: ModelFacts) -> list[Change]:
-    """`served`: what is known of the model."""
-    found, model = [], served.shape
-    if prefill.model.rstrip("/") != decode.model.rstrip("/"):
-        why = f"prefill serves {prefill.model}, decode {decode.model}: weights that differ are refused at first contact"
-        if served.media:
-            why += ". Prompts with images are refused: vLLM's hash of an image includes the path. Use one path"
-        found.append(Change(ChangeKind.CHECK, "model", why))
-    for name in _SAME:
-        if (left := _value(prefill, name)) != (right := _value(decode, name)):
-            why = f"prefill has {left or 'none'}, decode {right or 'none'}: KV would be of another model"
-            found.append(Change(ChangeKind.STOPS, f"--{name}", why))
-    found += _drafts(prefill, decode)
-    most = [side.number("max-model-len", 0) for side in (prefill, decode)]
-    if all(most) and most[0] < most[1]:
-        why = f"prefill takes {most[0]} tokens, decode {most[1]}: longer prompts than prefill's fail"
-        found.append(Change(ChangeKind.CHECK, "--max-model-len", why))
-    if model is not None:
-        try:
-            _plan(prefill, decode, model)
-        except PlanError as error:
-            found.append(Change(ChangeKind.STOPS, "parallel sizes", str(error)))
-    return found
-
-
-def _drafts(prefill: EngineArguments, decode: EngineArguments) -> list[Change]:
-    methods = [side.speculation.get("method") for side in (prefill, decode)]
-    if methods[0] == methods[1]:
-        return []
-    why = (
-        f"prefill speculates with {methods[0]}, decode with {methods[1]}: the draft's KV of prompts is not sent, so "
-        "fewer of its tokens are accepted. Answers are the same"
-    )
-    return [Change(ChangeKind.CHECK, "--speculative-config", why)]
-
-
-def _plan(prefill: EngineArguments, decode: EngineArguments, model: ModelShape) -> None:
-    sides = [_planned(name, side, model) for name, side in (("prefill", prefill), ("decode", decode))]
-    tokens = prefill.number("max-num-batched-tokens", 2048)
-    make_plan(model, Layout.VLLM_ASCEND, *sides, step_tokens=tokens, staging_slots=ConnectorConfig().slots(tokens))
-
-
-def _planned(name: str, side: EngineArguments, model: ModelShape) -> PlannedEngine:
-    return PlannedEngine(
-        name,
-        side.number("tensor-parallel-size", 1),
-        side.number("pipeline-parallel-size", 1),
-        side.number("data-parallel-size", 1),
-        side.number("block-size", default_block_size(model, Layout.VLLM_ASCEND)),
-    )
-
-
-def _value(side: EngineArguments, name: str) -> object:
-    """Returns what must be the same on both sides, JSON as an object."""
-    return side.json(name) if name == "hf-overrides" else side.text(name)

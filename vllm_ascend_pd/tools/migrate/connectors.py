@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_ascend_pd.connector.setup import CONNECTOR, asked_before
 from vllm_ascend_pd.core.config import ConfigError, parse_config
-from vllm_ascend_pd.tools.migrate.result import Change, ChangeKind, MigrateError
+from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, MigrateError
 
 LAYERWISE = "MooncakeLayerwiseConnector"
 PULLING = ("MooncakeConnectorV1", "MooncakeConnector", "MooncakeHybridConnector")

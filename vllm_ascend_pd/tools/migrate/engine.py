@@ -1,90 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the changes of one engine's command, from its words and from what the model's files say.
-
-The connector's own checks tell whether it would refuse the engine.
-"""
+"""Plans the changes of one engine's command."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from vllm_ascend_pd.connector.model import unsupported, unsupported_weights
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.doctor.configuration import DEFAULT_KV_PORT
 from vllm_ascend_pd.tools.doctor.machine import ascend_ports
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
+from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
 from vllm_ascend_pd.tools.migrate.connectors import translate
-from vllm_ascend_pd.tools.migrate.result import Change, ChangeKind, EngineMigration
-from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, CacheDtype, ModelShape, PlanError, read_model
+from vllm_ascend_pd.tools.migrate.model_facts import ModelFacts
+from vllm_ascend_pd.tools.migrate.refusals import refusal
+from vllm_ascend_pd.tools.plan.compressed import BLOCK_SIZES
+from vllm_ascend_pd.tools.plan.model import Cached, ModelShape
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, REPLACES_CONNECTOR, plugins_with_ours, whole_number
-
-_QUANTIZATION = "quant_model_description.json"  # ModelSlim's, as vllm-ascend reads it
-
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    shape: ModelShape | None  # None if it cannot be described
-    problem: str | None = None  # why not, if that means that the engine may be refused
-    int8_caches: str | None = None  # the setting by which vllm-ascend keeps decode's caches in int8
-    experts: bool = True  # whether it has experts (MoE)
-    media: bool = False  # whether it takes images
-
-    @property
-    def compressed(self) -> bool:
-        """Whether its caches have one entry for several tokens."""
-        return self.shape is not None and bool(self.shape.compressed)
-
-
-def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
-    """`path`: a folder with config.json, or that file. `kv_cache_dtype`: of the engine."""
-    given = Path(path)
-    folder = given if given.is_dir() else given.parent
-    shape, problem = None, None
-    try:
-        shape = read_model(given, _dtype(kv_cache_dtype))
-    except OSError:
-        return ModelFacts(None, f"there is no config.json at {path!r} on this host: give --model FOLDER")
-    except PlanError as error:
-        problem = str(error)
-    try:
-        config = json.loads((given / "config.json" if given.is_dir() else given).read_text(encoding="utf-8"))
-    except ValueError:
-        return ModelFacts(None, problem)
-    text = config.get("text_config") or config
-    experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
-    int8 = _int8_caches(folder / _QUANTIZATION)
-    return ModelFacts(shape, problem, int8, experts, "vision_config" in config)
-
-
-def _dtype(name: str | None) -> CacheDtype:
-    if name is None:
-        return CacheDtype.AUTO
-    if name.startswith("fp8"):
-        return CacheDtype.FP8
-    try:
-        return CacheDtype(name)
-    except ValueError:
-        raise PlanError(f"--kv-cache-dtype {name}: not known to this command") from None
-
-
-def _int8_caches(file: Path) -> str | None:
-    """vllm-ascend: `quantization/modelslim_config.py`."""
-    try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    names = [name for name in ("fa_quant_type", "kv_cache_type") if described.get(name)]
-    return f"{names[0]} {described[names[0]]} in {file.name}" if names else None
-
 
 _OPTION = "kv-transfer-config"
 _DEFAULT_PORT = 8000  # vLLM's
@@ -128,8 +62,10 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
             why = f"{plugins}: vLLM loads no other plugins, and {PLUGIN} brings the connector"
             changes.append(Change(ChangeKind.CHANGED, PLUGINS, why))
             arguments = arguments.with_variable(PLUGINS, plugins)
+    assigned = dict(arguments.assigned)
     for name, why in _ENVIRONMENT_LEFT_OUT.items():
         if config and name in old.environment:
+            assigned.pop(name, None)
             changes.append(Change(ChangeKind.LEFT_OUT, name, why))
     return EngineMigration(
         role=str(_own_entry(config).get("kv_role") or "") if config else "",
@@ -137,7 +73,7 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
         was=translated.was,
         kv_transfer_config=config,
         command=arguments.words() if config else [],
-        environment=dict(arguments.assigned),
+        environment=assigned,
         url=_url(old),
         changes=tuple(changes),
     )
@@ -313,79 +249,3 @@ def _url(arguments: EngineArguments) -> str:
     host = arguments.text("host") or "HOST"
     port = arguments.number("port", _DEFAULT_PORT)
     return f"http://{authority('HOST' if host in ('0.0.0.0', '::') else host, port)}"
-
-
-MLAPO_TOKENS = 1024
-"""vllm-ascend's MLAPO_MAX_SUPPORTED_TOKENS (`attention/mla_v1.py`)."""
-
-
-class _Graphs:
-    """Stands for vLLM's CUDAGraphMode."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def has_full_cudagraphs(self) -> bool:
-        return self.name.startswith("FULL")
-
-
-def refusal(arguments: EngineArguments, ours: Mapping[str, Any], model: ModelShape | None) -> str | None:
-    """Returns why an engine with these arguments would be refused; None if it would not be.
-
-    ours: this connector's entry of `--kv-transfer-config`.
-    model: the model's shape, None if unknown.
-    """
-    config = _vllm_config(arguments, ours)
-    if (reason := unsupported(config)) is not None:
-        return reason
-    if ours.get("kv_role") == "kv_consumer" and model is not None and _drops_prefill_weights(arguments, model):
-        dropped = SimpleNamespace(impl=SimpleNamespace(fused_qkv_a_proj=SimpleNamespace(weight=None)))
-        config.compilation_config.static_forward_context = {"attention (W8A8)": dropped}
-        return unsupported_weights(config)
-    return None
-
-
-def _drops_prefill_weights(arguments: EngineArguments, model: ModelShape) -> bool:
-    """Whether vllm-ascend's MLAPO may drop the weights that MLA needs for prompts, on a decode engine.
-
-    It does so for layers in W8A8, which only the checkpoint's files tell.
-    """
-    mlapo = arguments.json("additional-config").get("enable_mlapo")
-    if mlapo is None:
-        mlapo = arguments.environment.get("VLLM_ASCEND_ENABLE_MLAPO", "1") != "0"
-    tokens = arguments.number("max-num-batched-tokens", MLAPO_TOKENS + 1)
-    dense_mla = model.mla and len(model.widths) == 2
-    return bool(mlapo) and dense_mla and arguments.text("quantization") == "ascend" and tokens <= MLAPO_TOKENS
-
-
-def _vllm_config(arguments: EngineArguments, ours: Mapping[str, Any]) -> SimpleNamespace:
-    graphs = "NONE" if arguments.switch("enforce-eager") else "PIECEWISE"
-    graphs = str(arguments.json("compilation-config").get("cudagraph_mode") or graphs).upper()
-    consumer = ours.get("kv_role") == "kv_consumer"
-    return SimpleNamespace(
-        additional_config=arguments.json("additional-config"),
-        model_config=SimpleNamespace(
-            enable_sleep_mode=bool(arguments.switch("enable-sleep-mode")),
-            enable_return_routed_experts=bool(arguments.switch("enable-return-routed-experts")),
-            enforce_eager=bool(arguments.switch("enforce-eager")),
-        ),
-        cache_config=SimpleNamespace(
-            cache_dtype=arguments.text("kv-cache-dtype") or "auto",
-            calculate_kv_scales=bool(arguments.switch("calculate-kv-scales")),
-        ),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=arguments.number("tensor-parallel-size", 1),
-            data_parallel_size=arguments.number("data-parallel-size", 1),
-            prefill_context_parallel_size=arguments.number("prefill-context-parallel-size", 1),
-            decode_context_parallel_size=arguments.number("decode-context-parallel-size", 1),
-        ),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=arguments.number("max-num-batched-tokens", 2048)),
-        compilation_config=SimpleNamespace(cudagraph_mode=_Graphs(graphs), static_forward_context={}),
-        speculative_config=arguments.speculation or None,
-        kv_transfer_config=SimpleNamespace(
-            kv_role=ours.get("kv_role"),
-            is_kv_consumer=consumer,
-            is_kv_producer=not consumer,
-            kv_connector_extra_config=ours.get("kv_connector_extra_config") or {},
-        ),
-    )
