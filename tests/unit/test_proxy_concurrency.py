@@ -149,35 +149,6 @@ def test_a_group_holds_one_place_in_the_queue_and_groups_take_turns() -> None:
     anyio.run(run)
 
 
-def test_a_started_group_waits_without_a_timeout() -> None:
-    async def run() -> None:
-        a, limiter, group = engine("a"), ConcurrencyLimiter(1, 1, 0.05), RequestGroup()
-        assert await limiter.acquire([a]) is a
-        results: list[RegisteredEngine | str | None] = []
-
-        async def wait(group: RequestGroup) -> None:
-            results.append(await take(limiter, [a], group=group))
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(3):
-                tasks.start_soon(wait, group)
-            await settle()
-            with limiter.releasing(a):
-                pass
-            await settle()
-            assert results == [a]
-            tasks.start_soon(wait, RequestGroup())
-            await anyio.sleep(0.2)
-            assert results == [a, FULL]
-            for _ in range(2):
-                with limiter.releasing(a):
-                    pass
-                await settle()
-        assert results == [a, FULL, a, a]
-
-    anyio.run(run)
-
-
 def test_a_waiting_request_may_use_an_engine_that_becomes_available() -> None:
     """The engine may be new or healthy again. An engine at which the request failed is not used."""
 
@@ -249,26 +220,6 @@ def test_an_engine_with_failing_checks_opens_when_they_are_good_not_when_undrain
     assert listener.opened == []
     engines.checked(one, None)
     assert listener.opened == [one]
-
-
-def test_queue_and_waiting_time_are_bounded() -> None:
-    async def run() -> None:
-        a, limiter = engine("a"), ConcurrencyLimiter(1, 1, 0.05)
-        assert await limiter.acquire([a]) is a
-        results: list[RegisteredEngine | str | None] = []
-
-        async def wait() -> None:
-            results.append(await take(limiter, [a]))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(wait)
-            await settle()
-            assert await take(limiter, [a]) is FULL
-            assert results == []
-        assert results == [FULL]
-        assert limiter.waiting == 0
-
-    anyio.run(run)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -93,7 +93,7 @@ vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding
         ("vllm:kv_cache_usage_perc 0.5\n", LoadSnapshot()),
         ('vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{num_gpu_blocks="None"} 1\n', LoadSnapshot()),
         (
-            'vllm:gpu_cache_usage_perc 7\nvllm:cache_config_info{num_gpu_blocks="2",block_size="8"} 1\n',
+            'vllm:kv_cache_usage_perc 7\nvllm:cache_config_info{num_gpu_blocks="2",block_size="8"} 1\n',
             LoadSnapshot(None, None, 16, 16),
         ),
     ],

@@ -21,14 +21,13 @@ from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
-_KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-"""The name since vLLM 0.10, and the name before."""
+_KV_USE = "vllm:kv_cache_usage_perc"
 _CACHE_INFO = "vllm:cache_config_info"
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
 _PLACED = (PREFIX + "prompts_total", PREFIX + "prompt_tokens_total")
 """Prompts, and their tokens, by who computed them and why."""
-_WANTED = (_RUNNING, _WAITING, *_KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, *_PLACED)
+_WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, *_PLACED)
 _REASON = re.compile("[a-z_]{1,32}")
 _MAX_LINES = 2048
 """Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank, and some more
@@ -93,7 +92,7 @@ def parse_metrics(text: str) -> LoadSnapshot:
                 placed.append(sample)
             else:
                 values.setdefault(sample.name, []).append(sample.value)
-    use = next((values[name] for name in _KV_USE if name in values), [])
+    use = values.get(_KV_USE)
     capacity = sum(capacities) if capacities and all(capacities) else None
     kv_tokens = None
     if capacity is not None and use:
