@@ -164,8 +164,7 @@ class Decode:
         from harness.rank_hosts import Rank
         from harness.rank_programs import HOST, MODEL
         from helpers.plan_decode import UntouchedDecodeRank
-        from vllm_ascend_pd.core.protocol import EngineDescription
-        from vllm_ascend_pd.core.transports import TransportInfo
+        from vllm_ascend_pd.core.protocol import EngineDescription, TransportInfo
         from vllm_ascend_pd.decode.listener import DescriptionListener
 
         model = Model(layers, KV_HEADS, (HEAD_SIZE,) * PARTS)

@@ -45,7 +45,7 @@ TICKET = {
     "request_id": "cmpl-0-0", "do_remote_prefill": False, "do_remote_decode": True, "token_ids": [1, 2, 3],
     "remote_block_ids": [[1, 2, 3, 4], [7]], "remote_block_size": [16, 1], "remote_engine_id": "decode-0",
     "remote_host": "127.0.0.1", "remote_port": 30101, "remote_tp_size": 2, "remote_pcp_size": 1, "remote_dcp_size": 1,
-    "remote_cached_tokens": 0, "ticket_id": "0123456789abcdef" * 2, "attempt": 0, "num_tokens": 60,
+    "remote_cached_tokens": 0, "ticket_id": "0123456789abcdef" * 2, "num_tokens": 60,
     "remote_interleave_size": 1, "remote_draft": "",
     "prompt": {
         "tokens": "ab" * 16, "media": "cd" * 16, "media_hashing": "ef" * 16, "num_media": 2, "embeddings": "01" * 16,

@@ -375,7 +375,7 @@ class DecodeEngine(_Engine):
     def _explain(self, received: Received) -> None:
         if self.explains is not None:
             url = received.body["kv_transfer_params"]["metaserver"] + "/failure"
-            failure = make_failure(self.tickets[-1], self.explains, final=True)
+            failure = make_failure(self.tickets[-1], self.explains)
             threading.Timer(0.1, self._reasons.post, (url,), {"json": failure}).start()
 
     @staticmethod
@@ -425,10 +425,9 @@ def make_ticket(request_id: str, ticket_id: str) -> dict[str, Any]:
     return {**make_layerwise_ticket(request_id), "ticket_id": ticket_id}
 
 
-def make_failure(ticket: dict[str, Any], reason: str, *, attempt: int = 0, final: bool = False) -> dict[str, Any]:
+def make_failure(ticket: dict[str, Any], reason: str) -> dict[str, Any]:
     """Returns decode's message about a failed transfer."""
-    ids = {name: ticket[name] for name in ("request_id", "ticket_id")}
-    return {**ids, "attempt": attempt, "reason": reason, "final": final}
+    return {**{name: ticket[name] for name in ("request_id", "ticket_id")}, "reason": reason}
 
 
 def event(data: object) -> bytes:

@@ -25,9 +25,8 @@ from starlette.routing import Route
 
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, WAITING_SUFFIX
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, WAITING_SUFFIX
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
 
 QUICK = MetaserverSettings(deadline_s=10, backoff_base_s=0.01, backoff_max_s=0.02)

@@ -31,8 +31,7 @@ from metaserver_posts import (
 from starlette.responses import JSONResponse
 
 from harness.tcp_server import serving
-from vllm_ascend_pd.core.metaserver import RECOMPUTES_HEADER, TransferFailure
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.protocol import METASERVER_PATH, RECOMPUTES_HEADER, TransferFailure
 from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.decode import metaserver as metaserver_module
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError, MetaserverSettings, PostOutcome
@@ -121,7 +120,7 @@ def test_little_is_read_of_an_endless_answer(client: MetaserverClient, is_post: 
         if is_post:
             assert "answered 400: yyy" in outcome_of(client, url_of(port), "ok").reason
         else:
-            client.report_failure(url_of(port), TransferFailure("r", "t", 0, "why", final=True))
+            client.report_failure(url_of(port), TransferFailure("r", "t", "why"))
         eventually(lambda: taken)
     assert taken == [False]
 
@@ -195,7 +194,7 @@ def test_the_allow_list_is_asked_before_each_attempt(client: MetaserverClient) -
     with raw_server(b"") as (url, seen):
         assert outcome_of(client, url, "ok").reason == f"metaserver {url} is refused: no more"
         assert len(seen) == 1
-        client.report_failure(url, TransferFailure("r", "t", 0, "why", final=True))
+        client.report_failure(url, TransferFailure("r", "t", "why"))
         assert len(asked) == 4
         assert len(seen) == 1
 
@@ -368,7 +367,7 @@ def test_close_is_quick_and_leaves_no_thread(metaserver: Metaserver) -> None:
     no_connection_is_left(metaserver.port)
     client.post("late", metaserver.url, {})
     assert "shutting down" in client.poll()[0].reason
-    client.report_failure(metaserver.url, TransferFailure("r", "t", 0, "why", final=True))
+    client.report_failure(metaserver.url, TransferFailure("r", "t", "why"))
 
 
 def test_closing_takes_no_longer_than_it_may(client: MetaserverClient) -> None:

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 from proxy_cluster import eventually, running_cluster
 
-from vllm_ascend_pd.core.metaserver import MAX_ASKED, WAITING_SUFFIX, WaitingAnswer
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.protocol import MAX_ASKED, METASERVER_PATH, WAITING_SUFFIX, WaitingAnswer
 
 PATH = METASERVER_PATH + WAITING_SUFFIX
 

@@ -15,8 +15,8 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
+from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.topology import RankInfo, sharding
-from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import Routes

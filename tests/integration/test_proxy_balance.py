@@ -46,7 +46,7 @@ def test_an_engine_with_requests_in_flight_gets_fewer() -> None:
         assert len(slow.received) == 1
         slow.hangs = False
         assert not first.done()
-        failure = {"attempt": 0, "reason": "over", "final": True, "request_id": "", "ticket_id": ""}
+        failure = {"reason": "over", "request_id": "", "ticket_id": ""}
         failure.update({name: cluster.decode.tickets[0][name] for name in ("request_id", "ticket_id")})
         assert cluster.client.post("/v1/metaserver/failure", json=failure).status_code == 200
         assert first.result().status_code == 200

@@ -87,7 +87,7 @@ def test_prefills_of_a_failed_attempt_are_cancelled_first() -> None:
         answer = client.submit(cluster.complete)
         assert cluster.prefill.working.wait(5)
         cluster.prefill.hangs = False
-        failure = make_failure(dying.tickets[0], "registered memory is gone", final=True)
+        failure = make_failure(dying.tickets[0], "registered memory is gone")
         assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
         assert answer.result().status_code == 200
         assert cluster.prefill.cancelled.is_set()

@@ -72,7 +72,7 @@ def test_failure_of_another_ticket_changes_nothing() -> None:
             answer = client.submit(cluster.complete)
             assert cluster.prefill.working.wait(5)
             ticket = cluster.decode.tickets[0]
-            failure = make_failure({**ticket, "ticket_id": "another"}, "why", final=True)
+            failure = make_failure({**ticket, "ticket_id": "another"}, "why")
             assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 404
             assert not cluster.prefill.cancelled.is_set()
             assert not answer.done()

@@ -96,7 +96,7 @@ def refuse(cluster: Cluster, is_unfit: bool) -> None:
     """Decode refuses the request that it has: it posts no ticket."""
     request_id = f"cmpl-{cluster.decode.received[-1].headers['x-request-id']}-0"
     ticket = {"request_id": request_id, "ticket_id": ""}
-    failure = {**make_failure(ticket, REASON, final=True), "is_unfit": is_unfit}
+    failure = {**make_failure(ticket, REASON), "is_unfit": is_unfit}
     assert cluster.client.post(METASERVER_PATH + "/failure", json=failure).status_code == 200
 
 

@@ -55,7 +55,7 @@ def test_no_slot_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> None
         assert len(cluster.prefill.received) == 1
         assert len(cluster.decode.received) == 2
         cluster.prefill.hangs = False
-        failure = {"attempt": 0, "reason": "over", "final": True}
+        failure = {"reason": "over"}
         failure.update({name: cluster.decode.tickets[0][name] for name in ("request_id", "ticket_id")})
         assert cluster.client.post("/v1/metaserver/failure", json=failure).status_code == 200
         assert first.result().status_code == 200

@@ -95,7 +95,7 @@ def test_a_slow_prefill_that_answers_probes_continues() -> None:
         assert cluster.prefill.probed.acquire(timeout=20)
         assert not cluster.prefill.cancelled.is_set()
         cluster.prefill.hangs = False
-        cluster.client.post(FAILURE_PATH, json=make_failure(cluster.decode.tickets[0], "over", final=True))
+        cluster.client.post(FAILURE_PATH, json=make_failure(cluster.decode.tickets[0], "over"))
         assert answer.result().status_code == 200
 
 

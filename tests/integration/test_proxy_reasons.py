@@ -11,8 +11,7 @@ import pytest
 from engine_standin import INTERNAL_ERROR, event, make_failure, make_ticket
 from proxy_cluster import COMPLETION, STREAM, counted, eventually, running_cluster
 
-from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH
 from vllm_ascend_pd.proxy.rendezvous import response_relay
 
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
@@ -119,7 +118,7 @@ def test_a_reported_failure_is_one_log_line(caplog: pytest.LogCaptureFixture) ->
         cluster.prefill.hangs = True
         answer = cluster.send_only("/v1/completions", COMPLETION)
         assert cluster.prefill.working.wait(10)
-        failure = make_failure(cluster.decode.tickets[0], "went silent", final=True)
+        failure = make_failure(cluster.decode.tickets[0], "went silent")
         assert cluster.client.post(METASERVER_PATH + FAILURE_SUFFIX, json=failure).status_code == 200
         assert answer.getresponse().status == 502
         request_id = cluster.decode.received[0].headers["x-request-id"]
@@ -134,7 +133,7 @@ def test_a_failure_that_ends_no_request_is_logged(caplog: pytest.LogCaptureFixtu
         cluster.decode.waits = 2.0
         answer = cluster.send_only("/v1/completions", COMPLETION)
         eventually(lambda: cluster.decode.metaserver_answers)
-        failure = make_failure(cluster.decode.tickets[0], "went silent", final=True)
+        failure = make_failure(cluster.decode.tickets[0], "went silent")
         assert cluster.client.post(METASERVER_PATH + FAILURE_SUFFIX, json=failure).status_code == 200
         assert answer.getresponse().status == 200
         request_id = cluster.decode.received[0].headers["x-request-id"]

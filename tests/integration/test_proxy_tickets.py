@@ -28,7 +28,7 @@ def test_no_more_tickets_than_samples(samples: int) -> None:
         made_up = make_ticket(ticket["request_id"], "made-up")
         refused = cluster.client.post(METASERVER_PATH, json=made_up)
         assert (refused.status_code, "has all its tickets" in refused.json()["error"]) == (409, True)
-        failure = make_failure(made_up, "why", final=True)
+        failure = make_failure(made_up, "why")
         assert cluster.client.post(METASERVER_PATH + "/failure", json=failure).status_code == 404
         cluster.prefill.holds = False
         assert answer.result().status_code == 200

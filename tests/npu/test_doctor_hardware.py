@@ -19,7 +19,7 @@ import pytest
 import cann_on_host
 from harness.pool import long
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.communicator import communicator_bytes
+from vllm_ascend_pd.core.ascend import communicator_bytes
 from vllm_ascend_pd.tools.doctor import hardware, loopback
 from vllm_ascend_pd.tools.doctor.report import DoctorReport, Finding, Level
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import cann_on_host
 from harness.pool import long
 from harness.rank_processes import run_ranks, try_ranks
-from vllm_ascend_pd.core.communicator import communicator_bytes, hccl_config
+from vllm_ascend_pd.core.ascend import communicator_bytes, hccl_config
 from vllm_ascend_pd.core.topology import regroup_groups, sharding
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine

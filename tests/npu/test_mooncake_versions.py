@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake's wheels for NPUs under this package's engine: which of them can write to each other, and what they refuse.
 
-Every claim of `core/transports.py` is compared with what the wheels do, on the emulated CANN libraries.
+Every claim of `core/compatibility.py` is compared with what the wheels do, on the emulated CANN libraries.
 """
 
 import itertools
@@ -19,7 +19,8 @@ from answering import Answering
 from harness.kv import Model, Side
 from harness.pool import long
 from harness.ranks import Pair, expect_delivery, prompts, run
-from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
+from vllm_ascend_pd.core.compatibility import cannot_write
+from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]

@@ -14,8 +14,7 @@ from harness.schedulers import decode_scheduler
 from harness.scheduling import make_request
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.caches import TokenGroup
-from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo
+from vllm_ascend_pd.core.protocol import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend
 from vllm_ascend_pd.transport.batches import SettingError, TransferLimits
 from vllm_ascend_pd.transport.engine import export_settings, limits_over_ascend

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.core.transports import TransportInfo
+from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.tools.doctor import versions
 from vllm_ascend_pd.tools.doctor.report import Level
 from vllm_ascend_pd.tools.doctor.versions import CPU, NPU, Stack, judge, release

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Route, make_route
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RunningTime
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.core.ticket import Ticket

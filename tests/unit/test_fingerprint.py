@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ascend_pd.core.fingerprint import of_file, of_tensors
-from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights, WeightUpdates, are_alike
+from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights, WeightUpdates, are_alike, of_file, of_tensors
 
 Tensors = dict[str, torch.Tensor]
 

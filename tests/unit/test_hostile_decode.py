@@ -22,13 +22,13 @@ from vllm_ascend_pd.core.protocol import (
     ProtocolError,
     RankDescription,
     Revoke,
+    TransportInfo,
     WriteReport,
     WriterId,
     decode,
     encode,
 )
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 
 replace = msgspec.structs.replace

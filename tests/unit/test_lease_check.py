@@ -7,10 +7,10 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Message, RankDescription
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer, Withdrawals
 

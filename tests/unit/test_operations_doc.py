@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
+from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
 from vllm_ascend_pd.proxy.routing.answers import FailureKind
 
 REPOSITORY = Path(__file__).parents[2]

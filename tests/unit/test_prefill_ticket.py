@@ -3,10 +3,10 @@
 
 import pytest
 
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Problem, RankDescription
+from vllm_ascend_pd.core.reasons import PushFailure
 
 LEFT, RIGHT = (0, 0), (0, 1)
 GRANT_DEADLINE = 20.0

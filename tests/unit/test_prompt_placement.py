@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
-from vllm_ascend_pd.core.placement import Decision, Reason
+from vllm_ascend_pd.core.reasons import Decision, Reason
 from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.ticket import prefill_wait_s
 from vllm_ascend_pd.decode.who_computes import PromptPlacement

@@ -14,8 +14,8 @@ from ticket_model import TicketModel
 from ticket_ranks import Bounds
 
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
+from vllm_ascend_pd.core.reasons import PushFailure
 
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
 TWO_WRITERS = Bounds(writers=2, readers=1, tickets=1, faults=1)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from harness.scheduling import make_ticket
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, Message, RankDescription
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import WrongThreadError, hand_over
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 

@@ -17,7 +17,7 @@ from harness.scheduling import Scheduled, make_output, make_request
 from vllm_ascend_pd.connector import spans as spans_module
 from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans, TransferSpan
 from vllm_ascend_pd.core.caches import TokenGroup
-from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
+from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
@@ -160,7 +160,7 @@ def test_a_receive_lasts_until_the_request_can_run(decode: DecodeScheduler, span
 
 def test_a_receive_that_fails(decode: DecodeScheduler, spans: InMemorySpanExporter) -> None:
     ticket_id = issued(decode, request({"do_remote_prefill": True, "metaserver": NOWHERE}))
-    decode.update(WorkerReport(failed={ticket_id: "prefill rank 0: " + MAX_REASON_CHARS * "x"}), {"r"})
+    decode.update(WorkerReport(failed={ticket_id: "prefill rank 0: " + MAX_FAILURE_CHARS * "x"}), {"r"})
     span = the(spans, "kv_receive")
     assert span.attributes["error.type"] == "transfer"
     assert span.status.description.startswith("prefill rank 0: xxx")

@@ -4,9 +4,17 @@
 import msgspec
 import pytest
 
+from vllm_ascend_pd.core.compatibility import cannot_write
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription, decode, encode
-from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo, cannot_write
+from vllm_ascend_pd.core.protocol import (
+    Connects,
+    EngineDescription,
+    EngineKind,
+    RankDescription,
+    TransportInfo,
+    decode,
+    encode,
+)
 from vllm_ascend_pd.transport.ascend import Offers, connects, kind
 from vllm_ascend_pd.transport.batches import SettingError, TransferLimits
 from vllm_ascend_pd.transport.engine import export_settings

@@ -35,9 +35,9 @@ from ticket_world import (
 )
 
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused
+from vllm_ascend_pd.core.reasons import PushFailure
 
 
 class TicketModel(Ranks):

@@ -31,7 +31,6 @@ from ticket_world import (
 from tickets import DIGEST, P_TP, TICKET_ID
 
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import (
@@ -42,6 +41,7 @@ from vllm_ascend_pd.core.protocol import (
     WriteReport,
     WriterId,
 )
+from vllm_ascend_pd.core.reasons import PushFailure
 
 Moves = Iterator[tuple[str, World]]
 

@@ -16,8 +16,8 @@ import msgspec
 
 from vllm_ascend_pd.connector.model import computes_prompts, unsupported
 from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.ascend import Region
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
-from vllm_ascend_pd.core.regions import Region
 from vllm_ascend_pd.transport.engine import ExistingEngine
 
 if TYPE_CHECKING:

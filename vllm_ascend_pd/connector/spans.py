@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from vllm.tracing import extract_trace_context
 
-from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver, ReceiveEnding
+from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.ticket import Ticket
 

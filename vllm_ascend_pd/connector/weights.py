@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from vllm_ascend_pd.core.fingerprint import of_file, of_tensors
-from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights
+from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights, of_file, of_tensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

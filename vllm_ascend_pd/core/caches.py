@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from vllm_ascend_pd.core.ascend import Region, aligned, merge
 from vllm_ascend_pd.core.layout import (
     ALL_TOKENS,
     CacheTensor,
@@ -22,7 +23,6 @@ from vllm_ascend_pd.core.layout import (
     block_geometry,
     state_geometries,
 )
-from vllm_ascend_pd.core.regions import Region, aligned, merge
 
 # Cache groups: which of a request's blocks hold which of its tokens.
 
@@ -111,7 +111,7 @@ def left_to_decode(groups: Iterable[CacheGroup]) -> int:
 
 
 # Two regions of a storage with at most so many bytes between them are registered as one, as in vllm-ascend: the number
-# of regions is limited (`core/regions.py`).
+# of regions is limited (`core/ascend.py`).
 _SMALL_GAP = 4096
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]

@@ -3,18 +3,18 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import HostList, host_of, normal_host
-from vllm_ascend_pd.core.layout import Geometry, LayoutError, RankCaches
+from vllm_ascend_pd.core.layout import Geometry, LayoutError, RankCaches, TokenShare
 from vllm_ascend_pd.core.plan import make_route
-from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
+from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription, TransportInfo
 from vllm_ascend_pd.core.text import is_name, one_line
 from vllm_ascend_pd.core.ticket import MAX_TP
 from vllm_ascend_pd.core.topology import RankInfo, Sharding, TopologyError
-from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
 
 
 def mismatch(
@@ -27,8 +27,6 @@ def mismatch(
     """
     if model != decode.model:
         return f"prefill serves {model}, decode serves {decode.model}"
-    if (reason := _contradiction(decode)) is not None:
-        return reason
     our_draft, their_draft = caches.draft, decode.draft
     theirs: dict[tuple[str, int], dict[Geometry, None]] = {}  # by tensor, from all ranks that have it
     for described in decode.ranks:
@@ -52,6 +50,31 @@ def mismatch(
             ) is not None:
                 return f"{layer}: {reason}"
     return None
+
+
+# Facts about Mooncake's engines:
+#
+# - Mooncake, multi_transport.cpp (`selectTransport`): a writer needs the transport that the peer's segment names, so
+#   both sides use one protocol. transfer_metadata.cpp and common.h: 0.3.11 and 0.3.13 read each other's segments, and
+#   the newer one writes over TCP as the older one reads.
+# - CANN's HIXL, src/hixl/engine/engine_factory.cc: an engine is one of several kinds. Each kind has messages of its
+#   own, so engines of different kinds do not connect.
+# - HIXL, hixl_engine.cc and adxl_inner_engine.cc: AutoConnect only decides when the writer connects. The peer accepts
+#   either.
+
+
+def cannot_write(prefill: TransportInfo, decode: TransportInfo) -> str | None:
+    """Returns why prefill's engine cannot write to decode's, with both named. None if it can, or if it is not known."""
+    both = f"prefill transfers by {prefill}, decode by {decode}"
+    if _differ(prefill.protocol, decode.protocol):
+        return f"{both}: set transfer_protocol to the same on both sides"
+    if _differ(prefill.kind, decode.kind):
+        return f"{both}: engines of different kinds do not connect; install the same Mooncake and CANN on both sides"
+    return None
+
+
+def _differ(one: str, other: str) -> bool:
+    return bool(one and other and one != other)
 
 
 # A message names so many settings that differ.
@@ -91,24 +114,6 @@ def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, deco
     return None
 
 
-def _contradiction(decode: EngineDescription) -> str | None:
-    """Returns where an engine's description contradicts those of its ranks; None if it does not."""
-    ranks = {(rank.pp_rank, rank.tp_rank) for rank in decode.ranks}
-    complete = len(decode.ranks) == decode.pp * decode.tp
-    if not complete or ranks != {(pp, t) for pp in range(decode.pp) for t in range(decode.tp)}:
-        return f"decode describes ranks {sorted(ranks)}, but has tp {decode.tp}, pp {decode.pp}"
-    if decode.tp % decode.dcp:
-        return f"decode has tp {decode.tp} and dcp {decode.dcp}, which does not divide it"
-    for rank in decode.ranks:
-        for geometry in rank.caches.geometries:
-            if geometry.share != decode.sharding.share(rank.tp_rank):
-                return (
-                    f"decode's tensor-parallel rank {rank.tp_rank} describes {geometry.share} of the tokens, but "
-                    f"decode has dcp {decode.dcp}, interleaved by {decode.interleave}"
-                )
-    return None
-
-
 # Checks a decode engine's description before anything of it is used (R6).
 
 MAX_PP = 1024
@@ -126,11 +131,14 @@ def unsound(description: EngineDescription, hosts: HostList) -> str | None:
     in_range = all(0 <= pp_rank < pp and 0 <= tp_rank < tp for pp_rank, tp_rank in ranks)
     if not in_range or not len(ranks) == len(description.ranks) == tp * pp:
         return f"decode's description has tp {tp}, pp {pp}, but not each of these ranks once"
+    if tp % description.dcp:
+        return f"decode has tp {tp} and dcp {description.dcp}, which does not divide it"
     if not all(map(is_name, _names(description))):
         named = "an engine, a model, a setting, a transport or a layer"
         return f"decode's description has a name of {named} that is too long or unprintable"
     for rank in description.ranks:
-        if (reason := _misplaced(rank, hosts) or _impossible(rank.caches, tp)) is not None:
+        share = description.sharding.share(rank.tp_rank)
+        if (reason := _misplaced(rank, hosts) or _impossible(rank.caches, tp, share)) is not None:
             return f"decode's rank {(rank.pp_rank, rank.tp_rank)}: {reason}"
     return None
 
@@ -158,9 +166,11 @@ def _misplaced(rank: RankDescription, hosts: HostList) -> str | None:
     return hosts.refusal(control)
 
 
-def _impossible(caches: RankCaches, tp: int) -> str | None:
-    """Returns what cannot be true of a rank's caches; None if everything can."""
+def _impossible(caches: RankCaches, tp: int, share: TokenShare) -> str | None:
+    """Returns what cannot be true of a rank's caches; None if everything can. `share`: as the engine describes it."""
     for geometry in caches.geometries:
+        if geometry.share != share:
+            return f"it describes {geometry.share} of the tokens, its engine {share}"
         if geometry.block_bytes > geometry.block_stride:
             return f"blocks of {geometry.block_bytes} bytes, {geometry.block_stride} apart"
         if geometry.heads != max(1, geometry.total_heads // tp):
@@ -175,23 +185,21 @@ def _impossible(caches: RankCaches, tp: int) -> str | None:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class FitCheck:
-    """Checks decode engines for one prefill rank. Immutable."""
+    """Checks decode engines for one prefill rank."""
 
-    def __init__(
-        self, rank_info: RankInfo, config: ConnectorConfig, caches: RankCaches, transport: TransportInfo
-    ) -> None:
-        self._rank_info = rank_info
-        self._config = config
-        self._caches = caches
-        self._transport = transport
+    rank_info: RankInfo
+    config: ConnectorConfig
+    caches: RankCaches
+    transport: TransportInfo
 
     def misfit(self, description: EngineDescription) -> str | None:
         """Returns why this rank cannot send to the decode engine that described itself, None if it can.
 
         Warns of differences that are allowed but cost something.
         """
-        declared, rank_info = self._config.decode, self._rank_info
+        declared, rank_info = self.config.decode, self.rank_info
         if declared is not None and declared.tp_size not in (None, description.tp):
             return f"config says decode's tp_size is {declared.tp_size}, decode's is {description.tp}"
         if declared is not None and declared.pp_size not in (None, description.pp):
@@ -205,14 +213,14 @@ class FitCheck:
                 rank_info.draft or "no layers of its own",
             )
         whole = rank_info.pp == 1
-        reason = mismatch(self._caches, rank_info.model, rank_info.rank, rank_info.sharding, whole, description)
+        reason = mismatch(self.caches, rank_info.model, rank_info.rank, rank_info.sharding, whole, description)
         if reason is not None:
             return reason
         for rank in description.ranks:
-            if (reason := cannot_write(self._transport, rank.transport)) is not None:
+            if (reason := cannot_write(self.transport, rank.transport)) is not None:
                 return reason
         different = different_settings(rank_info.settings, description.settings)
-        if different is not None and self._config.allow_other_model:
+        if different is not None and self.config.allow_other_model:
             logger.warning(
                 "decode engine %s: %s: allow_other_model is set, so answers may be wrong",
                 description.engine_id,

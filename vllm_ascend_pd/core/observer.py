@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
     from vllm_ascend_pd.core.plan import Offsets
     from vllm_ascend_pd.core.prefill_ticket import RankKey
     from vllm_ascend_pd.core.protocol import RankDescription, WriterId
+    from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
     from vllm_ascend_pd.core.ticket import Ticket
     from vllm_ascend_pd.device.base import Event
 

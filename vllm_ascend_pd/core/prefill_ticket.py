@@ -24,8 +24,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Message, RankDescription
+from vllm_ascend_pd.core.reasons import PushFailure
 
 # Seconds between two calls after which the process counts as stopped.
 _STOPPED_S = 1.0

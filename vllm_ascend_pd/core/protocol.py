@@ -14,6 +14,9 @@ Where a router asks prefill first, D's scheduler sends its ticket straight to th
     D -> P's listener                        AskTicket     -> TicketTaken | TicketRefused
     D -> P's listener                        ReleasePrompt -> Acknowledged
 
+Besides tickets, decode posts to the metaserver over HTTP, in JSON: `TransferFailure`, and `WaitingQuestion`, which is
+answered by `WaitingAnswer`. Metaservers other than our proxy need not know them.
+
 A frame is `[version, seq, body]` in msgpack. A reply has the `seq` of its request. A message without a request has 0.
 A peer answers `Problem` to a message that it cannot read.
 
@@ -21,6 +24,7 @@ Reading checks every field. Names that are too long or unprintable are refused. 
 because they get into logs and into clients' errors.
 """
 
+import enum
 from typing import Annotated
 
 import msgspec
@@ -30,7 +34,6 @@ from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import is_name, one_line
 from vllm_ascend_pd.core.ticket import MAX_TRANSFER_ID_CHARS, Ticket
 from vllm_ascend_pd.core.topology import Sharding, sharding
-from vllm_ascend_pd.core.transports import TransportInfo
 
 PROTOCOL_VERSION = 2
 """The first element of every frame. Peers of different versions refuse each other's messages.
@@ -89,6 +92,44 @@ class WriterId(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         _check_name(self.engine_id)
+
+
+class EngineKind(enum.StrEnum):
+    """HIXL's engines. The values travel between prefill and decode."""
+
+    CLIENT_SERVER = "client/server"
+    COMM = "comm"
+    FABRIC_MEMORY = "fabric memory"
+    UNKNOWN = ""
+
+
+class Connects(enum.StrEnum):
+    """When an engine connects to a peer. The values travel between prefill and decode."""
+
+    AUTO = "AutoConnect"
+    BEFORE = "Connect"
+    UNKNOWN = ""
+
+
+class TransportInfo(msgspec.Struct, frozen=True):
+    """How one rank's engine moves bytes. A field is empty if the rank does not state it.
+
+    The fields are plain text, so that a later version may send values that this one does not know.
+    """
+
+    # `transfer_protocol`: tcp, rdma or ascend.
+    protocol: str = ""
+    # Mooncake's distribution and its version.
+    wheel: str = ""
+    # With `ascend`, an `EngineKind`.
+    kind: str = ""
+    # With `ascend`, a `Connects`.
+    connects: str = ""
+
+    def __str__(self) -> str:
+        kind = f" with HIXL's {self.kind} engine" if self.kind else ""
+        details = ", ".join(filter(None, (self.wheel, self.connects)))
+        return f"{self.protocol or 'an unknown protocol'}{kind}" + (f" ({details})" if details else "")
 
 
 class RankDescription(msgspec.Struct, frozen=True):
@@ -345,3 +386,47 @@ def decode(frame: bytes) -> tuple[int, Message]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # msgspec may quote what it could not read.
         raise ProtocolError(one_line(f"malformed message: {error}", _MAX_COMPLAINT_CHARS)) from None
+
+
+# Messages from decode to the metaserver besides tickets.
+
+FAILURE_SUFFIX = "/failure"
+"""Appended to the URL for tickets: takes a `TransferFailure`."""
+
+WAITING_SUFFIX = "/waiting"
+"""Appended to the URL for tickets: takes a `WaitingQuestion`."""
+
+MAX_ASKED = 1024
+"""Most tickets in one `WaitingQuestion`."""
+
+RECOMPUTES_HEADER = "X-KV-Recomputes"
+"""Header of a ticket. `1`: decode computes a prompt itself if its KV does not arrive (`kv_load_failure_policy`)."""
+
+MAX_FAILURE_CHARS = 500
+
+
+class TransferFailure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A ticket's transfer failed, or a request gets no ticket and ends."""
+
+    request_id: str
+    # "": the request gets no ticket, or no further one.
+    ticket_id: str
+    # Why it failed, of `MAX_FAILURE_CHARS` at most.
+    reason: str
+    # Whether other decode engines would refuse the request, too.
+    is_unfit: bool = False
+
+
+TicketIds = Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MAX_ASKED)]
+
+
+class WaitingQuestion(msgspec.Struct, frozen=True):
+    """Asks which of these tickets still wait for a prefill engine, or are served by a healthy one."""
+
+    ticket_ids: TicketIds
+
+
+class WaitingAnswer(msgspec.Struct, frozen=True):
+    """Answers a `WaitingQuestion` with those tickets."""
+
+    waiting: TicketIds

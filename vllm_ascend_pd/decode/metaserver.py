@@ -2,7 +2,7 @@
 """Posts tickets from the decode engine's scheduler to the metaserver, without ever blocking the scheduler.
 
 One task per ticket runs on the thread `metaserver-client`. Beside the tickets it reports failed transfers, and asks
-which tickets still wait for prefill: their deadlines are extended (`core/metaserver.py`).
+which tickets still wait for prefill: their deadlines are extended (`core/protocol.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ import anyio
 import httpx
 import msgspec
 
-from vllm_ascend_pd.core import metaserver
-from vllm_ascend_pd.core.metaserver import MAX_ASKED, TransferFailure, WaitingAnswer, WaitingQuestion
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.protocol import (
+    FAILURE_SUFFIX,
+    MAX_ASKED,
+    RECOMPUTES_HEADER,
+    WAITING_SUFFIX,
+    TransferFailure,
+    WaitingAnswer,
+    WaitingQuestion,
+)
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
@@ -122,7 +129,7 @@ class MetaserverClient:
         timeout = httpx.Timeout(settings.connect_timeout_s, read=settings.longest_s, write=_WRITE_TIMEOUT_S)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if settings.recomputes:
-            headers[metaserver.RECOMPUTES_HEADER] = "1"
+            headers[RECOMPUTES_HEADER] = "1"
         try:
             if settings.token_file is not None:
                 headers["Authorization"] = f"Bearer {read_text_secret(settings.token_file)}"
@@ -259,7 +266,7 @@ class MetaserverClient:
         try:
             with anyio.fail_after(_SIDE_TIMEOUT_S):
                 async with self._reporting:
-                    status, _ = await self._send(url, metaserver.FAILURE_SUFFIX, content, repeats=1)
+                    status, _ = await self._send(url, FAILURE_SUFFIX, content, repeats=1)
             problem = f"it answered {status}" if status >= 500 else None
         except HTTP_FAILURES as error:
             problem = describe(error)
@@ -296,7 +303,7 @@ class MetaserverClient:
             question = WaitingQuestion(list(named)[first : first + MAX_ASKED])
             content, until = msgspec.json.encode(question), time.monotonic() + self._settings.deadline_s
             with anyio.fail_after(_SIDE_TIMEOUT_S):
-                status, body = await self._send(url, metaserver.WAITING_SUFFIX, content, repeats=1)
+                status, body = await self._send(url, WAITING_SUFFIX, content, repeats=1)
             if status != 200:  # not every metaserver has this endpoint
                 return
             waiting = set(msgspec.json.decode(body, type=WaitingAnswer).waiting)

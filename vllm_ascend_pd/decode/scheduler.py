@@ -11,11 +11,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ascend_pd.core.failure import ReceiveFailure
-from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
-from vllm_ascend_pd.core.placement import Reason
-from vllm_ascend_pd.core.protocol import RankDescription
+from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, RankDescription, TransferFailure
+from vllm_ascend_pd.core.reasons import Reason, ReceiveFailure
 from vllm_ascend_pd.core.step import DecodeStep, EngineBlocks, EngineRequests, ScheduledRequest, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import (
@@ -373,9 +371,7 @@ class DecodeScheduler:
         self._to_end.append(request.request_id)
         params = request.kv_transfer_params
         if wants_ticket(params):
-            failure = TransferFailure(
-                self._requests.external_id(request), "", 0, reason[:MAX_REASON_CHARS], final=True, is_unfit=is_unfit
-            )
+            failure = TransferFailure(self._requests.external_id(request), "", reason[:MAX_FAILURE_CHARS], is_unfit)
             with suppress(RouteError):  # nobody that this engine may talk to
                 self._routes.of(params).report(failure)
 
@@ -404,8 +400,8 @@ class DecodeScheduler:
         """Passes on what a rank noticed. The proxy makes a new request, or tells the client why there is no answer."""
         if transfer.route is None or transfer.failure is not None:
             return
-        ticket, reason = transfer.ticket, reason[:MAX_REASON_CHARS]
-        transfer.route.report(TransferFailure(ticket.request_id, ticket.ticket_id, 0, reason, final=True))
+        ticket, reason = transfer.ticket, reason[:MAX_FAILURE_CHARS]
+        transfer.route.report(TransferFailure(ticket.request_id, ticket.ticket_id, reason))
 
     def _fail(self, transfer: _IncomingTransfer, reason: str, cause: ReceiveFailure) -> None:
         """Gives the transfer up, unless it has ended or failed already: the next step cancels it on all ranks."""

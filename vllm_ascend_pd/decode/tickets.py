@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import msgspec
 
 from vllm_ascend_pd.core.caches import CacheGroup, left_to_decode
-from vllm_ascend_pd.core.metaserver import TransferFailure
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
+from vllm_ascend_pd.core.protocol import TransferFailure
 from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest
 from vllm_ascend_pd.core.ticket import Secret, Ticket, names_prefill, signed
 from vllm_ascend_pd.decode.bootstrap import PromptNameError, RoutedPrompt

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
-from vllm_ascend_pd.core.placement import Decision, Reason
+from vllm_ascend_pd.core.reasons import Decision, Reason
 from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, EngineSteps, ScheduledRequest
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, WHO_COMPUTES, prefill_wait_s

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from vllm_ascend_pd.core.communicator import hccl_config
+from vllm_ascend_pd.core.ascend import hccl_config
 from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group, aligned_buffer
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
 from vllm_ascend_pd.core.observer import (
     DecodeSchedulerObserver,
     PrefillObserver,
@@ -30,8 +29,8 @@ from vllm_ascend_pd.core.observer import (
     PrefillStatus,
     ReceiveEnding,
 )
-from vllm_ascend_pd.core.placement import BY_DECODE_FOR, BY_PREFILL_FOR
-from vllm_ascend_pd.core.transports import TransportInfo
+from vllm_ascend_pd.core.protocol import TransportInfo
+from vllm_ascend_pd.core.reasons import BY_DECODE_FOR, BY_PREFILL_FOR, PushFailure, ReceiveFailure
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.core.plan import Offsets

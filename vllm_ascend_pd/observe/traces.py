@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import (
     DecodeObserver,
     DecodeSchedulerObserver,
@@ -17,6 +16,7 @@ from vllm_ascend_pd.core.observer import (
 from vllm_ascend_pd.core.plan import Offsets
 from vllm_ascend_pd.core.prefill_ticket import RankKey
 from vllm_ascend_pd.core.protocol import WriterId
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo

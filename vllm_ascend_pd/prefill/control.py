@@ -16,11 +16,11 @@ from functools import partial
 
 from vllm_ascend_pd.core.compatibility import FitCheck, unsound
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.hosts import HostList, decode_hosts
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem, Revoke
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo

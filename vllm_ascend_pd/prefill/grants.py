@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey, RunningTime
 from vllm_ascend_pd.core.protocol import (
@@ -22,6 +21,7 @@ from vllm_ascend_pd.core.protocol import (
     WriteReport,
     WriterId,
 )
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillStatus
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.weights import LoadedWeights

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import DeviceError

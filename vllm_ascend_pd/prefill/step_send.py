@@ -16,7 +16,6 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, TokenShare
 from vllm_ascend_pd.core.plan import (
     NULL_BLOCK,
@@ -28,6 +27,7 @@ from vllm_ascend_pd.core.plan import (
     descriptors,
 )
 from vllm_ascend_pd.core.prefill_ticket import RankKey
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import Sharding

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_ascend_pd.core import threads
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RankKey, TicketView
 from vllm_ascend_pd.core.protocol import WriteReport, WriterId
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.weights import NOTHING_KNOWN, Weights

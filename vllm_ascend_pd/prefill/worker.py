@@ -9,9 +9,9 @@ from typing import NamedTuple
 from vllm_ascend_pd.core.caches import LayerTensors, RegisteredCaches
 from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus, StepPart
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport, rank_address
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket

@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo
+from vllm_ascend_pd.core.protocol import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import mooncake_library
 
 HCCN_CONF = Path("/etc/hccn.conf")

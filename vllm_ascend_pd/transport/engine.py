@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from vllm_ascend_pd.core.ascend import Region, covered, merge, refusal
 from vllm_ascend_pd.core.hosts import authority, ip_version
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.core.regions import Region, covered, merge, refusal
-from vllm_ascend_pd.core.transports import TransportInfo
+from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.ascend import describe_transport
 from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Slots

@@ -20,16 +20,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from vllm_ascend_pd.core.metaserver import (
+from vllm_ascend_pd.core.protocol import (
     FAILURE_SUFFIX,
-    MAX_REASON_CHARS,
+    MAX_FAILURE_CHARS,
+    METASERVER_PATH,
     RECOMPUTES_HEADER,
     WAITING_SUFFIX,
     TransferFailure,
     WaitingAnswer,
     WaitingQuestion,
 )
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.bearer import Action, BearerToken
@@ -171,7 +171,7 @@ class Metaserver:
         """
         report = await self._read(request, _MAX_FAILURE_BYTES, _read_failure, "failure")
         attempt, prompt, _ = self._find(report.request_id)
-        reason = one_line(report.reason, MAX_REASON_CHARS)
+        reason = one_line(report.reason, MAX_FAILURE_CHARS)
         if report.ticket_id:
             progress = attempt.tickets.get((prompt, report.ticket_id))
             if progress is None:

@@ -15,7 +15,7 @@ import anyio.lowlevel
 import msgspec
 from starlette.responses import Response
 
-from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
+from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.text import UNREADABLE, is_name, one_line
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest, prefill_body, tokens_body
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
@@ -256,7 +256,7 @@ def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failu
         return failed(FailureKind.GARBAGE, f"the prefill engine's answer is no completion: {error}", url)
     transfer = answer.kv_transfer_params
     if transfer is not None and transfer.error is not None:
-        return failed(FailureKind.TRANSFER, one_line(transfer.error, MAX_REASON_CHARS), url)
+        return failed(FailureKind.TRANSFER, one_line(transfer.error, MAX_FAILURE_CHARS), url)
     if not answer.is_completion:
         return failed(FailureKind.GARBAGE, "the prefill engine's answer is no completion: it has no choices", url)
     if answer.is_aborted:

@@ -18,8 +18,8 @@ import msgspec
 
 from vllm_ascend_pd.connector import setup
 from vllm_ascend_pd.core.hosts import is_loopback
+from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.tools.doctor.process import Ran, child, run, say
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.transport import ascend, mooncake_library

@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from vllm_ascend_pd import __version__
-from vllm_ascend_pd.core.transports import EngineKind, TransportInfo
+from vllm_ascend_pd.core.protocol import EngineKind, TransportInfo
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.transport import ascend
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.communicator import communicator_bytes
+from vllm_ascend_pd.core.ascend import communicator_bytes
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import Geometry, RankCaches
 from vllm_ascend_pd.core.plan import Route, Target, Units, descriptors, make_route, slot_bytes

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from vllm_ascend_pd.core.communicator import BUFFER_MB
+from vllm_ascend_pd.core.ascend import BUFFER_MB
 from vllm_ascend_pd.tools.plan.figures import (
     EngineFigures,
     ModelFigures,
