@@ -167,6 +167,9 @@ class EngineScheduler:
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             request.structured_output_request = SimpleNamespace(grammar=None)
         self.vllm.add_request(request)
+        blocks = self.connector._role._blocks
+        while not blocks.is_ready(request):  # another thread reads its adapter
+            blocks.take_adapters()
         return request
 
     def ready(self, request: Request) -> None:

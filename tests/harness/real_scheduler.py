@@ -127,6 +127,9 @@ class RealScheduler:
             cache_salt=salt,
         )
         self.scheduler.add_request(request)
+        blocks = self.scheduler.connector._role._blocks
+        while not blocks.is_ready(request):  # another thread reads its adapter
+            blocks.take_adapters()
         return request
 
     def schedule(self) -> SchedulerOutput:

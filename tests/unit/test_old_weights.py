@@ -4,6 +4,7 @@
 With vLLM's own scheduler and block pool.
 """
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from harness.engines import Role
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, TOKEN, RealScheduler
 from vllm_ascend_pd.connector import weights
-from vllm_ascend_pd.connector.vllm_view import salt_of_client
+from vllm_ascend_pd.connector.vllm_view import VllmBlocks, salt_of_client
 from vllm_ascend_pd.core.step import WorkerReport
 
 PROMPT = 100
@@ -153,6 +154,26 @@ def test_other_requests_keep_what_is_cached(engine: RealScheduler, adapter: Adap
     assert [run(engine, name, lora=lora) for name, lora in (("a", None), ("b", other), ("c", first))] == [0, 0, 0]
     assert run(engine, "d", lora=adapter.load("another")) == 0
     assert [run(engine, name, lora=lora) for name, lora in (("e", None), ("f", other))] == [HIT, HIT]
+
+
+def test_a_request_waits_for_its_adapter_to_be_read_and_no_step_does(
+    engine: RealScheduler, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(engine, "a", lora=adapter.load("one"))
+    may_read, lora = threading.Event(), adapter.load("another")
+    read = weights._read_adapter
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "_read_adapter", lambda each: may_read.wait(30) and read(each))
+        patch.setattr(VllmBlocks, "is_ready", lambda *_: True)  # for `add`, which would wait
+        engine.add("b", range(PROMPT), lora=lora)
+        engine.add("c", range(PROMPT))
+    step = engine.schedule()
+    assert set(step.num_scheduled_tokens) == {"c"}
+    engine.end(step)
+    may_read.set()
+    while engine.scheduler.requests:
+        engine.step()
+    assert run(engine, "d", lora=lora) == HIT, "the request's KV is found under its adapter's content"
 
 
 def test_an_adapter_that_cannot_be_read_goes_by_its_load(engine: RealScheduler, adapter: Adapter) -> None:

@@ -104,7 +104,7 @@ class ConnectorRole:
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
         """Returns how many of the request's tokens a transfer will deliver. Called right before allocation.
 
-        None: the request must not be scheduled.
+        None: the request must not be scheduled in this step.
         """
         return 0
 
@@ -186,12 +186,15 @@ class DecodeSchedulerRole(ConnectorRole):
         self.scheduler.arrived(request)
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
+        if not self._blocks.is_ready(request):
+            return None
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_step(self, output: "SchedulerOutput") -> DecodeStep:
+        self._blocks.take_adapters()
         return self.scheduler.build_step(output.num_scheduled_tokens)
 
     def update(self, report: WorkerReport | None, sent: set[str], received: set[str]) -> None:
@@ -297,7 +300,9 @@ class PrefillSchedulerRole(ConnectorRole):
         self._blocks.arrived(request)
         self.scheduler.arrived(request)
 
-    def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
+    def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
+        if not self._blocks.is_ready(request):
+            return None
         self.scheduler.prepare(request)
         return 0
 
@@ -305,6 +310,7 @@ class PrefillSchedulerRole(ConnectorRole):
         self.scheduler.allocated(request, blocks)
 
     def build_step(self, output: "SchedulerOutput") -> PrefillStep:
+        self._blocks.take_adapters()
         return self.scheduler.build_step(output)
 
     def update(self, report: WorkerReport | None, sent: set[str], received: set[str]) -> None:

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashListWithBlockSize
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.connector.weights import adapter_digest, content_beyond_name
+from vllm_ascend_pd.connector.weights import Adapters, adapter_digest
 from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.prompt_digest import (
     NamesPrompt,
@@ -79,6 +79,9 @@ def prefill_ranks_hold_copies() -> bool:
 
 logger = logging.getLogger(__name__)
 
+_ADAPTER = "digest_of_adapter"
+"""Attribute of a request: the digest of its LoRA adapter, once that has been read."""
+
 _EMBEDDING_COLUMNS = 64
 """How many elements of each token's embedding the digest covers, evenly spread. 128 Ki tokens take 20 ms."""
 
@@ -107,7 +110,7 @@ class Prompts:
             media_hashing=digest_of_names(ticket_id, [self._media_hashing]) if compared else "",
             num_media=len(request.mm_features),
             embeddings="" if embeddings is None else _digest_of_embeddings(ticket_id, embeddings[:num_tokens]),
-            adapter=adapter_digest(request.lora_request),
+            adapter=_digest_of_adapter(request),
             salt=digest_of_names(ticket_id, [salt]) if salt else "",
         )
 
@@ -138,6 +141,12 @@ def text_alone(request: "Request") -> list[int] | None:
         return None
     token_ids: list[int] = request.all_token_ids[:] if request.num_output_tokens else request.prompt_token_ids
     return token_ids
+
+
+def _digest_of_adapter(request: "Request") -> str:
+    """Returns what was read for the request. One that did not arrive at `VllmBlocks` is read here."""
+    digest: str | None = getattr(request, _ADAPTER, None)
+    return adapter_digest(request.lora_request) if digest is None else digest
 
 
 def _digest_of_embeddings(ticket_id: str, embeddings: torch.Tensor) -> str:
@@ -174,6 +183,9 @@ class VllmBlocks:
         self._updates: dict[str, int] = {}
         # Requests that have had blocks, for as long as vLLM keeps them.
         self._with_blocks: WeakSet[Any] = WeakSet()
+        self._adapters = Adapters()
+        # Requests whose adapters have not been read yet, by id.
+        self._unread: dict[str, Any] = {}
 
     def bind(self, pool: "BlockPool") -> None:
         """Takes vLLM's block pool, which exists only after the connector was built."""
@@ -183,14 +195,32 @@ class VllmBlocks:
     def weight_updates(self) -> dict[str, int]:
         return dict(self._updates)
 
-    @staticmethod
-    def arrived(request: Any) -> None:
-        """Takes a new request, before it is looked up in the prefix cache. Tells apart adapters of one name."""
-        if not (content := content_beyond_name(request.lora_request)):
-            return
-        _replace_salt(request, hashlib.blake2b(f"{request.cache_salt} {content}".encode(), key=_SALT_KEY).hexdigest())
-        request.block_hashes.clear()
-        request.update_block_hashes()
+    def arrived(self, request: Any) -> None:
+        """Takes a new request, before it is looked up in the prefix cache."""
+        if request.lora_request is not None:
+            self._adapters.read(request.lora_request)
+            self._unread[request.request_id] = request
+            self.take_adapters()
+
+    def take_adapters(self) -> None:
+        """Takes what has been read of adapters. Requests with other content of one name find no KV of each other."""
+        for request in list(self._unread.values()):
+            content = self._adapters.content(request.lora_request)
+            if content is None and not request.is_finished():
+                continue
+            del self._unread[request.request_id]
+            if content is None:
+                continue
+            setattr(request, _ADAPTER, content.digest)
+            if content.beyond_name:
+                salted = f"{request.cache_salt} {content.beyond_name}".encode()
+                _replace_salt(request, hashlib.blake2b(salted, key=_SALT_KEY).hexdigest())
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    def is_ready(self, request: Any) -> bool:
+        """Whether the request's adapter has been read, if it has one. If not, it must not be scheduled."""
+        return request.request_id not in self._unread
 
     def allocated(self, request: Any) -> None:
         self._with_blocks.add(request)

@@ -10,7 +10,9 @@ import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -170,13 +172,66 @@ class _Recent(OrderedDict[_K, _V]):
         return self[key]
 
 
-# Caches, used by the scheduler's thread alone: digests of files; digests of loaded adapters; warnings that were logged.
+# Caches, used by the thread that reads adapters: digests of files; digests of loaded adapters; warnings that were
+# logged.
 _read: _Recent[tuple[str, _FileState, _FileState], str] = _Recent()
 _loaded: _Recent[tuple[str, int], str] = _Recent()
 _warned: _Recent[tuple[str, str], None] = _Recent()
 # Adapter's name -> the first content that it stood for. Entries are never dropped, and at most `_MAX_NAMES` made.
-# Used by the scheduler's thread alone.
+# Used by the thread that reads adapters.
 _first_contents: dict[str, str] = {}
+
+
+class AdapterContent(NamedTuple):
+    """What is known of an adapter's files."""
+
+    # `adapter_digest`.
+    digest: str
+    # `content_beyond_name`.
+    beyond_name: str
+
+
+@dataclass
+class _Known:
+    latest: AdapterContent | None = None
+    reading: "Future[AdapterContent] | None" = None
+
+
+class Adapters:
+    """Reads adapters' files on a thread of its own (`pd-adapters`): they may be far away.
+
+    The scheduler's thread calls all methods. None of them waits.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "pd-adapters")
+        self._known: _Recent[tuple[str, int, str], _Known] = _Recent()
+
+    def read(self, adapter: Adapter) -> None:
+        """Begins to read the adapter's files. Until that has ended, what was read before counts, if anything.
+
+        Nothing counts that was read before if workers read the files anew in every step (`load_inplace`).
+        """
+        known = self._of(adapter)
+        if known.reading is None:
+            known.reading = self._thread.submit(_read_adapter, adapter)
+        if getattr(adapter, "load_inplace", False):
+            known.latest = None
+
+    def content(self, adapter: Adapter) -> AdapterContent | None:
+        """Returns None if the adapter has not been read yet."""
+        known = self._of(adapter)
+        if known.reading is not None and known.reading.done():
+            known.latest, known.reading = known.reading.result(), None
+        return known.latest
+
+    def _of(self, adapter: Adapter) -> _Known:
+        return self._known.remember((adapter.lora_name, adapter.lora_int_id, adapter.lora_path), _Known)
+
+
+def _read_adapter(adapter: Adapter) -> AdapterContent:
+    digest = adapter_digest(adapter)
+    return AdapterContent(digest, content_beyond_name(adapter, digest))
 
 
 def adapter_digest(lora_request: Adapter | None) -> str:
@@ -217,15 +272,12 @@ def adapter_digest(lora_request: Adapter | None) -> str:
     return digest
 
 
-def content_beyond_name(lora_request: Adapter | None) -> str:
-    """Returns what tells an adapter apart from the first one of its name; "" for that first one and for no adapter.
+def content_beyond_name(lora_request: Adapter, content: str) -> str:
+    """Returns what tells an adapter apart from the first one of its name; "" for that first one. `content`: its digest.
 
     The prefix cache needs it: vLLM 0.23 knows an adapter there by its name alone, vLLM 0.32 by its name and path. So KV
     of replaced files would still be found.
     """
-    if lora_request is None:
-        return ""
-    content = adapter_digest(lora_request)
     if content.startswith(_UNREAD):  # each load has an id of its own
         content = f"{content} {lora_request.lora_int_id}"
     if lora_request.lora_name not in _first_contents and len(_first_contents) < _MAX_NAMES:
