@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
-from vllm_ascend_pd.connector import spans as spans_module
-from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans, TransferSpan
+from vllm_ascend_pd.connector import metrics as spans_module
+from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans, TransferSpan
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.step import WorkerReport

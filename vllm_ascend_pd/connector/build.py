@@ -24,6 +24,7 @@ from vllm_ascend_pd.connector.caches import (
     layer_specs,
     lost_blocks_say_all,
 )
+from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.model import (
     draft_summary,
     media_hashing,
@@ -50,7 +51,6 @@ from vllm_ascend_pd.connector.setup import (
     place_in_stage,
     sharding,
 )
-from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.vllm_view import (
     ASKS_SCHEDULER_FOR_STATS,
     HAS_TRANSFER_RESULTS,

@@ -5,14 +5,13 @@ import logging
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-NAME = "LayerwisePushConnector"
-"""The connector's name in `kv_transfer_config`."""
+from vllm_ascend_pd.connector import CONNECTOR
 
 
 def register() -> None:
     """Makes the connector known to vLLM. May be called again."""
-    if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, "vllm_ascend_pd.connector.connector", NAME)
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "vllm_ascend_pd.connector.connector", CONNECTOR)
     _log_as_vllm_does()
 
 

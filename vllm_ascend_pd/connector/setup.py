@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_ascend_pd.connector import CONNECTOR
 from vllm_ascend_pd.connector.model import computes_prompts, unsupported
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.ascend import Region
@@ -214,8 +215,6 @@ class SharedEngine(ExistingEngine):
 # decode computes the other 99 % itself, and prefill is not asked.
 
 logger = logging.getLogger(__name__)
-
-CONNECTOR = "LayerwisePushConnector"
 
 
 def is_being_built() -> bool:

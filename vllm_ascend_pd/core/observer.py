@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the data path tells about its work: one observer for each of its four parts.
 
-The methods of these classes do nothing. `observe/` and `connector/spans.py` have the listeners: metrics, Chrome traces
-and vLLM's spans. The data path knows none of them: it gets one observer, which `tell_all` makes.
+The methods of these classes do nothing. `observe/` and `connector/metrics.py` have the listeners: metrics, Chrome
+traces and vLLM's spans. The data path knows none of them: it gets one observer, which `tell_all` makes.
 
 Methods return at once, do not raise, and get times in seconds of the monotonic clock. The comment above a group of
 methods names the thread that calls them.
