@@ -31,8 +31,9 @@ class Ours:
 
     def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case) -> None:
         from harness.rank_programs import HOST, MODEL
-        from vllm_ascend_pd.core.caches import LayerSpec, describe
+        from vllm_ascend_pd.core.caches import describe
         from vllm_ascend_pd.core.config import parse_config
+        from vllm_ascend_pd.core.layout import LayerSpec
         from vllm_ascend_pd.core.topology import RankInfo, sharding
         from vllm_ascend_pd.observe.stats import PrefillStats
         from vllm_ascend_pd.prefill.worker import PrefillWorker

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_ascend_pd.core.caches import LayerSpec, describe
+from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.layout import LayerSpec
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Units, make_route
 from vllm_ascend_pd.core.prefill_ticket import RunningTime

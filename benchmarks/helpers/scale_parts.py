@@ -109,7 +109,8 @@ class Configs:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
         from harness.kv import layer_name
-        from vllm_ascend_pd.core.caches import LayerSpec, describe
+        from vllm_ascend_pd.core.caches import describe
+        from vllm_ascend_pd.core.layout import LayerSpec
 
         self._config = EngineArgs(model=model, enforce_eager=True, max_model_len=2 * TOKENS).create_engine_config()
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=1, dtype=torch.bfloat16)

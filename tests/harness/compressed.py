@@ -23,8 +23,8 @@ from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector.caches import cache_groups, caches_of_layers, layer_specs
 from vllm_ascend_pd.connector.vllm_view import Prompts, VllmRequests
-from vllm_ascend_pd.core.caches import LayerSpec, TokenGroup
-from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.caches import TokenGroup
+from vllm_ascend_pd.core.layout import LayerSpec, Order
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer

@@ -10,8 +10,7 @@ import torch
 
 from harness.kv import Model
 from harness.rank_programs import DecodeRank, PrefillRank
-from vllm_ascend_pd.core.caches import LayerSpec
-from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.layout import LayerSpec, Order
 from vllm_ascend_pd.device.base import aligned_buffer
 
 # By cache group and tokens of an entry: (block id, place in the block, the prompt's seed, entry of the prompt).

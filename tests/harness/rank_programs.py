@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, truth
-from vllm_ascend_pd.core.caches import LayerSpec, describe
+from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.layout import LayerSpec, Order
 from vllm_ascend_pd.core.observer import DecodeObserver, PrefillObserver, tell_all
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import RankInfo, sharding

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vllm_ascend_pd.core.caches import LayerSpec, describe
+from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.layout import LayerSpec
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES

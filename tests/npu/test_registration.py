@@ -45,7 +45,8 @@ def run(program: str, wheel: str, **env: str) -> str:
 def test_what_may_be_registered(wheel: str) -> None:
     program = """
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.core.caches import LayerSpec, describe
+from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.layout import LayerSpec
 many = 257
 storage = NpuDevice().allocate(many * 2 * MIB)
 tensors = storage.view(torch.bfloat16).view(many, 16, 16, 2, 2048)

@@ -19,7 +19,8 @@ from vllm_ascend_pd.connector.setup import SharedEngine
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.batches import TransferLimits
-from vllm_ascend_pd.core.caches import LayerSpec, describe
+from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.layout import LayerSpec
 MIB = 1 << 20
 torch.npu.set_device(int(sys.argv[1] == "peer"))  # there are no transfers inside an NPU
 device = NpuDevice()

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.compatibility import mismatch
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, Order, RankCaches, TokenShare, block_geometry
+from vllm_ascend_pd.core.layout import (
+    ALL_TOKENS,
+    CacheTensor,
+    Geometry,
+    LayerSpec,
+    LayoutError,
+    Order,
+    RankCaches,
+    TokenShare,
+    block_geometry,
+)
 from vllm_ascend_pd.core.plan import Units, descriptors, make_route
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import TicketError, parse_ticket
@@ -21,19 +31,9 @@ WIDTH = 3  # bytes of an entry
 
 
 def geometry(entries: int, ratio: int, padding: int = 0, share: TokenShare | None = None) -> Geometry:
-    return block_geometry(
-        (9, entries, 1, WIDTH),
-        (entries * WIDTH + padding, WIDTH, WIDTH, 1),
-        1,
-        group=0,
-        dtype="uint8",
-        block_size=entries * ratio,
-        heads=1,
-        total_heads=1,
-        heads_first=False,
-        tokens_per_entry=ratio,
-        **({"share": share} if share else {}),
-    )
+    spec = LayerSpec(0, entries * ratio, 1, 1, share=share or ALL_TOKENS, tokens_per_entry=ratio)
+    strides = (entries * WIDTH + padding, WIDTH, WIDTH, 1)
+    return block_geometry((9, entries, 1, WIDTH), strides, 1, "uint8", spec, heads_first=False)
 
 
 @given(
@@ -100,17 +100,9 @@ def test_an_entry_does_not_cross_blocks_or_shares() -> None:
         Geometry(0, Order.TOKEN_MAJOR, "uint8", 6, 64, 1, 1, 4, tokens_per_entry=4)
     with pytest.raises(LayoutError, match="context parallelism with caches that keep one entry for 4 tokens"):
         geometry(4, 4, share=TokenShare(2, 0, 16))
+    spec = LayerSpec(0, 16, 1, 1, tokens_per_entry=4)
     with pytest.raises(LayoutError, match="no dimensions of 1 heads and 4 entries of 4 tokens"):
-        block_geometry(
-            *((9, 16, 1, 3), (48, 3, 3, 1), 1),
-            group=0,
-            dtype="uint8",
-            block_size=16,
-            heads=1,
-            total_heads=1,
-            heads_first=False,
-            tokens_per_entry=4,
-        )
+        block_geometry((9, 16, 1, 3), (48, 3, 3, 1), 1, "uint8", spec, heads_first=False)
     with pytest.raises(LayoutError, match="decode's blocks are of 6 tokens, prefill has an entry for 4 tokens"):
         make_route(geometry(4, 4), 0, sharding(1), sharding(1), 6)
 

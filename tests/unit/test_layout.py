@@ -13,6 +13,7 @@ from vllm_ascend_pd.core.layout import (
     ALL_TOKENS,
     CacheTensor,
     Geometry,
+    LayerSpec,
     LayoutError,
     Order,
     RankCaches,
@@ -34,17 +35,9 @@ class Cache:
     total_heads: int = 8
 
     def geometry(self) -> Geometry:
-        return block_geometry(
-            self.tensor.shape,
-            self.tensor.stride(),
-            self.tensor.element_size(),
-            group=0,
-            dtype=str(self.tensor.dtype),
-            block_size=self.block_size,
-            heads=self.heads,
-            total_heads=self.total_heads,
-            heads_first=self.heads_first,
-        )
+        tensor, spec = self.tensor, LayerSpec(0, self.block_size, self.heads, self.total_heads)
+        sizes = (tensor.shape, tensor.stride(), tensor.element_size())
+        return block_geometry(*sizes, str(tensor.dtype), spec, heads_first=self.heads_first)
 
 
 def heads_within_tokens(num_blocks: int, heads: int, block_size: int, content: int) -> torch.Tensor:
@@ -167,17 +160,8 @@ def test_each_element_lies_where_the_geometry_says(
     )
     if heads_first != head_major:
         tensor = tensor.transpose(1, 2)
-    geometry = block_geometry(
-        tensor.shape,
-        tensor.stride(),
-        itemsize,
-        group=3,
-        dtype="x",
-        block_size=block_size,
-        heads=heads,
-        total_heads=heads,
-        heads_first=heads_first,
-    )
+    spec = LayerSpec(3, block_size, heads, heads)
+    geometry = block_geometry(tensor.shape, tensor.stride(), itemsize, "x", spec, heads_first=heads_first)
     assert (geometry.group, geometry.dtype) == (3, "x")
     assert geometry.block_bytes == block_size * heads * content * itemsize
     assert geometry.block_stride == stride * itemsize

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved, plan_for
 
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.caches import LayerSpec, describe
+from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.layout import LayerSpec
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches, stage_layers

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from vllm_ascend_pd.core.ascend import MAX_DEVICE_BYTES, MAX_REGIONS, aligned, covered, merge, refusal
-from vllm_ascend_pd.core.caches import LayerSpec, RegisteredCaches, describe
+from vllm_ascend_pd.core.caches import RegisteredCaches, describe
+from vllm_ascend_pd.core.layout import LayerSpec
 
 MIB = 1 << 20
 A2, A3, OTHER = "Ascend910B1", "Ascend910_9382", "Ascend950PR_9599"

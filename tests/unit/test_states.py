@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ascend_pd.core.caches import LayerSpec, RegisteredCaches, StateGroup, StateSpec, TokenGroup, describe
+from vllm_ascend_pd.core.caches import RegisteredCaches, StateGroup, StateSpec, TokenGroup, describe
 from vllm_ascend_pd.core.layout import (
     BlockKind,
+    LayerSpec,
     LayerState,
     LayoutError,
     Order,

@@ -13,13 +13,12 @@ import torch
 
 from vllm_ascend_pd.core.ascend import Region, aligned, merge
 from vllm_ascend_pd.core.layout import (
-    ALL_TOKENS,
     CacheTensor,
     Geometry,
+    LayerSpec,
     LayerState,
     LayoutError,
     RankCaches,
-    TokenShare,
     block_geometry,
     state_geometries,
 )
@@ -115,34 +114,6 @@ def left_to_decode(groups: Iterable[CacheGroup]) -> int:
 _SMALL_GAP = 4096
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What the tensors of a layer's cache hold."""
-
-    # vLLM's cache group.
-    group: int
-    # Tokens that a block stands for.
-    block_size: int
-    # KV heads on this rank.
-    heads: int
-    # KV heads of the whole model.
-    total_heads: int
-    # What is encoded in tensors of plain bytes (uint8). None if the bytes are numbers.
-    encoding: str | None = None
-    # As in `Geometry`.
-    share: TokenShare = ALL_TOKENS
-    # As in `Geometry`.
-    draft: str = ""
-    # As in `Geometry`.
-    tokens_per_entry: int = 1
-
-    def dtype_of(self, tensor: torch.Tensor) -> str:
-        """Returns the element type for both sides to compare. Two encodings of uint8 differ."""
-        if tensor.dtype is torch.uint8 and self.encoding is not None:
-            return self.encoding
-        return str(tensor.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -249,29 +220,20 @@ _Run: TypeAlias = tuple[torch.Tensor, int, Geometry]
 
 
 def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -> list[_Run]:
-    entries = spec.block_size // spec.tokens_per_entry
-    tensors = [_by_blocks(tensor, entries, heads_first) for tensor in cache]
-    return [
-        (
-            tensor,
-            0,
-            block_geometry(
-                tensor.shape,
-                tensor.stride(),
-                tensor.element_size(),
-                group=spec.group,
-                dtype=spec.dtype_of(tensor),
-                block_size=spec.block_size,
-                heads=spec.heads,
-                total_heads=spec.total_heads,
-                heads_first=heads_first,
-                share=spec.share,
-                draft=spec.draft,
-                tokens_per_entry=spec.tokens_per_entry,
-            ),
-        )
-        for tensor in tensors
-    ]
+    runs: list[_Run] = []
+    for whole in cache:
+        tensor = _by_blocks(whole, spec.block_size // spec.tokens_per_entry, heads_first)
+        shape, strides, dtype = tensor.shape, tensor.stride(), _dtype(tensor, spec.encoding)
+        geometry = block_geometry(shape, strides, tensor.element_size(), dtype, spec, heads_first=heads_first)
+        runs.append((tensor, 0, geometry))
+    return runs
+
+
+def _dtype(tensor: torch.Tensor, encoding: str | None) -> str:
+    """Returns the element type for both sides to compare. Two encodings of uint8 differ."""
+    if tensor.dtype is torch.uint8 and encoding is not None:
+        return encoding
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _by_blocks(tensor: torch.Tensor, entries: int, heads_first: bool) -> torch.Tensor:

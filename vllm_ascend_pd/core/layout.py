@@ -179,30 +179,33 @@ class RankCaches(msgspec.Struct, frozen=True):
         return {(t.layer, t.part): i for i, t in enumerate(self.tensors)}
 
 
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the tensors of a layer's cache hold. Fields without a comment are as in `Geometry`."""
+
+    group: int
+    block_size: int
+    heads: int
+    total_heads: int
+    # What is encoded in tensors of plain bytes (uint8). None if the bytes are numbers.
+    encoding: str | None = None
+    share: TokenShare = ALL_TOKENS
+    draft: str = ""
+    tokens_per_entry: int = 1
+
+
 def block_geometry(
-    shape: Sequence[int],
-    strides: Sequence[int],
-    itemsize: int,
-    *,
-    group: int,
-    dtype: str,
-    block_size: int,
-    heads: int,
-    total_heads: int,
-    heads_first: bool,
-    share: TokenShare = ALL_TOKENS,
-    draft: str = "",
-    tokens_per_entry: int = 1,
+    shape: Sequence[int], strides: Sequence[int], itemsize: int, dtype: str, spec: LayerSpec, *, heads_first: bool
 ) -> Geometry:
     """Returns the geometry of a cache tensor `[num_blocks, heads, tokens, content]` or `[.., tokens, heads, content]`.
 
     `strides`: in elements, as torch gives them. The order in memory follows from them alone.
+    `spec`: of the layer. The dimension of tokens counts entries if the cache is compressed.
     `heads_first`: which of the two middle dimensions holds heads if their sizes are equal. Else the sizes decide.
-    `block_size`: tokens that a block stands for. Of a compressed cache, the dimension of tokens counts entries.
 
     Raises LayoutError if a block is not one run of bytes.
     """
-    tokens, block_size = block_size, block_size // tokens_per_entry
+    heads, block_size = spec.heads, spec.block_size // spec.tokens_per_entry
     if len(shape) != 4:
         raise LayoutError(f"cache tensor of shape {tuple(shape)}: expected 4 dimensions, block first")
     middle = (shape[1], shape[2])
@@ -215,7 +218,7 @@ def block_geometry(
     else:
         raise LayoutError(
             f"cache tensor of shape {tuple(shape)}: no dimensions of {heads} heads and {block_size} "
-            f"{'tokens' if tokens_per_entry == 1 else f'entries of {tokens_per_entry} tokens'}"
+            f"{'tokens' if spec.tokens_per_entry == 1 else f'entries of {spec.tokens_per_entry} tokens'}"
         )
     content = shape[3]
     head_major = strides[head_dim] > strides[token_dim]
@@ -229,17 +232,17 @@ def block_geometry(
             f"cache tensor of shape {tuple(shape)}, strides {tuple(strides)}: a block is not one run of bytes"
         )
     return Geometry(
-        group=group,
+        group=spec.group,
         order=Order.HEAD_MAJOR if head_major else Order.TOKEN_MAJOR,
         dtype=dtype,
-        block_size=tokens,
+        block_size=spec.block_size,
         block_stride=strides[0] * itemsize,
         heads=heads,
-        total_heads=total_heads,
+        total_heads=spec.total_heads,
         head_bytes=content * itemsize,
-        share=share,
-        draft=draft,
-        tokens_per_entry=tokens_per_entry,
+        share=spec.share,
+        draft=spec.draft,
+        tokens_per_entry=spec.tokens_per_entry,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches, block_geometry
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayerSpec, RankCaches, block_geometry
 from vllm_ascend_pd.tools.plan.compressed import BLOCK_SIZES, LayerCache, TensorEntry
 from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError
 
@@ -146,18 +146,8 @@ def _compressed_caches(model: ModelShape, engine: PlannedEngine, pp_rank: int, n
 def _entries(kind: LayerCache, tensor: TensorEntry, group: int, block_size: int) -> Geometry:
     entries = kind.entries(block_size)
     shape = (1, entries, 1, tensor.width)
-    return block_geometry(
-        shape,
-        _contiguous(shape),
-        tensor.itemsize,
-        group=group,
-        dtype=tensor.dtype,
-        block_size=entries * kind.tokens_per_entry,
-        heads=1,
-        total_heads=1,
-        heads_first=False,
-        tokens_per_entry=kind.tokens_per_entry,
-    )
+    spec = LayerSpec(group, entries * kind.tokens_per_entry, 1, 1, tokens_per_entry=kind.tokens_per_entry)
+    return block_geometry(shape, _contiguous(shape), tensor.itemsize, tensor.dtype, spec, heads_first=False)
 
 
 def tensor_widths(model: ModelShape, layout: Layout) -> tuple[int, ...]:
@@ -168,17 +158,9 @@ def tensor_widths(model: ModelShape, layout: Layout) -> tuple[int, ...]:
 def _geometry(model: ModelShape, layout: Layout, block_size: int, heads: int, group: int, width: int) -> Geometry:
     heads_first = layout is Layout.VLLM_CPU
     shape = (1, heads, block_size, width) if heads_first else (1, block_size, heads, width)
-    return block_geometry(
-        shape,
-        _contiguous(shape),
-        model.dtype.itemsize,
-        group=group,
-        dtype=model.dtype.torch_name,
-        block_size=block_size,
-        heads=heads,
-        total_heads=model.kv_heads,
-        heads_first=heads_first,
-    )
+    spec, dtype = LayerSpec(group, block_size, heads, model.kv_heads), model.dtype
+    strides = _contiguous(shape)
+    return block_geometry(shape, strides, dtype.itemsize, dtype.torch_name, spec, heads_first=heads_first)
 
 
 def _contiguous(shape: Sequence[int]) -> list[int]:
