@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The four roles of a connector, behind one interface, and how a worker's role is built."""
+"""How a worker's role is built, and what is imported without vLLM."""
 
-import inspect
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,47 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.connector import build as build_worker
-from vllm_ascend_pd.connector.roles import (
-    ConnectorRole,
-    DecodeSchedulerRole,
-    DecodeWorkerRole,
-    PrefillSchedulerRole,
-    PrefillWorkerRole,
-)
 from vllm_ascend_pd.connector.setup import EngineSetup
 from vllm_ascend_pd.core.config import ConnectorConfig
-
-ROLES = [PrefillSchedulerRole, PrefillWorkerRole, DecodeSchedulerRole, DecodeWorkerRole]
-
-
-def hooks(role: type) -> dict[str, Any]:
-    return {name: member for name, member in vars(role).items() if inspect.isfunction(member) and name[0] != "_"}
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_a_role_overrides_hooks_of_the_interface_only(role: type[ConnectorRole]) -> None:
-    """Another method is one that the facade never calls."""
-    interface = hooks(ConnectorRole)
-    assert issubclass(role, ConnectorRole)
-    assert hooks(role).keys() <= interface.keys()
-    for name, method in hooks(role).items():
-        assert list(inspect.signature(method).parameters) == list(inspect.signature(interface[name]).parameters), name
-
-
-def test_every_hook_of_the_interface_is_for_a_role() -> None:
-    assert {name for role in ROLES for name in hooks(role)} == hooks(ConnectorRole).keys()
-
-
-def test_a_role_without_anything_has_nothing_to_say() -> None:
-    role = ConnectorRole()
-    role.start_step(None)
-    role.end_step(ValueError())
-    results = role.take_results(None)
-    assert (results.sent, results.received, results.failed, role.take_lost_blocks()) == (set(), set(), set(), set())
-    assert (role.handshake(), role.take_report(), role.take_stats(), role.has_pending_pushes()) == (None,) * 3 + (
-        False,
-    )
-    role.close()
 
 
 def test_what_a_worker_has_opened_is_closed_if_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:

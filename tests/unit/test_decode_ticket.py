@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode rank's ticket: which grants, reports and leases make it received or failed, and when writers are done."""
+"""A decode rank's ticket: which grants, reports and leases make it received or failed, what it refuses and does not
+believe, its deadlines, and when writers are done."""
 
 import msgspec
+import pytest
 from tickets import (
+    COVERS,
     DEADLINE,
+    DIGEST,
     LEASE_S,
     LEFT,
     RIGHT,
     SETTLE_S,
     STRANGER,
+    TICKET_ID,
+    TWIN,
     asks,
     failed,
     opened,
     wrote,
 )
 
-from vllm_ascend_pd.core.decode_ticket import TicketState
-from vllm_ascend_pd.core.protocol import Granted, GrantRefused
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
+from vllm_ascend_pd.core.protocol import Granted, GrantRefused, WriterId
+from vllm_ascend_pd.core.topology import sharding
 
 
 def test_both_writers_write_and_the_ticket_is_received():
@@ -214,3 +221,231 @@ def test_settling_after_another_writer_failed():
     assert not ticket.is_quiesced(6.0)
     ticket.report(failed(LEFT), 6.0)
     assert ticket.is_quiesced(6.0)
+
+
+# Over time: renewals, deadlines, the wait in a queue, and the end of prefill.
+
+NOBODY_BEGAN = (
+    "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's line or in prefill's queue"
+)
+
+
+def test_a_renewal_extends_the_lease():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    assert ticket.grant(asks(LEFT), 9.0) == Granted(LEASE_S)
+    ticket.tick(9.0 + LEASE_S - 0.1)
+    assert ticket.state is TicketState.OPEN
+
+
+def test_no_prefill_rank_asked_before_the_deadline():
+    ticket = opened()
+    ticket.tick(DEADLINE - 0.1)
+    assert ticket.state is TicketState.OPEN
+    ticket.tick(DEADLINE)
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, NOBODY_BEGAN)
+    assert ticket.is_quiesced(DEADLINE)
+
+
+def test_no_grant_after_the_deadline_even_if_nobody_looked_at_the_clock():
+    ticket = opened()
+    assert ticket.grant(asks(LEFT), DEADLINE) == GrantRefused(f"the ticket is failed: {NOBODY_BEGAN}", retry=False)
+    assert ticket.is_quiesced(DEADLINE)
+
+
+def renewed(ticket, begin, end):
+    """Renews the grant of one of two writers, from `begin` to `end`."""
+    for now in range(begin, end, int(LEASE_S) - 1):
+        assert ticket.grant(asks(LEFT), now) == Granted(LEASE_S)
+
+
+def test_time_in_a_queue_for_prefill_does_not_count():
+    ticket = opened(queue_deadline=1000.0, transfer_s=60.0)
+    ticket.tick(990.0)
+    assert ticket.state is TicketState.OPEN
+    renewed(ticket, 990, 1050)
+    ticket.tick(1049.9)
+    assert ticket.state is TicketState.OPEN
+    ticket.tick(1050.0)
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "the transfer took too long")
+
+
+def test_only_a_writer_with_the_ticket_ends_the_wait_in_the_queue():
+    ticket = opened(queue_deadline=1000.0, transfer_s=60.0)
+    assert isinstance(ticket.grant(asks(LEFT, digest="e" * 32), 0.0), GrantRefused)
+    assert ticket.deadline == 1000.0
+
+
+def test_no_renewal_of_a_lease_that_ran_out():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    answer = ticket.grant(asks(LEFT), LEASE_S + SETTLE_S)
+    assert isinstance(answer, GrantRefused)
+    assert "went silent" in answer.reason
+
+
+def test_prefill_ended_without_asking_to_write():
+    ticket = opened()
+    ticket.prefill_has_ended(0.0, 5.0)
+    ticket.tick(4.9)
+    assert ticket.state is TicketState.OPEN
+    ticket.tick(5.0)
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill ended without writing everything")
+    assert ticket.is_quiesced(5.0)
+
+
+def test_prefill_ended_while_its_writers_still_write():
+    ticket = opened()
+    ticket.prefill_has_ended(0.0, 5.0)
+    ticket.grant(asks(LEFT), 4.0)
+    ticket.tick(6.0)
+    assert ticket.state is TicketState.OPEN
+    assert ticket.grant(asks(RIGHT), 6.0) == Granted(LEASE_S)
+    ticket.report(wrote(RIGHT), 7.0)
+    ticket.report(wrote(LEFT), 7.0)
+    ticket.tick(8.0)
+    assert ticket.state is TicketState.RECEIVED
+
+
+def test_prefill_ended_and_one_writer_never_came():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.prefill_has_ended(0.0, 5.0)
+    ticket.report(wrote(LEFT), 1.0)
+    answer = ticket.grant(asks(RIGHT), 5.0)
+    assert answer == GrantRefused("the ticket is failed: prefill ended without writing everything", retry=False)
+
+
+def test_an_open_ticket_is_never_quiesced():
+    """It may grant a lease at any time, even if it has none now."""
+    ticket = opened()
+    assert not ticket.is_quiesced(0.0)
+    ticket.grant(asks(LEFT), 0.0)
+    assert not ticket.is_quiesced(LEASE_S + SETTLE_S)
+
+
+def test_a_cancelled_ticket_waits_for_its_writers():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.fail("the request was aborted")
+    assert not ticket.is_quiesced(1.0)
+    assert ticket.grant(asks(LEFT), 1.0) == GrantRefused("the ticket is failed: the request was aborted", retry=False)
+    ticket.report(failed(LEFT), 2.0)
+    assert ticket.is_quiesced(2.0)
+
+
+# What is refused, and what is not believed.
+
+
+@pytest.mark.parametrize(
+    ("request_", "complaint"),
+    [
+        (asks(LEFT, digest="e" * 32), "altered"),
+        (asks(LEFT, sharding=sharding(4)), "another prefill engine"),
+        (asks(STRANGER, (0,)), "another prefill engine"),
+        (asks(LEFT, (0, 1)), "it must not write"),
+        (asks(LEFT, (0, 2, 3)), "it must not write"),
+        (asks(LEFT, (-1,)), "it must not write"),
+        (asks(WriterId("prefill-0", 0, 2), (0,)), "it must not write"),
+    ],
+)
+def test_requests_that_are_refused(request_, complaint):
+    ticket = opened()
+    answer = ticket.grant(request_, 0.0)
+    assert isinstance(answer, GrantRefused)
+    assert complaint in answer.reason
+    assert not answer.retry
+    assert ticket.live_writers() == []
+
+
+def test_a_renewal_covers_what_the_grant_covered():
+    ticket = opened()
+    ticket.grant(asks(LEFT, (0,)), 0.0)
+    assert isinstance(ticket.grant(asks(LEFT, (0, 2)), 1.0), GrantRefused)
+    assert ticket.grant(asks(LEFT, (0,)), 1.0) == Granted(LEASE_S)
+
+
+def test_a_tensor_has_one_writer_of_each_rank():
+    """Two pipeline stages cannot both write a layer: a stage must not touch what the other one covers."""
+    ticket = opened()
+    ticket.grant(asks(LEFT, (0,)), 0.0)
+    refused = GrantRefused("the writer covers tensors that it must not write", retry=False)
+    assert ticket.grant(asks(TWIN, (0,)), 0.0) == refused
+    assert ticket.grant(asks(TWIN, (0, 2)), 0.0) == refused
+    assert ticket.grant(asks(TWIN, (2,)), 0.0) == Granted(LEASE_S)
+    ticket.report(wrote(TWIN), 1.0)
+    assert ticket.grant(asks(WriterId("prefill-0", 2, 0), (2,)), 1.0) == refused
+    assert ticket.live_writers() == [LEFT]
+
+
+def test_no_grant_after_a_report():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.report(wrote(LEFT), 1.0)
+    assert ticket.grant(asks(LEFT), 1.0) == GrantRefused("this writer has already reported", retry=False)
+
+
+def test_reports_that_are_not_believed():
+    ticket = opened()
+    assert not ticket.report(wrote(LEFT), 1.0)  # never granted
+    ticket.grant(asks(LEFT), 0.0)
+    other = msgspec.structs.replace(LEFT, transfer=1)
+    assert not ticket.report(wrote(other), 1.0)
+    assert not ticket.report(failed(other), 1.0)
+    assert (ticket.state, ticket.live_writers()) == (TicketState.OPEN, [LEFT])
+
+
+def test_a_writer_without_a_grant_may_report_failure():
+    ticket = opened()
+    assert ticket.report(failed(RIGHT, "the layouts do not fit"), 1.0)
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 1: the layouts do not fit")
+
+
+def test_a_stranger_cannot_fail_the_ticket():
+    ticket = opened()
+    assert not ticket.report(failed(STRANGER), 1.0)
+    assert ticket.state is TicketState.OPEN
+
+
+def test_any_writer_may_report_failure_before_the_engine_is_known():
+    ticket = DecodeTicket(TICKET_ID, DIGEST, DEADLINE, DEADLINE, LEASE_S)
+    assert not ticket.report(wrote(STRANGER), 1.0)
+    assert ticket.report(failed(STRANGER, "models differ"), 1.0)
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 0: models differ")
+    ticket.fail("prefill answered 502")
+    assert ticket.is_quiesced(1.0)
+
+
+def test_a_rank_has_one_transfer_of_a_ticket():
+    """A rank that got the same ticket twice has two transfers. The second one is refused, and cannot end the first."""
+    ticket = opened()
+    twice = msgspec.structs.replace(RIGHT, transfer=5)
+    ticket.grant(asks(RIGHT), 0.0)
+    for covers in (COVERS[RIGHT], ()):
+        assert "in another transfer" in ticket.grant(asks(twice, covers), 0.0).reason
+    assert not ticket.report(failed(twice), 1.0)
+    assert not ticket.report(wrote(twice), 1.0)
+    assert (ticket.state, ticket.live_writers()) == (TicketState.OPEN, [RIGHT])
+
+
+def test_the_engine_that_is_granted_first_owns_the_ticket():
+    """An engine that asked before, and was refused, does not (R10)."""
+    ticket = opened()
+    assert isinstance(ticket.grant(asks(LEFT, (0, 1)), 0.0), GrantRefused)
+    ticket.expect("prefill-9", sharding(1), frozenset((tensor, 0) for tensor in range(3)))
+    request = asks(STRANGER, (0, 1, 2), sharding=sharding(1))
+    assert ticket.grant(request, 0.0) == Granted(LEASE_S)
+    assert "another prefill engine" in ticket.grant(asks(LEFT), 1.0).reason
+    ticket.report(failed(STRANGER), 2.0)
+    assert ticket.grant(asks(LEFT), 3.0) == GrantRefused("the ticket is failed: prefill rank 0: it broke", retry=False)
+
+
+def test_a_writer_that_asks_after_everything_was_received_is_refused():
+    ticket = opened()
+    for writer in (LEFT, RIGHT):
+        ticket.grant(asks(writer), 0.0)
+        ticket.report(wrote(writer), 1.0)
+    assert ticket.grant(asks(STRANGER, (0,)), 2.0) == GrantRefused(
+        "the ticket is received: all KV is here", retry=False
+    )
+    assert ticket.is_quiesced(2.0)

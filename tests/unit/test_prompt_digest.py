@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What prefill compares of a prompt with decode's, and what a refusal says."""
 
-import time
-
 import msgspec
 import pytest
 
@@ -89,14 +87,3 @@ def test_digests_tell_prompts_and_tickets_apart():
     assert len(digests) == 2 * len(prompts)
     names = (["a", "b"], ["ab"], ["a", "b", ""], ["b", "a"], [])
     assert len({digest_of_names(ID, each) for each in names}) == len(names)
-
-
-def test_a_digest_of_128_thousand_tokens_takes_milliseconds():
-    """The scheduler waits for it. Most of 2 ms is what it takes here; the bound is for a loaded machine."""
-    prompt = [17 * n % 150_000 for n in range(1 << 17)]
-    taken = []
-    for _ in range(20):
-        begun = time.perf_counter()
-        digest_of_tokens(ID, prompt)
-        taken.append(time.perf_counter() - begun)
-    assert min(taken) < 0.01

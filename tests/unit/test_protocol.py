@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.protocol import (
+    MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_SETTINGS,
+    MAX_TICKET_BYTES,
     PROTOCOL_VERSION,
     Acknowledged,
     AskTicket,
@@ -95,12 +98,6 @@ def test_the_examples_are_all_messages():
 @pytest.mark.parametrize("seq", [0, 1, 2**63 - 1])
 def test_round_trip(message, seq):
     assert decode(encode(seq, message)) == (seq, message)
-
-
-def test_a_report_of_an_engine_that_does_not_know_of_cached_tokens():
-    fields = msgspec.msgpack.decode(body(WROTE))
-    del fields["cached_tokens"]
-    assert decode(frame(body(fields))) == (0, msgspec.structs.replace(WROTE, cached_tokens=None))
 
 
 TEXT = st.text()
@@ -226,6 +223,11 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(altered(GRANT_REQUEST, digest=b"f"), id="bytes for str"),
         pytest.param(altered(GRANT_REQUEST, covers=None), id="nil for array"),
         pytest.param(altered(GRANT_REQUEST, covers=["0"]), id="array of str"),
+        pytest.param(altered(GRANT_REQUEST, weights="x" * 65), id="fingerprint that is too long"),
+        pytest.param(altered(GRANT_REQUEST, weights="two\nlines"), id="fingerprint of two lines"),
+        pytest.param(
+            altered(DESCRIPTION, settings=dict.fromkeys(map(str, range(MAX_SETTINGS + 1)), "")), id="settings"
+        ),
         pytest.param(altered(GRANT_REQUEST, writer=["prefill-0", 1]), id="writer without rank"),
         pytest.param(altered(GRANT_REQUEST, writer={"engine_id": "e"}), id="writer as a map"),
         pytest.param(altered(GRANT_REQUEST, sharding=4), id="size for sharding"),
@@ -362,3 +364,36 @@ def _decode_or_protocol_error(data: bytes) -> None:
         return
     assert isinstance(seq, int)
     assert isinstance(message, typing.get_args(Message))
+
+
+# How large messages may be, and what older engines leave out of them.
+
+
+def test_large_engines_stay_within_the_bounds():
+    """64 ranks of 61 layers with K and V: still far from what a listener accepts."""
+    layers = tuple(
+        CacheTensor(f"model.layers.{n}.self_attn.attn", part, 2**47, 100_000, 0) for n in range(61) for part in (0, 1)
+    )
+    caches = RankCaches(CACHES.geometries, layers)
+    ranks = tuple(RankDescription(0, n, "tcp://10.0.0.1:55555", "10.0.0.1:55555", caches) for n in range(64))
+    assert len(encode(0, EngineDescription("decode-0", "large", 64, 1, ranks))) < MAX_DESCRIPTION_BYTES / 4
+    request = GrantRequest("0" * 32, "f" * 32, WRITER, sharding(64), tuple(range(10_000)), 5.0)
+    assert len(encode(0, request)) < 1024 + 5 * len(request.covers) < MAX_MESSAGE_BYTES
+
+
+def test_the_ticket_of_a_long_prompt_stays_within_the_bounds() -> None:
+    """A million tokens in blocks of 16, in two cache groups."""
+    blocks = list(range(2**31 - 62_500, 2**31))
+    ticket = msgspec.structs.replace(TICKET, remote_block_ids=[blocks, blocks], remote_block_size=[16, 16])
+    assert len(encode(0, OfferTicket("prefill-0", "xfer-0", ticket))) < MAX_TICKET_BYTES
+
+
+def test_an_engine_that_leaves_out_optional_fields_is_understood() -> None:
+    described, asked = EXAMPLES[-2:]
+    for message, field, nothing in (
+        (asked, "weights", ""),
+        (described, "settings", {}),
+        (WROTE, "cached_tokens", None),
+    ):
+        old = {name: value for name, value in msgspec.to_builtins(message).items() if name != field}
+        assert getattr(decode(frame(body(old)))[1], field) == nothing
