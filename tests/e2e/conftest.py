@@ -8,9 +8,10 @@ it runs until a test needs another one: two cores carry no more than one cluster
 import pytest
 
 from harness.cluster_fixtures import *  # noqa: F403
+from harness.clusters import PLAIN
 from harness.engines import EngineConfig
 
 
 @pytest.fixture(scope="session")
 def single_engine() -> EngineConfig:
-    return EngineConfig()
+    return PLAIN

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines answer besides tokens: one prefill engine refuses everybody, the other engines admit few requests and
-abort some, and decode has a name for the model that prefill does not know. Clients get a single engine's tokens."""
+"""What engines answer besides tokens: one prefill engine refuses everybody, the other engines admit few requests or few
+tokens and abort some, and decode has a name for the model that prefill does not know. Clients get a single engine's
+tokens.
 
+vLLM's CPU backend has no sleep mode, but what sleeping does to requests: it aborts them, and goes on when it wakes up.
+"""
+
+import itertools
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,24 +17,25 @@ import pytest
 
 from harness.client import Client, random_prompt
 from harness.clusters import PATIENT_PROXY, Cluster, ClusterConfig
-from harness.engines import PATIENT, EngineConfig, Role
+from harness.engines import PATIENT, Engine, EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference
+from harness.waiting import wait_until
 
 ALIAS = "an-alias"
-REFUSING = EngineConfig(Role.PREFILL, connector_extra=PATIENT, args=("--api-key", "of-nobody"))
+REFUSING = EngineConfig(Role.PREFILL, connector_extra=PATIENT, env=(("VLLM_API_KEY", "of-nobody"),))
 PREFILL = EngineConfig(
     Role.PREFILL,
     max_num_batched_tokens=64,
     connector_extra=PATIENT,
-    args=("--max-num-queued-reqs", "2"),
+    args=("--max-num-queued-reqs", "4", "--max-num-queued-tokens", "1000"),
     env=(("VLLM_SERVER_DEV_MODE", "1"),),
 )
 DECODE = EngineConfig(
     Role.DECODE,
     connector_extra=PATIENT,
-    args=("--max-num-queued-reqs", "4", "--served-model-name", ALIAS),
+    args=("--max-num-queued-reqs", "14", "--max-num-queued-tokens", "7000", "--served-model-name", ALIAS),
 )
 CLUSTER = ClusterConfig(
     "engines-that-refuse", (REFUSING, PREFILL), (DECODE,), (*PATIENT_PROXY, "--strategy", "least-load")
@@ -50,14 +56,32 @@ def health(cluster: Cluster) -> dict[str, Any]:
     return answer
 
 
+def rejections(engine: Engine, reason: str) -> float:
+    """How many requests the engine has not admitted for this reason."""
+    samples = engine.samples("vllm:admission_rejections_total")
+    return sum(value for labels, value in samples if labels["reason"] == reason)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "busy"),
+    [
+        (60, (("decode", "max_num_queued_reqs"),)),
+        (600, (("decode", "max_num_queued_tokens"), ("prefill", "max_num_queued_tokens"))),
+    ],
+    ids=["requests", "tokens"],
+)
 def test_f19_f22_f23_busy_engines_beside_one_that_refuses(
-    cluster: Cluster, client: Client, reference: Reference
+    cluster: Cluster, client: Client, reference: Reference, tokens: int, busy: tuple[tuple[str, str], ...]
 ) -> None:
-    """A few requests more than either engine admits; all of them by the alias."""
-    prompts = [random_prompt(200 + i, f"busy {i}") for i in range(16)]
+    """A few requests more than either engine admits, or tokens; all of them by the alias."""
+    engines = {"prefill": cluster.prefill[1], "decode": cluster.decode[0]}
+    before = [rejections(engines[side], reason) for side, reason in busy]
+    prompts = [random_prompt(tokens + i, f"busy {i}") for i in range(16)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda prompt: client.complete(prompt).token_ids, prompts))
     assert answers == [reference.complete(prompt) for prompt in prompts]
+    after = [rejections(engines[side], reason) for side, reason in busy]
+    assert all(now > then for now, then in zip(after, before, strict=True)), (before, after)
     shown = health(cluster)
     assert shown["failures"] == {"prefill": {}, "decode": {}}
     refusing = cluster.prefill[0].url
@@ -75,9 +99,13 @@ def test_f19_a_wrong_request_gets_the_engines_answer(cluster: Cluster, client: C
     assert health(cluster)["withheld"] == before
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+@pytest.mark.parametrize(
+    ("abort", "go_on", "stream"),
+    [("pause?mode=abort", "resume", False), ("sleep?level=1", "wake_up", True)],
+    ids=["paused-json", "asleep-stream"],
+)
 def test_f21_prefills_that_are_aborted_are_made_again_at_once(
-    cluster: Cluster, client: Client, reference: Reference, stream: bool
+    cluster: Cluster, client: Client, reference: Reference, abort: str, go_on: str, stream: bool
 ) -> None:
     prefill = cluster.prefill[1]
     before = health(cluster)["failures"]["prefill"].get("aborted", 0)
@@ -88,11 +116,32 @@ def test_f21_prefills_that_are_aborted_are_made_again_at_once(
         while prefill.metric("vllm:kv_cache_usage_perc") < 0.02:
             assert time.monotonic() < deadline, "nothing was prefilled"
             time.sleep(0.01)
-        httpx.post(f"{prefill.url}/pause?mode=abort", timeout=30, **PLAIN_HTTP).raise_for_status()
+        httpx.post(f"{prefill.url}/{abort}", timeout=30, **PLAIN_HTTP).raise_for_status()
         begun = time.monotonic()
-        httpx.post(f"{prefill.url}/resume", timeout=30, **PLAIN_HTTP).raise_for_status()
+        httpx.post(f"{prefill.url}/{go_on}", timeout=30, **PLAIN_HTTP).raise_for_status()
         answers = [answer.result() for answer in asked]
     assert answers == [reference.complete(prompt) for prompt in prompts]
     assert health(cluster)["failures"]["prefill"]["aborted"] > before
     assert time.monotonic() - begun < 25, "decode waits for its blocks for 30 s"
     wait_all_blocks_free(cluster)
+
+
+def test_f19_the_engine_that_refused_comes_back_when_it_serves_again(
+    cluster: Cluster, client: Client, reference: Reference
+) -> None:
+    """The last test here: it refuses nobody after it."""
+    refusing = cluster.prefill[0]
+    assert refusing.url in health(cluster)["withheld"]["prefill"]
+    refusing.process.stop()
+    del refusing.environment["VLLM_API_KEY"]
+    refusing.start()
+    wait_ready([refusing])
+    numbers = itertools.count()
+
+    def serves() -> bool:
+        prompt = random_prompt(200, f"again {next(numbers)}")
+        assert client.complete(prompt).token_ids == reference.complete(prompt)
+        return refusing.metric("vllm:prompt_tokens_total") > 0
+
+    wait_until(serves, 120)
+    assert health(cluster)["withheld"]["prefill"] == {}

@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.client import Client, at_once, random_prompt
-from harness.clusters import POISONED_TOKENS, Cluster, one_to_one
+from harness.client import Client, StreamError, at_once, random_prompt
+from harness.clusters import POISONED_TOKENS, TP2_TO_TP1, Cluster
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.metaserver import Answer, metaserver
 from harness.plain_http import PLAIN_HTTP
 
 pytestmark = [
-    pytest.mark.parametrize("cluster", [one_to_one(2, 1, token_major=False)], ids=str, indirect=True),
+    pytest.mark.parametrize("cluster", [TP2_TO_TP1], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]
 
@@ -32,9 +32,12 @@ def nothing_leaks(cluster: Cluster, client: Client, reference) -> Iterator[None]
 
 
 def test_one_layer_of_one_request_fails_that_request_alone(client: Client, reference) -> None:
+    """And its client is told why."""
     failed = poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 1000, 5, 640])
-    assert failed.status_code >= 500
-    assert failed.json()["error"]["message"]
+    assert failed.status_code == 502
+    assert "poisoned by the test" in failed.json()["error"]["message"]
+    with pytest.raises((httpx.HTTPStatusError, StreamError), match="poisoned by the test"):
+        client.complete(random_prompt(POISONED_TOKENS, "told in a stream"), stream=True)
 
 
 def test_clients_that_leave_at_any_moment(cluster: Cluster, client: Client) -> None:

@@ -1,30 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines and proxy at an IPv6 address: requests, tickets, grants and KV all go over `::1`."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import psutil
 import pytest
 
 from harness.client import Client, Messages, random_prompt
-from harness.clusters import Cluster, ClusterConfig, one_to_one
-from harness.engines import EngineConfig, Server
+from harness.clusters import AT_IPV6, Cluster
+from harness.engines import Server
 from harness.failures import wait_all_blocks_free
-from harness.pool import Reference, long
-from harness.routers import Flow, routed, stand_in
+from harness.pool import Reference
+from harness.routers import Flow, stand_in
 from harness.waiting import wait_until
 
-HOST = "::1"
-
-
-def at_ipv6(prefill_tp: int, decode_tp: int) -> ClusterConfig:
-    config = one_to_one(prefill_tp, decode_tp, engine=EngineConfig(host=HOST))
-    return routed(dataclasses.replace(config, name=f"ipv6-tp{prefill_tp}-to-tp{decode_tp}", single=EngineConfig()))
-
-
 pytestmark = [
-    pytest.mark.parametrize("cluster", [at_ipv6(1, 1), long(at_ipv6(2, 1))], ids=str, indirect=True),
+    pytest.mark.parametrize("cluster", [AT_IPV6], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]
 
@@ -67,7 +58,7 @@ def test_a_router_that_asks_prefill_first(cluster: Cluster, reference: Reference
     if flow is Flow.VLLM_NIXL:
         [named] = router.answers
         assert named is not None
-        assert named["ticket_host"] == HOST
+        assert named["ticket_host"] == prefill.config.host
     assert answer.token_ids == reference.complete(prompt)
     assert answer.kv_transfer_params is not None
     assert answer.kv_transfer_params["received_bytes"] > 0

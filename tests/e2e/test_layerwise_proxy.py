@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.clusters import POISONED_TOKENS, Cluster, one_to_one
+from harness.clusters import POISONED_TOKENS, TP2_TO_TP1, Cluster
 from harness.failures import wait_all_blocks_free
 from harness.layerwise_proxy import LayerwiseProxy, layerwise_proxy
 
 pytestmark = [
-    pytest.mark.parametrize("cluster", [one_to_one(2, 1, token_major=False)], ids=str, indirect=True),
+    pytest.mark.parametrize("cluster", [TP2_TO_TP1], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]
 

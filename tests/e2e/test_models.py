@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 
 import pytest
+from test_who_computes import STATES
 
 from harness.client import Client, at_once, random_prompt
 from harness.clusters import LOSING_TOKENS, POISONED_TOKENS, Cluster, one_to_one
@@ -34,7 +35,6 @@ IN_8_BITS = EngineConfig(args=("--kv-cache-dtype", "fp8_e5m2"))
 
 SLIDING_TP1 = one_to_one(1, 1, model=SLIDING)
 MLA_TP1 = one_to_one(1, 1, model=MLA, engine=FOR_MLA)
-MAMBA_TP1 = one_to_one(1, 1, model=MAMBA, engine=FOR_STATES)
 GATED_DELTA_TP1 = one_to_one(1, 1, model=GATED_DELTA, engine=FOR_GATED_DELTA)
 FP8_TP1 = dataclasses.replace(one_to_one(1, 1, engine=IN_8_BITS), name="fp8-tp1-to-tp1")
 # The short form has MLA and sliding windows in tests/npu/e2e/test_models.py.
@@ -42,7 +42,7 @@ CLUSTERS = [
     long(SLIDING_TP1),
     long(one_to_one(1, 1, model=SHARED)),
     long(MLA_TP1),
-    MAMBA_TP1,
+    STATES,
     long(one_to_one(2, 1, model=MAMBA, engine=FOR_STATES)),
     long(GATED_DELTA_TP1),
     long(one_to_one(2, 1, model=GATED_DELTA, engine=FOR_GATED_DELTA)),
@@ -52,6 +52,13 @@ CLUSTERS = [
 pytestmark = pytest.mark.timeout(600)
 
 all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True)
+
+
+@pytest.fixture
+def client(client: Client) -> Client:
+    """Prefill computes its prompts, also those that decode would compute itself."""
+    client.http.headers["X-Who-Computes"] = "prefill"
+    return client
 
 
 BFLOAT16_TIE = 1.0
@@ -94,7 +101,7 @@ then the KV of the fourth layer."""
     [
         long(SLIDING_TP1, range(SLIDING.layers), 1),
         long(MLA_TP1, range(MLA.layers), 0),
-        (MAMBA_TP1, (0, 6, 8, *RECURRENT_AND_KV), 1),  # x of the convolution's oldest row, x and C of the newest
+        (STATES, (0, 6, 8, *RECURRENT_AND_KV), 1),  # x of the convolution's oldest row, x and C of the newest
         long(GATED_DELTA_TP1, (8, *RECURRENT_AND_KV), 1),  # V of the newest row
         long(FP8_TP1, (0, 1), 0),  # what a later layer loses may move log probabilities by less than a tie
     ],

@@ -30,8 +30,6 @@ RESTORED = 256
 RECEIVED = 3 * BLOCK * TINY.kv_bytes_per_token
 """Bytes of such a prompt that are pushed: whole blocks."""
 
-RESETTABLE = EngineConfig(env=(("VLLM_SERVER_DEV_MODE", "1"),))
-
 
 @pytest.fixture(scope="module", params=[long(True), False], ids=["ours-first", "ours-second"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ClusterConfig:
@@ -39,13 +37,12 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         folder = tmp_path_factory.mktemp(f"kv-of-{engine.label}")
         return dataclasses.replace(engine, beside=(("shared_storage_path", str(folder)),), ours_first=request.param)
 
-    alone = one_to_one(1, 1, engine=RESETTABLE)
+    alone = one_to_one(1, 1)
     return dataclasses.replace(
         alone,
         name=f"multi-{'ours-first' if request.param else 'ours-second'}",
         prefill=tuple(map(beside_another, alone.prefill)),
         decode=tuple(map(beside_another, alone.decode)),
-        single=EngineConfig(),
     )
 
 

@@ -8,7 +8,7 @@ prompts of its own, so that only those that mean to find cached blocks do.
 import pytest
 
 from harness.client import Client, Messages, at_once, random_prompt
-from harness.clusters import TRACED, one_to_one
+from harness.clusters import AT_IPV6, TP2_TO_TP1, TRACED, one_to_one
 from harness.pool import long
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
@@ -17,10 +17,13 @@ PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
-HEAD_MAJOR = [one_to_one(p, d, token_major=False) for p, d in [(1, 1), (2, 1), (1, 2), (2, 2)]]
-TOKEN_MAJOR = [TRACED, *(one_to_one(p, d, token_major=True) for p, d in [(1, 2), (4, 1)])]
-SHORT = [HEAD_MAJOR[1], *TOKEN_MAJOR[:2]]
-CLUSTERS = [each if each in SHORT else long(each) for each in (*HEAD_MAJOR, *TOKEN_MAJOR)]
+CLUSTERS = [
+    TP2_TO_TP1,
+    TRACED,
+    AT_IPV6,
+    *(long(one_to_one(p, d)) for p, d in [(1, 1), (1, 2), (2, 2)]),
+    long(one_to_one(4, 1, token_major=True)),
+]
 
 pytestmark = [
     pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True),

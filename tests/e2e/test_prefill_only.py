@@ -27,7 +27,7 @@ PLACED = "vllm:kv_pd_prompts_total"
 SAID = "too many tokens computed on decode"
 """By `tests/plugins/few_tokens.py`."""
 # Short, so that a writer that died is not waited for long.
-TIMES = (("lease_s", 10.0), ("write_timeout_s", 5.0), ("control_timeout_s", 10.0), ("grant_timeout_s", 20.0))
+TIMES = (("lease_s", 10.0), ("write_timeout_s", 5.0), ("grant_timeout_s", 20.0))
 
 PREFILL = EngineConfig(Role.PREFILL, block_size=BLOCK, max_model_len=640, connector_extra=TIMES)
 SLOW_PREFILL = dataclasses.replace(PREFILL, max_num_batched_tokens=32)

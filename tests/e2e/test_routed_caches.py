@@ -8,11 +8,11 @@ from harness.clusters import PLAIN, Cluster, one_to_one
 from harness.engines import EngineConfig
 from harness.failures import wait_all_blocks_free
 from harness.models import MAMBA, SLIDING
-from harness.routers import Flow, routed, stand_in
+from harness.routers import Flow, stand_in
 
 PROMPT_TOKENS = (2, 127, 128, 129, 327, 1000, 2500)
 CLUSTERS = [
-    routed(one_to_one(prefill, decode, model=model, engine=engine))
+    one_to_one(prefill, decode, model=model, engine=engine)
     for model, engine in ((SLIDING, PLAIN), (MAMBA, EngineConfig(prefix_caching=False)))
     for prefill, decode in ((2, 1), (1, 2))
 ]

@@ -9,14 +9,14 @@ import httpx
 import pytest
 
 from harness.client import Client
-from harness.clusters import Cluster, one_to_one
+from harness.clusters import TP2_TO_TP1, Cluster
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference
 from harness.usage import usages_in
 from harness.waiting import wait_until
 
 pytestmark = [
-    pytest.mark.parametrize("cluster", [one_to_one(2, 1, token_major=False)], ids=str, indirect=True),
+    pytest.mark.parametrize("cluster", [TP2_TO_TP1], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]
 
@@ -68,7 +68,6 @@ def test_answers(cluster: Cluster, client: Client, reference: Reference, path: s
     )
     assert texts(answer) == texts(expected)
     assert texts(answer)
-    # Engines here have no --enable-prompt-tokens-details. No engine has the prompts cached.
     assert usages_in(answer) == usages_in(expected)
     prompts = len(body["messages"]) if path.endswith("/batch") else 1
     # Not what prefill counts: an answer that ends at once may cut off prefill's.

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from harness.client import Client, random_prompt
-from harness.clusters import Cluster, Proxy, one_to_one
+from harness.clusters import TP2_TO_TP1, Cluster, Proxy
 from harness.engines import PATIENT, Engine, EngineConfig, Role, stop_all, wait_ready
 from harness.models import TINY, ModelSpec, make_model
 from harness.plain_http import PLAIN_HTTP
@@ -20,7 +20,6 @@ from harness.pool import Reference
 OTHER_SEED = dataclasses.replace(TINY, name="tiny-other-seed", seed=1)
 NAME = "the-model"
 OTHER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
-UPDATABLE = EngineConfig(env=(("VLLM_SERVER_DEV_MODE", "1"),))
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -53,6 +52,7 @@ def prefill_engines_of_other_models(models: Path, logs: Path) -> Iterator[tuple[
         stop_all(engines)
 
 
+@pytest.mark.long
 def test_prefill_of_other_weights_or_of_another_rope_is_refused_and_the_client_told_why(
     models: Path, engine_logs: Path
 ) -> None:
@@ -70,7 +70,7 @@ def test_prefill_of_other_weights_or_of_another_rope_is_refused_and_the_client_t
     assert "rope_theta is 20000 on prefill, 10000 on decode" in said[1]
 
 
-@pytest.mark.parametrize("cluster", [one_to_one(2, 1, engine=UPDATABLE)], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [TP2_TO_TP1], ids=str, indirect=True)
 def test_weights_updated_on_one_side_are_refused_until_the_other_has_them(
     cluster: Cluster, client: Client, reference: Reference, models: Path
 ) -> None:

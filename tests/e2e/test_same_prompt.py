@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill whose front end is not decode's: it computes decode's tokens, or refuses, and says why."""
 
-import dataclasses
 import json
 import queue
 from collections.abc import Iterator
@@ -12,43 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
+from test_scheduling import FEW_BLOCKS
 
 from harness.client import Client, random_prompt
-from harness.clusters import Cluster, ClusterConfig, one_to_one
+from harness.clusters import TRACED, Cluster
 from harness.failures import wait_all_blocks_free
 from harness.metaserver import metaserver
-from harness.models import CHAT_TEMPLATE
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference
 
-TEMPLATE_OF_EQUAL_LENGTH = CHAT_TEMPLATE.replace("<{{", "[{{")
-"""As a template with a date has, or one of another version of the model."""
-
-
-TOOLS_ON_DECODE = ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
-
-
-def front_ends(name: str, prefill_args: tuple[str, ...], decode_args: tuple[str, ...]) -> ClusterConfig:
-    cluster = one_to_one(1, 1)
-    [prefill], [decode] = cluster.prefill, cluster.decode
-    return dataclasses.replace(
-        cluster,
-        name=name,
-        prefill=(dataclasses.replace(prefill, args=prefill_args),),
-        decode=(dataclasses.replace(decode, args=decode_args),),
-    )
-
-
 pytestmark = pytest.mark.timeout(600)
-another_template = pytest.mark.parametrize(
-    "cluster",
-    [front_ends("another-template", ("--chat-template", TEMPLATE_OF_EQUAL_LENGTH), TOOLS_ON_DECODE)],
-    ids=str,
-    indirect=True,
-)
-no_tokenizer = pytest.mark.parametrize(
-    "cluster", [front_ends("no-tokenizer", ("--skip-tokenizer-init",), ("--enable-scale-out",))], ids=str, indirect=True
-)
+another_template = pytest.mark.parametrize("cluster", [TRACED], ids=str, indirect=True)
+no_tokenizer = pytest.mark.parametrize("cluster", [FEW_BLOCKS], ids=str, indirect=True)
 MESSAGES = [{"role": "user", "content": "Which layer comes before layer 9? " * 10}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 RENDERED_DIFFERENTLY = "the prompt's tokens differ: decode and prefill rendered or tokenized it differently"
@@ -135,6 +109,8 @@ def test_a_prompt_that_prefill_renders_differently_is_refused(
 
 @no_tokenizer
 def test_prefill_without_a_tokenizer(cluster: Cluster, client: Client, reference: Reference) -> None:
+    received = "vllm:kv_pd_ticket_to_ready_seconds_count"
+    before = cluster.decode[0].metric(received)
     assert client.chat(MESSAGES).token_ids == reference.chat(MESSAGES)
     prompt = random_prompt(300, "token ids in, token ids out")
     sampling = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -142,5 +118,5 @@ def test_prefill_without_a_tokenizer(cluster: Cluster, client: Client, reference
     answer = client.http.post("/inference/v1/generate", json=body)
     assert answer.status_code == 200, answer.text
     assert tuple(answer.json()["choices"][0]["token_ids"]) == reference.complete(prompt)
-    assert cluster.decode[0].metric("vllm:kv_pd_ticket_to_ready_seconds_count") == 2
+    assert cluster.decode[0].metric(received) == before + 2
     wait_all_blocks_free(cluster)

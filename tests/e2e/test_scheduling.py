@@ -2,7 +2,7 @@
 """Whatever prefill's scheduler does: tokens equal a single engine's, and every block crosses the link once.
 
 Prefill computes at most 48 tokens in a step and 20 of each prompt, blocks have 128, and it has 12 of them: prompts are
-cut where no block ends, and few of them fit at once.
+cut where no block ends, and few of them fit at once. Prefill has no tokenizer, which `test_same_prompt.py` is about.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import pytest
 
 from harness.client import Client, at_once, random_prompt
 from harness.clusters import Cluster, ClusterConfig
-from harness.engines import PATIENT, Engine, EngineConfig, Role
+from harness.engines import Engine, EngineConfig, Role
 from harness.failures import wait_all_blocks_free
 from harness.models import TINY
 from harness.pool import Reference
@@ -22,16 +22,17 @@ from harness.pool import Reference
 BLOCK = 128
 BLOCK_BYTES = BLOCK * TINY.kv_bytes_per_token
 
-# What a failed write leaves behind is waited for as long as `write_timeout_s` says, three times over.
-TIMES = (*(time for time in PATIENT if time[0] not in ("write_timeout_s", "lease_s")), ("lease_s", 20.0))
-DECODE = EngineConfig(Role.DECODE, connector_extra=TIMES, engine_id="decode")
+# What a failed write leaves behind is waited for three times `write_timeout_s`, an engine that has ended three times
+# `control_timeout_s`.
+TIMES = (("grant_timeout_s", 60.0), ("lease_s", 20.0))
+DECODE = EngineConfig(Role.DECODE, connector_extra=TIMES, engine_id="decode", args=("--enable-scale-out",))
 PREFILL = dataclasses.replace(
     DECODE,
     role=Role.PREFILL,
     max_model_len=1200,
     max_num_batched_tokens=48,
     kv_cache_bytes=12 * BLOCK_BYTES,
-    args=("--max-num-seqs", "8", "--long-prefill-token-threshold", "20"),
+    args=("--max-num-seqs", "8", "--long-prefill-token-threshold", "20", "--skip-tokenizer-init"),
     engine_id="prefill",
 )
 FEW_BLOCKS = ClusterConfig("few-blocks-tiny-chunks", (PREFILL,), (DECODE,))

@@ -6,7 +6,7 @@ import secrets
 import time
 
 import pytest
-from test_retry import TWO_PREFILL
+from test_retry import TWO_OF_EACH
 
 from harness.client import Client, random_prompt
 from harness.clusters import POISONED_TOKENS, Cluster
@@ -20,7 +20,7 @@ TRANSFER = {"kv_push", "kv_receive"}
 
 pytestmark = [
     # One of test_retry's.
-    pytest.mark.parametrize("cluster", [TWO_PREFILL], ids=str, indirect=True),
+    pytest.mark.parametrize("cluster", [TWO_OF_EACH], ids=str, indirect=True),
     pytest.mark.timeout(900),
 ]
 
@@ -79,7 +79,8 @@ def test_a_request_is_one_trace(cluster: Cluster, client: Client) -> None:
     [at_prefill] = [span for span in of(spans, "llm_request") if span.parent == prefill.id]
     [asked] = [engine for engine in cluster.prefill if engine.url == prefill.attributes["kv_pd.engine"]]
     assert all(runs_in(span, asked) for span in (push, at_prefill))
-    assert all(runs_in(span, cluster.decode[0]) for span in (receive, at_decode))
+    [answered] = [engine for engine in cluster.decode if engine.url == decode.attributes["kv_pd.engine"]]
+    assert all(runs_in(span, answered) for span in (receive, at_decode))
     assert not any(span.failed for span in spans)
     assert completion.kv_transfer_params is not None
     assert receive.attributes["kv_pd.received_bytes"] == completion.kv_transfer_params["received_bytes"]

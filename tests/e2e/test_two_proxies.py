@@ -10,14 +10,14 @@ import httpx
 import pytest
 
 from harness.client import Client, random_prompt
-from harness.clusters import Cluster, Proxy, one_to_one
+from harness.clusters import TP2_TO_TP1, Cluster, Proxy
 from harness.engines import wait_ready
 from harness.failures import wait_all_blocks_free
 from harness.pool import Reference
 from harness.waiting import wait_until
 
 pytestmark = [
-    pytest.mark.parametrize("cluster", [one_to_one(2, 1, token_major=False)], ids=str, indirect=True),
+    pytest.mark.parametrize("cluster", [TP2_TO_TP1], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]
 

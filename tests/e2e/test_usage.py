@@ -2,40 +2,44 @@
 """`usage` says what a single engine says: on all routes, streams or not, whichever engine has a prompt cached. And a
 prompt that decode has cached as a whole is answered without prefill."""
 
-import dataclasses
 from collections import Counter
+from typing import Any
 
-import httpx
 import pytest
+from test_who_computes import TUNED
 
 from harness.client import Client, random_prompt
-from harness.clusters import Cluster, one_to_one
-from harness.engines import Engine, EngineConfig
-from harness.plain_http import PLAIN_HTTP
+from harness.clusters import TP2_TO_TP1, Cluster
+from harness.engines import Engine
 from harness.pool import Reference
-from harness.usage import RESETTABLE, SAYS_CACHED, asked_of_all, cached_tokens, forget, usages
+from harness.usage import SAYS_CACHED, asked_of_all, cached_tokens, forget, usages
 from harness.waiting import wait_until
 
-DETAILED = EngineConfig(args=("--enable-prompt-tokens-details",), env=RESETTABLE)
-
 pytestmark = pytest.mark.timeout(600)
-with_details = pytest.mark.parametrize(
-    "cluster",
-    [dataclasses.replace(one_to_one(1, 1, engine=DETAILED), name="with-prompt-tokens-details")],
-    ids=str,
-    indirect=True,
-)
-without_details = pytest.mark.parametrize("cluster", [one_to_one(2, 1)], ids=str, indirect=True)
+with_details = pytest.mark.parametrize("cluster", [TP2_TO_TP1], ids=str, indirect=True)
+without_details = pytest.mark.parametrize("cluster", [TUNED], ids=str, indirect=True)
 
 BLOCK = 128
+DETAILS = ("cache_read_input_tokens", "cache_creation_input_tokens")
+"""Of `/v1/messages`, whose `input_tokens` are those that neither has."""
 
 
 @without_details
 def test_usage_without_the_details_of_prompt_tokens(cluster: Cluster, reference: Reference) -> None:
     """One route says what was cached nevertheless."""
+
+    def but_for_details(usages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        left_out = [{**usage, "prompt_tokens_details": None} for usage in usages]
+        for usage in left_out:
+            usage["input_tokens"] = usage.get("input_tokens", 0) + sum(usage.pop(name, None) or 0 for name in DETAILS)
+        return left_out
+
     for which in ("cold", "warm"):
         said = asked_of_all(cluster.url, str(cluster.model), "without details: ")
-        assert said == asked_of_all(reference.engine.url, str(cluster.model), "without details: "), which
+        single = asked_of_all(reference.engine.url, str(cluster.model), "without details: ")
+        assert {asked: but_for_details(usage) for asked, usage in said.items()} == {
+            asked: but_for_details(usage) for asked, usage in single.items()
+        }, which
         says_cached = {path for (path, _), usage in said.items() if cached_tokens(usage[-1])}
         assert says_cached == ({SAYS_CACHED} if which == "warm" else set())
 
@@ -161,18 +165,3 @@ def test_vllms_metrics_of_cached_prompts(cluster: Cluster, client: Client) -> No
         "prompt_tokens_cached_by_source device": 2 * BLOCK,
         "computed": 1,
     }
-
-
-@with_details
-def test_decode_answers_alone_when_prefill_is_down(cluster: Cluster, client: Client, reference: Reference) -> None:
-    """The last test here: the cluster has no prefill engine after it."""
-    cached = {tokens: random_prompt(tokens, "down") for tokens in (BLOCK, 3 * BLOCK, 3 * BLOCK + 1)}
-    expected = {tokens: reference.complete(prompt) for tokens, prompt in cached.items()}
-    assert {tokens: client.complete(prompt).token_ids for tokens, prompt in cached.items()} == expected
-    cluster.prefill[0].process.kill()
-    assert httpx.get(f"{cluster.url}/health", timeout=30, **PLAIN_HTTP).status_code == 503
-    for stream in (False, True):
-        again = {tokens: client.complete(prompt, stream=stream).token_ids for tokens, prompt in cached.items()}
-        assert again == expected
-    with pytest.raises(httpx.HTTPStatusError, match="prefill"):
-        client.complete(random_prompt(3 * BLOCK, "never seen"))

@@ -80,25 +80,6 @@ def compare(ours: Completion, theirs: Completion, tolerance: float = TOLERANCE) 
     return place + 1, None
 
 
-def parts_agree(answer: Completion, expected: Mapping[int, Completion]) -> tuple[int, bool]:
-    """Returns how many places of an answer could be compared, and whether all of these agree.
-
-    expected: another engine's answers by place, each to the prompt and the answer's tokens before that place.
-    """
-    compared = 0
-    for start, theirs in expected.items():
-        stop = start + len(theirs.token_ids)
-        chosen = zip(answer.token_ids[start:stop], theirs.token_ids, strict=True)
-        listed = zip(answer.logprobs[start:stop], theirs.logprobs, strict=True)
-        for (token, other), (ours, others) in zip(chosen, listed, strict=True):
-            compared += 1
-            if not places_agree(ours, others, token, other):
-                return compared, False
-            if token != other:
-                break  # what follows has another context
-    return compared, True
-
-
 def places_agree(ours: Mapping[int, float], theirs: Mapping[int, float], our_token: int, their_token: int) -> bool:
     """Whether two engines have computed one place from the same context, where requests allow only some tokens.
 

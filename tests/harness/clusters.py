@@ -22,7 +22,7 @@ from harness.engines import (
     script,
     wait_ready,
 )
-from harness.models import TINY, ModelSpec
+from harness.models import CHAT_TEMPLATE, TINY, ModelSpec
 from harness.processes import ManagedProcess
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ FAULTS = (
 """Environment of prefill engines that do so."""
 
 
-PLAIN = EngineConfig()
+PLAIN = EngineConfig(args=("--enable-prompt-tokens-details",), env=(("VLLM_SERVER_DEV_MODE", "1"),))
+"""It says in `usage` what was cached, forgets prefixes on request, and takes other weights."""
 
 
 def one_to_one(
@@ -102,31 +103,44 @@ def one_to_one(
     engine: EngineConfig = PLAIN,
 ) -> ClusterConfig:
     """Returns one prefill and one decode engine. Both are like `engine` except for their size, and are compared with
-    it.
+    it. Prefill answers routers for Mooncake, too.
     """
     order = "token-major" if token_major else "head-major"
     kind = order if model is TINY else model.name
     side = dataclasses.replace(engine, token_major=token_major, connector_extra=PATIENT)
+    prefill = dataclasses.replace(side, role=Role.PREFILL, tp=prefill_tp, env=(*engine.env, *FAULTS), bootstrap=True)
     return ClusterConfig(
         name=f"{kind}-tp{prefill_tp}-to-tp{decode_tp}",
-        prefill=(dataclasses.replace(side, role=Role.PREFILL, tp=prefill_tp, env=(*engine.env, *FAULTS)),),
+        prefill=(prefill,),
         decode=(dataclasses.replace(side, role=Role.DECODE, tp=decode_tp),),
         model=model,
         single=engine,
     )
 
 
-def traced(config: ClusterConfig, folder: str) -> ClusterConfig:
-    """Returns the same cluster with engines that trace to a folder of that name beside the logs."""
-    engines = {
-        side: tuple(dataclasses.replace(engine, traces=folder) for engine in getattr(config, side))
-        for side in ("prefill", "decode")
-    }
-    return dataclasses.replace(config, prefill=engines["prefill"], decode=engines["decode"])
-
-
-TRACED = traced(one_to_one(2, 1, token_major=True), "traces")
-"""Token-major, prefill TP 2, decode TP 1."""
+TP2_TO_TP1 = one_to_one(2, 1)
+"""Which most end-to-end tests share."""
+TEMPLATE_OF_EQUAL_LENGTH = CHAT_TEMPLATE.replace("<{{", "[{{")
+"""As a template with a date has, or one of another version of the model."""
+_TRACED = one_to_one(2, 1, token_major=True, engine=dataclasses.replace(PLAIN, traces="traces"))
+TRACED = dataclasses.replace(
+    _TRACED,
+    prefill=(dataclasses.replace(_TRACED.prefill[0], args=(*PLAIN.args, "--chat-template", TEMPLATE_OF_EQUAL_LENGTH)),),
+    decode=(
+        dataclasses.replace(
+            _TRACED.decode[0], args=(*PLAIN.args, "--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
+        ),
+    ),
+    single=PLAIN,
+)
+"""Token-major, prefill TP 2, decode TP 1. They trace to a folder beside the logs. Prefill has another chat template.
+Decode alone takes tools."""
+AT_IPV6 = dataclasses.replace(
+    one_to_one(1, 2, token_major=True, engine=dataclasses.replace(PLAIN, host="::1")),
+    name="ipv6-token-major-tp1-to-tp2",
+    single=PLAIN,
+)
+"""Engines and proxy at an IPv6 address."""
 
 
 @dataclasses.dataclass(frozen=True)

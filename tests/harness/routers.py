@@ -6,7 +6,6 @@ The stand-ins are written from the sources of vLLM (`toy_proxy_server.py` of its
 interface: here it is HTTP.
 """
 
-import dataclasses
 import enum
 import json
 import os
@@ -21,7 +20,6 @@ from typing import Any
 
 import httpx
 
-from harness.clusters import ClusterConfig
 from harness.engines import HOST, Engine, Server, script, wait_ready
 from harness.http_server import Handler, serving
 from harness.plain_http import PLAIN_HTTP
@@ -146,12 +144,6 @@ class StandIn:
 
 def _headers(request_id: str) -> dict[str, str]:
     return {"Authorization": "Bearer None", "X-Request-Id": request_id}
-
-
-def routed(config: ClusterConfig) -> ClusterConfig:
-    """Returns the engines of `config`, of which prefill's also answer routers for Mooncake."""
-    prefill = tuple(dataclasses.replace(engine, bootstrap=True) for engine in config.prefill)
-    return dataclasses.replace(config, name=f"routed-{config.name}", prefill=prefill)
 
 
 @contextmanager
