@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the table of docs/performance.md from benchmarks/results/*.json, in place.
+"""Writes the tables of docs/performance.md and CONTRIBUTING.md from benchmarks/results/*.json, in place.
 
 A results file has a `question`, its `latest` figures (date, case, figure, bar and state: true if the bar holds), which
-are the page's rows, and the `tables` of the runs that they are from.
+are the rows of docs/performance.md, and the `tables` of the runs that they are from. `ci.json` has the times of all
+stages of the tests, which `scripts/test.sh --durations` writes and CONTRIBUTING.md shows.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "performance.md"
+STAGES_PAGE = REPOSITORY / "CONTRIBUTING.md"
 RESULTS = REPOSITORY / "benchmarks" / "results"
 ORDER = (
     "ttft",
@@ -46,10 +48,22 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def filled(page: str) -> str:
-    results = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ORDER]
-    return _PLACE.sub(lambda found: f"{found[1]}\n{table(results)}\n\n{found[2]}", page)
+def stages(ci: dict[str, Any]) -> str:
+    """Markdown. Lanes run beside each other."""
+    lines = ["| stage | lane | seconds |", "|---|---|---|"]
+    lines += [f"| {each['stage']} | {each['lane']} | {each['seconds']} |" for each in ci["stages"]]
+    return "\n".join([*lines, f"| **all, on {ci['machine']}, {ci['date']}** | | **{ci['seconds']}** |"])
+
+
+def filled(path: Path) -> str:
+    """Returns the page with its table as the results have it."""
+    if path == STAGES_PAGE:
+        made = stages(json.loads((RESULTS / "ci.json").read_text()))
+    else:
+        made = table([json.loads((RESULTS / f"{name}.json").read_text()) for name in ORDER])
+    return _PLACE.sub(lambda found: f"{found[1]}\n{made}\n\n{found[2]}", path.read_text())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    for path in (PAGE, STAGES_PAGE):
+        path.write_text(filled(path))

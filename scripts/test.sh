@@ -3,7 +3,7 @@
 # Sets everything up and runs all checks and tests.
 #
 #   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile] [-k EXPRESSION]
-#                   [-- PYTEST_ARGUMENT...]
+#                   [--durations FILE] [-- PYTEST_ARGUMENT...]
 #
 #   --quick         skip the end-to-end tests (real vLLM engines, which take most of the time) and the NPU tests
 #   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
@@ -14,6 +14,8 @@
 #                   forms inject only a few of its faults. FAULTS_REPORT=FOLDER: also writes the table there
 #   --hostile       only the hostile inputs to decoders and listeners in their long form: over 1,000,000 inputs
 #   -k EXPRESSION   only the tests that match, as in pytest
+#   --durations FILE
+#                   writes the time of each stage there, as benchmarks/results/ci.json has it
 #   -- ...          all further arguments go to each pytest run, for example: -- -x --durations=5
 #
 # As root on Debian or Ubuntu, it installs missing packages by apt-get (--install-system-packages of the set-up).
@@ -27,6 +29,7 @@ export VENV=${VENV:-$root/.venv}
 mode=all
 pytest_args=()
 filtered=
+durations=
 while (($#)); do
   case $1 in
     --quick | --npu | --e2e | --benchmarks | --faults | --hostile)
@@ -43,6 +46,14 @@ while (($#)); do
       }
       pytest_args+=(-k "$2")
       filtered=1
+      shift
+      ;;
+    --durations)
+      (($# > 1)) || {
+        echo "test: --durations needs a file; see --help" >&2
+        exit 2
+      }
+      durations=$(realpath "$2")
       shift
       ;;
     --)
@@ -65,10 +76,10 @@ done
 
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/vllm-ascend-pd-test.XXXXXX")
 child=
-beside=
+beside=() # lanes beside this one
 finish() {
   local job tries
-  for job in $child $beside; do # interrupted: they are still running
+  for job in $child "${beside[@]}"; do # interrupted: they are still running
     kill -TERM -- "-$job" 2>/dev/null || continue
     tries=300
     while ((tries--)) && kill -0 -- "-$job" 2>/dev/null; do
@@ -95,8 +106,9 @@ run() { # run COMMAND...
 }
 
 summary=()
+rows=() # of --durations
 failed=0
-judge() { # judge TITLE SECONDS STATUS
+judge() { # judge TITLE SECONDS STATUS [LANE]
   local verdict=ok
   # pytest found no test: right for some stages of a filtered run.
   if (($3 == 5)) && [[ $filtered ]]; then
@@ -106,6 +118,7 @@ judge() { # judge TITLE SECONDS STATUS
     failed=1
   fi
   summary+=("$(printf '%-8s %-48s %4d s' "$verdict" "$1" "$2")")
+  rows+=("$(printf '    {"stage": "%s", "lane": %d, "seconds": %d, "result": "%s"}' "$1" "${4:-1}" "$2" "$verdict")")
 }
 
 stage() { # stage TITLE COMMAND...
@@ -116,58 +129,61 @@ stage() { # stage TITLE COMMAND...
   judge "$title" $((SECONDS - start)) "$status"
 }
 
-# Long stages that either of two lanes takes, whichever is free. Engines mostly wait for each other, and leave half of
-# two cores idle.
+# Long stages, which the next free lane takes: one beside the short stages, and two more when those are done. Engines
+# mostly wait for each other, and leave half of two cores idle.
 declare -A titles=(
-  [npu]="vllm-ascend and torch_npu on emulated CANN"
+  [npu]="torch_npu on emulated CANN"
+  [npu-e2e]="vllm-ascend engines on emulated CANN"
   [e2e]="end-to-end tests"
   [faults]="faults, short form"
   [hostile]="hostile input, short form"
   [soak]="soak, 200 requests"
 )
-long_stages=(npu e2e faults hostile soak)
+long_stages=(npu e2e npu-e2e faults soak hostile)
 run_long_stage() {
   case $1 in
-    npu) npu_tests -m "not long" ;;
+    npu) npu_tests tests/npu --ignore tests/npu/e2e -m "not long" ;;
+    npu-e2e) npu_tests tests/npu/e2e -m "not long" ;;
     e2e) run_pytest "$VENV" tests/e2e -m "not long" ;;
     faults) run_pytest "$VENV" tests/faults -m "not long" ;;
     hostile) hostile_tests ;;
     soak) run_pytest "$VENV" tests/soak ;;
   esac
 }
-claim() { # claim NAME: fails if the other lane has it, or if it must run by itself
+claim() { # claim NAME: fails if another lane has it, or if it must run by itself
   [[ $1 != hostile || $by_itself ]] || has_own_network || return 1
   mkdir "$scratch/$1.claimed" 2>/dev/null
 }
 by_itself=
 
-long_stages_beside() {
+long_stages_beside() { # long_stages_beside LANE
   local name start status
   for name in "${long_stages[@]}"; do
     claim "$name" || continue
     start=$SECONDS status=0
     run_long_stage "$name" &>"$scratch/$name.log" || status=$?
-    echo "$((SECONDS - start)) $status" >"$scratch/$name.result"
+    echo "$((SECONDS - start)) $status $1" >"$scratch/$name.result"
   done
 }
 start_beside() {
-  long_stages_beside </dev/null &
-  beside=$!
+  long_stages_beside $((${#beside[@]} + 2)) </dev/null &
+  beside+=($!)
 }
 end_beside() {
-  local name seconds status
+  local name seconds status lane
+  start_beside
   for name in "${long_stages[@]}"; do
     ! claim "$name" || stage "${titles[$name]}" run_long_stage "$name"
   done
-  wait "$beside" || true # each stage has a status of its own
-  beside=
+  wait "${beside[@]}" || true # each stage has a status of its own
+  beside=()
   for name in "${long_stages[@]}"; do
     [[ -e $scratch/$name.log ]] || continue
-    seconds=0 status=1 # a stage without a result was killed
+    seconds=0 status=1 lane=0 # a stage without a result was killed
     printf '\n=== %s\n' "${titles[$name]}"
     cat "$scratch/$name.log"
-    [[ ! -e $scratch/$name.result ]] || read -r seconds status <"$scratch/$name.result"
-    judge "${titles[$name]}" "$seconds" "$status"
+    [[ ! -e $scratch/$name.result ]] || read -r seconds status lane <"$scratch/$name.result"
+    judge "${titles[$name]}" "$seconds" "$status" "$lane"
   done
 }
 
@@ -188,17 +204,20 @@ tests() { # tests TITLE PATH...
   shift
   stage "$title" run_pytest "$VENV" "$@"
 }
-# Unit and integration tests that import vLLM or connector/, or a helper of the tests that does.
-tests_that_touch_vllm() {
-  local imports='^ *(from|import) (vllm|vllm_ascend_pd\.connector)[. ]' helpers
+# Unit and integration tests that run code of vLLM which differs between its versions: they import it or connector/, or
+# a helper of the tests that does. Requests and what schedulers say are data, and the same in all versions.
+tests_that_run_vllm() {
+  local runs='vllm\.(config|distributed|entrypoints|model|multimodal|plugins|v1\.(attention|kv|worker|core\.(kv|sched\.sch)))'
+  local helpers imports="^ *(from|import) $runs"
   helpers=$(grep -rlE "$imports" tests/harness tests/unit tests/integration --include='*.py' --exclude='test_*' \
     --exclude=conftest.py | sed -E 's|.*/(.*)\.py|\1|' | paste -sd '|')
-  grep -rlE "$imports|^ *(from|import) (harness\.)?($helpers) " tests/unit tests/integration --include='test_*.py' | sort
+  grep -rlE "$imports|^ *(from|import) (vllm_ascend_pd\.connector[. ]|(harness\.)?($helpers) )" tests/unit \
+    tests/integration --include='test_*.py' | sort
 }
 npu_tests() {
   scripts/setup_npu_emulation.sh --install-system-packages || return 1
   until [[ -e $scratch/set_up ]]; do sleep 1; done # the other environment, which these tests use, too
-  CANN_ON_HOST=1 run_pytest "$VENV-npu" tests/npu "$@"
+  CANN_ON_HOST=1 run_pytest "$VENV-npu" "$@"
 }
 # Hostile input takes thousands of ports, among them those that starting engines have chosen. So it runs in a network of
 # its own, which has a loopback device only, or by itself where the machine does not allow that.
@@ -225,9 +244,10 @@ setup=(--install-system-packages --with-compat) # the NPU's tests compare with v
 [[ $mode != all && $mode != e2e && $mode != faults ]] || setup+=(--with-router)
 [[ $mode != all ]] || start_beside # with the NPU's environment
 run scripts/setup_env.sh "${setup[@]}"
+judge "set-up" "$SECONDS" 0
 : >"$scratch/set_up"
 case $mode in
-  npu) stage "${titles[npu]}" npu_tests ;;
+  npu) stage "vllm-ascend and torch_npu on emulated CANN, long form" npu_tests tests/npu ;;
   e2e) tests "end-to-end tests, long form" tests/e2e ;;
   benchmarks) tests "integration tests, long form" tests/integration -m long ;;
   faults) tests "faults, long form" tests/faults ;;
@@ -237,18 +257,24 @@ case $mode in
     stage "ruff format" "$VENV/bin/ruff" format --check
     stage "mypy" "$VENV/bin/mypy"
     stage "import-linter" env PYTHONPATH="$root" "$VENV/bin/lint-imports" --no-cache
-    tests_at_once "unit tests" tests/unit
-    tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
-    tests_at_once "integration tests" tests/integration -m "not long"
-    mapfile -t touching < <(tests_that_touch_vllm)
+    # In one run: each process imports vLLM and collects all tests, in 10 s and more.
+    tests_at_once "unit, integration and kernel tests" tests/unit tests/ascendc_twin tests/integration -m "not long"
+    mapfile -t running < <(tests_that_run_vllm)
     PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
-      tests_at_once "tests that touch vLLM, with vLLM 0.23.0" "${touching[@]}" -m "not long"
+      tests_at_once "tests that run vLLM, with vLLM 0.23.0" "${running[@]}" -m "not long"
     [[ $mode == quick ]] || end_beside
     by_itself=1
     ! claim hostile || stage "${titles[hostile]}" run_long_stage hostile
     ;;
 esac
 
+if [[ $durations ]]; then
+  {
+    printf '{\n  "date": "%s",\n  "machine": "%d cores",\n  "seconds": %d,\n  "stages": [\n' "$(date +%F)" "$(nproc)" "$SECONDS"
+    printf '%s\n' "${rows[@]}" | sed '$!s/$/,/'
+    printf '  ]\n}\n'
+  } >"$durations"
+fi
 printf '\n'
 printf '%s\n' "${summary[@]}"
 if ((failed)); then

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/performance.md is made of benchmarks/results, and every benchmark has results there."""
+"""The tables of docs/performance.md and CONTRIBUTING.md are made of benchmarks/results, where every benchmark has its
+results."""
 
 import datetime
 import json
@@ -7,21 +8,24 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY / "scripts"))
 
-from performance_tables import ORDER, PAGE, RESULTS, filled  # noqa: E402
+from performance_tables import ORDER, PAGE, RESULTS, STAGES_PAGE, filled  # noqa: E402
 
 
-def test_the_page_has_what_the_files_have() -> None:
-    assert PAGE.read_text() == filled(PAGE.read_text()), "run python scripts/performance_tables.py"
+@pytest.mark.parametrize("page", [PAGE, STAGES_PAGE], ids=lambda page: page.name)
+def test_the_page_has_what_the_files_have(page: Path) -> None:
+    assert page.read_text() == filled(page), "run python scripts/performance_tables.py"
 
 
 def test_every_benchmark_has_results_that_say_when_and_where() -> None:
     programs = {path.stem for path in (REPOSITORY / "benchmarks").glob("*.py")}
-    assert programs == set(ORDER) == {path.stem for path in RESULTS.glob("*.json")}
-    for file in RESULTS.glob("*.json"):
-        results = json.loads(file.read_text())
+    assert {*programs, "ci"} == {*ORDER, "ci"} == {path.stem for path in RESULTS.glob("*.json")}
+    for name in ORDER:
+        results = json.loads((RESULTS / f"{name}.json").read_text())
         for row in results["latest"]:
             datetime.date.fromisoformat(row["date"])
         for each in results["tables"].values():
