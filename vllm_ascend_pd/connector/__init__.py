@@ -7,13 +7,10 @@ within functions only, so they can be imported without it.
 
 from typing import Any
 
-CONNECTOR = "LayerwisePushConnector"
-"""The connector's name in `kv_transfer_config`."""
-
 
 def __getattr__(name: str) -> Any:
     """Imports the connector, and with it vLLM, when it is first used."""
-    if name == CONNECTOR:
+    if name == "LayerwisePushConnector":
         from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 
         return LayerwisePushConnector

@@ -5,7 +5,7 @@ import logging
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from vllm_ascend_pd.connector import CONNECTOR
+from vllm_ascend_pd.core.config import CONNECTOR
 
 
 def register() -> None:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_ascend_pd.connector import CONNECTOR
 from vllm_ascend_pd.connector.model import computes_prompts, unsupported
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.ascend import Region
-from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.transport.engine import ExistingEngine
 
 if TYPE_CHECKING:

@@ -13,6 +13,9 @@ import msgspec
 
 from vllm_ascend_pd.core.hosts import HostList
 
+CONNECTOR = "LayerwisePushConnector"
+"""The connector's name in `kv_transfer_config`."""
+
 
 class ConfigError(ValueError):
     """A `kv_transfer_config` this connector cannot work with."""

@@ -8,11 +8,10 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.connector import CONNECTOR
 from vllm_ascend_pd.connector.model import IDLE_RANKS_OVERWRITE_BLOCKS, overwrites_blocks
 from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.connector.setup import warning as order_warning
-from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_pd.connector import CONNECTOR
 from vllm_ascend_pd.connector.setup import asked_before
-from vllm_ascend_pd.core.config import ConfigError, parse_config
+from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, parse_config
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, MigrateError
 
 LAYERWISE = "MooncakeLayerwiseConnector"
