@@ -21,8 +21,7 @@ from vllm_ascend_pd.core.ticket import (
     TRANSFER_ID,
     is_transfer_id,
 )
-from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, describe, open_client, read_at_most
-from vllm_ascend_pd.transport.http_url import parse_url
+from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, describe, open_client, parse_url, read_at_most
 
 _MAX_URL_CHARS = 512
 

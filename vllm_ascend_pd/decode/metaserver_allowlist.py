@@ -10,7 +10,7 @@ import httpx
 
 from vllm_ascend_pd.core.hosts import in_words, is_loopback, normal_host
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.transport.http_url import MAX_URL_CHARS, HttpUrl, parse_url
+from vllm_ascend_pd.transport.http_client import MAX_URL_CHARS, HttpUrl, parse_url
 
 _REMEMBERED = 64  # URLs whose check is remembered: a proxy names the same one with every request
 

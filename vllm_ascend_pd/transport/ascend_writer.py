@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_pd.transport.batches import Batch, TransferLimits
-from vllm_ascend_pd.transport.reach import Reach
-from vllm_ascend_pd.transport.writer import NO_LEAVE, TransferError
+from vllm_ascend_pd.transport.writer import NO_LEAVE, Reach, TransferError
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from vllm_ascend_pd.transport.ascend import describe_transport
 from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Slots
 from vllm_ascend_pd.transport.batches import Batch, Batches, SettingError, TransferLimits
 from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
-from vllm_ascend_pd.transport.reach import Reach
-from vllm_ascend_pd.transport.writer import Flight, TransferError, Writer
+from vllm_ascend_pd.transport.writer import Flight, Reach, TransferError, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class TransferEngine:
     """One Mooncake engine: it registers memory of this process, and writes to memory of peers. Any thread may write.
 
     Before the first write to a peer, and after each failed one, the peer must answer a probe within `limits.timeout_s`
-    (`reach.py`). How a write waits and ends depends on the protocol: `AscendWriter` for "ascend", `TcpWriter` for
+    (`Reach`). How a write waits and ends depends on the protocol: `AscendWriter` for "ascend", `TcpWriter` for
     "tcp" and "rdma".
     """
 
@@ -74,7 +73,7 @@ class TransferEngine:
         self._session = authority(host, self._engine.get_rpc_port())
         self._transport = describe_transport(protocol)
         chip = ascend.chip_name() if protocol == "ascend" else None
-        self._memory = RegisteredMemory(self._engine, chip, existing)
+        self._memory = RegisteredMemory(self._session, self._engine, chip, existing)
         self._reach = Reach(self._engine, self._session, self._limits.timeout_s)
         self._writer = self._make_writer(protocol)
 
@@ -116,10 +115,7 @@ class TransferEngine:
         or that Mooncake refuses.
         """
         self._check_open()
-        try:
-            self._memory.add(regions, of_caches)
-        except RegistrationError as error:
-            raise TransferError(self._session, str(error), retryable=False) from None
+        self._memory.add(regions, of_caches)
 
     def write(self, session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> None:
         """Copy `lengths[i]` bytes from `sources[i]` here to `destinations[i]` in the memory of `session`: see
@@ -168,10 +164,7 @@ class TransferEngine:
                 return
             self._closed = True
         self._engine = None
-        try:
-            self._memory.close()
-        except RegistrationError as error:
-            raise TransferError(self._session, str(error), retryable=False) from None
+        self._memory.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -193,19 +186,17 @@ def _start(host: str, protocol: str) -> Any:
 # The memory that an engine has registered with Mooncake.
 
 
-class RegistrationError(Exception):
-    """Memory could not be registered or unregistered."""
-
-
 class RegisteredMemory:
     """Only registered memory can be written to by peers, and written from. Any thread may call it."""
 
-    def __init__(self, mooncake: Any, chip: str | None, shared: ExistingEngine | None) -> None:
+    def __init__(self, session: str, mooncake: Any, chip: str | None, shared: ExistingEngine | None) -> None:
         """
+        `session`: this engine's address, which errors name.
         `mooncake`: Mooncake's engine.
         `chip`: as in `regions.refusal`. None: no limits of NPUs apply.
         `shared`: set if other connectors of this process use `mooncake`, too.
         """
+        self._session = session
         self._mooncake = mooncake
         self._chip = chip
         self._shared = shared
@@ -217,7 +208,7 @@ class RegisteredMemory:
         self._own: list[int] = []
 
     def add(self, regions: Sequence[Region], of_caches: bool) -> None:
-        """Registers all of `regions` or none. Raises RegistrationError.
+        """Registers all of `regions` or none. Raises TransferError.
 
         `of_caches`: other connectors of this process register the same memory, the KV caches.
         """
@@ -225,14 +216,14 @@ class RegisteredMemory:
             fresh = [region for region in merge(regions) if not covered(region, self._known)]
             for address, size in fresh:
                 if any(address < begin + length and begin < address + size for begin, length in self._known):
-                    raise RegistrationError(
+                    raise self._error(
                         f"region {address:#x}+{size} overlaps a registered one: register both in one call"
                     )
             if not fresh:
                 return
             together = sorted(self._known + fresh)
             if self._chip is not None and (reason := refusal(together, self._chip)) is not None:
-                raise RegistrationError(f"memory cannot be registered: {reason}")
+                raise self._error(f"memory cannot be registered: {reason}")
             if self._shared is not None and of_caches:
                 self._register_for_all(self._shared, fresh)
             else:
@@ -240,27 +231,30 @@ class RegisteredMemory:
             self._known = together
 
     def close(self) -> None:
-        """Unregisters the regions that only this engine uses. Raises RegistrationError."""
+        """Unregisters the regions that only this engine uses. Raises TransferError."""
         with self._lock:
             own, self._own, self._known = self._own, [], []
             mooncake, self._mooncake = self._mooncake, None
         code = mooncake.batch_unregister_memory(own) if own else 0
         if code != 0:
-            raise RegistrationError(f"Mooncake did not unregister its memory (code {code})")
+            raise self._error(f"Mooncake did not unregister its memory (code {code})")
 
     def _register(self, regions: Sequence[Region]) -> None:
         addresses = [address for address, _ in regions]
         code = self._mooncake.batch_register_memory(addresses, [size for _, size in regions])
         if code != 0:
             self._mooncake.batch_unregister_memory(addresses)
-            raise RegistrationError(f"{_not_registered(regions)} (code {code})")
+            raise self._error(f"{_not_registered(regions)} (code {code})")
         self._own += addresses
 
     def _register_for_all(self, shared: ExistingEngine, regions: Sequence[Region]) -> None:
         try:
             shared.register_caches(regions)
         except RuntimeError as error:
-            raise RegistrationError(f"{_not_registered(regions)}: {error}") from error
+            raise self._error(f"{_not_registered(regions)}: {error}") from error
+
+    def _error(self, reason: str) -> TransferError:
+        return TransferError(self._session, reason, retryable=False)
 
 
 def _not_registered(regions: Sequence[Region]) -> str:

@@ -6,14 +6,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.cookiejar
+import re
 import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 
 import anyio
 import httpx
 
+from vllm_ascend_pd.core.hosts import authority, is_host, looks_numeric, normal_host
 from vllm_ascend_pd.core.text import one_line
 
 IDLE_CONNECTION_S = 2.0
@@ -23,6 +26,8 @@ HTTP_FAILURES = (httpx.TransportError, OSError)
 """What a request raises that fails. httpcore lets some of ssl's errors through, which are OSErrors."""
 CONNECTION_LOST = (httpx.NetworkError, httpx.RemoteProtocolError, ssl.SSLError)
 """Those of a connection that was closed, reset or never opened, or of a server that does not speak HTTP."""
+MAX_URL_CHARS = 2048
+_PORTS = {"http": 80, "https": 443}
 _MAX_SHOWN_CHARS = 200
 
 
@@ -141,3 +146,50 @@ def describe(error: BaseException) -> str:
 def clean(text: str) -> str:
     """Returns text from another process as one short printable line."""
     return one_line(text, _MAX_SHOWN_CHARS)
+
+
+@dataclass(frozen=True)
+class HttpUrl:
+    """An HTTP URL without user, query and fragment."""
+
+    url: httpx.URL
+    """What to connect to."""
+    scheme: str
+    """`http` or `https`."""
+    host: str
+    """In normal form, without brackets."""
+    port: int
+    """The scheme's own if the URL has none."""
+    path: str
+    """Without `.` and `..`. Empty if nothing follows the host."""
+
+
+def parse_url(text: str) -> HttpUrl:
+    """Parses a URL that a client names, by the parser that connects.
+
+    Raises ValueError with the reason, for spellings that parsers read in different ways, too.
+    """
+    if len(text) > MAX_URL_CHARS:
+        raise ValueError(f"longer than {MAX_URL_CHARS} characters")
+    if not re.fullmatch(r"[!-~]+", text):
+        raise ValueError("contains spaces, control or non-ASCII characters")
+    for character in "@#?%\\":
+        if character in text:
+            raise ValueError(f"contains {character!r}")
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"not a URL: {error}") from error
+    if url.scheme not in _PORTS:
+        raise ValueError("not http or https")
+    host = url.raw_host.decode("ascii").lower()
+    if not is_host(host) or looks_numeric(host):
+        raise ValueError("its host is neither an address nor a name")
+    port = _PORTS[url.scheme] if url.port is None else url.port
+    if not 0 < port < 65536:
+        raise ValueError(f"port {port} does not exist")
+    written, slash, _ = text.partition("://")[2].lower().partition("/")
+    # httpx reads `[::1]8000`, `host:8_0` and `host:`, too.
+    if authority(host, port) not in (written, f"{written}:{port}"):
+        raise ValueError("its host and port are not written as HOST or HOST:PORT")
+    return HttpUrl(url, url.scheme, normal_host(host), port, url.raw_path.decode("ascii") if slash else "")

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from vllm_ascend_pd.transport.batches import TCP_LANES, Batch, SettingError, TransferLimits
-from vllm_ascend_pd.transport.reach import Reach
-from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, NO_LEAVE, TransferError
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, NO_LEAVE, Reach, TransferError
 
 # Keeps Mooncake's TCP queue to one peer from overflowing.
 #

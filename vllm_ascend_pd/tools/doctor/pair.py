@@ -26,8 +26,14 @@ from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.doctor.versions import VLLM, release
 from vllm_ascend_pd.tools.vllm_serve import REPLACES_CONNECTOR
-from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, describe, innermost, open_client, read_at_most
-from vllm_ascend_pd.transport.http_url import parse_url
+from vllm_ascend_pd.transport.http_client import (
+    HTTP_FAILURES,
+    describe,
+    innermost,
+    open_client,
+    parse_url,
+    read_at_most,
+)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's variable with the key of its API server."""
