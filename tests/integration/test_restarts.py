@@ -40,7 +40,7 @@ def delivers(pair: Pair, requests: list[Prompt]) -> None:
 
 
 def remembered(rank: PrefillRank) -> set[str]:
-    return {engine_id for _, engine_id in list(rank.worker._transfers._control._peers._peers)}
+    return {engine_id for _, engine_id in list(rank.worker._transfers._control._peers)}
 
 
 def resources(rank: PrefillRank) -> tuple[int, int]:

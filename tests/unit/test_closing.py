@@ -10,7 +10,7 @@ from vllm_ascend_pd.connector.roles import DecodeSchedulerRole, PrefillScheduler
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import TicketRoutes
 from vllm_ascend_pd.decode.worker import DecodeWorker
-from vllm_ascend_pd.prefill.control import ControlPlane, Peers
+from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 
@@ -65,9 +65,14 @@ CLOSE: dict[str, Callable[[Parts], Callable[[], None]]] = {
         ).close(0.0)
     ),
     "control plane": lambda part: (
-        lambda: made(ControlPlane, _client=part("client"), _wakeup=part("wakeup"), _peers=part("peers")).close(0.0)
+        lambda: made(
+            ControlPlane,
+            _client=part("client"),
+            _wakeup=part("wakeup"),
+            _retired=[part("first"), part("second")],
+            _all=list,
+        ).close(0.0)
     ),
-    "peers": lambda part: lambda: made(Peers, _retired=[part("first"), part("second")], _all=list).close(0.0),
     "ticket listener": lambda part: (
         lambda: made(TicketListener, _server=part("server"), _wakeup=part("wakeup")).close(0.0)
     ),

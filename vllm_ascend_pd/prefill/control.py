@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control plane of a prefill rank: one thread that owns the state of all transfers and peers.
 
-It describes decode engines (`Peers`), asks for grants, renews them and reports (`TransferControl`). The model's thread
-and senders post messages to it. They read `TicketView`s and `Outcomes`.
+It has decode engines describe themselves (`ControlPlane`), asks for grants, renews them and reports
+(`TransferControl`). The model's thread and senders post messages to it. They read `TicketView`s and `Outcomes`.
 """
 
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_ascend_pd.core.compatibility import FitCheck, unsound
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.hosts import HostList, decode_hosts
+from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem, Revoke
@@ -63,7 +63,7 @@ class Peer:
     # Addresses that were connected to for it.
     endpoints: set[str] = field(default_factory=set)
     # Tickets of it that were acquired and not yet released. The model's thread writes `sender`, this and the next, the
-    # control thread reads them, both under the lock of `Peers`.
+    # control thread reads them, both under the lock of `ControlPlane`.
     users: int = 0
     # When a ticket of it was released last.
     used_at: float = 0.0
@@ -84,10 +84,6 @@ class Peer:
         return self.layout is None or self.gone is not None or now - self.used_at > _FORGET_AFTER_S
 
 
-# The decode engines that a prefill rank is in contact with: how they are described, and when they are forgotten.
-#
-# The model's thread acquires the sender for a ticket, and releases it. All else runs on the control thread.
-
 logger = logging.getLogger(__name__)
 
 # Pause after a failed request for a description, which may fail at once.
@@ -99,40 +95,72 @@ _DESCRIBED_AT_ONCE = 4
 _TIDY_S = 1.0
 
 
-class Peers:
-    """The decode engines that a prefill rank is in contact with, by the issuer that their tickets name."""
+class ControlPlane:
+    """The thread `pd-control` with the peers and transfers that it owns, and the senders' threads.
+
+    Peers are known by the issuer that their tickets name.
+    """
 
     def __init__(
         self,
-        client: SideChannelClient,
-        transfers: TransferControl,
+        rank_info: RankInfo,
+        config: ConnectorConfig,
         engine: TransferEngine,
-        make_sender: Callable[[str], Sender],
+        ring: StagingRing[StepSend] | None,
+        running_time: RunningTime,
+        loaded: LoadedWeights,
+        routes: Routes,
         fit: FitCheck,
-        hosts: HostList,
-        control_timeout_s: float,
+        observer: PrefillObserver,
     ) -> None:
-        """`make_sender(name)` starts a sender.
-
-        hosts: which hosts decode engines may be at.
-        """
-        self._client = client
-        self._transfers = transfers
+        """Starts the thread."""
         self._engine = engine
-        self._make_sender = make_sender
+        self._running_time = running_time
         self._fit = fit
-        self._hosts = hosts
-        self._timeout_s = control_timeout_s
+        self._timeout_s = config.control_timeout_s
+        signed = config.ticket_secret_file is not None
+        self._hosts = decode_hosts(config.decode_allowlist, rank_info.host, signed, own_networks())
+        # The model's thread makes it, the control thread reads it. None until the scheduler names an address.
+        self._wakeup: WakeupSocket | None = None
+        # Read by the model's thread.
+        self.outcomes = Outcomes()
         # Guards the map below, which both threads change, and `sender`, `users` and `used_at` of the peers in it.
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}
-        # The control thread owns the rest.
-        # By address: how many requests for descriptions are in flight.
+        # The control thread owns the next three. By address: how many requests for descriptions are in flight.
         self._describing: Counter[str] = Counter()
         # Senders of engines that were forgotten, until they have ended.
         self._retired: list[Sender] = []
         # When to tidy up, on the monotonic clock.
         self._tidy_at = 0.0
+        keys = load_keys(config.side_channel_key_file)
+        self._client = SideChannelClient(self._on_unasked, self._on_tick, name="pd-control", keys=keys, start=False)
+        self._transfers = TransferControl(
+            self._client,
+            rank_info,
+            config,
+            engine.limits.settle_s,
+            running_time,
+            routes,
+            self.outcomes,
+            observer,
+        )
+
+        def make_sender(name: str) -> Sender:
+            return Sender(
+                name,
+                engine,
+                ring,
+                self._transfers,
+                loaded,
+                running_time,
+                observer,
+                queue_size=config.push_queue_size,
+                ready_timeout_s=config.collective_timeout_s + config.write_timeout_s,
+            )
+
+        self._make_sender = make_sender
+        self._client.start()
 
     # On the model's thread.
 
@@ -155,11 +183,39 @@ class Peers:
             peer.users -= 1
             peer.used_at = time.monotonic()
 
-    # On the control thread.
-
-    @owned
     def open(self, transfers: Sequence[Transfer]) -> None:
         """Begins to ask for grants for these transfers. A sender must have been acquired for each ticket."""
+        self._client.call(partial(self._open, transfers))
+
+    def wake_at(self, address: str) -> None:
+        """A datagram to `address` wakes whoever waits for an outcome. Only the first address counts."""
+        if self._wakeup is None:
+            self._wakeup = wakeup = WakeupSocket(address)
+            self._client.watch(wakeup.fileno(), partial(self._woken, wakeup))
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the control thread, then the senders."""
+        with ExitStack() as closing:  # all of them, even if one raises
+            closing.callback(self._close_senders, timeout_s)
+            if self._wakeup is not None:
+                closing.callback(self._wakeup.close)
+            closing.callback(self._client.close, timeout_s)
+
+    def _close_senders(self, timeout_s: float) -> None:
+        """Call it when the control thread, which retires senders, has ended."""
+        with ExitStack() as closing:
+            for sender in [*self._retired, *(peer.sender for peer in self._all() if peer.sender is not None)]:
+                closing.callback(sender.close, timeout_s)
+
+    # On the control thread.
+
+    def _woken(self, wakeup: WakeupSocket) -> None:
+        wakeup.clear()
+        self.outcomes.wake()
+
+    @owned
+    def _open(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers.add(transfers)
         with self._lock:
             peers = {transfer.ticket.issuer: self._peers[transfer.ticket.issuer] for transfer in transfers}
         for transfer in transfers:
@@ -168,14 +224,20 @@ class Peers:
             self._advance(peer)
 
     @owned
-    def tick(self, now: float) -> None:
+    def _on_tick(self, now: float) -> None:
         """Contacts transfers that wait, and forgets engines from time to time."""
+        self._running_time()
         for peer in self._all():
             if peer.waiting:
                 self._advance(peer)
         if now >= self._tidy_at:
             self._tidy_at = now + _TIDY_S
             self._tidy(now)
+        self._transfers.tick()
+
+    def _on_unasked(self, endpoint: str, message: Message) -> None:
+        if isinstance(message, Revoke):
+            self._transfers.revoke(endpoint, message)
 
     def _all(self) -> list[Peer]:
         with self._lock:
@@ -274,108 +336,3 @@ class Peers:
                 del self._describing[endpoint]
             if peer.layout is not None:
                 self._engine.forget({rank.session for rank in peer.layout.description.ranks})
-
-    def close(self, timeout_s: float) -> None:
-        """Stops the senders. The control thread must have ended."""
-        with ExitStack() as closing:
-            for sender in [*self._retired, *(peer.sender for peer in self._all() if peer.sender is not None)]:
-                closing.callback(sender.close, timeout_s)
-
-
-class ControlPlane:
-    """The thread `pd-control` with the peers and transfers that it owns, and the senders' threads."""
-
-    def __init__(
-        self,
-        rank_info: RankInfo,
-        config: ConnectorConfig,
-        engine: TransferEngine,
-        ring: StagingRing[StepSend] | None,
-        running_time: RunningTime,
-        loaded: LoadedWeights,
-        routes: Routes,
-        fit: FitCheck,
-        observer: PrefillObserver,
-    ) -> None:
-        """Starts the thread."""
-        self._running_time = running_time
-        # The model's thread makes it, the control thread reads it. None until the scheduler names an address.
-        self._wakeup: WakeupSocket | None = None
-        # Read by the model's thread.
-        self.outcomes = Outcomes()
-        keys = load_keys(config.side_channel_key_file)
-        self._client = SideChannelClient(self._on_unasked, self._on_tick, name="pd-control", keys=keys, start=False)
-        self._transfers = TransferControl(
-            self._client,
-            rank_info,
-            config,
-            engine.limits.settle_s,
-            running_time,
-            routes,
-            self.outcomes,
-            observer,
-        )
-
-        def make_sender(name: str) -> Sender:
-            return Sender(
-                name,
-                engine,
-                ring,
-                self._transfers,
-                loaded,
-                running_time,
-                observer,
-                queue_size=config.push_queue_size,
-                ready_timeout_s=config.collective_timeout_s + config.write_timeout_s,
-            )
-
-        signed = config.ticket_secret_file is not None
-        hosts = decode_hosts(config.decode_allowlist, rank_info.host, signed, own_networks())
-        self._peers = Peers(self._client, self._transfers, engine, make_sender, fit, hosts, config.control_timeout_s)
-        self._client.start()
-
-    # On the model's thread.
-
-    def acquire(self, ticket: Ticket) -> Sender:
-        """See `Peers.acquire`."""
-        return self._peers.acquire(ticket)
-
-    def release(self, ticket: Ticket) -> None:
-        """See `Peers.release`."""
-        self._peers.release(ticket)
-
-    def open(self, transfers: Sequence[Transfer]) -> None:
-        """Begins to ask for grants for these transfers. A sender must have been acquired for each ticket."""
-        self._client.call(partial(self._open, transfers))
-
-    def wake_at(self, address: str) -> None:
-        """A datagram to `address` wakes whoever waits for an outcome. Only the first address counts."""
-        if self._wakeup is None:
-            self._wakeup = wakeup = WakeupSocket(address)
-            self._client.watch(wakeup.fileno(), partial(self._woken, wakeup))
-
-    def close(self, timeout_s: float) -> None:
-        with ExitStack() as closing:  # all of them, even if one raises
-            closing.callback(self._peers.close, timeout_s)
-            if self._wakeup is not None:
-                closing.callback(self._wakeup.close)
-            closing.callback(self._client.close, timeout_s)
-
-    # On the control thread.
-
-    def _woken(self, wakeup: WakeupSocket) -> None:
-        wakeup.clear()
-        self.outcomes.wake()
-
-    def _open(self, transfers: Sequence[Transfer]) -> None:
-        self._transfers.add(transfers)
-        self._peers.open(transfers)
-
-    def _on_unasked(self, endpoint: str, message: Message) -> None:
-        if isinstance(message, Revoke):
-            self._transfers.revoke(endpoint, message)
-
-    def _on_tick(self, now: float) -> None:
-        self._running_time()
-        self._peers.tick(now)
-        self._transfers.tick()
