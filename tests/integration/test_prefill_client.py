@@ -327,7 +327,7 @@ def test_f31_a_served_ticket_needs_no_bootstrap_server(client: PrefillClient, ta
         def _handle(self, message: Any, connection: Any) -> Any:
             if isinstance(message, OfferTicket):
                 server.close(5)
-                addresses = client._loop._addresses
+                addresses = client._addresses
                 addresses.forget(client.parse(mooncake(server.port)))
             return super()._handle(message, connection)
 

@@ -102,7 +102,7 @@ def test_a_host_that_is_not_allowed_is_not_connected_to(scheduler: DecodeSchedul
     assert ["prefill_allowlist" in reason for reason in step.cancelled.values()] == [True]
     scheduler.update(None, {"r"})
     assert "prefill_allowlist" in scheduler.finished(request)["error"]
-    assert scheduler._routes._prefill._loop is None, "not even the thread has started"
+    assert scheduler._routes._prefill._channel is None, "not even the thread has started"
 
 
 def test_a_failure_that_a_rank_notices_releases_the_prompt(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:

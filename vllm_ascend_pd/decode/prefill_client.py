@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,123 +43,14 @@ _ASK_EVERY_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
 
-Ask = Callable[[str, Message], Awaitable[Message | SideChannelError]]
-"""Sends a message to an endpoint over the side channel, and returns the answer. Ends within a fixed time."""
+# Connections without a message under way. The one that was used longest ago is closed first.
+_MAX_IDLE = 256
+
+logger = logging.getLogger(__name__)
 
 
 class DeliveryError(Exception):
     """Prefill does not take a ticket, or does not serve it. The text is the reason."""
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """The messages about one prompt.
-
-    prompt: the prompt and the engine that holds it.
-    addresses: finds that engine.
-    ask: sends a message.
-    retry_s: how long prefill may say that it cannot take the ticket yet.
-    """
-
-    prompt: RoutedPrompt
-    addresses: PrefillAddresses
-    ask: Ask
-    retry_s: float
-
-    async def deliver(self, ticket: Ticket, retried: Callable[[], None]) -> None:
-        """Returns when prefill has ended with the ticket and has not said that it failed. That may be before the KV has
-        arrived, or without it: decode's ranks know. Raises DeliveryError.
-
-        `retried`: called before each offer but the first.
-        """
-        endpoint, started_as = await self._offer(ticket, retried)
-        await self._follow(ticket, endpoint, started_as)
-
-    async def release(self, named: NamesPrompt, reason: str) -> None:
-        """Tells prefill that no ticket will come, a few times until it answers. Prefill also gives its blocks up after
-        a time."""
-        for _ in range(SILENT_ROUNDS):
-            try:
-                endpoint, started_as = await self.addresses.of(self.prompt)
-            except BootstrapError as error:
-                if error.final:
-                    return
-                continue
-            message = ReleasePrompt(
-                engine_id=started_as,
-                transfer_id=self.prompt.transfer_id,
-                ticket_id=named.ticket_id,
-                num_tokens=named.num_tokens,
-                prompt=named.prompt,
-                reason=reason,
-            )
-            answer = await self.ask(endpoint, message)
-            if not isinstance(answer, SideChannelError):
-                return
-
-    async def _offer(self, ticket: Ticket, retried: Callable[[], None]) -> tuple[str, str]:
-        """Offers the ticket until prefill takes it. Returns the endpoint that took it, and the id of the engine's start
-        there."""
-        began, pause, silent = time.monotonic(), _FIRST_PAUSE_S, 0
-        while True:
-            try:
-                endpoint, started_as = await self.addresses.of(self.prompt)
-                answer = await self.ask(endpoint, OfferTicket(started_as, self.prompt.transfer_id, ticket))
-                reason = self._unusable(answer)
-            except BootstrapError as error:
-                if error.final:
-                    raise DeliveryError(str(error)) from None
-                answer, reason = SideChannelError(str(error)), str(error)
-            if isinstance(answer, TicketTaken):
-                return endpoint, started_as
-            if isinstance(answer, SideChannelError):
-                self.addresses.forget(self.prompt)
-                silent += 1
-                if silent == SILENT_ROUNDS:
-                    raise DeliveryError(f"the {self.prompt} does not take the ticket: {reason}")
-            else:
-                silent = 0
-                if not (isinstance(answer, TicketRefused) and answer.retry):
-                    self.addresses.forget(self.prompt)
-                    raise DeliveryError(f"the {self.prompt} refuses the ticket: {reason}")
-                if time.monotonic() - began > self.retry_s:
-                    raise DeliveryError(f"the {self.prompt} did not take the ticket in {self.retry_s:g} s: {reason}")
-            retried()
-            await asyncio.sleep(random.uniform(pause / 2, pause))
-            pause = min(2 * pause, _LAST_PAUSE_S)
-
-    async def _follow(self, ticket: Ticket, endpoint: str, started_as: str) -> None:
-        """Asks the endpoint that took the ticket, at an interval, until prefill has ended with the ticket or does not
-        answer any more. Nothing is looked up: the bootstrap server may be down by now."""
-        silent = 0
-        question = AskTicket(started_as, self.prompt.transfer_id, ticket.ticket_id)
-        while True:
-            await asyncio.sleep(_ASK_EVERY_S)
-            answer = await self.ask(endpoint, question)
-            if isinstance(answer, TicketTaken):
-                silent = 0
-            elif isinstance(answer, SideChannelError):
-                silent += 1
-                if silent == SILENT_ROUNDS:
-                    raise DeliveryError(f"the {self.prompt} took the ticket and does not answer any more: {answer}")
-            elif isinstance(answer, TicketRefused) and answer.retry:  # it does not know the ticket any more
-                return
-            else:
-                raise DeliveryError(f"the {self.prompt} does not serve the ticket: {self._unusable(answer)}")
-
-    def _unusable(self, answer: Message | SideChannelError) -> str:
-        """Why `answer` does not help, in words."""
-        if isinstance(answer, (TicketRefused, Problem)):
-            return answer.reason
-        return str(answer) if isinstance(answer, SideChannelError) else f"it answered {type(answer).__name__}"
-
-
-# The thread that talks to prefill engines which hold prompts (`pd-tickets`): one task per ticket.
-
-logger = logging.getLogger(__name__)
-
-# Connections without a message under way. The one that was used longest ago is closed first.
-_MAX_IDLE = 256
 
 
 @dataclass(frozen=True)
@@ -180,90 +71,206 @@ class DeliverySettings:
     keys: Keys | None = None
 
 
-class DeliveryLoop:
+class PrefillClient:
     """Any thread may call the public methods. None of them waits for the network, except `close`.
 
-    The private methods run on the loop's own thread, which owns the fields.
+    The thread starts with the first ticket: most engines never get a request that names a prefill engine. The private
+    methods run on it.
     """
 
-    def __init__(
-        self,
-        settings: DeliverySettings,
-        ended: Callable[[str, str], None],
-        released: Callable[[], None],
-        retried: Callable[[], None],
-    ) -> None:
-        """Starts the thread, which calls these:
-
-        `ended`: `ended(ticket_id, reason)`, once per ticket. The reason is "" unless the delivery failed.
-        `released`: once per `release`.
-        `retried`: a ticket is offered again.
-        """
+    def __init__(self, settings: DeliverySettings, observer: DecodeSchedulerObserver | None = None) -> None:
         self._settings = settings
-        self._ended, self._released, self._retried = ended, released, retried
-        self._deliveries: dict[str, asyncio.Task[None]] = {}  # by ticket id
-        self._asking: Counter[str] = Counter()  # endpoint -> messages without an answer
-        self._idle: OrderedDict[str, None] = OrderedDict()  # endpoints without such messages, the latest last
+        self._observer = observer or DecodeSchedulerObserver()
+        self._outcomes: deque[PostOutcome] = deque()  # its own operations are atomic
+        self._lock = threading.Lock()
+        self._open: set[str] = set()  # ids of tickets without an outcome; under the lock
+        self._releases = 0  # prompts whose release was not acknowledged; under the lock
+        self._closed = False  # under the lock
+        self._channel: _Channel | None = None  # under the lock
         self._addresses = PrefillAddresses(settings.hosts, settings.answer_timeout_s)
-        self._channel = SideChannelClient(name="pd-tickets-channel", keys=settings.keys)
-        self._thread = EventLoopThread("pd-tickets", self._close)
+        self._deliveries: dict[str, asyncio.Task[None]] = {}  # by ticket id
 
-    def deliver(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
-        """Hands `ticket` to the engine that holds `prompt`. `ended` is called with how that went."""
-        self._thread.call(self._begin, ticket, prompt)
+    def parse(self, params: Mapping[str, Any]) -> RoutedPrompt:
+        """Reads a request's `kv_transfer_params`. Raises PromptNameError if no ticket may be sent there."""
+        return parse_routed_prompt(params, self._settings.hosts)
+
+    def offer(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
+        """Hands `ticket` to the engine that holds `prompt`. `poll` returns the outcome, unless `end` comes first."""
+        with self._lock:
+            if self._closed:
+                return
+            if len(self._open) >= self._settings.max_pending:
+                reason = f"{len(self._open)} tickets wait already (max_pending_tickets): prefill does not keep up"
+                self._outcomes.append(PostOutcome(ticket.ticket_id, ok=False, reason=reason))
+                return
+            self._open.add(ticket.ticket_id)
+            channel = self._started()
+            channel.thread.call(self._begin, channel, ticket, prompt)
 
     def end(self, ticket_id: str) -> None:
-        """Nothing more is to be said about the ticket. Does nothing if its delivery has ended."""
-        self._thread.call(self._cancel, ticket_id)
+        """The ticket's outcome is not wanted any more. If it is there already, `poll` still returns it."""
+        with self._lock:
+            if ticket_id in self._open and self._channel is not None:
+                self._channel.thread.call(self._cancel, ticket_id)
+            self._open.discard(ticket_id)
 
     def release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
-        """Tells the engine that holds `prompt` that no ticket will come."""
-        self._thread.call(self._thread.start, self._release, prompt, named, reason)
+        """Tells the engine that holds `prompt` that no ticket will come. `named`: its ticket, or what stands for one.
 
-    def close(self, timeout_s: float) -> bool:
-        """Cancels all work, closes all connections and ends the thread. Returns False if that takes longer."""
-        return self._thread.close(timeout_s)
+        Beyond `max_pending` such messages at a time a further one is dropped. Prefill gives blocks up after a time.
+        """
+        with self._lock:
+            if self._closed or self._releases >= self._settings.max_pending:
+                return
+            self._releases += 1
+            channel = self._started()
+            channel.thread.call(channel.thread.start, self._release, channel, prompt, named, reason)
 
-    async def _close(self) -> None:
-        self._channel.close()
+    def poll(self) -> list[PostOutcome]:
+        """The outcomes since the last call."""
+        outcomes = []
+        while self._outcomes:
+            outcomes.append(self._outcomes.popleft())
+        return outcomes
 
-    def _begin(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
-        self._deliveries[ticket.ticket_id] = self._thread.start(self._deliver, ticket, prompt)
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends all deliveries without outcomes, and the thread. A second call does no harm."""
+        with self._lock:
+            self._closed = True
+            self._open.clear()
+            channel, self._channel = self._channel, None
+        if channel is not None and not channel.thread.close(timeout_s):
+            logger.warning("the thread that hands tickets to prefill did not end within %g s", timeout_s)
+
+    def _started(self) -> _Channel:
+        if self._channel is None:
+            self._channel = _Channel(self._settings)
+        return self._channel
+
+    def _begin(self, channel: _Channel, ticket: Ticket, prompt: RoutedPrompt) -> None:
+        self._deliveries[ticket.ticket_id] = channel.thread.start(self._deliver, channel, ticket, prompt)
 
     def _cancel(self, ticket_id: str) -> None:
         task = self._deliveries.pop(ticket_id, None)
         if task is not None:
             task.cancel()
 
-    async def _deliver(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
-        reason = ""
+    async def _deliver(self, channel: _Channel, ticket: Ticket, prompt: RoutedPrompt) -> None:
+        """Brings the ticket to its outcome: prefill has ended with it and has not said that it failed. That may be
+        before the KV has arrived, or without it: decode's ranks know."""
+        longest_s, reason = self._settings.longest_s, ""
         try:
-            async with asyncio.timeout(self._settings.longest_s):
-                await self._of(prompt).deliver(ticket, self._retried)
+            async with asyncio.timeout(longest_s):
+                endpoint, started_as = await self._offer(channel, ticket, prompt)
+                await self._follow(
+                    channel, AskTicket(started_as, prompt.transfer_id, ticket.ticket_id), endpoint, prompt
+                )
         except DeliveryError as error:
             reason = str(error)
         except TimeoutError:
-            reason = (
-                f"no KV came within {self._settings.longest_s:g} s, though the {prompt} had the ticket "
-                "(queue_timeout_s, transfer_timeout_s)"
-            )
+            limits = "queue_timeout_s, transfer_timeout_s"
+            reason = f"no KV came within {longest_s:g} s, though the {prompt} had the ticket ({limits})"
         except Exception as error:
             logger.exception("a ticket cannot be handed to the %s", prompt)
             reason = f"the ticket cannot be handed to the {prompt}: {type(error).__name__}"
         self._deliveries.pop(ticket.ticket_id, None)
-        self._ended(ticket.ticket_id, reason)
+        with self._lock:
+            if ticket.ticket_id in self._open:
+                self._open.discard(ticket.ticket_id)
+                self._outcomes.append(PostOutcome(ticket.ticket_id, ok=not reason, reason=reason))
 
-    async def _release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
+    async def _release(self, channel: _Channel, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
+        """Tells prefill that no ticket will come, a few times until it answers."""
         try:
-            await self._of(prompt).release(named, reason)
+            for _ in range(SILENT_ROUNDS):
+                try:
+                    endpoint, started_as = await self._addresses.of(prompt)
+                except BootstrapError as error:
+                    if error.final:
+                        return
+                    continue
+                which = (named.ticket_id, named.num_tokens, named.prompt)
+                answer = await channel.ask(endpoint, ReleasePrompt(started_as, prompt.transfer_id, reason, *which))
+                if not isinstance(answer, SideChannelError):
+                    return
         finally:
-            self._released()
+            with self._lock:
+                self._releases -= 1
 
-    def _of(self, prompt: RoutedPrompt) -> Delivery:
-        return Delivery(prompt, self._addresses, self._ask, self._settings.retry_s)
+    async def _offer(self, channel: _Channel, ticket: Ticket, prompt: RoutedPrompt) -> tuple[str, str]:
+        """Offers the ticket until prefill takes it. Returns the endpoint that took it, and the id of the engine's start
+        there."""
+        began, pause, silent, retry_s = time.monotonic(), _FIRST_PAUSE_S, 0, self._settings.retry_s
+        while True:
+            try:
+                endpoint, started_as = await self._addresses.of(prompt)
+                answer = await channel.ask(endpoint, OfferTicket(started_as, prompt.transfer_id, ticket))
+                reason = _unusable(answer)
+            except BootstrapError as error:
+                if error.final:
+                    raise DeliveryError(str(error)) from None
+                answer, reason = SideChannelError(str(error)), str(error)
+            if isinstance(answer, TicketTaken):
+                return endpoint, started_as
+            if isinstance(answer, SideChannelError):
+                self._addresses.forget(prompt)
+                silent += 1
+                if silent == SILENT_ROUNDS:
+                    raise DeliveryError(f"the {prompt} does not take the ticket: {reason}")
+            else:
+                silent = 0
+                if not (isinstance(answer, TicketRefused) and answer.retry):
+                    self._addresses.forget(prompt)
+                    raise DeliveryError(f"the {prompt} refuses the ticket: {reason}")
+                if time.monotonic() - began > retry_s:
+                    raise DeliveryError(f"the {prompt} did not take the ticket in {retry_s:g} s: {reason}")
+            self._observer.post_retried()
+            await asyncio.sleep(random.uniform(pause / 2, pause))
+            pause = min(2 * pause, _LAST_PAUSE_S)
 
-    async def _ask(self, endpoint: str, message: Message) -> Message | SideChannelError:
-        answered: asyncio.Future[Message | SideChannelError] = self._thread.loop.create_future()
+    async def _follow(self, channel: _Channel, question: AskTicket, endpoint: str, prompt: RoutedPrompt) -> None:
+        """Asks the endpoint that took the ticket, at an interval, until prefill has ended with the ticket or does not
+        answer any more. Nothing is looked up: the bootstrap server may be down by now."""
+        silent = 0
+        while True:
+            await asyncio.sleep(_ASK_EVERY_S)
+            answer = await channel.ask(endpoint, question)
+            if isinstance(answer, TicketTaken):
+                silent = 0
+            elif isinstance(answer, SideChannelError):
+                silent += 1
+                if silent == SILENT_ROUNDS:
+                    raise DeliveryError(f"the {prompt} took the ticket and does not answer any more: {answer}")
+            elif isinstance(answer, TicketRefused) and answer.retry:  # it does not know the ticket any more
+                return
+            else:
+                raise DeliveryError(f"the {prompt} does not serve the ticket: {_unusable(answer)}")
+
+
+def _unusable(answer: Message | SideChannelError) -> str:
+    """Why `answer` does not help, in words."""
+    if isinstance(answer, (TicketRefused, Problem)):
+        return answer.reason
+    return str(answer) if isinstance(answer, SideChannelError) else f"it answered {type(answer).__name__}"
+
+
+class _Channel:
+    """The thread that talks to prefill engines (`pd-tickets`), and its connections. The thread owns the fields."""
+
+    def __init__(self, settings: DeliverySettings) -> None:
+        """Starts the thread."""
+        self._timeout_s = settings.answer_timeout_s
+        self._asking: Counter[str] = Counter()  # endpoint -> messages without an answer
+        self._idle: OrderedDict[str, None] = OrderedDict()  # endpoints without such messages, the latest last
+        self._channel = SideChannelClient(name="pd-tickets-channel", keys=settings.keys)
+        self.thread = EventLoopThread("pd-tickets", self._close)
+
+    async def _close(self) -> None:
+        self._channel.close()
+
+    async def ask(self, endpoint: str, message: Message) -> Message | SideChannelError:
+        """Sends a message, and returns the answer."""
+        answered: asyncio.Future[Message | SideChannelError] = self.thread.loop.create_future()
 
         def take(answer: Message | SideChannelError) -> None:
             if not answered.done():  # its task may have been cancelled
@@ -271,13 +278,13 @@ class DeliveryLoop:
 
         def done(answer: Message | SideChannelError) -> None:  # on the side channel's thread
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                self._thread.loop.call_soon_threadsafe(take, answer)
+                self.thread.loop.call_soon_threadsafe(take, answer)
 
         self._asking[endpoint] += 1
         self._idle.pop(endpoint, None)
         answer: Message | SideChannelError = SideChannelError("nothing was sent")
         try:
-            self._channel.request(endpoint, message, self._settings.answer_timeout_s, done)
+            self._channel.request(endpoint, message, self._timeout_s, done)
             answer = await answered
             return answer
         finally:
@@ -296,85 +303,3 @@ class DeliveryLoop:
         self._idle[endpoint] = None
         if len(self._idle) > _MAX_IDLE:
             self._channel.forget(self._idle.popitem(last=False)[0])
-
-
-class PrefillClient:
-    """Any thread may call its methods. None of them waits for the network, except `close`.
-
-    Its thread starts with the first ticket: most engines never get a request that names a prefill engine.
-    """
-
-    def __init__(self, settings: DeliverySettings, observer: DecodeSchedulerObserver | None = None) -> None:
-        self._settings = settings
-        self._observer = observer or DecodeSchedulerObserver()
-        self._outcomes: deque[PostOutcome] = deque()  # its own operations are atomic
-        self._lock = threading.Lock()
-        self._open: set[str] = set()  # ids of tickets without an outcome; under the lock
-        self._releases = 0  # prompts whose release was not acknowledged; under the lock
-        self._closed = False  # under the lock
-        self._loop: DeliveryLoop | None = None  # under the lock
-
-    def parse(self, params: Mapping[str, Any]) -> RoutedPrompt:
-        """Reads a request's `kv_transfer_params`. Raises PromptNameError if no ticket may be sent there."""
-        return parse_routed_prompt(params, self._settings.hosts)
-
-    def offer(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
-        """Hands `ticket` to the engine that holds `prompt`. `poll` returns the outcome, unless `end` comes first."""
-        with self._lock:
-            if self._closed:
-                return
-            if len(self._open) >= self._settings.max_pending:
-                reason = f"{len(self._open)} tickets wait already: prefill does not keep up"
-                self._outcomes.append(PostOutcome(ticket.ticket_id, ok=False, reason=reason))
-                return
-            self._open.add(ticket.ticket_id)
-            self._started().deliver(ticket, prompt)
-
-    def end(self, ticket_id: str) -> None:
-        """The ticket's outcome is not wanted any more. If it is there already, `poll` still returns it."""
-        with self._lock:
-            if ticket_id in self._open and self._loop is not None:
-                self._loop.end(ticket_id)
-            self._open.discard(ticket_id)
-
-    def release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
-        """Tells the engine that holds `prompt` that no ticket will come. `named`: its ticket, or what stands for one.
-
-        Beyond `max_pending` such messages at a time a further one is dropped. Prefill gives blocks up after a time.
-        """
-        with self._lock:
-            if self._closed or self._releases >= self._settings.max_pending:
-                return
-            self._releases += 1
-            self._started().release(prompt, named, reason)
-
-    def poll(self) -> list[PostOutcome]:
-        """The outcomes since the last call."""
-        outcomes = []
-        while self._outcomes:
-            outcomes.append(self._outcomes.popleft())
-        return outcomes
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Ends all deliveries without outcomes, and the thread. A second call does no harm."""
-        with self._lock:
-            self._closed = True
-            self._open.clear()
-            loop, self._loop = self._loop, None
-        if loop is not None and not loop.close(timeout_s):
-            logger.warning("the thread that hands tickets to prefill did not end within %g s", timeout_s)
-
-    def _started(self) -> DeliveryLoop:
-        if self._loop is None:
-            self._loop = DeliveryLoop(self._settings, self._delivered, self._released, self._observer.post_retried)
-        return self._loop
-
-    def _delivered(self, ticket_id: str, reason: str) -> None:
-        with self._lock:
-            if ticket_id in self._open:
-                self._open.discard(ticket_id)
-                self._outcomes.append(PostOutcome(ticket_id, ok=not reason, reason=reason))
-
-    def _released(self) -> None:
-        with self._lock:
-            self._releases -= 1
