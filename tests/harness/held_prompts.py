@@ -145,13 +145,13 @@ def remembered_of(prefill: Prefill) -> dict[str, Any]:
         name: value
         for each in objects
         for name, value in vars(each).items()
-        if isinstance(value, dict | set) and value and name not in ("_reasons", "_taken", "_released", "_refused")
+        if isinstance(value, dict | set) and value and name not in ("_reasons")
     }
 
 
 def held_clock(prefill: Prefill) -> Clock:
     clock = Clock()
-    prefill.held._clock = clock.monotonic
+    prefill.held._clock = prefill.held._inbox._clock = clock.monotonic
     return clock
 
 

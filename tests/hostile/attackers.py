@@ -162,11 +162,14 @@ def announced(port: int, count: int, chance: random.Random, ended: threading.Eve
 
 
 def endless(port: int, count: int, chance: random.Random, ended: threading.Event) -> Iterator[int]:
-    """Sends ZMTP messages of ever more parts, each short enough: `count` MB in each message, if they are read."""
+    """Sends ZMTP messages of ever more parts, each short enough: `count` MB in each message, if they are read.
+
+    Comes from an address that is not a peer's.
+    """
     part = b"\x03" + struct.pack(">Q", 32768) + b"x" * 32768
     number = 0
     while not ended.is_set():
-        with _connect(port) as connection:
+        with _connect(port, 2 + number % 200) as connection:
             _send(connection, GREETING + READY)
             for _ in range(count << 20 >> 15):
                 if not _send(connection, part):

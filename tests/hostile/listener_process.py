@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import psutil
 from examples import LARGE
 
+from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import GrantRefused
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
@@ -18,8 +19,10 @@ from vllm_ascend_pd.transport.side_channel import SideChannelServer
 HOST = "127.0.0.1"
 ENGINE = "prefill-0"
 """The engine that takes tickets."""
-LIMIT = 1000
-"""Connections it takes."""
+PEERS = HostList((HOST,), "is not this test's")
+"""Where its peers are. Attackers elsewhere on this host are strangers."""
+FILES = 4000
+"""Files that it may open."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,17 @@ class State:
 
 def serve(pipe: Connection, kind: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * LIMIT), hard))  # what `default_limit` goes by
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, FILES), hard))
     if kind == "ranks":
         server = SideChannelServer(
-            HOST, 0, lambda message, peer: GrantRefused(getattr(message, "engine_id", ""), retry=False)
+            HOST, 0, lambda message, peer: GrantRefused(getattr(message, "engine_id", ""), retry=False), hosts=PEERS
         )
         endpoint, close = server.endpoint, server.close
     elif kind == "tickets":
-        tickets = TicketListener(ENGINE, HOST, 0)
+        tickets = TicketListener(ENGINE, HOST, 0, hosts=PEERS)
         endpoint, close, server = tickets.endpoint, lambda: tickets.close(5.0), tickets._server
     else:
-        listener = DescriptionListener(LARGE, HOST, 0)
+        listener = DescriptionListener(LARGE, HOST, 0, hosts=PEERS)
         endpoint, close, server = listener.endpoint, lambda: listener.close(5.0), listener._server
     pipe.send(endpoint)
     process = psutil.Process()
@@ -53,7 +56,7 @@ def serve(pipe: Connection, kind: str) -> None:
     while pipe.recv() == "state":
         trim(0)
         threads = frozenset(thread.name for thread in threading.enumerate())
-        counts = server.rejected, server.refused_connections, server.dropped
+        counts = server.rejected, server.refused, server.dropped
         pipe.send(State(process.memory_info().rss, process.num_fds(), threads, *counts))
     close()
     pipe.send((threading.active_count(), process.num_fds()))

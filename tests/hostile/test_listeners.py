@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zmq
 from examples import LARGE, PLAIN
-from listener_process import ENGINE, LIMIT, State, serve
+from listener_process import ENGINE, State, serve
 from mutate import hostile_bytes, msgpack
 
 from harness import waiting
@@ -32,22 +32,20 @@ from vllm_ascend_pd.core.protocol import (
     TicketRefused,
     decode,
 )
-from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
+from vllm_ascend_pd.transport.side_channel import _HANDSHAKE_S, SideChannelClient, SideChannelError
 
 pytestmark = pytest.mark.timeout(3600)  # the long form
 
 PATIENCE_S = 60.0
 MAX_GROWTH_BYTES = 32 << 20
 """Of resident memory."""
-MAX_GROWTH_MEANWHILE_BYTES = 512 << 20
-"""The same while an attack goes on: some looks' worth of a link's full speed (`SocketLimiter`), 4096 connections."""
 MAX_GROWTH_UNREAD_BYTES = 40 << 20
 """The same while 10 connections read nothing: 8 descriptions for each, of 0.3 MB, or 1024 short answers."""
 
 QUESTIONS: dict[str, tuple[Message, Message]] = {
     "ranks": (Describe("decode-0"), GrantRefused("decode-0", retry=False)),
     "descriptions": (Describe("decode-0"), LARGE),
-    "tickets": (AskTicket(ENGINE, "t", "f" * 32), TicketRefused("the ticket is not known here", retry=True)),
+    "tickets": (AskTicket(ENGINE, "t", "0123" * 8), TicketRefused("the ticket is not known here", retry=True)),
 }
 """What a peer asks, and what the listener answers, by the listener's kind."""
 all_kinds = pytest.mark.parametrize("listener", QUESTIONS, indirect=True)
@@ -170,48 +168,46 @@ def test_strangers_that_connect_and_leave(listener: Listener, kind: str, inputs:
             listener.serves()
             listener.serves_newcomers()
         assert finish(wait=True) == count
-    wait_for(listener.state, lambda state: state.refused > count // 2)
 
 
-def test_ten_thousand_connections_at_once(listener: Listener) -> None:
-    with attack("flood", listener.port, 10_000) as finish:
-        for _ in range(5):
+@pytest.mark.parametrize("kind", ["flood", "drip"])
+def test_connections_without_a_handshake_are_closed(listener: Listener, kind: str) -> None:
+    """Each is replaced by another when it is closed, so there are as many new ones after the handshake's time."""
+    with attack(kind, listener.port, 500) as finish:
+        ends = time.monotonic() + 1.5 * _HANDSHAKE_S
+        while time.monotonic() < ends:
             listener.serves()
             listener.serves_newcomers()
-        state = wait_for(listener.state, lambda state: state.refused >= LIMIT)
-        assert state.files < 4 * LIMIT
+            assert listener.state().files < 2 * 500
         made = finish()
-    assert made >= 10_000
-    print(f"{made} connections made, {state.files} files open then")
-
-
-def test_slow_connections(listener: Listener) -> None:
-    with attack("drip", listener.port, 500) as finish:
-        for _ in range(5):
-            listener.serves()
-            listener.serves_newcomers()
-        made = finish()
-        listener.serves()
-    assert made >= 500
-    wait_for(listener.state, lambda state: state.refused >= 500)
+    assert made >= 2 * 500
 
 
 @all_kinds
 def test_messages_of_a_hundred_megabytes(listener: Listener, inputs: int) -> None:
-    """Messages announce that length, or have parts that are short enough: 1 GB in all if the listener reads them."""
+    """Messages announce that length."""
     before = listener.state()
     with attack("announced", listener.port, many(inputs, 20)) as finish:
         listener.serves()
         listener.serves_newcomers()
         assert finish(wait=True) == many(inputs, 20)
     assert listener.state().rss - before.rss < MAX_GROWTH_BYTES
+
+
+@all_kinds
+def test_endless_messages_of_strangers(listener: Listener, inputs: int) -> None:
+    """They are refused before the first message: their addresses are not on the list."""
+    before = listener.state()
     with attack("endless", listener.port, 1000) as finish:
         for _ in range(10 * many(inputs, 1)):
             listener.serves()
-            assert listener.state().rss - before.rss < MAX_GROWTH_MEANWHILE_BYTES
+            assert listener.state().rss - before.rss < MAX_GROWTH_BYTES
             time.sleep(0.1)
         listener.serves_newcomers()
-        finish()
+        assert finish() > 0
+    after = listener.state()
+    assert after.refused > before.refused
+    assert after.rejected == before.rejected, "none came as far as a message"
 
 
 @pytest.mark.parametrize("kind", ["deaf", "deaf_babble"])

@@ -15,8 +15,9 @@ import zmq
 from harness.channels import HOST, PATIENCE_S, MakeSocket, ask, assert_works, echo, endpoint_of
 from harness.kv import Model, Side
 from harness.ranks import Pair, prompts, run
+from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import Describe, GrantRefused, encode
-from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file, write_new
+from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file, protect_server, write_new
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError, SideChannelServer
 
 SHORT_S = 1.5
@@ -106,12 +107,37 @@ def test_a_client_with_other_keys_gets_nothing(
     assert_works(client, server)
     warnings = [record.getMessage() for record in caplog.records]
     if half == "our-public-key":
-        assert server._guard is not None
-        assert server._guard.refused > 0
+        assert server.refused > 0
         assert len(warnings) == 1, "it comes again and again, and is logged once a minute"
         assert "another cluster's keys" in warnings[0]
     else:
         assert warnings == []
+
+
+@pytest.mark.parametrize("with_keys", [False, True], ids=["no-keys", "keys"])
+@pytest.mark.parametrize(
+    ("entries", "admitted"),
+    [(["127.0.0.1"], True), (["10.0.0.0/8"], False), (["10.0.0.0/8", "decode-7.example"], True)],
+    ids=["listed", "elsewhere", "a-list-with-names"],
+)
+def test_a_client_is_admitted_by_its_address_and_its_keys(
+    keys: Keys, with_keys: bool, entries: list[str], admitted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names are not looked up, so a list with names judges no address."""
+    given = keys if with_keys else None
+    server = SideChannelServer(HOST, 0, echo, keys=given, hosts=HostList(entries, "is not in prefill_allowlist"))
+    client = SideChannelClient(keys=given)
+    try:
+        with caplog.at_level(logging.WARNING):
+            answer = ask(client, server.endpoint, "x", timeout_s=PATIENCE_S if admitted else SHORT_S)
+        assert (answer == GrantRefused("x", retry=False)) is admitted
+        assert (server.refused == 0) is admitted
+        assert server.rejected == 0
+        said = [record.getMessage() for record in caplog.records]
+        assert ["from 127.0.0.1: host is not in prefill_allowlist" in line for line in said] == [True] * (not admitted)
+    finally:
+        client.close()
+        server.close()
 
 
 def test_another_clusters_client_is_told_what_to_look_at(server: SideChannelServer, tmp_path: Path) -> None:
@@ -136,7 +162,7 @@ def test_a_plain_server_gets_nothing_from_who_has_keys(
 def test_a_server_cannot_be_reached_before_its_guard_is_there(keys: Keys) -> None:
     """Without one, libzmq would let in whoever speaks CURVE."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        keys.protect_server(router)
+        protect_server(router, keys)
         router.bind(f"tcp://{HOST}:*")
         client = SideChannelClient(keys=keys)
         try:

@@ -154,9 +154,9 @@ def test_a_client_that_wants_several_answers(prefill: Prefill) -> None:
     ids = [prefill.answered(f"{i}_cmpl-x-0-0123456{i}")["transfer_id"] for i in range(2)]
     assert ids[0] == ids[1]
     tickets = [ticket_for(PROMPT) for _ in range(3)]
+    clock = held_clock(prefill)
     for ticket in tickets:
         prefill.offer(ids[0], ticket)
-    clock = held_clock(prefill)
     served = prefill.run()[0].tickets
     assert len(served) == 2
     assert {ticket.ticket_id for ticket in served.values()} == {ticket.ticket_id for ticket in tickets[:2]}
@@ -191,8 +191,8 @@ def test_the_router_aborts_the_request(scheduled_model: Path) -> None:
     prefill.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     assert prefill.free == prefill.all_free
     ticket = ticket_for(PROMPT)
-    prefill.offer("xfer-1", ticket)
     clock = held_clock(prefill)
+    prefill.offer("xfer-1", ticket)
     assert prefill.run()[0].tickets == {}
     clock.now += held_prompts.SIBLINGS_S
     prefill.run()

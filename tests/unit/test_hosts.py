@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.hosts import HostList, decode_hosts, host_of, is_host, is_loopback, normal_host
+from vllm_ascend_pd.core.hosts import HostList, decode_hosts, host_of, is_host, is_loopback, normal_host, prefill_peers
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 
@@ -62,6 +62,18 @@ def test_without_a_list_private_networks_or_anything_that_is_signed(host, privat
     assert decode_hosts((), OWN, signed=True).refusal(host) is None
     for signed in (False, True):
         assert decode_hosts(("10.9.9.9",), OWN, signed).refusal(host) is not None, "a list is all there is"
+
+
+@pytest.mark.parametrize(
+    ("allowlist", "keys", "address", "admitted"),
+    [
+        *(((), False, "10.0.0.7", True), ((), False, OWN, True), ((), False, "8.8.8.8", False)),
+        *(((), True, "8.8.8.8", True), (("10.9.9.9",), True, "8.8.8.8", False), (("10.9.9.9",), False, OWN, False)),
+        *(((), False, "::ffff:10.0.0.7", True), ((), False, "fe80::1%eth0", False)),
+    ],
+)
+def test_who_may_connect_to_decode(allowlist, keys, address, admitted):
+    assert (prefill_peers(allowlist, OWN, keys).refusal_of_peer(address) is None) is admitted
 
 
 @pytest.mark.parametrize(

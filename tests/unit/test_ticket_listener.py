@@ -23,7 +23,7 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.ticket import Secret, Ticket, signed
 from vllm_ascend_pd.prefill import ticket_listener
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
-from vllm_ascend_pd.prefill.ticket_listener import TicketListener
+from vllm_ascend_pd.prefill.ticket_listener import Fate, TicketListener
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
 
 ENGINE = "prefill-0-1"
@@ -85,34 +85,54 @@ def fate(of: Ticket) -> AskTicket:
     return AskTicket(ENGINE, "xfer-1", of.ticket_id)
 
 
+def messages(listener: TicketListener) -> list[Any]:
+    """What waits for the scheduler."""
+    return [each.message for each in listener.waiting()]
+
+
 def test_a_tickets_life(listener, ask):
     one = ticket()
     assert ask(fate(one)) == TicketRefused("the ticket is not known here", retry=True)
     assert [ask(offer(one)) for _ in range(2)] == [TicketTaken(), TicketTaken()]
-    assert listener.take() == [offer(one)], "it is handed to the scheduler once"
-    listener.served(one.ticket_id)
+    assert messages(listener) == [offer(one)]
+    [waiting] = listener.waiting()
+    listener.settle(waiting, Fate.SERVED)
     assert [ask(offer(one)), ask(fate(one))] == [TicketTaken(), TicketTaken()]
+    assert ask(ReleasePrompt(ENGINE, "xfer-1", "the client left", one.ticket_id)) == Acknowledged()
+    assert messages(listener) == []
     listener.ended(one.ticket_id)
     assert ask(fate(one)).retry
-    listener.refused(one.ticket_id, "it is for another prompt")
+    assert ask(offer(one)) == TicketTaken(), "that decode offers it again has no effect"
+    assert messages(listener) == []
+
+
+def test_a_ticket_that_is_refused_and_then_released(listener, ask):
+    one = ticket()
+    ask(offer(one))
+    [waiting] = listener.waiting()
+    listener.settle(waiting, Fate.REFUSED, "it is for another prompt")
     assert ask(fate(one)) == ask(offer(one)) == TicketRefused("it is for another prompt", retry=False)
-    assert listener.take() == []
+    assert messages(listener) == []
+    release = ReleasePrompt(ENGINE, "xfer-1", "the client left", one.ticket_id)
+    assert [ask(release), ask(release)] == [Acknowledged(), Acknowledged()]
+    assert messages(listener) == [release]
+    assert ask(offer(one)) == TicketRefused("the client left", retry=False)
 
 
 def test_a_release(listener, ask):
     release = ReleasePrompt(ENGINE, "xfer-1", "the client left", "f" * 32, 40)
-    assert ask(release) == Acknowledged()
-    assert listener.take() == [release]
     other = msgspec.structs.replace(release, engine_id="prefill-0-0")
     assert ask(other) == Problem(f"engine prefill-0-0 is not here; this is {ENGINE}")
-    assert listener.take() == []
+    assert messages(listener) == []
+    assert ask(release) == Acknowledged()
+    assert messages(listener) == [release]
 
 
 def test_another_start_of_the_engine(listener, ask):
     for message in (offer(ticket()), fate(ticket())):
         answer = ask(msgspec.structs.replace(message, engine_id="prefill-0-0"))
         assert answer == TicketRefused(f"engine prefill-0-0 is not here; this is {ENGINE}", retry=False)
-    assert listener.take() == []
+    assert messages(listener) == []
 
 
 def test_other_messages(ask):
@@ -121,7 +141,7 @@ def test_other_messages(ask):
 
 def test_an_unusable_ticket_id(listener, ask):
     assert not ask(offer(msgspec.structs.replace(ticket(), ticket_id="x" * 100_000))).retry
-    assert listener.take() == []
+    assert messages(listener) == []
 
 
 def test_unsigned_tickets_do_not_even_wait(client):
@@ -131,20 +151,22 @@ def test_unsigned_tickets_do_not_even_wait(client):
         answer = answer_of(listener, client, offer(ticket()))
         assert not answer.retry
         assert "not signed" in answer.reason
-        assert listener.take() == []
+        assert messages(listener) == []
         good = signed(ticket(), secret, 1 << 40)
         assert answer_of(listener, client, offer(good)) == TicketTaken()
     finally:
         listener.close(5.0)
 
 
-def test_only_so_many_tickets_wait(listener, ask, monkeypatch):
+def test_only_so_many_tickets_and_releases_wait(listener, ask, monkeypatch):
     monkeypatch.setattr(ticket_listener, "_MAX_WAITING", 2)
     tickets = [ticket() for _ in range(3)]
     assert [ask(offer(each)) for each in tickets[:2]] == [TicketTaken()] * 2
     assert ask(offer(tickets[2])).retry
-    listener.served(tickets[0].ticket_id)
+    listener.settle(listener.waiting()[0], Fate.SERVED)
     assert ask(offer(tickets[2])) == TicketTaken()
+    answers = [ask(ReleasePrompt(ENGINE, "xfer-1", "", str(n) * 32)) for n in range(3)]
+    assert answers == [Acknowledged(), Acknowledged(), Problem("too many messages wait")]
 
 
 def test_only_so_many_blocks_wait(ask, monkeypatch):
@@ -154,28 +176,25 @@ def test_only_so_many_blocks_wait(ask, monkeypatch):
     assert ask(offer(ticket(2))) == TicketTaken()
 
 
-def test_a_scheduler_that_takes_nothing(listener, ask, monkeypatch):
-    listener._queue.maxsize = 1
-    assert ask(offer(ticket())) == TicketTaken()
-    assert ask(offer(ticket())).retry
-    assert ask(ReleasePrompt(ENGINE, "xfer-1", "")) == Problem("too many messages wait")
+def test_only_so_many_tickets_are_remembered(listener, ask, monkeypatch):
+    monkeypatch.setattr(ticket_listener, "_MAX_REMEMBERED", 1)
+    tickets = [ticket(), ticket()]
+    for each in tickets:
+        ask(offer(each))
+    for each in listener.waiting():
+        listener.settle(each, Fate.REFUSED, "no")
+    assert [ask(fate(each)).reason for each in tickets] == ["the ticket is not known here", "no"]
+    assert len(listener._tickets) == len(listener._over) == 1
 
 
-def test_reasons_of_only_so_many_tickets_are_kept(listener, ask, monkeypatch):
-    monkeypatch.setattr(ticket_listener, "_MAX_REFUSED", 1)
-    first, second = ticket(), ticket()
-    for each in (first, second):
-        listener.refused(each.ticket_id, "no")
-    assert [ask(fate(each)).reason for each in (first, second)] == ["the ticket is not known here", "no"]
-
-
-def test_an_idle_engine_refuses_tickets_without_a_prompt(listener, ask, monkeypatch):
+def test_an_idle_engine_refuses_tickets_without_a_prompt(listener, ask):
     """Its scheduler does not run, and so cannot."""
     lost, waits = ticket(), ticket()
     for each in (lost, waits):
         assert ask(offer(each)) == TicketTaken()
-    listener.has_prompt(waits.ticket_id)
-    monkeypatch.setattr(ticket_listener, "EARLY_S", -10.0)
+    assert listener.wait_until(listener.waiting()[1], None)
+    now = time.monotonic()
+    listener._clock = lambda: now + ticket_listener.EARLY_S
     answer = until(lambda: isinstance(found := ask(fate(lost)), TicketRefused) and found)
     assert answer == TicketRefused(ticket_listener.NO_PROMPT, retry=False)
     assert ask(fate(waits)) == TicketTaken()
@@ -184,4 +203,4 @@ def test_an_idle_engine_refuses_tickets_without_a_prompt(listener, ask, monkeypa
 def test_the_ticket_of_a_long_prompt(listener, ask):
     long = ticket(62_500)
     assert ask(offer(long)) == TicketTaken()
-    assert listener.take() == [offer(long)]
+    assert messages(listener) == [offer(long)]

@@ -61,7 +61,7 @@ from vllm_ascend_pd.connector.vllm_view import (
 from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.caches import CacheGroup, KVCache, describe, left_to_decode
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
-from vllm_ascend_pd.core.hosts import authority, decode_hosts, prefill_hosts
+from vllm_ascend_pd.core.hosts import HostList, authority, decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.observer import (
     DecodeObserver,
     DecodeSchedulerObserver,
@@ -129,7 +129,7 @@ def _prefill(
     measured = PrefillSchedulerStats()
     observer = tell_all(PrefillSchedulerObserver, measured, PushSpans())
     admission = TicketAdmission(hosts, secret)
-    listener = _ticket_listener(setup, admission, keys)
+    listener = _ticket_listener(setup, admission, keys, hosts)
     held = None
     if listener is not None:
         hold_timeout_s = setup.config.hold_timeout_s or HOLD_TIMEOUT_S
@@ -139,7 +139,9 @@ def _prefill(
     return PrefillSchedulerRole(scheduler, blocks, measured, listener, bootstrap)
 
 
-def _ticket_listener(setup: EngineSetup, admission: TicketAdmission, keys: Keys | None) -> TicketListener | None:
+def _ticket_listener(
+    setup: EngineSetup, admission: TicketAdmission, keys: Keys | None, hosts: HostList
+) -> TicketListener | None:
     """Takes tickets for prompts of routers that ask prefill first. None if such a request may be for a connector that
     pulls."""
     if setup.config.hold_timeout_s is None and is_being_built():
@@ -155,6 +157,7 @@ def _ticket_listener(setup: EngineSetup, admission: TicketAdmission, keys: Keys 
         setup.host,
         check=admission.check,
         keys=keys,
+        hosts=hosts,
         configured_id=setup.engine_id,
         ranks=ranks,
     )

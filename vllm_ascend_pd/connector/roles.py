@@ -17,6 +17,7 @@ from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_refusals import bind_ref
 from vllm_ascend_pd.connector.setup import EngineSetup, sharding
 from vllm_ascend_pd.connector.vllm_view import VllmBlocks
 from vllm_ascend_pd.core.config import ConfigError
+from vllm_ascend_pd.core.hosts import prefill_peers
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, WorkerReport
 from vllm_ascend_pd.decode.listener import DescriptionListener
@@ -27,6 +28,7 @@ from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.keys import load_keys
+from vllm_ascend_pd.transport.own_networks import own_networks
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -174,7 +176,8 @@ class DecodeSchedulerRole(ConnectorRole):
             settings=settings,
         )
         keys = load_keys(setup.config.side_channel_key_file)
-        self._listener = DescriptionListener(engine, setup.host, setup.port, keys)
+        hosts = prefill_peers(setup.config.prefill_allowlist, setup.host, keys is not None, own_networks())
+        self._listener = DescriptionListener(engine, setup.host, setup.port, keys, hosts)
         self.scheduler.described(descriptions)
 
     def bind_block_pool(self, pool: "BlockPool") -> None:

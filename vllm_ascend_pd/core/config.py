@@ -129,11 +129,13 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File with the cluster's ticket secret (`vllm-ascend-pd keygen --ticket-secret`). Decode signs tickets with it.
     Prefill serves only signed tickets, each once, before they expire. The same on all engines."""
     decode_allowlist: tuple[str, ...] = ()
-    """Addresses, networks (`10.1.0.0/16`) and names of hosts that prefill connects to for tickets. Empty: any host if
-    tickets must be signed; otherwise private networks, the networks of this host's interfaces, and this host."""
+    """Addresses, networks (`10.1.0.0/16`) and names of hosts that prefill connects to for tickets, and that may
+    connect to its ticket listener. Empty: any host if tickets must be signed; otherwise private networks, the networks
+    of this host's interfaces, and this host."""
     prefill_allowlist: tuple[str, ...] = ()
     """Addresses, networks and names of hosts that decode connects to for requests that name a prefill engine
-    (routers.md). Empty: private networks, the networks of this host's interfaces, and this host."""
+    (routers.md), and that may connect to decode's side channel. Empty: private networks, the networks of this host's
+    interfaces, and this host; with `side_channel_key_file`, any host may connect to decode."""
     transfer_protocol: str | None = None
     """Mooncake's protocol: `tcp`, `rdma` or `ascend`. None: `tcp` on CPU and `ascend` on NPU. The same on prefill and
     decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""

@@ -108,6 +108,13 @@ class HostList:
             admitted = any(address in network for network in self._networks if network.version == address.version)
         return None if admitted else f"host {self._hint}"
 
+    def refusal_of_peer(self, address: str) -> str | None:
+        """Returns why a peer that connects from `address` is refused; None if it is admitted.
+
+        A list with names other than `localhost` admits every address: names are not looked up.
+        """
+        return None if self._names - {"localhost"} else self.refusal(address)
+
 
 class AnyHost(HostList):
     """Admits every host."""
@@ -149,6 +156,14 @@ def prefill_hosts(allowlist: Sequence[str], own_host: str, own_networks: Sequenc
         (*_PRIVATE, *own_networks, own_host),
         "is not a private address, and not in a network of decode's host: name it in prefill_allowlist",
     )
+
+
+def prefill_peers(allowlist: Sequence[str], own_host: str, keys: bool, own_networks: Sequence[str] = ()) -> HostList:
+    """Returns the hosts that may connect to decode's listeners: those of `prefill_hosts`.
+
+    Without an `allowlist`, any host may if peers need the cluster's `keys`. Raises ValueError.
+    """
+    return AnyHost() if keys and not allowlist else prefill_hosts(allowlist, own_host, own_networks)
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a decode engine's ranks to prefill ranks, on the one port that tickets name (`kv_port`)."""
 
+from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem
 from vllm_ascend_pd.transport.keys import Keys
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
-from vllm_ascend_pd.transport.socket_limiter import default_limit
 
 # Answers that wait for a prefill rank which does not read. Descriptions are large, and a rank asks only once. With 1
 # or 2
 # libzmq also drops answers to ranks that do read, because it learns late that there is room again.
 _UNREAD_DESCRIPTIONS = 8
-# One for each rank of 64 prefill engines of 16 ranks. Strangers can make the process keep so many times the above.
-_MAX_CONNECTIONS = 1024
 
 
 class DescriptionListener:
     """Answers `Describe`, on a thread of its own (`pd-listener`)."""
 
-    def __init__(self, description: EngineDescription, host: str, port: int, keys: Keys | None = None) -> None:
-        """Starts the thread. Raises SideChannelError if it cannot listen on `host:port`."""
+    def __init__(
+        self,
+        description: EngineDescription,
+        host: str,
+        port: int,
+        keys: Keys | None = None,
+        hosts: HostList | None = None,
+    ) -> None:
+        """Starts the thread. `keys`, `hosts`: as `SideChannelServer` has them.
+
+        Raises SideChannelError if it cannot listen on `host:port`.
+        """
         self._description = description
         self._server = SideChannelServer(
             host,
@@ -27,7 +35,7 @@ class DescriptionListener:
             name="pd-listener",
             keys=keys,
             unread_replies=_UNREAD_DESCRIPTIONS,
-            max_connections=min(_MAX_CONNECTIONS, default_limit()),
+            hosts=hosts,
         )
         self.endpoint = self._server.endpoint
 

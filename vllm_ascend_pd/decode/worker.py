@@ -18,6 +18,7 @@ import msgspec
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
+from vllm_ascend_pd.core.hosts import prefill_peers
 from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
@@ -35,6 +36,7 @@ from vllm_ascend_pd.decode.grants import (
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.keys import load_keys
+from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelServer
 
 
@@ -75,7 +77,13 @@ class DecodeWorker:
         self._grants = GrantService(config, expected_writers, self._loaded, self._arrivals, self._observer)
         keys = load_keys(config.side_channel_key_file)
         self._server = SideChannelServer(
-            rank_info.host, 0, self._grants.handle, self._grants.tick, name="pd-grants", keys=keys
+            rank_info.host,
+            0,
+            self._grants.handle,
+            self._grants.tick,
+            name="pd-grants",
+            keys=keys,
+            hosts=prefill_peers(config.prefill_allowlist, rank_info.host, keys is not None, own_networks()),
         )
         self.description = RankDescription(
             rank_info.pp_rank,

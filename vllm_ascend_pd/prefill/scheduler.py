@@ -125,7 +125,7 @@ class PrefillScheduler:
             return
         params, length = request.kv_transfer_params, request.num_prompt_tokens
         prompt = self._prompts.get(request.request_id)
-        if prompt is not None and self._held is not None and self._held.get(request.request_id) is not None:
+        if prompt is not None and prompt.transfer_id is not None:
             if not prompt.is_cut:
                 prompt.is_cut = True
                 self._requests.drop_last_prompt_token(request)
@@ -292,36 +292,30 @@ class PrefillScheduler:
 
     def _take_tickets(self, step: PrefillStep, held: HeldPrompts) -> None:
         """Serves tickets that have come for prompts without one: what is computed already is sent in this step."""
-        for offer, candidates in held.matches():
-            ticket_id = offer.ticket.ticket_id
-            for candidate in candidates:
-                prompt = candidate.prompt
-                try:
-                    ticket = self._parse(prompt.request, offer.ticket)
-                    self._check(prompt.request, ticket)
-                    self._windows.check(ticket, prompt)
-                except TicketError as error:
-                    held.misfits(ticket_id, candidate, str(error))
-                    continue
-                try:
-                    self._admission.admit(ticket)
-                except TicketError as error:
-                    held.refuse(ticket_id, str(error))
-                    break
-                held.taken(ticket_id, prompt.request.request_id)
-                transfer = self._serve(prompt, ticket)
-                if prompt.done:
-                    step.late.add(prompt.request.request_id)
-                    self._advance(step, transfer)
-                if prompt.ended:
-                    self._step.finished[prompt.request.request_id] = None  # once the ranks have its last part
-                break
+
+        def check(prompt: ComputedPrompt, offered: Ticket) -> Ticket:
+            ticket = self._parse(prompt.request, offered)
+            self._check(prompt.request, ticket)
+            self._windows.check(ticket, prompt)
+            return ticket
+
+        def serve(prompt: ComputedPrompt, ticket: Ticket) -> None:
+            self._admission.admit(ticket)
+            transfer = self._serve(prompt, ticket)
+            if prompt.done:
+                step.late.add(prompt.request.request_id)
+                self._advance(step, transfer)
+            if prompt.ended:
+                self._step.finished[prompt.request.request_id] = None  # once the ranks have its last part
+
+        held.match(check, serve)
 
     def _free_expired(self, step: PrefillStep, held: HeldPrompts) -> None:
-        for request_id, reason, expected in held.ended():
+        for prompt, reason in held.ended():
+            request_id, expected = prompt.request.request_id, prompt.given_up is not None
             level = logging.DEBUG if expected else logging.WARNING
             logger.log(level, "request %s: prefill frees its blocks: %s", request_id, reason)
-            held.remove(request_id, reason)
+            held.remove(prompt, reason)
             step.unsent.add(request_id)
             if not expected:
                 self._observer.prompt_expired(request_id)
@@ -372,14 +366,13 @@ class PrefillScheduler:
 
     def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
         """As `finished`, of a request whose ticket has not come."""
-        request_id = prompt.request.request_id
         aborted = _ABORTED if not prompt.is_complete or self._requests.was_aborted(prompt.request) else None
-        if (reason := aborted or held.reason(request_id)) is not None:
-            held.remove(request_id, reason)
+        if (reason := aborted or prompt.given_up) is not None:
+            held.remove(prompt, reason)
             self._forget(prompt)
             return False, None if aborted else {"error": reason}
         prompt.ended = True
-        return True, held.request_ended(request_id)
+        return True, held.request_ended(prompt)
 
     def _forget(self, prompt: ComputedPrompt) -> None:
         request_id = prompt.request.request_id

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.ticket import Secret
 
 _MAX_BYTES = 64 << 10
@@ -127,14 +128,6 @@ class Keys:
     def __repr__(self) -> str:
         return "Keys(...)"
 
-    def protect_server(self, socket: "zmq.Socket[bytes]") -> None:
-        """Call it before `socket` is bound. Without a `Guard` in its context, the socket accepts no client."""
-        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._server_secret)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._server_public)
-
     def protect_client(self, socket: "zmq.Socket[bytes]") -> None:
         """Call it before `socket` is connected."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._server_public)
@@ -145,6 +138,16 @@ class Keys:
     def admitted(self) -> bytes:
         """The public key that a client must have, in binary."""
         return z85.decode(self._client_public)
+
+
+def protect_server(socket: "zmq.Socket[bytes]", keys: Keys | None) -> None:
+    """Call it before `socket` is bound. Without a `Guard` in its context, the socket accepts no client."""
+    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)  # without one, libzmq asks nobody about clients without keys
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys._server_secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys._server_public)
 
 
 def new_key_file() -> bytes:
@@ -169,40 +172,50 @@ def load_keys(path: str | None) -> Keys | None:
 
 
 class Guard:
-    """Admits clients with the cluster's key to a server. The server's thread calls it.
+    """Admits clients to a server by their keys and addresses. The server's thread calls it.
 
-    libzmq asks it (ZAP, ZeroMQ RFC 27) about clients that speak CURVE and know the server's public key. libzmq itself
-    refuses all other clients, unencrypted ones too.
+    libzmq asks it (ZAP, ZeroMQ RFC 27) in the handshake, before a client can send a message. With keys, libzmq itself
+    refuses clients that do not speak CURVE or do not know the server's public key.
     """
 
-    def __init__(self, keys: Keys, context: "zmq.Context[zmq.Socket[bytes]]", server: "zmq.Socket[bytes]") -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        server: "zmq.Socket[bytes]",
+        keys: Keys | None,
+        hosts: HostList,
+    ) -> None:
         """Protects `server`, which must not be bound yet. Call `attend` whenever `socket` can be read."""
-        # Clients with another key.
+        # Handshakes of clients that were not admitted.
         self.refused = 0
-        self._admitted = keys.admitted
-        self._logged = 0
+        self._credentials = (b"NULL", []) if keys is None else (b"CURVE", [keys.admitted])
+        self._hosts = hosts
         self._log_at = 0.0
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ZAP_ENDPOINT)
-        keys.protect_server(server)
+        protect_server(server, keys)
 
     def attend(self) -> None:
         """Answers all questions that wait in `socket`."""
         with contextlib.suppress(zmq.Again):
             while True:
-                self._answer(self.socket.recv_multipart(zmq.DONTWAIT))
-        now = time.monotonic()
-        if self.refused > self._logged and now >= self._log_at:
-            self._log_at = now + _LOG_EVERY_S
-            self._logged = self.refused
-            logger.warning(
-                "side channel: %d connections so far with another cluster's keys (side_channel_key_file)", self.refused
-            )
+                version, request_id, _, address, _, mechanism, *credentials = self.socket.recv_multipart(zmq.DONTWAIT)
+                reason = self._refusal(address.decode(), (mechanism, credentials))
+                status = (b"200", b"OK") if reason is None else (b"400", b"not admitted")
+                self.socket.send_multipart([version, request_id, *status, b"", b""])
+                if reason is not None:
+                    self._refused(address.decode(), reason)
 
-    def _answer(self, question: list[bytes]) -> None:
-        version, request_id, _, _, _, mechanism, *credentials = question
-        admitted = mechanism == b"CURVE" and credentials == [self._admitted]
-        self.refused += not admitted
-        status = (b"200", b"OK") if admitted else (b"400", b"another cluster's key")
-        self.socket.send_multipart([version, request_id, *status, b"", b""])
+    def _refusal(self, address: str, credentials: tuple[bytes, list[bytes]]) -> str | None:
+        if credentials != self._credentials:
+            return "another cluster's keys (side_channel_key_file)"
+        return self._hosts.refusal_of_peer(address)
+
+    def _refused(self, address: str, reason: str) -> None:
+        self.refused += 1
+        if (now := time.monotonic()) >= self._log_at:
+            self._log_at = now + _LOG_EVERY_S
+            logger.warning(
+                "side channel: %d connections refused so far, the last one from %s: %s", self.refused, address, reason
+            )

@@ -14,6 +14,7 @@ from functools import partial
 
 import zmq
 
+from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.protocol import (
     MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
@@ -25,7 +26,6 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.transport.keys import Guard, Keys
 from vllm_ascend_pd.transport.loop import Loop
-from vllm_ascend_pd.transport.socket_limiter import SocketLimiter, default_limit
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ _UNREAD_REQUESTS = 256
 _UNREAD_ANSWERS = 32
 # A client must complete ZMTP's handshake within so many seconds.
 _HANDSHAKE_S = 10.0
+# Connections that the kernel keeps until libzmq accepts them. All ranks of many engines may connect at once.
+_BACKLOG = 1024
 
 
 class SideChannelError(RuntimeError):
@@ -85,9 +87,9 @@ class SideChannelServer(Loop):
         name: str = "pd-side-channel",
         keys: Keys | None = None,
         unread_replies: int = _UNREAD_REPLIES,
-        max_connections: int | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         unread_requests: int = _UNREAD_REQUESTS,
+        hosts: HostList | None = None,
     ) -> None:
         """Listens, and starts the thread.
 
@@ -96,9 +98,9 @@ class SideChannelServer(Loop):
         `tick`: `tick(now)` runs on the thread 20 times a second.
         `keys`: clients with other keys, or without keys, get nothing.
         `unread_replies`: how many replies wait for a client that does not read. Further ones are dropped.
-        `max_connections`: `socket_limiter.default_limit()` if None.
         `max_message_bytes`: a connection with a longer message is closed.
         `unread_requests`: how many messages of a connection wait to be read.
+        `hosts`: clients elsewhere are refused in the handshake. None: there may be clients anywhere.
 
         Raises SideChannelError if it cannot listen.
         """
@@ -114,7 +116,8 @@ class SideChannelServer(Loop):
         self._router.setsockopt(zmq.RCVHWM, unread_requests)
         self._router.setsockopt(zmq.SNDHWM, unread_replies)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
-        self._guard = None if keys is None else Guard(keys, self._context, self._router)
+        self._router.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._guard = Guard(self._context, self._router, keys, hosts or AnyHost())
         if ":" in host:
             self._router.setsockopt(zmq.IPV6, 1)
             host = f"[{host}]"
@@ -126,16 +129,14 @@ class SideChannelServer(Loop):
         endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.endpoint = endpoint.decode().rstrip("\0")
-        self._limiter = SocketLimiter(self._router, max_connections or default_limit(), max_message_bytes)
         self._poller.register(self._router, zmq.POLLIN)
-        if self._guard is not None:
-            self._poller.register(self._guard.socket, zmq.POLLIN)
+        self._poller.register(self._guard.socket, zmq.POLLIN)
         self._thread.start()
 
     @property
-    def refused_connections(self) -> int:
-        """Connections that never sent a readable message, or were closed because there were too many."""
-        return self._limiter.refused
+    def refused(self) -> int:
+        """Handshakes of clients that were not admitted."""
+        return self._guard.refused
 
     def _post(self, identity: bytes, message: Message, gone: Callable[[], None]) -> None:
         def send() -> None:
@@ -171,25 +172,19 @@ class SideChannelServer(Loop):
         return True
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
-        self._limiter.turn(time.monotonic())
-        if self._guard is not None:
-            self._guard.attend()
+        self._guard.attend()
         if self._router not in ready:
             return
         for _ in range(_HIGH_WATER_MARK):
             try:
-                frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+                identity, *frames = self._router.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            identity, payload = frames[0].bytes, frames[-1].bytes
-            source = _source(frames[-1])
-            self._limiter.delivered(source, readable=False)
             seq = 0
             try:
-                if len(frames) != 2:
-                    raise ProtocolError(f"{len(frames) - 1} frames, expected 1")
-                seq, message = decode(payload)
-                self._limiter.delivered(source, readable=True)
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames, expected 1")
+                seq, message = decode(frames[0])
                 reply = self._handle(message, ClientConnection(self, identity))
             except ProtocolError as error:
                 self.rejected += 1
@@ -198,17 +193,6 @@ class SideChannelServer(Loop):
                 logger.exception("side channel: a request could not be served")
                 reply = Problem("internal error, see this side's log")
             self._send(identity, seq, reply)
-
-    def _on_close(self) -> None:
-        self._limiter.close()
-
-
-def _source(frame: zmq.Frame) -> int:
-    """Returns the file descriptor that a frame came from; -1 for an old ZMTP, which no peer of ours speaks."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return -1
 
 
 @dataclass
