@@ -65,7 +65,7 @@ def test_ranks_that_regroup_write_whole_blocks_where_the_reference_writes_a_part
     case = plan_step.Case.parse("1x2-scattered-tp2")
     size = case.block_bytes
     ours, reference, wrong = plan_step.Handed(), plan_step.Handed(), plan_step.Handed()
-    for side, destinations, length in ((ours, [4, 14], 2), (reference, [4, 6, 14, 16], 1), (wrong, [4, 15], 2)):
+    for side, destinations, length in ((ours, [4, 14], 2), (reference, [4, 6, 14, 16], 1), (wrong, [4, 17], 2)):
         lengths = [length * size] * len(destinations)
         side.batch_transfer_sync_write("", [0] * len(lengths), [size * place for place in destinations], lengths)
         side.per_layer = [len(lengths)]
