@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's way through the executor, with an engine that only notes what is written."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,10 +22,11 @@ from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.prefill import step_send as step_send_module
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.sender import LayerExecutor
+from vllm_ascend_pd.prefill.sender import LayerExecutor, Sender
 from vllm_ascend_pd.prefill.staging import StagedLayer
 from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, StepWrites, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
@@ -288,3 +290,130 @@ def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(executor, 
     executor.execute(LayerPush(LAYERS[0], send, StepWrites(send, 1), [OURS[0]], Failed(), staged))
     assert ungranted.failure is not None
     assert "an all-to-all failed" in ungranted.failure
+
+
+# --- layers that leave together --------------------------------------------------------------------------------
+
+
+class Calls(Engine):
+    """Notes the destinations of each batch, which stays in flight until `proceed` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[int]] = []
+        self.in_flight = 0
+        self.begun, self.proceed = threading.Semaphore(0), threading.Event()
+
+    def has_room(self, session: str, batch: Any) -> bool:
+        return self.in_flight == 0  # as over ascend: a peer has one batch at a time
+
+    def begin(self, session: str, batch: Any, may_begin: Callable[[], bool]) -> Any:
+        self.calls.append(list(batch[1]))
+        super().begin(session, batch, may_begin)
+        self.in_flight += 1
+        self.begun.release()
+        return SimpleNamespace(session=session, wait=self._wait)
+
+    def _wait(self) -> None:
+        assert self.proceed.wait(10)
+        self.in_flight -= 1
+
+
+def destinations(*layers: int) -> list[int]:
+    """Of both requests in these layers."""
+    return [1_000_000_000 * (layer + 1) + block * BLOCK_BYTES for layer in layers for block in (7, 9)]
+
+
+def test_layers_that_come_while_one_waits_for_its_turn_leave_in_one_batch(executor, transfers):
+    executor._pipeline._engine = executor._engine = engine = Calls()
+    engine.proceed.set()
+    first, second = pushes(transfers)
+    assert executor.can_join(first, second)
+    executor.execute(first, lambda: [second])
+    executor.drain()
+    assert engine.calls == [destinations(0, 1)]
+    assert [transfer.written[KEY][0] for transfer in transfers] == [2 * BLOCK_BYTES] * 2
+
+
+def test_a_joined_batch_keeps_to_the_limits(executor, transfers):
+    executor._pipeline._engine = executor._engine = engine = Calls()
+    engine.limits = TransferLimits(max_descriptors=3)
+    engine.proceed.set()
+    first, second = pushes(transfers)
+    executor.execute(first, lambda: [second])
+    executor.drain()
+    assert engine.calls == [destinations(0), destinations(1)]
+
+
+def test_only_alike_layers_that_can_be_read_leave_together(executor, transfers):
+    class Later(Done):
+        def wait(self, timeout_s: float) -> None:
+            raise TimeoutError
+
+    first, second = pushes(transfers)
+    [of_another_step, _] = pushes(transfers)
+    assert not executor.can_join(first, of_another_step)
+    second.ready = Later()
+    assert not executor.can_join(first, second)
+
+
+def test_of_layers_that_left_together_each_is_written_again_by_itself(executor, engine, transfers):
+    """So only the request at fault fails, and the other one has all of its layers."""
+    engine.lost = {destinations(1)[0]}
+    first, second = pushes(transfers)
+    executor.execute(first, lambda: [second])
+    executor.drain()
+    assert [transfer.failure is None for transfer in transfers] == [False, True]
+    assert {dst for _, dst, _ in engine.arrived} >= {destinations(layer)[1] for layer in range(2)}
+    assert transfers[1].written[KEY][0] == 2 * BLOCK_BYTES
+
+
+def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(executor, engine):
+    first, second = pushes([make_transfer("a", 7, lease_s=0.05)])
+    time.sleep(0.1)
+    executor.execute(first, lambda: [second])
+    executor.drain()
+    assert engine.arrived == []
+
+
+def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(executor, transfers, monkeypatch):
+    """Or their staging slots would stay taken."""
+
+    class Failed(Done):
+        def wait(self, timeout_s: float) -> None:
+            raise DeviceError("it failed")
+
+    ended: list[LayerPush] = []
+    monkeypatch.setattr(executor, "_end", ended.append)
+    first, second = pushes(transfers)
+    third = dataclasses.replace(second)
+    second.ready = Failed()
+    executor.execute(first, lambda: [second, third])
+    assert [id(push) for push in ended] == [id(first), id(second), id(third)]
+    assert all(transfer.failure is not None for transfer in transfers)
+
+
+def test_an_idle_link_gets_a_layer_at_once_and_a_busy_one_those_that_have_come(transfers):
+    calls = Calls()
+    engine: Any = calls
+    control: Any = SimpleNamespace(finish=lambda transfers: None)
+    sender = Sender(
+        "sender", engine, None, control, LoadedWeights(), RunningTime(), PrefillObserver(), queue_size=8,
+        ready_timeout_s=1.0,
+    )  # fmt: skip
+    try:
+        sender.engine_described(LAYOUT)
+        layers = [*pushes(transfers), *pushes(transfers)]
+        alone = pushes(transfers)[0]
+        sender.put_layer(alone, 1.0)
+        assert calls.begun.acquire(timeout=10), "nothing else was put"
+        for push in layers:
+            sender.put_layer(push, 1.0)
+        passed = sender.barrier()
+        time.sleep(0.05)
+        assert len(calls.calls) == 1
+        calls.proceed.set()
+        assert passed.wait(10)
+        assert calls.calls == [destinations(0), destinations(0, 1), destinations(0, 1)]
+    finally:
+        sender.close(10)

@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
 
 import numpy as np
@@ -152,22 +153,22 @@ class Route:
     # Bytes of one entry in a plane, and in decode's cache.
     plane_row: int = 0
 
-    @property
+    @cached_property
     def is_staged(self) -> bool:
         """Whether units are regrouped before they are written."""
         return self.planes > 0
 
-    @property
+    @cached_property
     def ratio(self) -> int:
         """How many ranks share the staged units of a step."""
         return max(1, len(self.ranks))
 
-    @property
+    @cached_property
     def source_bytes(self) -> int:
         """Bytes of a unit in our cache."""
         return self.entries * self.source_row
 
-    @property
+    @cached_property
     def staged_bytes(self) -> int:
         """Bytes of a unit in a plane."""
         return self.entries * self.plane_row

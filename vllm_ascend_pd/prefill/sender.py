@@ -12,11 +12,12 @@ import logging
 import queue
 import threading
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
@@ -29,13 +30,15 @@ from vllm_ascend_pd.prefill.grants import TransferControl
 from vllm_ascend_pd.prefill.staging import LOOK_S, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend, WritePlan, batches_of
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
-from vllm_ascend_pd.transport.batches import Batch
+from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, Flight, TransferError
 
 logger = logging.getLogger(__name__)
 
 Done = Callable[[TransferError | None], None]
+
+_NOTHING: Batch = ((), (), [])
 
 
 class _Entry(NamedTuple):
@@ -118,6 +121,13 @@ class Pipeline:
         return not self._entries
 
     @owned
+    def await_turn(self, session: str) -> None:
+        """Waits until a batch to `session` may begin at once, but not for writes of others."""
+        self.make_room()
+        while self._flights and not self._engine.has_room(session, _NOTHING):
+            self._end_first()
+
+    @owned
     def drain(self) -> None:
         """Waits for all writes."""
         while self._entries:
@@ -152,6 +162,32 @@ def _failure(session: str, error: Exception) -> TransferError:
 #
 # A sender's thread owns its executor. The control thread hands it the decode engine's layout before it lets any
 # transfer know where to write.
+
+
+def joined(
+    batches: Batches, places: Sequence[tuple[Sequence[int], Sequence[int]]], limits: TransferLimits
+) -> Iterator[Batch]:
+    """Yields the batches of several layers, as few as `limits` allow.
+
+    `places`: for each layer, the base addresses of its sources and destinations.
+    """
+    if len(places) == 1:
+        yield from batches.at(*places[0])
+        return
+    sources, destinations, num_bytes = array("q"), array("q"), 0
+    lengths: list[int] = []
+    for place in places:
+        for src, dst, sizes in batches.at(*place):
+            more = sum(sizes)
+            if lengths and (len(lengths) + len(sizes) > limits.max_descriptors or num_bytes + more > limits.max_bytes):
+                yield sources, destinations, lengths
+                sources, destinations, lengths, num_bytes = array("q"), array("q"), [], 0
+            sources.extend(src)
+            destinations.extend(dst)
+            lengths += sizes
+            num_bytes += more
+    yield sources, destinations, lengths
+
 
 # Pause before a request's own write is tried for the last time.
 _RETRY_PAUSE_S = 0.05
@@ -198,8 +234,13 @@ class LayerExecutor:
         self._layout = layout
 
     @owned
-    def execute(self, push: LayerPush) -> None:
-        """Begins the writes of one layer. An error fails the requests that it concerns, and is not raised."""
+    def execute(self, push: LayerPush, take_alike: Callable[[], Sequence[LayerPush]] = tuple) -> None:
+        """Begins the writes of a layer. An error fails the requests that it concerns, and is not raised.
+
+        take_alike: called when the layer's turn has come. Returns layers that came meanwhile and leave with this one:
+            those that `can_join` allows.
+        """
+        pushes = [push]
         try:
             self._await_bytes(push)
             # Earlier writes end first, so that their requests need not wait for these requests' grants.
@@ -207,30 +248,56 @@ class LayerExecutor:
             if self._layout is None:  # all of its requests have failed
                 push.step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
                 return
-            for target in self._layout.targets(push.tensors, push.step_send.route):
-                self._pipeline.make_room()  # a request that fails meanwhile is not written
-                plan = push.writes.plan_for(target, self._engine.limits)  # the grant may still be in flight
-                if plan.total_bytes == 0:  # other ranks write all units that are exchanged
-                    continue
-                live: Sequence[int] = range(len(plan.transfers))
-                lease, batches = plan.lease, plan.batches
-                if not lease.may_plan():
-                    self._pipeline.drain()
-                    live = [i for i in live if plan.transfers[i].await_grant(target.key)]
-                    if not live:
-                        continue
-                    lease = LeaseCheck([plan.transfers[i] for i in live], target.key)
-                    if len(live) < len(plan.transfers):
-                        batches = batches_of(push.step_send, target.shape, self._engine.limits, live)
-                write = _Write(push, target, plan, live, begun=time.monotonic())
-                push.begun = push.begun or write.begun
-                with_addresses = batches.at(push.sources(target), target.bases)
-                # The lease is checked before each batch, since it may end in between (R2).
-                self._pipeline.write(target.session, with_addresses, lease.may_begin, partial(self._written, write))
-        except Exception as error:  # noqa: BLE001 - the layer's requests report it
-            _fail(push, error)
+            of_layers = [self._layout.targets(push.tensors, push.step_send.route)]
+            for target in of_layers[0][:1]:
+                self._pipeline.await_turn(target.session)
+            pushes += take_alike()
+            for other in pushes[1:]:
+                self._await_bytes(other)
+                of_layers.append(self._layout.targets(other.tensors, other.step_send.route))
+            for targets in zip(*of_layers, strict=True):
+                self._write(pushes, targets)
+        except Exception as error:  # noqa: BLE001 - the layers' requests report it
+            for push in pushes:
+                _fail(push, error)
         finally:
-            self._pipeline.then(partial(self._end, push))
+            for push in pushes:
+                self._pipeline.then(partial(self._end, push))
+
+    def can_join(self, push: LayerPush, other: LayerPush) -> bool:
+        """Whether `other`, which was put after `push`, may leave with it: it can be read, and its writes are alike."""
+        if other.writes is not push.writes or self._layout is None or not other.ready.is_done():
+            return False
+        route = push.step_send.route
+        ours, theirs = (self._layout.targets(each.tensors, route) for each in (push, other))
+        return [(t.key, t.shape) for t in ours] == [(t.key, t.shape) for t in theirs]
+
+    def _write(self, pushes: Sequence[LayerPush], targets: Sequence[LayerTarget]) -> None:
+        """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
+        target, limits = targets[0], self._engine.limits
+        self._pipeline.make_room()  # a request that fails meanwhile is not written
+        plan = pushes[0].writes.plan_for(target, limits)  # the grant may still be in flight
+        if plan.total_bytes == 0:  # other ranks write all units that are exchanged
+            return
+        live: Sequence[int] = range(len(plan.transfers))
+        lease, batches = plan.lease, plan.batches
+        if not lease.may_plan():
+            self._pipeline.drain()
+            live = [i for i in live if plan.transfers[i].await_grant(target.key)]
+            if not live:
+                return
+            lease = LeaseCheck([plan.transfers[i] for i in live], target.key)
+            if len(live) < len(plan.transfers):
+                batches = batches_of(pushes[0].step_send, target.shape, limits, live)
+        begun = time.monotonic()
+        writes = [_Write(push, to, plan, live, begun) for push, to in zip(pushes, targets, strict=True)]
+        for push in pushes:
+            push.begun = push.begun or begun
+        places = [(push.sources(to), to.bases) for push, to in zip(pushes, targets, strict=True)]
+        # The lease is checked before each batch, since it may end in between (R2).
+        self._pipeline.write(
+            target.session, joined(batches, places, limits), lease.may_begin, partial(self._ended, writes)
+        )
 
     @owned
     def then(self, call: Callable[[], None]) -> None:
@@ -263,6 +330,10 @@ class LayerExecutor:
             waited_s = time.monotonic() - computed_at
         if push.staged is not None:
             self._observer.regroup_waited(waited_s)
+
+    def _ended(self, writes: Sequence[_Write], error: TransferError | None) -> None:
+        for write in writes:
+            self._written(write, error)
 
     def _written(self, write: _Write, error: TransferError | None) -> None:
         """Counts a write that is over. After an error, writes each of its requests by itself."""
@@ -347,6 +418,20 @@ def _fail(push: LayerPush, error: Exception) -> None:
         push.step_send.fail(f"pushing layer {push.layer} failed: {error}", PushFailure.INTERNAL)
 
 
+class _QueuedLayer(NamedTuple):
+    """A layer in a sender's queue."""
+
+    push: LayerPush
+    # Whether it took a token of the queue's room.
+    has_room: bool
+
+
+_Task: TypeAlias = _QueuedLayer | Callable[[], None]
+
+# The most layers that leave together. Their staging slots become free together, too.
+_MOST_JOINED = 8
+
+
 class Sender:
     """Writes to one decode engine.
 
@@ -379,7 +464,9 @@ class Sender:
         self._observer = observer
         self._control = control
         self._loaded = loaded
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        # The task that was taken to see whether it can leave with the layer before it.
+        self._next: _Task | None = None
         # A token for each further layer that may wait. The number of transfers bounds the other tasks. Not a semaphore:
         # its methods are Python, and each layer would run them on the model's thread.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -407,7 +494,7 @@ class Sender:
             self._room.get_nowait()
         except queue.Empty:
             has_room = self._await_room(push, timeout_s)
-        self._tasks.put(partial(self._push, push, has_room))
+        self._tasks.put(_QueuedLayer(push, has_room))
 
     def _await_room(self, push: LayerPush, timeout_s: float) -> bool:
         began = time.monotonic()
@@ -471,24 +558,46 @@ class Sender:
                     task = self._next_task()
                 except queue.Empty:
                     continue
-                task()
+                if isinstance(task, _QueuedLayer):
+                    self._push(task)
+                else:
+                    task()
             self._executor.drain()
         except Exception as error:
             logger.exception("%s ends", threading.current_thread().name)
             self._broken = error
 
-    def _next_task(self) -> Callable[[], None]:
+    def _next_task(self) -> _Task:
         """Returns the next task. Raises queue.Empty from time to time while staging slots rest."""
+        task, self._next = self._next, None
+        if task is not None:
+            return task
         if not self._executor.is_idle:
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get_nowait()
             self._executor.drain()
         return self._tasks.get(timeout=LOOK_S if self._slots_rest() else None)
 
-    def _push(self, push: LayerPush, has_room: bool) -> None:
-        self._executor.execute(push)
-        if has_room:
-            self._executor.then(partial(self._room.put, None))
+    def _push(self, queued: _QueuedLayer) -> None:
+        """Writes a layer, and with it those that have come while it waited for its turn."""
+        layers = [queued]
+
+        def take_alike() -> Sequence[LayerPush]:
+            if self._tasks.empty():  # mostly: cheaper than an exception
+                return ()
+            with contextlib.suppress(queue.Empty):
+                while self._next is None and len(layers) < _MOST_JOINED:
+                    task = self._tasks.get_nowait()
+                    if isinstance(task, _QueuedLayer) and self._executor.can_join(queued.push, task.push):
+                        layers.append(task)
+                    else:
+                        self._next = task
+            return [each.push for each in layers[1:]]
+
+        self._executor.execute(queued.push, take_alike)
+        for each in layers:
+            if each.has_room:
+                self._executor.then(partial(self._room.put, None))
 
     def _finish(self, transfers: Sequence[Transfer]) -> None:
         """Ends `transfers`, of which no write can follow."""

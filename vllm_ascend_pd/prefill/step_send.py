@@ -79,12 +79,12 @@ class StepSend:
     # Where the units of a share are in an exchanged tensor, on the device. None unless the exchanged heads are divided.
     share_offsets: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def plane_bytes(self) -> int:
         """Bytes of a plane of a staged tensor."""
         return self.share * self.route.staged_bytes
 
-    @property
+    @cached_property
     def tensor_bytes(self) -> int:
         """Bytes of a staged tensor."""
         return self.route.planes * self.plane_bytes
