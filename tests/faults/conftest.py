@@ -10,6 +10,7 @@ from rich.console import Console
 
 from faults.report import Report
 from faults.world import Worlds
+from harness.cluster_fixtures import forked_engines  # noqa: F401
 from harness.processes import interrupt_on_sigterm
 
 _report = Report()

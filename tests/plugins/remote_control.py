@@ -103,6 +103,11 @@ def listen(folder: Path, session: str, refuse_memory: bool) -> None:
 
     engine._start = start_wrapped
     TransferEngine.__init__ = init_and_publish  # type: ignore[method-assign]
+    _start(folder)
+    os.register_at_fork(after_in_child=lambda: _start(folder))
+
+
+def _start(folder: Path) -> None:
     threading.Thread(target=_serve, args=(folder / f"{os.getpid()}.sock",), name="remote-control", daemon=True).start()
 
 
