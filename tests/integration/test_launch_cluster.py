@@ -271,7 +271,9 @@ def test_a_process_that_ends_later_ends_all(site: Site, b: str) -> None:
     site.write(b=b)
     launcher = site.launch()
     site.serving()
-    for process in site.alive("--headless", str(site.folder / "vllm")):
+    node = ("--headless", str(site.folder / "vllm"))
+    eventually(lambda: site.alive(*node) != [])  # the cluster may serve before its second node has started
+    for process in site.alive(*node):
         process.kill()
     output = site.ended(launcher, 1)
     assert f"error: decode-0-node-1 ended with code {-9 if b == 'local: true' else 137}; its last lines:" in output
