@@ -53,6 +53,11 @@ class Layer:
         share = math.ceil(len(blocks) / self.ranks)
         return self._kv()[:, list(blocks)[rank * share : (rank + 1) * share]].contiguous()
 
+    def reference_expected(self, rank: int, blocks: Sequence[int]) -> Tensor:
+        """Returns what a rank of vllm-ascend's has to write: all heads of its share of each block's tokens."""
+        share = BLOCK // self.ranks
+        return self._kv()[:, list(blocks), rank * share : (rank + 1) * share].contiguous()
+
     def _kv(self) -> Tensor:
         """Returns K and V of all heads, `[2, num_blocks, block, heads of the model, head size]`."""
         generator = torch.Generator().manual_seed(2)
