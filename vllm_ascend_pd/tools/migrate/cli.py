@@ -79,7 +79,5 @@ def _options() -> ServeOptions:
     try:
         return installed() or table()
     except OptionsError as error:
-        print(
-            f"vllm-ascend-pd: uses the options of vLLM 0.23 and 0.32, since this vLLM fails: {error}", file=sys.stderr
-        )
+        print(f"vllm-ascend-pd: uses the options of vLLM 0.23 to 0.32, since this vLLM fails: {error}", file=sys.stderr)
         return table()
