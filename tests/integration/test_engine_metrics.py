@@ -221,9 +221,11 @@ def test_bytes_counted_are_bytes_moved(shape: tuple[Model, Side, Side]) -> None:
         assert pushed["counters"][PUSHED_BYTES.name] == {"": expected}
         whole = merged(waiting, pushed)
         histograms = {name: sum(of[0]) for name, of in whole["histograms"].items()}
-        assert histograms[OVERLAP_RATIO.name] == len(requests) * len(ranks)
+        # One of each rank that wrote some of a request: a rank may have no unit of it.
+        assert len(requests) <= histograms[OVERLAP_RATIO.name] <= len(requests) * len(ranks)
         assert not any(whole["histograms"][OVERLAP_RATIO.name][1]), "grants came after the end"
-        assert histograms[LAYER_PUSH_SECONDS.name] == histograms[REGROUP_WAIT_SECONDS.name] > 0
+        # Each rank regroups every layer of a step, also where it has no unit to write.
+        assert 0 < histograms[LAYER_PUSH_SECONDS.name] <= histograms[REGROUP_WAIT_SECONDS.name]
         assert PUSH_FAILURES.name not in pushed["counters"]
         for name in (GRANTS_WAITING.name, PUSH_QUEUE_DEPTH.name):
             assert whole["gauges"][name] == dict.fromkeys(waiting["gauges"][name], 0), "nothing waits any more"
