@@ -48,10 +48,14 @@ def requests_are_seen_everywhere(cluster: Cluster, client: Client) -> None:
     received = sum(completion.kv_transfer_params["received_bytes"] for completion in completions)
     assert received > 0
 
-    on_prefill = until(prefill, before[0], lambda change: change["overlap_ratio_count"] == RANKS * count)
-    assert on_prefill["pushed_bytes_total"] == received
-    assert on_prefill["layer_push_seconds_count"] == on_prefill["regroup_wait_seconds_count"] > 0
-    assert 0 <= on_prefill["overlap_ratio_sum"] <= RANKS * count
+    # A rank may have no unit of a step, or of a whole request: it regroups with the others and writes nothing.
+    on_prefill = until(
+        prefill,
+        before[0],
+        lambda change: change["pushed_bytes_total"] == received and change["overlap_ratio_count"] >= count,
+    )
+    assert 0 < on_prefill["layer_push_seconds_count"] <= on_prefill["regroup_wait_seconds_count"]
+    assert 0 <= on_prefill["overlap_ratio_sum"] <= on_prefill["overlap_ratio_count"] <= RANKS * count
     assert on_prefill["push_failures_total"] == on_prefill["write_retries_total"] == 0
     idle = scraped(prefill)
     assert idle.get("push_queue_depth", 0) == idle.get("grants_waiting", 0) == 0

@@ -33,7 +33,7 @@ def test_f37_cited_names_exist() -> None:
         for module, name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)\.([A-Z]\w+)", path.read_text())
         if module.partition(".")[0] not in ("torch", "vllm", "vllm_ascend")
     ]
-    assert len(cited) > 2
+    assert cited
     for file, module, name in cited:
         places = [path for each, path in modules.items() if f".{each}".endswith(f".{module}")]
         assert any(re.search(rf"^(class )?{name}\b", path.read_text(), re.MULTILINE) for path in places), (

@@ -23,6 +23,6 @@ def _log_as_vllm_does() -> None:
     """
     ours, of_vllm = logging.getLogger("vllm_ascend_pd"), logging.getLogger("vllm")
     if not ours.handlers:
-        ours.setLevel(of_vllm.level)
+        ours.setLevel(of_vllm.level or logging.INFO)  # the handlers have levels, too
         for handler in of_vllm.handlers:
             ours.addHandler(handler)
