@@ -29,7 +29,7 @@ _TIMEOUT_S = 240.0
 """Importing vLLM takes seconds, or more than a minute on a busy machine."""
 
 
-class OptionsError(RuntimeError):
+class UnknownOptionsError(RuntimeError):
     """The installed vLLM does not say its options."""
 
 
@@ -136,7 +136,7 @@ def table() -> ServeOptions:
 
 
 def installed() -> ServeOptions | None:
-    """Returns the options of the installed vLLM, None if there is no vLLM. Raises OptionsError."""
+    """Returns the options of the installed vLLM, None if there is no vLLM. Raises UnknownOptionsError."""
     if importlib.util.find_spec("vllm") is None:
         return None
     # A process of its own, since importing vLLM prints, loads native libraries and may crash. -P: not from this folder.
@@ -144,10 +144,10 @@ def installed() -> ServeOptions | None:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise OptionsError(str(error)) from None
+        raise UnknownOptionsError(str(error)) from None
     if done.returncode != 0:
         *_, last = done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"]
-        raise OptionsError(one_line(last, 300))
+        raise UnknownOptionsError(one_line(last, 300))
     return ServeOptions(done.stdout.decode().splitlines(), of_installed_vllm=True)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
-from vllm_ascend_pd.tools.vllm_serve import OptionsError, ServeOptions, installed, table
+from vllm_ascend_pd.tools.vllm_serve import ServeOptions, UnknownOptionsError, installed, table
 
 
 def migrate(
@@ -78,6 +78,6 @@ def _options() -> ServeOptions:
     """Returns the options of the installed vLLM, or those of a table of ours."""
     try:
         return installed() or table()
-    except OptionsError as error:
+    except UnknownOptionsError as error:
         print(f"vllm-ascend-pd: uses the options of vLLM 0.23 to 0.32, since this vLLM fails: {error}", file=sys.stderr)
         return table()
