@@ -82,7 +82,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     return_after: int = 2
     """Good health checks in a row that end an ejection."""
     strategy: str = DEFAULT_STRATEGY
-    """The routing strategy, one of `balance.STRATEGIES`."""
+    """The routing strategy, one of `strategies.STRATEGIES`."""
     prefill_attempts: int = 2
     """Failed prefills after which a sample of a prompt fails; 1: no retry. The count covers all tickets of the sample,
     those at earlier decode engines included. A prefill whose KV did not arrive failed, too. A prefill that worked does
