@@ -16,7 +16,7 @@ from vllm_ascend_pd import cli
 from vllm_ascend_pd.tools.launch.cluster import dry_run
 from vllm_ascend_pd.tools.launch.hosts import HostsError, HostsFile, Invalid
 from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan, make_plan
-from vllm_ascend_pd.tools.launch.shape import OptionsError, ParallelSizes
+from vllm_ascend_pd.tools.launch.shape import EngineOptionsError, ParallelSizes
 
 PYTHON, REPOSITORY = "/opt/python", "/opt/pd"
 
@@ -197,7 +197,7 @@ def test_replicas_that_span_nodes_are_engines_of_their_own() -> None:
 def test_each_replica_is_on_one_node(tp: int, pp: int, dp: int, nodes: int) -> None:
     try:
         shape = ParallelSizes(tp, pp, dp, nodes)
-    except OptionsError:
+    except EngineOptionsError:
         assume(False)
     listeners = [shape.listeners(rank) for rank in range(nodes)]
     assert [index for node in listeners for index in node] == list(range(dp))

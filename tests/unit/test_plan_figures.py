@@ -19,8 +19,7 @@ from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches,
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import Piece
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
-from vllm_ascend_pd.tools.plan.rates import Traffic, make_rates
-from vllm_ascend_pd.tools.plan.timing import make_timing
+from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
 
 # 1000 tokens travel as 8 blocks of 128.
 SENT_TOKENS = 1024

@@ -1,23 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from a model's config.json, and what is refused."""
+"""What is read from a model's config.json: as vLLM and transformers read it, or refused. DeepSeek V4's caches, which
+have one entry for several tokens."""
 
+from __future__ import annotations
+
+import importlib
 import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved
+from planned import DATA, DEEPSEEK, LLAMA, QWEN, assert_conserved, plan_for
 
+from vllm_ascend_pd.tools.plan.command import render
 from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, PlanError, parse_model, read_model
+from vllm_ascend_pd.tools.plan.figures import LayerKindFigures, PlanFigures
+from vllm_ascend_pd.tools.plan.model import (
+    _LAYER_KINDS,
+    Cached,
+    CacheDtype,
+    ModelShape,
+    PlanError,
+    parse_model,
+    read_model,
+)
+from vllm_ascend_pd.tools.plan.times import make_timing
 
+LETTERS = {Cached.FULL: "F", Cached.WINDOW: "W", Cached.STATE: "S", Cached.NOTHING: "N"}
+BFLOAT16 = {"torch_dtype": "bfloat16"}
 TINY = {
     "architectures": ["TinyForCausalLM"],
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
-    "torch_dtype": "bfloat16",
+    **BFLOAT16,
 }
+SIZES = {"hidden_size": 640, "num_attention_heads": 20, "num_hidden_layers": 12, "dtype": "bfloat16"}
+LISTED = {"layer_types": ["full_attention"] * 12}
+GIVEN = {**SIZES, "head_dim": 64, "num_key_value_heads": 4}
+WINDOW = {"sliding_window": 512}
+PART_ON = {**WINDOW, "use_sliding_window": True, "max_window_layers": 5}
+GEMMA_3_27B = {
+    "head_dim": 128,
+    "hidden_size": 5376,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 16,
+    "sliding_window": 1024,
+}
+GEMMA_3_4B = {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
+LLAMA_4_SCOUT = {
+    "attention_chunk_size": 8192,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "model_type": "llama4_text",
+    "no_rope_layers": [],
+    "num_attention_heads": 40,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+}
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "model_type": "minimax_m2",
+    "num_attention_heads": 48,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    **BFLOAT16,
+}
+KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "head_dim": 72,
+    "hidden_size": 2304,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "model_type": "kimi_linear",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    **BFLOAT16,
+}
+LONGCAT_FLASH = {
+    "architectures": ["LongcatFlashForCausalLM"],
+    "attention_method": "MLA",
+    "hidden_size": 6144,
+    "kv_lora_rank": 512,
+    "num_attention_heads": 64,
+    "num_layers": 28,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    **BFLOAT16,
+}
+PUBLISHED = {
+    "gemma-3-27b-it": ({"model_type": "gemma3", "text_config": GEMMA_3_27B, **BFLOAT16}, 16, (128, 128), "WWWWWF"),
+    "gemma-3-4b-it": ({"model_type": "gemma3", "text_config": GEMMA_3_4B, **BFLOAT16}, 4, (256, 256), "WWWWWF"),
+    "Llama-4-Scout": ({"model_type": "llama4", "text_config": LLAMA_4_SCOUT, **BFLOAT16}, 8, (128, 128), "WWWF"),
+    "MiniMax-M2": (MINIMAX_M2, 8, (128, 128), "F"),
+    "Kimi-Linear-48B-A3B": (KIMI_LINEAR, 1, (512, 64), "SSSFSSSFSSSFSSSFSSSFSSSFSSF"),
+    "LongCat-Flash-Chat": (LONGCAT_FLASH, 1, (512, 64), "F"),
+}
+"""The fields of published files that say what is cached: the file, KV heads, widths, and kinds of layers in turn."""
+SPARSE = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 10,
+    "model_type": "glm_moe_dsa",
+    **BFLOAT16,
+}
+FLASH = DATA / "deepseek-v4-flash.json"
+PRO = DATA / "deepseek-v4-pro.json"
+CONFIG: dict[str, Any] = json.loads(FLASH.read_text())
+
+
+def cached(shape: ModelShape) -> str:
+    return "".join(LETTERS[kind] for kind in shape.cached)
+
+
+def planned(model: ModelShape, p_tp: int = 1, p_pp: int = 1, block_size: int = 128, tokens: int = 1000) -> PlanFigures:
+    """To a decode engine of one rank."""
+    engines = PlannedEngine("prefill", p_tp, p_pp, 1, block_size), PlannedEngine("decode", 1, 1, 1, block_size)
+    return make_plan(model, Layout.VLLM_ASCEND, *engines, step_tokens=128, staging_slots=2, tokens=tokens)
 
 
 @pytest.mark.parametrize(
@@ -58,23 +178,54 @@ def test_sparse_attention_caches_a_key_more():
     assert parse_model(config).widths == (512, 64, 128)
 
 
+NO_TRANSFORMERS = ("transformers.models.auto.configuration_auto", None)
+"""An entry of sys.modules with which it cannot be imported."""
+
+
+@pytest.mark.parametrize("transformers", [True, False], ids=["transformers", "alone"])
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_files_are_described(model: str, transformers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, kv_heads, widths, kinds = PUBLISHED[model]
+    if not transformers:
+        monkeypatch.setitem(sys.modules, *NO_TRANSFORMERS)
+        if "text_config" in config:
+            with pytest.raises(PlanError, match=r"does not say .* where transformers is installed"):
+                parse_model(config)
+            return
+    shape = parse_model(config)
+    assert (shape.kv_heads, shape.widths) == (kv_heads, widths)
+    layers = {"LongCat-Flash-Chat": 56}.get(model) or (config.get("text_config") or config)["num_hidden_layers"]
+    assert cached(shape) == (kinds * 62)[:layers]
+
+
+def test_transformers_fills_in_what_else_is_missing() -> None:
+    model = parse_model({"model_type": "qwen3", **SIZES})
+    assert (model.kv_heads, model.widths) == (32, (128, 128))
+
+
 @pytest.mark.parametrize(
-    ("fields", "kinds"),
+    ("base", "fields", "kinds"),
     [
-        ({}, "FFFF"),
-        ({"sliding_window": 512}, "WWWW"),
-        ({"sliding_window": 512, "use_sliding_window": False}, "FFFF"),
-        ({"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 512}, "WWWF"),
-        ({"layer_types": ["linear_attention", "full_attention"] * 2}, "SFSF"),
-        ({"layers_block_type": ["mamba", "attention", "moe", "attention"], "mamba_d_conv": 4}, "SFNF"),
-        ({"full_attention_interval": 4}, "SSSF"),
-        ({"num_kv_shared_layers": 3}, "FNNN"),
+        (TINY, {}, "FFFF"),
+        (TINY, WINDOW, "WWWW"),
+        (TINY, {**WINDOW, "use_sliding_window": False}, "FFFF"),
+        (TINY, {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], **WINDOW}, "WWWF"),
+        (TINY, {"layer_types": ["linear_attention", "full_attention"] * 2}, "SFSF"),
+        (TINY, {"layers_block_type": ["mamba", "attention", "moe", "attention"], "mamba_d_conv": 4}, "SFNF"),
+        (TINY, {"full_attention_interval": 4}, "SSSF"),
+        (TINY, {"num_kv_shared_layers": 3}, "FNNN"),
+        (MINIMAX_M2, {"attn_type_list": [0, 1] * 31}, "SF" * 31),
+        (GIVEN, {"model_type": "cohere2", **WINDOW, "sliding_window_pattern": 4}, "WWWFWWWFWWWF"),
+        (GIVEN, {"model_type": "gemma3_text", **WINDOW, "sliding_window_pattern": 6}, "WWWWWFWWWWWF"),
+        (GIVEN, {"model_type": "qwen2", **WINDOW}, "FFFFFFFFFFFF"),
+        (GIVEN, {"model_type": "qwen2", **PART_ON, "use_sliding_window": False}, "FFFFFFFFFFFF"),
+        (GIVEN, {"model_type": "mistral", **WINDOW}, "WWWWWWWWWWWW"),
+        (GIVEN, {"model_type": "mistral", "sliding_window": None}, "FFFFFFFFFFFF"),
     ],
 )
-def test_which_layers_have_a_cache(fields, kinds):
-    letters = {"F": Cached.FULL, "W": Cached.WINDOW, "S": Cached.STATE, "N": Cached.NOTHING}
-    model = parse_model({**TINY, **fields})
-    assert model.cached == tuple(letters[kind] for kind in kinds)
+def test_which_layers_have_a_cache(base: dict[str, Any], fields: dict[str, Any], kinds: str) -> None:
+    model = parse_model({**base, **fields})
+    assert cached(model) == kinds
     said = " ".join(model.notes)
     assert ("have a state" in said) == ("S" in kinds)
     assert ("have a window of" in said) == ("W" in kinds)
@@ -93,8 +244,7 @@ def test_layers_that_read_what_others_wrote_are_not_noted():
 def test_only_attention_layers_of_a_hybrid_model_are_sent():
     kinds = ["linear_attention", "linear_attention", "full_attention", "sliding_attention", "full_attention"]
     model = parse_model({**TINY, "num_hidden_layers": 5, "layer_types": kinds, "sliding_window": 8})
-    engines = PlannedEngine("prefill", 2, 2, 1, 128), PlannedEngine("decode", 1, 1, 1, 128)
-    plan = make_plan(model, Layout.VLLM_ASCEND, *engines, step_tokens=128, staging_slots=2)
+    plan = planned(model, 2, 2)
     assert (plan.model.layers, plan.model.cached_layers) == (5, 3)
     assert plan.model.bytes_per_token == 3 * 2 * (16 + 16) * 2
     assert [(s.first, s.stop, s.cached) for s in plan.prefill.stages] == [(0, 3, 1), (3, 5, 2)]
@@ -120,42 +270,83 @@ def test_dtype(fields, chosen, dtype, noted):
 @pytest.mark.parametrize(("dtype", "itemsize"), [("fp8", 1), ("int8", 1), ("float16", 2), ("float32", 4)])
 def test_bytes_of_a_dtype(dtype, itemsize):
     model = parse_model(TINY, CacheDtype(dtype))
-    engines = PlannedEngine("prefill", 1, 1, 1, 128), PlannedEngine("decode", 1, 1, 1, 128)
-    plan = make_plan(model, Layout.VLLM_ASCEND, *engines, step_tokens=128, staging_slots=2)
+    plan = planned(model)
     assert plan.model.bytes_per_token_and_layer == 2 * (16 + 16) * itemsize
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("fields", "without"),
     [
-        ({"num_attention_heads": None}, "does not say num_attention_heads"),
-        ({"num_hidden_layers": "many"}, "num_hidden_layers is 'many', not a positive number"),
-        ({"num_key_value_heads": [1, 2]}, r"num_key_value_heads is \[1, 2\], not a positive number"),
-        ({"layer_types": 1}, "layer_types is 1, not a list of names"),
-        ({"layer_types": [1, 2, 3, 4]}, r"layer_types is \[1, 2, 3, 4\], not a list of names"),
-        ({"layers_block_type": "full_attention"}, "layers_block_type is 'full_attention', not a list of names"),
-        ({"full_attention_interval": "x"}, "full_attention_interval is 'x', not a positive number"),
-        ({"sliding_window": 8, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG', not a positive"),
-        ({"num_kv_shared_layers": "x"}, "num_kv_shared_layers is 'x', not a positive number"),
-        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, not a positive number"),
-        ({"architectures": 1}, "architectures is 1, not a list of names"),
-        ({"architectures": {}}, "architectures is {}, not a list of names"),
-        ({"layer_types": ["full_attention"] * 3}, "lists 3 kinds of layers for 4 layers"),
-        ({"layer_types": ["psychic_attention"] * 4}, "does not know layers of kind psychic_attention"),
-        ({"layer_types": ["mamba"] * 4}, "no layer of this model has its own attention"),
-        ({"mamba_d_conv": 4}, "has mamba_d_conv but no layer_types"),
-        ({"compress_ratios": [4, 128]}, "compress_ratios: only deepseek_v4 is described, not None"),
-        ({"v_head_dim": 32}, "keys of 16 and values of 32 elements per head"),
+        ({}, []),
+        ({"index_topk_freq": 4}, [2, 3, 4, 6, 7, 8]),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, [3, 4, 5, 7, 8, 9]),
+        ({"index_topk_pattern": "FSSFSSFSSF"}, [1, 2, 4, 5, 7, 8]),
+        ({"indexer_types": ["full", "shared"] * 5}, [1, 3, 5, 7, 9]),
+        ({"index_topk_freq": 4, "indexer_types": ["full"] * 10}, []),
     ],
 )
-def test_what_is_not_described(fields, reason):
+def test_an_indexers_key_is_counted_only_where_there_is_one(fields: dict[str, Any], without: list[int]) -> None:
+    model = parse_model({**SPARSE, **fields})
+    assert sorted(model.without_key) == without
+    plan = planned(model, 2, 2, tokens=128)
+    assert plan.model.bytes_per_token == (10 * (512 + 64) + (10 - len(without)) * 128) * 2
+    assert plan.prompt.nbytes == 128 * plan.model.bytes_per_token
+    assert sum(plan.prefill.bytes_per_token) == plan.model.bytes_per_token
+    assert len(plan.senders[0].pieces) == 3, "a layer with a key stands for all"
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "reason"),
+    [
+        (TINY, {"num_attention_heads": None}, "does not say num_attention_heads"),
+        (TINY, {"num_hidden_layers": "many"}, "num_hidden_layers is 'many', not a positive number"),
+        (TINY, {"num_key_value_heads": [1, 2]}, r"num_key_value_heads is \[1, 2\], not a positive number"),
+        (TINY, {"layer_types": 1}, "layer_types is 1, not a list of names"),
+        (TINY, {"layer_types": [1, 2, 3, 4]}, r"layer_types is \[1, 2, 3, 4\], not a list of names"),
+        (TINY, {"layers_block_type": "full_attention"}, "layers_block_type is 'full_attention', not a list of names"),
+        (TINY, {"full_attention_interval": "x"}, "full_attention_interval is 'x', not a positive number"),
+        (
+            TINY,
+            {"sliding_window": 8, "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern is 'LLLG', not a positive",
+        ),
+        (TINY, {"num_kv_shared_layers": "x"}, "num_kv_shared_layers is 'x', not a positive number"),
+        (TINY, {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, not a positive number"),
+        (TINY, {"architectures": 1}, "architectures is 1, not a list of names"),
+        (TINY, {"architectures": {}}, "architectures is {}, not a list of names"),
+        (TINY, {"layer_types": ["full_attention"] * 3}, "lists 3 kinds of layers for 4 layers"),
+        (TINY, {"layer_types": ["psychic_attention"] * 4}, "does not know layers of kind psychic_attention"),
+        (TINY, {"layer_types": ["mamba"] * 4}, "no layer of this model has its own attention"),
+        (TINY, {"mamba_d_conv": 4}, "has mamba_d_conv but no layer_types"),
+        (TINY, {"compress_ratios": [4, 128]}, "compress_ratios: only deepseek_v4 is described, not None"),
+        (TINY, {"v_head_dim": 32}, "keys of 16 and values of 32 elements per head"),
+        (CONFIG, {"compress_ratios": [4, 128]}, "compress_ratios is not a list with a number for each of 43 layers"),
+        (CONFIG, {"compress_ratios": 4}, "compress_ratios is not a list"),
+        (CONFIG, {"compress_ratios": [8] * 43}, "compress_ratios has 8, and vllm-ascend takes 0, 4 and 128"),
+        (CONFIG, {"compress_ratios": ["4"] * 43}, "compress_ratios has '4'"),
+        (CONFIG, {"index_head_dim": None}, "does not say index_head_dim"),
+        (CONFIG, {"model_type": "deepseek_v5"}, "only deepseek_v4 is described, not deepseek_v5"),
+        (MINIMAX_M2, {"attn_type_list": [1, 2] * 31}, "attn_type_list is .*, not a list of 0 and 1"),
+        (MINIMAX_M2, {"attn_type_list": [1]}, "lists 1 kinds of layers for 62"),
+        (KIMI_LINEAR, {"linear_attn_config": {"full_attn_layers": 4}}, "no list full_attn_layers"),
+        (LONGCAT_FLASH, {"num_layers": "x"}, "num_layers is 'x'"),
+        (SPARSE, {"index_topk_freq": 0}, "index_topk_freq is 0"),
+        (SPARSE, {"index_topk_pattern": 7}, "index_topk_pattern is 7"),
+        (SPARSE, {"index_topk_freq": 2, "index_skip_topk_offset": "x"}, "index_skip_topk_offset is 'x'"),
+    ],
+)
+def test_what_is_not_described(base: dict[str, Any], fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
-        parse_model({**TINY, **fields})
+        parse_model({**base, **fields})
 
 
-def test_latent_of_bytes_is_not_described():
-    with pytest.raises(PlanError, match="with MLA, a KV cache of fp8 has another memory layout"):
-        read_model(DEEPSEEK, CacheDtype.FP8)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(DEEPSEEK, "with MLA, a KV cache of fp8 has another memory"), (FLASH, "a KV cache of fp8 has another layout")],
+)
+def test_latents_of_bytes_are_not_described(config: Path, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        read_model(config, CacheDtype.FP8)
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
@@ -163,3 +354,144 @@ def test_files_that_are_no_config(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(PlanError, match=r"config.json (is not JSON|is not a JSON object)"):
         read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "missing"),
+    [
+        ({"model_type": "qwen3", **SIZES, "num_key_value_heads": 4}, "head_dim"),
+        ({"model_type": "qwen3", **SIZES, "num_key_value_heads": 4, "head_dim": None}, "head_dim"),
+        ({"model_type": "qwen3", **SIZES, "head_dim": 64}, "num_key_value_heads"),
+        ({"model_type": "gemma2", **GIVEN, **WINDOW}, "layer_types"),
+        ({"model_type": "qwen2", **GIVEN, **PART_ON}, "layer_types"),
+        ({"model_type": "of-its-own", **GIVEN, **PART_ON}, "layer_types"),
+        ({"model_type": "mistral", **GIVEN}, "sliding_window"),
+        ({"model_type": "gemma3n_text", **GIVEN, **LISTED}, "num_kv_shared_layers"),
+    ],
+)
+def test_what_only_the_code_knows_is_asked_for(
+    fields: dict[str, Any], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where transformers is missing, or does not know the model."""
+    monkeypatch.setitem(sys.modules, *NO_TRANSFORMERS)
+    with pytest.raises(PlanError, match=rf"does not say {missing} .*: add it to a copy of the file"):
+        parse_model(fields)
+
+
+def decoders() -> Iterator[tuple[str, type]]:
+    """Each with the type of its configuration's text part, if transformers can say it without optional packages."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    mapping = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    for model_type in {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}:
+        try:
+            config = mapping[model_type]
+        except (ImportError, KeyError):
+            continue
+        text = (getattr(config, "sub_configs", None) or {}).get("text_config", config)
+        yield getattr(text, "model_type", model_type) or model_type, text
+
+
+_ALIKE = {True: Cached.WINDOW, False: Cached.FULL}
+
+
+def differences(model_type: str, config: type, fields: dict[str, Any]) -> list[str]:
+    """Between our figures and transformers', where both have some."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            read = config(**fields)
+        theirs = {name: getattr(read, name, None) for name in ("hidden_size", "head_dim", "num_key_value_heads")}
+        kinds, window = getattr(read, "layer_types", None), getattr(read, "sliding_window", None)
+    except Exception:  # noqa: BLE001 - not with these fields, whatever its checks raise
+        return []
+    if theirs["hidden_size"] != SIZES["hidden_size"] or read.is_encoder_decoder or hasattr(read, "kv_lora_rank"):
+        return []
+    if theirs["head_dim"] != fields.get("head_dim", theirs["head_dim"]):  # what is given does not count there
+        return []
+    try:
+        ours = parse_model({"model_type": model_type, **fields})
+    except PlanError:
+        return []
+    found = []
+    if theirs["head_dim"] not in (None, 0, ours.widths[0]):
+        found.append(f"head_dim {theirs['head_dim']}, ours {ours.widths[0]}")
+    if theirs["num_key_value_heads"] not in (None, ours.kv_heads):
+        found.append(f"num_key_value_heads {theirs['num_key_value_heads']}, ours {ours.kv_heads}")
+    theirs_cached = [_LAYER_KINDS[kind] for kind in kinds] if kinds else [_ALIKE[bool(window)]] * len(ours.cached)
+    if [*ours.cached] != theirs_cached:
+        found.append(f"layer_types {kinds}, window {window}, ours {ours.cached}")
+    return [f"{model_type}, {fields}: {one}" for one in found]
+
+
+def test_no_figure_is_other_than_that_of_transformers() -> None:
+    known = dict(decoders())
+    assert {"llama", "qwen3", "gemma3_text"} <= known.keys()
+    asked = [{**SIZES, "num_key_value_heads": 4}, {**SIZES, "head_dim": 64}]
+    asked += [GIVEN, {**GIVEN, **WINDOW}, {**GIVEN, **PART_ON}]
+    found = [one for name, config in known.items() for fields in asked for one in differences(name, config, fields)]
+    assert found == []
+
+
+# --- DeepSeek V4 ---------------------------------------------------------------------------------------------
+
+
+KIB = 1024
+TOKENS = 128 * KIB  # bytes of the window of 128 latents
+# An entry for 4 tokens: 512 elements of two bytes, an index of 128 bytes and its scale of two.
+FINE = LayerKindFigures(4, 0, (1024 + 128 + 2) / 4, TOKENS + 8 * (8 * KIB + 2 * KIB), 8192 * 288.5)
+COARSE = LayerKindFigures(128, 0, 8, TOKENS + 128 * 4 * KIB, 8192 * 8)
+WINDOW_ALONE = LayerKindFigures(1, 0, 0, TOKENS, 0)
+
+
+def of(kind: LayerKindFigures, layers: int) -> LayerKindFigures:
+    return LayerKindFigures(kind.tokens_per_entry, layers, kind.bytes_per_token, kind.window_bytes, kind.step_bytes)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "kinds", "per_token"),
+    [
+        (FLASH, 43, (of(WINDOW_ALONE, 2), of(FINE, 21), of(COARSE, 20)), 6218.5),
+        (PRO, 61, (of(FINE, 30), of(COARSE, 31)), 8903),
+    ],
+)
+def test_bytes_per_token_layer_and_step(config, layers, kinds, per_token) -> None:
+    model = plan_for(config, (16, 1, 1), (1, 1, 16)).model
+    assert (model.layers, model.cached_layers, model.layer_kinds) == (layers, layers, kinds)
+    assert (model.bytes_per_token, model.bytes_per_token_and_layer) == (per_token, 288.5)
+
+
+def test_a_prompt_is_sent_by_blocks() -> None:
+    """A prompt of 1000 tokens. Blocks hold 128 latents: of 1, 4 and 128 tokens."""
+    plan = plan_for(FLASH, (16, 1, 1), (1, 1, 16))
+    tokens = 43 * 2 * TOKENS  # 872 to 999: two blocks
+    fine = 21 * 2 * (128 * KIB + 128 * 128 + 128 * 2)  # 250 entries: two blocks
+    fine_states = 21 * 8 * (8 * KIB + 2 * KIB)  # 992 to 999: one block of 8
+    coarse = 20 * 128 * KIB  # 7 entries: a block
+    coarse_states = 20 * 5 * 32 * 4 * KIB  # 872 to 999: five blocks of 32
+    assert plan.prompt.nbytes == tokens + fine + fine_states + coarse + coarse_states
+    assert plan.senders[0].lanes == 16
+    assert plan.staging.slots == 0
+    assert make_timing(plan, 100, 90).transfer_ms == pytest.approx(plan.prompt.nbytes * 8 / 1e8)
+
+
+def test_stages_and_blocks_that_differ() -> None:
+    model = read_model(PRO)
+    sides = PlannedEngine("prefill", 8, 2, 1, 64), PlannedEngine("decode", 2, 1, 1, 128)
+    plan = make_plan(model, Layout.VLLM_ASCEND, *sides, step_tokens=4096, staging_slots=4)
+    assert sum(plan.prefill.bytes_per_token) == plan.decode.bytes_per_token[0] == 8903
+    assert {flow.source.pp_rank for flow in plan.prompt.flows} == {0, 1}
+    assert plan.unit_tokens == 64
+
+
+def test_the_table_names_the_layers() -> None:
+    text = render(plan_for(FLASH, (2, 1, 1), (1, 1, 1)))
+    assert "43 layers with compressed caches, latents of 512 bfloat16" in text
+    assert "6,218.5 bytes per token, and 17.02 MiB per prompt for windows" in text
+    assert "window only" in text
+
+
+def test_other_caches_of_this_model_are_refused() -> None:
+    with pytest.raises(PlanError, match="compressed caches are only described for layout vllm-ascend"):
+        plan_for(FLASH, (1, 1, 1), (1, 1, 1), Layout.VLLM_CPU)
+    with pytest.raises(PlanError, match="prefill: compressed caches need a block size of 32, 64, 128, not of 16"):
+        planned(parse_model(CONFIG), block_size=16)

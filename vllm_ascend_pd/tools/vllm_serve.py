@@ -136,9 +136,13 @@ def table() -> ServeOptions:
 
 
 def installed() -> ServeOptions | None:
-    """Returns the options of the installed vLLM, None if there is no vLLM. Raises UnknownOptionsError."""
+    """Returns the options of the installed vLLM, None if there is no vLLM. Raises UnknownOptionsError.
+
+    Says on standard error what it waits for.
+    """
     if importlib.util.find_spec("vllm") is None:
         return None
+    print("vllm-ascend-pd: importing vLLM to read its options, which can take a minute", file=sys.stderr, flush=True)
     # A process of its own, since importing vLLM prints, loads native libraries and may crash. -P: not from this folder.
     command = [sys.executable, "-P", "-m", "vllm_ascend_pd.connector.serve_options"]
     try:

@@ -20,9 +20,10 @@ from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.launch.shape import (
     DEFAULT_KV_PORT,
+    HEAD_PORT,
     DeviceType,
+    EngineOptionsError,
     Executor,
-    OptionsError,
     ParallelSizes,
     check_kv_port,
 )
@@ -87,7 +88,7 @@ class EngineOptions:
     ] = 1
     node_rank: Annotated[int, _size("Number of this node, from 0. Node 0 serves HTTP.", 0)] = 0
     head_address: Annotated[str | None, _option("Address of node 0, for the others.", "HOST")] = None
-    head_port: Annotated[int, _port("A free port of node 0, below those for outgoing connections.")] = 13345
+    head_port: Annotated[int, _port("A free port of node 0, below those for outgoing connections.")] = HEAD_PORT
     executor: Annotated[
         Executor, _option("ray: the nodes are a Ray cluster, and the script runs only on the first one.")
     ] = Executor.MP
@@ -156,7 +157,7 @@ class EngineOptions:
 
     @cached_property
     def shape(self) -> ParallelSizes:
-        """Raises OptionsError."""
+        """Raises EngineOptionsError."""
         return ParallelSizes(self.tp, self.pp, self.dp, self.nodes, self.executor)
 
     @property
@@ -182,7 +183,7 @@ class EngineOptions:
 
         beside: another connector's entry of a MultiConnector.
 
-        Raises OptionsError.
+        Raises EngineOptionsError.
         """
         self._check_side()
         own = {
@@ -195,12 +196,12 @@ class EngineOptions:
         own = {name: value for name, value in own.items() if value}
         more = _parse_extra(self.extra or [])
         if twice := sorted(own.keys() & more.keys()):
-            raise OptionsError(f"--extra {twice[0]}: use the script's own option for this key")
+            raise EngineOptionsError(f"--extra {twice[0]}: use the script's own option for this key")
         try:
             Allowlist(parse_config(own | more).metaserver_allowlist, "localhost")
             HostList(self.decode_host or (), "")
         except (ConfigError, ValueError) as error:
-            raise OptionsError(str(error)) from None
+            raise EngineOptionsError(str(error)) from None
         kv_role = _KV_ROLES[self.role]
         engine_id = {} if self.engine_id is None else {"engine_id": self.engine_id}
         whole: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": kv_role}
@@ -211,7 +212,7 @@ class EngineOptions:
             whole["kv_connector_extra_config"] = own | more
         if beside is not None:
             if beside.get("kv_connector") in (None, CONNECTOR, "MultiConnector"):
-                raise OptionsError("the other connector's file must be one JSON object with its kv_connector")
+                raise EngineOptionsError("the other connector's file must be one JSON object with its kv_connector")
             # Ours comes first: on decode it must be the first one that has a handshake.
             listed = {"connectors": [whole, {"kv_role": kv_role, **beside}]}
             whole = {"kv_connector": "MultiConnector", "kv_role": kv_role, **engine_id}
@@ -237,21 +238,21 @@ class EngineOptions:
             check_kv_port(self.device, self.kv_port or DEFAULT_KV_PORT, self.shape, self.http_port)
         for option, value in given.items():
             if value:
-                raise OptionsError(f"{option}: {reason}", option.removeprefix("--").replace("-", "_"))
+                raise EngineOptionsError(f"{option}: {reason}", option.removeprefix("--").replace("-", "_"))
         if self.load_failure_policy not in (None, "fail", "recompute"):
-            raise OptionsError(f"--load-failure-policy {self.load_failure_policy}: must be fail or recompute")
+            raise EngineOptionsError(f"--load-failure-policy {self.load_failure_policy}: must be fail or recompute")
 
     def serve_words(self, arguments: Sequence[str]) -> list[str]:
-        """Returns the words behind `vllm`. `arguments`: the operator's own. Raises OptionsError."""
+        """Returns the words behind `vllm`. `arguments`: the operator's own. Raises EngineOptionsError."""
         if not self.model or self.model.startswith("-"):
-            raise OptionsError(f"--model {self.model!r} is empty or begins with a dash")
+            raise EngineOptionsError(f"--model {self.model!r} is empty or begins with a dash")
         address = self.address or ""
         words = ["serve", self.model]
         serves_http = self.node_rank == 0 or self.nodes == 1
         if serves_http:
             words += ["--host", self.listen or address, "--port", str(self.http_port)]
         elif self.listen is not None:
-            raise OptionsError("--listen: only the first node of an engine serves HTTP")
+            raise EngineOptionsError("--listen: only the first node of an engine serves HTTP")
         if self.served_model_name is not None:
             words += ["--served-model-name", self.served_model_name]
         # The first node binds to its own address, so that must not be a name.
@@ -264,32 +265,32 @@ class EngineOptions:
             words += [f"--{_QUIET}", "/health,/metrics"]
         for argument in arguments:
             if (reason := refused_argument(argument)) is not None:
-                raise OptionsError(reason)
+                raise EngineOptionsError(reason)
         words += arguments
         if broken := next((word for word in words if "\n" in word), None):
-            raise OptionsError(f"{broken[:40]!r} has more than one line")
+            raise EngineOptionsError(f"{broken[:40]!r} has more than one line")
         return words
 
     def ray_words(self) -> list[str]:
-        """Returns the words behind `ray` on one node of the engine's Ray cluster. Raises OptionsError."""
+        """Returns the words behind `ray` on one node of the engine's Ray cluster. Raises EngineOptionsError."""
         if self.executor is not Executor.RAY:
-            raise OptionsError("--ray-node needs --executor ray")
+            raise EngineOptionsError("--ray-node needs --executor ray")
         self.shape.check_rank(self.node_rank)
         common = [f"--node-ip-address={self.address}", "--disable-usage-stats", "--block"]
         if self.node_rank == 0:
             return ["start", "--head", f"--port={self.head_port}", *common]
         if self.head_address is None:
-            raise OptionsError("all nodes but the first need its address: --head-address")
+            raise EngineOptionsError("all nodes but the first need its address: --head-address")
         return ["start", f"--address={self.head_address}:{self.head_port}", *common]
 
 
 def _parse_extra(entries: list[str]) -> dict[str, Any]:
-    """Parses `KEY=VALUE` pairs. A value that is not JSON is a string. Raises OptionsError."""
+    """Parses `KEY=VALUE` pairs. A value that is not JSON is a string. Raises EngineOptionsError."""
     extra = {}
     for entry in entries:
         key, equals, value = entry.partition("=")
         if not equals:
-            raise OptionsError(f"--extra {entry}: must be KEY=VALUE")
+            raise EngineOptionsError(f"--extra {entry}: must be KEY=VALUE")
         try:
             extra[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -298,13 +299,13 @@ def _parse_extra(entries: list[str]) -> dict[str, Any]:
 
 
 def _read_entry(path: Path) -> dict[str, Any]:
-    """Reads another connector's entry for a MultiConnector. Raises OptionsError."""
+    """Reads another connector's entry for a MultiConnector. Raises EngineOptionsError."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise OptionsError(f"--beside {path}: {error}") from None
+        raise EngineOptionsError(f"--beside {path}: {error}") from None
     if not isinstance(entry, dict):
-        raise OptionsError(f"--beside {path}: not a JSON object")
+        raise EngineOptionsError(f"--beside {path}: not a JSON object")
     return entry
 
 

@@ -24,7 +24,7 @@ import psutil
 from vllm_ascend_pd.core.hosts import normal_host
 from vllm_ascend_pd.tools.command_line import new_app, run_command
 from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide
-from vllm_ascend_pd.tools.launch.shape import DeviceType, Executor, OptionsError
+from vllm_ascend_pd.tools.launch.shape import DeviceType, EngineOptionsError, Executor
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
 
 _WHAT_TO_SET = "set PYTHON to the Python, or VENV to the environment, in which vllm-ascend-pd is installed"
@@ -70,12 +70,12 @@ class Variable(NamedTuple):
     """An environment variable that engines depend on. The user's own value wins."""
 
     name: str
-    value: str | None  # None: it is only shown
+    value: str
     why: str
 
 
 def variables(options: EngineOptions, interface: str, devices: str) -> list[Variable]:
-    """Returns every variable that an engine depends on, with its value and purpose."""
+    """Returns every variable that is set for an engine, with its value and purpose. Others are handed on."""
     address = options.address or ""
     found = _cpu(address, interface) if options.device is DeviceType.CPU else _npu(options, address, interface, devices)
     if options.beside is not None:
@@ -84,8 +84,6 @@ def variables(options: EngineOptions, interface: str, devices: str) -> list[Vari
     return [
         *found,
         Variable("VLLM_NO_USAGE_STATS", "1", "sends no usage statistics to the vLLM project"),
-        Variable("VLLM_LOGGING_LEVEL", None, "vLLM's log level: DEBUG, INFO, WARNING or ERROR"),
-        Variable("HF_HUB_OFFLINE", None, "1: loads models only from disk"),
     ]
 
 
@@ -132,50 +130,7 @@ def _npu(options: EngineOptions, address: str, interface: str, devices: str) -> 
         Variable("TASK_QUEUE_ENABLE", "1", "torch_npu launches kernels from a second thread, which hides their cost"),
         Variable("OMP_NUM_THREADS", "10", "CPU threads per rank; ranks * threads should not exceed the cores"),
         Variable("OMP_PROC_BIND", "false", "binds no threads to cores, because all ranks would take the same ones"),
-        Variable(
-            "ASCEND_CONNECT_TIMEOUT",
-            None,
-            "timeout in ms for connecting to a peer NPU; the connector sets it to write_timeout_s",
-        ),
-        Variable(
-            "ASCEND_TRANSFER_TIMEOUT",
-            None,
-            "timeout in ms of one transfer; the connector sets it to write_timeout_s, or to RoCE's retry time",
-        ),
-        Variable(
-            "MC_TRANSFER_TIMEOUT",
-            None,
-            "seconds after which Mooncake gives up a batch; the connector sets an hour and waits for the batch's end",
-        ),
-        Variable(
-            "ASCEND_THREAD_POOL_SIZE",
-            None,
-            "batches that Mooncake transfers at a time, at most 16; the connector sets 16",
-        ),
-        Variable(
-            "ASCEND_BASE_PORT",
-            None,
-            "first port on which Mooncake listens for NPUs (20000); --kv-port must not be one of these ports",
-        ),
-        Variable("MC_LOG_LEVEL", None, "Mooncake's log level: INFO, WARNING or ERROR (the connector's on NPUs)"),
-        Variable("MOONCAKE_CONFIG_PATH", None, "JSON file of a Mooncake KV pool (--beside)"),
-        Variable(
-            "HCCL_RDMA_TIMEOUT",
-            None,
-            "RoCE retries after 4.096 us * 2 ^ this value (20); determines how soon a lost link is noticed",
-        ),
-        Variable("HCCL_RDMA_RETRY_CNT", None, "number of RoCE's retries (7)"),
-        Variable("HCCL_RDMA_TC", None, "traffic class of RoCE packets, as the switches' lossless queue expects"),
-        Variable("HCCL_RDMA_SL", None, "service level of RoCE packets, as HCCL_RDMA_TC"),
     ]
-    if options.device is DeviceType.A2:
-        why = "A2: 1 with HCCL_INTRA_ROCE_ENABLE=0 makes expert exchange of several nodes hierarchical"
-        found.append(Variable("HCCL_INTRA_PCIE_ENABLE", None, why))
-        why = "A2: 1 takes RoCE inside a server too, as where its NPUs have no full HCCS mesh"
-        found.append(Variable("HCCL_INTRA_ROCE_ENABLE", None, why))
-    else:
-        why = "A3: 1 lets Mooncake reach host memory of a super node over HCCS (KV pools)"
-        found.append(Variable("ASCEND_ENABLE_USE_FABRIC_MEM", None, why))
     if options.executor is Executor.RAY:
         why = "vLLM joins the Ray cluster that runs here, and fails if there is none"
         found.append(Variable("RAY_ADDRESS", "auto", why))
@@ -193,24 +148,24 @@ def script(
     environment: of this process.
     secrets: variables of --env-file.
 
-    Raises OptionsError.
+    Raises EngineOptionsError.
     """
     if (plugins := plugins_with_ours(environment)) is not None:
-        raise OptionsError(f"{PLUGINS} must name {PLUGIN}, too, or vLLM has no such connector: set it to {plugins}")
+        raise EngineOptionsError(
+            f"{PLUGINS} must name {PLUGIN}, too, or vLLM has no such connector: set it to {plugins}"
+        )
     most, needed = options.device.per_node, options.shape.per_node
     if most is not None and needed > most:
         server = f"{options.device.value.upper()} servers have {most}"
-        raise OptionsError(f"{needed} devices on a node, but {server}: use more nodes")
+        raise EngineOptionsError(f"{needed} devices on a node, but {server}: use more nodes")
     words = options.ray_words() if options.ray_node else options.serve_words(arguments)
     devices = _devices(options, needed, environment)
     own = {**environment, **secrets}
     lines = ["set -e", *(f"source {shlex.quote(file)}" for file in _cann_files(options, own))]
     for variable in variables(options, _interface(options, own), devices):
-        if (value := own.get(variable.name, variable.value)) is None:
-            continue
-        origin = f"set by you; else {variable.value}" if variable.value is not None else "set by you"
-        lines.append(f"# {variable.name}: {variable.why}" + (f" ({origin})" if variable.name in own else ""))
-        lines.append(f"export {variable.name}={shlex.quote(value)}")
+        origin = f" (set by you; else {variable.value})" if variable.name in own else ""
+        lines.append(f"# {variable.name}: {variable.why}{origin}")
+        lines.append(f"export {variable.name}={shlex.quote(own.get(variable.name, variable.value))}")
     lines += [f"# {name}: from {options.env_file}" for name in secrets]
     ray = environment.get("RAY") or _beside_python("ray")
     if options.executor is Executor.RAY and not options.ray_node:  # its Ray cluster may just be starting
@@ -243,25 +198,27 @@ def _devices(options: EngineOptions, needed: int, environment: Mapping[str, str]
     most, given = options.device.per_node, options.devices
     if most is None:
         if given is not None:
-            raise OptionsError("--devices: the CPU backend has no NPUs")
+            raise EngineOptionsError("--devices: the CPU backend has no NPUs")
         return ""
     preset = environment.get("ASCEND_RT_VISIBLE_DEVICES")
     if given is not None and preset not in (None, given):
-        raise OptionsError(f"--devices {given} contradicts ASCEND_RT_VISIBLE_DEVICES={preset}")
+        raise EngineOptionsError(f"--devices {given} contradicts ASCEND_RT_VISIBLE_DEVICES={preset}")
     listed = preset if given is None else given
     if listed is None:
         return ",".join(map(str, range(needed)))
     if not re.fullmatch(r"(0|[1-9]\d{0,5})(,(0|[1-9]\d{0,5}))*", listed, re.ASCII):
-        raise OptionsError(f"--devices {listed}: must be numbers, such as 0,1,2")
+        raise EngineOptionsError(f"--devices {listed}: must be numbers, such as 0,1,2")
     numbers = [int(number) for number in listed.split(",")]
     for place, number in enumerate(numbers):
         if number >= most:
             server = f"{options.device.value.upper()} servers have NPUs 0 to {most - 1}"
-            raise OptionsError(f"--devices {listed}: {server}, not {number}")
+            raise EngineOptionsError(f"--devices {listed}: {server}, not {number}")
         if number in numbers[:place]:
-            raise OptionsError(f"--devices {listed}: {number} is listed twice")
+            raise EngineOptionsError(f"--devices {listed}: {number} is listed twice")
     if len(numbers) != needed:
-        raise OptionsError(f"--devices {listed} lists {len(numbers)} NPUs, but the engine needs {needed} on this node")
+        raise EngineOptionsError(
+            f"--devices {listed} lists {len(numbers)} NPUs, but the engine needs {needed} on this node"
+        )
     return listed
 
 
@@ -274,7 +231,7 @@ def _interface(options: EngineOptions, environment: Mapping[str, str]) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(normal_host(each.address) == address for each in addresses):
             return str(name)
-    raise OptionsError(f"--interface is missing: no interface with {address} was found")
+    raise EngineOptionsError(f"--interface is missing: no interface with {address} was found")
 
 
 def _read_env_file(file: Path) -> dict[str, str]:
@@ -315,7 +272,7 @@ def _environment_help(role: EngineSide) -> str:
     options = EngineOptions(role=role, model="", device=DeviceType.A3, address="IP")
     lines = ["Environment variables, their default values, and their purpose:"]
     for name, value, why in variables(options, "NAME", "0,1,..."):
-        lines += [f"  {name}" + (" (not set)" if value is None else f"={value}")]
+        lines.append(f"  {name}={value}")
         lines += textwrap.wrap(why, 80, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
 
@@ -335,18 +292,18 @@ def main(words: Sequence[str]) -> NoReturn:
         if options.device is DeviceType.CPU:
             options = replace(options, address=options.address or "127.0.0.1")
             if options.executor is Executor.RAY:
-                raise OptionsError("--executor ray: vLLM's CPU backend does not run on Ray")
+                raise EngineOptionsError("--executor ray: vLLM's CPU backend does not run on Ray")
         if not options.address:
-            raise OptionsError("--address is missing: other nodes need it to reach this one")
+            raise EngineOptionsError("--address is missing: other nodes need it to reach this one")
         secrets = {} if options.env_file is None else _read_env_file(options.env_file)
         text = script(options, rest[end + 1 :], os.environ, secrets)
         if options.dry_run:
             print(text)
             sys.exit()
         _start(options, text, {**os.environ, **secrets})
-    except (OptionsError, CannotStartError) as error:
+    except (EngineOptionsError, CannotStartError) as error:
         print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, OptionsError) else 1)
+        sys.exit(2 if isinstance(error, EngineOptionsError) else 1)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,15 @@ from pathlib import Path
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide, refused_argument
 from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Invalid, KeyPath
-from vllm_ascend_pd.tools.launch.shape import DEFAULT_KV_PORT, DeviceType, Executor, OptionsError, ParallelSizes
+from vllm_ascend_pd.tools.launch.shape import (
+    DEFAULT_KV_PORT,
+    HEAD_PORT,
+    DeviceType,
+    EngineOptionsError,
+    Executor,
+    ParallelSizes,
+)
 
-HEAD_PORT = 13345
-"""Port at which an engine's nodes connect. It is below the kernel's ephemeral ports."""
 SSH_OPTIONS = ("BatchMode=yes", "LogLevel=ERROR", "ConnectTimeout=15", "ServerAliveInterval=15")
 SSH = ("ssh", "-tt", "-e", "none", *(f"-o{option}" for option in SSH_OPTIONS), "--")
 """`-tt`: a terminal on the host, which hangs up with the connection. `-e none`: ssh passes every byte on."""
@@ -91,7 +96,7 @@ class _Planner:
             shape = options.shape
             self._check_arguments(path, engine)
             options.transfer_config()
-        except OptionsError as error:
+        except EngineOptionsError as error:
             raise Invalid((*path, error.key), str(error)) from None
         self._take(engine.hosts[0], options.http_port, name, (*path, "port"))
         if spread:

@@ -21,8 +21,11 @@ from vllm_ascend_pd.tools.doctor.machine import ascend_ports
 DEFAULT_KV_PORT = 19000
 """Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""
 
+HEAD_PORT = 13345
+"""Port at which an engine's nodes connect. It is below the kernel's ephemeral ports."""
 
-class OptionsError(ValueError):
+
+class EngineOptionsError(ValueError):
     """Options of an engine contradict each other. The message is for the operator."""
 
     def __init__(self, message: str, key: str = "extra") -> None:
@@ -59,7 +62,7 @@ class DeviceType(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """The parallel sizes of one engine, and the number of its nodes. Raises OptionsError."""
+    """The parallel sizes of one engine, and the number of its nodes. Raises EngineOptionsError."""
 
     tp: int = 1
     pp: int = 1
@@ -71,19 +74,19 @@ class ParallelSizes:
         if self.nodes == 1:
             return
         if self.devices % self.nodes:
-            raise OptionsError(
+            raise EngineOptionsError(
                 f"tensor x pipeline x data parallel is {self.tp} x {self.pp} x {self.dp} = {self.devices} devices, "
                 f"which is not a multiple of {self.nodes} nodes",
                 "hosts",
             )
         if self.replica % self.per_node and self.per_node % self.replica:
-            raise OptionsError(
+            raise EngineOptionsError(
                 f"a node has {self.per_node} devices, a data-parallel replica {self.replica}: neither is a multiple of "
                 "the other",
                 "hosts",
             )
         if self.spans_nodes and self.dp > 1 and self.executor is Executor.MP:
-            raise OptionsError(
+            raise EngineOptionsError(
                 f"each of {self.dp} data-parallel replicas would span {self.replica // self.per_node} nodes: start "
                 "them as engines of their own",
                 "hosts",
@@ -118,7 +121,7 @@ class ParallelSizes:
 
     def check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.nodes:
-            raise OptionsError(f"node {rank} of {self.nodes} does not exist: nodes are numbered from 0")
+            raise EngineOptionsError(f"node {rank} of {self.nodes} does not exist: nodes are numbered from 0")
 
     def arguments(self, rank: int, head: str | None, port: int) -> list[str]:
         """Returns the arguments of `vllm serve` on node `rank`. `head` is the first node's address, `port` a free port
@@ -134,7 +137,7 @@ class ParallelSizes:
         if self.nodes == 1:
             return arguments
         if head is None:
-            raise OptionsError("an engine on several nodes needs the address of the first one: --head-address")
+            raise EngineOptionsError("an engine on several nodes needs the address of the first one: --head-address")
         self.check_rank(rank)
         headless = ["--headless"] if rank else []
         if self.spans_nodes:
@@ -147,7 +150,7 @@ class ParallelSizes:
 
 
 def check_kv_port(device: DeviceType, kv_port: int, shape: ParallelSizes, port: int) -> None:
-    """Raises OptionsError if a port of decode's listeners, `kv_port` + data-parallel index, has another use."""
+    """Raises EngineOptionsError if a port of decode's listeners, `kv_port` + data-parallel index, has another use."""
     ports, taken = range(kv_port, kv_port + shape.dp), device.mooncake_ports
     reason = None
     if ports.stop > 65536:
@@ -160,4 +163,4 @@ def check_kv_port(device: DeviceType, kv_port: int, shape: ParallelSizes, port: 
     elif port in ports:
         reason = f"--port {port} is a side-channel port of decode ({ports.start} to {ports.stop - 1})"
     if reason is not None:
-        raise OptionsError(reason, "kv_port")
+        raise EngineOptionsError(reason, "kv_port")

@@ -5,69 +5,51 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
-from vllm_ascend_pd.tools.plan.engine import Layout
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
 from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError
+
+
+def _count(text: str, default: str | None = None) -> Any:
+    return typer.Option(help=text, metavar="N", min=1, show_default=default or True)
+
+
+def _number(text: str) -> Any:
+    return typer.Option(help=text, metavar="X", min=0.001)
+
+
+_LAYOUT = "KV cache layout: that of vllm-ascend or of vLLM's CPU backend."
+_LINK = "Bandwidth of a rank in Gbit/s, in each direction. Adds transfer times to the output."
+_COMPUTE = "Milliseconds that prefill needs for 1000 tokens. Compares transfer and compute. Needs --link-gbit."
+_STEP = "Maximum number of tokens per prefill step. Determines the size of the staging buffer."
+_PROMPT = "Tokens of a usual prompt. With the four options below, adds engines per engine."
 
 
 def plan(
     model: Annotated[Path, typer.Argument(exists=True, help="The model's config.json, or the folder that has it.")],
-    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of prefill.")] = 1,
-    prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of prefill.")] = 1,
-    prefill_dp: Annotated[int, typer.Option(min=1, help="Data-parallel size of prefill.")] = 1,
-    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of decode.")] = 1,
-    decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of decode.")] = 1,
-    decode_dp: Annotated[int, typer.Option(min=1, help="Data-parallel size of decode.")] = 1,
-    layout: Annotated[
-        Layout, typer.Option(help="KV cache layout: that of vllm-ascend or of vLLM's CPU backend.")
-    ] = Layout.VLLM_ASCEND,
-    block_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per KV cache block.", show_default="128; 16 for MLA on vllm-cpu"),
-    ] = None,
-    prefill_block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per KV cache block on prefill.", show_default="--block-size")
-    ] = None,
-    decode_block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per KV cache block on decode.", show_default="--block-size")
-    ] = None,
+    prefill_tp: Annotated[int, _count("Tensor-parallel size of prefill.")] = 1,
+    prefill_pp: Annotated[int, _count("Pipeline-parallel size of prefill.")] = 1,
+    prefill_dp: Annotated[int, _count("Data-parallel size of prefill.")] = 1,
+    decode_tp: Annotated[int, _count("Tensor-parallel size of decode.")] = 1,
+    decode_pp: Annotated[int, _count("Pipeline-parallel size of decode.")] = 1,
+    decode_dp: Annotated[int, _count("Data-parallel size of decode.")] = 1,
+    layout: Annotated[Layout, typer.Option(help=_LAYOUT)] = Layout.VLLM_ASCEND,
+    block_size: Annotated[int | None, _count("Tokens per KV cache block.", "128; 16 for MLA on vllm-cpu")] = None,
+    prefill_block_size: Annotated[int | None, _count("Tokens per block on prefill.", "--block-size")] = None,
+    decode_block_size: Annotated[int | None, _count("Tokens per block on decode.", "--block-size")] = None,
     kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="Data type of the KV cache.")] = CacheDtype.AUTO,
-    max_num_batched_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Maximum number of tokens per prefill step. Determines the size of the staging buffer."
-        ),
-    ] = 8192,
-    link_gbit: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="Bandwidth of a rank in Gbit/s, in each direction. Adds transfer times to the output."
-        ),
-    ] = None,
-    compute_ms_per_1000_tokens: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            help="Milliseconds that prefill needs for 1000 tokens. Compares transfer and compute. Needs --link-gbit.",
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of a usual prompt. With the four options below, adds engines per engine."),
-    ] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a usual answer.")] = None,
-    decode_step_ms: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Milliseconds of a decode step of that many requests (--decode-requests)."),
-    ] = None,
-    decode_requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests that a data-parallel rank decodes at once at most.")
-    ] = None,
-    decode_kv_gib: Annotated[float | None, typer.Option(min=0.001, help="GiB of KV cache on each decode rank.")] = None,
+    max_num_batched_tokens: Annotated[int, _count(_STEP)] = 8192,
+    link_gbit: Annotated[float | None, _number(_LINK)] = None,
+    compute_ms_per_1000_tokens: Annotated[float | None, _number(_COMPUTE)] = None,
+    prompt_tokens: Annotated[int | None, _count(_PROMPT)] = None,
+    output_tokens: Annotated[int | None, _count("Tokens of a usual answer.")] = None,
+    decode_step_ms: Annotated[float | None, _number("Milliseconds of a decode step with the requests below.")] = None,
+    decode_requests: Annotated[int | None, _count("Most requests that a data-parallel rank decodes at once.")] = None,
+    decode_kv_gib: Annotated[float | None, _number("GiB of KV cache on each decode rank.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     version: Version = False,
 ) -> None:
@@ -81,8 +63,8 @@ def plan(
             "need each other and --compute-ms-per-1000-tokens"
         )
     # Imported here so that other commands start faster.
-    from vllm_ascend_pd.tools.plan.command import EngineSizes, plan_text
-    from vllm_ascend_pd.tools.plan.rates import Traffic
+    from vllm_ascend_pd.tools.plan.command import plan_text
+    from vllm_ascend_pd.tools.plan.times import Traffic
 
     traffic = None
     if prompt_tokens and output_tokens and decode_step_ms and decode_requests and decode_kv_gib:
@@ -92,8 +74,8 @@ def plan(
             model,
             layout,
             kv_cache_dtype,
-            EngineSizes(prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
-            EngineSizes(decode_tp, decode_pp, decode_dp, decode_block_size or block_size),
+            PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size or 0),
+            PlannedEngine("decode", decode_tp, decode_pp, decode_dp, decode_block_size or block_size or 0),
             step_tokens=max_num_batched_tokens,
             link_gbit=link_gbit,
             compute_ms=compute_ms_per_1000_tokens,

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-# By `model_type` without `_text`, from transformers 5.19 and vLLM 0.32 (`tests/unit/test_plan_defaults.py` compares).
+# By `model_type` without `_text`, from transformers 5.19 and vLLM 0.32 (`tests/unit/test_plan_model.py` compares).
 # All other models take what `model.py` takes: a head is hidden_size / num_attention_heads, every attention head has a
 # KV head of its own, and all layers see a window or none does.
 _IN_CODE = {
@@ -62,41 +62,13 @@ _FIELDS = (
 )
 """What `model.py` may ask for."""
 
-_FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "gemma3": {
-        "hidden_size": 2304,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-    "llama4": {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "no_rope_layer_interval": 4},
-}
-"""What the code of families fills in whose published files leave much out, by `model_type` without `_text`. These are
-known without transformers."""
-
 
 def filled(text: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Returns the text part of a `config.json` with what the model's code fills in, as far as that is known: from the
-    table above, else from transformers where it is installed."""
+    """Returns the text part of a `config.json` with what transformers fills in, where it is installed."""
     missing = [field for field in _FIELDS if text.get(field) is None]
-    if (family := _FAMILIES.get(model_type.removesuffix("_text"))) is not None:
-        given = {field: value for field, value in text.items() if value is not None}
-        return _with_kinds({**family, **given})
     read = _as_transformers(text, model_type)
     known = {field: getattr(read, field) for field in missing if hasattr(read, field)}
     return {**text, **{field: value for field, value in known.items() if field not in text or value is not None}}
-
-
-def _with_kinds(text: dict[str, Any]) -> dict[str, Any]:
-    """Llama 4 has full attention in layers without rotary positions, by default every fourth."""
-    layers = text.get("num_hidden_layers")
-    if "no_rope_layer_interval" not in text or text.get("layer_types") or not isinstance(layers, int):
-        return text
-    interval = text["no_rope_layer_interval"]
-    rotary = text.get("no_rope_layers") or [(layer + 1) % interval for layer in range(layers)]
-    return {**text, "layer_types": ["chunked_attention" if each else "full_attention" for each in rotary]}
 
 
 def _as_transformers(text: Mapping[str, Any], model_type: str) -> Any:

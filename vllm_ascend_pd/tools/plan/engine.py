@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayerSpec, RankCaches, block_geometry
-from vllm_ascend_pd.tools.plan.compressed import BLOCK_SIZES, LayerCache, TensorEntry
-from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError
+from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, LayerCache, ModelShape, PlanError, TensorEntry
 
 
 class Layout(enum.StrEnum):

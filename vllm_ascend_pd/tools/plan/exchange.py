@@ -14,7 +14,6 @@ from vllm_ascend_pd.core.layout import Geometry, RankCaches
 from vllm_ascend_pd.core.plan import Route, Target, Units, descriptors, make_route, slot_bytes
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.topology import Sharding
-from vllm_ascend_pd.tools.plan.compressed import whole
 from vllm_ascend_pd.tools.plan.engine import (
     Layout,
     PlannedEngine,
@@ -24,6 +23,7 @@ from vllm_ascend_pd.tools.plan.engine import (
     tensor_widths,
 )
 from vllm_ascend_pd.tools.plan.figures import (
+    PROMPT_TOKENS,
     EngineFigures,
     Flow,
     LayerKindFigures,
@@ -37,10 +37,7 @@ from vllm_ascend_pd.tools.plan.figures import (
     Stage,
     Staging,
 )
-from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError
-
-PROMPT_TOKENS = 1000
-"""Length of the prompt that the figures are for, in tokens."""
+from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError, whole
 
 _NUM_BLOCKS = 1 << 20  # of every cache: more than any figure needs
 _EXCHANGE_BUFFERS = 2  # of a slot's size, see `prefill.regroup.Regrouper`

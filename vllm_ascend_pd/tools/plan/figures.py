@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import msgspec
 
+PROMPT_TOKENS = 1000
+"""Length of the prompt that the figures are for, in tokens."""
+
 
 class RankPosition(NamedTuple):
     """The position of a rank within its engine."""
