@@ -230,6 +230,7 @@ TABLE = (
     Row(r"CANN_ON_HOST=1 .* benchmarks/push\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_push"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/overlap\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_overlap"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/plan\.py", "tests/npu/test_plan_benchmark.py::test_checks_bars_as_json"),
+    Row(r"CANN_ON_HOST=1 .* benchmarks/descriptors\.py", "tests/npu/test_descriptors_benchmark.py::test_the_bars_hold"),
     Row(
         r"(VLLM_MOONCAKE_BOOTSTRAP_PORT=8998 ASCEND_RT_VISIBLE_DEVICES=0|ASCEND_RT_VISIBLE_DEVICES=1) vllm serve .*",
         "tests/e2e/test_routers.py::test_the_engines_are_those_of_the_page",

@@ -25,4 +25,5 @@ def _log_as_vllm_does() -> None:
     if not ours.handlers:
         ours.setLevel(of_vllm.level or logging.INFO)  # the handlers have levels, too
         for handler in of_vllm.handlers:
-            ours.addHandler(handler)
+            if handler not in logging.root.handlers:  # which get our lines anyway
+                ours.addHandler(handler)
