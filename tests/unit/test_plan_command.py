@@ -116,6 +116,7 @@ def test_json_schema():
         "groups_created": int,
         "staging": "step_tokens slots slot_bytes total_bytes groups communicator_bytes",
         "prompt": "tokens units flows nbytes busiest_sender busiest_reader descriptors descriptors_contiguous",
+        "write_times": list,
         "timing": "link_gbit transfer_ms layer_ms prefill_link_ms decode_link_ms compute_ms after_prefill_ms",
         "rates": (
             "prompt_tokens output_tokens prefill_compute prefill_link decode_steps decode_kv decode_link "
@@ -144,7 +145,10 @@ def test_json_schema():
         "nbytes": 80 * 2 * 4 * 65536,
         "descriptors": 80 * 2 * 4,
         "descriptors_contiguous": 80 * 2,
+        "layer_writes": [[65536, 2 * 4]],
+        "layer_writes_contiguous": [[4 * 65536, 2]],
     }
+    assert set(plan["write_times"][0]) == {"chip", "link", "engine", "contiguous_ms", "scattered_ms", "limited_by"}
 
 
 def test_options_that_change_figures():

@@ -20,6 +20,7 @@ from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import Piece
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
 from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
+from vllm_ascend_pd.tools.plan.write_costs import HIXL
 
 # 1000 tokens travel as 8 blocks of 128.
 SENT_TOKENS = 1024
@@ -122,6 +123,19 @@ def test_sizes_that_do_not_divide_exchange_and_divide():
 
 
 # --- times ---------------------------------------------------------------------------------------------------
+
+
+def test_a_layers_writes_by_hixls_figures():
+    """Llama 70B, TP 8 to 4: a rank writes K and V of 4 of 8 units, of 64 KiB each or as 256 KiB together."""
+    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1))
+    for costs, time in zip(HIXL, plan.write_times, strict=True):
+        assert (time.chip, time.link, time.engine) == (costs.chip, costs.link, costs.engine)
+        assert time.scattered_ms == pytest.approx(8 * costs.seconds(64 << 10) * 1000)
+        assert time.contiguous_ms == pytest.approx(2 * costs.seconds(256 << 10) * 1000)
+        slow = time.scattered_ms > 1.5 * (512 << 10) / costs.most / 1e6
+        assert time.limited_by == ("descriptors" if slow else "link")
+    assert {time.limited_by for time in plan.write_times} == {"descriptors", "link"}
+    assert plan_for(LLAMA, (1, 1, 1), (1, 1, 1), Layout.VLLM_CPU).write_times == ()
 
 
 def test_times_of_a_link_that_keeps_up():

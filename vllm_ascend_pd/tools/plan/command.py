@@ -76,6 +76,8 @@ def render(plan: PlanFigures) -> str:
         if plan.prefill.pp > 1 or plan.decode.pp > 1:
             console.print(_stages(plan))
         console.print(_prompt(plan))
+        if plan.write_times:
+            console.print(_write_times(plan))
         if plan.rates is not None:
             console.print(_rates(plan.rates))
         for note in plan.notes:
@@ -215,6 +217,19 @@ def _prompt(plan: PlanFigures) -> Table:
             verdict = "the links keep up" if link <= timing.compute_ms else "the links DO NOT keep up"
             busy += f": {verdict} ({link / timing.compute_ms:.0%} busy)"
         table.add_row("a rank's link per prompt, over many prompts", busy)
+    return table
+
+
+def _write_times(plan: PlanFigures) -> Table:
+    computed = ""
+    if plan.timing is not None and plan.timing.compute_ms is not None:
+        computed = f"; prefill computes it in {plan.timing.compute_ms / plan.model.layers:.2f} ms"
+    table = Table(title=f"a layer's writes, by HIXL's figures{computed}")
+    for column in ("chip, link", "engine", "all blocks neighbours", "no blocks neighbours", "limited by"):
+        table.add_column(column)
+    for time in plan.write_times:
+        times = (f"{time.contiguous_ms:.2f} ms", f"{time.scattered_ms:.2f} ms")
+        table.add_row(f"{time.chip}, {time.link}", time.engine, *times, time.limited_by)
     return table
 
 

@@ -36,8 +36,10 @@ from vllm_ascend_pd.tools.plan.figures import (
     SenderFigures,
     Stage,
     Staging,
+    WriteSize,
 )
 from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError, whole
+from vllm_ascend_pd.tools.plan.times import write_times
 
 _NUM_BLOCKS = 1 << 20  # of every cache: more than any figure needs
 _EXCHANGE_BUFFERS = 2  # of a slot's size, see `prefill.regroup.Regrouper`
@@ -93,6 +95,7 @@ def make_plan(
         groups_created=len(groups) if staging.slots else 0,
         staging=staging,
         prompt=_prompt(tokens, unit, flows),
+        write_times=write_times(flows) if layout is Layout.VLLM_ASCEND else (),
         timing=None,
         rates=None,
         notes=(*model.notes, *_notes(layout, prefill, decode, routes)),
@@ -127,8 +130,9 @@ def _check_fit(
 class _Traffic:
     layers: list[int] = field(default_factory=list)
     nbytes: int = 0
-    descriptors: int = 0
-    descriptors_contiguous: int = 0
+    # Descriptors by layer, each a count by size: with no two blocks of the prompt adjacent, and with all.
+    scattered: dict[int, Counter[int]] = field(default_factory=dict)
+    contiguous: dict[int, Counter[int]] = field(default_factory=dict)
 
 
 def _flows(
@@ -143,7 +147,7 @@ def _flows(
     """Returns what `source` sends to the ranks of decode's stage `d_stage`, whose caches look like `theirs`."""
     there = theirs.by_name()
     traffic: dict[int, _Traffic] = {}
-    copies: dict[tuple[int, Target], tuple[int, int, int]] = {}
+    copies: dict[tuple[int, Target], tuple[Counter[int], Counter[int]]] = {}
     for tensor in caches.tensors:
         index = there.get((tensor.layer, tensor.part))
         if index is None:
@@ -154,15 +158,15 @@ def _flows(
             if key not in copies:
                 ours, others = caches.geometries[tensor.geometry], theirs.geometry_of(theirs.tensors[index])
                 sent_tokens = (_first_sent(tokens, _window(model, ours), others.block_size), ours.complete(tokens))
-                nbytes, scattered = _copies(route, target, ours, others, sent_tokens, gap=1)
-                _, contiguous = _copies(route, target, ours, others, sent_tokens, gap=0)
-                copies[key] = (nbytes, scattered, contiguous)
-            nbytes, scattered, contiguous = copies[key]
+                scattered, contiguous = (_copies(route, target, ours, others, sent_tokens, gap=gap) for gap in (1, 0))
+                copies[key] = (scattered, contiguous)
+            scattered, contiguous = copies[key]
             sent = traffic.setdefault(target.tp_rank, _Traffic())
-            sent.layers.append(int(tensor.layer.split(".")[2]))
-            sent.nbytes += nbytes
-            sent.descriptors += scattered
-            sent.descriptors_contiguous += contiguous
+            layer = int(tensor.layer.split(".")[2])
+            sent.layers.append(layer)
+            sent.nbytes += _bytes(scattered)
+            sent.scattered.setdefault(layer, Counter()).update(scattered)
+            sent.contiguous.setdefault(layer, Counter()).update(contiguous)
     return [
         Flow(
             source=source,
@@ -172,11 +176,22 @@ def _flows(
             last_layer=max(sent.layers),
             layers=len(set(sent.layers)),
             nbytes=sent.nbytes,
-            descriptors=sent.descriptors,
-            descriptors_contiguous=sent.descriptors_contiguous,
+            descriptors=sum(each.total() for each in sent.scattered.values()),
+            descriptors_contiguous=sum(each.total() for each in sent.contiguous.values()),
+            layer_writes=_largest(sent.scattered),
+            layer_writes_contiguous=_largest(sent.contiguous),
         )
         for tp_rank, sent in sorted(traffic.items())
     ]
+
+
+def _bytes(descriptors: Mapping[int, int]) -> int:
+    return sum(size * count for size, count in descriptors.items())
+
+
+def _largest(by_layer: Mapping[int, Mapping[int, int]]) -> tuple[WriteSize, ...]:
+    """Returns the descriptors of the layer with the most bytes."""
+    return tuple(WriteSize(*each) for each in sorted(max(by_layer.values(), key=_bytes).items()))
 
 
 def _window(model: ModelShape, geometry: Geometry) -> int:
@@ -192,8 +207,9 @@ def _first_sent(tokens: int, window: int, block_size: int) -> int:
 
 def _copies(
     route: Route, target: Target, source: Geometry, theirs: Geometry, tokens: tuple[int, int], gap: int
-) -> tuple[int, int]:
-    """Returns (bytes, descriptors) of one tensor of a layer, with `gap` blocks between any two blocks of the prompt.
+) -> Counter[int]:
+    """Returns how many descriptors of each size one tensor of a layer has, with `gap` blocks between any two blocks of
+    the prompt.
 
     `tokens`: the first that is sent, and the one after the last.
     """
@@ -206,8 +222,7 @@ def _copies(
         _, own = route.share(len(units))
         dst = dst[own]
         src = np.arange(len(dst)) * route.staged_bytes  # of any plane
-    found = descriptors(target, src, dst)
-    return found.total_bytes, len(found.src)
+    return Counter(descriptors(target, src, dst).nbytes.tolist())
 
 
 def _blocks(tokens: int, geometry: Geometry, gap: int) -> range:

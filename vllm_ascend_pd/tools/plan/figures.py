@@ -105,6 +105,13 @@ class Staging(msgspec.Struct, frozen=True):
     communicator_bytes: int  # that HCCL takes for these groups on an NPU; not in `total_bytes`
 
 
+class WriteSize(NamedTuple):
+    """Descriptors of one size."""
+
+    nbytes: int
+    number: int
+
+
 class Flow(msgspec.Struct, frozen=True):
     """The writes of one prefill rank to one decode rank for a prompt."""
 
@@ -117,6 +124,9 @@ class Flow(msgspec.Struct, frozen=True):
     nbytes: int
     descriptors: int  # if no two blocks of the prompt are adjacent
     descriptors_contiguous: int  # if all blocks of the prompt are adjacent
+    # The descriptors of the layer with the most bytes, by size, in the same two cases.
+    layer_writes: tuple[WriteSize, ...]
+    layer_writes_contiguous: tuple[WriteSize, ...]
 
 
 class PromptFigures(msgspec.Struct, frozen=True):
@@ -146,6 +156,20 @@ class Timing(msgspec.Struct, frozen=True):
     compute_ms: float | None
     # Time from the end of prefill until decode has all KV, if all layers take equally long. None if unknown.
     after_prefill_ms: float | None
+
+
+class WriteTime(msgspec.Struct, frozen=True):
+    """What the writes of one layer of the prompt take the prefill rank whose writes take longest.
+
+    By published figures of one chip, link and engine of HIXL (`write_costs.py`).
+    """
+
+    chip: str
+    link: str
+    engine: str
+    contiguous_ms: float  # if all blocks of the prompt are adjacent
+    scattered_ms: float  # if no two blocks are adjacent
+    limited_by: str  # what the second takes its time for: "descriptors" or "link"
 
 
 class RateFigures(msgspec.Struct, frozen=True):
@@ -178,6 +202,7 @@ class PlanFigures(msgspec.Struct, frozen=True):
     groups_created: int  # groups that prefill creates at its start, for any decode engine
     staging: Staging
     prompt: PromptFigures
+    write_times: tuple[WriteTime, ...]  # empty for vLLM's CPU backend
     timing: Timing | None
     rates: RateFigures | None
     notes: tuple[str, ...]  # what the figures leave out

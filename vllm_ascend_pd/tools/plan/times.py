@@ -4,11 +4,21 @@
 docs/plan.md has the formulas with their sources.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from vllm_ascend_pd.tools.plan.figures import PROMPT_TOKENS, Flow, PlanFigures, RateFigures, Timing
+from vllm_ascend_pd.tools.plan.figures import (
+    PROMPT_TOKENS,
+    Flow,
+    PlanFigures,
+    RankPosition,
+    RateFigures,
+    Timing,
+    WriteSize,
+    WriteTime,
+)
 from vllm_ascend_pd.tools.plan.model import PlanError
+from vllm_ascend_pd.tools.plan.write_costs import HIXL, WriteCosts
 
 
 class Link(NamedTuple):
@@ -61,6 +71,40 @@ def _end_ms(flows: list[Flow], num_layers: int, compute_ms: float, link: Link) -
     last = max(flow.last_layer for flow in flows)
     busy = link.ms(sum(flow.nbytes for flow in flows))
     return max((first + 1) * layer_ms + busy, (last + 1) * layer_ms + link.ms(_layer_bytes(flows)))
+
+
+_SLOWER = 1.5
+"""Descriptors limit writes that take so many times as long as their bytes alone."""
+
+
+def write_times(flows: Iterable[Flow]) -> tuple[WriteTime, ...]:
+    """Returns what one layer's writes take by HIXL's figures, for each chip, link and engine."""
+    by_source: dict[RankPosition, list[Flow]] = {}
+    for flow in flows:
+        if flow.lane == 0:
+            by_source.setdefault(flow.source, []).append(flow)
+    return tuple(_write_time(costs, list(by_source.values())) for costs in HIXL)
+
+
+def _write_time(costs: WriteCosts, ranks: Sequence[Sequence[Flow]]) -> WriteTime:
+    """`ranks`: the flows of each prefill rank."""
+    contiguous = max(_writes_ms(costs, [flow.layer_writes_contiguous for flow in flows]) for flows in ranks)
+    scattered, nbytes = max(
+        (_writes_ms(costs, [flow.layer_writes for flow in flows]), sum(_bytes(flow) for flow in flows))
+        for flows in ranks
+    )
+    fits = scattered <= _SLOWER * nbytes / (costs.most * 1e6)
+    return WriteTime(
+        costs.chip, costs.link, costs.engine, contiguous, scattered, limited_by="link" if fits else "descriptors"
+    )
+
+
+def _writes_ms(costs: WriteCosts, writes: Iterable[Iterable[WriteSize]]) -> float:
+    return 1000 * sum(each.number * costs.seconds(each.nbytes) for sizes in writes for each in sizes)
+
+
+def _bytes(flow: Flow) -> int:
+    return sum(each.nbytes * each.number for each in flow.layer_writes)
 
 
 class Traffic(NamedTuple):
