@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -20,7 +19,7 @@ from proxy_cluster import running_cluster, running_proxy
 
 from harness.certificates import Authority
 from harness.documented import documented
-from harness.waiting import wait_for
+from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.tools.doctor import loopback
 from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Compared, Receiver
 from vllm_ascend_pd.tools.doctor.process import Ran, child
@@ -174,7 +173,7 @@ def test_a_pair() -> None:
         assert done.returncode == 0, done.stdout
         assert "does not use" not in done.stdout
         cluster.decode.healthy = False
-        time.sleep(1.1)  # the proxy does not ask engines more often than once a second
+        wait_until(lambda: cluster.client.get("/health").status_code != 200, 30)  # the proxy's next check
         report = msgspec.json.decode(run(*urls, "--json").stdout, type=DoctorReport)
         wrong = {check for check, level in levels(report).items() if level is Level.ERROR}
         assert wrong == {"proxy.0.health", "proxy.0.engines", "decode.0.health"}

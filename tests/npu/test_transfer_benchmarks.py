@@ -31,7 +31,7 @@ def test_kv_that_decode_wants_as_it_is_costs_the_device_nothing(kernels: Path) -
         assert (count.kernels, count.collectives, count.copies, count.passes) == (0, 0, 0, 0)
         assert (count.uploads, count.downloads, count.waits, count.allocated) == (0, 0, 0, 0)
         assert count.events == 1 + 1 / LAYERS  # and the step's end
-        assert count.calls == 1, "one write for all requests"
+        assert 1 / LAYERS <= count.calls <= 1, "one write for all requests, and for layers that wait"
         # K's and V's: one for each of 4 blocks, or for a request whose blocks lie together.
         assert count.descriptors == 2 * (4 if count.scattered else count.requests)
         assert count.holds
@@ -42,7 +42,7 @@ def test_regrouping_is_three_launches_a_layer_and_never_waits(kernels: Path) -> 
     for count in counts(2, kernels):
         assert (count.kernels, count.collectives, count.copies, count.passes) == (2, 1, 0, 2)
         assert (count.uploads, count.downloads, count.waits) == (1, 0, 0)
-        assert count.calls == 2, "one of each rank"
+        assert 2 / LAYERS <= count.calls <= 2, "one of each rank, and for layers that wait"
         assert count.holds
 
 

@@ -34,7 +34,7 @@ from vllm_ascend_pd.connector.model import (
     warn_of_known_faults,
 )
 from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
-from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_weight_updates import follow
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_updates import follow
 from vllm_ascend_pd.connector.roles import (
     CLOSE_TIMEOUT_S,
     ConnectorRole,
@@ -94,7 +94,7 @@ from vllm_ascend_pd.transport.side_channel import SideChannelError
 from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSocket
 
 # vLLM shows what its own loggers and their children log while an engine starts.
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _T = TypeVar("_T")
 

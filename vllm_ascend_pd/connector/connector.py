@@ -59,7 +59,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._role.preempted(_step(kv_connector_metadata))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        # The step starts here and not in start_load_kv, which vLLM 0.30 calls after the forward pass.
+        # The step starts here and not in start_load_kv, which vLLM 0.32 calls after the forward pass.
         super().bind_connector_metadata(connector_metadata)
         self._role.start_step(_step(connector_metadata))
 
@@ -85,7 +85,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             self._role.end_step(sys.exc_info()[1])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns requests that are sent, and those received or failed. vLLM before 0.30 calls it."""
+        """Returns requests that are sent, and those received or failed. vLLM before 0.32 calls it."""
         results = self._role.take_results(sys.exc_info()[1])
         return results.sent or None, results.received or None
 

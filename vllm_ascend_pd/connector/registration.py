@@ -16,14 +16,14 @@ def register() -> None:
 
 
 def _log_as_vllm_does() -> None:
-    """Gives this package's loggers the handlers and the level of vLLM's.
+    """Gives this package's loggers the handlers of vLLM's, for warnings.
 
     vLLM configures its own loggers alone. Others depend on the root logger, whose level some libraries raise: the
     engine core of vLLM 0.30 would drop warnings.
     """
     ours, of_vllm = logging.getLogger("vllm_ascend_pd"), logging.getLogger("vllm")
     if not ours.handlers:
-        ours.setLevel(of_vllm.level or logging.INFO)  # the handlers have levels, too
+        ours.setLevel(logging.WARNING)
         for handler in of_vllm.handlers:
             if handler not in logging.root.handlers:  # which get our lines anyway
                 ours.addHandler(handler)
