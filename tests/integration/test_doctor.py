@@ -141,7 +141,7 @@ def test_a_transfer_that_cannot_be_is_a_finding(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_pair() -> None:
-    with running_cluster() as cluster:
+    with running_cluster(check_interval=0.5) as cluster:
         proxy = str(cluster.client.base_url).rstrip("/")
         health = cluster.client.get("/health").json()
         [prefill], [decode] = health["prefill"], health["decode"]

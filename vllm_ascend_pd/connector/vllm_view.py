@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package asks of vLLM's requests, prompts and blocks, and what differs between vLLM 0.23.0, 0.30.0 and 0.32.0."""
+"""What this package asks of vLLM's requests, prompts and blocks, and what differs between 0.23.0, 0.30.0 and 0.32.0."""
 
 import hashlib
 import logging
