@@ -45,6 +45,14 @@ SINGLE = EngineConfig(block_size=BLOCK, max_model_len=640)
 
 PROXY = ("--connect-timeout", "30")
 PLAIN = ClusterConfig("prefill-only", (SLOW_PREFILL, SLOW_PREFILL), (DECODE,), PROXY, single=SINGLE)
+# A preempted request whose prefill engine dies asks again.
+ASKS_AGAIN = ClusterConfig(
+    "prefill-only-recompute",
+    (SLOW_PREFILL, SLOW_PREFILL),
+    (dataclasses.replace(DECODE, load_failure_policy="recompute"),),
+    PROXY,
+    single=SINGLE,
+)
 SPECULATIVE = ClusterConfig(
     "prefill-only-ngram",
     (PREFILL,),
@@ -118,9 +126,9 @@ def test_usage_after_preemptions(cluster: Cluster, reference: Reference) -> None
     wait_all_blocks_free(cluster)
 
 
-@plain
+@pytest.mark.parametrize("cluster", [ASKS_AGAIN], ids=str, indirect=True)
 def test_prefill_killed_in_a_storm(cluster: Cluster, client: Client, reference: Reference) -> None:
-    """Streams that had tokens go on when the other engine has computed theirs."""
+    """Streams that had tokens go on when the other engine has computed theirs, by a ticket of their own."""
     killed = cluster.prefill[0]
     before = preemptions(cluster)
     prompts = prompts_of("killed")
