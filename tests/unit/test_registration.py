@@ -2,22 +2,32 @@
 """What `register` does in a process of an engine."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
 from vllm_ascend_pd import register
 
+OURS, OF_VLLM = logging.getLogger("vllm_ascend_pd"), logging.getLogger("vllm")
 
-def test_warnings_are_logged_whatever_level_the_root_logger_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's own: a library may have raised that level."""
-    ours, of_vllm = logging.getLogger("vllm_ascend_pd"), logging.getLogger("vllm")
+
+@pytest.fixture
+def root_without_warnings() -> Iterator[None]:
+    """A library has raised the root logger's level."""
+    levels = [(logger, logger.level) for logger in (logging.root, OURS)]
+    logging.root.setLevel(logging.ERROR)
+    OURS.setLevel(logging.NOTSET)
+    yield
+    for logger, level in levels:
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("root_without_warnings")
+def test_warnings_are_logged_as_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = logging.StreamHandler()
-    monkeypatch.setattr(logging.root, "level", logging.ERROR)
-    monkeypatch.setattr(of_vllm, "handlers", [handler])
-    monkeypatch.setattr(ours, "handlers", [])
-    monkeypatch.setattr(ours, "level", logging.NOTSET)
+    monkeypatch.setattr(OF_VLLM, "handlers", [handler])
+    monkeypatch.setattr(OURS, "handlers", [])
     register()
     register()
-    assert ours.handlers == [handler]
-    logging.root.manager._clear_cache()  # type: ignore[attr-defined]
+    assert OURS.handlers == [handler]
     assert logging.getLogger("vllm_ascend_pd.decode.scheduler").isEnabledFor(logging.WARNING)

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_ascend_pd.connector.build import build_scheduler_role, build_worker_role
 from vllm_ascend_pd.connector.metrics import LayerwisePushPromMetrics, LayerwisePushStats, ReportMetadata, StepMetadata
+from vllm_ascend_pd.connector.registration import log_as_vllm_does
 from vllm_ascend_pd.connector.roles import ConnectorRole
 from vllm_ascend_pd.connector.setup import read_setup, warn_if_asked_later
 from vllm_ascend_pd.connector.vllm_view import FROM_ANOTHER_ENGINE, HAS_TRANSFER_RESULTS, transfer_results
@@ -41,6 +42,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig | None" = None
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm_does()  # a library may have changed the root logger since the plugin was loaded
         self._setup = read_setup(vllm_config, kv_cache_config)
         if role is KVConnectorRole.WORKER and not self._setup.prefills:
             warn_if_asked_later()
