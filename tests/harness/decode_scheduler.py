@@ -31,6 +31,7 @@ from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
+from vllm_ascend_pd.decode.metaserver import PostOutcome
 from vllm_ascend_pd.transport.wakeup import IdleWait
 
 BLOCK = 16
@@ -42,12 +43,13 @@ OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size
 
 
 class SilentMetaserver:
-    """Takes all tickets and never answers. `EngineScheduler.arrives` says how prefill ended."""
+    """Takes all tickets and answers only those of `EngineScheduler.prefill_fails`."""
 
     retried = 0
     admitted = "all hosts"
 
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.outcomes: list[PostOutcome] = []
 
     def check(self, url: str) -> None: ...
 
@@ -57,8 +59,9 @@ class SilentMetaserver:
 
     def report_failure(self, *args: object) -> None: ...
 
-    def poll(self) -> list[Any]:
-        return []
+    def poll(self) -> list[PostOutcome]:
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
 
     def close(self) -> None: ...
 
@@ -183,6 +186,12 @@ class EngineScheduler:
     def fails(self, *names: str) -> None:
         self._ended.update(names)
         self._failed.update(names)
+
+    def prefill_fails(self, name: str, may_follow: bool) -> None:
+        """Has the metaserver answer in the next step that prefill failed. `may_follow`: another one may succeed."""
+        outcome = PostOutcome(self.expected[name].ticket_id, False, "prefill failed, for a test", may_follow)
+        self.connector._role.scheduler._routes._metaserver.outcomes.append(outcome)
+        self.fails(name)
 
     def abort(self, name: str) -> None:
         self.vllm.finish_requests(name, RequestStatus.FINISHED_ABORTED)

@@ -91,7 +91,7 @@ class Metaserver:
             case "500 once":
                 return Response("out of\nluck", status_code=500)
             case "prefill failed":
-                return JSONResponse({"error": "out of blocks\n" + "x" * 10_000}, status_code=502)
+                return JSONResponse({"error": "out of blocks\n" + "x" * 10_000, "may_follow": True}, status_code=502)
             case "bad gateway":
                 return Response("<html>bad gateway</html>", status_code=502)
             case _:

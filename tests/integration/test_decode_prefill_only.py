@@ -194,6 +194,27 @@ def test_kv_that_is_lost_too_often_ends_the_request(make: MakeScheduler, order: 
 
 
 @orders
+@pytest.mark.parametrize("may_follow", [True, False])
+def test_prefill_that_fails_is_asked_for_again_where_another_engine_may_do_it(
+    make: MakeScheduler, order: str, may_follow: bool
+) -> None:
+    decode = make(blocks=LONGEST, order=order, failures="recompute")
+    request = decode.add("asks", 5 * BLOCK)
+    decode.step()
+    first = ticket_of(decode, "asks")
+    decode.prefill_fails("asks", may_follow)
+    decode.step()
+    decode._failed.clear()
+    for _ in range(3):
+        decode.step()
+    if may_follow:
+        assert ticket_of(decode, "asks").replaces == first.ticket_id
+        decode.run()
+        assert request.num_output_tokens == 4
+    assert decode.given_up == ([] if may_follow else ["asks"])
+
+
+@orders
 @pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
 def test_a_request_that_asks_again_and_one_that_has_arrived(make: MakeScheduler, drafts: bool, order: str) -> None:
     """The first request wants its blocks back before the second may have run."""

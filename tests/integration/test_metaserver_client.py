@@ -56,6 +56,7 @@ def test_answers(
     assert outcome.ok is ok
     assert text in outcome.reason
     assert bool(outcome.reason) is not ok
+    assert outcome.may_follow is (do == "prefill failed")
     assert metaserver.attempts[do] == retries.count + 1 == attempts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -20,8 +21,14 @@ REASON = "who_computes is never, and it wants log probabilities"
 
 @pytest.fixture
 def streaming() -> Iterator[Cluster]:
+    with stream(prefill_attempts=1) as cluster:
+        yield cluster
+
+
+@contextmanager
+def stream(prefill_attempts: int) -> Iterator[Cluster]:
     """A stream whose client has one token, and whose ticket was answered."""
-    with running_cluster(prefill_attempts=1) as cluster:
+    with running_cluster(prefill_attempts=prefill_attempts) as cluster:
         cluster.decode.hangs_after_first_token = True
         with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}) as response:
             chunks = response.iter_bytes()  # the stream ends with its iterator
@@ -84,12 +91,22 @@ def test_failures_count_until_kv_has_come(streaming: Cluster) -> None:
     """Otherwise decode and prefill could fail together without end."""
     streaming.prefill.transfer_error = "no route"
     failed = post(streaming, "second", first(streaming)["ticket_id"])
-    assert (failed.status_code, failed.json()["error"]) == (502, "no route")
+    assert (failed.status_code, failed.json()) == (502, {"error": "no route", "may_follow": False})
     streaming.prefill.transfer_error = None
     asked = len(streaming.prefill.received)
     assert post(streaming, "third", "second").status_code == 502
     assert len(streaming.prefill.received) == asked
     assert not streaming.decode.cancelled.is_set()
+
+
+def test_a_further_ticket_gets_another_prefill_while_attempts_are_left() -> None:
+    with stream(prefill_attempts=2) as streaming:
+        streaming.prefill.transfer_error = "no route"
+        failed = post(streaming, "second", first(streaming)["ticket_id"])
+        assert (failed.status_code, failed.json()) == (502, {"error": "no route", "may_follow": True})
+        streaming.prefill.transfer_error = None
+        assert post(streaming, "third", "second").status_code == 200
+        assert not streaming.decode.cancelled.is_set()
 
 
 def refuse(cluster: Cluster, is_unfit: bool) -> None:

@@ -84,6 +84,7 @@ class PostOutcome:
     key: str
     ok: bool  # the metaserver accepted the ticket, and prefill succeeded
     reason: str = ""  # one line: what failed, where, and what to do. Empty if `ok`
+    may_follow: bool = False  # the prefill failed, and one under another ticket may succeed
 
 
 @dataclass(eq=False, slots=True)
@@ -221,18 +222,19 @@ class MetaserverClient:
                     return
                 async with self._free:
                     post.has_connection = True
-                    reason = await self._attempts(post)
+                    outcome = await self._attempts(post)
             if post.scope.cancelled_caught:
-                reason = self._why_timed_out(post)
+                outcome = PostOutcome(post.key, False, self._why_timed_out(post))
         except Exception as error:  # noqa: BLE001 - becomes the outcome
             reason = f"post to metaserver {post.url} failed: {type(error).__name__}: {clean(str(error))}"
+            outcome = PostOutcome(post.key, False, reason)
         with self._lock:
             if self._posts.get(post.key) is post:
                 del self._posts[post.key]
-                self._outcomes.append(PostOutcome(post.key, ok=not reason, reason=reason))
+                self._outcomes.append(outcome)
 
-    async def _attempts(self, post: _Post) -> str:
-        """Posts until the metaserver accepts the ticket, or no retry is left. Returns why it did not, or ""."""
+    async def _attempts(self, post: _Post) -> PostOutcome:
+        """Posts until the metaserver accepts the ticket, or no retry is left."""
         settings, attempt = self._settings, 0
         while True:
             try:
@@ -240,10 +242,10 @@ class MetaserverClient:
             except HTTP_FAILURES as error:
                 failure = _explain(post.url, error, settings)
             if failure is None:
-                return ""
+                return PostOutcome(post.key, ok=True)
             if not failure.may_pass or attempt == settings.retries:
                 tried = f" ({attempt + 1} attempts)" if failure.may_pass else ""
-                return f"metaserver {post.url}{failure.text}{tried}"
+                return PostOutcome(post.key, False, f"metaserver {post.url}{failure.text}{tried}", failure.may_follow)
             self._observer.post_retried()
             ceiling = min(settings.backoff_max_s, settings.backoff_base_s * 2**attempt)
             await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
@@ -331,12 +333,14 @@ class PostFailure(NamedTuple):
 
     text: str  # follows the URL in a sentence
     may_pass: bool = False  # another attempt may succeed
+    may_follow: bool = False  # a prefill under another ticket may succeed
 
 
 class _PrefillFailed(msgspec.Struct):
     """The body with which a metaserver reports a failed prefill. A gateway in front of it has another."""
 
     error: object
+    may_follow: bool = False
 
 
 def judge(status: int, body: bytes) -> PostFailure | None:
@@ -345,15 +349,15 @@ def judge(status: int, body: bytes) -> PostFailure | None:
         return None
     if status == 502:
         with contextlib.suppress(*UNREADABLE):
-            error = msgspec.json.decode(body, type=_PrefillFailed).error
-            error = error if isinstance(error, str) else msgspec.json.encode(error).decode()
-            return PostFailure(f" reports that prefill failed: {clean(error)}")
-    answer = f" answered {status}: {clean(body.decode(errors='replace')) or '(empty)'}"
+            answer = msgspec.json.decode(body, type=_PrefillFailed)
+            error = answer.error if isinstance(answer.error, str) else msgspec.json.encode(answer.error).decode()
+            return PostFailure(f" reports that prefill failed: {clean(error)}", may_follow=answer.may_follow)
+    answered = f" answered {status}: {clean(body.decode(errors='replace')) or '(empty)'}"
     if status >= 500:
-        return PostFailure(f"{answer}; see the proxy's log", may_pass=True)
+        return PostFailure(f"{answered}; see the proxy's log", may_pass=True)
     if status < 400:
-        return PostFailure(f"{answer}: redirects are not followed, give the final URL")
-    return PostFailure(f"{answer}: it does not know this request or refuses this engine; see the proxy's log")
+        return PostFailure(f"{answered}: redirects are not followed, give the final URL")
+    return PostFailure(f"{answered}: it does not know this request or refuses this engine; see the proxy's log")
 
 
 def _explain(url: str, error: Exception, settings: MetaserverSettings) -> PostFailure:

@@ -63,15 +63,16 @@ def why_no_ticket(request: ScheduledRequest, requests: EngineRequests) -> str | 
     return None
 
 
-def why_not_again(cause: ReceiveFailure | None, reason: str | None, lost: int) -> str | None:
+def why_not_again(cause: ReceiveFailure | None, reason: str | None, lost: int, prefill_may_follow: bool) -> str | None:
     """Why a request whose KV was lost gets no further ticket; None if it may get one.
 
     `cause`, `reason`: how its last transfer failed; None: it did not.
     `lost`: how many of its transfers failed in a row.
+    `prefill_may_follow`: the metaserver says that another engine may still prefill it.
     """
     if cause is None:
         return None
-    if cause is not ReceiveFailure.TRANSFER:  # no metaserver, or prefill's retries are used up
+    if cause is not ReceiveFailure.TRANSFER and not prefill_may_follow:  # no metaserver, or no retry is left there
         return reason
     return None if lost < MAX_LOST else f"KV was lost {lost} times in a row, at last: {reason}"
 
@@ -103,6 +104,8 @@ class _IncomingTransfer:
     # Why the transfer failed, in words and as a kind. None: it has not failed.
     failure: str | None = None
     cause: ReceiveFailure | None = None
+    # Whether prefill failed in a way that another ticket may mend, as the metaserver said.
+    prefill_may_follow: bool = False
     # Bytes received, and how many of them before prefill ended. Summed over ranks.
     received: tuple[int, int] = (0, 0)
     # How long the prompt was to wait in prefill's queue, in seconds, as the proxy said.
@@ -192,7 +195,8 @@ class DecodeScheduler:
             self._refuse(request, reason, is_unfit=not wants_ticket(params))
             return None
         if earlier is not None:
-            reason = why_not_again(earlier.cause, earlier.failure, earlier.lost_before + 1)
+            lost_in_a_row, may_follow = earlier.lost_before + 1, earlier.prefill_may_follow
+            reason = why_not_again(earlier.cause, earlier.failure, lost_in_a_row, may_follow)
             if reason is not None:
                 self._refuse(request, reason)
                 return None
@@ -282,6 +286,7 @@ class DecodeScheduler:
             if outcome.ok:
                 self._step.prefilled.append(outcome.key)
             elif transfer := self._by_ticket.get(outcome.key):
+                transfer.prefill_may_follow = outcome.may_follow
                 self._fail(transfer, outcome.reason, ReceiveFailure.PREFILL)
 
     @owned

@@ -113,7 +113,8 @@ class Metaserver:
         """Answers a posted ticket.
 
         200: a prefill engine has computed the prompt. 409: the request has all its tickets already. 410: the request
-        has ended meanwhile. 502: the prefill failed.
+        has ended meanwhile. 502: the prefill failed; `may_follow` in the body says whether one under another ticket may
+        succeed.
         """
         ticket = await self._read(request, self._max_ticket_bytes, read_ticket, "ticket")
         progress, client = self._register(ticket)
@@ -153,7 +154,8 @@ class Metaserver:
                 progress.begin(scope)
                 failures = await self._prefill_requests.run(client, ticket, progress)
                 if failures:
-                    progress.answer = _prefill_failed(ticket, progress, failures)
+                    may_follow = self._prefill_requests.may_follow(failures)
+                    progress.answer = _prefill_failed(ticket, progress, failures, may_follow)
                 else:
                     progress.answered = True
                     progress.attempt.prefilled()
@@ -306,9 +308,12 @@ def _unmatched(attempt: DecodeAttempt) -> PostRefused:
     return PostRefused(HTTPStatus.BAD_REQUEST, reason)
 
 
-def _prefill_failed(ticket: ParsedTicket, progress: TicketProgress, failures: list[Failure]) -> Response:
+def _prefill_failed(
+    ticket: ParsedTicket, progress: TicketProgress, failures: list[Failure], may_follow: bool
+) -> Response:
     """Records that no KV comes for this ticket, and makes the answer for decode. The attempt ends, unless the client
-    has got a part of the response already or decode computes the prompt itself."""
+    has got a part of the response already or decode computes the prompt itself. `may_follow`: a prefill under another
+    ticket may succeed, which decode may post if it computes no prompts."""
     attempt = progress.attempt
     reason = summary(failures)
     continues = attempt.answering or progress.recomputes
@@ -337,7 +342,7 @@ def _prefill_failed(ticket: ParsedTicket, progress: TicketProgress, failures: li
     attempt.note_transfer_failure(Failure(kind, reason, attempt.engine, answer, unquoted), progress)
     if not continues:
         attempt.proxied.begin_anew(progress)
-    return _error(HTTPStatus.BAD_GATEWAY, reason)
+    return JSONResponse({"error": reason, "may_follow": may_follow}, status_code=HTTPStatus.BAD_GATEWAY.value)
 
 
 def _gets_no_ticket(attempt: DecodeAttempt, reason: str, is_unfit: bool) -> None:

@@ -8,6 +8,7 @@ fails, a new decode request follows, with a ticket of its own.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, NamedTuple
 
@@ -119,6 +120,10 @@ class PrefillRequests:
         """Whether all allowed prefills of a ticket's prompt have failed."""
         return len(progress.failures) >= self._attempts
 
+    def may_follow(self, failures: Sequence[Failure]) -> bool:
+        """Whether another prefill of a prompt may succeed. `failures`: of all so far."""
+        return engines_to_avoid(EngineRole.PREFILL, self._pool.engines.urls, failures, self._attempts) is not None
+
     async def run(self, request: ClientRequest, ticket: ParsedTicket, progress: TicketProgress) -> list[Failure]:
         """Prefills the ticket's prompt. Returns nothing if that succeeded, else why all prefills of the prompt failed,
         those under earlier decode attempts included. The decode attempt has ended if another one follows."""
@@ -145,10 +150,7 @@ class PrefillRequests:
             return failures
         # A task that is cancelled just as it resumes would otherwise continue.
         await anyio.lowlevel.checkpoint_if_cancelled()
-        if (
-            attempt.may_begin_anew
-            and engines_to_avoid(EngineRole.PREFILL, engines.urls, failures, self._attempts) is not None
-        ):
+        if attempt.may_begin_anew and self.may_follow(failures):
             # Only the log gets the prefill engine's address.
             before = f"prefill at {failure.url} failed: "
             reason, unquoted = before + failure.reason, before + failure.for_all
