@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -21,8 +22,7 @@ from harness.certificates import Authority
 from harness.documented import documented
 from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.tools.doctor import loopback
-from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Compared, Receiver
-from vllm_ascend_pd.tools.doctor.process import Ran, child
+from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Receiver
 from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -115,21 +115,24 @@ def test_bytes_that_are_not_what_was_sent_are_found() -> None:
     """The receiver expects the bytes of another seed, and must report the difference."""
     size = 1 << 20
     way = msgspec.structs.replace(loopback.over_tcp(), num_bytes=size, seed=1)
-    command = child("loopback", "receive", loopback.encoded(way))
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        [receiver] = Ran(process.stdout.readline(), "").reports(Receiver)
-        engine = TransferEngine(way.host, "tcp", TransferLimits.over("tcp"))
-        memory = loopback.HostMemory(size)
-        memory.fill(random.Random(2).randbytes(size))
-        engine.register([(memory.address, size)])
-        _, descriptors = loopback.write(engine, memory.address, receiver, way)
-        output, _ = process.communicate("look\n", timeout=60)
-    [compared] = Ran(output, "").reports(Compared)
+    spawning = multiprocessing.get_context("spawn")
+    pipe, theirs = spawning.Pipe()
+    process = spawning.Process(target=loopback.receive, args=(way, theirs, os.getpid()))
+    process.start()
+    engine = TransferEngine(way.host, "tcp", TransferLimits.over("tcp"))
+    memory = loopback.HostMemory(size)
+    memory.fill(random.Random(2).randbytes(size))
+    engine.register([(memory.address, size)])
+    assert pipe.poll(60)
+    _, descriptors = loopback.write(engine, memory.address, Receiver(*pipe.recv()), way)
+    pipe.send("look")
+    assert pipe.poll(60)
+    wrong, _ = pipe.recv()
+    process.join(60)
     engine.close()
     assert descriptors == 4
-    assert size * 0.99 < compared.wrong <= size  # a byte in 256 is equal by chance, and nothing behind was written
-    assert process.returncode == 0
+    assert size * 0.99 < wrong <= size  # a byte in 256 is equal by chance, and nothing behind was written
+    assert process.exitcode == 0
 
 
 def test_a_transfer_that_cannot_be_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

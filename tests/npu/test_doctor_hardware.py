@@ -138,8 +138,8 @@ def faulty_link(fault: str) -> Iterator[None]:
     over = threading.Event()
 
     def spoil() -> None:
-        wait_until(lambda: children("receive") or over.is_set(), 60)
-        for receiver in children("receive"):
+        wait_until(lambda: children("spawn_main") or over.is_set(), 60)
+        for receiver in children("spawn_main"):
             with cann_on_host.link_fault(receiver.pid, fault):
                 over.wait()
 

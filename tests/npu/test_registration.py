@@ -73,7 +73,7 @@ def test_acl_says_which_npu_of_the_machine_a_process_is_on() -> None:
 import torch
 from vllm_ascend_pd.tools.doctor.loading import PARTS
 from vllm_ascend_pd.transport import ascend
-print(ascend.physical_device(0), ascend.physical_device(1), ascend.chip_name(), PARTS["npus"].load())
+print(ascend.physical_device(0), ascend.physical_device(1), ascend.chip_name(), PARTS["npus"].load().figures["npus"])
 """
     env = {"ASCEND_RT_VISIBLE_DEVICES": "2,3", "CANN_ON_HOST_FIRST_DEVICE": "4", "CANN_ON_HOST_DEVICES": "2"}
     assert run(program, "", **env).endswith("6 7 Ascend910B1 6,7\n")

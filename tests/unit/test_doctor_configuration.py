@@ -12,13 +12,12 @@ import pytest
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR
 from vllm_ascend_pd.tools.doctor import configuration
 from vllm_ascend_pd.tools.doctor.cli import doctor
-from vllm_ascend_pd.tools.doctor.loading import LoadedMooncake
 from vllm_ascend_pd.tools.doctor.pair import api_key
 from vllm_ascend_pd.tools.doctor.report import Level
 
-FOR_TCP = LoadedMooncake(None, {"ascend": "it has no Ascend transport"})
-FOR_ASCEND = LoadedMooncake(None, {"tcp": "it has no TCP", "rdma": "it has no rdma"})
-FOR_BOTH = LoadedMooncake(None, {"rdma": "it has no rdma"})
+FOR_TCP = {"no_ascend": "it has no Ascend transport"}
+FOR_ASCEND = {"no_tcp": "it has no TCP", "no_rdma": "it has no rdma"}
+FOR_BOTH = {"no_rdma": "it has no rdma"}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,7 @@ FOR_BOTH = LoadedMooncake(None, {"rdma": "it has no rdma"})
         ("tcp", False, FOR_TCP, Level.OK),
         ("ascend", True, FOR_BOTH, Level.OK),
         ("ascend", True, FOR_TCP, Level.ERROR),
-        ("ascend", True, None, Level.OK),
+        ("ascend", True, {}, Level.OK),
         ("tcp", True, FOR_BOTH, Level.WARNING),
         ("tcp", True, FOR_ASCEND, Level.ERROR),
         ("rdma", True, FOR_BOTH, Level.ERROR),
@@ -36,7 +35,7 @@ FOR_BOTH = LoadedMooncake(None, {"rdma": "it has no rdma"})
         ("udp", False, FOR_TCP, Level.ERROR),
     ],
 )
-def test_protocol(protocol: str, on_npu: bool, mooncake: LoadedMooncake | None, level: Level) -> None:
+def test_protocol(protocol: str, on_npu: bool, mooncake: dict[str, str], level: Level) -> None:
     finding = configuration.judge_protocol(protocol, on_npu, mooncake)
     assert (finding.level, finding.figures["protocol"]) == (level, protocol)
 

@@ -1,67 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """What doctor makes of what its child process could load."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from vllm_ascend_pd.connector import setup
 from vllm_ascend_pd.tools.doctor import loading
-from vllm_ascend_pd.tools.doctor.loading import Loaded
+from vllm_ascend_pd.tools.doctor.loading import PARTS
 from vllm_ascend_pd.tools.doctor.process import Ran
-from vllm_ascend_pd.tools.doctor.report import Level
+from vllm_ascend_pd.tools.doctor.report import Finding, Level, ok
 
-LOADED = [
-    Loaded("torch", 1.0, "2.13.0"),
-    Loaded("ops", 0.1),
-    Loaded("mooncake", 0.1),
-    Loaded("connector", 5.0, "LayerwisePushConnector"),
-    Loaded("device", 0.1, "cpu"),
-    Loaded("host", 0.1, "10.0.0.1"),
-]
+GONE = "libibverbs.so.1: cannot open shared object file: No such file or directory\nmore"
 
 
-ENDED = Ran("", "")
-GONE = "ImportError: libibverbs.so.1: cannot open shared object file: No such file or directory\nmore"
+def load_by(load: Callable[[], object], name: str, monkeypatch: pytest.MonkeyPatch) -> Finding:
+    monkeypatch.setitem(PARTS, name, PARTS[name]._replace(load=load))
+    return loading.load(name)
 
 
-def loading_levels(loaded: list[Loaded], ran: Ran = ENDED, on_npu: bool = False) -> dict[str, Level]:
-    findings = loading.judge(loaded, ran, on_npu)
-    return {finding.check: finding.level for finding in findings if finding.level is not Level.OK}
+def raises(problem: Exception) -> Callable[[], object]:
+    def load() -> object:
+        raise problem
+
+    return load
 
 
-def test_loading() -> None:
-    assert loading_levels(LOADED) == {}
-    assert loading_levels(LOADED, on_npu=True) == {"loading.device": Level.ERROR}
-    failed = [Loaded("mooncake", 0.1, error=GONE), Loaded("host", 0.1, "0.0.0.0")]
-    assert "apt-get install libibverbs1" in loading.judge(failed, ENDED, False)[0].action
-    assert loading_levels(failed) == {"loading.mooncake": Level.ERROR, "loading.host": Level.ERROR}
-    assert loading_levels([Loaded("ops", 0.0, missing="torch")]) == {"loading.ops": Level.NOTE}
-    assert loading_levels([Loaded("host", 0.1, "127.0.0.1")]) == {"loading.host": Level.WARNING}
+@pytest.mark.parametrize(
+    ("host", "level"), [("10.0.0.1", Level.OK), ("127.0.0.1", Level.WARNING), ("0.0.0.0", Level.ERROR)]
+)
+def test_the_host(host: str, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "host_address", lambda: host)
+    found = loading.load("host")
+    assert (found.check, found.level, found.figures["host"]) == ("loading.host", level, host)
 
 
-def test_what_parts_say_counts_only_if_they_were_loaded() -> None:
-    loaded = [
-        Loaded("npus", 0.1, "4,5"),
-        Loaded("host", 0.1, "x", error="no"),
-        Loaded("device", 0.0, missing="connector"),
-    ]
-    assert loading.details(loaded) == {"npus": "4,5"}
+def test_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, level in (("cpu", Level.OK), ("npu", Level.ERROR)):
+        monkeypatch.setattr(setup, "device_type", lambda device=device: device)
+        assert loading.load("device").level is level
 
 
-def test_kernels_that_cannot_be_loaded_are_an_error() -> None:
-    assert loading_levels([Loaded("kernels", 0.1, "/site/libvllm_ascend_pd_npu.so")], on_npu=True) == {}
-    [not_built] = loading.judge([Loaded("kernels", 0.1)], ENDED, on_npu=True)
-    assert (not_built.level, not_built.found.split(":")[0]) == (Level.NOTE, "the NPU's kernels were not built")
-    reason = "OSError: libvllm_ascend_pd_kernels.so: cannot open shared object file"
-    [broken] = loading.judge([Loaded("kernels", 0.1, error=reason)], ENDED, on_npu=True)
-    assert (broken.check, broken.level) == ("loading.kernels", Level.ERROR)
-    assert broken.found == f"the NPU's kernels cannot be loaded: {reason}"
-    assert "set_env.sh" in broken.action
+def test_what_cannot_be_loaded_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load_by(raises(ImportError(GONE)), "mooncake", monkeypatch)
+    assert (found.check, found.level) == ("loading.mooncake", Level.ERROR)
+    assert "apt-get install libibverbs1" in found.action
+    reason = "libvllm_ascend_pd_kernels.so: cannot open shared object file"
+    found = load_by(raises(OSError(reason)), "kernels", monkeypatch)
+    assert found.found == f"the NPU's kernels cannot be loaded: OSError: {reason}"
+    assert "set_env.sh" in found.action
+    found = load_by(lambda: None, "torch", monkeypatch)
+    assert (found.level, [*found.figures]) == (Level.OK, ["seconds"])
 
 
 def test_loading_that_crashes_names_the_part() -> None:
-    ran = Ran("", "Fatal: undefined symbol", "was ended by SIGSEGV")
-    [crash] = [finding for finding in loading.judge(LOADED[:2], ran, False) if finding.level is Level.ERROR]
+    said = "".join(msgspec.json.encode(ok(f"loading.{part}", "x")).decode() + "\n" for part in ("torch", "ops"))
+    *_, crash = loading.judge(Ran(said, "Fatal: undefined symbol", "was ended by SIGSEGV"))
+    assert crash.level is Level.ERROR
     assert "stopped at mooncake: the process was ended by SIGSEGV (Fatal: undefined symbol)" in crash.found
     assert "libibverbs1" in crash.action
 
@@ -70,12 +67,9 @@ def test_a_torch_npu_that_does_not_load_is_a_finding(tmp_path: Path, monkeypatch
     """The doctor's own process never imports torch, which would load torch_npu (`test_names.py`)."""
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libascendcl.so: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
-    loaded, ran = loading.load_all()
-    levels = loading_levels(loaded, ran, on_npu=True)
-    assert levels.pop("loading.torch_npu") is Level.ERROR
-    assert {levels[f"loading.{part}"] for part in ("npus", "ops", "kernels", "connector", "device", "host")} == {
-        Level.NOTE
-    }
-    [wrong] = [each for each in loading.judge(loaded, ran, True) if each.check == "loading.torch_npu"]
-    assert "libascendcl.so" in wrong.found
-    assert "set_env.sh" in wrong.action
+    found = {each.check.removeprefix("loading."): each for each in loading.check()}
+    left_out = {name for name, each in found.items() if each.level is Level.NOTE}
+    assert left_out == {"npus", "ops", "kernels", "connector", "device", "host"}
+    assert found["torch_npu"].level is Level.ERROR
+    assert "libascendcl.so" in found["torch_npu"].found
+    assert "set_env.sh" in found["torch_npu"].action

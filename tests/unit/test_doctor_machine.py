@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor makes of a machine's ports and limits, how it runs programs, and its report."""
+"""What the doctor makes of a machine's ports, how it runs programs, and its report."""
 
 from __future__ import annotations
 
 import errno
-import resource
 import socket
 import sys
 from pathlib import Path
@@ -14,9 +13,9 @@ import psutil
 import pytest
 
 from harness.waiting import wait_until
-from vllm_ascend_pd.tools.doctor import loopback, machine
-from vllm_ascend_pd.tools.doctor.loopback import Compared, DescriptorCost, Transferred, compare
-from vllm_ascend_pd.tools.doctor.machine import OPEN_FILES, Port
+from vllm_ascend_pd.tools.doctor import ports
+from vllm_ascend_pd.tools.doctor.loopback import compare
+from vllm_ascend_pd.tools.doctor.ports import Port
 from vllm_ascend_pd.tools.doctor.process import MAX_OUTPUT_BYTES, Ran, run, run_all
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, make_report, note, ok, warning
 
@@ -116,25 +115,6 @@ def test_others_are_stopped_when_one_has_failed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "level"),
-    [(resource.RLIM_INFINITY, Level.OK), (OPEN_FILES, Level.OK), (1024, Level.WARNING)],
-)
-def test_open_files(soft: int, level: Level) -> None:
-    assert machine.judge_files(soft).level is level
-
-
-def test_shared_memory() -> None:
-    assert machine.judge_shm(64 << 20, 64 << 20).level is Level.WARNING
-    assert machine.judge_shm(1 << 34, 1 << 30).level is Level.OK
-
-
-def test_ports_of_data_parallel_engines() -> None:
-    needed = machine.needed_ports(30101, 2, "127.0.0.1", 8200)
-    assert [(port.number, port.host) for port in needed] == [(8200, ""), (30101, "127.0.0.1"), (30102, "127.0.0.1")]
-    assert machine.needed_ports(None, 2, "", None) == []
-
-
-@pytest.mark.parametrize(
     ("number", "problem", "level", "says"),
     [
         (30101, None, Level.OK, "is free"),
@@ -148,8 +128,8 @@ def test_ports_of_data_parallel_engines() -> None:
     ],
 )
 def test_choice_of_a_port(number: int, problem: int | None, level: Level, says: str) -> None:
-    taken = machine.ascend_ports([0, 3], {})
-    finding = machine.judge_port(Port(number, "the API server"), taken, range(32768, 61000), problem)
+    taken = ports.ascend_ports([0, 3], {})
+    finding = ports.judge_port(Port(number, "the API server"), taken, range(32768, 61000), problem)
     assert finding.level is level
     assert says in f"{finding.found} {finding.action}"
 
@@ -157,35 +137,27 @@ def test_choice_of_a_port(number: int, problem: int | None, level: Level, says: 
 def test_a_port_that_is_wanted_twice() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         number = server.getsockname()[1]
-    findings = machine.check_ports(machine.needed_ports(number - 1, 2, "127.0.0.1", number), [], {})
+    findings = ports.check_ports(number - 1, 2, "127.0.0.1", number, [], {})
     assert [finding.check for finding in findings] == [f"ports.{number}", f"ports.{number - 1}"]
     assert findings[0].level is Level.ERROR
+    assert ports.check_ports(None, 2, "", None, [], {}) == []
     assert "twice, for the API server and for the listener of data-parallel engine 1" in findings[0].found
 
 
 def test_where_mooncake_looks_for_ports() -> None:
-    assert machine.ascend_ports([1], {"ASCEND_BASE_PORT": "30000"}) == {1: range(30100, 30201)}
-    assert machine.ascend_ports([1], {"ASCEND_BASE_PORT": "x"}) == {1: range(20100, 20201)}
+    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "30000"}) == {1: range(30100, 30201)}
+    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "x"}) == {1: range(20100, 20201)}
 
 
 def test_ports_are_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = Port(server.getsockname()[1], "the API server", "127.0.0.1")
-        assert machine.try_port(port) == errno.EADDRINUSE
-    assert machine.try_port(port) is None
-    assert machine.try_port(port._replace(host="192.0.2.1")) == errno.EADDRNOTAVAIL
-    assert machine.try_port(port._replace(host="no address")) is not None
+        assert ports.try_port(port) == errno.EADDRINUSE
+    assert ports.try_port(port) is None
+    assert ports.try_port(port._replace(host="192.0.2.1")) == errno.EADDRNOTAVAIL
+    assert ports.try_port(port._replace(host="no address")) is not None
 
 
 def test_bytes_are_compared() -> None:
-    assert compare(b"abcd\0", b"abcd\0") == Compared(0)
-    assert compare(b"abXd\1", b"abcd\0") == Compared(2, 2)
-    way = msgspec.structs.replace(loopback.over_tcp(), num_bytes=1 << 20, writes=2)
-    costs = (DescriptorCost(16384, 1e-5),)
-    found, cost = loopback.judge(way, Transferred(0.5, 4, costs=costs))
-    assert (found.level, found.figures["bytes"], found.figures["bytes_per_second"]) == (Level.OK, 2 << 20, 1 << 22)
-    assert (cost.check, cost.level) == ("descriptors.tcp.16384", Level.OK)
-    assert cost.figures == {"protocol": "tcp", "bytes": 16384, "seconds": 1e-05, "bytes_per_second": 1638400000}
-    assert cost.found == "descriptors of 16 KiB: 10.0 us each, 1.64 GB/s"
-    [wrong] = loopback.judge(way, Transferred(0.5, 4, wrong=1, first=77, costs=costs))
-    assert wrong.level is Level.ERROR
+    assert compare(b"abcd\0", b"abcd\0") == (0, -1)
+    assert compare(b"abXd\1", b"abcd\0") == (2, 2)

@@ -101,8 +101,9 @@ def test_cann(info: str | None, level: Level, tmp_path: Path) -> None:
     if info is not None:
         (tmp_path / "aarch64-linux").mkdir()
         (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text(info)
-    assert versions.judge_cann({"ASCEND_HOME_PATH": str(tmp_path)}).level is level
-    assert versions.judge_cann({}).level is Level.ERROR
+    environment = {"ASCEND_HOME_PATH": str(tmp_path)}
+    assert versions.judge_cann(environment, versions.installed_cann(environment)).level is level
+    assert versions.judge_cann({}, versions.installed_cann({})).level is Level.ERROR
 
 
 def test_release_candidates_come_before_their_release() -> None:

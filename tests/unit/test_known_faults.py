@@ -50,7 +50,7 @@ def test_idle_ranks_that_overwrite_blocks_are_warned_of(
 
 def test_the_doctor_warns_when_it_examines_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npus, "run", lambda *_: Ran("", "", "cannot be started"))
-    monkeypatch.setattr(loading, "load_all", lambda: ([], Ran("", "")))
+    monkeypatch.setattr(loading, "check", list)
     monkeypatch.setattr(loopback, "check", lambda _: [ok("transfer.loopback", "not tried")])
     monkeypatch.setattr(versions, "installed_versions", lambda: {"vllm-ascend": "0.23.0"})
     given = json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"})

@@ -83,7 +83,8 @@ def doctor(
                 "--data-parallel-size, --peer, --decode-host and --hardware at this machine: give one kind"
             )
         else:
-            target = command.read_pair([] if proxy is None else [proxy], prefill or (), decode or (), ca_file)
+            proxies = () if proxy is None else (proxy,)
+            target = command.read_pair({"proxy": proxies, "prefill": prefill or (), "decode": decode or ()}, ca_file)
     except ValueError as problem:
         raise USAGE_ERROR(str(problem)) from None
     try:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import ssl
 from collections.abc import Mapping, Sequence
@@ -12,12 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_ascend_pd.core.hosts import is_host
+from vllm_ascend_pd.core.hosts import ip_version, is_host
+from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.tools.doctor import configuration, hardware, loading, loopback, machine, npus, pair, versions
+from vllm_ascend_pd.tools.doctor import configuration, hardware, loading, loopback, npus, pair, ports, versions
 from vllm_ascend_pd.tools.doctor.configuration import KvTransferConfig
-from vllm_ascend_pd.tools.doctor.loading import LoadedMooncake
-from vllm_ascend_pd.tools.doctor.report import DoctorReport, Finding, make_report, note, step
+from vllm_ascend_pd.tools.doctor.report import DoctorReport, Figure, Finding, make_report, note, progress
 
 MAX_PEERS = 64
 STEP_TIMEOUT_S = 60.0
@@ -42,56 +41,42 @@ class Machine:
         installed = versions.installed_versions()
         on_npu = versions.stack_of(installed) is versions.NPU
         findings = versions.judge(installed)
-        with step("loading torch, Mooncake, vLLM and the compiled ops"):
-            loaded, ran = loading.load_all()
-        details = loading.details(loaded)
-        host, npu_names = details.get("host"), [name for name in details.get("npus", "").split(",") if name]
-        mooncake = msgspec.json.decode(details["mooncake"], type=LoadedMooncake) if "mooncake" in details else None
-        findings += [*loading.judge(loaded, ran, on_npu), *configuration.judge_plugins(os.environ)]
+        progress("loading torch, Mooncake, vLLM and the compiled ops")
+        loaded = loading.check()
+        figures = {finding.check: finding.figures for finding in loaded}
+        host = str(figures.get("loading.host", {}).get("host", ""))
+        seen = figures.get("loading.npus", {}).get("npus")
+        npu_names = [name for name in str(seen or "").split(",") if name]
+        mooncake = figures.get("loading.mooncake", {})
+        findings += [*loaded, *configuration.judge_plugins(os.environ)]
         configured, extra = configuration.judge(self.config, self.decode_hosts)
         protocol = extra.transfer_protocol or ("ascend" if on_npu else "tcp")
         findings += [*configured, configuration.judge_protocol(protocol, on_npu, mooncake)]
         findings += configuration.judge_data_parallel(self.config, self.data_parallel, installed.get("vllm-ascend"))
-        with step("asking npu-smi"):
-            seen, driver, devices = npus.check_npus(on_npu, npu_names if "npus" in details else None)
-        findings += seen
+        progress("asking npu-smi")
+        asked, driver, devices = npus.check_npus(on_npu, None if seen is None else npu_names)
+        findings += asked
         if on_npu:
-            findings.append(versions.judge_cann(os.environ))
-            if mooncake is not None and mooncake.ascend is not None:
-                cann = versions.installed_cann(os.environ)
-                findings.append(versions.judge_engine(mooncake.ascend, driver, cann, os.environ))
+            cann = versions.installed_cann(os.environ)
+            findings.append(versions.judge_cann(os.environ, cann))
+            if "kind" in mooncake:
+                transport = msgspec.convert(mooncake, TransportInfo)
+                findings.append(versions.judge_engine(transport, driver, cann, os.environ))
         if devices or self.peers:
-            with step("asking hccn_tool"):
-                findings += npus.check_network(devices, self.peers)
-        findings += machine.check_limits()
+            progress("asking hccn_tool")
+            findings += npus.check_network(devices, self.peers)
         first = configuration.listening_port(self.config)
-        ports = machine.needed_ports(first, self.data_parallel, host or "", self.api_port)
-        findings += machine.check_ports(ports, devices, os.environ)
+        findings += ports.check_ports(first, self.data_parallel, host, self.api_port, devices, os.environ)
         findings += self._transfer(mooncake)
         if self.hardware_step_s is not None:
             findings += hardware.check(npu_names, host or "127.0.0.1", self.hardware_step_s, on_npu or bool(devices))
         return make_report("machine", findings)
 
-    def _transfer(self, mooncake: LoadedMooncake | None) -> list[Finding]:
-        if mooncake is not None and "tcp" in mooncake.refusals:
-            return [note("transfer.loopback", f"not tried: {mooncake.refusals['tcp']}")]
-        sizes = loopback.DESCRIPTOR_BYTES if self.hardware_step_s is not None else ()
-        with step("transferring from one Mooncake engine to another"):
-            return loopback.check(loopback.over_tcp(sizes))
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Root URLs of running servers."""
-
-    urls: Mapping[str, tuple[str, ...]]
-    api_key: str | None
-    trusted: ssl.SSLContext
-
-    def examine(self) -> DoctorReport:
-        with step("asking proxy and engines"):
-            servers = asyncio.run(pair.ask(self.urls, self.api_key, self.trusted))
-        return make_report("pair", pair.judge(servers))
+    def _transfer(self, mooncake: Mapping[str, Figure]) -> list[Finding]:
+        if (reason := mooncake.get("no_tcp")) is not None:
+            return [note("transfer.loopback", f"not tried: {reason}")]
+        progress("transferring from one Mooncake engine to another")
+        return loopback.check(loopback.over_tcp(() if self.hardware_step_s is None else loopback.DESCRIPTOR_BYTES))
 
 
 def read_machine(
@@ -118,26 +103,33 @@ def read_machine(
             raise ValueError(f"{len(values)} values of {option}: at most {MAX_PEERS}")
     if (wrong := next((host for host in decode_hosts if not is_host(host)), None)) is not None:
         raise ValueError(f"--decode-host {one_line(wrong, 80)!r} is no host")
-    addresses = tuple(map(_address, peers))
-    return Machine(config, api_port, data_parallel or 1, addresses, tuple(decode_hosts), hardware_step_s)
+    if (wrong := next((peer for peer in peers if ip_version(peer) is None), None)) is not None:
+        raise ValueError(f"--peer {one_line(wrong, 80)!r} is not an address of an NPU")
+    return Machine(config, api_port, data_parallel or 1, tuple(peers), tuple(decode_hosts), hardware_step_s)
 
 
-def _address(peer: str) -> str:
-    try:
-        return str(ipaddress.ip_address(peer))
-    except ValueError:
-        raise ValueError(f"--peer {one_line(peer, 80)!r} is not an address of an NPU") from None
+@dataclass(frozen=True)
+class Pair:
+    """Running servers."""
+
+    urls: Mapping[str, Sequence[str]]
+    """Root URLs by option."""
+    trusted: ssl.SSLContext
+    api_key: str | None
+
+    def examine(self) -> DoctorReport:
+        progress("asking proxy and engines")
+        return make_report("pair", pair.judge(asyncio.run(pair.ask(self.urls, self.api_key, self.trusted))))
 
 
-def read_pair(proxies: Sequence[str], prefills: Sequence[str], decodes: Sequence[str], ca_file: str | None) -> Pair:
+def read_pair(given: Mapping[str, Sequence[str]], ca_file: str | None) -> Pair:
     """Raises ValueError with the wrong option, or for an API key in the environment that cannot be sent."""
-    given = {"proxy": proxies, "prefill": prefills, "decode": decodes}
-    urls = {option: tuple(_root_url(option, url) for url in each) for option, each in given.items()}
+    urls = {option: [_root_url(option, url) for url in each] for option, each in given.items()}
     try:
         trusted = ssl.create_default_context(cafile=ca_file)
     except OSError as problem:  # ssl.SSLError is an OSError
         raise ValueError(f"--ca-file {one_line(str(ca_file), 200)!r} cannot be used: {problem}") from None
-    return Pair(urls, pair.api_key(os.environ), trusted)
+    return Pair(urls, trusted, pair.api_key(os.environ))
 
 
 def _root_url(option: str, url: str) -> str:

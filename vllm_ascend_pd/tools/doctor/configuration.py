@@ -15,8 +15,7 @@ from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, 
 from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
-from vllm_ascend_pd.tools.doctor.loading import LoadedMooncake
-from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
 from vllm_ascend_pd.transport.keys import SecretFileError, load_keys, read_text_secret, read_ticket_secret
 from vllm_ascend_pd.transport.own_networks import own_networks
@@ -141,13 +140,13 @@ def _judge_secrets(extra: ConnectorConfig) -> list[Finding]:
     return findings
 
 
-def judge_protocol(protocol: str, on_npu: bool, mooncake: LoadedMooncake | None) -> Finding:
-    """Judges whether `mooncake`, which a process loads here, has the engine's protocol. None: it cannot be loaded.
+def judge_protocol(protocol: str, on_npu: bool, mooncake: Mapping[str, Figure]) -> Finding:
+    """Judges whether the Mooncake that a process loads here has the engine's protocol.
 
-    What else keeps an engine from starting with a protocol, the engine itself says at its start.
+    `mooncake`: the figures of `loading.mooncake`. What else keeps an engine from starting, the engine itself says.
     """
     check, leave_out = "config.protocol", "leave transfer_protocol out of kv_connector_extra_config"
-    if mooncake is not None and (refusal := mooncake.refusals.get(protocol)) is not None:
+    if (refusal := mooncake.get(f"no_{protocol}")) is not None:
         install = f"install the Mooncake of requirements/{'npu' if on_npu else 'cpu'}.txt"
         found = f"this Mooncake cannot move bytes by {protocol}: {refusal}"
         return error(check, found, f"{install}, or {leave_out}", protocol=protocol)

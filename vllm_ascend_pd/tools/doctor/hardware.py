@@ -14,16 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.doctor import loopback
 from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Way
 from vllm_ascend_pd.tools.doctor.process import Ran, child, run, run_all
-from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, ok, step, warning
+from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, ok, progress
 
 WRITES = 16
 MAX_RANKS = 8
 
-_CHARS = 300
 _TIMEOUTS = {"ASCEND_CONNECT_TIMEOUT": "10000", "ASCEND_TRANSFER_TIMEOUT": "10000"}
 """Milliseconds. Both of Mooncake's attempts end within a step, so that the finding has Mooncake's reason."""
 _OVER_ROCE = {"HCCL_INTRA_ROCE_ENABLE": "1", "HCCL_INTRA_PCIE_ENABLE": "0"}
@@ -58,18 +56,17 @@ def check(npus: Sequence[str], host: str, timeout_s: float, wanted: bool) -> lis
             "or more"
         )
         return [error(name, "torch_npu finds no NPU: no step of --hardware can run on NPUs", action)]
-    with step("running the regroup ops on an NPU"):
-        findings = [check_kernels(timeout_s)]
+    progress("running the regroup ops on an NPU")
+    findings = [check_kernels(timeout_s)]
     if len(npus) < 2:
         left_out = "one NPU: writes between NPUs and collectives are left out"
         return [note(name, left_out, "run this with two NPUs or more"), *findings]
     for way in ways(npus, host):
-        with step(f"writing {way.between}"):
-            findings += loopback.check(way, timeout_s)
+        progress(f"writing {way.between}")
+        findings += loopback.check(way, timeout_s)
     size = min(len(npus), MAX_RANKS)
-    with step(f"exchanging between {size} NPUs"):
-        findings.append(check_collectives(size, timeout_s))
-    return findings
+    progress(f"exchanging between {size} NPUs")
+    return [*findings, check_collectives(size, timeout_s)]
 
 
 def ways(npus: Sequence[str], host: str) -> list[Way]:
@@ -99,52 +96,15 @@ def _way(
     )
 
 
-# The connector's kernels, compared with the CPU.
-
-ROWS = (2048, 1152, 40)
-"""Bytes of a token in a rank's cache: 8 heads of 128 in bfloat16, MLA, and a size that is not a multiple of 32."""
-
-_BUILD = "load CANN's environment, then pip install -v --no-build-isolation -e . in vllm-ascend-pd: it says what fails"
-_WITHOUT = "try again without vllm_ascend_pd/libvllm_ascend_pd_npu.so where it exists, and send us both reports"
-
-
-class ComparedOp(msgspec.Struct, frozen=True):
-    """The comparison of one op with the CPU, for rows of one size."""
-
-    op: str
-    row_bytes: int
-    num_bytes: int
-    wrong: int  # bytes that differ from the CPU's
-    seconds: float  # of a call
-    not_compiled: str  # why torch's operators replace the kernel; "" if there is a compiled kernel
+WITHOUT_KERNELS = "try again without vllm_ascend_pd/libvllm_ascend_pd_npu.so where it exists, and send us both reports"
 
 
 def check_kernels(timeout_s: float) -> Finding:
     ran = run(child("on_npu", "kernels"), timeout_s)
-    return judge_kernels(ran.reports(ComparedOp), ran)
-
-
-def judge_kernels(compared: Sequence[ComparedOp], ran: Ran) -> Finding:
-    check = "hardware.kernels"
-    for each in compared:
-        if each.wrong:
-            rows = f"with rows of {each.row_bytes} bytes"
-            found = f"{each.wrong} of {each.num_bytes} bytes of {each.op} {rows} differ from the CPU's"
-            return error(check, found, _WITHOUT, op=each.op, row_bytes=each.row_bytes)
-    if ran.problem is not None or not compared:
-        last = ran.last_words or "it wrote no error"
-        found = f"the process {ran.problem or 'said nothing'}, after {len(compared)} ops: {last}"
-        return error(check, found, _WITHOUT)
-    speeds = {
-        f"{each.op}_bytes_per_second": round(each.num_bytes / max(each.seconds, 1e-9))
-        for each in compared
-        if each.row_bytes == ROWS[0]
-    }
-    same = f"give the CPU's bytes in {len(compared)} cases, the slowest at {min(speeds.values()) / 1e9:.3g} GB/s"
-    if not_compiled := compared[0].not_compiled:
-        found = f"compiled kernels are not in use ({one_line(not_compiled, _CHARS)}); torch's operators {same}"
-        return warning(check, found, _BUILD, compiled=False, **speeds)
-    return ok(check, f"compiled kernels {same}", compiled=True, **speeds)
+    findings = ran.reports(Finding)
+    if ran.problem is None and findings:
+        return findings[0]
+    return error("hardware.kernels", ran.ending, WITHOUT_KERNELS)
 
 
 # The connector's all-to-all beside a model's all-reduce: results, deadlocks and speed.
@@ -199,8 +159,7 @@ def judge_collectives(ranks: Sequence[Ran], mode: str) -> Finding:
     behind = min(range(len(ranks)), key=lambda number: len(reached[number]))
     if places[behind] in STAGES:
         listed = ", ".join(f"rank {number} at {place}" for number, place in enumerate(places))
-        last = f" ({ranks[behind].last_words})" if ranks[behind].last_words else ""
-        return _failed(places[behind], f"rank {behind} {ranks[behind].problem or 'ended'}; {listed}{last}", mode)
+        return _failed(places[behind], f"{listed}; of rank {behind}, {ranks[behind].ending}", mode)
     # The slowest rank's figures of each stage.
     _, group, both = (max(stage, key=lambda each: each.seconds) for stage in zip(*reached, strict=True))
     speed = both.num_bytes / max(both.seconds, 1e-9)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +20,9 @@ import msgspec
 
 from vllm_ascend_pd.connector import setup
 from vllm_ascend_pd.core.hosts import is_loopback
-from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.doctor.process import Ran, child, run, say
-from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, ok, warning
 from vllm_ascend_pd.transport import ascend, mooncake_library
 
 TIMEOUT_S = 240.0
@@ -30,57 +31,20 @@ TIMEOUT_S = 240.0
 _CHARS = 300
 _CANN = "load CANN's environment (`source` its set_env.sh)"
 _KERNELS = "pip install -v --no-build-isolation -e . in vllm-ascend-pd"
+_HOST = "set VLLM_HOST_IP to the address by which other hosts reach this one"
 _VLLM = "install the vLLM, and on NPUs the vllm-ascend, that requirements/ names"
 
 
-class Loaded(msgspec.Struct, frozen=True):
-    """The result of loading one part.
-
-    detail: what the part says about itself.
-    error: why it could not be loaded; "" if it was loaded or not tried.
-    missing: the required part that is missing, so that this one was not tried.
-    """
-
-    part: str
-    seconds: float
-    detail: str = ""
-    error: str = ""
-    missing: str = ""
-
-
-class LoadedMooncake(msgspec.Struct, frozen=True):
-    """The Mooncake that a process of this environment loads.
-
-    ascend: its engine with protocol `ascend`, or None without that protocol.
-    refusals: why it does not have a protocol, by protocol.
-    """
-
-    ascend: TransportInfo | None
-    refusals: dict[str, str]
-
-
-def _torch() -> str:
-    import torch
-
-    return str(torch.__version__)
-
-
-def _torch_npu() -> str:
-    import torch
-    import torch_npu
-
-    return f"{torch_npu.__version__}, {torch.npu.device_count()} NPUs"
-
-
-def _npus() -> str:
-    """Returns the machine's numbers of the NPUs that this process sees, such as "4,5", or "?" if ACL does not say."""
+def _npus() -> Finding:
+    """The figure `npus` has the machine's numbers of the NPUs that processes see, "?" for one that ACL does not say."""
     import torch
 
     numbers = [ascend.physical_device(device) for device in range(torch.npu.device_count())]
-    return ",".join("?" if number is None else str(number) for number in numbers)
+    listed = ",".join("?" if number is None else str(number) for number in numbers)
+    return ok("loading.npus", f"processes see the NPUs {listed or '(none)'}", npus=listed)
 
 
-def _ops() -> str:
+def _ops() -> None:
     import torch
 
     from vllm_ascend_pd.device import ops
@@ -90,45 +54,73 @@ def _ops() -> str:
     ops.gather_units([units], torch.arange(7, -1, -1) * 512, 512, 2, out, 0, 0, 1024)
     if not torch.equal(out, units.flip(0).reshape(-1)):
         raise RuntimeError("gather_units gives wrong bytes")
-    return ""
 
 
-def _kernels() -> str:
-    """Loads the ops. Returns "" if they were not built."""
+def _kernels() -> Finding | None:
     from vllm_ascend_pd.device import ops
 
     if ops.npu_kernels.error:
         raise OSError(ops.npu_kernels.error)
-    return "" if ops.npu_kernels.reason else str(ops.NPU_LIBRARY)
+    if not ops.npu_kernels.reason:
+        return None
+    slower = "the NPU's kernels were not built: torch's slower operators are used instead"
+    return note("loading.kernels", slower, f"load CANN's environment, then {_KERNELS}")
 
 
-def _mooncake() -> str:
+def _mooncake() -> Finding:
+    """The figures `no_PROTOCOL` say why it does not have a protocol; the others describe its engine over ascend."""
     import mooncake.engine  # noqa: F401 - loads its libraries
 
     has_ascend = ascend.is_loaded(Path("/proc/self/maps").read_text())
-    refusals = {} if has_ascend else {"ascend": "it has no Ascend transport and would use TCP"}
+    figures = {} if has_ascend else {"no_ascend": "it has no Ascend transport and would use TCP"}
     for protocol in ("tcp", "rdma"):
         try:
             mooncake_library.check_protocol(protocol, has_ascend)
         except mooncake_library.LibraryError as problem:
-            refusals[protocol] = str(problem)
-    found = LoadedMooncake(ascend.describe_transport("ascend") if has_ascend else None, refusals)
-    return msgspec.json.encode(found).decode()
+            figures[f"no_{protocol}"] = str(problem)
+    if has_ascend:
+        figures |= msgspec.structs.asdict(ascend.describe_transport("ascend"))
+    return ok("loading.mooncake", "Mooncake's engine: loaded", **figures)
+
+
+def _device() -> Finding:
+    device, wanted = setup.device_type(), "cpu" if find_spec("torch_npu") is None else "npu"
+    if device == wanted:
+        return ok("loading.device", f"vLLM runs on {device}", device=device)
+    found = f"vLLM runs on {device or 'no device that it knows'}, not on {wanted}"
+    return error("loading.device", found, _VLLM, device=device)
+
+
+def _host() -> Finding:
+    host = setup.host_address()
+    if host in ("0.0.0.0", "::"):
+        return error("loading.host", "vLLM does not know this host's address", _HOST, host=host)
+    if is_loopback(host):
+        local = f"engines listen on {host}: other hosts cannot reach them"
+        return warning("loading.host", local, f"if prefill and decode are on several hosts, {_HOST}", host=host)
+    return ok("loading.host", f"engines listen on {host}", host=host)
 
 
 class Part(NamedTuple):
-    """One thing that an engine loads."""
+    """One thing that an engine loads. `load` returns a finding where there is more to say than that it was loaded."""
 
-    load: Callable[[], str]
+    load: Callable[[], object]
     what: str
     action: str  # what to do if it cannot be loaded
     needs: tuple[str, ...] = ()  # parts without which it is not tried
 
 
 PARTS = {
-    "torch": Part(_torch, "torch", "install torch again, in the version that requirements/ names for this machine"),
+    "torch": Part(
+        partial(import_module, "torch"),
+        "torch",
+        "install torch again, in the version that requirements/ names for this machine",
+    ),
     "torch_npu": Part(
-        _torch_npu, "torch_npu", f"{_CANN}, and install a torch-npu that fits torch and CANN", ("torch",)
+        partial(import_module, "torch_npu"),
+        "torch_npu",
+        f"{_CANN}, and install a torch-npu that fits torch and CANN",
+        ("torch",),
     ),
     "npus": Part(
         _npus,
@@ -154,13 +146,8 @@ PARTS = {
         "install the libraries it names (libibverbs1, librdmacm1; for the NPU wheel CANN's environment)",
     ),
     "connector": Part(setup.load_connector, "LayerwisePushConnector in vLLM", _VLLM, ("torch", "torch_npu", "ops")),
-    "device": Part(setup.device_type, "vLLM's device", _VLLM, ("connector",)),
-    "host": Part(
-        setup.host_address,
-        "vLLM's host",
-        "set VLLM_HOST_IP to the address by which other hosts reach this one",
-        ("connector",),
-    ),
+    "device": Part(_device, "vLLM's device", _VLLM, ("connector",)),
+    "host": Part(_host, "vLLM's host", _HOST, ("connector",)),
 }
 """The parts in the order of loading."""
 
@@ -173,82 +160,49 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported next, with better errors
     failed: set[str] = set()
-    for name, part in PARTS.items():
-        if name in _ON_NPUS and find_spec("torch_npu") is None:
-            continue
-        missing = next((need for need in part.needs if need in failed), None)
-        loaded = load(name) if missing is None else Loaded(name, 0.0, missing=missing)
-        if loaded.error or loaded.missing:
+    for name in expected_parts():
+        missing = next((need for need in PARTS[name].needs if need in failed), None)
+        if missing is None:
+            found = load(name)
+        else:
+            found = note(f"loading.{name}", f"not tried, since {PARTS[missing].what} cannot be loaded")
+        if missing is not None or found.level is Level.ERROR:
             failed.add(name)
-        say(loaded)
+        say(found)
     os._exit(0)  # skips the libraries' shutdown, which is not checked
 
 
-def load(name: str) -> Loaded:
-    started = time.monotonic()
-    detail = error = ""
+def expected_parts() -> list[str]:
+    on_npu = find_spec("torch_npu") is not None
+    return [name for name in PARTS if on_npu or name not in _ON_NPUS]
+
+
+def load(name: str) -> Finding:
+    check, part, started = f"loading.{name}", PARTS[name], time.monotonic()
     try:
-        detail = PARTS[name].load()
+        result = part.load()
     except BaseException as problem:  # noqa: BLE001 - libraries raise all kinds when they do not fit
-        error = f"{type(problem).__name__}: {problem}"
+        reason = f"{type(problem).__name__}: {problem}"
         if problem.__cause__ is not None:
-            error = f"{type(problem.__cause__).__name__}: {problem.__cause__}, so {error}"
-    return Loaded(name, time.monotonic() - started, detail, error)
+            reason = f"{type(problem.__cause__).__name__}: {problem.__cause__}, so {reason}"
+        action = mooncake_library.remedy(reason) if name == "mooncake" else part.action
+        return error(check, f"{part.what} cannot be loaded: {one_line(reason, _CHARS)}", action)
+    seconds = time.monotonic() - started
+    found = result if isinstance(result, Finding) else ok(check, f"{part.what}: loaded in {seconds:.1f} s")
+    return msgspec.structs.replace(found, figures={**found.figures, "seconds": round(seconds, 3)})
 
 
-def load_all() -> tuple[list[Loaded], Ran]:
-    """Loads everything in a child process. Returns its reports and how it ended."""
-    ran = run(child("loading"), TIMEOUT_S)
-    return ran.reports(Loaded), ran
+def check() -> list[Finding]:
+    """Loads everything in a child process."""
+    return judge(run(child("loading"), TIMEOUT_S))
 
 
-def details(loaded: Sequence[Loaded]) -> dict[str, str]:
-    """Returns what the parts that could be loaded say about themselves."""
-    return {each.part: each.detail for each in loaded if not each.error and not each.missing}
-
-
-def judge(loaded: Sequence[Loaded], ran: Ran, on_npu: bool) -> list[Finding]:
-    findings = [_judge_part(each, on_npu) for each in loaded]
+def judge(ran: Ran) -> list[Finding]:
+    """Returns what the child has found. If it did not reach its end, adds the part at which it stopped."""
+    findings = ran.reports(Finding)
     if ran.problem is not None:
-        reached = [each.part for each in loaded]
-        at = next((name for name in PARTS if name not in reached and (on_npu or name not in _ON_NPUS)), None)
-        last = f" ({ran.last_words})" if ran.last_words else ""
-        reason = f"loading stopped at {at or 'the end of the process'}: the process {ran.problem}{last}"
-        action = PARTS[at].action if at else "report this with its output"
-        findings.append(error("loading.process", reason, action))
+        reached = {each.check for each in findings}
+        at = next((name for name in expected_parts() if f"loading.{name}" not in reached), None)
+        found = f"loading stopped at {at or 'the end of the process'}: {ran.ending}"
+        findings.append(error("loading.process", found, PARTS[at].action if at else "report this with its output"))
     return findings
-
-
-def _judge_part(loaded: Loaded, on_npu: bool) -> Finding:
-    check, part = f"loading.{loaded.part}", PARTS[loaded.part]
-    if loaded.missing:
-        return note(check, f"not tried, since {PARTS[loaded.missing].what} cannot be loaded")
-    if loaded.error:
-        action = mooncake_library.remedy(loaded.error) if loaded.part == "mooncake" else part.action
-        return error(check, f"{part.what} cannot be loaded: {one_line(loaded.error, _CHARS)}", action)
-    if loaded.part == "device":
-        return _judge_device(check, loaded.detail, on_npu)
-    if loaded.part == "host":
-        return _judge_host(check, loaded.detail)
-    if loaded.part == "kernels" and not loaded.detail:
-        slower = "the NPU's kernels were not built: torch's slower operators are used instead"
-        return note(check, slower, f"load CANN's environment, then {_KERNELS}")
-    return ok(check, f"{part.what}: loaded in {loaded.seconds:.1f} s", seconds=round(loaded.seconds, 3))
-
-
-def _judge_device(check: str, device: str, on_npu: bool) -> Finding:
-    wanted = "npu" if on_npu else "cpu"
-    if device == wanted:
-        return ok(check, f"vLLM runs on {device}", device=device)
-    found = f"vLLM runs on {device or 'no device that it knows'}, not on {wanted}"
-    return error(check, found, PARTS["device"].action, device=device)
-
-
-def _judge_host(check: str, host: str) -> Finding:
-    action = PARTS["host"].action
-    if host in ("0.0.0.0", "::"):
-        return error(check, "vLLM does not know this host's address", action, host=host)
-    if is_loopback(host):
-        local = f"engines listen on {host}: other hosts cannot reach them"
-        return warning(check, local, f"if prefill and decode are on several hosts, {action}", host=host)
-    return ok(check, f"engines listen on {host}", host=host)

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers between two transfer engines on this machine, compares every byte, and measures what descriptors cost.
 
-A child of the doctor writes. It starts the process whose memory it writes to, because a Mooncake engine and an NPU
-belong to one process each. Over TCP both use host memory, over `ascend` the memory of two NPUs.
+A child of the doctor writes and judges. It starts the process whose memory it writes to, because a Mooncake engine and
+an NPU belong to one process each. Over TCP both use host memory, over `ascend` the memory of two NPUs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import random
 import secrets
-import subprocess
 import sys
 import time
 from array import array
+from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import msgspec
 
-from vllm_ascend_pd.tools.doctor.process import Line, child, run, say
+from vllm_ascend_pd.tools.doctor.process import child, end_with, run, say
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, ok
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -59,23 +61,6 @@ class Way(msgspec.Struct, frozen=True):
     seed: int = 0  # the bytes follow from it
 
 
-class DescriptorCost(msgspec.Struct, frozen=True):
-    """What a descriptor of `num_bytes` takes, in seconds, in batches of many."""
-
-    num_bytes: int
-    seconds: float
-
-
-class Transferred(msgspec.Struct, frozen=True):
-    """The result of a way."""
-
-    seconds: float  # for all writes
-    descriptors: int  # in each write
-    wrong: int = 0  # bytes that are not what was sent
-    first: int = -1  # the place of the first one
-    costs: tuple[DescriptorCost, ...] = ()
-
-
 def over_tcp(descriptor_bytes: tuple[int, ...] = ()) -> Way:
     """Returns the way over TCP, from the host memory of one process to another's."""
     # With this variable, Mooncake does not support IPv4.
@@ -95,47 +80,11 @@ def over_tcp(descriptor_bytes: tuple[int, ...] = ()) -> Way:
 def check(way: Way, timeout_s: float = TIMEOUT_S) -> list[Finding]:
     """Returns the finding about the transfer, and one for each measured size of descriptors."""
     seeded = msgspec.structs.replace(way, seed=secrets.randbits(63))
-    ran = run(child("loopback", "send", encoded(seeded)), timeout_s, way.environment)
-    results = ran.reports(Transferred)
-    if ran.problem is None and results:
-        return judge(way, results[0])
-    last = f" ({ran.last_words})" if ran.last_words else ""
-    found = f"a transfer {way.between} failed: the process {ran.problem or 'reported nothing'}{last}"
-    return [finding(way.failed, way.check, found, way.action)]
-
-
-def judge(way: Way, result: Transferred) -> list[Finding]:
-    if result.wrong:
-        found = (
-            f"{result.wrong} of {way.num_bytes} bytes {way.between} arrived wrong, the first at {result.first}, and no "
-            "error was reported"
-        )
-        return [error(way.check, found, "do not use this Mooncake: install the version that requirements/ names")]
-    total = way.num_bytes * way.writes
-    speed = total / max(result.seconds, 1e-9)
-    times = f"{way.writes} times " if way.writes > 1 else ""
-    found = (
-        f"{times}{way.num_bytes / 2**20:g} MiB in {result.descriptors} pieces {way.between}, every byte right: "
-        f"{speed / 1e9:.3g} GB/s"
-    )
-    figures = {"bytes": total, "seconds": round(result.seconds, 6), "bytes_per_second": round(speed)}
-    return [ok(way.check, found, **figures), *(_judge_cost(way, cost) for cost in result.costs)]
-
-
-def _judge_cost(way: Way, cost: DescriptorCost) -> Finding:
-    speed = cost.num_bytes / max(cost.seconds, 1e-9)
-    return ok(
-        f"descriptors.{way.name}.{cost.num_bytes}",
-        f"descriptors of {cost.num_bytes >> 10} KiB: {cost.seconds * 1e6:.1f} us each, {speed / 1e9:.3g} GB/s",
-        protocol=way.protocol,
-        bytes=cost.num_bytes,
-        seconds=round(cost.seconds, 9),
-        bytes_per_second=round(speed),
-    )
-
-
-def encoded(message: msgspec.Struct) -> str:
-    return msgspec.json.encode(message).decode()
+    ran = run(child("loopback", msgspec.json.encode(seeded).decode()), timeout_s, way.environment)
+    findings = ran.reports(Finding)
+    if ran.problem is None and findings:
+        return findings
+    return [finding(way.failed, way.check, f"a transfer {way.between} failed: {ran.ending}", way.action)]
 
 
 # What follows runs in the child processes.
@@ -180,67 +129,78 @@ class NpuMemory:
         return bytes(self._tensor[:num_bytes].cpu().numpy())
 
 
-class Receiver(msgspec.Struct, frozen=True):
+def main() -> None:
+    way = msgspec.json.decode(sys.argv[1], type=Way)
+    spawning = multiprocessing.get_context("spawn")
+    pipe, theirs = spawning.Pipe()
+    spawning.Process(target=receive, args=(way, theirs, os.getpid()), daemon=True).start()
+    theirs.close()  # so that `recv` fails when the receiver ends
+    memory, engine = _start(way, way.source)
+    memory.fill(_payload(way))
+    try:
+        receiver = Receiver(*pipe.recv())
+        seconds, pieces = write(engine, memory.address, receiver, way)
+        costs = [_cost(engine, memory.address, receiver, way, size) for size in way.descriptor_bytes]
+        pipe.send("look")
+        wrong, first = pipe.recv()
+    except EOFError:
+        raise SystemExit("the receiving process ended") from None
+    for each in [_wrong(way, wrong, first)] if wrong else [_right(way, seconds, pieces), *costs]:
+        say(each)
+    engine.close()
+
+
+class Receiver(NamedTuple):
     """The location of the receiver's memory."""
 
     session: str
     address: int
 
 
-class Compared(msgspec.Struct, frozen=True):
-    """The number of wrong bytes, and the place of the first one."""
-
-    wrong: int
-    first: int = -1
-
-
-def main() -> None:
-    role, argument = sys.argv[1:]
-    way = msgspec.json.decode(argument, type=Way)
-    device, size = way.source if role == "send" else way.destination, way.num_bytes + GUARD_BYTES
-    memory = HostMemory(size) if device is None else NpuMemory(size, device)
-    engine = TransferEngine(way.host, way.protocol, TransferLimits.over(way.protocol))
-    engine.register([(memory.address, size)])
-    payload = random.Random(way.seed).randbytes(way.num_bytes)
-    if role == "send":
-        memory.fill(payload)
-        say(_send(engine, memory.address, way))
-    else:
-        say(Receiver(engine.session, memory.address))
-        if sys.stdin.readline():
-            say(compare(memory.read(size), payload + bytes(GUARD_BYTES)))
+def receive(way: Way, pipe: Connection, parent: int) -> None:
+    """Runs in the receiving process. Says where its memory is, and then how many bytes are wrong, and the first one."""
+    end_with(parent)
+    memory, engine = _start(way, way.destination)
+    pipe.send((engine.session, memory.address))
+    pipe.recv()
+    pipe.send(compare(memory.read(way.num_bytes + GUARD_BYTES), _payload(way) + bytes(GUARD_BYTES)))
     engine.close()
 
 
-def compare(memory: bytes, wanted: bytes) -> Compared:
+def _start(way: Way, device: int | None) -> tuple[HostMemory | NpuMemory, TransferEngine]:
+    size = way.num_bytes + GUARD_BYTES
+    memory = HostMemory(size) if device is None else NpuMemory(size, device)
+    engine = TransferEngine(way.host, way.protocol, TransferLimits.over(way.protocol))
+    engine.register([(memory.address, size)])
+    return memory, engine
+
+
+def _payload(way: Way) -> bytes:
+    return random.Random(way.seed).randbytes(way.num_bytes)
+
+
+def compare(memory: bytes, wanted: bytes) -> tuple[int, int]:
+    """Returns the number of wrong bytes and the place of the first one, -1 if all are right."""
     if memory == wanted:
-        return Compared(0)
+        return 0, -1
     wrong = [place for place, (one, other) in enumerate(zip(memory, wanted, strict=True)) if one != other]
-    return Compared(len(wrong), wrong[0])
+    return len(wrong), wrong[0]
 
 
-def _send(engine: TransferEngine, start: int, way: Way) -> Transferred:
-    command = child("loopback", "receive", encoded(way))
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        receiver = _hear(process, Receiver)
-        seconds, descriptors = write(engine, start, receiver, way)
-        costs = tuple(
-            DescriptorCost(size, _measure(engine, start, receiver, size, way.num_bytes // size))
-            for size in way.descriptor_bytes
-        )
-        assert process.stdin is not None
-        process.stdin.write("look\n")
-        process.stdin.flush()
-        compared = _hear(process, Compared)
-    return Transferred(seconds, descriptors, compared.wrong, compared.first, costs)
+def _wrong(way: Way, wrong: int, first: int) -> Finding:
+    found = f"{wrong} of {way.num_bytes} bytes {way.between} arrived wrong, the first at {first}, without an error"
+    return error(way.check, found, "do not use this Mooncake: install the version that requirements/ names")
 
 
-def _hear(process: subprocess.Popen[str], kind: type[Line]) -> Line:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit("the receiving process ended")
-    return msgspec.json.decode(line, type=kind)
+def _right(way: Way, seconds: float, pieces: int) -> Finding:
+    total = way.num_bytes * way.writes
+    speed = total / max(seconds, 1e-9)
+    times = f"{way.writes} times " if way.writes > 1 else ""
+    found = (
+        f"{times}{way.num_bytes / 2**20:g} MiB in {pieces} pieces {way.between}, every byte right: "
+        f"{speed / 1e9:.3g} GB/s"
+    )
+    return ok(way.check, found, bytes=total, seconds=round(seconds, 6), bytes_per_second=round(speed))
 
 
 def write(engine: TransferEngine, start: int, receiver: Receiver, way: Way) -> tuple[float, int]:
@@ -255,12 +215,12 @@ def write(engine: TransferEngine, start: int, receiver: Receiver, way: Way) -> t
     return time.monotonic() - began, len(lengths)
 
 
-def _measure(engine: TransferEngine, start: int, receiver: Receiver, size: int, places: int) -> float:
-    """Returns the seconds that a descriptor of `size` bytes takes. They are in no order, as the blocks of a cache.
+def _cost(engine: TransferEngine, start: int, receiver: Receiver, way: Way, size: int) -> Finding:
+    """Measures what a descriptor of `size` bytes takes. They are in no order, as the blocks of a cache.
 
     The batches are made here, because the engine would cut long descriptors to divide them among connections.
     """
-    offsets = [place * size for place in range(places)]
+    offsets = [place * size for place in range(way.num_bytes // size)]
     random.Random(size).shuffle(offsets)
     del offsets[_BATCH:]
     batch = (
@@ -269,7 +229,16 @@ def _measure(engine: TransferEngine, start: int, receiver: Receiver, size: int, 
         [size] * len(offsets),
     )
     batches, began = 0, time.monotonic()
-    while (seconds := time.monotonic() - began) < _MEASURED_S or not batches:
+    while (elapsed := time.monotonic() - began) < _MEASURED_S or not batches:
         engine.write_batches(receiver.session, [batch])
         batches += 1
-    return seconds / (batches * len(offsets))
+    seconds = elapsed / (batches * len(offsets))
+    speed = size / max(seconds, 1e-9)
+    return ok(
+        f"descriptors.{way.name}.{size}",
+        f"descriptors of {size >> 10} KiB: {seconds * 1e6:.1f} us each, {speed / 1e9:.3g} GB/s",
+        protocol=way.protocol,
+        bytes=size,
+        seconds=round(seconds, 9),
+        bytes_per_second=round(speed),
+    )

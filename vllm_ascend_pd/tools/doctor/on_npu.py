@@ -24,34 +24,48 @@ from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.device.base import Event, Group
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.tools.doctor.hardware import LAYERS, ROWS, STAGES, ComparedOp, Reached
+from vllm_ascend_pd.tools.doctor.hardware import LAYERS, STAGES, WITHOUT_KERNELS, Reached
 from vllm_ascend_pd.tools.doctor.process import say
+from vllm_ascend_pd.tools.doctor.report import Finding, error, ok, warning
 
 BLOCKS, UNITS, TOKENS = 64, 32, 128
 CACHES, SPLITS = 2, 2
+ROWS = (2048, 1152, 40)
+"""Bytes of a token in a rank's cache: 8 heads of 128 in bfloat16, MLA, and a size that is not a multiple of 32."""
+
+OPS = ("gather_units", "split_heads", "interleave_heads")
 _TIMES = 10
+_BUILD = "load CANN's environment, then pip install -v --no-build-isolation -e . in vllm-ascend-pd: it says what fails"
 
 
-def compare_kernels() -> None:
+def compare_kernels() -> Finding:
     torch.npu.set_device(0)
-    chance = random.Random(0)
+    check, chance, figures = "hardware.kernels", random.Random(0), {}
     for row in ROWS:
         unit = TOKENS * row
         content = torch.frombuffer(bytearray(chance.randbytes(CACHES * BLOCKS * unit)), dtype=torch.uint8)
         caches = list(content.view(CACHES, BLOCKS, unit))
         offsets = torch.tensor(chance.sample(range(BLOCKS), UNITS), dtype=torch.int64) * unit
-        for op in ("gather_units", "split_heads", "interleave_heads"):
+        for op in OPS:
             wanted = torch.zeros(CACHES * UNITS * unit, dtype=torch.uint8)
             _call(op, caches, offsets, wanted, row)
             on_npu, places, got = [cache.npu() for cache in caches], offsets.npu(), torch.zeros_like(wanted).npu()
             _call(op, on_npu, places, got, row)
-            wrong = int(got.cpu().ne(wanted).sum())
+            if wrong := int(got.cpu().ne(wanted).sum()):
+                found = f"{wrong} of {wanted.numel()} bytes of {op} with rows of {row} bytes differ from the CPU's"
+                return error(check, found, WITHOUT_KERNELS, op=op, row_bytes=row)
             began = time.monotonic()
             for _ in range(_TIMES):
                 _call(op, on_npu, places, got, row)
             torch.npu.synchronize()
-            seconds = (time.monotonic() - began) / _TIMES
-            say(ComparedOp(op, row, wanted.numel(), wrong, seconds, ops.npu_kernels.reason))
+            if row == ROWS[0]:
+                figures[f"{op}_bytes_per_second"] = round(wanted.numel() * _TIMES / (time.monotonic() - began))
+    cases = len(ROWS) * len(OPS)
+    same = f"give the CPU's bytes in {cases} cases, the slowest at {min(figures.values()) / 1e9:.3g} GB/s"
+    if reason := ops.npu_kernels.reason:
+        found = f"compiled kernels are not in use ({one_line(reason, _CHARS)}); torch's operators {same}"
+        return warning(check, found, _BUILD, compiled=False, **figures)
+    return ok(check, f"compiled kernels {same}", compiled=True, **figures)
 
 
 def _call(op: str, caches: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor, row: int) -> None:
@@ -194,7 +208,7 @@ def run_rank(rank: int, size: int, store: Path) -> None:
 
 def main() -> None:
     if sys.argv[1] == "kernels":
-        compare_kernels()
+        say(compare_kernels())
     else:
         _, _, rank, size, store = sys.argv
         run_rank(int(rank), int(size), Path(store))

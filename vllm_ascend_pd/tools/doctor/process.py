@@ -2,7 +2,8 @@
 """Runs programs with a time limit and bounded output, and ends all processes that they start.
 
 What can crash, hang or print as it likes (drivers' tools, other people's native libraries) runs outside the doctor's
-own process. A child of the doctor is a Python process that reports JSON lines on its standard output.
+own process. A child of the doctor is a Python process that reports JSON lines on its standard output, most of them
+findings.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ class Ran:
         return f"{self.output}\n{self.errors}".strip()
 
     @property
-    def last_words(self) -> str:
-        """The end of what it wrote to standard error, as one line."""
-        return one_line(self.errors[-_LAST_CHARS:], _LAST_CHARS)
+    def ending(self) -> str:
+        """How it ended, and the end of what it wrote to standard error, as one line."""
+        last = one_line(self.errors[-_LAST_CHARS:], _LAST_CHARS)
+        return f"the process {self.problem or 'reported nothing'}" + (f" ({last})" if last else "")
 
     def reports(self, kind: type[Line]) -> list[Line]:
         """Parses the reports of a child of the doctor. Ignores an incomplete last line."""
@@ -177,11 +179,16 @@ _reports: list[int] = []  # in a child: the file descriptor for `say`
 
 def begin_child(parent: int) -> None:
     """Lets this process end with its parent, and keeps its standard output for `say`: imports may print."""
+    end_with(parent)
+    _reports.append(os.dup(1))
+    os.dup2(2, 1)
+
+
+def end_with(parent: int) -> None:
+    """Lets this process end with its parent, however that ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
-    _reports.append(os.dup(1))
-    os.dup2(2, 1)
 
 
 def say(report: msgspec.Struct) -> None:

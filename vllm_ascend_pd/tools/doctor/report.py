@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import enum
+import shutil
 import sys
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import textwrap
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import typer
 
 from vllm_ascend_pd.core.text import one_line
 
@@ -21,8 +19,6 @@ SCHEMA = 2
 """Grows when a field or a check changes its meaning or goes. Fields, checks and figures may be added without."""
 
 _CHARS = 1000
-_WIDTH = 120
-_QUIET_S = 1.0
 
 
 class Level(enum.Enum):
@@ -35,7 +31,7 @@ class Level(enum.Enum):
     """Does not work."""
 
 
-_STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+_COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "red"}
 
 Figure = int | float | str | bool
 
@@ -95,23 +91,18 @@ def finding(level: Level, check: str, found: str, action: str, **figures: Figure
 
 
 def show(report: DoctorReport, as_json: bool) -> None:
-    """Prints to standard output. Texts have colours on a terminal."""
+    """Prints to standard output. On a terminal, levels have colours and texts are wrapped."""
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
         return
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
+    width = max(len(each.check) for each in report.findings)
+    room = max(20, shutil.get_terminal_size().columns - width - 11) if sys.stdout.isatty() else 2 * _CHARS
     for each in report.findings:
-        text = Text(each.found)
-        if each.action:
-            text.append(f"\n-> {each.action}", "bold" if each.level is Level.ERROR else "")
-        table.add_row(Text(each.level.value, _STYLES[each.level]), each.check, text)
-    with console.capture() as capture:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+        start = f"{typer.style(f'{each.level.value:<7}', fg=_COLOURS[each.level])}  {each.check:<{width}}  "
+        action = textwrap.wrap(f"-> {each.action}", room) if each.action else []
+        for line in [*textwrap.wrap(each.found, room), *action]:
+            typer.echo(start + line)
+            start = " " * (width + 11)
     errors, warnings, notes = (_many(report.counts, level) for level in (Level.ERROR, Level.WARNING, Level.NOTE))
     print(f"\n{errors}, {warnings}, {notes}; {report.counts[Level.OK]} ok")
 
@@ -120,13 +111,5 @@ def _many(counts: dict[Level, int], level: Level) -> str:
     return f"{counts[level]} {level.value}{'' if counts[level] == 1 else 's'}"
 
 
-@contextmanager
-def step(what: str) -> Iterator[None]:
-    """Names a step on standard error if it takes longer than a second."""
-    timer = threading.Timer(_QUIET_S, print, [f"{what} ..."], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def progress(what: str) -> None:
+    print(f"{what} ...", file=sys.stderr, flush=True)

@@ -137,10 +137,9 @@ def installed_cann(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def judge_cann(environment: Mapping[str, str]) -> Finding:
-    """Checks CANN on a machine with NPUs."""
-    check = "versions.cann"
-    home, found = environment.get("ASCEND_HOME_PATH"), installed_cann(environment)
+def judge_cann(environment: Mapping[str, str], found: str | None) -> Finding:
+    """Checks CANN on a machine with NPUs. `found`: its version."""
+    check, home = "versions.cann", environment.get("ASCEND_HOME_PATH")
     if not home:
         unset = "CANN's environment is not loaded: ASCEND_HOME_PATH is not set"
         return error(check, unset, f"install CANN {CANN} and `source` its set_env.sh before engines start")

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks this machine itself: ports that an engine will listen on, and limits of this user's processes."""
+"""Checks the ports that an engine will listen on."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-import resource
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ASCEND_BASE_PORT = 20000
@@ -29,16 +28,22 @@ class Port(NamedTuple):
     host: str = ""
 
 
-def needed_ports(kv_port: int | None, engines: int, host: str, api_port: int | None) -> list[Port]:
-    """Returns the ports. `kv_port` is None on prefill. Each of the `engines` data-parallel engines has a listener."""
+def check_ports(
+    kv_port: int | None,
+    engines: int,
+    host: str,
+    api_port: int | None,
+    devices: Sequence[int],
+    environment: Mapping[str, str],
+) -> list[Finding]:
+    """Checks the API server's port, and one port of `host` for each of decode's `engines`.
+
+    kv_port: the first of these ports, None on prefill.
+    devices: NPUs, for each of which Mooncake listens on a port of its own.
+    """
     ports = [] if api_port is None else [Port(api_port, "the API server")]
     if kv_port is not None:
         ports += [Port(kv_port + i, f"the listener of data-parallel engine {i}", host) for i in range(engines)]
-    return ports
-
-
-def check_ports(ports: Sequence[Port], devices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
-    """Checks all ports. Mooncake listens on separate ports for each NPU in `devices`."""
     ephemeral, taken = _ephemeral(), ascend_ports(devices, environment)
     findings = []
     for number in dict.fromkeys(port.number for port in ports):
@@ -105,47 +110,3 @@ def _ephemeral() -> range | None:
         return range(int(first), int(last) + 1)
     except (OSError, ValueError):
         return None
-
-
-# Limits. Engines inherit those of the shell that starts them.
-
-OPEN_FILES = 16384
-"""Each peer's connection is an open file, of an engine's listener as of the proxy. Many systems allow 1024."""
-
-SHM = "/dev/shm"
-SHM_BYTES = 256 << 20
-"""vLLM (shm_broadcast.py) allocates 10 chunks of 24 MiB there for each engine with several ranks. Docker's default is
-64 MiB."""
-
-
-def check_limits() -> list[Finding]:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        shm = os.statvfs(SHM)
-    except OSError as problem:
-        action = "mount a tmpfs there: vLLM's ranks share memory through it"
-        return [judge_files(files), warning("limits.shm", f"{SHM}: {problem.strerror}", action)]
-    return [judge_files(files), judge_shm(shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize)]
-
-
-def judge_files(soft: int) -> Finding:
-    """`soft` is the number of files that a process may open."""
-    check = "limits.open-files"
-    if soft == resource.RLIM_INFINITY:
-        return ok(check, "a process may open any number of files")
-    if soft >= OPEN_FILES:
-        return ok(check, f"a process may open {soft} files", files=soft)
-    found = f"a process may open {soft} files, and each connection is one"
-    action = f"ulimit -n {OPEN_FILES} before engines start (LimitNOFILE of a unit, --ulimit nofile of a container)"
-    return warning(check, found, action, files=soft)
-
-
-def judge_shm(total: int, free: int) -> Finding:
-    found = f"{SHM}: {free >> 20} of {total >> 20} MiB free"
-    if free >= SHM_BYTES:
-        return ok("limits.shm", found, total_bytes=total, free_bytes=free)
-    action = (
-        f"an engine with several ranks takes {SHM_BYTES >> 20} MiB: give its container --ipc=host or --shm-size; "
-        "remove the files of dead processes there"
-    )
-    return warning("limits.shm", found, action, total_bytes=total, free_bytes=free)
