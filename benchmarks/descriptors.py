@@ -136,9 +136,9 @@ def ours(case: Case) -> list[Writes]:
             for start, stop in case.steps() if route.serves(ticket.replica_hash) else ():
                 send = Send("request", start, stop, (blocks[start // BLOCK : stop // BLOCK],), stop == case.tokens)
                 chosen: Any = device
-                for step_send in plan_sends(route, geometry, [RequestSlice(transfer, send)], chosen, units):
+                for step_send in plan_sends(route, geometry, [RequestSlice(transfer, send)], chosen, units, 1):
                     for target in layout.targets(tensors, route):
-                        plan = resolve(step_send, target, limits)
+                        plan = resolve(step_send, target.shape, limits)
                         for _, _, sizes in plan.batches.at([0] * len(target.bases), target.bases):
                             lengths += sizes
         written.append(lengths)

@@ -13,7 +13,8 @@ from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.prefill.regroup import Regrouper
-from vllm_ascend_pd.prefill.staging import StagedLayer, StagingRing
+from vllm_ascend_pd.prefill.staging import StagingRing
+from vllm_ascend_pd.prefill.step_send import LayerPush
 
 GRANT_WAIT_S, SLOT_TIMEOUT_S = 0.2, 0.3
 SLOT_BYTES = 64
@@ -54,7 +55,8 @@ class Regrouping:
     def submit(self, **state: bool) -> float:
         """Returns for how long the model waited."""
         began = time.monotonic()
-        self.regrouper.submit(layer(**state), [], StagedLayer(object(), SLOT_BYTES))  # type: ignore[arg-type]
+        event: Any = object()
+        self.regrouper.submit(LayerPush("layer", layer(**state), [], event, event), [])
         return time.monotonic() - began
 
 

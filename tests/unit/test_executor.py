@@ -27,8 +27,7 @@ from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.prefill import step_send as step_send_module
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.sender import LayerExecutor, Sender
-from vllm_ascend_pd.prefill.staging import StagedLayer
-from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, StepWrites, plan_sends
+from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
@@ -136,14 +135,13 @@ def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -
     """Request n is in our block 2 * n + 1."""
     device: Any = SimpleNamespace(upload=lambda tensor: tensor)
     slices = [RequestSlice(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
-    return plan_sends(route, GEOMETRY, slices, device, slot_units)
+    return plan_sends(route, GEOMETRY, slices, device, slot_units, len(LAYERS))
 
 
 def pushes(transfers: list[Transfer]) -> list[LayerPush]:
     """Both layers of a step with these requests."""
     [step_send] = plan(transfers)
-    writes = StepWrites(step_send, len(LAYERS))
-    return [LayerPush(tensor.layer, step_send, writes, [tensor], Done()) for tensor in OURS]
+    return [LayerPush(tensor.layer, step_send, [tensor], Done(), Done()) for tensor in OURS]
 
 
 def copy_of(layer: int, p_block: int, d_block: int) -> tuple[int, int, int]:
@@ -279,15 +277,14 @@ def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(executor, 
     ungranted = make_transfer("a", 7, lease_s=0.0)
     [send] = plan([ungranted], staged_route(ranks=(0, 1), index=1), slot_units=2)
     assert (len(send.units), send.share) == (0, 1)
-    staged = StagedLayer(Done(), send.tensor_bytes)
-    executor.execute(LayerPush(LAYERS[0], send, StepWrites(send, 1), [OURS[0]], Done(), staged))
+    executor.execute(LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done()))
     assert (engine.arrived, ungranted.failure) == ([], None)
 
     class Failed(Done):
         def wait(self, timeout_s: float) -> None:
             raise DeviceError("an all-to-all failed")
 
-    executor.execute(LayerPush(LAYERS[0], send, StepWrites(send, 1), [OURS[0]], Failed(), staged))
+    executor.execute(LayerPush(LAYERS[1], send, [OURS[1]], Done(), Failed()))
     assert ungranted.failure is not None
     assert "an all-to-all failed" in ungranted.failure
 

@@ -24,8 +24,8 @@ from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device import ops, ops_fallback
 from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group
-from vllm_ascend_pd.prefill.staging import Slot, StagedLayer, StagingRing
-from vllm_ascend_pd.prefill.step_send import StepSend
+from vllm_ascend_pd.prefill.staging import Slot, StagingRing
+from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
 from vllm_ascend_pd.transport.engine import TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -148,8 +148,8 @@ class Regrouper:
         for group in self._groups.values():
             group.close()
 
-    def submit(self, step_send: StepSend, tensors: Sequence[torch.Tensor], staged: StagedLayer) -> Event:
-        """Queues the regrouping of a layer on the side stream, into a slot for `staged`. Returns its end.
+    def submit(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> Event:
+        """Queues the regrouping of a layer on the side stream, into a slot for `push`. Returns its end.
 
         The model's thread calls it. On NPUs it waits for a slot, for `grant_wait_s` and `slot_timeout_s` at most, and
         not for a layer whose requests have failed. Raises DeviceError if the layer cannot be queued, which also breaks
@@ -157,14 +157,14 @@ class Regrouper:
         """
 
         def regroup() -> None:
-            slot = self.run(step_send, tensors)
-            if slot is not None and not staged.fill(slot):  # the sender has stopped waiting for it
+            slot = self.run(push.step_send, tensors)
+            if slot is not None and not push.fill(slot):  # the sender has stopped waiting for it
                 self._ring.release(slot)
 
         try:
-            return self._device.submit(regroup, staged.computed)
+            return self._device.submit(regroup, push.computed)
         except DeviceError as error:
-            self.missed(step_send.route.ranks, str(error))
+            self.missed(push.step_send.route.ranks, str(error))
             raise
 
     def run(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> Slot | None:

@@ -244,7 +244,7 @@ class LayerExecutor:
         try:
             self._await_bytes(push)
             # Earlier writes end first, so that their requests need not wait for these requests' grants.
-            push.writes.await_destinations(before_waiting=self._pipeline.drain)
+            push.step_send.await_destinations(before_waiting=self._pipeline.drain)
             if self._layout is None:  # all of its requests have failed
                 push.step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
                 return
@@ -266,7 +266,7 @@ class LayerExecutor:
 
     def can_join(self, push: LayerPush, other: LayerPush) -> bool:
         """Whether `other`, which was put after `push`, may leave with it: it can be read, and its writes are alike."""
-        if other.writes is not push.writes or self._layout is None or not other.ready.is_done():
+        if other.step_send is not push.step_send or self._layout is None or not other.ready.is_done():
             return False
         route = push.step_send.route
         ours, theirs = (self._layout.targets(each.tensors, route) for each in (push, other))
@@ -276,19 +276,21 @@ class LayerExecutor:
         """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
         target, limits = targets[0], self._engine.limits
         self._pipeline.make_room()  # a request that fails meanwhile is not written
-        plan = pushes[0].writes.plan_for(target, limits)  # the grant may still be in flight
+        step_send = pushes[0].step_send
+        plan = step_send.plan_for(target.shape, limits)  # the grant may still be in flight
         if plan.total_bytes == 0:  # other ranks write all units that are exchanged
             return
-        live: Sequence[int] = range(len(plan.transfers))
-        lease, batches = plan.lease, plan.batches
+        transfers = step_send.transfers
+        live: Sequence[int] = range(len(transfers))
+        lease, batches = step_send.lease_for(target.key), plan.batches
         if not lease.may_plan():
             self._pipeline.drain()
-            live = [i for i in live if plan.transfers[i].await_grant(target.key)]
+            live = [i for i in live if transfers[i].await_grant(target.key)]
             if not live:
                 return
-            lease = LeaseCheck([plan.transfers[i] for i in live], target.key)
-            if len(live) < len(plan.transfers):
-                batches = batches_of(pushes[0].step_send, target.shape, limits, live)
+            lease = LeaseCheck([transfers[i] for i in live], target.key)
+            if len(live) < len(transfers):
+                batches = batches_of(step_send, target.shape, limits, live)
         begun = time.monotonic()
         writes = [_Write(push, to, plan, live, begun) for push, to in zip(pushes, targets, strict=True)]
         for push in pushes:
@@ -322,13 +324,13 @@ class LayerExecutor:
         except TimeoutError:
             self._pipeline.drain()
             deadline = time.monotonic() + self._ready_timeout_s
-            if push.staged is not None:
+            if push.step_send.route.is_staged:
                 with contextlib.suppress(DeviceError, TimeoutError):  # `ready` fails with the same error below
-                    push.staged.computed.wait(self._ready_timeout_s)
+                    push.computed.wait(self._ready_timeout_s)
             computed_at = time.monotonic()
             push.ready.wait(max(0.0, deadline - computed_at))
             waited_s = time.monotonic() - computed_at
-        if push.staged is not None:
+        if push.step_send.route.is_staged:
             self._observer.regroup_waited(waited_s)
 
     def _ended(self, writes: Sequence[_Write], error: TransferError | None) -> None:
@@ -339,22 +341,22 @@ class LayerExecutor:
         """Counts a write that is over. After an error, writes each of its requests by itself."""
         try:
             delivered = write.live if error is None else self._write_apart(write, error)
-            plan = write.plan
-            write.push.writes.arrived(plan, delivered)
-            ticket_ids, num_bytes, total = write.push.step_send.ticket_ids, plan.num_bytes, plan.total_bytes
-            if len(delivered) < len(plan.transfers):
+            plan, key, step_send = write.plan, write.target.key, write.push.step_send
+            step_send.arrived(key, plan, delivered)
+            ticket_ids, num_bytes, total = step_send.ticket_ids, plan.num_bytes, plan.total_bytes
+            if len(delivered) < len(ticket_ids):
                 ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
                 total = int(num_bytes.sum())
-            self._observer.write_ended(write.push.layer, plan.key, write.begun, ticket_ids, num_bytes, total)
+            self._observer.write_ended(write.push.layer, key, write.begun, ticket_ids, num_bytes, total)
         except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
             _fail(write.push, unexpected)
 
     def _end(self, push: LayerPush) -> None:
         """Gives the layer's staging slot back, after all its writes are over."""
-        push.writes.layer_ended()
+        push.step_send.layer_ended()
         if push.begun:
             self._observer.layer_written(time.monotonic() - push.begun)
-        if push.staged is not None and (slot := push.staged.take_back()) is not None:
+        if (slot := push.take_back()) is not None:
             assert self._ring is not None
             self._ring.release(slot, push.settled_at)
 
@@ -362,12 +364,12 @@ class LayerExecutor:
 
     def _write_apart(self, write: _Write, error: TransferError) -> list[int]:
         """Writes once for each request that has not failed and whose lease runs. Returns those that were delivered."""
-        push, key = write.push, write.plan.key
+        push, key = write.push, write.target.key
         self._mark_in_flight(write, write.live, error)
         logger.warning("layer %s to decode rank %s: %s; trying each request by itself", push.layer, key, error)
         delivered = []
         for i in write.live:
-            transfer = write.plan.transfers[i]
+            transfer = push.step_send.transfers[i]
             if not transfer.await_grant(key):
                 continue
             self._observer.write_retried()
@@ -382,7 +384,7 @@ class LayerExecutor:
 
     def _write_twice(self, write: _Write, request: int) -> None:
         """Writes one request. Tries a second time if the error is retryable. Raises TransferError."""
-        transfer, target = write.plan.transfers[request], write.target
+        transfer, target = write.push.step_send.transfers[request], write.target
         lease = LeaseCheck([transfer], target.key)
         batches = batches_of(write.push.step_send, target.shape, self._engine.limits, (request,))
 
@@ -406,7 +408,7 @@ class LayerExecutor:
         if error.may_arrive:
             write.push.settled_at = self._running_time() + self._engine.limits.settle_s
             for i in requests:
-                write.plan.transfers[i].mark_in_flight(write.push.settled_at)
+                write.push.step_send.transfers[i].mark_in_flight(write.push.settled_at)
 
 
 def _fail(push: LayerPush, error: Exception) -> None:
@@ -418,15 +420,7 @@ def _fail(push: LayerPush, error: Exception) -> None:
         push.step_send.fail(f"pushing layer {push.layer} failed: {error}", PushFailure.INTERNAL)
 
 
-class _QueuedLayer(NamedTuple):
-    """A layer in a sender's queue."""
-
-    push: LayerPush
-    # Whether it took a token of the queue's room.
-    has_room: bool
-
-
-_Task: TypeAlias = _QueuedLayer | Callable[[], None]
+_Task: TypeAlias = LayerPush | Callable[[], None]
 
 # The most layers that leave together. Their staging slots become free together, too.
 _MOST_JOINED = 8
@@ -489,12 +483,11 @@ class Sender:
 
         Even then the layer is queued, because its staging slot must be released once it is filled.
         """
-        has_room = True
         try:
             self._room.get_nowait()
         except queue.Empty:
-            has_room = self._await_room(push, timeout_s)
-        self._tasks.put(_QueuedLayer(push, has_room))
+            push.has_room = self._await_room(push, timeout_s)
+        self._tasks.put(push)
 
     def _await_room(self, push: LayerPush, timeout_s: float) -> bool:
         began = time.monotonic()
@@ -558,7 +551,7 @@ class Sender:
                     task = self._next_task()
                 except queue.Empty:
                     continue
-                if isinstance(task, _QueuedLayer):
+                if isinstance(task, LayerPush):
                     self._push(task)
                 else:
                     task()
@@ -578,9 +571,9 @@ class Sender:
             self._executor.drain()
         return self._tasks.get(timeout=LOOK_S if self._slots_rest() else None)
 
-    def _push(self, queued: _QueuedLayer) -> None:
+    def _push(self, push: LayerPush) -> None:
         """Writes a layer, and with it those that have come while it waited for its turn."""
-        layers = [queued]
+        layers = [push]
 
         def take_alike() -> Sequence[LayerPush]:
             if self._tasks.empty():  # mostly: cheaper than an exception
@@ -588,13 +581,13 @@ class Sender:
             with contextlib.suppress(queue.Empty):
                 while self._next is None and len(layers) < _MOST_JOINED:
                     task = self._tasks.get_nowait()
-                    if isinstance(task, _QueuedLayer) and self._executor.can_join(queued.push, task.push):
+                    if isinstance(task, LayerPush) and self._executor.can_join(push, task):
                         layers.append(task)
                     else:
                         self._next = task
-            return [each.push for each in layers[1:]]
+            return layers[1:]
 
-        self._executor.execute(queued.push, take_alike)
+        self._executor.execute(push, take_alike)
         for each in layers:
             if each.has_room:
                 self._executor.then(partial(self._room.put, None))

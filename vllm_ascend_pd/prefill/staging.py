@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 import torch
 
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
-from vllm_ascend_pd.device.base import Event
 
 H = TypeVar("H")
 
@@ -103,39 +102,3 @@ class StagingRing(Generic[H]):
             self._free += [slot for until, slot in self._resting if until <= now]
             self._resting = [(until, slot) for until, slot in self._resting if until > now]
             return bool(self._resting)
-
-
-class StagedLayer:
-    """The staging slot of a regrouped layer.
-
-    The side stream hands the filled slot over, and the sender takes it for release. If the sender gives up first, the
-    side stream keeps the slot.
-    """
-
-    def __init__(self, computed: Event, tensor_bytes: int) -> None:
-        # When regrouping can begin.
-        self.computed = computed
-        # Bytes of each tensor in the slot.
-        self._tensor_bytes = tensor_bytes
-        self._lock = threading.Lock()
-        # Both change under the lock.
-        self._slot: Slot | None = None
-        self._given_up = False
-
-    def fill(self, slot: Slot) -> bool:
-        """Hands over a slot with the layer's bytes. Returns False if the sender has given up: keep it then."""
-        with self._lock:
-            if not self._given_up:
-                self._slot = slot
-            return not self._given_up
-
-    def take_back(self) -> Slot | None:
-        """Returns the slot for release, if there is one. Nothing of the layer may be read any more."""
-        with self._lock:
-            self._given_up = True
-            return self._slot
-
-    def address(self, tensor: int) -> int:
-        """Returns the address of the layer's `tensor`, once the slot is filled."""
-        assert self._slot is not None
-        return self._slot.address + tensor * self._tensor_bytes

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step sends to one decode engine from caches of one geometry: arrays over all requests.
 
-The model's thread builds a `StepSend` before the step's first layer. Nothing changes it afterwards: its arrays hold for
-every layer of the step. Once the addresses of decode's tensors are known, the sender's thread resolves it into a
-`WritePlan` for each decode rank. A `LayerPush` is one layer on its way from the model's thread to the sender's.
+The model's thread builds a `StepSend` before the step's first layer. Its arrays hold for every layer of the step. Once
+the shape of decode's tensors is known, the sender's thread resolves it into a `WritePlan`. A `LayerPush` is one layer
+on its way from the model's thread to the sender's.
 """
 
-import dataclasses
+from __future__ import annotations
+
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 
@@ -33,7 +35,7 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.prefill.decode_layout import LayerTarget, WriteShape
-from vllm_ascend_pd.prefill.staging import StagedLayer
+from vllm_ascend_pd.prefill.staging import Slot
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
 from vllm_ascend_pd.transport.batches import Batches, TransferLimits
 
@@ -58,8 +60,29 @@ class RequestSlice:
 
 
 @dataclass(frozen=True, eq=False)
+class WritePlan:
+    """One write of a step send to a decode rank, for all of its requests.
+
+    It holds for every layer and decode rank with targets of its shape: those only add the addresses of their tensors.
+    """
+
+    # Source offsets, destination offsets and lengths, in batches that Mooncake can take.
+    batches: Batches
+    # `[requests]`: how many bytes of each request it writes.
+    num_bytes: Offsets
+    total_bytes: int
+
+
+_COMPUTED = attrgetter("computed")
+
+
+@dataclass(eq=False)
 class StepSend:
-    """Units of several requests that are sent by one route. Regrouped units fit into one staging slot."""
+    """Units of several requests that are sent by one route. Regrouped units fit into one staging slot.
+
+    The model's thread makes it. Afterwards the sender's thread owns `layers_left`, the private fields and the methods
+    that are `owned`. Nothing else changes.
+    """
 
     route: Route
     # How our caches lie in memory.
@@ -72,12 +95,23 @@ class StepSend:
     src_units: Offsets
     # `[units]`: the id of the decode block that each unit goes to.
     d_blocks: Offsets
+    # How many layers with tensors of this geometry are not written yet.
+    layers_left: int
     # Where all units of the group are in our tensors, on the cache's device, int64. None unless units are regrouped.
     unit_offsets: torch.Tensor | None = None
     # Units in each plane of a staged tensor: the largest share of a rank of the group.
     share: int = 0
     # Where the units of a share are in an exchanged tensor, on the device. None unless the exchanged heads are divided.
     share_offsets: torch.Tensor | None = None
+
+    _plans: dict[WriteShape, WritePlan] = field(default_factory=dict)
+    _leases: dict[RankKey, LeaseCheck] = field(default_factory=dict)
+    # How often all bytes of a plan have arrived on a decode rank before a prompt's last layer was computed. The bytes
+    # are added up once a step: doing it for each layer of 32 requests adds a seventh to the sender's time (71 to 81
+    # microseconds, benchmarks/plan.py).
+    _early: dict[tuple[RankKey, WritePlan], int] = field(default_factory=dict)
+    # Whether each request has its destinations, or has failed.
+    _located: bool = False
 
     @cached_property
     def plane_bytes(self) -> int:
@@ -121,6 +155,53 @@ class StepSend:
             if transfer.waits_for_grant:
                 transfer.fail(reason, PushFailure.NO_GRANT)
 
+    @owned
+    def await_destinations(self, before_waiting: Callable[[], None]) -> None:
+        """Waits until each request has its destinations or has failed. Calls `before_waiting` first."""
+        if not self._located:
+            before_waiting()
+            for transfer in self.transfers:
+                transfer.await_destinations()
+            self._located = True
+
+    @owned
+    def plan_for(self, shape: WriteShape, limits: TransferLimits) -> WritePlan:
+        """Returns the plan for all layers and decode ranks with targets of this shape. The first one resolves it."""
+        plan = self._plans.get(shape)
+        if plan is None:
+            plan = self._plans[shape] = resolve(self, shape, limits)
+        return plan
+
+    @owned
+    def lease_for(self, key: RankKey) -> LeaseCheck:
+        """Returns the check of all its transfers' leases for decode rank `key`."""
+        lease = self._leases.get(key)
+        if lease is None:
+            lease = self._leases[key] = LeaseCheck(self.transfers, key)
+        return lease
+
+    @owned
+    def arrived(self, key: RankKey, plan: WritePlan, delivered: Sequence[int]) -> None:
+        """Counts the bytes of the `delivered` slices, which have arrived on decode rank `key`."""
+        transfers = self.transfers
+        if len(delivered) == len(transfers) and not any(map(_COMPUTED, transfers)):
+            self._early[key, plan] = self._early.get((key, plan), 0) + 1
+            return
+        ends = {transfer.computed for transfer in transfers}
+        over = {end for end in ends if end is not None and end.is_done()}
+        for i in delivered:
+            num_bytes = int(plan.num_bytes[i])
+            transfers[i].wrote(key, num_bytes, 0 if transfers[i].computed in over else num_bytes)
+
+    @owned
+    def layer_ended(self) -> None:
+        """Counts a layer whose writes are over. After the last one, adds up the bytes that arrived early."""
+        self.layers_left -= 1
+        if self.layers_left == 0:
+            for (key, plan), times in self._early.items():
+                for transfer, num_bytes in zip(self.transfers, plan.num_bytes.tolist(), strict=True):
+                    transfer.wrote(key, times * num_bytes, times * num_bytes)
+
 
 def plan_sends(
     route: Route,
@@ -128,11 +209,12 @@ def plan_sends(
     slices: Sequence[RequestSlice],
     device: Device,
     slot_units: int,
+    layers: int,
 ) -> list[StepSend]:
     """Returns the step sends that send `slices` to one decode engine.
 
     There is one, or several if units are regrouped and do not fit into one staging slot. `slot_units`: how many units
-    are regrouped at a time. Raises `DeviceError`.
+    are regrouped at a time. `layers`: how many layers have tensors of the geometry. Raises `DeviceError`.
 
     The ranks of a group make the same sends, because they have the same slices and caches (R5). They differ only in
     which units each of them writes.
@@ -163,7 +245,7 @@ def plan_sends(
     if len(src_units) == 0:
         return []
     if not route.is_staged:
-        return [StepSend(route, geometry, slices, units, src_units, d_blocks)]
+        return [StepSend(route, geometry, slices, units, src_units, d_blocks, layers)]
     # Staged units may be in any order: in that of decode's blocks, most of them continue each other.
     order = _by_place(units, d_blocks, slices[0].transfer.ticket.sharding)
     units, d_blocks = units.cut(order), d_blocks[order]
@@ -178,7 +260,7 @@ def plan_sends(
         split = None
         if route.ranks and route.planes > 1:
             split = device.upload(torch.arange(most) * (route.ratio * route.source_bytes))
-        sends.append(StepSend(route, geometry, slices, own, staged, own_blocks, offsets, most, split))
+        sends.append(StepSend(route, geometry, slices, own, staged, own_blocks, layers, offsets, most, split))
     return sends
 
 
@@ -190,120 +272,23 @@ def _by_place(units: Units, d_blocks: Offsets, decode: Sharding) -> Offsets | sl
     return order
 
 
-# Resolves a step send into writes to decode ranks, once the addresses of their tensors are known.
+# Resolves a step send into writes to decode ranks, once the shape of their tensors is known.
 #
 # All of it is pure, except that `Batches` reuses its memory for addresses. The sender's thread owns all of it.
 
-_COMPUTED = attrgetter("computed")
 
-
-@dataclass(frozen=True, eq=False)
-class WritePlan:
-    """One write to one decode rank for all requests of a step send.
-
-    It holds for every layer with targets of this shape: a layer only adds the addresses of its tensors.
-    """
-
-    key: RankKey
-    # The decode rank's Mooncake session.
-    session: str
-    shape: WriteShape
-    # Source offsets, destination offsets and lengths, in batches that Mooncake can take.
-    batches: Batches
-    # `[requests]`: how many bytes of each request it writes.
-    num_bytes: Offsets
-    total_bytes: int
-    lease: LeaseCheck
-    # By index into `num_bytes`.
-    transfers: Sequence[Transfer]
-
-    def to(self, target: LayerTarget) -> "WritePlan":
-        """Returns the plan for another decode rank, whose targets have the same shape."""
-        lease = LeaseCheck(self.transfers, target.key)
-        return dataclasses.replace(self, key=target.key, session=target.session, lease=lease)
-
-
-class StepWrites:
-    """The write plans of one step send, and the bytes that have arrived by them.
-
-    The model's thread makes it with the step send. From then on the sender's thread owns it.
-    """
-
-    def __init__(self, step_send: StepSend, layers: int) -> None:
-        """`layers`: how many layers will be pushed."""
-        self._step_transfer = step_send
-        self._plans: dict[tuple[RankKey, WriteShape], WritePlan] = {}
-        # How often all bytes of a plan have arrived before a prompt's last layer was computed. The bytes are added up
-        # once a step: doing it for each layer of 32 requests adds a seventh to the sender's time (71 to 81
-        # microseconds, benchmarks/plan.py).
-        self._early: dict[WritePlan, int] = {}
-        self._layers_left = layers
-        # Whether each request has its destinations, or has failed.
-        self._located = False
-
-    @owned
-    def await_destinations(self, before_waiting: Callable[[], None]) -> None:
-        """Waits until each request has its destinations or has failed. Calls `before_waiting` first."""
-        if not self._located:
-            before_waiting()
-            for transfer in self._step_transfer.transfers:
-                transfer.await_destinations()
-            self._located = True
-
-    @owned
-    def plan_for(self, target: LayerTarget, limits: TransferLimits) -> WritePlan:
-        """Returns the plan for all layers with such a target. The first layer resolves it."""
-        plan = self._plans.get((target.key, target.shape))
-        if plan is None:
-            alike = next((known for known in self._plans.values() if known.shape is target.shape), None)
-            plan = resolve(self._step_transfer, target, limits) if alike is None else alike.to(target)
-            self._plans[target.key, target.shape] = plan
-        return plan
-
-    @owned
-    def arrived(self, plan: WritePlan, delivered: Sequence[int]) -> None:
-        """Counts the bytes of the `delivered` slices, which have arrived."""
-        transfers = plan.transfers
-        if len(delivered) == len(transfers) and not any(map(_COMPUTED, transfers)):
-            self._early[plan] = self._early.get(plan, 0) + 1
-            return
-        ends = {transfer.computed for transfer in transfers}
-        over = {end for end in ends if end is not None and end.is_done()}
-        for i in delivered:
-            num_bytes = int(plan.num_bytes[i])
-            transfers[i].wrote(plan.key, num_bytes, 0 if transfers[i].computed in over else num_bytes)
-
-    @owned
-    def layer_ended(self) -> None:
-        """Counts a layer whose writes are over. After the last one, adds up the bytes that arrived early."""
-        self._layers_left -= 1
-        if self._layers_left == 0:
-            for plan, times in self._early.items():
-                for transfer, num_bytes in zip(plan.transfers, plan.num_bytes.tolist(), strict=True):
-                    transfer.wrote(plan.key, times * num_bytes, times * num_bytes)
-
-
-def resolve(step_send: StepSend, target: LayerTarget, limits: TransferLimits) -> WritePlan:
-    """Returns the plan that writes all of `step_send` to the target's decode rank."""
+def resolve(step_send: StepSend, shape: WriteShape, limits: TransferLimits) -> WritePlan:
+    """Returns the plan that writes all of `step_send` to a decode rank with targets of this shape."""
     num_bytes = np.zeros(len(step_send.slices), dtype=np.int64)
     per_unit: Counter[TokenShare] = Counter()
-    for share_of_unit, theirs in target.shape.parts:
+    for share_of_unit, theirs in shape.parts:
         per_unit[theirs.share] += share_of_unit.nbytes
     for share, size in per_unit.items():
         owner = step_send.units.owner
         if share.ranks > 1:
             owner = owner[step_send.units.held(share)]
         num_bytes += np.bincount(owner, minlength=len(num_bytes)) * size
-    return WritePlan(
-        target.key,
-        target.session,
-        target.shape,
-        batches_of(step_send, target.shape, limits),
-        num_bytes,
-        int(num_bytes.sum()),
-        LeaseCheck(step_send.transfers, target.key),
-        step_send.transfers,
-    )
+    return WritePlan(batches_of(step_send, shape, limits), num_bytes, int(num_bytes.sum()))
 
 
 def batches_of(
@@ -339,23 +324,47 @@ def _copies(step_send: StepSend, target: Target, theirs: Geometry, only: Collect
 
 @dataclass(slots=True)
 class LayerPush:
-    """The tensors of one layer that one step send reads."""
+    """The tensors of one layer that one step send reads, on their way from the model's thread to the sender's.
+
+    The side stream hands over the staging slot of a regrouped layer, and the sender takes it for release. If the sender
+    gives up first, the side stream keeps the slot.
+    """
 
     layer: str
     step_send: StepSend
-    writes: StepWrites
     tensors: Sequence[CacheTensor]
-    # When the bytes can be read.
+    # When the cache holds the step's tokens.
+    computed: Event
+    # When the bytes can be read: they are `computed`, and regrouped if that is needed.
     ready: Event
-    # The staging slot that they are read from. None if they are read from the cache.
-    staged: StagedLayer | None = None
+    # Whether it took a token of the room in the sender's queue.
+    has_room: bool = True
     # When its first write began, on the monotonic clock.
     begun: float = 0.0
     # Until when a failed write may still read the bytes, in running time. 0 if no write has failed.
     settled_at: float = 0.0
+    # The two below change under the lock. The staging slot that the bytes are read from. None if they are read from
+    # the cache, and until the slot is filled.
+    _slot: Slot | None = None
+    _given_up: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fill(self, slot: Slot) -> bool:
+        """Hands over a slot with the layer's bytes. Returns False if the sender has given up: keep it then."""
+        with self._lock:
+            if not self._given_up:
+                self._slot = slot
+            return not self._given_up
+
+    def take_back(self) -> Slot | None:
+        """Returns the slot for release, if there is one. Nothing of the layer may be read any more."""
+        with self._lock:
+            self._given_up = True
+            return self._slot
 
     def sources(self, target: LayerTarget) -> list[int]:
         """Returns the addresses that the source offsets of each part of the target's shape count from."""
-        if self.staged is None:
+        if not self.step_send.route.is_staged:
             return [self.tensors[n].base for n in target.sources]
-        return [self.staged.address(n) for n in target.sources]
+        assert self._slot is not None
+        return [self._slot.address + n * self.step_send.tensor_bytes for n in target.sources]

@@ -2,11 +2,14 @@
 """The prefill side of a worker: plans each step, and pushes each layer as soon as it is computed."""
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_ascend_pd.core.caches import LayerTensors, RegisteredCaches
+import torch
+
+from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus, StepPart
@@ -23,18 +26,9 @@ from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.open_transfers import OpenTransfers
 from vllm_ascend_pd.prefill.regroup import Regrouper, make_regrouper
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.staging import StagedLayer
-from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, StepWrites, plan_sends
+from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport.engine import TransferEngine
-
-
-class Planned(NamedTuple):
-    """A step send with its sender and its write plans."""
-
-    sender: Sender
-    step_send: StepSend
-    writes: StepWrites
 
 
 @dataclass(frozen=True)
@@ -43,8 +37,8 @@ class StepPlan:
 
     # The number of the step, which is the same on all ranks.
     number: int = 0
-    # By the index of the geometry that is read.
-    transfers: dict[int, list[Planned]] = field(default_factory=dict)
+    # What is sent, and by which sender. By the index of the geometry that is read.
+    sends: dict[int, list[tuple[Sender, StepSend]]] = field(default_factory=dict)
     # Layers that were not pushed yet, in order.
     unsaved: dict[str, None] = field(default_factory=dict)
     # Transfers whose prompt ends in this step.
@@ -110,8 +104,7 @@ class Planner:
             for index, geometry in enumerate(self._geometries):
                 if geometry.is_known_to(decode.draft):
                     for step_send in self._plan_geometry(index, decode, group):
-                        planned = Planned(sender, step_send, StepWrites(step_send, self._layers[index]))
-                        plan.transfers.setdefault(index, []).append(planned)
+                        plan.sends.setdefault(index, []).append((sender, step_send))
         return plan
 
     def _plan_geometry(self, index: int, decode: TicketShape, slices: list[RequestSlice]) -> list[StepSend]:
@@ -130,7 +123,7 @@ class Planner:
             slot_units = route.slot_units(self._regrouper.slot_bytes, self._tensors_of_a_layer[index])
             assert slot_units > 0
         try:
-            return plan_sends(route, self._geometries[index], served, self._device, slot_units)
+            return plan_sends(route, self._geometries[index], served, self._device, slot_units, self._layers[index])
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
                 self._regrouper.missed(route.ranks, str(error))
@@ -232,7 +225,7 @@ class PrefillWorker:
 
         `layer`: the layer that `layer_computed` names next; "" if the caller does not know its name.
         """
-        if self._plan.transfers:
+        if self._plan.sends:
             self._written = (layer, self._device.record_event())
 
     @owned
@@ -248,7 +241,7 @@ class PrefillWorker:
         the first call for a layer counts.
         """
         written, self._written = self._written, None
-        if self._plan.transfers and layer in self._plan.unsaved:
+        if self._plan.sends and layer in self._plan.unsaved:
             if written is None or written[0] not in ("", layer):
                 written = layer, self._device.record_event()
             self._push_layer(self._plan, layer, written[1])
@@ -264,7 +257,7 @@ class PrefillWorker:
         """
         self._forward_ended = True
         if error is not None:
-            pushed = {t for of in self._plan.transfers.values() for each in of for t in each.step_send.transfers}
+            pushed = {t for of in self._plan.sends.values() for _, step_send in of for t in step_send.transfers}
             for transfer in {*self._plan.last, *pushed}:
                 transfer.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
 
@@ -273,7 +266,7 @@ class PrefillWorker:
         """The forward pass and the draft have ended. Pushes the layers that no call has announced, and finishes the
         prompts that end in this step. A second call does nothing."""
         plan, self._plan = self._plan, StepPlan()
-        if plan.unsaved and plan.transfers:
+        if plan.unsaved and plan.sends:
             event = self._device.record_event()
             for layer in list(plan.unsaved):
                 self._push_layer(plan, layer, event)
@@ -339,26 +332,19 @@ class PrefillWorker:
         plan.unsaved.pop(layer, None)
         self._observer.layer_computed(layer, computed)
         for geometry, tensors in self._caches.layers_by_geometry.get(layer, {}).items():
-            for planned in plan.transfers.get(geometry, ()):
+            for sender, step_send in plan.sends.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
-                push: LayerPush | None
-                if planned.step_send.route.is_staged:
-                    push = self._regroup(planned, layer, tensors, computed)
-                else:
-                    push = LayerPush(layer, planned.step_send, planned.writes, tensors.described, computed)
-                if push is not None:
-                    planned.sender.put_layer(push, self._config.write_timeout_s)
+                push = LayerPush(layer, step_send, tensors.described, computed, ready=computed)
+                if not step_send.route.is_staged or self._regroup(push, tensors.tensors):
+                    sender.put_layer(push, self._config.write_timeout_s)
 
-    def _regroup(self, planned: Planned, layer: str, tensors: LayerTensors, computed: Event) -> LayerPush | None:
-        """Queues a layer's regrouping. Returns None if that failed, and with it the layer's requests."""
+    def _regroup(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> bool:
+        """Queues a layer's regrouping. Returns False if that failed, and with it the layer's requests."""
         assert self._regrouper is not None
-        transfer = planned.step_send
-        staged = StagedLayer(computed, transfer.tensor_bytes)
         try:
-            ready = self._regrouper.submit(transfer, tensors.tensors, staged)
+            push.ready = self._regrouper.submit(push, tensors)
         except DeviceError as error:
-            transfer.fail(f"layer {layer} could not be regrouped: {error}", PushFailure.DEVICE)
-            return None
-        push = LayerPush(layer, transfer, planned.writes, tensors.described, ready, staged)
-        self._observer.regroup_submitted(layer, transfer.ticket_ids, computed, ready)
-        return push
+            push.step_send.fail(f"layer {push.layer} could not be regrouped: {error}", PushFailure.DEVICE)
+            return False
+        self._observer.regroup_submitted(push.layer, push.step_send.ticket_ids, push.computed, push.ready)
+        return True
