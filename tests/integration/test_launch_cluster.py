@@ -316,8 +316,8 @@ def test_waiting_for_the_end_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "options", "message"),
     [
-        ("dp: 2", "dp: 3", (), "hosts.yaml:10: decode[0].hosts:"),
-        ("proxy: ", "proxi: ", (), "hosts.yaml:12: proxi: unknown key"),
+        ("dp: 2", "dp: 3", (), "hosts.yaml: decode[0].hosts:"),
+        ("proxy: ", "proxi: ", (), "hosts.yaml: proxi: unknown key"),
         ("", "", ("--stop",), "--stop was removed: press Ctrl-C"),
         ("", "", ("--detach",), "--detach was removed: run the launcher in"),
         ("", "", ("--bogus",), "No such option"),

@@ -25,7 +25,7 @@ from vllm_ascend_pd.connector.serve_options import option_lines, serve_parser
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.tools.launch.engine import REFUSED, refused_argument
-from vllm_ascend_pd.tools.launch.hosts import HostsFile
+from vllm_ascend_pd.tools.launch.hosts import read_hosts
 from vllm_ascend_pd.tools.launch.plan import make_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def understood(words: list[str], role: str) -> None:
 @pytest.mark.parametrize("path", HOSTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_hosts_become_commands_that_are_understood(path: Path, tmp_path: Path) -> None:
     shown = run(str(REPOSITORY / "scripts/launch_cluster.sh"), str(path), "--dry-run")
-    plan = make_plan(HostsFile.read(path).cluster, sys.executable, str(REPOSITORY))
+    plan = make_plan(read_hosts(path), sys.executable, str(REPOSITORY))
     assert [line for line in shown.splitlines() if not line.startswith("#")] == [
         shlex.join(process.command) for process in plan.processes
     ]

@@ -28,7 +28,7 @@ import httpx
 import typer
 
 from vllm_ascend_pd.tools.command_line import new_app, run_app
-from vllm_ascend_pd.tools.launch.hosts import HostsError, HostsFile, Invalid
+from vllm_ascend_pd.tools.launch.hosts import HostsError, read_hosts
 from vllm_ascend_pd.tools.launch.plan import SSH, LaunchedProcess, LaunchPlan, make_plan
 
 STOP_SECONDS = 30.0
@@ -230,13 +230,9 @@ def main(
     process has ended, 130 after Ctrl-C or SIGTERM.
     """
     try:
-        file = HostsFile.read(hosts)
-        try:
-            plan = make_plan(file.cluster, sys.executable, str(repository))
-        except Invalid as error:
-            raise file.located(error) from None
+        plan = make_plan(read_hosts(hosts), sys.executable, str(repository))
     except HostsError as error:
-        _say(f"launch_cluster: {error}")
+        _say(f"launch_cluster: {hosts.name}: {error}")
         raise typer.Exit(End.USAGE) from None
     if dry_run_only:
         print(dry_run(plan))

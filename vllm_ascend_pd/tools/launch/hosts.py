@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads hosts.yaml, which describes a cluster, into typed values. Errors name the file's line and the key."""
+"""Reads hosts.yaml, which describes a cluster, into typed values. Errors name the key."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,12 +16,8 @@ from vllm_ascend_pd.core.hosts import normal_host
 from vllm_ascend_pd.tools.launch.shape import Executor
 
 _MAX_BYTES = 1 << 20
-_MAX_DEPTH = 16
 _MAX_VALUES = 100_000
-"""Bounds of the YAML values, because aliases can be recursive or expand without limit."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-_SSH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
-_INTERFACE = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")
+"""Bounds the values of the file, because aliases expand without limit."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)\Z", re.IGNORECASE)
 _REMOVED = {
@@ -37,8 +34,6 @@ _PROXYS = {
     "--port": "use proxy.port",
     "--metaserver-url": "use hosts",
     "--metaserver-token-file": "use metaserver_token",
-    "--help": "run `vllm-ascend-pd proxy --help`",
-    "--version": "run `vllm-ascend-pd --version`",
 }
 """Options of `vllm-ascend-pd proxy` that `proxy.args` may not have, and what to do instead."""
 
@@ -49,15 +44,11 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class HostsError(ValueError):
-    """hosts.yaml cannot work. The message begins with the file's name and line."""
-
-
-class Invalid(ValueError):
-    """A value cannot work. `located` adds the file's name and line."""
+    """hosts.yaml cannot work. The message begins with the key, as people write it: `prefill[0].tp`."""
 
     def __init__(self, path: KeyPath, reason: str) -> None:
-        super().__init__(reason)
-        self.path = path
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+        super().__init__(f"{key}: {reason}" if key else reason)
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,82 +147,56 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File with the bearer token. The proxy takes no ticket without it."""
 
 
-class HostsFile:
-    """A parsed hosts.yaml: the cluster, and the line of each key."""
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    """Refuses keys that are listed twice."""
 
-    def __init__(self, text: str, name: str = "hosts.yaml") -> None:
-        """Raises HostsError."""
-        self._name = name
-        self._lines: dict[KeyPath, int] = {(): 1}
-        self._values = 0
-        self._loader = yaml.SafeLoader("")
-        try:
-            node = yaml.compose(text, yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader)
-            self.cluster = _decode(self._plain(node, ()))
-            _check(self.cluster)
-        except Invalid as error:
-            raise self.located(error) from None
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = 1 if mark is None else mark.line + 1
-            raise HostsError(f"{name}:{line}: not YAML: {getattr(error, 'problem', error)}") from None
-
-    @classmethod
-    def read(cls, path: Path) -> HostsFile:
-        """Raises HostsError, for a file that cannot be read too."""
-        try:
-            with path.open("rb") as file:
-                content = file.read(_MAX_BYTES + 1)
-            if len(content) > _MAX_BYTES:
-                raise HostsError(f"{path}: larger than 1 MiB")
-            return cls(content.decode(), path.name)
-        except (OSError, UnicodeDecodeError) as error:
-            raise HostsError(f"{path}: cannot be read: {error}") from None
-
-    def located(self, error: Invalid) -> HostsError:
-        """The same error with the line of the nearest key that the file has."""
-        path = error.path
-        while path not in self._lines:
-            path = path[:-1]
-        return HostsError(f"{self._name}:{self._lines[path]}: {_key(error.path)}: {error}")
-
-    def _plain(self, node: yaml.Node | None, path: KeyPath) -> Any:
-        """Plain data of a YAML node. Notes lines, and refuses what plain data cannot hold."""
-        if node is None:
-            raise Invalid(path, "the file is empty")
-        self._values += 1
-        if len(path) > _MAX_DEPTH or self._values > _MAX_VALUES:
-            raise Invalid(path[:_MAX_DEPTH], "too deep, or too much")
-        self._lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, yaml.SequenceNode):
-            return [self._plain(item, (*path, i)) for i, item in enumerate(node.value)]
-        if not isinstance(node, yaml.MappingNode):
-            return self._scalar(node, path)
-        result: dict[str, Any] = {}
-        for key_node, value in node.value:
-            name = self._scalar(key_node, path)
-            if not isinstance(name, str):
-                raise Invalid(path, f"the key {name!r} is not a string")
-            self._lines[(*path, name)] = key_node.start_mark.line + 1
-            if name in result:
-                raise Invalid((*path, name), "is listed twice")
-            result[name] = self._plain(value, (*path, name))
-        return result
-
-    def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
-        try:
-            value = self._loader.construct_object(node)
-        except (yaml.YAMLError, ValueError) as error:
-            raise Invalid(path, f"not a plain value: {error}") from None
-        if isinstance(value, str) and not value.isprintable():
-            raise Invalid(path, "must be one printable line")
-        return value
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if any(key.value == other.value for other in keys[:place]):
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is listed twice", problem_mark=key.start_mark)
+        return dict(super().construct_mapping(node, deep))
 
 
-def _key(path: KeyPath) -> str:
-    """The key as people write it: `prefill[0].tp`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return text.removeprefix(".") or "the file"
+def read_hosts(path: Path) -> Cluster:
+    """Raises HostsError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise HostsError((), "larger than 1 MiB")
+        return parse_hosts(content.decode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise HostsError((), f"cannot be read: {error}") from None
+
+
+def parse_hosts(text: str) -> Cluster:
+    """Raises HostsError."""
+    try:
+        plain = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f"line {mark.line + 1}: "
+        raise HostsError((), f"{line}{getattr(error, 'problem', None) or error}") from None
+    try:
+        for number, (path, value) in enumerate(_values(plain, ())):
+            if number > _MAX_VALUES:
+                raise HostsError((), "too many values")
+            if isinstance(value, str) and not value.isprintable():
+                raise HostsError(path, "must be one printable line")
+    except RecursionError:
+        raise HostsError((), "a value is too deep, or within itself") from None
+    cluster = _decode(plain)
+    _check(cluster)
+    return cluster
+
+
+def _values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Yields all values below a value, and where they are."""
+    yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _values(inner, (*path, key))
 
 
 def _decode(plain: Any) -> Cluster:
@@ -246,53 +211,47 @@ def _decode(plain: Any) -> Cluster:
             path, message = (*path, unknown[1]), "unknown key" if removed is None else f"was removed: {removed}"
         elif missing := re.search(r"missing required field `(.*)`", message):
             path, message = (*path, missing[1]), "is missing"
-        raise Invalid(path, message[0].lower() + message[1:]) from None
+        raise HostsError(path, message[0].lower() + message[1:]) from None
 
 
 def _check(cluster: Cluster) -> None:
-    """Raises Invalid for single values that a type does not rule out."""
+    """Raises HostsError for single values that a type does not rule out."""
     _check_values((), cluster)
     _check_values(("proxy",), cluster.proxy)
     for name, host in cluster.hosts.items():
-        _check_host(("hosts", name), name, host)
+        _check_host(("hosts", name), host)
     for role in ("prefill", "decode"):
         for i, engine in enumerate(getattr(cluster, role)):
             _check_engine((role, i), engine, cluster.hosts)
     if cluster.proxy.host not in cluster.hosts:
-        raise Invalid(("proxy", "host"), f"no host {cluster.proxy.host!r} in `hosts`")
+        raise HostsError(("proxy", "host"), f"no host {cluster.proxy.host!r} in `hosts`")
     _check_addresses(cluster)
     for i, argument in enumerate(cluster.proxy.args):
         option = argument.partition("=")[0]
         if option in _PROXYS:
-            raise Invalid(("proxy", "args", i), f"{option} is not for proxy.args: {_PROXYS[option]}")
+            raise HostsError(("proxy", "args", i), f"{option} is not for proxy.args: {_PROXYS[option]}")
         if option.startswith(("--tls-", "--metaserver-")):
             reason = f"{option} is not supported here: engines post tickets to http:// and proxy.port"
-            raise Invalid(("proxy", "args", i), reason)
+            raise HostsError(("proxy", "args", i), reason)
 
 
 def _check_values(path: KeyPath, struct: msgspec.Struct) -> None:
     """Checks the strings of `struct`, which become values of options."""
     for name, value in msgspec.structs.asdict(struct).items():
         if isinstance(value, str) and (not value or value.startswith("-")):
-            raise Invalid((*path, name), f"{value!r} is empty or begins with a dash")
+            raise HostsError((*path, name), f"{value!r} is empty or begins with a dash")
 
 
-def _check_host(path: KeyPath, name: str, host: Host) -> None:
-    if not _NAME.fullmatch(name):
-        raise Invalid(path, "must have only letters, digits, `_`, `.` and `-`")
-    if host.ssh is not None and not _SSH.fullmatch(host.ssh):
-        raise Invalid((*path, "ssh"), f"{host.ssh!r} is not `user@host` or a name of ssh's configuration")
-    if host.interface is not None and not _INTERFACE.fullmatch(host.interface):
-        raise Invalid((*path, "interface"), f"{host.interface!r} is not the name of an interface")
+def _check_host(path: KeyPath, host: Host) -> None:
     _check_values(path, host)
     try:
         address = ipaddress.ip_address(host.address)
     except ValueError:
-        raise Invalid((*path, "address"), f"{host.address!r} is not an IP address") from None
+        raise HostsError((*path, "address"), f"{host.address!r} is not an IP address") from None
     if address.is_unspecified or address.is_multicast:
-        raise Invalid((*path, "address"), f"{host.address} is not the address of a host")
+        raise HostsError((*path, "address"), f"{host.address} is not the address of a host")
     if host.local and host.ssh is not None:
-        raise Invalid((*path, "ssh"), "contradicts `local: true`, which uses no ssh")
+        raise HostsError((*path, "ssh"), "contradicts `local: true`, which uses no ssh")
 
 
 def _check_addresses(cluster: Cluster) -> None:
@@ -302,28 +261,28 @@ def _check_addresses(cluster: Cluster) -> None:
     for name, address in addresses.items():
         if (other := names.setdefault(address, name)) != name:
             reason = f"{address} is already the address of {other}: list each machine once"
-            raise Invalid(("hosts", name, "address"), reason)
+            raise HostsError(("hosts", name, "address"), reason)
     used = {cluster.proxy.host, *(name for engine in (*cluster.prefill, *cluster.decode) for name in engine.hosts)}
     loopback = sorted(name for name in used if addresses[name].is_loopback)
     # Without NPUs, one machine may stand in for several hosts.
     if loopback and len(used) > (len(loopback) if cluster.device == "cpu" else 1):
         name = loopback[0]
         reason = f"{addresses[name]} is a loopback address: other hosts cannot reach {name} there"
-        raise Invalid(("hosts", name, "address"), reason)
+        raise HostsError(("hosts", name, "address"), reason)
 
 
 def _check_engine(path: KeyPath, engine: EngineEntry, hosts: dict[str, Host]) -> None:
     _check_values(path, engine)
     for i, name in enumerate(engine.hosts):
         if name not in hosts:
-            raise Invalid((*path, "hosts", i), f"no host {name!r} in `hosts`")
+            raise HostsError((*path, "hosts", i), f"no host {name!r} in `hosts`")
     if len(set(engine.hosts)) < len(engine.hosts):
-        raise Invalid((*path, "hosts"), "lists a host twice")
+        raise HostsError((*path, "hosts"), "lists a host twice")
     for name in engine.env:
         if not _VARIABLE.fullmatch(name):
-            raise Invalid((*path, "env", name), "must be the name of a variable")
+            raise HostsError((*path, "env", name), "must be the name of a variable")
         if _SECRET_VARIABLE.search(name):
-            raise Invalid(
+            raise HostsError(
                 (*path, "env", name),
                 "looks like a secret, and every user can read command lines: put it into a file of mode 0600 on the "
                 "host, and name the file as env_file",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide, refused_argument
-from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Invalid, KeyPath
+from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, HostsError, KeyPath
 from vllm_ascend_pd.tools.launch.shape import (
     DEFAULT_KV_PORT,
     HEAD_PORT,
@@ -53,7 +53,7 @@ class LaunchPlan:
 
 
 def make_plan(cluster: Cluster, python: str, repository: str) -> LaunchPlan:
-    """`python` and `repository` are the defaults of the file's keys. Raises Invalid."""
+    """`python` and `repository` are the defaults of the file's keys. Raises HostsError."""
     return _Planner(cluster, cluster.python or python, cluster.repository or repository).plan()
 
 
@@ -87,17 +87,17 @@ class _Planner:
         name = f"{role}-{path[1]}"
         ray = engine.executor is Executor.RAY
         if ray and self.cluster.device == "cpu":
-            raise Invalid((*path, "executor"), "vLLM's CPU backend does not run on Ray")
+            raise HostsError((*path, "executor"), "vLLM's CPU backend does not run on Ray")
         spread = ray or len(engine.hosts) > 1
         if not spread and engine.head_port is not None:
-            raise Invalid((*path, "head_port"), "is only for engines on several hosts")
+            raise HostsError((*path, "head_port"), "is only for engines on several hosts")
         options = self._options(role, engine)
         try:
             shape = options.shape
             self._check_arguments(path, engine)
             options.transfer_config()
         except EngineOptionsError as error:
-            raise Invalid((*path, error.key), str(error)) from None
+            raise HostsError((*path, error.key), str(error)) from None
         self._take(engine.hosts[0], options.http_port, name, (*path, "port"))
         if spread:
             self._take(engine.hosts[0], options.head_port, name, (*path, "head_port"))
@@ -117,40 +117,34 @@ class _Planner:
                 self._add_engine(f"{name}{suffix}", host_name, here, engine)
 
     def _check_arguments(self, path: KeyPath, engine: EngineEntry) -> None:
-        """Raises Invalid for what the launch script would refuse on its host."""
+        """Raises HostsError for what the launch script would refuse on its host."""
         for i, argument in enumerate(engine.args):
             if argument.startswith("--ssl"):
-                raise Invalid((*path, "args", i), "the proxy uses plain http to engines")
+                raise HostsError((*path, "args", i), "the proxy uses plain http to engines")
             if (reason := refused_argument(argument)) is not None:
-                raise Invalid((*path, "args", i), reason)
+                raise HostsError((*path, "args", i), reason)
 
     def _options(self, role: EngineSide, engine: EngineEntry) -> EngineOptions:
         """Returns the options of an engine's launch script that are the same on all its hosts."""
         cluster, decode = self.cluster, role is EngineSide.DECODE
+        same = ("port", "tp", "pp", "dp", "executor", "kv_port", "load_failure_policy", "engine_id")
         return EngineOptions(
             role=role,
             model=cluster.model,
             device=DeviceType(cluster.device),
             served_model_name=cluster.served_model_name,
-            port=engine.port,
-            tp=engine.tp,
-            pp=engine.pp,
-            dp=engine.dp,
             nodes=len(engine.hosts),
             head_address=self.cluster.hosts[engine.hosts[0]].address if len(engine.hosts) > 1 else None,
             head_port=engine.head_port or HEAD_PORT,
-            executor=engine.executor,
-            kv_port=engine.kv_port,
-            load_failure_policy=engine.load_failure_policy,
             metaserver=[self.proxy_url] if decode else None,
             metaserver_token=cluster.metaserver_token if decode else None,
             decode_host=None if decode else self.decode_hosts,
-            engine_id=engine.engine_id,
             side_channel_keys=cluster.side_channel_keys,
             ticket_secret=cluster.ticket_secret,
             beside=None if engine.beside is None else Path(engine.beside),
             extra=[f"{name}={json.dumps(value)}" for name, value in engine.extra.items()] or None,
             env_file=None if engine.env_file is None else Path(engine.env_file),
+            **{name: getattr(engine, name) for name in same},
         )
 
     def _add_engine(self, name: str, host_name: str, options: EngineOptions, engine: EngineEntry) -> None:
@@ -181,7 +175,7 @@ class _Planner:
 
     def _take(self, host: str, port: int, owner: str, path: KeyPath) -> None:
         if (other := self.ports[host].get(port)) is not None:
-            raise Invalid(path, f"port {port} of host {host} is already used by {other}")
+            raise HostsError(path, f"port {port} of host {host} is already used by {other}")
         self.ports[host][port] = owner
 
     def _devices(self, name: str, host: str, shape: ParallelSizes, path: KeyPath, engine: EngineEntry) -> str | None:
@@ -189,7 +183,7 @@ class _Planner:
         most = DeviceType(self.cluster.device).per_node
         if most is None:
             if engine.devices is not None:
-                raise Invalid(path, "the CPU backend has no NPUs")
+                raise HostsError(path, "the CPU backend has no NPUs")
             return None
         taken, needed = self.devices[host], shape.per_node
         chosen = engine.devices
@@ -197,12 +191,14 @@ class _Planner:
             chosen = tuple(device for device in range(most) if device not in taken)[:needed]
         if len(chosen) != needed:
             have = f"{len(chosen)} are listed" if engine.devices is not None else f"{len(chosen)} of {most} are left"
-            raise Invalid(path, f"{name} needs {needed} NPUs on host {host}, {have}")
+            raise HostsError(path, f"{name} needs {needed} NPUs on host {host}, {have}")
         for device in chosen:
             if not 0 <= device < most:
-                raise Invalid(path, f"an {self.cluster.device.upper()} server has NPUs 0 to {most - 1}, not {device}")
+                raise HostsError(
+                    path, f"an {self.cluster.device.upper()} server has NPUs 0 to {most - 1}, not {device}"
+                )
             if device in taken:
-                raise Invalid(path, f"NPU {device} of host {host} is already used by {taken[device]}")
+                raise HostsError(path, f"NPU {device} of host {host} is already used by {taken[device]}")
             taken[device] = name
         return ",".join(map(str, chosen))
 
