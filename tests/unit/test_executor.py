@@ -393,9 +393,8 @@ def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(execu
 def test_an_idle_link_gets_a_layer_at_once_and_a_busy_one_those_that_have_come(transfers):
     calls = Calls()
     engine: Any = calls
-    control: Any = SimpleNamespace(finish=lambda transfers: None)
     sender = Sender(
-        "sender", engine, None, control, LoadedWeights(), RunningTime(), PrefillObserver(), queue_size=8,
+        "sender", engine, None, lambda transfers: None, LoadedWeights(), RunningTime(), PrefillObserver(), queue_size=8,
         ready_timeout_s=1.0,
     )  # fmt: skip
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control plane of a prefill rank: one thread that owns the state of all transfers and peers.
 
-It has decode engines describe themselves (`ControlPlane`), asks for grants, renews them and reports
-(`TransferControl`). The model's thread and senders post messages to it. They read `TicketView`s and `Outcomes`.
+It has decode engines describe themselves, asks for grants, renews them and reports. It owns the tickets' states. The
+model's thread and senders post messages to it. They read `TicketView`s and `Outcomes`.
 """
 
 import logging
@@ -18,25 +18,43 @@ from vllm_ascend_pd.core.compatibility import FitCheck, unsound
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.prefill_ticket import RunningTime
-from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem, Revoke
+from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey, RunningTime
+from vllm_ascend_pd.core.protocol import (
+    Describe,
+    EngineDescription,
+    GrantRefused,
+    GrantRequest,
+    Message,
+    Problem,
+    Revoke,
+    WriteReport,
+    WriterId,
+)
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
-from vllm_ascend_pd.prefill.grants import TransferControl
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.staging import StagingRing
 from vllm_ascend_pd.prefill.step_send import StepSend
-from vllm_ascend_pd.prefill.transfer import Outcomes, Transfer
+from vllm_ascend_pd.prefill.transfer import Outcome, Outcomes, Transfer
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.keys import load_keys
 from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 from vllm_ascend_pd.transport.wakeup import WakeupSocket
 
+logger = logging.getLogger(__name__)
+
+# Pause after a failed request for a description, which may fail at once.
+_DESCRIBE_PAUSE_S = 0.1
+# The most requests for descriptions in flight to one address: half of the replies that a listener keeps for a client
+# that does not read (`DescriptionListener`).
+_DESCRIBED_AT_ONCE = 4
+# How often engines are forgotten, and connections put to rest.
+_TIDY_S = 1.0
 # An engine to which nothing was sent for this long is forgotten. It is described again at the next contact.
 _FORGET_AFTER_S = 600.0
 
@@ -84,19 +102,9 @@ class Peer:
         return self.layout is None or self.gone is not None or now - self.used_at > _FORGET_AFTER_S
 
 
-logger = logging.getLogger(__name__)
-
-# Pause after a failed request for a description, which may fail at once.
-_DESCRIBE_PAUSE_S = 0.1
-# The most requests for descriptions in flight to one address: half of the replies that a listener keeps for a client
-# that does not read (`DescriptionListener`).
-_DESCRIBED_AT_ONCE = 4
-# How often engines are forgotten, and connections put to rest.
-_TIDY_S = 1.0
-
-
 class ControlPlane:
-    """The thread `pd-control` with the peers and transfers that it owns, and the senders' threads.
+    """The thread `pd-control` with the peers and transfers that it owns, and the senders' threads. It drives all
+    transfers of a rank that are not over.
 
     Peers are known by the issuer that their tickets name.
     """
@@ -114,9 +122,12 @@ class ControlPlane:
         observer: PrefillObserver,
     ) -> None:
         """Starts the thread."""
+        self._rank_info = rank_info
         self._engine = engine
         self._running_time = running_time
+        self._routes = routes
         self._fit = fit
+        self._observer = observer
         self._timeout_s = config.control_timeout_s
         signed = config.ticket_secret_file is not None
         self._hosts = decode_hosts(config.decode_allowlist, rank_info.host, signed, own_networks())
@@ -127,7 +138,11 @@ class ControlPlane:
         # Guards the map below, which both threads change, and `sender`, `users` and `used_at` of the peers in it.
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}
-        # The control thread owns the next three. By address: how many requests for descriptions are in flight.
+        # The control thread owns the next five. Transfers that are not over, by number.
+        self._transfers: dict[int, Transfer] = {}
+        # Numbers of ended transfers whose revocation is being answered now.
+        self._disclaimed: set[int] = set()
+        # By address: how many requests for descriptions are in flight.
         self._describing: Counter[str] = Counter()
         # Senders of engines that were forgotten, until they have ended.
         self._retired: list[Sender] = []
@@ -135,23 +150,13 @@ class ControlPlane:
         self._tidy_at = 0.0
         keys = load_keys(config.side_channel_key_file)
         self._client = SideChannelClient(self._on_unasked, self._on_tick, name="pd-control", keys=keys, start=False)
-        self._transfers = TransferControl(
-            self._client,
-            rank_info,
-            config,
-            engine.limits.settle_s,
-            running_time,
-            routes,
-            self.outcomes,
-            observer,
-        )
 
         def make_sender(name: str) -> Sender:
             return Sender(
                 name,
                 engine,
                 ring,
-                self._transfers,
+                self.finish,
                 loaded,
                 running_time,
                 observer,
@@ -207,7 +212,13 @@ class ControlPlane:
             for sender in [*self._retired, *(peer.sender for peer in self._all() if peer.sender is not None)]:
                 closing.callback(sender.close, timeout_s)
 
-    # On the control thread.
+    # On a sender's thread.
+
+    def finish(self, transfers: Sequence[Transfer]) -> None:
+        """Says that no write of `transfers` follows. The sender does not touch them any more."""
+        self._client.call(partial(self._finish, transfers))
+
+    # All that follows runs on the control thread.
 
     def _woken(self, wakeup: WakeupSocket) -> None:
         wakeup.clear()
@@ -215,7 +226,7 @@ class ControlPlane:
 
     @owned
     def _open(self, transfers: Sequence[Transfer]) -> None:
-        self._transfers.add(transfers)
+        self._transfers.update((transfer.number, transfer) for transfer in transfers)
         with self._lock:
             peers = {transfer.ticket.issuer: self._peers[transfer.ticket.issuer] for transfer in transfers}
         for transfer in transfers:
@@ -225,7 +236,7 @@ class ControlPlane:
 
     @owned
     def _on_tick(self, now: float) -> None:
-        """Contacts transfers that wait, and forgets engines from time to time."""
+        """Lets time pass for every engine and transfer, and forgets engines from time to time."""
         self._running_time()
         for peer in self._all():
             if peer.waiting:
@@ -233,11 +244,12 @@ class ControlPlane:
         if now >= self._tidy_at:
             self._tidy_at = now + _TIDY_S
             self._tidy(now)
-        self._transfers.tick()
+        for transfer in list(self._transfers.values()):
+            self._follow(transfer)
 
     def _on_unasked(self, endpoint: str, message: Message) -> None:
         if isinstance(message, Revoke):
-            self._transfers.revoke(endpoint, message)
+            self._revoke(endpoint, message)
 
     def _all(self) -> list[Peer]:
         with self._lock:
@@ -260,10 +272,10 @@ class ControlPlane:
         waiting, peer.waiting = peer.waiting, []
         for transfer in waiting:
             if peer.gone is not None or peer.layout is None:
-                self._transfers.contact(transfer, None, peer.gone)
+                self._contact(transfer, None, peer.gone)
             else:
                 transfer.sender.engine_described(peer.layout)
-                self._transfers.contact(transfer, peer.layout, peer.layout.unfit(transfer.ticket))
+                self._contact(transfer, peer.layout, peer.layout.unfit(transfer.ticket))
 
     def _on_described(self, peer: Peer, answer: Message | SideChannelError) -> None:
         peer.describing = False
@@ -292,7 +304,7 @@ class ControlPlane:
             layout = DecodeLayout(answer) if isinstance(answer, EngineDescription) else None
             waiting, peer.waiting = peer.waiting, []
             for transfer in waiting:
-                self._transfers.contact(transfer, layout, reason)
+                self._contact(transfer, layout, reason)
         for each in self._all():  # this engine's transfers can go on, and another engine can be asked
             if each.endpoint == peer.endpoint and each.waiting:
                 self._advance(each)
@@ -303,9 +315,10 @@ class ControlPlane:
         for other in others:
             other.gone = f"engine {other.engine_id} has ended: {peer.engine_id} is at its address now"
             logger.info("decode %s", other.gone)
-            for transfer in self._transfers.issued_by((other.endpoint, other.engine_id)):
+            issuer = (other.endpoint, other.engine_id)
+            for transfer in [each for each in self._transfers.values() if each.ticket.issuer == issuer]:
                 if transfer not in other.waiting:
-                    self._transfers.fail(transfer, other.gone, PushFailure.UNREACHABLE)
+                    self._fail(transfer, other.gone, PushFailure.UNREACHABLE)
             self._advance(other)
 
     def _describe_again(self, peer: Peer, reason: str) -> None:
@@ -315,7 +328,7 @@ class ControlPlane:
         late = [transfer for transfer in peer.waiting if now >= transfer.state.grant_deadline]
         peer.waiting = [transfer for transfer in peer.waiting if now < transfer.state.grant_deadline]
         for transfer in late:
-            self._transfers.contact(transfer, None, reason)
+            self._contact(transfer, None, reason)
 
     def _tidy(self, now: float) -> None:
         """Forgets engines that are no longer needed, and stops polling idle connections."""
@@ -336,3 +349,161 @@ class ControlPlane:
                 del self._describing[endpoint]
             if peer.layout is not None:
                 self._engine.forget({rank.session for rank in peer.layout.description.ranks})
+
+    # Transfers.
+
+    def _contact(self, transfer: Transfer, layout: DecodeLayout | None, refused: str | None) -> None:
+        """Begins to ask the ranks of a decode engine for grants.
+
+        layout: the engine's description; None if it did not describe itself.
+        refused: why the engine gets nothing, None if it may. Its ranks are told the reason.
+        """
+        if refused is not None:
+            self._fail(transfer, refused, PushFailure.UNREACHABLE if layout is None else PushFailure.UNFIT)
+        destinations: dict[RankKey, Destination] = {}
+        if layout is not None and transfer.failure is None:
+            try:
+                destinations = self._routes.destinations(layout, transfer.ticket)
+            except (LookupError, ValueError) as error:
+                reason = f"the ticket does not fit the decode engine's layout: {error!r}"
+                self._fail(transfer, reason, PushFailure.UNFIT)
+        if transfer.failure is not None and layout is not None:
+            destinations = {(rank.pp_rank, rank.tp_rank): Destination(rank, ()) for rank in layout.description.ranks}
+        with transfer.changing() as state:
+            state.contacted(destinations)
+        self._follow(transfer)
+
+    def _fail(self, transfer: Transfer, reason: str, cause: PushFailure) -> None:
+        """Fails the transfer. It ends as soon as the sender has no write of it in flight."""
+        with transfer.changing() as state:
+            state.fail(reason, cause)
+        transfer.sender.finish([transfer])
+
+    def _revoke(self, endpoint: str, message: Revoke) -> None:
+        """Handles a decode rank's revocation of a ticket. `endpoint`: where the message came from."""
+        if message.writer != self._writer(message.writer.transfer):
+            return
+        transfer = self._transfers.get(message.writer.transfer)
+        if transfer is None:
+            self._disclaim(endpoint, message)
+        elif endpoint in {d.rank.control for d in (transfer.state.destinations or {}).values()}:
+            # Only ranks that the ticket's own engine has described may revoke it.
+            self._fail(transfer, f"decode took the ticket back: {message.reason}", PushFailure.REVOKED)
+
+    def _disclaim(self, endpoint: str, revoke: Revoke) -> None:
+        """Answers the revocation of a transfer that is over: no byte of it is in flight."""
+        number = revoke.writer.transfer
+        if number in self._disclaimed:
+            return
+        self._disclaimed.add(number)
+        self._client.request(
+            endpoint,
+            WriteReport(revoke.ticket_id, revoke.writer, "the transfer has ended", digest=revoke.digest),
+            self._timeout_s,
+            lambda answer: self._disclaimed.discard(number),
+        )
+
+    def _writer(self, number: int) -> WriterId:
+        return WriterId(self._rank_info.engine_id, self._rank_info.pp_rank, self._rank_info.rank, number)
+
+    @owned
+    def _finish(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            transfer.is_finishing = True
+            transfer.state.mark_in_flight(transfer.in_flight_until)
+            self._follow(transfer)
+
+    def _follow(self, transfer: Transfer) -> None:
+        """Takes the next steps of one transfer: ends the writing, asks for grants and renewals, notifies decode."""
+        state = transfer.state
+        transfer.take_failure()
+        if transfer.is_finishing and state.phase is Phase.WRITING:
+            with transfer.changing():
+                complete = state.finish(time.monotonic())
+            if complete is not None:
+                self._observer.transfer_ended(transfer.ticket, transfer.num_bytes, transfer.bytes_at_end, state.cause)
+        notify, due, is_over = state.notify(self._running_time()), state.due(time.monotonic()), state.end()
+        for key in due:
+            self._ask(transfer, key)
+        if notify:
+            self._notify(transfer)
+        if is_over:
+            del self._transfers[transfer.number]
+            self.outcomes.put(Outcome(transfer, state.failure, is_over=True))
+
+    # Grants.
+
+    def _ask(self, transfer: Transfer, key: RankKey) -> None:
+        """Asks for a grant, or to renew it."""
+        asked_at = time.monotonic()
+        destination = transfer.state.asked(key, asked_at)
+        ticket = transfer.ticket
+        request = GrantRequest(
+            ticket.ticket_id,
+            transfer.digest,
+            self._writer(transfer.number),
+            self._rank_info.sharding,
+            destination.covers,
+            self._engine.limits.settle_s,
+            self._rank_info.draft,
+            weights=transfer.weights.fingerprint,
+        )
+        answered = partial(self._on_grant, transfer, key, asked_at, destination.granted)
+        self._client.request(destination.rank.control, request, self._timeout_s, answered)
+
+    def _on_grant(
+        self, transfer: Transfer, key: RankKey, asked_at: float, renewal: bool, answer: Message | SideChannelError
+    ) -> None:
+        self._observer.grant_answered(transfer.ticket, key, asked_at, renewal, type(answer).__name__)
+        with transfer.changing() as state:
+            refused = state.answered(key, asked_at, answer)
+        if refused:
+            transfer.sender.finish([transfer])
+        elif isinstance(answer, GrantRefused):
+            self._client.tick_within(GRANT_RETRY_S)
+        if transfer.is_finishing:  # this answer may be all that it waited for
+            self._follow(transfer)
+
+    # The end.
+
+    def _notify(self, transfer: Transfer) -> None:
+        """Sends a round of reports. The next round follows when each request has an answer or has failed."""
+        state = transfer.state
+        pending = state.notify_pending()
+        if not pending:
+            self._notified(transfer)
+            self._follow(transfer)
+            return
+        writer, settle_s = self._writer(transfer.number), state.settle_s(self._running_time())
+        answers = 0
+
+        def on_answer(key: RankKey, answer: Message | SideChannelError) -> None:
+            nonlocal answers
+            answers += 1
+            if not isinstance(answer, SideChannelError):
+                state.acked(key)
+            if answers == len(pending):
+                self._notify(transfer)
+
+        for key, destination in pending.items():
+            report = transfer.report(writer, key, state.failure, settle_s)
+            answered = partial(on_answer, key)
+            self._client.request(destination.rank.control, report, self._timeout_s, answered)
+
+    def _notified(self, transfer: Transfer) -> None:
+        """Records that decode was notified of how the transfer ended, or cannot be reached."""
+        if transfer.is_notified:
+            return
+        transfer.is_notified = True
+        self._observer.transfer_reported(transfer.ticket)
+        failure = transfer.state.failure
+        if failure is not None:
+            logger.warning(
+                "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",
+                transfer.request_id,
+                transfer.ticket.remote_engine_id,
+                transfer.ticket.remote_host,
+                transfer.ticket.remote_port,
+                failure,
+            )
+            self.outcomes.put(Outcome(transfer, failure, is_over=False))

@@ -26,7 +26,6 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
-from vllm_ascend_pd.prefill.grants import TransferControl
 from vllm_ascend_pd.prefill.staging import LOOK_S, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend, WritePlan, batches_of
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
@@ -438,7 +437,7 @@ class Sender:
         name: str,
         engine: TransferEngine,
         ring: StagingRing[StepSend] | None,
-        control: TransferControl,
+        finished: Callable[[Sequence[Transfer]], None],
         loaded: LoadedWeights,
         running_time: RunningTime,
         observer: PrefillObserver,
@@ -448,7 +447,7 @@ class Sender:
     ) -> None:
         """Starts the thread.
 
-        control: is told when no write of a transfer follows.
+        finished: called when no write of these transfers follows.
         loaded: the model's weights.
         queue_size: how many layers may wait.
         ready_timeout_s: how long a layer's bytes may take until they can be read.
@@ -456,7 +455,7 @@ class Sender:
         self._executor = LayerExecutor(engine, ring, running_time, observer, ready_timeout_s)
         self._ring = ring
         self._observer = observer
-        self._control = control
+        self._finished = finished
         self._loaded = loaded
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         # The task that was taken to see whether it can leave with the layer before it.
@@ -599,7 +598,7 @@ class Sender:
             self._check_weights(transfer)
             transfer.is_written = True
         if written:
-            self._control.finish(written)
+            self._finished(written)
 
     def _check_weights(self, transfer: Transfer) -> None:
         """Fails a transfer if the weights have changed since it began, because decode was told of the old ones (R8).

@@ -92,7 +92,7 @@ class Transfer:
         # Whether nothing reads the request's blocks any more.
         self.is_over = False
 
-        # The sender's thread owns it, and the control thread after `TransferControl.finish`.
+        # The sender's thread owns it, and the control thread after `ControlPlane.finish`.
 
         # By decode rank: how many bytes have arrived, in all and before the last layer was computed.
         self.written: dict[RankKey, tuple[int, int]] = {}
