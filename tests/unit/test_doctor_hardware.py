@@ -10,24 +10,22 @@ import msgspec
 import pytest
 
 from vllm_ascend_pd.tools.doctor import hardware
-from vllm_ascend_pd.tools.doctor.hardware import STAGES, Reached
+from vllm_ascend_pd.tools.doctor.hardware import STAGES
 from vllm_ascend_pd.tools.doctor.process import Ran
-from vllm_ascend_pd.tools.doctor.report import Level
+from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, ok
 
 
 def reported(*reports: msgspec.Struct, errors: str = "", problem: str | None = None) -> Ran:
     return Ran("".join(msgspec.json.encode(report).decode() + "\n" for report in reports), errors, problem)
 
 
-def passed(count: int) -> list[Reached]:
-    return [Reached(stage, seconds=0.5, num_bytes=1 << 20, rounds=3) for stage in STAGES[:count]]
+def passed(count: int) -> list[Finding]:
+    return [ok("hardware.collectives", stage) for stage in STAGES[:count]]
 
 
 def test_ranks_that_pass_all_stages() -> None:
     found = hardware.judge_collectives([reported(*passed(3)), reported(*passed(3))], "AIV")
-    assert found.level is Level.OK
-    assert found.figures["all_to_all_bytes_per_second"] == 2 << 20
-    assert (found.figures["ranks"], found.figures["rounds"], found.figures["mode"]) == (2, 3, "AIV")
+    assert (found.level, found.found) == (Level.OK, STAGES[2])
 
 
 @pytest.mark.parametrize(
@@ -40,11 +38,11 @@ def test_ranks_that_pass_all_stages() -> None:
             "rank 0 at .*of rank 1, the process was ended by SIGSEGV .Segm",
             "plog",
         ),
-        ([reported(*passed(1), Reached(STAGES[1], problem="507035")), reported(*passed(2))], "rank 0: 507035", "plog"),
+        ([reported(*passed(1), hardware.stage_failed(1, "507035", "AIV")), reported(*passed(2))], "507035", "plog"),
         (
-            [reported(*passed(3)), reported(*passed(2), Reached(STAGES[2], problem="5 of 9 bytes are wrong"))],
-            "rank 1: 5 of 9 bytes",
-            "do not run prefill with tensor parallelism",
+            [reported(*passed(3)), reported(*passed(2), error("hardware.collectives", "5 bytes are wrong", "do not"))],
+            "5 bytes are wrong",
+            "do not",
         ),
     ],
 )

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
-
 from vllm_ascend_pd.tools.doctor import loopback
 from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Way
 from vllm_ascend_pd.tools.doctor.process import Ran, child, run, run_all
-from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, ok, progress
+from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, progress
 
 WRITES = 16
 MAX_RANKS = 8
@@ -109,13 +107,10 @@ def check_kernels(timeout_s: float) -> Finding:
 
 # The connector's all-to-all beside a model's all-reduce: results, deadlocks and speed.
 
-LAYERS = 8
-"""Layers of a round. Each has two all-reduces and one all-to-all."""
-
 STAGES = ("the model's group", "the connector's group", "all-to-all beside all-reduce")
-"""Stages in their order. A rank reports each one that it has passed."""
+"""Stages in their order. A rank reports a finding for each: that it has passed it, or an error."""
 
-_MODE = "HCCL_OP_EXPANSION_MODE"
+MODE = "HCCL_OP_EXPANSION_MODE"
 _PRESET_MODE = "AIV"
 """The value of tools/launch/node.py for engines: the model's collectives run on vector cores."""
 
@@ -125,62 +120,36 @@ _CONNECT = (
     "host's interface; plog in ~/ascend/log says why HCCL failed"
 )
 _TOGETHER = (
-    f"unset {_MODE} for prefill engines with tensor parallelism, or set it to HOST (A2) or AI_CPU (A3), try again, and "
+    f"unset {MODE} for prefill engines with tensor parallelism, or set it to HOST (A2) or AI_CPU (A3), try again, and "
     "send us this report"
 )
-_WRONG = "do not run prefill with tensor parallelism on these versions, and send us this report"
-
-
-class Reached(msgspec.Struct, frozen=True):
-    """The stage that a rank has passed, or where it failed."""
-
-    stage: str
-    seconds: float = 0.0  # for connecting, or of the shortest round
-    num_bytes: int = 0  # of memory that connecting took, or that a rank sends to others in a round
-    rounds: int = 1
-    problem: str = ""  # the error
 
 
 def check_collectives(size: int, timeout_s: float) -> Finding:
     """Runs `size` ranks on the first NPUs."""
-    mode = os.environ.get(_MODE) or _PRESET_MODE
+    mode = os.environ.get(MODE) or _PRESET_MODE
     with tempfile.TemporaryDirectory(prefix="pd-doctor-") as folder:
         store = str(Path(folder, "store"))
         commands = [child("on_npu", "rank", str(rank), str(size), store) for rank in range(size)]
-        return judge_collectives(run_all(commands, timeout_s, {_MODE: mode}, _GRACE_S), mode)
+        return judge_collectives(run_all(commands, timeout_s, {MODE: mode}, _GRACE_S), mode)
 
 
 def judge_collectives(ranks: Sequence[Ran], mode: str) -> Finding:
-    reached = [rank.reports(Reached) for rank in ranks]
-    for number, stages in enumerate(reached):
-        if stages and stages[-1].problem:
-            return _failed(stages[-1].stage, f"rank {number}: {stages[-1].problem}", mode)
-    places = [STAGES[len(stages)] if len(stages) < len(STAGES) else "its end" for stages in reached]
+    """Returns the first rank's last report, or what has failed."""
+    reached = [rank.reports(Finding) for rank in ranks]
+    failed = next((each for reports in reached for each in reports if each.level is Level.ERROR), None)
+    if failed is not None:
+        return failed
     behind = min(range(len(ranks)), key=lambda number: len(reached[number]))
-    if places[behind] in STAGES:
-        listed = ", ".join(f"rank {number} at {place}" for number, place in enumerate(places))
-        return _failed(places[behind], f"{listed}; of rank {behind}, {ranks[behind].ending}", mode)
-    # The slowest rank's figures of each stage.
-    _, group, both = (max(stage, key=lambda each: each.seconds) for stage in zip(*reached, strict=True))
-    speed = both.num_bytes / max(both.seconds, 1e-9)
-    found = (
-        f"{len(ranks)} ranks, {both.rounds} rounds of {LAYERS} layers, all results right with {_MODE}={mode} for the "
-        f"model: all-to-all {speed / 1e9:.3g} GB/s a rank beside all-reduce; the connector's group takes "
-        f"{group.num_bytes / 2**20:.0f} MiB"
-    )
-    return ok(
-        "hardware.collectives",
-        found,
-        ranks=len(ranks),
-        rounds=both.rounds,
-        mode=mode,
-        all_to_all_bytes_per_second=round(speed),
-        group_bytes=group.num_bytes,
-        connect_seconds=round(group.seconds, 3),
-    )
+    stage = len(reached[behind])
+    if stage == len(STAGES):
+        return reached[0][-1]
+    places = [(*STAGES, "its end")[len(reports)] for reports in reached]
+    listed = ", ".join(f"rank {number} at {place}" for number, place in enumerate(places))
+    return stage_failed(stage, f"{listed}; of rank {behind}, {ranks[behind].ending}", mode)
 
 
-def _failed(stage: str, reason: str, mode: str) -> Finding:
-    action = _WRONG if "are wrong" in reason else _TOGETHER if stage == STAGES[-1] else _CONNECT
-    found = f"{stage} failed, with {_MODE}={mode} for the model: {reason}"
-    return error("hardware.collectives", found, action, stage=stage)
+def stage_failed(stage: int, reason: str, mode: str) -> Finding:
+    action = _TOGETHER if stage == len(STAGES) - 1 else _CONNECT
+    found = f"{STAGES[stage]} failed, with {MODE}={mode} for the model: {reason}"
+    return error("hardware.collectives", found, action, stage=STAGES[stage])

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -138,28 +138,21 @@ def check_network(devices: Sequence[int], peers: Sequence[str]) -> list[Finding]
     if not devices:
         action = "check that npu-smi lists this machine's NPUs, or leave --peer out on a machine without NPUs"
         return [error("hccn.ping", "this machine has no NPU that could ping those of other nodes", action)]
-    questions = list(_questions(devices, peers, conf))
-    for first in range(0, len(questions), _AT_ONCE):
-        some = questions[first : first + _AT_ONCE]
-        answers = run_all([[tool, *arguments] for arguments, _ in some], HCCN_TIMEOUT_S)
-        findings += [judge(ran) for (_, judge), ran in zip(some, answers, strict=True)]
-    return findings
-
-
-def _questions(
-    devices: Sequence[int], peers: Sequence[str], conf: Mapping[int, list[str]]
-) -> Iterator[tuple[list[str], Callable[[Ran], Finding]]]:
-    """Yields arguments of `hccn_tool`, and what judges its answer."""
+    asked: list[tuple[str, Callable[[Ran], Finding]]] = []
     for device in devices:
-        this = ["-i", str(device)]
-        yield [*this, "-link", "-g"], partial(judge_link, device)
-        yield [*this, "-net_health", "-g"], partial(judge_health, device)
+        asked.append((f"-i {device} -link -g", partial(judge_link, device)))
+        asked.append((f"-i {device} -net_health -g", partial(judge_health, device)))
         configured = [address for address in conf.get(device, []) if ":" not in address]
         if configured or device not in conf:  # a device with only IPv6 is skipped
-            yield [*this, "-ip", "-g"], partial(judge_addresses, device, configured)
+            asked.append((f"-i {device} -ip -g", partial(judge_addresses, device, configured)))
     for device, peer in product(devices, peers):
-        asked = ["-inet6", "-g", "ipv6_address"] if ":" in peer else ["-g", "address"]
-        yield ["-i", str(device), "-ping", *asked, peer], partial(judge_ping, device, peer)
+        kind = "-inet6 -g ipv6_address" if ":" in peer else "-g address"
+        asked.append((f"-i {device} -ping {kind} {peer}", partial(judge_ping, device, peer)))
+    for first in range(0, len(asked), _AT_ONCE):
+        some = asked[first : first + _AT_ONCE]
+        answers = run_all([[tool, *arguments.split()] for arguments, _ in some], HCCN_TIMEOUT_S)
+        findings += [judge_answer(ran) for (_, judge_answer), ran in zip(some, answers, strict=True)]
+    return findings
 
 
 def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> tuple[list[Finding], dict[int, list[str]]]:

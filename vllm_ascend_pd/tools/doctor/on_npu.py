@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,9 +24,9 @@ from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.device.base import Event, Group
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.tools.doctor.hardware import LAYERS, STAGES, WITHOUT_KERNELS, Reached
+from vllm_ascend_pd.tools.doctor.hardware import MODE, WITHOUT_KERNELS, stage_failed
 from vllm_ascend_pd.tools.doctor.process import say
-from vllm_ascend_pd.tools.doctor.report import Finding, error, ok, warning
+from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, ok, warning
 
 BLOCKS, UNITS, TOKENS = 64, 32, 128
 CACHES, SPLITS = 2, 2
@@ -80,6 +80,9 @@ def _call(op: str, caches: Sequence[torch.Tensor], offsets: torch.Tensor, out: t
         ops.interleave_heads(caches[0], 0, tokens * row, out, 0, SPLITS, tokens, row)
 
 
+LAYERS = 8
+"""Layers of a round. Each has two all-reduces and one all-to-all."""
+
 SECTION_BYTES = 1 << 20
 """Bytes that a rank sends to each rank per layer."""
 
@@ -90,6 +93,7 @@ _TOGETHER_S = 3.0
 _TIMEOUT_S = 20.0
 _JITTER_S = 1e-3
 _CHARS = 500
+_CHECK = "hardware.collectives"
 
 
 class CollectiveRank:
@@ -114,19 +118,27 @@ class CollectiveRank:
         self.group: Group | None = None
         self._chance = random.Random(rank)
 
-    def connect_model(self) -> Reached:
-        return self._memory(STAGES[0], lambda: self._reduce(0))
+    def connect_model(self) -> Finding:
+        self._reduce(0)
+        self.device.record_event().wait(_TIMEOUT_S)
+        return ok(_CHECK, "the model's group is connected")
 
-    def connect_exchange(self) -> Reached:
+    def connect_exchange(self) -> Finding:
+        """The figures are the memory that the group takes, and the time."""
         ranks = tuple(range(self.size))
+        before, _ = torch.npu.mem_get_info()
+        began = time.monotonic()
+        self.group = self.device.new_groups([ranks], _TIMEOUT_S)[ranks]
+        self._exchange(0).wait(_TIMEOUT_S)
+        seconds = time.monotonic() - began
+        after, _ = torch.npu.mem_get_info()
+        self.connected: dict[str, Figure] = {
+            "group_bytes": max(0, before - after),
+            "connect_seconds": round(seconds, 3),
+        }
+        return ok(_CHECK, "the connector's group is connected", **self.connected)
 
-        def connect() -> None:
-            self.group = self.device.new_groups([ranks], _TIMEOUT_S)[ranks]
-            self._exchange(0).wait(_TIMEOUT_S)
-
-        return self._memory(STAGES[1], connect)
-
-    def together(self) -> Reached:
+    def together(self) -> Finding:
         """Runs rounds for some seconds. All ranks stop after the same round."""
         began, best, rounds = time.monotonic(), float("inf"), 0
         while True:
@@ -143,8 +155,21 @@ class CollectiveRank:
                 event.wait(_TIMEOUT_S)
             best, rounds = min(best, time.monotonic() - started), rounds + 1
             if self._all_are_past(began + _TOGETHER_S):
-                sent = LAYERS * (self.size - 1) * SECTION_BYTES
-                return Reached(STAGES[2], best, sent, rounds, self._wrong_results())
+                return self._verdict(best, rounds)
+
+    def _verdict(self, seconds: float, rounds: int) -> Finding:
+        """`seconds`: of the shortest round."""
+        if wrong := self._wrong_results():
+            action = "do not run prefill with tensor parallelism on these versions, and send us this report"
+            return error(_CHECK, f"rank {self.rank}: {wrong}", action)
+        mode, speed = os.environ[MODE], LAYERS * (self.size - 1) * SECTION_BYTES / max(seconds, 1e-9)
+        found = (
+            f"{self.size} ranks, {rounds} rounds of {LAYERS} layers, all results right with {MODE}={mode} for the "
+            f"model: all-to-all {speed / 1e9:.3g} GB/s a rank beside all-reduce; the connector's group takes "
+            f"{int(self.connected['group_bytes']) >> 20} MiB"
+        )
+        figures = {"ranks": self.size, "rounds": rounds, "all_to_all_bytes_per_second": round(speed)}
+        return ok(_CHECK, found, mode=mode, **figures, **self.connected)
 
     def _reduce(self, layer: int) -> None:
         self.hidden.fill_(float(self.rank + layer))
@@ -166,15 +191,6 @@ class CollectiveRank:
         dist.all_reduce(over, op=dist.ReduceOp.MAX)
         return bool(over.item())
 
-    def _memory(self, stage: str, connect: Callable[[], None]) -> Reached:
-        before, _ = torch.npu.mem_get_info()
-        began = time.monotonic()
-        connect()
-        self.device.record_event().wait(_TIMEOUT_S)
-        seconds = time.monotonic() - began
-        after, _ = torch.npu.mem_get_info()
-        return Reached(stage, seconds, max(0, before - after))
-
     def _value(self, layer: int, sender: int, receiver: int) -> int:
         return (31 * layer + 7 * sender + receiver) % 251 + 1
 
@@ -192,16 +208,16 @@ class CollectiveRank:
 
 
 def run_rank(rank: int, size: int, store: Path) -> None:
-    passed = 0
+    stage = 0
     try:
         each = CollectiveRank(rank, size, store)
-        for stage in (each.connect_model, each.connect_exchange, each.together):
-            say(stage())
-            passed += 1
+        for run in (each.connect_model, each.connect_exchange, each.together):
+            say(run())
+            stage += 1
         dist.barrier()
-    except Exception as error:  # noqa: BLE001 - torch_npu raises all kinds
-        stage_name = STAGES[min(passed, len(STAGES) - 1)]
-        say(Reached(stage_name, problem=one_line(f"{type(error).__name__}: {error}", _CHARS)))
+    except Exception as problem:  # noqa: BLE001 - torch_npu raises all kinds
+        reason = one_line(f"{type(problem).__name__}: {problem}", _CHARS)
+        say(stage_failed(min(stage, 2), f"rank {rank}: {reason}", os.environ[MODE]))
         os._exit(1)
     os._exit(0)  # without the libraries' shutdown: a failed group may never end
 

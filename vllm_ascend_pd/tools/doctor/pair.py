@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import httpx
 import msgspec
@@ -113,7 +113,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: list[ServedModel]
+    data: Annotated[list[ServedModel], msgspec.Meta(min_length=1)]
 
     def __str__(self) -> str:
         return one_line(", ".join(model.id for model in self.data), _CHARS)
@@ -215,11 +215,7 @@ def judge(servers: Sequence[CheckedServer]) -> list[Finding]:
         findings.append(_judge_models(server))
         if server.given == "proxy" and kind_of(server) == "proxy":
             findings += _judge_engines_of(server, engines)
-    return [
-        *findings,
-        *_compare_engines(servers),
-        *_compare_clocks(servers),
-    ]
+    return [*findings, *_compare_servers(servers, engines), *_compare_clocks(servers)]
 
 
 def _judge_health(server: CheckedServer) -> Finding:
@@ -231,10 +227,7 @@ def _judge_health(server: CheckedServer) -> Finding:
         return error(check, f"{server.named} {answer.problem}", action)
     if answer.status == 200:
         return ok(check, f"{server.named} is healthy, in {answer.received - answer.sent:.3f} s")
-    if server.given == "proxy":
-        action = "see what it says of each engine, and why those are not healthy"
-    else:
-        action = "its log says why; an engine whose core has died must be started again"
+    action = "its log says why; an engine whose core has died must be started again"
     return error(check, f"{server.named} answers /health with {answer.status}", action)
 
 
@@ -309,11 +302,11 @@ def _judge_version(server: CheckedServer) -> Finding:
 
 def _judge_models(server: CheckedServer) -> Finding:
     check, models = f"{server.check}.models", server.decoded("/v1/models", _Models)
-    if models is None or not models.data:
-        denied = server.answers["/v1/models"].status == 401
-        action = f"set {API_KEY_VARIABLE} to the engines' API key" if denied else "its log says why"
-        return error(check, f"{server.named} names no model ({server.why('/v1/models')})", action)
-    return ok(check, f"{server.named} serves {models}")
+    if models is not None:
+        return ok(check, f"{server.named} serves {models}")
+    denied = server.answers["/v1/models"].status == 401
+    action = f"set {API_KEY_VARIABLE} to the engines' API key" if denied else "its log says why"
+    return error(check, f"{server.named} names no model ({server.why('/v1/models')})", action)
 
 
 def _judge_engines_of(proxy: CheckedServer, engines: Sequence[CheckedServer]) -> list[Finding]:
@@ -344,42 +337,24 @@ def _judge_engines_of(proxy: CheckedServer, engines: Sequence[CheckedServer]) ->
     return findings or [ok(check, f"{proxy.named} finds all {count} engines healthy", engines=count)]
 
 
-def _compare(check: str, what: str, values: Mapping[str, object], level: Judge, action: str) -> list[Finding]:
-    """Judges whether all servers have the same of something. `values`: what each has."""
-    if len(values) < 2:
-        return []
-    if len(set(values.values())) == 1:
-        return [ok(check, f"all servers have the same {what}")]
-    listed = one_line("; ".join(f"{name}: {value}" for name, value in values.items()), 2 * _CHARS)
-    return [level(check, f"the {what} differs: {listed}", action)]
-
-
-def _compare_engines(servers: Sequence[CheckedServer]) -> list[Finding]:
-    engines = [server for server in servers if server.given != "proxy"]
-    models = {server: found for server in servers if (found := server.decoded("/v1/models", _Models)) and found.data}
-    return [
-        *_compare(
-            "pair.versions",
-            "version of vLLM",
-            {each.named: release(v.version) for each in engines if (v := each.decoded("/version", _Version))},
-            warning,
-            "run the same vLLM on both sides: others describe KV caches differently",
-        ),
-        *_compare(
-            "pair.models",
-            "set of models",
-            {server.named: ", ".join(sorted(each.id for each in found.data)) for server, found in models.items()},
-            error,
-            "serve the same model, and adapters, under the same names everywhere (--served-model-name)",
-        ),
-        *_compare(
-            "pair.max-model-len",
-            "longest prompt",
-            {server.named: found.data[0].max_model_len for server, found in models.items() if server in engines},
-            warning,
-            "give all engines the same --max-model-len: a prompt that only one side takes fails",
-        ),
-    ]
+def _compare_servers(servers: Sequence[CheckedServer], engines: Sequence[CheckedServer]) -> list[Finding]:
+    models = {server: models for server in servers if (models := server.decoded("/v1/models", _Models)) is not None}
+    versions = {each.named: release(v.version) for each in engines if (v := each.decoded("/version", _Version))}
+    lengths = {server.named: each.data[0].max_model_len for server, each in models.items() if server in engines}
+    names = {server.named: ", ".join(sorted(model.id for model in each.data)) for server, each in models.items()}
+    compared: Sequence[tuple[str, str, Mapping[str, object], Judge, str]] = (
+        ("versions", "versions of vLLM", versions, warning, "run the same vLLM on both sides: caches may differ"),
+        ("models", "models", names, error, "serve the same under the same names everywhere (--served-model-name)"),
+        ("max-model-len", "longest prompts", lengths, warning, "a prompt that only one side takes fails"),
+    )
+    findings = []
+    for name, what, values, level, action in compared:
+        check, listed = f"pair.{name}", "; ".join(f"{server}: {value}" for server, value in values.items())
+        if len(set(values.values())) > 1:
+            findings.append(level(check, f"the {what} differ: {one_line(listed, 2 * _CHARS)}", action))
+        elif len(values) > 1:
+            findings.append(ok(check, f"all servers have the same {what}"))
+    return findings
 
 
 NOTICEABLE_S = 5.0
