@@ -22,7 +22,7 @@ from harness.ranks import Pair
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector.caches import cache_groups, caches_of_layers, layer_specs
-from vllm_ascend_pd.connector.vllm_view import Prompts, VllmRequests
+from vllm_ascend_pd.connector.vllm_view import VllmRequests
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.layout import LayerSpec, Order
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep
@@ -177,7 +177,7 @@ class Cluster:
         self.scheduler = prefill_scheduler(self.p.groups, pool=self.p.manager.block_pool)
         draft = DRAFT if self.pair.model.drafts else ""
         info = EngineInfo(self.pair.decode_id, "127.0.0.1", self.pair.port, d_tp, draft=draft)
-        self.issuer = TicketIssuer(info, self.d.groups, VllmRequests(Prompts("")))
+        self.issuer = TicketIssuer(info, self.d.groups, VllmRequests())
 
     def warm_prefill(self, tokens: list[int], chunk: int, seed: int) -> None:
         """Prefill computes a prompt for nobody, and caches it."""

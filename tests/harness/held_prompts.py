@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from harness.clock import Clock
 from harness.engines import Role
 from harness.real_scheduler import BLOCK, RealScheduler
-from vllm_ascend_pd.connector.vllm_view import Prompts
+from vllm_ascend_pd.connector.vllm_view import VllmRequests
 from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt, TicketRefused
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
@@ -127,7 +127,7 @@ def ticket_for(prompt: list[int], groups: int = 1, **changes: Any) -> Ticket:
         remote_cached_tokens=0,
         ticket_id=ticket_id,
         num_tokens=num_tokens,
-        prompt=Prompts().digest(request, num_tokens, ticket_id),
+        prompt=VllmRequests().digest(request, num_tokens, ticket_id),
     )
     return msgspec.structs.replace(made, **changes)
 

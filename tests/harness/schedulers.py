@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.connector.vllm_view import NAMES_ALL_PREEMPTED, Prompts, VllmBlocks, VllmRequests
+from vllm_ascend_pd.connector.vllm_view import NAMES_ALL_PREEMPTED, VllmBlocks, VllmRequests
 from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import AnyHost
@@ -31,7 +31,7 @@ def prefill_scheduler(
     names_all_preempted: bool = NAMES_ALL_PREEMPTED,
 ) -> PrefillScheduler:
     """A prefill engine's scheduler. It serves every ticket unless `admission` says otherwise."""
-    requests = VllmRequests(Prompts(media_hashing, allow_other_media), names_all_preempted)
+    requests = VllmRequests(media_hashing, allow_other_media, names_all_preempted)
     admission = admission or TicketAdmission(AnyHost())
     return PrefillScheduler(groups, requests, blocks_of(pool), IdleWait(0.05, in_flight=2), admission, observer)
 
@@ -50,7 +50,7 @@ def decode_scheduler(
     """A decode engine's scheduler. `metaserver`, `prefill`: the clients, which the scheduler closes. It counts by
     default, and has all prompts computed by prefill."""
     observer = observer or DecodeSchedulerStats()
-    requests = VllmRequests(Prompts(media_hashing))
+    requests = VllmRequests(media_hashing)
     issuer = TicketIssuer(engine, groups, requests, signer)
     blocks = VllmBlocks(groups)
     placement = placement or ConnectorConfig(who_computes="prefill")

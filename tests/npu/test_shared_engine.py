@@ -27,6 +27,7 @@ device = NpuDevice()
 
 if sys.argv[1] == "peer":  # an engine of its own, which is written to
     memory = device.allocate(2 * MIB).zero_()
+    torch.npu.synchronize()  # or it could be zeroed after the first write
     engine = TransferEngine("127.0.0.1", "ascend", TransferLimits())
     engine.register([(memory.data_ptr(), memory.numel())])
     print(engine.session, memory.data_ptr(), flush=True)

@@ -21,7 +21,7 @@ from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector import vllm_view
 from vllm_ascend_pd.connector.model import media_hashing as hashing_of
-from vllm_ascend_pd.connector.vllm_view import Prompts, text_alone
+from vllm_ascend_pd.connector.vllm_view import VllmRequests, text_alone
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.tickets import EngineInfo
@@ -113,7 +113,7 @@ def test_the_last_token_counts_only_where_it_is_sent():
             assert refusal_of_prefill(posted, groups, tokens=other_end) is None
             assert "tokens differ" in refusal_of_prefill(posted, groups, tokens=[7, *TOKENS[1:]])
         else:
-            Prompts().check(request({}, other_end), msgspec.convert(posted, Ticket))
+            VllmRequests().check_prompt(request({}, other_end), msgspec.convert(posted, Ticket))
 
 
 def test_token_ids_are_posted_where_they_are_wanted_and_say_it_all():
@@ -256,7 +256,7 @@ def test_the_digest_of_a_long_prompt_does_not_hold_the_scheduler_up(tokens):
     taken = []
     for _ in range(10):
         begun = time.perf_counter()
-        Prompts().digest(asked, tokens - 1, "0" * 32)
+        VllmRequests().digest(asked, tokens - 1, "0" * 32)
         taken.append(time.perf_counter() - begun)
     assert min(taken) < 0.01
     assert text_alone(asked) is asked.prompt_token_ids, "nothing is copied"

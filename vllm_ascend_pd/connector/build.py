@@ -54,7 +54,6 @@ from vllm_ascend_pd.connector.setup import (
 from vllm_ascend_pd.connector.vllm_view import (
     ASKS_SCHEDULER_FOR_STATS,
     HAS_TRANSFER_RESULTS,
-    Prompts,
     VllmBlocks,
     VllmRequests,
 )
@@ -111,7 +110,7 @@ def build_scheduler_role(setup: EngineSetup) -> ConnectorRole:
         )
     keys = _read(load_keys, setup.config.side_channel_key_file)  # raises before models are loaded
     secret = _read(read_ticket_secret, setup.config.ticket_secret_file)
-    requests = VllmRequests(Prompts(media_hashing(vllm_config), setup.config.allow_other_model))
+    requests = VllmRequests(media_hashing(vllm_config), setup.config.allow_other_model)
     build = _prefill if setup.prefills else _decode
     return build(setup, groups, requests, secret, keys)
 

@@ -74,7 +74,7 @@ def prefill_ranks_hold_copies() -> bool:
     return bool(one_token.max_memory_usage_bytes(config) == 2 * one_token.page_size_bytes)
 
 
-# The digest of a request's prompt, and its token ids if the prompt is nothing but text.
+# Parts of the digest of a request's prompt, and its token ids if the prompt is nothing but text.
 
 
 logger = logging.getLogger(__name__)
@@ -84,55 +84,6 @@ _ADAPTER = "digest_of_adapter"
 
 _EMBEDDING_COLUMNS = 64
 """How many elements of each token's embedding the digest covers, evenly spread. 128 Ki tokens take 20 ms."""
-
-
-class Prompts:
-    """Digests prompts on decode and compares them on prefill.
-
-    media_hashing: how this engine hashes images, sounds and videos by content (`model.py`); "": it does not.
-    allow_other_media: prefill serves images, sounds and videos that cannot be compared with decode's.
-    """
-
-    def __init__(self, media_hashing: str = "", allow_other_media: bool = False) -> None:
-        self._media_hashing = media_hashing
-        self._allow_other_media = allow_other_media
-        self._said_not_compared = False
-
-    def digest(self, request: "Request", num_tokens: int, ticket_id: str) -> PromptDigest:
-        """Returns the digest of the first `num_tokens` tokens, generated ones included, and of what comes with them."""
-        embeddings, salt = request.prompt_embeds, salt_of_client(request)
-        token_ids = None if request.prompt_token_ids is None else request.all_token_ids
-        media = [name for one in request.mm_features for name in (one.modality, one.mm_hash or one.identifier)]
-        compared = bool(media and self._media_hashing)
-        return PromptDigest(
-            tokens="" if token_ids is None else digest_of_tokens(ticket_id, token_ids[:num_tokens]),
-            media=digest_of_names(ticket_id, media) if compared else "",
-            media_hashing=digest_of_names(ticket_id, [self._media_hashing]) if compared else "",
-            num_media=len(request.mm_features),
-            embeddings="" if embeddings is None else _digest_of_embeddings(ticket_id, embeddings[:num_tokens]),
-            adapter=_digest_of_adapter(request),
-            salt=digest_of_names(ticket_id, [salt]) if salt else "",
-        )
-
-    def check(self, request: "Request", named: NamesPrompt) -> None:
-        """Raises TicketError if another prompt than the request's is meant, or may be, and says why.
-
-        A ticket of an older decode engine has no digest: it is for any prompt of its length.
-        """
-        if named.prompt is None:
-            return
-        ours = self.digest(request, named.num_tokens, named.ticket_id)
-        if found := differences(named.prompt, ours):
-            raise TicketError("; ".join(found))
-        why = why_media_not_compared(named.prompt, ours)
-        if why is None:
-            return
-        not_compared = f"images, sounds and videos cannot be compared with decode's: {why}"
-        if not self._allow_other_media:
-            raise TicketError(f"{not_compared}, or set allow_other_model on prefill")
-        if not self._said_not_compared:
-            self._said_not_compared = True
-            logger.warning("%s: allow_other_model is set, so answers may be wrong", not_compared)
 
 
 def text_alone(request: "Request") -> list[int] | None:
@@ -317,10 +268,21 @@ _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
 class VllmRequests:
-    """Implements `EngineRequests`."""
+    """Implements `EngineRequests`: digests prompts on decode and compares them on prefill, among others.
 
-    def __init__(self, prompts: Prompts, names_all_preempted: bool = NAMES_ALL_PREEMPTED) -> None:
-        self._prompts = prompts
+    media_hashing: how this engine hashes images, sounds and videos by content (`model.py`); "": it does not.
+    allow_other_media: prefill serves images, sounds and videos that cannot be compared with decode's.
+    """
+
+    def __init__(
+        self,
+        media_hashing: str = "",
+        allow_other_media: bool = False,
+        names_all_preempted: bool = NAMES_ALL_PREEMPTED,
+    ) -> None:
+        self._media_hashing = media_hashing
+        self._allow_other_media = allow_other_media
+        self._said_not_compared = False
         self.names_all_preempted = names_all_preempted
 
     def external_id(self, request: "Request") -> str:
@@ -357,10 +319,37 @@ class VllmRequests:
             prefill.set(prefill.num_prompt_tokens, prefill.num_local_cached_tokens, 0)
 
     def digest(self, request: "Request", num_tokens: int, ticket_id: str) -> PromptDigest:
-        return self._prompts.digest(request, num_tokens, ticket_id)
+        """Covers generated tokens, too, and what comes with the prompt."""
+        embeddings, salt = request.prompt_embeds, salt_of_client(request)
+        token_ids = None if request.prompt_token_ids is None else request.all_token_ids
+        media = [name for one in request.mm_features for name in (one.modality, one.mm_hash or one.identifier)]
+        compared = bool(media and self._media_hashing)
+        return PromptDigest(
+            tokens="" if token_ids is None else digest_of_tokens(ticket_id, token_ids[:num_tokens]),
+            media=digest_of_names(ticket_id, media) if compared else "",
+            media_hashing=digest_of_names(ticket_id, [self._media_hashing]) if compared else "",
+            num_media=len(request.mm_features),
+            embeddings="" if embeddings is None else _digest_of_embeddings(ticket_id, embeddings[:num_tokens]),
+            adapter=_digest_of_adapter(request),
+            salt=digest_of_names(ticket_id, [salt]) if salt else "",
+        )
 
     def check_prompt(self, request: "Request", named: NamesPrompt) -> None:
-        self._prompts.check(request, named)
+        """A ticket of an older decode engine has no digest: it is for any prompt of its length."""
+        if named.prompt is None:
+            return
+        ours = self.digest(request, named.num_tokens, named.ticket_id)
+        if found := differences(named.prompt, ours):
+            raise TicketError("; ".join(found))
+        why = why_media_not_compared(named.prompt, ours)
+        if why is None:
+            return
+        not_compared = f"images, sounds and videos cannot be compared with decode's: {why}"
+        if not self._allow_other_media:
+            raise TicketError(f"{not_compared}, or set allow_other_model on prefill")
+        if not self._said_not_compared:
+            self._said_not_compared = True
+            logger.warning("%s: allow_other_model is set, so answers may be wrong", not_compared)
 
     def token_ids(self, request: "Request") -> list[int] | None:
         return text_alone(request)

@@ -54,6 +54,7 @@ class TransferEngine:
             self._limits = export_settings(limits, protocol, host)
         except SettingError as error:
             raise TransferError(host, str(error), retryable=False) from None
+        self._shared = existing
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -72,8 +73,12 @@ class TransferEngine:
             logger.warning("%s", problem.message)
         self._session = authority(host, self._engine.get_rpc_port())
         self._transport = describe_transport(protocol)
-        chip = ascend.chip_name() if protocol == "ascend" else None
-        self._memory = RegisteredMemory(self._session, self._engine, chip, existing)
+        # The chip's name, as `core.ascend.refusal` takes it. None: no limits of NPUs apply.
+        self._chip = ascend.chip_name() if protocol == "ascend" else None
+        # All registered regions, whoever registered them. Sorted and disjoint. Changes under the lock.
+        self._known: list[Region] = []
+        # Addresses of those that `close` unregisters. Changes under the lock.
+        self._own: list[int] = []
         self._reach = Reach(self._engine, self._session, self._limits.timeout_s)
         self._writer = self._make_writer(protocol)
 
@@ -115,7 +120,23 @@ class TransferEngine:
         or that Mooncake refuses.
         """
         self._check_open()
-        self._memory.add(regions, of_caches)
+        with self._lock:
+            fresh = [region for region in merge(regions) if not covered(region, self._known)]
+            for address, size in fresh:
+                if any(address < begin + length and begin < address + size for begin, length in self._known):
+                    raise self._error(
+                        f"region {address:#x}+{size} overlaps a registered one: register both in one call"
+                    )
+            if not fresh:
+                return
+            together = sorted(self._known + fresh)
+            if self._chip is not None and (reason := refusal(together, self._chip)) is not None:
+                raise self._error(f"memory cannot be registered: {reason}")
+            if self._shared is not None and of_caches:
+                self._register_for_all(self._shared, fresh)
+            else:
+                self._register(fresh)
+            self._known = together
 
     def write(self, session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> None:
         """Copy `lengths[i]` bytes from `sources[i]` here to `destinations[i]` in the memory of `session`: see
@@ -158,17 +179,38 @@ class TransferEngine:
         self._writer.forget(sessions)
 
     def close(self) -> None:
-        """Unregister all memory and stop. Call it after all writes have returned. A second call does nothing."""
+        """Unregister the memory that only this engine uses, and stop. Call it after all writes have returned. A second
+        call does nothing. Raises TransferError."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._engine = None
-        self._memory.close()
+            own, self._own, self._known = self._own, [], []
+            mooncake, self._engine = self._engine, None
+        code = mooncake.batch_unregister_memory(own) if own else 0
+        if code != 0:
+            raise self._error(f"Mooncake did not unregister its memory (code {code})")
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransferError(self._session, "this engine is closed", retryable=False)
+            raise self._error("this engine is closed")
+
+    def _register(self, regions: Sequence[Region]) -> None:
+        addresses = [address for address, _ in regions]
+        code = self._engine.batch_register_memory(addresses, [size for _, size in regions])
+        if code != 0:
+            self._engine.batch_unregister_memory(addresses)
+            raise self._error(f"{_not_registered(regions)} (code {code})")
+        self._own += addresses
+
+    def _register_for_all(self, shared: ExistingEngine, regions: Sequence[Region]) -> None:
+        try:
+            shared.register_caches(regions)
+        except RuntimeError as error:
+            raise self._error(f"{_not_registered(regions)}: {error}") from error
+
+    def _error(self, reason: str) -> TransferError:
+        return TransferError(self._session, reason, retryable=False)
 
 
 def _start(host: str, protocol: str) -> Any:
@@ -181,80 +223,6 @@ def _start(host: str, protocol: str) -> Any:
     if code != 0:
         raise RuntimeError(f"Mooncake did not start with protocol {protocol!r} (code {code})")
     return engine
-
-
-# The memory that an engine has registered with Mooncake.
-
-
-class RegisteredMemory:
-    """Only registered memory can be written to by peers, and written from. Any thread may call it."""
-
-    def __init__(self, session: str, mooncake: Any, chip: str | None, shared: ExistingEngine | None) -> None:
-        """
-        `session`: this engine's address, which errors name.
-        `mooncake`: Mooncake's engine.
-        `chip`: as in `regions.refusal`. None: no limits of NPUs apply.
-        `shared`: set if other connectors of this process use `mooncake`, too.
-        """
-        self._session = session
-        self._mooncake = mooncake
-        self._chip = chip
-        self._shared = shared
-        self._lock = threading.Lock()
-        # The two below change under the lock.
-        # All registered regions, whoever registered them. Sorted and disjoint.
-        self._known: list[Region] = []
-        # Addresses of those that `close` unregisters.
-        self._own: list[int] = []
-
-    def add(self, regions: Sequence[Region], of_caches: bool) -> None:
-        """Registers all of `regions` or none. Raises TransferError.
-
-        `of_caches`: other connectors of this process register the same memory, the KV caches.
-        """
-        with self._lock:
-            fresh = [region for region in merge(regions) if not covered(region, self._known)]
-            for address, size in fresh:
-                if any(address < begin + length and begin < address + size for begin, length in self._known):
-                    raise self._error(
-                        f"region {address:#x}+{size} overlaps a registered one: register both in one call"
-                    )
-            if not fresh:
-                return
-            together = sorted(self._known + fresh)
-            if self._chip is not None and (reason := refusal(together, self._chip)) is not None:
-                raise self._error(f"memory cannot be registered: {reason}")
-            if self._shared is not None and of_caches:
-                self._register_for_all(self._shared, fresh)
-            else:
-                self._register(fresh)
-            self._known = together
-
-    def close(self) -> None:
-        """Unregisters the regions that only this engine uses. Raises TransferError."""
-        with self._lock:
-            own, self._own, self._known = self._own, [], []
-            mooncake, self._mooncake = self._mooncake, None
-        code = mooncake.batch_unregister_memory(own) if own else 0
-        if code != 0:
-            raise self._error(f"Mooncake did not unregister its memory (code {code})")
-
-    def _register(self, regions: Sequence[Region]) -> None:
-        addresses = [address for address, _ in regions]
-        code = self._mooncake.batch_register_memory(addresses, [size for _, size in regions])
-        if code != 0:
-            self._mooncake.batch_unregister_memory(addresses)
-            raise self._error(f"{_not_registered(regions)} (code {code})")
-        self._own += addresses
-
-    def _register_for_all(self, shared: ExistingEngine, regions: Sequence[Region]) -> None:
-        try:
-            shared.register_caches(regions)
-        except RuntimeError as error:
-            raise self._error(f"{_not_registered(regions)}: {error}") from error
-
-    def _error(self, reason: str) -> TransferError:
-        return TransferError(self._session, reason, retryable=False)
 
 
 def _not_registered(regions: Sequence[Region]) -> str:

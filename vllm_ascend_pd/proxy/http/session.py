@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
 
-IDLE_CONNECTION_S = 2.0
-"""Seconds until an idle connection is closed. Servers like vLLM's close theirs after 5 s. A shorter time here makes it
-unlikely that a request is sent on a connection that the server closes at that moment."""
+from vllm_ascend_pd.transport.http_client import IDLE_CONNECTION_S
+
 _MAX_HEADER_BYTES = 64 * 1024
 """Of one header, or of the status line, in a response."""
 
