@@ -66,10 +66,6 @@ DECODE = json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": "kv_co
         ({"kv_transfer_config": PREFILL, "data_parallel_size": 2}, "--data-parallel-size is for a decode engine"),
         ({"peer": ["node-2"]}, "'node-2' is not an address"),
         ({"peer": ["192.0.2.1"] * 65}, "at most 64"),
-        ({"decode_host": ["10.0.0.1"]}, "--decode-host is for a prefill engine"),
-        ({"decode_host": ["10.0.0.1"], "kv_transfer_config": DECODE}, "--decode-host is for a prefill engine"),
-        ({"decode_host": ["10.0.0.1:80"], "kv_transfer_config": PREFILL}, "'10.0.0.1:80' is no host"),
-        ({"step_timeout": 5.0}, "--step-timeout is for the steps of --hardware"),
     ],
 )
 def test_options_that_cannot_be_understood(options: dict[str, Any], says: str) -> None:

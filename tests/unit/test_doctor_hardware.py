@@ -74,6 +74,6 @@ def test_ways_name_npus_as_the_machine_counts_them() -> None:
 
 @pytest.mark.parametrize(("wanted", "level"), [(True, Level.ERROR), (False, Level.NOTE)])
 def test_without_torch_npu_no_npu_is_tried(wanted: bool, level: Level) -> None:
-    [finding] = hardware.check([], "127.0.0.1", 1.0, wanted)
+    [finding] = hardware.check([], "127.0.0.1", wanted)
     assert (finding.check, finding.level) == ("hardware.devices", level)
     assert ("requirements/npu.txt" in finding.action) is wanted

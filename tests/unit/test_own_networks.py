@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from vllm_ascend_pd.core.hosts import decode_hosts
-from vllm_ascend_pd.tools.doctor import command, configuration
+from vllm_ascend_pd.tools.doctor import configuration
 from vllm_ascend_pd.tools.doctor.report import Finding, Level
 from vllm_ascend_pd.transport.own_networks import own_networks
 
@@ -94,24 +94,3 @@ def test_the_doctor_refuses_a_metaserver_that_is_no_url(interfaces: None) -> Non
     found = judged(metaserver_allowlist=["proxy.example:8000"])["config.metaservers"]
     assert found.level is Level.ERROR
     assert "proxy.example:8000" in found.found
-
-
-@pytest.mark.parametrize(
-    ("host", "extra", "level"),
-    [
-        ("198.51.100.200", {}, Level.OK),
-        ("8.8.8.8", {}, Level.ERROR),
-        ("8.8.8.8", {"decode_allowlist": ["8.8.8.0/24"]}, Level.OK),
-        ("198.51.100.200", {"decode_allowlist": ["8.8.8.0/24"]}, Level.ERROR),
-    ],
-)
-def test_the_doctor_says_whether_prefill_serves_a_decode_host(
-    interfaces: None, host: str, extra: dict[str, Any], level: Level
-) -> None:
-    given = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
-    hosts = ("10.0.0.1", host) if not extra else (host,)
-    chosen = command.read_machine(json.dumps(given), decode_hosts=hosts)
-    findings, _ = configuration.judge(chosen.config, chosen.decode_hosts)
-    [finding] = [finding for finding in findings if finding.check == "config.decode_hosts"]
-    assert finding.level is level
-    assert finding.found.endswith(f", including those for {host}") is (level is Level.ERROR)

@@ -41,9 +41,6 @@ def doctor(
         ),
     ] = None,
     peer: Annotated[Several, _option("Address of another node's NPU to ping. May be repeated.", "IP")] = None,
-    decode_host: Annotated[
-        Several, _option("VLLM_HOST_IP of a decode engine that this prefill engine serves. May be repeated.", "HOST")
-    ] = None,
     hardware: Annotated[
         bool,
         typer.Option(
@@ -51,9 +48,6 @@ def doctor(
             help="Also run kernels, transfers and collectives on this machine's NPUs, and measure descriptors.",
         ),
     ] = False,
-    step_timeout: Annotated[
-        float | None, _option("Timeout for each step of --hardware.", "SECONDS", min=1, show_default="60")
-    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     version: Version = False,
 ) -> None:
@@ -65,22 +59,17 @@ def doctor(
     from vllm_ascend_pd.tools.doctor import command
     from vllm_ascend_pd.tools.doctor.report import show
 
-    this_machine = (kv_transfer_config, port, data_parallel_size, peer, decode_host, hardware or None)
+    this_machine = (kv_transfer_config, port, data_parallel_size, peer, hardware or None)
     target: command.Machine | command.Pair
     try:
         if proxy is None and not prefill and not decode:
             if ca_file is not None:
                 raise ValueError("--ca-file is for https:// URLs: give --proxy, --prefill or --decode")
-            if step_timeout is not None and not hardware:
-                raise ValueError("--step-timeout is for the steps of --hardware: give that, too")
-            step_s = (step_timeout or command.STEP_TIMEOUT_S) if hardware else None
-            target = command.read_machine(
-                kv_transfer_config, port, data_parallel_size, peer or (), decode_host or (), step_s
-            )
+            target = command.read_machine(kv_transfer_config, port, data_parallel_size, peer or (), hardware)
         elif any(value is not None for value in this_machine):
             raise ValueError(
                 "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, "
-                "--data-parallel-size, --peer, --decode-host and --hardware at this machine: give one kind"
+                "--data-parallel-size, --peer and --hardware at this machine: give one kind"
             )
         else:
             proxies = () if proxy is None else (proxy,)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_ascend_pd.core.hosts import ip_version, is_host
+from vllm_ascend_pd.core.hosts import ip_version
 from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.doctor import configuration, hardware, loading, loopback, npus, pair, ports, versions
@@ -19,8 +19,6 @@ from vllm_ascend_pd.tools.doctor.configuration import KvTransferConfig
 from vllm_ascend_pd.tools.doctor.report import DoctorReport, Figure, Finding, make_report, note, progress
 
 MAX_PEERS = 64
-STEP_TIMEOUT_S = 60.0
-"""For each step of --hardware."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,8 @@ class Machine:
     data_parallel: int
     peers: tuple[str, ...]
     """Addresses of NPUs of other nodes."""
-    decode_hosts: tuple[str, ...]
-    """Hosts of decode engines that a prefill engine here must serve."""
-    hardware_step_s: float | None
-    """Timeout in seconds of each step on NPUs. None: the NPUs are not tried."""
+    hardware: bool
+    """Whether the NPUs are tried."""
 
     def examine(self) -> DoctorReport:
         installed = versions.installed_versions()
@@ -49,7 +45,7 @@ class Machine:
         npu_names = [name for name in str(seen or "").split(",") if name]
         mooncake = figures.get("loading.mooncake", {})
         findings += [*loaded, *configuration.judge_plugins(os.environ)]
-        configured, extra = configuration.judge(self.config, self.decode_hosts)
+        configured, extra = configuration.judge(self.config)
         protocol = extra.transfer_protocol or ("ascend" if on_npu else "tcp")
         findings += [*configured, configuration.judge_protocol(protocol, on_npu, mooncake)]
         findings += configuration.judge_data_parallel(self.config, self.data_parallel, installed.get("vllm-ascend"))
@@ -68,15 +64,15 @@ class Machine:
         first = configuration.listening_port(self.config)
         findings += ports.check_ports(first, self.data_parallel, host, self.api_port, devices, os.environ)
         findings += self._transfer(mooncake)
-        if self.hardware_step_s is not None:
-            findings += hardware.check(npu_names, host or "127.0.0.1", self.hardware_step_s, on_npu or bool(devices))
+        if self.hardware:
+            findings += hardware.check(npu_names, host or "127.0.0.1", on_npu or bool(devices))
         return make_report("machine", findings)
 
     def _transfer(self, mooncake: Mapping[str, Figure]) -> list[Finding]:
         if (reason := mooncake.get("no_tcp")) is not None:
             return [note("transfer.loopback", f"not tried: {reason}")]
         progress("transferring from one Mooncake engine to another")
-        return loopback.check(loopback.over_tcp(() if self.hardware_step_s is None else loopback.DESCRIPTOR_BYTES))
+        return loopback.check(loopback.over_tcp(loopback.DESCRIPTOR_BYTES if self.hardware else ()))
 
 
 def read_machine(
@@ -84,8 +80,7 @@ def read_machine(
     api_port: int | None = None,
     data_parallel: int | None = None,
     peers: Sequence[str] = (),
-    decode_hosts: Sequence[str] = (),
-    hardware_step_s: float | None = None,
+    hardware: bool = False,
 ) -> Machine:
     """Raises ValueError with the wrong option."""
     config = None if kv_transfer_config is None else configuration.read(kv_transfer_config)
@@ -96,16 +91,11 @@ def read_machine(
         raise ValueError(
             f"--data-parallel-size {data_parallel}: kv_port {first} leaves ports for {65536 - first} engines"
         )
-    if decode_hosts and (config is None or config.kv_role != "kv_producer"):
-        raise ValueError("--decode-host is for a prefill engine's --kv-transfer-config: give that, too")
-    for option, values in (("--peer", peers), ("--decode-host", decode_hosts)):
-        if len(values) > MAX_PEERS:
-            raise ValueError(f"{len(values)} values of {option}: at most {MAX_PEERS}")
-    if (wrong := next((host for host in decode_hosts if not is_host(host)), None)) is not None:
-        raise ValueError(f"--decode-host {one_line(wrong, 80)!r} is no host")
+    if len(peers) > MAX_PEERS:
+        raise ValueError(f"{len(peers)} values of --peer: at most {MAX_PEERS}")
     if (wrong := next((peer for peer in peers if ip_version(peer) is None), None)) is not None:
         raise ValueError(f"--peer {one_line(wrong, 80)!r} is not an address of an NPU")
-    return Machine(config, api_port, data_parallel or 1, tuple(peers), tuple(decode_hosts), hardware_step_s)
+    return Machine(config, api_port, data_parallel or 1, tuple(peers), hardware)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -63,11 +63,8 @@ def judge_plugins(environment: Mapping[str, str]) -> list[Finding]:
     return [error("config.plugins", found, f"set it to {one_line(plugins, 200)}, here and where the engine starts")]
 
 
-def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[list[Finding], ConnectorConfig]:
-    """Returns the findings, also about secret files, and the connector's configuration, or its defaults if invalid.
-
-    `wanted` are hosts of decode engines that a prefill engine must serve.
-    """
+def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConfig]:
+    """Returns the findings, also about secret files, and the connector's configuration, or its defaults if invalid."""
     check = "config.connector"
     if config is None:
         unseen = "no --kv-transfer-config given: defaults are assumed, and its ports are not checked"
@@ -84,7 +81,7 @@ def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[
         return [error(check, str(problem), _ACTION)], ConnectorConfig()
     findings = [ok(check, f"{config.kv_role}, all keys of kv_connector_extra_config are valid")]
     if config.kv_role == "kv_producer":
-        findings.append(_judge_decode_hosts(extra, wanted))
+        findings.append(_judge_decode_hosts(extra))
     else:
         findings += _judge_ticket_routes(extra)
         if config.asked_before:
@@ -93,16 +90,10 @@ def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[
     return [*findings, *_judge_secrets(extra)], extra
 
 
-def _judge_decode_hosts(extra: ConnectorConfig, wanted: Sequence[str]) -> Finding:
+def _judge_decode_hosts(extra: ConnectorConfig) -> Finding:
     """Which hosts' tickets a prefill engine serves."""
-    check = "config.decode_hosts"
-    admitted = decode_hosts(extra.decode_allowlist, "localhost", bool(extra.ticket_secret_file), own_networks())
-    said = f"decode engines at {admitted.admitted} are served; tickets for other hosts are refused"
-    refused = [host for host in wanted if admitted.refusal(host) is not None]
-    if not refused:
-        return ok(check, said)
-    action = "name them in decode_allowlist of prefill, or have tickets signed (ticket_secret_file)"
-    return error(check, f"{said}, including those for {one_line(', '.join(refused), 400)}", action)
+    served = decode_hosts(extra.decode_allowlist, "localhost", bool(extra.ticket_secret_file), own_networks()).admitted
+    return ok("config.decode_hosts", f"decode engines at {served} are served; tickets for other hosts are refused")
 
 
 def _judge_ticket_routes(extra: ConnectorConfig) -> list[Finding]:

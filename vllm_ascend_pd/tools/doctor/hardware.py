@@ -17,6 +17,9 @@ from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Way
 from vllm_ascend_pd.tools.doctor.process import Ran, child, run, run_all
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, progress
 
+STEP_TIMEOUT_S = 180.0
+"""A step takes some seconds on NPUs, and more where processes share cores."""
+
 WRITES = 16
 MAX_RANKS = 8
 
@@ -34,12 +37,11 @@ _ROCE = (
 )
 
 
-def check(npus: Sequence[str], host: str, timeout_s: float, wanted: bool) -> list[Finding]:
+def check(npus: Sequence[str], host: str, wanted: bool) -> list[Finding]:
     """Runs the steps one after the other.
 
     npus: the machine's numbers of the NPUs that processes see, in their order; "?" if ACL does not tell a number.
     host: where engines listen.
-    timeout_s: the timeout of each step.
     wanted: whether this machine has NPUs, or software for them.
     """
     name = "hardware.devices"
@@ -55,16 +57,16 @@ def check(npus: Sequence[str], host: str, timeout_s: float, wanted: bool) -> lis
         )
         return [error(name, "torch_npu finds no NPU: no step of --hardware can run on NPUs", action)]
     progress("running the regroup ops on an NPU")
-    findings = [check_kernels(timeout_s)]
+    findings = [check_kernels()]
     if len(npus) < 2:
         left_out = "one NPU: writes between NPUs and collectives are left out"
         return [note(name, left_out, "run this with two NPUs or more"), *findings]
     for way in ways(npus, host):
         progress(f"writing {way.between}")
-        findings += loopback.check(way, timeout_s)
+        findings += loopback.check(way, STEP_TIMEOUT_S)
     size = min(len(npus), MAX_RANKS)
     progress(f"exchanging between {size} NPUs")
-    return [*findings, check_collectives(size, timeout_s)]
+    return [*findings, check_collectives(size)]
 
 
 def ways(npus: Sequence[str], host: str) -> list[Way]:
@@ -97,7 +99,7 @@ def _way(
 WITHOUT_KERNELS = "try again without vllm_ascend_pd/libvllm_ascend_pd_npu.so where it exists, and send us both reports"
 
 
-def check_kernels(timeout_s: float) -> Finding:
+def check_kernels(timeout_s: float = STEP_TIMEOUT_S) -> Finding:
     ran = run(child("on_npu", "kernels"), timeout_s)
     findings = ran.reports(Finding)
     if ran.problem is None and findings:
@@ -125,7 +127,7 @@ _TOGETHER = (
 )
 
 
-def check_collectives(size: int, timeout_s: float) -> Finding:
+def check_collectives(size: int, timeout_s: float = STEP_TIMEOUT_S) -> Finding:
     """Runs `size` ranks on the first NPUs."""
     mode = os.environ.get(MODE) or _PRESET_MODE
     with tempfile.TemporaryDirectory(prefix="pd-doctor-") as folder:

@@ -136,7 +136,7 @@ class CollectiveRank:
             "group_bytes": max(0, before - after),
             "connect_seconds": round(seconds, 3),
         }
-        return ok(_CHECK, "the connector's group is connected", **self.connected)
+        return ok(_CHECK, "the connector's group is connected", "", **self.connected)
 
     def together(self) -> Finding:
         """Runs rounds for some seconds. All ranks stop after the same round."""
@@ -169,7 +169,7 @@ class CollectiveRank:
             f"{int(self.connected['group_bytes']) >> 20} MiB"
         )
         figures = {"ranks": self.size, "rounds": rounds, "all_to_all_bytes_per_second": round(speed)}
-        return ok(_CHECK, found, mode=mode, **figures, **self.connected)
+        return ok(_CHECK, found, "", mode=mode, **figures, **self.connected)
 
     def _reduce(self, layer: int) -> None:
         self.hidden.fill_(float(self.rank + layer))

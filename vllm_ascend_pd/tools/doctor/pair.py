@@ -24,7 +24,7 @@ from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
 from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.doctor.versions import VLLM, release
+from vllm_ascend_pd.tools.doctor.versions import release
 from vllm_ascend_pd.tools.vllm_serve import REPLACES_CONNECTOR
 from vllm_ascend_pd.transport.http_client import (
     HTTP_FAILURES,
@@ -211,7 +211,6 @@ def judge(servers: Sequence[CheckedServer]) -> list[Finding]:
         if server.answers["/health"].status == 0:
             continue
         findings.append(_judge_role(server, server_of(server.url) in behind_a_proxy))
-        findings += [_judge_version(server)] if server in engines else []
         findings.append(_judge_models(server))
         if server.given == "proxy" and kind_of(server) == "proxy":
             findings += _judge_engines_of(server, engines)
@@ -287,17 +286,6 @@ def _judge_role(server: CheckedServer, behind_a_proxy: bool) -> Finding:
     if behind_a_proxy:
         return warning(check, said, f"{start}; not if both sides have vllm-ascend's layerwise connector")
     return error(check, said, f"{start}, or give another URL")
-
-
-def _judge_version(server: CheckedServer) -> Finding:
-    check, version = f"{server.check}.version", server.decoded("/version", _Version)
-    if version is None:
-        return note(check, f"{server.named} does not report its version ({server.why('/version')})")
-    if release(version.version) not in VLLM:
-        found = f"{server.named} is vLLM {version.version}, but this package supports {' and '.join(VLLM)}"
-        action = "run engines of a version that it knows, with `vllm-ascend-pd doctor` on their hosts"
-        return warning(check, found, action)
-    return ok(check, f"{server.named} is vLLM {version.version}", version=version.version)
 
 
 def _judge_models(server: CheckedServer) -> Finding:

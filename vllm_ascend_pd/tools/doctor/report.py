@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -68,26 +69,16 @@ def make_report(target: Literal["machine", "pair"], findings: Iterable[Finding])
     return DoctorReport(SCHEMA, target, counts[Level.ERROR] == 0, counts, found)
 
 
-def ok(check: str, found: str, **figures: Figure) -> Finding:
-    return finding(Level.OK, check, found, "", **figures)
-
-
-def note(check: str, found: str, action: str = "", **figures: Figure) -> Finding:
-    return finding(Level.NOTE, check, found, action, **figures)
-
-
-def warning(check: str, found: str, action: str, **figures: Figure) -> Finding:
-    return finding(Level.WARNING, check, found, action, **figures)
-
-
-def error(check: str, found: str, action: str, **figures: Figure) -> Finding:
-    return finding(Level.ERROR, check, found, action, **figures)
-
-
-def finding(level: Level, check: str, found: str, action: str, **figures: Figure) -> Finding:
+def finding(level: Level, check: str, found: str, action: str = "", **figures: Figure) -> Finding:
     """Texts may hold what tools, files and servers say, so they are cleaned and cut here."""
     bounded = {name: one_line(value, _CHARS) if isinstance(value, str) else value for name, value in figures.items()}
     return Finding(check, level, one_line(found, _CHARS), one_line(action, _CHARS), bounded)
+
+
+ok = partial(finding, Level.OK)
+note = partial(finding, Level.NOTE)
+warning = partial(finding, Level.WARNING)
+error = partial(finding, Level.ERROR)
 
 
 def show(report: DoctorReport, as_json: bool) -> None:
