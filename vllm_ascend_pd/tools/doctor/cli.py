@@ -21,10 +21,6 @@ def doctor(
     proxy: Annotated[str | None, _option("A running proxy.", "URL")] = None,
     prefill: Annotated[Several, _option("A running prefill engine. May be repeated.", "URL")] = None,
     decode: Annotated[Several, _option("A running decode engine. May be repeated.", "URL")] = None,
-    ca_file: Annotated[
-        str | None,
-        _option("PEM file with the CAs to trust for https:// URLs.", "FILE", show_default="well-known CAs"),
-    ] = None,
     kv_transfer_config: Annotated[
         str | None,
         _option("What `vllm serve` gets on this machine. Checks it and the files and ports it names.", "JSON"),
@@ -40,7 +36,6 @@ def doctor(
             show_default="1",
         ),
     ] = None,
-    peer: Annotated[Several, _option("Address of another node's NPU to ping. May be repeated.", "IP")] = None,
     hardware: Annotated[
         bool,
         typer.Option(
@@ -59,21 +54,19 @@ def doctor(
     from vllm_ascend_pd.tools.doctor import command
     from vllm_ascend_pd.tools.doctor.report import show
 
-    this_machine = (kv_transfer_config, port, data_parallel_size, peer, hardware or None)
+    this_machine = (kv_transfer_config, port, data_parallel_size, hardware or None)
     target: command.Machine | command.Pair
     try:
         if proxy is None and not prefill and not decode:
-            if ca_file is not None:
-                raise ValueError("--ca-file is for https:// URLs: give --proxy, --prefill or --decode")
-            target = command.read_machine(kv_transfer_config, port, data_parallel_size, peer or (), hardware)
+            target = command.read_machine(kv_transfer_config, port, data_parallel_size, hardware)
         elif any(value is not None for value in this_machine):
             raise ValueError(
                 "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, "
-                "--data-parallel-size, --peer and --hardware at this machine: give one kind"
+                "--data-parallel-size and --hardware at this machine: give one kind"
             )
         else:
             proxies = () if proxy is None else (proxy,)
-            target = command.read_pair({"proxy": proxies, "prefill": prefill or (), "decode": decode or ()}, ca_file)
+            target = command.read_pair({"proxy": proxies, "prefill": prefill or (), "decode": decode or ()})
     except ValueError as problem:
         raise USAGE_ERROR(str(problem)) from None
     try:

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_ascend_pd.core.hosts import ip_version
 from vllm_ascend_pd.core.protocol import TransportInfo
-from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.doctor import configuration, hardware, loading, loopback, npus, pair, ports, versions
 from vllm_ascend_pd.tools.doctor.configuration import KvTransferConfig
 from vllm_ascend_pd.tools.doctor.report import DoctorReport, Figure, Finding, make_report, note, progress
-
-MAX_PEERS = 64
 
 
 @dataclass(frozen=True)
@@ -28,8 +24,6 @@ class Machine:
     config: KvTransferConfig | None
     api_port: int | None
     data_parallel: int
-    peers: tuple[str, ...]
-    """Addresses of NPUs of other nodes."""
     hardware: bool
     """Whether the NPUs are tried."""
 
@@ -58,9 +52,9 @@ class Machine:
             if "kind" in mooncake:
                 transport = msgspec.convert(mooncake, TransportInfo)
                 findings.append(versions.judge_engine(transport, driver, cann, os.environ))
-        if devices or self.peers:
+        if devices:
             progress("asking hccn_tool")
-            findings += npus.check_network(devices, self.peers)
+            findings += npus.check_network(devices)
         first = configuration.listening_port(self.config)
         findings += ports.check_ports(first, self.data_parallel, host, self.api_port, devices, os.environ)
         findings += self._transfer(mooncake)
@@ -79,7 +73,6 @@ def read_machine(
     kv_transfer_config: str | None,
     api_port: int | None = None,
     data_parallel: int | None = None,
-    peers: Sequence[str] = (),
     hardware: bool = False,
 ) -> Machine:
     """Raises ValueError with the wrong option."""
@@ -91,11 +84,7 @@ def read_machine(
         raise ValueError(
             f"--data-parallel-size {data_parallel}: kv_port {first} leaves ports for {65536 - first} engines"
         )
-    if len(peers) > MAX_PEERS:
-        raise ValueError(f"{len(peers)} values of --peer: at most {MAX_PEERS}")
-    if (wrong := next((peer for peer in peers if ip_version(peer) is None), None)) is not None:
-        raise ValueError(f"--peer {one_line(wrong, 80)!r} is not an address of an NPU")
-    return Machine(config, api_port, data_parallel or 1, tuple(peers), hardware)
+    return Machine(config, api_port, data_parallel or 1, hardware)
 
 
 @dataclass(frozen=True)
@@ -104,22 +93,19 @@ class Pair:
 
     urls: Mapping[str, Sequence[str]]
     """Root URLs by option."""
-    trusted: ssl.SSLContext
     api_key: str | None
 
     def examine(self) -> DoctorReport:
         progress("asking proxy and engines")
-        return make_report("pair", pair.judge(asyncio.run(pair.ask(self.urls, self.api_key, self.trusted))))
+        # Trusts the CAs of this host, or those of SSL_CERT_FILE, which OpenSSL reads.
+        answers = asyncio.run(pair.ask(self.urls, self.api_key, ssl.create_default_context()))
+        return make_report("pair", pair.judge(answers))
 
 
-def read_pair(given: Mapping[str, Sequence[str]], ca_file: str | None) -> Pair:
+def read_pair(given: Mapping[str, Sequence[str]]) -> Pair:
     """Raises ValueError with the wrong option, or for an API key in the environment that cannot be sent."""
     urls = {option: [_root_url(option, url) for url in each] for option, each in given.items()}
-    try:
-        trusted = ssl.create_default_context(cafile=ca_file)
-    except OSError as problem:  # ssl.SSLError is an OSError
-        raise ValueError(f"--ca-file {one_line(str(ca_file), 200)!r} cannot be used: {problem}") from None
-    return Pair(urls, trusted, pair.api_key(os.environ))
+    return Pair(urls, pair.api_key(os.environ))
 
 
 def _root_url(option: str, url: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks NPUs, their driver and the network between them, by `npu-smi`, `hccn_tool` and `/etc/hccn.conf`.
+"""Checks NPUs, their driver, links and addresses, by `npu-smi`, `hccn_tool` and `/etc/hccn.conf`.
 
 Formats, from vllm-ascend's and CANN's guides and published outputs:
 
@@ -7,8 +7,7 @@ Formats, from vllm-ascend's and CANN's guides and published outputs:
   `Chip [Phy-ID] | Bus-Id | AICore Memory HBM`. Its `Version:` is the driver's. The driver and `hccn_tool` number chips
   by `Phy-ID` if an NPU has several (Atlas A3; some headers call it Device), else by the NPU's own number.
 - `hccn_tool -link -g` prints `link status: UP`; `-net_health -g` prints `net health status: Success` (`Init` where no
-  address to probe is set, `Fault` and others); `-ip -g` prints `ipaddr:A`; `-ping -g address A` prints `3 packets
-  transmitted, 3 received, 0.00% packet loss`.
+  address to probe is set, `Fault` and others); `-ip -g` prints `ipaddr:A`.
 - If hccn.conf has another address for a device than the device itself, others cannot reach the NPU, and errors do not
   name the cause (vllm-ascend's pull request 16847).
 """
@@ -21,7 +20,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 from vllm_ascend_pd.core.text import one_line
@@ -31,7 +29,7 @@ from vllm_ascend_pd.transport import ascend
 
 SMI_TIMEOUT_S = 30.0
 HCCN_TIMEOUT_S = 20.0
-"""Timeout of one call. Three unanswered packets take some seconds."""
+"""Timeout of one call."""
 
 _AT_ONCE = 8
 _CHARS = 300
@@ -123,21 +121,16 @@ def judge(ran: Ran, wanted: bool, seen: Sequence[str] | None) -> tuple[list[Find
     return findings, driver, [chip.device for chip in chips]
 
 
-# The network between NPUs.
+# The NPUs' network.
 
 
-def check_network(devices: Sequence[int], peers: Sequence[str]) -> list[Finding]:
-    """Asks `hccn_tool` about each device of the machine. `peers` are addresses of NPUs of other nodes."""
+def check_network(devices: Sequence[int]) -> list[Finding]:
+    """Asks `hccn_tool` about each device of the machine."""
     tool = shutil.which("hccn_tool") or (str(ascend.HCCN_TOOL) if ascend.HCCN_TOOL.exists() else None)
-    findings, conf = judge_conf(ascend.HCCN_CONF, devices, tool is not None) if devices else ([], {})
+    findings, conf = judge_conf(ascend.HCCN_CONF, devices, tool is not None)
     if tool is None:
         action = f"in a container, mount the host's {ascend.HCCN_TOOL.parent}"
-        if not peers:
-            return [*findings, note("hccn.tool", "no hccn_tool: links and addresses are not checked", action)]
-        return [*findings, error("hccn.tool", "no hccn_tool: other nodes' NPUs cannot be pinged", action)]
-    if not devices:
-        action = "check that npu-smi lists this machine's NPUs, or leave --peer out on a machine without NPUs"
-        return [error("hccn.ping", "this machine has no NPU that could ping those of other nodes", action)]
+        return [*findings, note("hccn.tool", "no hccn_tool: links and addresses are not checked", action)]
     asked: list[tuple[str, Callable[[Ran], Finding]]] = []
     for device in devices:
         asked.append((f"-i {device} -link -g", partial(judge_link, device)))
@@ -145,9 +138,6 @@ def check_network(devices: Sequence[int], peers: Sequence[str]) -> list[Finding]
         configured = [address for address in conf.get(device, []) if ":" not in address]
         if configured or device not in conf:  # a device with only IPv6 is skipped
             asked.append((f"-i {device} -ip -g", partial(judge_addresses, device, configured)))
-    for device, peer in product(devices, peers):
-        kind = "-inet6 -g ipv6_address" if ":" in peer else "-g address"
-        asked.append((f"-i {device} -ping {kind} {peer}", partial(judge_ping, device, peer)))
     for first in range(0, len(asked), _AT_ONCE):
         some = asked[first : first + _AT_ONCE]
         answers = run_all([[tool, *arguments.split()] for arguments, _ in some], HCCN_TIMEOUT_S)
@@ -217,23 +207,6 @@ def judge_addresses(device: int, configured: Sequence[str], ran: Ran) -> Finding
         action = f"make both the same ({repair}), and start engines again: until then others cannot reach it"
         return error(check, found, action)
     return ok(check, f"device {device}: {', '.join(own)}", address=own[0])
-
-
-def judge_ping(device: int, peer: str, ran: Ran) -> Finding:
-    check = f"hccn.ping.{device}.{peer}"
-    counts = re.search(r"(\d{1,9}) packets transmitted,\s*(\d{1,9}) received", ran.said)
-    sent, received = (int(counts[1]), int(counts[2])) if counts else (0, 0)
-    found = f"device {device} to {peer}: {received} of {sent} packets answered"
-    if not received:
-        action = (
-            "check that both addresses are in one network, or have a gateway, and netmasks, VLANs and TLS "
-            "(`hccn_tool -i N -tls -g`) are the same on both nodes"
-        )
-        return error(check, f"{found}: {_said(ran)}", action, sent=sent, received=0)
-    if received < sent:
-        again = "ping again; if packets are lost again, check cables, optical modules and the switch's counters"
-        return warning(check, found, again, sent=sent, received=received)
-    return ok(check, found, sent=sent, received=received)
 
 
 def _said(ran: Ran) -> str:

@@ -222,7 +222,7 @@ def _judge_health(server: CheckedServer) -> Finding:
     if answer.status == 0:
         action = "check that it runs, its --host and --port, and that nothing filters the connection from here"
         if "CERTIFICATE_VERIFY_FAILED" in answer.problem:
-            action = "name its authority with --ca-file; if that is right, the certificate is wrong or another host's"
+            action = "name its authority's file in SSL_CERT_FILE; else the certificate is wrong or another host's"
         return error(check, f"{server.named} {answer.problem}", action)
     if answer.status == 200:
         return ok(check, f"{server.named} is healthy, in {answer.received - answer.sent:.3f} s")
