@@ -78,7 +78,7 @@ def test_a_key_that_cannot_be_sent_is_not_shown(key: str) -> None:
 
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": 30101}
 POOL_FIRST = [{"kv_connector": "OtherConnector"}, OURS]
-DECODES = {"config.connector": Level.OK, "config.metaservers": Level.NOTE, "config.prefill_hosts": Level.OK}
+DECODES = {"config.connector": Level.OK}
 
 
 def below(*connectors: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +91,8 @@ def below(*connectors: dict[str, Any]) -> dict[str, Any]:
         (OURS, DECODES),
         ({**OURS, "kv_role": "kv_both"}, {"config.connector": Level.ERROR}),
         ({**OURS, "kv_connector_extra_config": {"leas_s": 1}}, {"config.connector": Level.ERROR}),
+        ({**OURS, "kv_connector_extra_config": {"metaserver_allowlist": ["p:1"]}}, {"config.connector": Level.ERROR}),
+        ({**OURS, "kv_connector_extra_config": {"prefill_allowlist": ["a b"]}}, {"config.connector": Level.ERROR}),
         ({**OURS, "kv_connector": "NixlConnector"}, {"config.connector": Level.ERROR}),
         (below(*POOL_FIRST), {**DECODES, "config.order": Level.WARNING}),
         (below(*POOL_FIRST[::-1]), DECODES),

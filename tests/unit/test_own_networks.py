@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster with addresses that are not private: the networks that an engine's host is in count as inside."""
 
-import json
-import logging
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
 from vllm_ascend_pd.core.hosts import decode_hosts
-from vllm_ascend_pd.tools.doctor import configuration
-from vllm_ascend_pd.tools.doctor.report import Finding, Level
 from vllm_ascend_pd.transport.own_networks import own_networks
 
 V6 = "ffff:ffff:ffff:ffff::"
@@ -59,38 +54,3 @@ def test_decode_hosts_in_prefills_own_networks(interfaces: None, host: str, insi
     assert (hosts.refusal(host) is None) is inside
     listed = decode_hosts(("10.9.9.9",), "198.51.100.7", signed=False, own_networks=own_networks())
     assert (listed.refusal(host) is None) is (host == "10.9.9.9"), "a list is all there is"
-
-
-def test_the_doctor_says_what_prefill_will_refuse(interfaces: None, caplog: pytest.LogCaptureFixture) -> None:
-    given = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"}
-    with caplog.at_level(logging.INFO):
-        findings, _ = configuration.judge(configuration.read(json.dumps(given)))
-    [found] = [finding.found for finding in findings if finding.check == "config.decode_hosts"]
-    assert "198.51.96.0/20" in found
-    assert found.endswith("are refused")
-
-
-def judged(**extra: Any) -> dict[str, Finding]:
-    """What the doctor finds in the configuration of a decode engine, by check."""
-    given = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
-    findings, _ = configuration.judge(configuration.read(json.dumps(given)))
-    return {finding.check: finding for finding in findings}
-
-
-def test_the_doctor_says_where_decodes_tickets_may_go(interfaces: None) -> None:
-    by_default = judged()
-    assert by_default["config.metaservers"].level is Level.NOTE  # right for a proxy on this host only
-    assert "this host only" in by_default["config.metaservers"].found
-    assert "metaserver_allowlist" in by_default["config.metaservers"].action
-    assert "198.51.96.0/20" in by_default["config.prefill_hosts"].found
-    listed = judged(metaserver_allowlist=["http://proxy.example:8000"], prefill_allowlist=["203.0.113.0/24"])
-    assert listed["config.metaservers"].level is Level.OK
-    assert "http://proxy.example:8000" in listed["config.metaservers"].found
-    assert "203.0.113.0/24" in listed["config.prefill_hosts"].found
-    assert "198.51.96.0/20" not in listed["config.prefill_hosts"].found
-
-
-def test_the_doctor_refuses_a_metaserver_that_is_no_url(interfaces: None) -> None:
-    found = judged(metaserver_allowlist=["proxy.example:8000"])["config.metaservers"]
-    assert found.level is Level.ERROR
-    assert "proxy.example:8000" in found.found

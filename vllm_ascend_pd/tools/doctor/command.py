@@ -42,7 +42,6 @@ class Machine:
         configured, extra = configuration.judge(self.config)
         protocol = extra.transfer_protocol or ("ascend" if on_npu else "tcp")
         findings += [*configured, configuration.judge_protocol(protocol, on_npu, mooncake)]
-        findings += configuration.judge_data_parallel(self.config, self.data_parallel, installed.get("vllm-ascend"))
         progress("asking npu-smi")
         asked, driver, devices = npus.check_npus(on_npu, None if seen is None else npu_names)
         findings += asked

@@ -8,17 +8,15 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.connector.model import IDLE_RANKS_OVERWRITE_BLOCKS, overwrites_blocks
 from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.connector.setup import warning as order_warning
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
-from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
+from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
 from vllm_ascend_pd.transport.keys import SecretFileError, load_keys, read_text_secret, read_ticket_secret
-from vllm_ascend_pd.transport.own_networks import own_networks
 
 DEFAULT_KV_PORT = 14579
 """vLLM's (`vllm/config/kv_transfer.py`)."""
@@ -77,39 +75,15 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
         return [error(check, found, _ACTION)], ConnectorConfig()
     try:
         extra = parse_config(config.kv_connector_extra_config)
-    except ConfigError as problem:
+        Allowlist(extra.metaserver_allowlist, "localhost")
+        HostList((*extra.decode_allowlist, *extra.prefill_allowlist), "")
+    except (ConfigError, ValueError) as problem:
         return [error(check, str(problem), _ACTION)], ConnectorConfig()
     findings = [ok(check, f"{config.kv_role}, all keys of kv_connector_extra_config are valid")]
-    if config.kv_role == "kv_producer":
-        findings.append(_judge_decode_hosts(extra))
-    else:
-        findings += _judge_ticket_routes(extra)
-        if config.asked_before:
-            action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
-            findings.append(warning("config.order", order_warning(config.asked_before), action))
+    if config.kv_role == "kv_consumer" and config.asked_before:
+        action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
+        findings.append(warning("config.order", order_warning(config.asked_before), action))
     return [*findings, *_judge_secrets(extra)], extra
-
-
-def _judge_decode_hosts(extra: ConnectorConfig) -> Finding:
-    """Which hosts' tickets a prefill engine serves."""
-    served = decode_hosts(extra.decode_allowlist, "localhost", bool(extra.ticket_secret_file), own_networks()).admitted
-    return ok("config.decode_hosts", f"decode engines at {served} are served; tickets for other hosts are refused")
-
-
-def _judge_ticket_routes(extra: ConnectorConfig) -> list[Finding]:
-    """Where a decode engine's tickets may go."""
-    check = "config.metaservers"
-    try:
-        proxies = Allowlist(extra.metaserver_allowlist, "localhost").admitted
-    except ValueError as problem:
-        return [error(check, str(problem), _ACTION)]
-    engines = prefill_hosts(extra.prefill_allowlist, "localhost", own_networks()).admitted
-    said = f"tickets are posted to proxies at: {proxies}; requests that name others are refused"
-    action = "name the proxy's --metaserver-url in metaserver_allowlist if it runs on another host"
-    return [
-        ok(check, said) if extra.metaserver_allowlist else note(check, said, action),
-        ok("config.prefill_hosts", f"tickets are offered to prefill engines at {engines}; no others are asked"),
-    ]
 
 
 def _judge_secrets(extra: ConnectorConfig) -> list[Finding]:
@@ -147,14 +121,6 @@ def judge_protocol(protocol: str, on_npu: bool, mooncake: Mapping[str, Figure]) 
         found = f"engines move bytes by {protocol}, but {'NPU memory needs ascend' if on_npu else 'ascend needs NPUs'}"
         return (warning if on_npu else error)(check, found, leave_out, protocol=protocol)
     return ok(check, f"engines move bytes by {protocol}", protocol=protocol)
-
-
-def judge_data_parallel(config: KvTransferConfig | None, engines: int, vllm_ascend: str | None) -> list[Finding]:
-    """Judges `--data-parallel-size`. `vllm_ascend`: its version, None if it is not installed."""
-    if listening_port(config) is not None and overwrites_blocks(vllm_ascend, engines):
-        action = "install vllm-ascend==0.23.0.post1, which differs in nothing else that matters here"
-        return [warning("versions.vllm-ascend-dp", IDLE_RANKS_OVERWRITE_BLOCKS, action)]
-    return []
 
 
 def listening_port(config: KvTransferConfig | None) -> int | None:
