@@ -86,7 +86,9 @@ class Prefill:
         from harness.scheduling import make_output
 
         wait_until(
-            lambda: all(t.state.phase.value == "ended" for t in self._worker._transfers), TIMEOUT_S, "KV is sent"
+            lambda: all(t.state.phase.value == "ended" for t in self._worker._transfers.values()),
+            TIMEOUT_S,
+            "KV is sent",
         )
         self._step(make_output())
         left = len(self._worker._transfers) + len(self._connector._role.scheduler._transfers)
@@ -131,4 +133,4 @@ class Prefill:
         meter.timed("update_connector_output", self._connector.update_connector_output, news)
 
     def _is_granted(self) -> bool:
-        return not any(transfer.waits_for_grant for transfer in self._worker._transfers)
+        return not any(transfer.waits_for_grant for transfer in self._worker._transfers.values())

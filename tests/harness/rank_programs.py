@@ -264,7 +264,7 @@ class PrefillRank(_RankBase):
 
     def is_granted(self) -> bool:
         """Whether decode has described itself and granted every request."""
-        contacted = [transfer.state.destinations for transfer in self.worker._transfers]
+        contacted = [transfer.state.destinations for transfer in self.worker._transfers.values()]
         return all(d is not None and all(rank.granted for rank in d.values()) for d in contacted)
 
     def has_grants(self, request_id: str) -> bool:
@@ -274,7 +274,7 @@ class PrefillRank(_RankBase):
 
     def open_failures(self) -> list[str]:
         """Returns why transfers have failed, of those that have."""
-        return [t.failure for t in self.worker._transfers if t.failure is not None]
+        return [t.failure for t in self.worker._transfers.values() if t.failure is not None]
 
     def slow_down(self, seconds: float) -> None:
         """Makes every write take that much longer from now on."""

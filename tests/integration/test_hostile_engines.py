@@ -39,7 +39,7 @@ def test_an_engine_whose_ranks_are_outside_the_allow_list(pair: Pair) -> None:
 
 
 def writer_of(rank: PrefillRank, ticket_id: str) -> WriterId:
-    control = rank.worker._transfers._control
+    control = rank.worker._control
     [number] = [number for number, transfer in control._transfers.items() if transfer.ticket.ticket_id == ticket_id]
     return control._writer(number)
 

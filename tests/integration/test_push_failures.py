@@ -345,7 +345,7 @@ def fail_to_report(rank: PrefillRank) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("a bug")
 
-    rank.worker._transfers._control.finish = fail
+    rank.worker._control.finish = fail
 
 
 def test_an_error_that_ends_a_sender_ends_the_engine() -> None:

@@ -40,13 +40,13 @@ def delivers(pair: Pair, requests: list[Prompt]) -> None:
 
 
 def remembered(rank: PrefillRank) -> set[str]:
-    return {engine_id for _, engine_id in list(rank.worker._transfers._control._peers)}
+    return {engine_id for _, engine_id in list(rank.worker._control._peers)}
 
 
 def resources(rank: PrefillRank) -> tuple[int, int]:
     """Threads that send, and connections to decode's listeners and ranks."""
     sending = [thread for thread in threading.enumerate() if thread.name.startswith("pd-sender")]
-    return len(sending), len(rank.worker._transfers._control._client._dealers)
+    return len(sending), len(rank.worker._control._client._dealers)
 
 
 def on_prefill(pair: Pair, action: Callable[..., Any], *args: Any) -> list[Any]:

@@ -61,7 +61,11 @@ CLOSE: dict[str, Callable[[Parts], Callable[[], None]]] = {
     ),
     "prefill worker": lambda part: (
         lambda: made(
-            PrefillWorker, _transfers=part("transfers"), _regrouper=part("regrouper"), _observer=part("observer")
+            PrefillWorker,
+            _transfers={},
+            _control=part("control"),
+            _regrouper=part("regrouper"),
+            _observer=part("observer"),
         ).close(0.0)
     ),
     "control plane": lambda part: (

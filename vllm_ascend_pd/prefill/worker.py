@@ -2,7 +2,7 @@
 """The prefill side of a worker: plans each step, and pushes each layer as soon as it is computed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus, StepPart
-from vllm_ascend_pd.core.prefill_ticket import RunningTime
+from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport, rank_address
 from vllm_ascend_pd.core.threads import owned
@@ -23,11 +23,10 @@ from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import Routes
-from vllm_ascend_pd.prefill.open_transfers import OpenTransfers
 from vllm_ascend_pd.prefill.regroup import Regrouper, make_regrouper
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, plan_sends
-from vllm_ascend_pd.prefill.transfer import Transfer
+from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue, Withdrawals
 from vllm_ascend_pd.transport.engine import TransferEngine
 
 
@@ -84,8 +83,14 @@ class Planner:
         self._steps = 0
 
     @owned
-    def plan(self, sends: list[Send], transfers: OpenTransfers) -> StepPlan:
-        """Returns the plan of a step that completes `sends`."""
+    def plan(
+        self, sends: list[Send], transfers: Mapping[str, Transfer], senders: Mapping[tuple[str, str], Sender]
+    ) -> StepPlan:
+        """Returns the plan of a step that completes `sends`.
+
+        transfers: by request id.
+        senders: by the issuer of the tickets.
+        """
         self._steps += 1
         plan = StepPlan(self._steps)
         if not sends:
@@ -100,7 +105,7 @@ class Planner:
                 shape = TicketShape.of(transfer.ticket)
                 slices.setdefault(shape, []).append(RequestSlice(transfer, send))
         for decode, group in slices.items():
-            sender = transfers.sender_of(decode.issuer)
+            sender = senders[decode.issuer]
             for index, geometry in enumerate(self._geometries):
                 if geometry.is_known_to(decode.draft):
                     for step_send in self._plan_geometry(index, decode, group):
@@ -156,7 +161,7 @@ class PrefillWorker:
         loaded: the model's weights; None if they are not known.
         observer: is told what the rank does; None if nothing listens.
         """
-        loaded = loaded or LoadedWeights()
+        self._loaded = loaded = loaded or LoadedWeights()
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", loaded)
         self._config = config
         self._device = device
@@ -168,7 +173,7 @@ class PrefillWorker:
         )
         routes = Routes(rank_info, caches.description)
         self._planner = Planner(routes, caches, device, self._regrouper)
-        control = ControlPlane(
+        self._control = ControlPlane(
             rank_info,
             config,
             engine,
@@ -179,7 +184,20 @@ class PrefillWorker:
             FitCheck(rank_info, config, caches.description, engine.transport),
             self._observer,
         )
-        self._transfers = OpenTransfers(config, loaded, control)
+        # The open transfers, by request id.
+        self._transfers: dict[str, Transfer] = {}
+        # What writes to each decode engine, by the issuer of its tickets: engines with open transfers.
+        self._senders: dict[tuple[str, str], Sender] = {}
+        # Transfers that lacked a grant at the last look.
+        self._ungranted: list[Transfer] = []
+        # Whether the scheduler has woken the rank since its last wait: the next one does not wait either.
+        self._woken = False
+        # Shared by all transfers: see `LeaseCheck`.
+        self._withdrawals = Withdrawals()
+        # Request ids whose blocks may be freed.
+        self._done: set[str] = set()
+        # By request id: why its KV was not delivered, if the scheduler has not been told yet.
+        self._failed: dict[str, str] = {}
         # The rank's pipeline stage, and its number there.
         self._place = (rank_info.pp_rank, rank_info.rank)
         # What is left of this step.
@@ -201,16 +219,16 @@ class PrefillWorker:
         self._wait_s = step.wait_s
         self._awaits_tickets = step.awaits_tickets
         if step.wakeup_address:
-            self._transfers.wake_at(rank_address(step.wakeup_address, *self._place))
-        opened = self._transfers.open(step.tickets, step.cached_tokens)
+            self._control.wake_at(rank_address(step.wakeup_address, *self._place))
+        opened = self._open(step.tickets, step.cached_tokens)
         if self._updates.are_unknown_to(step.weight_updates):
             reason = "prefill's weights were updated, and a part of the prompt was computed before"
             older = [transfer for transfer in opened if transfer.cached_tokens or transfer.request_id in step.late]
-            self._transfers.lose(older, reason, PushFailure.WEIGHTS)
+            self._lose(older, reason, PushFailure.WEIGHTS)
         for request_id, aborted in step.finished.items():
-            self._transfers.release(request_id, aborted)
-        self._transfers.free(step.unsent)
-        self._plan = self._planner.plan(step.sends, self._transfers)
+            self._release(request_id, aborted)
+        self._done.update(step.unsent)
+        self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
         self._forward_ended = False
         self._written = None
         parts = [StepPart(self._transfers[send.request_id].ticket, send.start, send.stop) for send in step.sends]
@@ -246,7 +264,7 @@ class PrefillWorker:
                 written = layer, self._device.record_event()
             self._push_layer(self._plan, layer, written[1])
             if not self._plan.unsaved:  # decode need not wait for the rest of the step
-                self._transfers.finish(*self._plan.last)
+                self._finish(self._plan.last)
 
     @owned
     def forward_ended(self, error: BaseException | None = None) -> None:
@@ -275,7 +293,7 @@ class PrefillWorker:
         if computed is not None:
             for transfer in plan.last:
                 transfer.computed = computed
-            self._transfers.finish(*plan.last)
+            self._finish(plan.last)
 
     @owned
     def preempted(self, request_ids: set[str]) -> None:
@@ -292,30 +310,54 @@ class PrefillWorker:
                 # What the failed write left behind would read the blocks' next content, and deliver that.
                 reason = "the request was preempted while a failed write of its KV may still be under way"
             if reason is not None:
-                self._transfers.lose([transfer], reason, PushFailure.PREEMPTED)
+                self._lose([transfer], reason, PushFailure.PREEMPTED)
 
     @owned
     def take_sent(self) -> set[str]:
-        """Returns the requests whose blocks vLLM may free: it is done with them and no push reads them any more."""
-        return self._transfers.take_done(self._wait_s, self._awaits_tickets)
+        """Returns the requests whose blocks vLLM may free: it is done with them and no push reads them any more.
+
+        Waits for one as long as the step says, if there are transfers or blocks that wait for tickets, or until the
+        scheduler wakes the rank. Raises RuntimeError if a sender has ended by a bug.
+        """
+        self._take_outcomes()
+        deadline, expects = time.monotonic() + self._wait_s, bool(self._transfers) or self._awaits_tickets
+        while self._wait_s and expects and not self._done and not self._woken:
+            outcome = self._control.outcomes.take(deadline)
+            if outcome is None:
+                break
+            self._take(outcome)
+        self._woken = False
+        done, self._done = self._done, set()
+        for sender in self._senders.values():
+            sender.check()
+        for request_id in done:
+            transfer = self._transfers.pop(request_id, None)
+            if transfer is not None and self._control.release(transfer.ticket):
+                del self._senders[transfer.ticket.issuer]
+        return done
 
     @owned
     def take_report(self) -> WorkerReport | None:
-        report = WorkerReport(failed=self._transfers.take_failed(), weight_updates=self._updates.take_news())
-        return report or None
+        self._take_outcomes()
+        failed, self._failed = self._failed, {}
+        return WorkerReport(failed=failed, weight_updates=self._updates.take_news()) or None
 
     @owned
     def status(self) -> PrefillStatus:
         """How this rank is now."""
         failure = self._device.failure or (self._regrouper and self._regrouper.failure)
-        return self._transfers.status(restart_needed=failure is not None)
+        self._ungranted = self._still_ungranted()
+        queued = sum(sender.queued for sender in self._senders.values())
+        return PrefillStatus(queued, len(self._ungranted), restart_needed=failure is not None)
 
     def close(self, timeout_s: float) -> None:
+        for transfer in list(self._transfers.values()):  # so that no sender waits for its grants any more
+            transfer.fail("prefill shuts down", PushFailure.ABORTED)
         with ExitStack() as closing:  # all of them, even if one raises
             closing.callback(self._observer.close, timeout_s)
             if self._regrouper is not None:
                 closing.callback(self._regrouper.close)
-            closing.callback(self._transfers.close, timeout_s)
+            closing.callback(self._control.close, timeout_s)
 
     def _end_open_step(self) -> None:
         """Ends the last step if vLLM has not.
@@ -348,3 +390,74 @@ class PrefillWorker:
             return False
         self._observer.regroup_submitted(push.layer, push.step_send.ticket_ids, push.computed, push.ready)
         return True
+
+    # The open transfers.
+
+    def _open(self, tickets: dict[str, Ticket], cached_tokens: dict[str, int]) -> list[Transfer]:
+        """Opens a transfer for each ticket, by request id, and begins to ask for grants."""
+        opened, now = [], time.monotonic()
+        for request_id, ticket in tickets.items():
+            sender = self._senders[ticket.issuer] = self._control.acquire(ticket)
+            transfer = self._transfers[request_id] = Transfer(
+                request_id,
+                ticket,
+                sender,
+                PrefillTicket(now + self._config.grant_timeout_s),
+                self._withdrawals,
+                cached_tokens.get(request_id, 0),
+                self._loaded.current,
+            )
+            opened.append(transfer)
+        if opened:
+            self._control.open(opened)
+            self._ungranted = [*self._still_ungranted(), *opened]
+        return opened
+
+    def _finish(self, transfers: Iterable[Transfer]) -> None:
+        """Ends the pushing for these transfers. May be called any number of times."""
+        of: dict[TransferQueue, list[Transfer]] = {}
+        for transfer in transfers:
+            of.setdefault(transfer.sender, []).append(transfer)
+        for sender, finishing in of.items():
+            sender.finish(finishing)
+
+    def _lose(self, transfers: Sequence[Transfer], reason: str, cause: PushFailure) -> None:
+        """Fails these transfers and ends the pushing for them."""
+        for transfer in transfers:
+            transfer.fail(reason, cause)
+        self._finish(transfers)
+
+    def _release(self, request_id: str, aborted: str | None) -> None:
+        """Records that vLLM is done with the request. `aborted`: why it was aborted; None if it was not."""
+        transfer = self._transfers.get(request_id)
+        if transfer is None:
+            return
+        if aborted is not None:
+            transfer.fail(aborted, PushFailure.ABORTED)
+        self._finish([transfer])
+        transfer.released = True
+        if transfer.is_over:
+            self._done.add(request_id)
+
+    def _take_outcomes(self) -> None:
+        """Takes all outcomes that have arrived: how transfers have ended on the control thread. Does not wait."""
+        outcomes = self._control.outcomes
+        while not outcomes.is_empty:
+            if (outcome := outcomes.take(0.0)) is None:
+                self._woken = True
+            else:
+                self._take(outcome)
+
+    def _take(self, outcome: Outcome) -> None:
+        transfer = outcome.transfer
+        if not outcome.is_over:
+            assert outcome.failure is not None
+            self._failed[transfer.request_id] = outcome.failure
+            return
+        transfer.is_over = True
+        if transfer.released:
+            self._done.add(transfer.request_id)
+
+    def _still_ungranted(self) -> list[Transfer]:
+        """Looks only at transfers that waited at the last look: a transfer that has all grants keeps them."""
+        return [transfer for transfer in self._ungranted if transfer.waits_for_grant]
