@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES
 from vllm_ascend_pd.prefill.worker import PrefillWorker
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches
+from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, parse_model
 from vllm_ascend_pd.transport.batches import TransferLimits
@@ -37,7 +37,7 @@ class CountingDevice(CpuDevice):
         return super().allocate(nbytes)
 
 
-def allocated_by_a_rank(shapes: list[tuple[int, ...]], spec: LayerSpec, heads_first: bool, world: str) -> int:
+def allocated_by_a_rank(shapes: list[tuple[int, ...]], spec: LayerSpec, world: str) -> int:
     """Returns the allocated bytes. Runs in a process of its own, because Mooncake's settings stay in a process."""
     dist.init_process_group("gloo", init_method=f"file://{world}", world_size=1, rank=0)
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
@@ -50,7 +50,7 @@ def allocated_by_a_rank(shapes: list[tuple[int, ...]], spec: LayerSpec, heads_fi
             ConnectorConfig(staging_slots=SLOTS),
             device,
             engine,
-            describe(caches, dict.fromkeys(names, spec), heads_first=heads_first),
+            describe(caches, dict.fromkeys(names, spec), heads_first=False),
             STEP_TOKENS,
         )
         worker.close(5.0)
@@ -67,29 +67,16 @@ def process() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize(
-    ("heads", "widths", "layout"),
-    [
-        (4, (32, 32), Layout.VLLM_ASCEND),
-        (2, (48, 16), Layout.VLLM_ASCEND),
-        (1, (64, 8), Layout.VLLM_ASCEND),
-        (4, (32, 32), Layout.VLLM_CPU),
-    ],
-)
-def test_staging_memory(process, tmp_path, heads, widths, layout):
-    block_size = BLOCK_SIZE if layout is Layout.VLLM_ASCEND else 32
+@pytest.mark.parametrize(("heads", "widths"), [(4, (32, 32)), (2, (48, 16)), (1, (64, 8))])
+def test_staging_memory(process, tmp_path, heads, widths):
     model = ModelShape("any", (Cached.FULL,) * LAYERS, heads, heads, False, widths, CacheDtype.BFLOAT16, ())
-    engines = PlannedEngine("prefill", 1, 1, 1, block_size), PlannedEngine("decode", 1, 1, 1, block_size)
-    plan = make_plan(model, layout, *engines, step_tokens=STEP_TOKENS, staging_slots=SLOTS)
-    shapes = (
-        [(3, block_size, heads, width) for width in widths]
-        if layout is Layout.VLLM_ASCEND
-        else [(3, heads, block_size, sum(widths))]
-    )
-    spec = LayerSpec(0, block_size, heads, heads)
-    rank = process.submit(allocated_by_a_rank, shapes, spec, layout is Layout.VLLM_CPU, str(tmp_path / "world"))
+    engines = PlannedEngine("prefill", 1, 1, 1, BLOCK_SIZE), PlannedEngine("decode", 1, 1, 1, BLOCK_SIZE)
+    plan = make_plan(model, *engines, step_tokens=STEP_TOKENS, staging_slots=SLOTS)
+    shapes = [(3, BLOCK_SIZE, heads, width) for width in widths]
+    spec = LayerSpec(0, BLOCK_SIZE, heads, heads)
+    rank = process.submit(allocated_by_a_rank, shapes, spec, str(tmp_path / "world"))
     assert rank.result(120) == plan.staging.total_bytes
-    assert (plan.staging.total_bytes > 0) == (heads > 1 and layout is Layout.VLLM_ASCEND)
+    assert (plan.staging.total_bytes > 0) == (heads > 1)
 
 
 @pytest.mark.parametrize("step_tokens", [2048, 8192, 16384])
@@ -101,8 +88,8 @@ def test_20_times_less_than_a_layers_cache(layers, kv_heads, ratio, step_tokens)
     model = parse_model({"architectures": ["any"], "torch_dtype": "bfloat16", **shape})
     prefill, decode = PlannedEngine("prefill", 8, 1, 1, 128), PlannedEngine("decode", kv_heads // ratio, 1, 1, 128)
     slots = ConnectorConfig().slots(step_tokens)
-    plan = make_plan(model, Layout.VLLM_ASCEND, prefill, decode, step_tokens=step_tokens, staging_slots=slots)
-    caches = rank_caches(model, Layout.VLLM_ASCEND, prefill, 0, 0, 1)
+    plan = make_plan(model, prefill, decode, step_tokens=step_tokens, staging_slots=slots)
+    caches = rank_caches(model, prefill, 0, 0, 1)
     block_bytes = sum(caches.geometry_of(tensor).block_bytes for tensor in caches.tensors)  # of all layers
     layer_bytes = 36 * 10**9 // block_bytes * block_bytes // layers
     ring = math.ceil(plan.staging.slots * plan.staging.slot_bytes / REGISTRATION_BYTES) * REGISTRATION_BYTES

@@ -14,7 +14,7 @@ from harness.pool import long
 from vllm_ascend_pd.connector.caches import cache_groups, layer_specs
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches
+from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.model import read_model
 
@@ -68,13 +68,13 @@ def test_plan_describes_the_caches_that_vllm_ascend_makes(model: str, block_size
     registered = describe(made.tensors, layer_specs(made.config, made.vllm_config), heads_first=False).description
     shape = read_model(file)
     engines = [PlannedEngine(side, 1, 1, 1, block_size) for side in ("prefill", "decode")]
-    assert layouts(registered) == layouts(rank_caches(shape, Layout.VLLM_ASCEND, engines[0], 0, 0, 4))
+    assert layouts(registered) == layouts(rank_caches(shape, engines[0], 0, 0, 4))
     windows = [group.window for group in cache_groups(made.config)]
     tokens = sent_once = 0.0
     for tensor in registered.tensors:
         each = registered.geometry_of(tensor)
         tokens += 0 if windows[each.group] else each.entry_bytes / each.tokens_per_entry
         sent_once += windows[each.group] * each.entry_bytes
-    planned = make_plan(shape, Layout.VLLM_ASCEND, *engines, step_tokens=8192, staging_slots=4).model
+    planned = make_plan(shape, *engines, step_tokens=8192, staging_slots=4).model
     assert planned.bytes_per_token == tokens
     assert sum(kind.layers * kind.window_bytes for kind in planned.layer_kinds) == sent_once

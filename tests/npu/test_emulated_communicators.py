@@ -14,7 +14,7 @@ from harness.rank_processes import run_ranks, try_ranks
 from vllm_ascend_pd.core.ascend import communicator_bytes, hccl_config
 from vllm_ascend_pd.core.topology import regroup_groups, sharding
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
+from vllm_ascend_pd.tools.plan.engine import PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape
 
@@ -125,7 +125,7 @@ def memory_of_groups(rank: int) -> tuple[int, list[cann_on_host.Communicator]]:
 def test_memory_is_what_plan_says() -> None:
     model = ModelShape("any", (Cached.FULL,), 4, 4, False, (32, 32), CacheDtype.BFLOAT16, ())
     engines = PlannedEngine("prefill", 4, 1, 1, 128), PlannedEngine("decode", 1, 1, 1, 128)
-    plan = make_plan(model, Layout.VLLM_ASCEND, *engines, step_tokens=100, staging_slots=1)
+    plan = make_plan(model, *engines, step_tokens=100, staging_slots=1)
     assert plan.staging.groups == 2
     for rank, (taken, found) in enumerate(run_ranks(memory_of_groups, 4, env=aiv(A2))):
         assert taken == plan.staging.communicator_bytes == communicator_bytes(2)

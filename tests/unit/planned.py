@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, default_block_size
+from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import PlanFigures
 from vllm_ascend_pd.tools.plan.model import read_model
@@ -14,17 +14,12 @@ QWEN = DATA / "qwen3-235b-a22b.json"
 LLAMA = DATA / "llama-3.1-70b.json"
 
 
-def plan_for(
-    config: Path, prefill: tuple[int, int, int], decode: tuple[int, int, int], layout: Layout = Layout.VLLM_ASCEND
-) -> PlanFigures:
+def plan_for(config: Path, prefill: tuple[int, int, int], decode: tuple[int, int, int]) -> PlanFigures:
     """Engines as (TP, PP, DP)."""
-    model = read_model(config)
-    block_size = default_block_size(model, layout)
     return make_plan(
-        model,
-        layout,
-        PlannedEngine("prefill", *prefill, block_size),
-        PlannedEngine("decode", *decode, block_size),
+        read_model(config),
+        PlannedEngine("prefill", *prefill, DEFAULT_BLOCK_SIZE),
+        PlannedEngine("decode", *decode, DEFAULT_BLOCK_SIZE),
         step_tokens=8192,
         staging_slots=4,
     )

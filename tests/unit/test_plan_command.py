@@ -106,7 +106,6 @@ def test_json_schema():
         "model": (
             "name layers cached_layers kv_heads mla dtype widths bytes_per_token bytes_per_token_and_layer layer_kinds"
         ),
-        "layout": str,
         "prefill": "tp pp dp block_size stages bytes_per_token",
         "decode": "tp pp dp block_size stages bytes_per_token",
         "unit_tokens": int,
@@ -169,9 +168,8 @@ def test_options_that_change_figures():
     ("options", "code", "line"),
     [
         ("--prefill-tp 5", 1, "vllm-ascend-pd: prefill: tensor parallel size 5 does not divide 64 attention heads"),
-        ("--layout vllm-cpu --decode-block-size 64", 1, "both sides need the same block size"),
         ("--prefill-tp 0", 2, "--prefill-tp"),
-        ("--layout sideways", 2, "--layout"),
+        ("--kv-cache-dtype fp7", 2, "--kv-cache-dtype"),
         ("--compute-ms-per-1000-tokens 5", 2, "--compute-ms-per-1000-tokens needs --link-gbit"),
         ("--prompt-tokens 5", 2, "need each other and --compute-ms-per-1000-tokens"),
         (

@@ -15,7 +15,7 @@ from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import LayerSpec
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches, stage_layers
+from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches, stage_layers
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import Piece
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
@@ -105,18 +105,9 @@ def test_llama_70b_tp4_to_tp8(pp):
     assert_conserved(plan, [True] * 80, 2)
 
 
-def test_llama_70b_on_the_cpu_backend():
-    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1), Layout.VLLM_CPU)
-    assert {s.regroup for s in plan.senders} == {"none"}
-    assert plan.senders[3].pieces == (Piece(0, 1, 128 * 512),)
-    assert plan.staging.total_bytes == plan.staging.communicator_bytes == plan.groups_created == 0
-    assert plan.prompt.nbytes == SENT_TOKENS * 327_680
-    assert_conserved(plan, [True] * 80, 2)
-
-
 def test_sizes_that_do_not_divide_exchange_and_divide():
     model = ModelShape("six heads", (Cached.FULL,), 6, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
-    plan = _plan(model, Layout.VLLM_ASCEND, (3, 1), (2, 1), 16, 16, 16)
+    plan = _plan(model, (3, 1), (2, 1), 16, 16, 16)
     assert plan.all_to_all == ((0, 1, 2),)
     assert plan.senders[1].pieces == tuple(Piece(tensor, to, 16 * 3 * 8 * 2) for tensor in (0, 1) for to in (0, 1))
     assert [reader.writers for reader in plan.readers] == [((0, 1, 2),)] * 2
@@ -135,7 +126,6 @@ def test_a_layers_writes_by_hixls_figures():
         slow = time.scattered_ms > 1.5 * (512 << 10) / costs.most / 1e6
         assert time.limited_by == ("descriptors" if slow else "link")
     assert {time.limited_by for time in plan.write_times} == {"descriptors", "link"}
-    assert plan_for(LLAMA, (1, 1, 1), (1, 1, 1), Layout.VLLM_CPU).write_times == ()
 
 
 def test_times_of_a_link_that_keeps_up():
@@ -207,7 +197,6 @@ def test_the_slowest_part_of_each_side_decides_the_ratio(link_gbit, step_ms, req
 
 def _plan(
     model: ModelShape,
-    layout: Layout,
     prefill: tuple[int, int],
     decode: tuple[int, int],
     p_block: int,
@@ -215,7 +204,7 @@ def _plan(
     tokens: int,
 ):
     engines = (PlannedEngine("prefill", *prefill, 1, p_block), PlannedEngine("decode", *decode, 1, d_block))
-    return make_plan(model, layout, *engines, step_tokens=64, staging_slots=2, tokens=tokens)
+    return make_plan(model, *engines, step_tokens=64, staging_slots=2, tokens=tokens)
 
 
 @st.composite
@@ -225,11 +214,8 @@ def _shapes(draw):
     prefill, decode = (draw(st.sampled_from(tps)) for _ in range(2))
     kinds = draw(st.lists(st.sampled_from(Cached), min_size=1, max_size=6))
     assume({Cached.FULL, Cached.WINDOW} & set(kinds))
-    layout = draw(st.sampled_from(Layout))
     mla = heads == 1 and draw(st.booleans())
-    blocks = [(16, 16)] if mla else [(32, 32), (64, 64)]
-    if layout is Layout.VLLM_ASCEND:
-        blocks += [(16, 64), (48, 16), (30, 30)]
+    blocks = [(16, 16), (64, 64), (16, 64), (48, 16), (30, 30)]
     widths = draw(st.sampled_from([(8, 8), (16, 4)]))
     model = ModelShape(
         "any", tuple(kinds), math.lcm(prefill, decode), heads, mla, widths, draw(st.sampled_from(CacheDtype)), ()
@@ -238,7 +224,6 @@ def _shapes(draw):
     p_block, d_block = draw(st.sampled_from(blocks))
     return (
         model,
-        layout,
         *zip((prefill, decode), stages, strict=True),
         p_block,
         d_block,
@@ -248,15 +233,15 @@ def _shapes(draw):
 
 @given(_shapes())
 def test_any_shape_covers_what_the_core_does(shape):
-    model, layout, prefill, decode, p_block, _, tokens = shape
+    model, prefill, decode, p_block, _, tokens = shape
     plan = _plan(*shape)
     assert plan.prompt.units == -(-tokens // plan.unit_tokens)
     assert_conserved(plan, [kind in (Cached.FULL, Cached.WINDOW) for kind in model.cached], model.dtype.itemsize)
     # The pieces are the routes' targets, which fill every byte of a decode rank's unit once, whatever the lane.
-    caches = rank_caches(model, layout, PlannedEngine("prefill", *prefill, 1, p_block), 0, 0, 1)
+    caches = rank_caches(model, PlannedEngine("prefill", *prefill, 1, p_block), 0, 0, 1)
     for tensor, geometry in enumerate(caches.geometries[: len(plan.model.widths)]):
         routes = [
-            make_route(geometry, rank, sharding(prefill[0]), sharding(decode[0]), shape[5])
+            make_route(geometry, rank, sharding(prefill[0]), sharding(decode[0]), shape[4])
             for rank in range(prefill[0])
         ]
         for sender, route in zip(plan.senders, routes, strict=True):
@@ -278,8 +263,7 @@ def test_any_shape_covers_what_the_core_does(shape):
 @given(_shapes())
 def test_any_shape_has_one_descriptor_per_piece_unless_neighbours_merge(shape):
     plan = _plan(*shape)
-    smallest = min(shape[4], shape[5])
-    apart = shape[4] == shape[5] == smallest
+    apart = shape[3] == shape[4]
     for flow in plan.prompt.flows:
         pieces = [p for p in plan.senders[flow.source.tp_rank].pieces if p.to == flow.target.tp_rank]
         most = flow.layers * plan.prompt.units * len(pieces)
@@ -292,24 +276,21 @@ def test_any_shape_has_one_descriptor_per_piece_unless_neighbours_merge(shape):
 
 
 @pytest.mark.parametrize(
-    ("config", "layout", "shapes"),
+    ("config", "shapes"),
     [
-        (LLAMA, Layout.VLLM_ASCEND, [(3, 128, 2, 128), (3, 128, 2, 128)]),
-        (LLAMA, Layout.VLLM_CPU, [(3, 2, 128, 256)]),
-        (QWEN, Layout.VLLM_ASCEND, [(3, 128, 1, 128), (3, 128, 1, 128)]),
-        (DEEPSEEK, Layout.VLLM_ASCEND, [(3, 128, 1, 512), (3, 128, 1, 64)]),
-        (DEEPSEEK, Layout.VLLM_CPU, [(3, 1, 16, 576)]),
+        (LLAMA, [(3, 128, 2, 128), (3, 128, 2, 128)]),
+        (QWEN, [(3, 128, 1, 128), (3, 128, 1, 128)]),
+        (DEEPSEEK, [(3, 128, 1, 512), (3, 128, 1, 64)]),
     ],
 )
-def test_expected_caches_are_described_as_registered_ones_are(config, layout, shapes):
+def test_expected_caches_are_described_as_registered_ones_are(config, shapes):
     """`shapes`: of the tensors that vLLM registers for a layer with TP 4 (two of Llama's 8 heads, one of Qwen's)."""
     model = read_model(config)
-    block_size = 16 if (layout, config) == (Layout.VLLM_CPU, DEEPSEEK) else 128
-    expected = rank_caches(model, layout, PlannedEngine("prefill", 4, 1, 1, block_size), 0, 0, 3)
+    expected = rank_caches(model, PlannedEngine("prefill", 4, 1, 1, 128), 0, 0, 3)
     name = "model.layers.0.self_attn.attn"
     registered = {name: tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)}
-    spec = LayerSpec(0, block_size, max(1, model.kv_heads // 4), model.kv_heads)
-    described = describe(registered, {name: spec}, heads_first=layout is Layout.VLLM_CPU).description
+    spec = LayerSpec(0, 128, max(1, model.kv_heads // 4), model.kv_heads)
+    described = describe(registered, {name: spec}, heads_first=False).description
     # Two tensors that lie alike share a geometry there.
     ours = [expected.geometry_of(tensor) for tensor in expected.tensors if tensor.layer == name]
     assert ours == [described.geometry_of(tensor) for tensor in described.tensors]
@@ -333,34 +314,20 @@ def test_layers_of_stages(layers, pp, counts):
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "blocks", "layout", "reason"),
+    ("prefill", "decode", "reason"),
     [
-        (
-            (3, 1),
-            (1, 1),
-            (128, 128),
-            Layout.VLLM_ASCEND,
-            "prefill: tensor parallel size 3 does not divide 64 attention",
-        ),
-        (
-            (1, 1),
-            (128, 1),
-            (128, 128),
-            Layout.VLLM_ASCEND,
-            "decode: tensor parallel size 128 does not divide 64 attention",
-        ),
-        ((1, 81), (1, 1), (128, 128), Layout.VLLM_ASCEND, "prefill: pipeline parallel size 81 leaves stages without"),
-        ((1, 1), (1, 1), (64, 128), Layout.VLLM_CPU, "both sides need the same block size"),
-        ((1, 1), (1, 1), (128, 48), Layout.VLLM_CPU, "decode: vLLM's CPU backend needs blocks of a multiple of 32"),
+        ((3, 1), (1, 1), "prefill: tensor parallel size 3 does not divide 64 attention"),
+        ((1, 1), (128, 1), "decode: tensor parallel size 128 does not divide 64 attention"),
+        ((1, 81), (1, 1), "prefill: pipeline parallel size 81 leaves stages without"),
     ],
 )
-def test_shapes_that_cannot_work(prefill, decode, blocks, layout, reason):
+def test_shapes_that_cannot_work(prefill, decode, reason):
     with pytest.raises(PlanError, match=reason):
-        _plan(read_model(LLAMA), layout, prefill, decode, *blocks, 1000)
+        _plan(read_model(LLAMA), prefill, decode, 128, 128, 1000)
 
 
 def test_block_sizes_that_do_not_divide():
-    plan = _plan(read_model(LLAMA), Layout.VLLM_ASCEND, (1, 1), (1, 1), 128, 96, 1000)
+    plan = _plan(read_model(LLAMA), (1, 1), (1, 1), 128, 96, 1000)
     assert plan.unit_tokens == 32
     assert any("32 tokens at a time" in note for note in plan.notes)
 
@@ -368,11 +335,6 @@ def test_block_sizes_that_do_not_divide():
 def test_heads_that_cannot_be_dealt_out():
     model = ModelShape("six of twelve", (Cached.FULL,), 12, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
     with pytest.raises(PlanError, match="decode: tensor parallel size 4 and 6 KV heads: neither divides the other"):
-        _plan(model, Layout.VLLM_ASCEND, (2, 1), (4, 1), 128, 128, 1000)
+        _plan(model, (2, 1), (4, 1), 128, 128, 1000)
     with pytest.raises(topology.TopologyError):
         topology.replicas(4, 6)
-
-
-def test_mla_blocks_on_the_cpu_backend():
-    with pytest.raises(PlanError, match="prefill: vLLM's CPU backend has blocks of 16 tokens with MLA, not of 128"):
-        _plan(read_model(DEEPSEEK), Layout.VLLM_CPU, (1, 1), (1, 1), 128, 16, 1000)

@@ -16,7 +16,7 @@ import pytest
 from planned import DATA, DEEPSEEK, LLAMA, QWEN, assert_conserved, plan_for
 
 from vllm_ascend_pd.tools.plan.command import render
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
+from vllm_ascend_pd.tools.plan.engine import PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import LayerKindFigures, PlanFigures
 from vllm_ascend_pd.tools.plan.model import (
@@ -137,7 +137,7 @@ def cached(shape: ModelShape) -> str:
 def planned(model: ModelShape, p_tp: int = 1, p_pp: int = 1, block_size: int = 128, tokens: int = 1000) -> PlanFigures:
     """To a decode engine of one rank."""
     engines = PlannedEngine("prefill", p_tp, p_pp, 1, block_size), PlannedEngine("decode", 1, 1, 1, block_size)
-    return make_plan(model, Layout.VLLM_ASCEND, *engines, step_tokens=128, staging_slots=2, tokens=tokens)
+    return make_plan(model, *engines, step_tokens=128, staging_slots=2, tokens=tokens)
 
 
 @pytest.mark.parametrize(
@@ -477,7 +477,7 @@ def test_a_prompt_is_sent_by_blocks() -> None:
 def test_stages_and_blocks_that_differ() -> None:
     model = read_model(PRO)
     sides = PlannedEngine("prefill", 8, 2, 1, 64), PlannedEngine("decode", 2, 1, 1, 128)
-    plan = make_plan(model, Layout.VLLM_ASCEND, *sides, step_tokens=4096, staging_slots=4)
+    plan = make_plan(model, *sides, step_tokens=4096, staging_slots=4)
     assert sum(plan.prefill.bytes_per_token) == plan.decode.bytes_per_token[0] == 8903
     assert {flow.source.pp_rank for flow in plan.prompt.flows} == {0, 1}
     assert plan.unit_tokens == 64
@@ -491,7 +491,5 @@ def test_the_table_names_the_layers() -> None:
 
 
 def test_other_caches_of_this_model_are_refused() -> None:
-    with pytest.raises(PlanError, match="compressed caches are only described for layout vllm-ascend"):
-        plan_for(FLASH, (1, 1, 1), (1, 1, 1), Layout.VLLM_CPU)
     with pytest.raises(PlanError, match="prefill: compressed caches need a block size of 32, 64, 128, not of 16"):
         planned(parse_model(CONFIG), block_size=16)

@@ -7,7 +7,7 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
 from vllm_ascend_pd.tools.migrate.model_facts import ModelFacts
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, default_block_size
+from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError
 
@@ -52,18 +52,18 @@ def _drafts(prefill: EngineArguments, decode: EngineArguments) -> list[Change]:
 
 
 def _plan(prefill: EngineArguments, decode: EngineArguments, model: ModelShape) -> None:
-    sides = [_planned(name, side, model) for name, side in (("prefill", prefill), ("decode", decode))]
+    sides = [_planned(name, side) for name, side in (("prefill", prefill), ("decode", decode))]
     tokens = prefill.number("max-num-batched-tokens", 2048)
-    make_plan(model, Layout.VLLM_ASCEND, *sides, step_tokens=tokens, staging_slots=ConnectorConfig().slots(tokens))
+    make_plan(model, *sides, step_tokens=tokens, staging_slots=ConnectorConfig().slots(tokens))
 
 
-def _planned(name: str, side: EngineArguments, model: ModelShape) -> PlannedEngine:
+def _planned(name: str, side: EngineArguments) -> PlannedEngine:
     return PlannedEngine(
         name,
         side.number("tensor-parallel-size", 1),
         side.number("pipeline-parallel-size", 1),
         side.number("data-parallel-size", 1),
-        side.number("block-size", default_block_size(model, Layout.VLLM_ASCEND)),
+        side.number("block-size", DEFAULT_BLOCK_SIZE),
     )
 
 

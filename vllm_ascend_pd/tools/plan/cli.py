@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
+from vllm_ascend_pd.tools.plan.engine import PlannedEngine
 from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError
 
 
@@ -22,7 +22,6 @@ def _number(text: str) -> Any:
     return typer.Option(help=text, metavar="X", min=0.001)
 
 
-_LAYOUT = "KV cache layout: that of vllm-ascend or of vLLM's CPU backend."
 _LINK = "Bandwidth of a rank in Gbit/s, in each direction. Adds transfer times to the output."
 _COMPUTE = "Milliseconds that prefill needs for 1000 tokens. Compares transfer and compute. Needs --link-gbit."
 _STEP = "Maximum number of tokens per prefill step. Determines the size of the staging buffer."
@@ -37,8 +36,7 @@ def plan(
     decode_tp: Annotated[int, _count("Tensor-parallel size of decode.")] = 1,
     decode_pp: Annotated[int, _count("Pipeline-parallel size of decode.")] = 1,
     decode_dp: Annotated[int, _count("Data-parallel size of decode.")] = 1,
-    layout: Annotated[Layout, typer.Option(help=_LAYOUT)] = Layout.VLLM_ASCEND,
-    block_size: Annotated[int | None, _count("Tokens per KV cache block.", "128; 16 for MLA on vllm-cpu")] = None,
+    block_size: Annotated[int | None, _count("Tokens per KV cache block.", "128")] = None,
     prefill_block_size: Annotated[int | None, _count("Tokens per block on prefill.", "--block-size")] = None,
     decode_block_size: Annotated[int | None, _count("Tokens per block on decode.", "--block-size")] = None,
     kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="Data type of the KV cache.")] = CacheDtype.AUTO,
@@ -72,7 +70,6 @@ def plan(
     try:
         text = plan_text(
             model,
-            layout,
             kv_cache_dtype,
             PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size or 0),
             PlannedEngine("decode", decode_tp, decode_pp, decode_dp, decode_block_size or block_size or 0),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from vllm_ascend_pd.core.ascend import BUFFER_MB
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, default_block_size
+from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import (
     PROMPT_TOKENS,
@@ -28,7 +28,6 @@ from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
 
 def plan_text(
     path: Path,
-    layout: Layout,
     dtype: CacheDtype,
     prefill: PlannedEngine,
     decode: PlannedEngine,
@@ -41,17 +40,16 @@ def plan_text(
 ) -> str:
     """Returns the tables, or JSON.
 
-    prefill, decode: a block size of 0 is the layout's default.
+    prefill, decode: a block size of 0 is the default.
     compute_ms: per 1000 tokens.
     traffic: needs `compute_ms` and `link_gbit`.
 
     Raises PlanError if the engines cannot work, OSError without a config.json.
     """
     model = read_model(path, dtype)
-    block_size = default_block_size(model, layout)
-    engines = [replace(engine, block_size=engine.block_size or block_size) for engine in (prefill, decode)]
+    engines = [replace(engine, block_size=engine.block_size or DEFAULT_BLOCK_SIZE) for engine in (prefill, decode)]
     slots = ConnectorConfig().slots(step_tokens)
-    plan = make_plan(model, layout, *engines, step_tokens=step_tokens, staging_slots=slots)
+    plan = make_plan(model, *engines, step_tokens=step_tokens, staging_slots=slots)
     if link_gbit is not None:
         for_prompt = None if compute_ms is None else compute_ms * PROMPT_TOKENS / 1000
         timing = make_timing(plan, link_gbit, for_prompt)
@@ -76,8 +74,7 @@ def render(plan: PlanFigures) -> str:
         if plan.prefill.pp > 1 or plan.decode.pp > 1:
             console.print(_stages(plan))
         console.print(_prompt(plan))
-        if plan.write_times:
-            console.print(_write_times(plan))
+        console.print(_write_times(plan))
         if plan.rates is not None:
             console.print(_rates(plan.rates))
         for note in plan.notes:
@@ -91,12 +88,12 @@ def _headline(plan: PlanFigures) -> str:
     widths = " + ".join(map(str, model.widths))
     if model.layer_kinds:
         return (
-            f"{model.name} on {plan.layout}: {model.layers} layers with compressed caches, latents of {widths} "
+            f"{model.name}: {model.layers} layers with compressed caches, latents of {widths} "
             f"{model.dtype}\n"
             f"{model.bytes_per_token:,} bytes per token, and {_size(_windows(model))} per prompt for windows"
         )
     return (
-        f"{model.name} on {plan.layout}: {model.cached_layers} of {model.layers} layers cache {heads}, {widths} "
+        f"{model.name}: {model.cached_layers} of {model.layers} layers cache {heads}, {widths} "
         f"{model.dtype} each\n"
         f"{model.bytes_per_token:,} bytes per token, {model.bytes_per_token_and_layer:,} of them per layer"
     )

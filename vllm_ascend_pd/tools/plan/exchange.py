@@ -15,12 +15,11 @@ from vllm_ascend_pd.core.plan import Route, Target, Units, descriptors, make_rou
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.tools.plan.engine import (
-    Layout,
+    DEFAULT_BLOCK_SIZE,
     PlannedEngine,
     check_engine,
     rank_caches,
     stage_layers,
-    tensor_widths,
 )
 from vllm_ascend_pd.tools.plan.figures import (
     PROMPT_TOKENS,
@@ -47,7 +46,6 @@ _EXCHANGE_BUFFERS = 2  # of a slot's size, see `prefill.regroup.Regrouper`
 
 def make_plan(
     model: ModelShape,
-    layout: Layout,
     prefill: PlannedEngine,
     decode: PlannedEngine,
     *,
@@ -60,8 +58,8 @@ def make_plan(
     Raises PlanError where that cannot work.
     """
     for engine in (prefill, decode):
-        check_engine(model, layout, engine)
-    p_ranks, d_ranks = (_ranks(model, layout, engine) for engine in (prefill, decode))
+        check_engine(model, engine)
+    p_ranks, d_ranks = (_ranks(model, engine) for engine in (prefill, decode))
     _check_fit(model.name, prefill, decode, p_ranks, d_ranks)
     # Heads are split equally in every stage, so one stage represents all. Both sides have the same list of geometries.
     d_blocks = [theirs.block_size for theirs in d_ranks[RankPosition(0, 0)].geometries]
@@ -82,29 +80,26 @@ def make_plan(
     groups = topology.regroup_groups(prefill.sharding, model.kv_heads)
     staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
     return PlanFigures(
-        model=_model_figures(model, layout, step_tokens),
-        layout=layout.value,
+        model=_model_figures(model, step_tokens),
         prefill=_engine_figures(model, prefill, p_ranks),
         decode=_engine_figures(model, decode, d_ranks),
         unit_tokens=unit,
-        senders=tuple(_sender(rank, prefill.tp, model, layout, of_rank) for rank, of_rank in enumerate(routes)),
-        readers=tuple(
-            _reader(rank, layout, decode.sharding, prefill.sharding, model.kv_heads) for rank in range(decode.tp)
-        ),
+        senders=tuple(_sender(rank, prefill.tp, model, of_rank) for rank, of_rank in enumerate(routes)),
+        readers=tuple(_reader(rank, decode.sharding, prefill.sharding, model.kv_heads) for rank in range(decode.tp)),
         all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
         groups_created=len(groups) if staging.slots else 0,
         staging=staging,
         prompt=_prompt(tokens, unit, flows),
-        write_times=write_times(flows) if layout is Layout.VLLM_ASCEND else (),
+        write_times=write_times(flows),
         timing=None,
         rates=None,
-        notes=(*model.notes, *_notes(layout, prefill, decode, routes)),
+        notes=(*model.notes, *_notes(prefill, decode, routes)),
     )
 
 
-def _ranks(model: ModelShape, layout: Layout, engine: PlannedEngine) -> dict[RankPosition, RankCaches]:
+def _ranks(model: ModelShape, engine: PlannedEngine) -> dict[RankPosition, RankCaches]:
     return {
-        RankPosition(pp_rank, tp_rank): rank_caches(model, layout, engine, pp_rank, tp_rank, _NUM_BLOCKS)
+        RankPosition(pp_rank, tp_rank): rank_caches(model, engine, pp_rank, tp_rank, _NUM_BLOCKS)
         for pp_rank in range(engine.pp)
         for tp_rank in range(engine.tp)
     }
@@ -248,7 +243,7 @@ def _prompt(tokens: int, unit: int, flows: Sequence[Flow]) -> PromptFigures:
     )
 
 
-def _sender(rank: int, tp: int, model: ModelShape, layout: Layout, routes: Sequence[Route]) -> SenderFigures:
+def _sender(rank: int, tp: int, model: ModelShape, routes: Sequence[Route]) -> SenderFigures:
     heads = topology.owned_heads(rank, tp, model.kv_heads)
     first = routes[0]
     return SenderFigures(
@@ -262,17 +257,16 @@ def _sender(rank: int, tp: int, model: ModelShape, layout: Layout, routes: Seque
         pieces=tuple(
             Piece(part, target.tp_rank, target.nbytes)
             # Cache groups differ only in their block ids, so one represents all.
-            for part, route in enumerate(routes[: len(tensor_widths(model, layout))])
+            for part, route in enumerate(routes[: len(model.widths)])
             for target in route.targets
         ),
     )
 
 
-def _reader(rank: int, layout: Layout, decode: Sharding, prefill: Sharding, total: int) -> ReaderFigures:
+def _reader(rank: int, decode: Sharding, prefill: Sharding, total: int) -> ReaderFigures:
     heads = decode.heads(rank, total)
     lanes = range(topology.Lanes.between(prefill, decode, total).writers)
-    exchange = layout is Layout.VLLM_ASCEND
-    writers = tuple(topology.writers_to(rank, decode, prefill, total, lane, exchange) for lane in lanes)
+    writers = tuple(topology.writers_to(rank, decode, prefill, total, lane, True) for lane in lanes)
     return ReaderFigures(rank, heads.start, heads.stop, writers)
 
 
@@ -284,12 +278,10 @@ def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: 
     return Staging(step_tokens, slots, size, (slots + _EXCHANGE_BUFFERS) * size, joined, communicator_bytes(joined))
 
 
-def _notes(
-    layout: Layout, prefill: PlannedEngine, decode: PlannedEngine, routes: Sequence[Sequence[Route]]
-) -> list[str]:
+def _notes(prefill: PlannedEngine, decode: PlannedEngine, routes: Sequence[Sequence[Route]]) -> list[str]:
     notes = []
     for engine in (prefill, decode):
-        if layout is Layout.VLLM_ASCEND and engine.block_size != 128:
+        if engine.block_size != DEFAULT_BLOCK_SIZE:
             notes.append(
                 f"{engine.side}: vllm-ascend makes the block size 128 unless chunked prefill and prefix caching are off"
             )
@@ -302,8 +294,8 @@ def _notes(
     return notes
 
 
-def _model_figures(model: ModelShape, layout: Layout, step_tokens: int) -> ModelFigures:
-    widths = tensor_widths(model, layout)
+def _model_figures(model: ModelShape, step_tokens: int) -> ModelFigures:
+    widths = model.widths
     per_layer: float = model.kv_heads * sum(widths) * model.dtype.itemsize
     cached = _attention_layers(model, range(len(model.cached)))
     keys = sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in model.without_key)

@@ -192,7 +192,6 @@ class PlanFigures(msgspec.Struct, frozen=True):
     """The whole result."""
 
     model: ModelFigures
-    layout: str
     prefill: EngineFigures
     decode: EngineFigures
     unit_tokens: int  # the smaller block size of the two sides
@@ -202,7 +201,7 @@ class PlanFigures(msgspec.Struct, frozen=True):
     groups_created: int  # groups that prefill creates at its start, for any decode engine
     staging: Staging
     prompt: PromptFigures
-    write_times: tuple[WriteTime, ...]  # empty for vLLM's CPU backend
+    write_times: tuple[WriteTime, ...]
     timing: Timing | None
     rates: RateFigures | None
     notes: tuple[str, ...]  # what the figures leave out
