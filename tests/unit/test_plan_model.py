@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from planned import DATA, DEEPSEEK, LLAMA, QWEN, assert_conserved, plan_for
 
-from vllm_ascend_pd.tools.plan.command import render
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import LayerKindFigures, PlanFigures
@@ -28,6 +27,7 @@ from vllm_ascend_pd.tools.plan.model import (
     parse_model,
     read_model,
 )
+from vllm_ascend_pd.tools.plan.tables import render
 from vllm_ascend_pd.tools.plan.times import make_timing
 
 LETTERS = {Cached.FULL: "F", Cached.WINDOW: "W", Cached.STATE: "S", Cached.NOTHING: "N"}

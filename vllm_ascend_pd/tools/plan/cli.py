@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
-from vllm_ascend_pd.tools.plan.engine import PlannedEngine
-from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError
+from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
+from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError, read_model
 
 
 def _count(text: str, default: str | None = None) -> Any:
@@ -36,7 +36,7 @@ def plan(
     decode_tp: Annotated[int, _count("Tensor-parallel size of decode.")] = 1,
     decode_pp: Annotated[int, _count("Pipeline-parallel size of decode.")] = 1,
     decode_dp: Annotated[int, _count("Data-parallel size of decode.")] = 1,
-    block_size: Annotated[int | None, _count("Tokens per KV cache block.", "128")] = None,
+    block_size: Annotated[int, _count("Tokens per KV cache block.")] = DEFAULT_BLOCK_SIZE,
     prefill_block_size: Annotated[int | None, _count("Tokens per block on prefill.", "--block-size")] = None,
     decode_block_size: Annotated[int | None, _count("Tokens per block on decode.", "--block-size")] = None,
     kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="Data type of the KV cache.")] = CacheDtype.AUTO,
@@ -61,27 +61,31 @@ def plan(
             "need each other and --compute-ms-per-1000-tokens"
         )
     # Imported here so that other commands start faster.
-    from vllm_ascend_pd.tools.plan.command import plan_text
-    from vllm_ascend_pd.tools.plan.times import Traffic
+    import msgspec
 
-    traffic = None
-    if prompt_tokens and output_tokens and decode_step_ms and decode_requests and decode_kv_gib:
-        traffic = Traffic(prompt_tokens, output_tokens, decode_step_ms, decode_requests, decode_kv_gib)
+    from vllm_ascend_pd.core.config import ConnectorConfig
+    from vllm_ascend_pd.tools.plan.exchange import make_plan
+    from vllm_ascend_pd.tools.plan.figures import PROMPT_TOKENS
+    from vllm_ascend_pd.tools.plan.tables import render
+    from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
+
+    sides = (
+        PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
+        PlannedEngine("decode", decode_tp, decode_pp, decode_dp, decode_block_size or block_size),
+    )
+    slots = ConnectorConfig().slots(max_num_batched_tokens)
+    compute_ms = None if compute_ms_per_1000_tokens is None else compute_ms_per_1000_tokens * PROMPT_TOKENS / 1000
     try:
-        text = plan_text(
-            model,
-            kv_cache_dtype,
-            PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size or 0),
-            PlannedEngine("decode", decode_tp, decode_pp, decode_dp, decode_block_size or block_size or 0),
-            step_tokens=max_num_batched_tokens,
-            link_gbit=link_gbit,
-            compute_ms=compute_ms_per_1000_tokens,
-            traffic=traffic,
-            as_json=json,
-        )
+        shape = read_model(model, kv_cache_dtype)
+        figures = make_plan(shape, *sides, step_tokens=max_num_batched_tokens, staging_slots=slots)
+        if link_gbit is not None:
+            figures = msgspec.structs.replace(figures, timing=make_timing(figures, link_gbit, compute_ms))
+        if figures.timing and prompt_tokens and output_tokens and decode_step_ms and decode_requests and decode_kv_gib:
+            traffic = Traffic(prompt_tokens, output_tokens, decode_step_ms, decode_requests, decode_kv_gib)
+            figures = msgspec.structs.replace(figures, rates=make_rates(figures, figures.timing, traffic))
     except OSError as error:
         raise USAGE_ERROR(f"cannot read the model's config.json: {error}") from None
     except PlanError as error:
         print(f"vllm-ascend-pd: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    print(text, end="")
+    print(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() if json else render(figures))

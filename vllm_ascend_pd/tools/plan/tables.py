@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the options of `vllm-ascend-pd plan` into its output: tables, or JSON."""
+"""The tables that `vllm-ascend-pd plan` prints."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from vllm_ascend_pd.core.ascend import BUFFER_MB
-from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
-from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import (
-    PROMPT_TOKENS,
     EngineFigures,
     ModelFigures,
     Piece,
@@ -22,44 +15,6 @@ from vllm_ascend_pd.tools.plan.figures import (
     RateFigures,
     SenderFigures,
 )
-from vllm_ascend_pd.tools.plan.model import CacheDtype, read_model
-from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
-
-
-def plan_text(
-    path: Path,
-    dtype: CacheDtype,
-    prefill: PlannedEngine,
-    decode: PlannedEngine,
-    *,
-    step_tokens: int,
-    link_gbit: float | None,
-    compute_ms: float | None,
-    traffic: Traffic | None,
-    as_json: bool,
-) -> str:
-    """Returns the tables, or JSON.
-
-    prefill, decode: a block size of 0 is the default.
-    compute_ms: per 1000 tokens.
-    traffic: needs `compute_ms` and `link_gbit`.
-
-    Raises PlanError if the engines cannot work, OSError without a config.json.
-    """
-    model = read_model(path, dtype)
-    engines = [replace(engine, block_size=engine.block_size or DEFAULT_BLOCK_SIZE) for engine in (prefill, decode)]
-    slots = ConnectorConfig().slots(step_tokens)
-    plan = make_plan(model, *engines, step_tokens=step_tokens, staging_slots=slots)
-    if link_gbit is not None:
-        for_prompt = None if compute_ms is None else compute_ms * PROMPT_TOKENS / 1000
-        timing = make_timing(plan, link_gbit, for_prompt)
-        plan = msgspec.structs.replace(plan, timing=timing)
-        if traffic is not None:
-            plan = msgspec.structs.replace(plan, rates=make_rates(plan, timing, traffic))
-    if as_json:
-        return msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
-    return render(plan)
-
 
 _WIDTH = 120
 
@@ -79,7 +34,7 @@ def render(plan: PlanFigures) -> str:
             console.print(_rates(plan.rates))
         for note in plan.notes:
             console.print(f"- {note}")
-    return capture.get()
+    return capture.get().rstrip()
 
 
 def _headline(plan: PlanFigures) -> str:
