@@ -104,7 +104,7 @@ class CompressedPrefill(_Compressed, PrefillRank):
             for name in names:
                 self.worker.layer_computed(name)
         plan = self.worker._plan
-        assert not (plan.transfers and plan.unsaved), "decode waits for what leaves at the step's end"
+        assert not (plan.sends and plan.unsaved), "decode waits for what leaves at the step's end"
         self.worker.forward_ended()
         self.worker.end_step()
 

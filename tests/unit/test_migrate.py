@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from harness.recipes import make_model
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
-from vllm_ascend_pd.tools.migrate.changes import ChangeKind, MigrateError, Migration
+from vllm_ascend_pd.tools.migrate.changes import ChangeKind, MigrateError, Migration, render
 from vllm_ascend_pd.tools.migrate.command import encoded, migrate_command, migrate_pair, read_command, read_result
 from vllm_ascend_pd.tools.migrate.plain import read_plain
-from vllm_ascend_pd.tools.migrate.render import render
 from vllm_ascend_pd.tools.vllm_serve import ServeOptions, table
 
 OLD = {

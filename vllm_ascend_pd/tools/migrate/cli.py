@@ -46,8 +46,7 @@ def migrate(
     """
     # Imported here so that other commands start faster.
     from vllm_ascend_pd.tools.migrate import command as commands
-    from vllm_ascend_pd.tools.migrate.changes import MigrateError
-    from vllm_ascend_pd.tools.migrate.render import render
+    from vllm_ascend_pd.tools.migrate.changes import MigrateError, render
 
     if (pair is None) is (not command):
         raise USAGE_ERROR("give the `vllm serve` command of one engine after --, or --pair and two files of --save")

@@ -26,8 +26,7 @@ from vllm_ascend_pd.tools.migrate.changes import (
     stopping,
 )
 from vllm_ascend_pd.tools.migrate.engine import migrate_engine
-from vllm_ascend_pd.tools.migrate.model_facts import read_facts
-from vllm_ascend_pd.tools.migrate.pair import check_pair
+from vllm_ascend_pd.tools.migrate.fits import check_pair, read_facts
 from vllm_ascend_pd.tools.migrate.plain import ADVICE, read_plain
 from vllm_ascend_pd.tools.vllm_serve import ServeOptions, table
 

@@ -14,8 +14,7 @@ from vllm_ascend_pd.tools.doctor.ports import ascend_ports
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
 from vllm_ascend_pd.tools.migrate.connectors import translate
-from vllm_ascend_pd.tools.migrate.model_facts import ModelFacts
-from vllm_ascend_pd.tools.migrate.refusals import refusal
+from vllm_ascend_pd.tools.migrate.fits import ModelFacts, refusal
 from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, ModelShape
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, REPLACES_CONNECTOR, plugins_with_ours, whole_number
 

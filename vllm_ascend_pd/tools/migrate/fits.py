@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an engine would start, and whether prefill and decode fit together: as far as their commands and the model's
+files tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_ascend_pd.connector.model import unsupported, unsupported_weights
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
+from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
+from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.model import CacheDtype, ModelShape, PlanError, read_model
+
+# The model that an engine serves: its `config.json`, and how its caches are quantized.
+
+_QUANTIZATION = "quant_model_description.json"  # ModelSlim's, as vllm-ascend reads it
+
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    shape: ModelShape | None  # None if it cannot be described
+    problem: str | None = None  # why not, if that means that the engine may be refused
+    int8_caches: str | None = None  # the setting by which vllm-ascend keeps decode's caches in int8
+    experts: bool = True  # whether it has experts (MoE)
+    media: bool = False  # whether it takes images
+
+    @property
+    def compressed(self) -> bool:
+        """Whether its caches have one entry for several tokens."""
+        return self.shape is not None and bool(self.shape.compressed)
+
+
+def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
+    """`path`: a folder with config.json, or that file. `kv_cache_dtype`: of the engine."""
+    given = Path(path)
+    folder = given if given.is_dir() else given.parent
+    shape, problem = None, None
+    try:
+        shape = read_model(given, _dtype(kv_cache_dtype))
+    except OSError:
+        return ModelFacts(None, f"there is no config.json at {path!r} on this host: give --model FOLDER")
+    except PlanError as error:
+        problem = str(error)
+    try:
+        config = json.loads((given / "config.json" if given.is_dir() else given).read_text(encoding="utf-8"))
+    except ValueError:
+        return ModelFacts(None, problem)
+    text = config.get("text_config") or config
+    experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
+    int8 = _int8_caches(folder / _QUANTIZATION)
+    return ModelFacts(shape, problem, int8, experts, "vision_config" in config)
+
+
+def _dtype(name: str | None) -> CacheDtype:
+    if name is None:
+        return CacheDtype.AUTO
+    if name.startswith("fp8"):
+        return CacheDtype.FP8
+    try:
+        return CacheDtype(name)
+    except ValueError:
+        raise PlanError(f"--kv-cache-dtype {name}: not known to this command") from None
+
+
+def _int8_caches(file: Path) -> str | None:
+    """vllm-ascend: `quantization/modelslim_config.py`."""
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    names = [name for name in ("fa_quant_type", "kv_cache_type") if described.get(name)]
+    return f"{names[0]} {described[names[0]]} in {file.name}" if names else None
+
+
+# Whether the connector would refuse an engine: its own checks run, on objects that have what they read of vLLM's
+# configuration.
+
+MLAPO_TOKENS = 1024
+"""vllm-ascend's MLAPO_MAX_SUPPORTED_TOKENS (`attention/mla_v1.py`)."""
+
+
+class _Graphs:
+    """Stands for vLLM's CUDAGraphMode."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def has_full_cudagraphs(self) -> bool:
+        return self.name.startswith("FULL")
+
+
+def refusal(arguments: EngineArguments, ours: Mapping[str, Any], model: ModelShape | None) -> str | None:
+    """Returns why an engine with these arguments would be refused; None if it would not be.
+
+    ours: this connector's entry of `--kv-transfer-config`.
+    model: the model's shape, None if unknown.
+    """
+    config = _vllm_config(arguments, ours)
+    if (reason := unsupported(config)) is not None:
+        return reason
+    if ours.get("kv_role") == "kv_consumer" and model is not None and _drops_prefill_weights(arguments, model):
+        dropped = SimpleNamespace(impl=SimpleNamespace(fused_qkv_a_proj=SimpleNamespace(weight=None)))
+        config.compilation_config.static_forward_context = {"attention (W8A8)": dropped}
+        return unsupported_weights(config)
+    return None
+
+
+def _drops_prefill_weights(arguments: EngineArguments, model: ModelShape) -> bool:
+    """Whether vllm-ascend's MLAPO may drop the weights that MLA needs for prompts, on a decode engine.
+
+    It does so for layers in W8A8, which only the checkpoint's files tell.
+    """
+    mlapo = arguments.json("additional-config").get("enable_mlapo")
+    if mlapo is None:
+        mlapo = arguments.environment.get("VLLM_ASCEND_ENABLE_MLAPO", "1") != "0"
+    tokens = arguments.number("max-num-batched-tokens", MLAPO_TOKENS + 1)
+    dense_mla = model.mla and len(model.widths) == 2
+    return bool(mlapo) and dense_mla and arguments.text("quantization") == "ascend" and tokens <= MLAPO_TOKENS
+
+
+def _vllm_config(arguments: EngineArguments, ours: Mapping[str, Any]) -> SimpleNamespace:
+    graphs = "NONE" if arguments.switch("enforce-eager") else "PIECEWISE"
+    graphs = str(arguments.json("compilation-config").get("cudagraph_mode") or graphs).upper()
+    consumer = ours.get("kv_role") == "kv_consumer"
+    return SimpleNamespace(
+        additional_config=arguments.json("additional-config"),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=bool(arguments.switch("enable-sleep-mode")),
+            enable_return_routed_experts=bool(arguments.switch("enable-return-routed-experts")),
+            enforce_eager=bool(arguments.switch("enforce-eager")),
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype=arguments.text("kv-cache-dtype") or "auto",
+            calculate_kv_scales=bool(arguments.switch("calculate-kv-scales")),
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=arguments.number("tensor-parallel-size", 1),
+            data_parallel_size=arguments.number("data-parallel-size", 1),
+            prefill_context_parallel_size=arguments.number("prefill-context-parallel-size", 1),
+            decode_context_parallel_size=arguments.number("decode-context-parallel-size", 1),
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=arguments.number("max-num-batched-tokens", 2048)),
+        compilation_config=SimpleNamespace(cudagraph_mode=_Graphs(graphs), static_forward_context={}),
+        speculative_config=arguments.speculation or None,
+        kv_transfer_config=SimpleNamespace(
+            kv_role=ours.get("kv_role"),
+            is_kv_consumer=consumer,
+            is_kv_producer=not consumer,
+            kv_connector_extra_config=ours.get("kv_connector_extra_config") or {},
+        ),
+    )
+
+
+# A pair.
+
+# Options that must be the same on both sides, because they change what KV means.
+_SAME = ("kv-cache-dtype", "quantization", "dtype", "hf-overrides")
+
+
+def check_pair(prefill: EngineArguments, decode: EngineArguments, served: ModelFacts) -> list[Change]:
+    """`served`: what is known of the model."""
+    found, model = [], served.shape
+    if prefill.model.rstrip("/") != decode.model.rstrip("/"):
+        why = f"prefill serves {prefill.model}, decode {decode.model}: weights that differ are refused at first contact"
+        if served.media:
+            why += ". Prompts with images are refused: vLLM's hash of an image includes the path. Use one path"
+        found.append(Change(ChangeKind.CHECK, "model", why))
+    for name in _SAME:
+        if (left := _value(prefill, name)) != (right := _value(decode, name)):
+            why = f"prefill has {left or 'none'}, decode {right or 'none'}: KV would be of another model"
+            found.append(Change(ChangeKind.STOPS, f"--{name}", why))
+    found += _drafts(prefill, decode)
+    most = [side.number("max-model-len", 0) for side in (prefill, decode)]
+    if all(most) and most[0] < most[1]:
+        why = f"prefill takes {most[0]} tokens, decode {most[1]}: longer prompts than prefill's fail"
+        found.append(Change(ChangeKind.CHECK, "--max-model-len", why))
+    if model is not None:
+        try:
+            _plan(prefill, decode, model)
+        except PlanError as error:
+            found.append(Change(ChangeKind.STOPS, "parallel sizes", str(error)))
+    return found
+
+
+def _drafts(prefill: EngineArguments, decode: EngineArguments) -> list[Change]:
+    methods = [side.speculation.get("method") for side in (prefill, decode)]
+    if methods[0] == methods[1]:
+        return []
+    why = (
+        f"prefill speculates with {methods[0]}, decode with {methods[1]}: the draft's KV of prompts is not sent, so "
+        "fewer of its tokens are accepted. Answers are the same"
+    )
+    return [Change(ChangeKind.CHECK, "--speculative-config", why)]
+
+
+def _plan(prefill: EngineArguments, decode: EngineArguments, model: ModelShape) -> None:
+    sides = [_planned(name, side) for name, side in (("prefill", prefill), ("decode", decode))]
+    tokens = prefill.number("max-num-batched-tokens", 2048)
+    make_plan(model, *sides, step_tokens=tokens, staging_slots=ConnectorConfig().slots(tokens))
+
+
+def _planned(name: str, side: EngineArguments) -> PlannedEngine:
+    return PlannedEngine(
+        name,
+        side.number("tensor-parallel-size", 1),
+        side.number("pipeline-parallel-size", 1),
+        side.number("data-parallel-size", 1),
+        side.number("block-size", DEFAULT_BLOCK_SIZE),
+    )
+
+
+def _value(side: EngineArguments, name: str) -> object:
+    """Returns what must be the same on both sides, JSON as an object."""
+    return side.json(name) if name == "hf-overrides" else side.text(name)
