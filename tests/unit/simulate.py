@@ -18,7 +18,6 @@ from vllm_ascend_pd.core.plan import (
     Offsets,
     Route,
     Units,
-    concatenate,
     descriptors,
     make_route,
 )
@@ -286,7 +285,7 @@ def _push(
         served.append(mine)
         # A unit has one place on this rank if this rank holds it, else none.
         every = Units.of(route.unit, [ranges[i] for i in mine])
-        held = every.where(every.held(geometry.share))
+        held = every.cut(every.held(geometry.share))
         wanted.append(held)
         units.append(_offsets(held, [case.requests[i].p_blocks for i in mine], geometry, [ranges[i] for i in mine]))
     sends = [
@@ -312,7 +311,7 @@ def _push(
             todo = descriptors(target, src[theirs], dst[theirs])
             assert_nothing_left_to_merge(todo)
             assert len(todo.src) <= theirs.sum(), "a unit is at most one copy"
-            assert todo.total_bytes == theirs.sum() * target.nbytes
+            assert todo.nbytes.sum() == theirs.sum() * target.nbytes
             execute(todo, memory, tensor)
             copies.append(len(todo.src))
             for i in mine:
@@ -340,7 +339,7 @@ def gather(memory: Bytes, units: Offsets, route: Route) -> list[Bytes]:
     for index in range(route.ratio):
         most, share = dataclasses.replace(route, index=index).share(len(units))
         noise = np.full((most - len(whole[share])) * route.source_bytes, 7, dtype=np.uint8)
-        sections.append(concatenate([*whole[share], noise]).astype(np.uint8))
+        sections.append(np.concatenate([*whole[share], noise]).astype(np.uint8))
     return sections
 
 

@@ -200,7 +200,7 @@ def test_a_lost_write_fails_those_at_fault_only(engine, executor, transfers):
     assert transfers[0].failure == "writing to decode rank (0, 0) failed: it is lost"
     assert transfers[1].failure is None
     assert sorted(engine.arrived) == [copy_of(0, 3, 9), copy_of(1, 3, 9)]
-    assert transfers[1].num_bytes == 2 * BLOCK_BYTES
+    assert transfers[1].num_bytes()[0] == 2 * BLOCK_BYTES
 
 
 def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, executor, transfers):
@@ -322,23 +322,23 @@ def destinations(*layers: int) -> list[int]:
 
 
 def test_layers_that_come_while_one_waits_for_its_turn_leave_in_one_batch(executor, transfers):
-    executor._pipeline._engine = executor._engine = engine = Calls()
+    executor.pipeline._engine = executor._engine = engine = Calls()
     engine.proceed.set()
     first, second = pushes(transfers)
     assert executor.can_join(first, second)
     executor.execute(first, lambda: [second])
-    executor.drain()
+    executor.pipeline.drain()
     assert engine.calls == [destinations(0, 1)]
     assert [transfer.written[KEY][0] for transfer in transfers] == [2 * BLOCK_BYTES] * 2
 
 
 def test_a_joined_batch_keeps_to_the_limits(executor, transfers):
-    executor._pipeline._engine = executor._engine = engine = Calls()
+    executor.pipeline._engine = executor._engine = engine = Calls()
     engine.limits = TransferLimits(max_descriptors=3)
     engine.proceed.set()
     first, second = pushes(transfers)
     executor.execute(first, lambda: [second])
-    executor.drain()
+    executor.pipeline.drain()
     assert engine.calls == [destinations(0), destinations(1)]
 
 
@@ -359,7 +359,7 @@ def test_of_layers_that_left_together_each_is_written_again_by_itself(executor, 
     engine.lost = {destinations(1)[0]}
     first, second = pushes(transfers)
     executor.execute(first, lambda: [second])
-    executor.drain()
+    executor.pipeline.drain()
     assert [transfer.failure is None for transfer in transfers] == [False, True]
     assert {dst for _, dst, _ in engine.arrived} >= {destinations(layer)[1] for layer in range(2)}
     assert transfers[1].written[KEY][0] == 2 * BLOCK_BYTES
@@ -369,7 +369,7 @@ def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(executor, engine):
     first, second = pushes([make_transfer("a", 7, lease_s=0.05)])
     time.sleep(0.1)
     executor.execute(first, lambda: [second])
-    executor.drain()
+    executor.pipeline.drain()
     assert engine.arrived == []
 
 

@@ -57,7 +57,7 @@ def test_offsets_of_one_request(first_block, unit, start, stop, expected):
 def test_units_of_a_share(share, unit, start, stop, expected):
     source = msgspec.structs.replace(STRIDED, share=share)
     units = Units.of(unit, [(start, stop)])
-    held = units.where(units.held(share))
+    held = units.cut(units.held(share))
     assert held.offsets(held.blocks([BLOCKS], [0], source.span), source).tolist() == expected
 
 
@@ -67,7 +67,7 @@ def test_requests_follow_each_other():
     assert units.owner.tolist() == [0, 0, 0, 2, 2, 3]
     blocks = units.blocks([np.array([5, 6]), np.array([], dtype=np.int64), np.array([8]), BLOCKS], [0, 1, 1, 0], 4)
     assert blocks.tolist() == [5, 5, 6, 8, 8, 7]
-    some = units.where(np.array([False, True, True, False, False, True]))
+    some = units.cut(np.array([False, True, True, False, False, True]))
     assert (some.tokens.tolist(), some.owner.tolist(), len(some)) == ([2, 4, 0], [0, 0, 3], 3)
 
 

@@ -171,7 +171,7 @@ _DEFAULTS = {
 
 
 class SharedEngine(ExistingEngine):
-    """vllm-ascend's `global_te`."""
+    """vllm-ascend's `global_te`. The methods are `ExistingEngine`'s."""
 
     def __init__(self, global_te: Any) -> None:
         self._global_te = global_te
@@ -188,23 +188,14 @@ class SharedEngine(ExistingEngine):
         return None if global_te is None else cls(global_te)
 
     def export_settings(self) -> None:
-        """Puts the settings of an engine that already runs into the environment, where they are missing.
-
-        Settings that are exported later have no effect on that engine.
-        """
         if self._global_te.transfer_engine is not None:
             for name, value in _DEFAULTS.items():
                 os.environ.setdefault(name, value)
 
     def start(self, host: str) -> Any:
-        """Returns the Mooncake engine, started at `host` unless it runs. Raises RuntimeError if it does not start."""
         return self._global_te.get_transfer_engine(host, None)
 
     def register_caches(self, regions: Sequence[Region]) -> None:
-        """Registers the KV caches of this process, unless another connector has. They stay registered.
-
-        Raises RuntimeError if Mooncake refuses them.
-        """
         self._global_te.register_buffer([address for address, _ in regions], [size for _, size in regions])
 
 

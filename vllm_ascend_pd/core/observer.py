@@ -19,20 +19,12 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.core.prefill_ticket import RankKey
     from vllm_ascend_pd.core.protocol import RankDescription, WriterId
     from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
+    from vllm_ascend_pd.core.step import Send
     from vllm_ascend_pd.core.ticket import Ticket
     from vllm_ascend_pd.device.base import Event
 
 
 _Observer = TypeVar("_Observer")
-
-
-@dataclass(frozen=True)
-class StepPart:
-    """Tokens `[start, stop)` of a request's prompt, whose KV one step completes."""
-
-    ticket: Ticket
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class PrefillObserver:
 
     # The model's thread.
 
-    def step_began(self, number: int, parts: Sequence[StepPart]) -> None:
+    def step_began(self, number: int, parts: Sequence[tuple[Ticket, Send]]) -> None:
         """The forward pass begins. `parts` is empty if it completes the KV of no request."""
 
     def layer_computed(self, layer: str, computed: Event) -> None:

@@ -56,11 +56,8 @@ class Units:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def where(self, mask: Mask) -> Units:
-        return Units(self.tokens[mask], self.owner[mask])
-
-    def cut(self, at: slice | Offsets) -> Units:
-        """Returns the units at these places, in this order."""
+    def cut(self, at: slice | Offsets | Mask) -> Units:
+        """Returns the units at these places, in this order, or those of a mask."""
         return Units(self.tokens[at], self.owner[at])
 
     def held(self, share: TokenShare) -> Mask:
@@ -313,10 +310,6 @@ class Descriptors:
     dst: Offsets
     nbytes: Offsets
 
-    @property
-    def total_bytes(self) -> int:
-        return int(self.nbytes.sum())
-
 
 def descriptors(target: Target, src_units: Offsets, dst_units: Offsets) -> Descriptors:
     """Returns the copies that bring every unit's share to `target`. Neighbouring copies are merged."""
@@ -345,7 +338,3 @@ def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:
     first = np.flatnonzero(starts_run)
     count = np.diff(first, append=len(src))
     return Descriptors(src[first], dst[first], count * nbytes)
-
-
-def concatenate(parts: Sequence[Offsets]) -> Offsets:
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

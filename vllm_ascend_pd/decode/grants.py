@@ -89,24 +89,15 @@ class ExpectedWriters:
 # while it holds the condition.
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arrivals:
-    """What one step learns of transfers."""
+    """What one step learns of transfers. The queue fills it, and does not change it any more once it is taken."""
 
     # Requests that no prefill rank can write for any more: their blocks may be used or freed.
-    finished: set[str]
-    # Those of `finished` whose KV is not complete.
-    failed: set[str]
-    # Blocks of requests that have just failed. vLLM learns of them before it may free them.
-    lost_blocks: set[int]
-
-
-@dataclass
-class _News:
-    """What the model thread has not taken yet."""
-
     finished: set[str] = field(default_factory=set)
+    # Those of `finished` whose KV is not complete.
     failed: set[str] = field(default_factory=set)
+    # Blocks of requests that have just failed. vLLM learns of them before it may free them.
     lost_blocks: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
@@ -119,7 +110,7 @@ class ArrivalQueue:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         # All of these change under the condition.
-        self._news = _News()
+        self._news = Arrivals()
         self._report = WorkerReport()
         # Whether the model thread waits in `take`.
         self._waiting = False
@@ -173,8 +164,8 @@ class ArrivalQueue:
                 self._waiting = True
                 self._changed.wait_for(lambda: bool(self._news), wait_s)
                 self._waiting = False
-            news, self._news = self._news, _News()
-        return Arrivals(news.finished, news.failed, news.lost_blocks)
+            news, self._news = self._news, Arrivals()
+        return news
 
     def take_report(self) -> WorkerReport:
         """Returns what has happened since the last call, for the scheduler."""

@@ -11,12 +11,12 @@ from vllm_ascend_pd.core.observer import (
     DecodeSchedulerObserver,
     PrefillObserver,
     ReceiveEnding,
-    StepPart,
 )
 from vllm_ascend_pd.core.plan import Offsets
 from vllm_ascend_pd.core.prefill_ticket import RankKey
 from vllm_ascend_pd.core.protocol import WriterId
 from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo
@@ -70,11 +70,11 @@ class PrefillTrace(PrefillObserver):
         self._in_step = False
         self._computed: Moment = 0.0
 
-    def step_began(self, number: int, parts: Sequence[StepPart]) -> None:
+    def step_began(self, number: int, parts: Sequence[tuple[Ticket, Send]]) -> None:
         traced = [
-            {**_transfer(part.ticket.request_id, part.ticket.ticket_id), "start": part.start, "stop": part.stop}
-            for part in parts
-            if part.start < part.stop
+            {**_transfer(ticket.request_id, ticket.ticket_id), "start": send.start, "stop": send.stop}
+            for ticket, send in parts
+            if send.start < send.stop
         ]
         self._in_step = bool(traced)
         self._computed = time.monotonic()

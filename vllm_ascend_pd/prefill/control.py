@@ -2,10 +2,11 @@
 """The control plane of a prefill rank: one thread that owns the state of all transfers and peers.
 
 It has decode engines describe themselves, asks for grants, renews them and reports. It owns the tickets' states. The
-model's thread and senders post messages to it. They read `TicketView`s and `Outcomes`.
+model's thread and senders post messages to it. They read `TicketView`s and `Outcome`s.
 """
 
 import logging
+import queue
 import threading
 import time
 from collections import Counter
@@ -39,7 +40,7 @@ from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.staging import StagingRing
 from vllm_ascend_pd.prefill.step_send import StepSend
-from vllm_ascend_pd.prefill.transfer import Outcome, Outcomes, Transfer
+from vllm_ascend_pd.prefill.transfer import Outcome, Transfer
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.keys import load_keys
 from vllm_ascend_pd.transport.own_networks import own_networks
@@ -133,8 +134,8 @@ class ControlPlane:
         self._hosts = decode_hosts(config.decode_allowlist, rank_info.host, signed, own_networks())
         # The model's thread makes it, the control thread reads it. None until the scheduler names an address.
         self._wakeup: WakeupSocket | None = None
-        # Read by the model's thread.
-        self.outcomes = Outcomes()
+        # Read by the model's thread. None wakes it if it waits. The number of transfers bounds it, but for that.
+        self.outcomes: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
         # Guards the map below, which both threads change, and `sender`, `users` and `used_at` of the peers in it.
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}
@@ -224,7 +225,8 @@ class ControlPlane:
 
     def _woken(self, wakeup: WakeupSocket) -> None:
         wakeup.clear()
-        self.outcomes.wake()
+        if self.outcomes.empty():
+            self.outcomes.put(None)
 
     @owned
     def _open(self, transfers: Sequence[Transfer]) -> None:
@@ -423,7 +425,7 @@ class ControlPlane:
             with transfer.changing():
                 complete = state.finish(time.monotonic())
             if complete is not None:
-                self._observer.transfer_ended(transfer.ticket, transfer.num_bytes, transfer.bytes_at_end, state.cause)
+                self._observer.transfer_ended(transfer.ticket, *transfer.num_bytes(), state.cause)
         notify, due, is_over = state.notify(self._running_time()), state.due(time.monotonic()), state.end()
         for key in due:
             self._ask(transfer, key)
@@ -473,7 +475,11 @@ class ControlPlane:
         state = transfer.state
         pending = state.notify_pending()
         if not pending:
-            self._notified(transfer)
+            if not transfer.is_notified:
+                transfer.is_notified = True
+                self._observer.transfer_reported(transfer.ticket)
+                if state.failure is not None:
+                    self._say_why(transfer, state.failure)
             self._follow(transfer)
             return
         writer, settle_s = self._writer(transfer.number), state.settle_s(self._running_time())
@@ -492,20 +498,14 @@ class ControlPlane:
             answered = partial(on_answer, key)
             self._client.request(destination.rank.control, report, self._timeout_s, answered)
 
-    def _notified(self, transfer: Transfer) -> None:
-        """Records that decode was notified of how the transfer ended, or cannot be reached."""
-        if transfer.is_notified:
-            return
-        transfer.is_notified = True
-        self._observer.transfer_reported(transfer.ticket)
-        failure = transfer.state.failure
-        if failure is not None:
-            logger.warning(
-                "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",
-                transfer.request_id,
-                transfer.ticket.remote_engine_id,
-                transfer.ticket.remote_host,
-                transfer.ticket.remote_port,
-                failure,
-            )
-            self.outcomes.put(Outcome(transfer, failure, is_over=False))
+    def _say_why(self, transfer: Transfer, failure: str) -> None:
+        """Logs why KV was not delivered, and tells the model's thread, after decode was notified or not reached."""
+        logger.warning(
+            "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",
+            transfer.request_id,
+            transfer.ticket.remote_engine_id,
+            transfer.ticket.remote_host,
+            transfer.ticket.remote_port,
+            failure,
+        )
+        self.outcomes.put(Outcome(transfer, failure, is_over=False))

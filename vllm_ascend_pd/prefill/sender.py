@@ -219,7 +219,8 @@ class LayerExecutor:
     ) -> None:
         """`ready_timeout_s`: how long a layer's bytes may take until they can be read."""
         self._engine = engine
-        self._pipeline = Pipeline(engine)
+        # Whoever waits for the writes before it, too, puts a callback there.
+        self.pipeline = Pipeline(engine)
         self._ring = ring
         self._running_time = running_time
         self._observer = observer
@@ -243,13 +244,13 @@ class LayerExecutor:
         try:
             self._await_bytes(push)
             # Earlier writes end first, so that their requests need not wait for these requests' grants.
-            push.step_send.await_destinations(before_waiting=self._pipeline.drain)
+            push.step_send.await_destinations(before_waiting=self.pipeline.drain)
             if self._layout is None:  # all of its requests have failed
                 push.step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
                 return
             of_layers = [self._layout.targets(push.tensors, push.step_send.route)]
             for target in of_layers[0][:1]:
-                self._pipeline.await_turn(target.session)
+                self.pipeline.await_turn(target.session)
             pushes += take_alike()
             for other in pushes[1:]:
                 self._await_bytes(other)
@@ -261,7 +262,7 @@ class LayerExecutor:
                 _fail(push, error)
         finally:
             for push in pushes:
-                self._pipeline.then(partial(self._end, push))
+                self.pipeline.then(partial(self._end, push))
 
     def can_join(self, push: LayerPush, other: LayerPush) -> bool:
         """Whether `other`, which was put after `push`, may leave with it: it can be read, and its writes are alike."""
@@ -274,7 +275,7 @@ class LayerExecutor:
     def _write(self, pushes: Sequence[LayerPush], targets: Sequence[LayerTarget]) -> None:
         """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
         target, limits = targets[0], self._engine.limits
-        self._pipeline.make_room()  # a request that fails meanwhile is not written
+        self.pipeline.make_room()  # a request that fails meanwhile is not written
         step_send = pushes[0].step_send
         plan = step_send.plan_for(target.shape, limits)  # the grant may still be in flight
         if plan.total_bytes == 0:  # other ranks write all units that are exchanged
@@ -283,7 +284,7 @@ class LayerExecutor:
         live: Sequence[int] = range(len(transfers))
         lease, batches = step_send.lease_for(target.key), plan.batches
         if not lease.may_plan():
-            self._pipeline.drain()
+            self.pipeline.drain()
             live = [i for i in live if transfers[i].await_grant(target.key)]
             if not live:
                 return
@@ -296,24 +297,9 @@ class LayerExecutor:
             push.begun = push.begun or begun
         places = [(push.sources(to), to.bases) for push, to in zip(pushes, targets, strict=True)]
         # The lease is checked before each batch, since it may end in between (R2).
-        self._pipeline.write(
+        self.pipeline.write(
             target.session, joined(batches, places, limits), lease.may_begin, partial(self._ended, writes)
         )
-
-    @owned
-    def then(self, call: Callable[[], None]) -> None:
-        """Calls `call` once all writes that have begun are over."""
-        self._pipeline.then(call)
-
-    @owned
-    def drain(self) -> None:
-        """Waits until no write is in flight."""
-        self._pipeline.drain()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no write is in flight."""
-        return self._pipeline.is_empty
 
     def _await_bytes(self, push: LayerPush) -> None:
         """Waits until the layer's bytes can be read. Raises DeviceError or TimeoutError."""
@@ -321,7 +307,7 @@ class LayerExecutor:
         try:
             push.ready.wait(0.0)
         except TimeoutError:
-            self._pipeline.drain()
+            self.pipeline.drain()
             deadline = time.monotonic() + self._ready_timeout_s
             if push.step_send.route.is_staged:
                 with contextlib.suppress(DeviceError, TimeoutError):  # `ready` fails with the same error below
@@ -333,22 +319,22 @@ class LayerExecutor:
             self._observer.regroup_waited(waited_s)
 
     def _ended(self, writes: Sequence[_Write], error: TransferError | None) -> None:
+        """Counts layers whose write is over. After an error, writes each of their requests by itself."""
         for write in writes:
-            self._written(write, error)
+            try:
+                self._count(write, write.live if error is None else self._write_apart(write, error))
+            except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
+                _fail(write.push, unexpected)
 
-    def _written(self, write: _Write, error: TransferError | None) -> None:
-        """Counts a write that is over. After an error, writes each of its requests by itself."""
-        try:
-            delivered = write.live if error is None else self._write_apart(write, error)
-            plan, key, step_send = write.plan, write.target.key, write.push.step_send
-            step_send.arrived(key, plan, delivered)
-            ticket_ids, num_bytes, total = step_send.ticket_ids, plan.num_bytes, plan.total_bytes
-            if len(delivered) < len(ticket_ids):
-                ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
-                total = int(num_bytes.sum())
-            self._observer.write_ended(write.push.layer, key, write.begun, ticket_ids, num_bytes, total)
-        except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
-            _fail(write.push, unexpected)
+    def _count(self, write: _Write, delivered: Sequence[int]) -> None:
+        """Counts the bytes of the requests that were `delivered`."""
+        plan, key, step_send = write.plan, write.target.key, write.push.step_send
+        step_send.arrived(key, plan, delivered)
+        ticket_ids, num_bytes, total = step_send.ticket_ids, plan.num_bytes, plan.total_bytes
+        if len(delivered) < len(ticket_ids):
+            ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
+            total = int(num_bytes.sum())
+        self._observer.write_ended(write.push.layer, key, write.begun, ticket_ids, num_bytes, total)
 
     def _end(self, push: LayerPush) -> None:
         """Gives the layer's staging slot back, after all its writes are over."""
@@ -453,6 +439,7 @@ class Sender:
         ready_timeout_s: how long a layer's bytes may take until they can be read.
         """
         self._executor = LayerExecutor(engine, ring, running_time, observer, ready_timeout_s)
+        self._pipeline = self._executor.pipeline
         self._ring = ring
         self._observer = observer
         self._finished = finished
@@ -504,12 +491,12 @@ class Sender:
 
     def finish(self, transfers: Sequence[Transfer]) -> None:
         """Queues the end of `transfers`, for which nothing more will be put. May be called any number of times."""
-        self._tasks.put(partial(self._executor.then, partial(self._finish, transfers)))
+        self._tasks.put(partial(self._pipeline.then, partial(self._finish, transfers)))
 
     def barrier(self) -> threading.Event:
         """Returns an event that is set when all tasks that were put before are over."""
         passed = threading.Event()
-        self._tasks.put(partial(self._executor.then, passed.set))
+        self._tasks.put(partial(self._pipeline.then, passed.set))
         return passed
 
     @property
@@ -554,7 +541,7 @@ class Sender:
                     self._push(task)
                 else:
                     task()
-            self._executor.drain()
+            self._pipeline.drain()
         except Exception as error:
             logger.exception("%s ends", threading.current_thread().name)
             self._broken = error
@@ -564,10 +551,10 @@ class Sender:
         task, self._next = self._next, None
         if task is not None:
             return task
-        if not self._executor.is_idle:
+        if not self._pipeline.is_empty:
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get_nowait()
-            self._executor.drain()
+            self._pipeline.drain()
         return self._tasks.get(timeout=LOOK_S if self._slots_rest() else None)
 
     def _push(self, push: LayerPush) -> None:
@@ -589,27 +576,23 @@ class Sender:
         self._executor.execute(push, take_alike)
         for each in layers:
             if each.has_room:
-                self._executor.then(partial(self._room.put, None))
+                self._pipeline.then(partial(self._room.put, None))
 
     def _finish(self, transfers: Sequence[Transfer]) -> None:
         """Ends `transfers`, of which no write can follow."""
         written = [transfer for transfer in transfers if not transfer.is_written]
+        now = self._loaded.current
         for transfer in written:
-            self._check_weights(transfer)
+            # Decode was told of the weights that the transfer began with (R8). They change only between steps, and the
+            # prompt's last layer has been computed by now.
+            before = transfer.weights
+            if before.version != now.version:
+                names = f"from {before.fingerprint} to {now.fingerprint}"
+                reason = f"prefill's weights were updated before all KV was sent, {names}"
+                transfer.fail(reason, PushFailure.WEIGHTS)
             transfer.is_written = True
         if written:
             self._finished(written)
-
-    def _check_weights(self, transfer: Transfer) -> None:
-        """Fails a transfer if the weights have changed since it began, because decode was told of the old ones (R8).
-
-        Weights change only between steps, and the prompt's last layer has been computed by now.
-        """
-        before, now = transfer.weights, self._loaded.current
-        if before.version != now.version:
-            names = f"from {before.fingerprint} to {now.fingerprint}"
-            reason = f"prefill's weights were updated before all KV was sent, {names}"
-            transfer.fail(reason, PushFailure.WEIGHTS)
 
     def _retire(self) -> None:
         self._retired = True

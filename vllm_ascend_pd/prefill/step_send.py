@@ -235,7 +235,7 @@ def plan_sends(
     if geometry.share.ranks > 1:
         wanted &= units.held(geometry.share)
     if not wanted.all():
-        units, d_blocks = units.where(wanted), d_blocks[wanted]
+        units, d_blocks = units.cut(wanted), d_blocks[wanted]
     begins = [start // geometry.span for start, _ in ranges]
     p_blocks = units.blocks([each.send.blocks[group] for each in slices], begins, geometry.span)
     if (gone := p_blocks == NULL_BLOCK).any():

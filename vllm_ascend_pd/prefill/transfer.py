@@ -3,15 +3,14 @@
 
 The control thread owns the ticket's state. It publishes an immutable `TicketView` after each change. The model's thread
 and the decode engine's sender read the latest view. They report a failure by `fail`, which stops further writes.
-The control thread copies it into the ticket before it decides anything else. It reports to the model's thread by
-`Outcomes` how transfers ended.
+The control thread copies it into the ticket before it decides anything else. It reports to the model's thread
+by an `Outcome` how a transfer ended.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import queue
 import secrets
 import threading
 import time
@@ -225,14 +224,10 @@ class Transfer:
             cached_tokens=self.cached_tokens,
         )
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(total for total, _ in self.written.values())
-
-    @property
-    def bytes_at_end(self) -> int:
-        """The part of `num_bytes` that had arrived when the last layer was computed."""
-        return sum(early for _, early in self.written.values())
+    def num_bytes(self) -> tuple[int, int]:
+        """Returns how many bytes have arrived, in all and before the last layer was computed."""
+        totals = list(self.written.values())
+        return sum(total for total, _ in totals), sum(early for _, early in totals)
 
 
 # Checks whether bytes of several requests may be sent to one decode rank now (R2), mostly by one comparison.
@@ -290,34 +285,3 @@ class Outcome:
     failure: str | None
     # Whether nothing reads the request's blocks any more. Otherwise another outcome follows that says so.
     is_over: bool
-
-
-class Outcomes:
-    """A queue of outcomes. The number of transfers bounds it, but for one wake-up."""
-
-    def __init__(self) -> None:
-        # None wakes a `take` that waits.
-        self._queue: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
-
-    def put(self, outcome: Outcome) -> None:
-        self._queue.put(outcome)
-
-    def wake(self) -> None:
-        """Ends a `take` that waits, without an outcome."""
-        if self.is_empty:
-            self._queue.put(None)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether `take` would wait. Each step checks this first: it is cheaper than a `take` that finds nothing."""
-        return self._queue.empty()
-
-    def take(self, deadline: float) -> Outcome | None:
-        """Returns the next outcome. Waits for it until `deadline` of the monotonic clock.
-
-        Returns None if there is none, or after `wake`.
-        """
-        try:
-            return self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            return None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill side of a worker: plans each step, and pushes each layer as soon as it is computed."""
 
+import queue
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import torch
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus, StepPart
+from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport, rank_address
@@ -231,7 +232,7 @@ class PrefillWorker:
         self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
         self._forward_ended = False
         self._written = None
-        parts = [StepPart(self._transfers[send.request_id].ticket, send.start, send.stop) for send in step.sends]
+        parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends]
         self._observer.step_began(self._plan.number, parts)
         if not step.computes:  # vLLM does not say that such a step ends
             self._forward_ended = True
@@ -322,7 +323,10 @@ class PrefillWorker:
         self._take_outcomes()
         deadline, expects = time.monotonic() + self._wait_s, bool(self._transfers) or self._awaits_tickets
         while self._wait_s and expects and not self._done and not self._woken:
-            outcome = self._control.outcomes.take(deadline)
+            try:
+                outcome = self._control.outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
             if outcome is None:
                 break
             self._take(outcome)
@@ -442,8 +446,8 @@ class PrefillWorker:
     def _take_outcomes(self) -> None:
         """Takes all outcomes that have arrived: how transfers have ended on the control thread. Does not wait."""
         outcomes = self._control.outcomes
-        while not outcomes.is_empty:
-            if (outcome := outcomes.take(0.0)) is None:
+        while not outcomes.empty():  # mostly: cheaper than an exception
+            if (outcome := outcomes.get_nowait()) is None:
                 self._woken = True
             else:
                 self._take(outcome)

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from vllm_ascend_pd.core.plan import Descriptors, Offsets, concatenate
+from vllm_ascend_pd.core.plan import Descriptors, Offsets
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -140,10 +140,12 @@ class Batches:
     @classmethod
     def cut(cls, parts: Sequence[Descriptors], limits: TransferLimits) -> Batches:
         """Returns `parts` in batches within `limits`, in order. Copies that are too long become several."""
+        if not parts:
+            return cls([])
         longest = limits.piece_bytes(sum(int(part.nbytes.sum()) for part in parts))
         cut = {id(part): _cut(part, longest) for part in parts}  # K and V often are one object
         pieces = [cut[id(part)] for part in parts]
-        nbytes = concatenate([part.nbytes for part in pieces])
+        nbytes = np.concatenate([part.nbytes for part in pieces])
         begins = [0, *accumulate(len(part.nbytes) for part in pieces)]
         ends = np.cumsum(nbytes)
         forms, first = [], 0

@@ -51,7 +51,7 @@ def test_slots_are_where_the_plan_reads_and_writes(tp: int, dcp: int, pcp: int, 
         geometry = Geometry(0, Order.TOKEN_MAJOR, "int8", BLOCK, BLOCK, 1, 1, 1, share=share)
         tokens = 3 * geometry.span + 5
         units = Units.of(1, [(0, tokens)])
-        held = units.where(units.held(share))
+        held = units.cut(units.held(share))
         ours = np.full(tokens, -1)
         ours[held.tokens] = held.offsets(held.blocks([np.array(BLOCKS)], [0], geometry.span), geometry)
         assert slots(tokens, tp, dcp, pcp, interleave, rank) == ours.tolist()
