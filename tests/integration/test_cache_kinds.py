@@ -3,7 +3,9 @@
 
 import dataclasses
 import inspect
+from contextlib import nullcontext
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +23,10 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_ascend_pd.connector import caches as caches_module
 from vllm_ascend_pd.connector import vllm_view
+from vllm_ascend_pd.connector.build import _check_buffers
 from vllm_ascend_pd.connector.caches import check_kinds
-from vllm_ascend_pd.core.layout import LayoutError
+from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.layout import LayerSpec, LayoutError
 
 UNDERSTOOD = {
     "FullAttentionSpec",
@@ -146,6 +150,40 @@ def test_a_field_that_is_not_known_must_have_its_default() -> None:
     caches_module.cache_groups(caches(made(Later)))
     with pytest.raises(LayoutError, match="caches of kind FullAttentionSpec with tokens_apart 2 are not supported"):
         caches_module.cache_groups(caches(made(Later, tokens_apart=2)))
+
+
+@pytest.mark.parametrize("field", ["cache_sparse_sfa_turboquant", "store_on_host", "indexes_kv_by_block_stride"])
+def test_what_vllm_ascend_0_30_adds_to_its_main_cache_is_refused_if_it_is_used(field: str) -> None:
+    fields = [(field, bool, dataclasses.field(default=False))]
+    kind = dataclasses.make_dataclass("AscendMLAAttentionSpec", fields, bases=(MLAAttentionSpec,), frozen=True)
+    kind.__module__ = "vllm_ascend.core.kv_cache_interface"
+    caches_module.cache_groups(caches(made(kind)))
+    with pytest.raises(LayoutError, match=f"caches of kind AscendMLAAttentionSpec with {field} True are not supported"):
+        caches_module.cache_groups(caches(made(kind, **{field: True})))
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["0.23", "0.30"])
+def test_only_a_vllm_from_0_30_on_has_layers_that_use_a_buffer_in_turn(
+    monkeypatch: pytest.MonkeyPatch, knows: bool
+) -> None:
+    monkeypatch.setattr(caches_module, "HAS_TRANSFER_RESULTS", knows)
+    layers = {
+        "own": SimpleNamespace(kv_sharing_target_layer_name=None),
+        "reader": SimpleNamespace(kv_sharing_target_layer_name="own"),
+        "linear": SimpleNamespace(),
+    }
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    readers = caches_module.readers_of_others(config)
+    assert readers == (frozenset({"reader"}) if knows else None)
+    memory = torch.zeros(4, 2, 16, 8)
+    registered = describe(
+        {"own": memory, "linear": memory},
+        dict.fromkeys(("own", "linear"), LayerSpec(0, 16, 2, 2)),
+        heads_first=True,
+        readers=readers,
+    )
+    with pytest.raises(LayoutError, match="own and linear use one buffer in turn") if knows else nullcontext():
+        _check_buffers(registered)
 
 
 MODES = [mode.name for mode in interface.KVQuantMode]

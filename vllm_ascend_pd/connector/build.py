@@ -23,6 +23,7 @@ from vllm_ascend_pd.connector.caches import (
     lacks_a_block,
     layer_specs,
     lost_blocks_say_all,
+    readers_of_others,
 )
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.model import (
@@ -58,9 +59,10 @@ from vllm_ascend_pd.connector.vllm_view import (
     VllmRequests,
 )
 from vllm_ascend_pd.connector.weights import loaded_weights
-from vllm_ascend_pd.core.caches import CacheGroup, KVCache, describe, left_to_decode
+from vllm_ascend_pd.core.caches import CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.hosts import HostList, authority, decode_hosts, prefill_hosts
+from vllm_ascend_pd.core.layout import LayoutError
 from vllm_ascend_pd.core.observer import (
     DecodeObserver,
     DecodeSchedulerObserver,
@@ -314,7 +316,9 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
         rank = _rank_info(setup)
         is_first = (rank.pp_rank, rank.rank) == (0, 0)
         specs = layer_specs(setup.caches, vllm_config, rank.share)
-        caches = describe(kv_caches, specs, heads_first=device.name == "cpu")
+        readers = readers_of_others(vllm_config)
+        caches = describe(kv_caches, specs, heads_first=device.name == "cpu", readers=readers)
+        _check_buffers(caches)
         _check_declared_sizes(config, "prefill" if setup.prefills else "decode", rank)
         protocol = config.transfer_protocol or device.transfer_protocol
         limits = TransferLimits.over(protocol, config.write_timeout_s)
@@ -356,6 +360,15 @@ def _rank_info(setup: EngineSetup) -> RankInfo:
         draft=draft_summary(setup.vllm_config),
         settings=model_settings(setup.vllm_config),
     )
+
+
+def _check_buffers(caches: RegisteredCaches) -> None:
+    """Raises LayoutError if layers use a buffer in turn: a layer's KV would be overwritten while it is sent."""
+    for one, other in caches.in_turn:
+        raise LayoutError(
+            f"{one} and {other} use one buffer in turn, which is not supported: remove "
+            "layerwise_num_shared_buffers from AscendStoreConnector's kv_connector_extra_config"
+        )
 
 
 def _check_declared_sizes(config: ConnectorConfig, side: str, rank: RankInfo) -> None:

@@ -271,6 +271,19 @@ def caches_of_layers(specs: Mapping[str, LayerSpec | StateSpec]) -> dict[str, li
     return found
 
 
+def readers_of_others(vllm_config: "VllmConfig") -> frozenset[str] | None:
+    """Returns the layers that read another layer's cache. None: all layers at one address do.
+
+    From version 0.30 on, vllm-ascend may have layers use a few buffers in turn on prefill (`layerwise_cache_layout.py`,
+    `layerwise_num_shared_buffers`). It says so nowhere but by equal addresses. A layer that reads another's cache says
+    so itself.
+    """
+    if not HAS_TRANSFER_RESULTS:  # a vLLM before 0.30
+        return None
+    layers = vllm_config.compilation_config.static_forward_context
+    return frozenset(name for name, layer in layers.items() if getattr(layer, "kv_sharing_target_layer_name", None))
+
+
 def lost_blocks_say_all(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether lost block ids alone tell vLLM which tokens of a request are left.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -139,7 +139,7 @@ class RegisteredCaches:
     """A rank's caches.
 
     A tensor that holds several states is described by its runs of bytes, and listed once for each. A layer that only
-    reads another layer's cache has no tensors.
+    reads another layer's cache has no tensors. Layers that use a buffer in turn have a tensor each, at one address.
     """
 
     description: RankCaches
@@ -147,6 +147,8 @@ class RegisteredCaches:
     tensors: tuple[torch.Tensor, ...]
     # By layer: indices into `tensors`.
     layers: dict[str, tuple[int, ...]]
+    # Pairs of layers that overwrite each other's KV in each step, because they use a buffer in turn.
+    in_turn: tuple[tuple[str, str], ...] = ()
 
     def regions(self) -> list[Region]:
         """Returns the memory of all tensors.
@@ -175,13 +177,19 @@ class RegisteredCaches:
 
 
 def describe(
-    kv_caches: Mapping[str, KVCache], specs: Mapping[str, LayerSpec | StateSpec], *, heads_first: bool
+    kv_caches: Mapping[str, KVCache],
+    specs: Mapping[str, LayerSpec | StateSpec],
+    *,
+    heads_first: bool,
+    readers: Container[str] | None = None,
 ) -> RegisteredCaches:
     """Describes the KV caches of a rank.
 
     `kv_caches`: by layer, a tensor or several, of shape `[num_blocks, ...]` each.
     `specs`: by layer, what they hold.
     `heads_first`: whether heads come before tokens if a tensor's shape does not decide it.
+    `readers`: layers that read another layer's cache. Other layers of one group at one address use it in turn. None:
+        all layers at one address share a cache.
 
     Raises LayoutError.
     """
@@ -189,7 +197,9 @@ def describe(
     described: list[CacheTensor] = []
     tensors: list[torch.Tensor] = []
     layers: dict[str, tuple[int, ...]] = {}
-    known: set[tuple[int, int]] = set()
+    # By address and geometry: the layer that has it.
+    known: dict[tuple[int, int], str] = {}
+    in_turn: list[tuple[str, str]] = []
     for layer, cache in kv_caches.items():
         whole = (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
         if layer not in specs:
@@ -206,13 +216,15 @@ def describe(
         for part, (tensor, offset, geometry) in enumerate(runs):
             index = geometries.setdefault(geometry, len(geometries))
             base = tensor.data_ptr() + offset
-            if (base, index) in known:
-                continue  # the cache of an earlier layer, which this one shares
-            known.add((base, index))
+            if (earlier := known.get((base, index))) is not None:
+                if readers is None or layer in readers or earlier == layer:
+                    continue  # the cache of an earlier layer, which this one shares
+                in_turn.append((earlier, layer))
+            known[base, index] = layer
             described.append(CacheTensor(layer, part, base, tensor.shape[0], index))
             tensors.append(tensor)
         layers[layer] = tuple(range(first, len(tensors)))
-    return RegisteredCaches(RankCaches(tuple(geometries), tuple(described)), tuple(tensors), layers)
+    return RegisteredCaches(RankCaches(tuple(geometries), tuple(described)), tuple(tensors), layers, tuple(in_turn))
 
 
 # A tensor, an offset in bytes from its start, and the geometry of the blocks from there on.
