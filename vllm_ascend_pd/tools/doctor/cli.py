@@ -55,10 +55,9 @@ def doctor(
     from vllm_ascend_pd.tools.doctor.report import show
 
     this_machine = (kv_transfer_config, port, data_parallel_size, hardware or None)
-    target: command.Machine | command.Pair
     try:
         if proxy is None and not prefill and not decode:
-            target = command.read_machine(kv_transfer_config, port, data_parallel_size, hardware)
+            examine = command.read_machine(kv_transfer_config, port, data_parallel_size, hardware)
         elif any(value is not None for value in this_machine):
             raise ValueError(
                 "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, "
@@ -66,11 +65,11 @@ def doctor(
             )
         else:
             proxies = () if proxy is None else (proxy,)
-            target = command.read_pair({"proxy": proxies, "prefill": prefill or (), "decode": decode or ()})
+            examine = command.read_pair({"proxy": proxies, "prefill": prefill or (), "decode": decode or ()})
     except ValueError as problem:
         raise USAGE_ERROR(str(problem)) from None
     try:
-        report = target.examine()
+        report = examine()
     except KeyboardInterrupt:
         print("vllm-ascend-pd: interrupted: nothing is left running, and there is no report", file=sys.stderr)
         raise typer.Exit(130) from None

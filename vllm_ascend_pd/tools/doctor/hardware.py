@@ -20,7 +20,6 @@ from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, prog
 STEP_TIMEOUT_S = 180.0
 """A step takes some seconds on NPUs, and more where processes share cores."""
 
-WRITES = 16
 MAX_RANKS = 8
 
 _TIMEOUTS = {"ASCEND_CONNECT_TIMEOUT": "10000", "ASCEND_TRANSFER_TIMEOUT": "10000"}
@@ -89,7 +88,6 @@ def _way(
         host=host,
         source=source,
         destination=destination,
-        writes=WRITES,
         descriptor_bytes=sizes,
         environment={**_TIMEOUTS, **(_OVER_ROCE if roce else {})},
         failed=Level.WARNING if roce else Level.ERROR,

@@ -54,7 +54,6 @@ class Way(msgspec.Struct, frozen=True):
     source: int | None = None  # the NPU whose memory is sent; None: host memory
     destination: int | None = None  # the NPU whose memory is written to
     num_bytes: int = TRANSFER_BYTES
-    writes: int = 1  # how often the bytes are sent, to measure the speed
     descriptor_bytes: tuple[int, ...] = ()  # sizes of descriptors to measure, too
     environment: dict[str, str] = {}  # variables of both processes, besides the doctor's
     failed: Level = Level.ERROR  # the finding's level if the transfer fails
@@ -193,25 +192,20 @@ def _wrong(way: Way, wrong: int, first: int) -> Finding:
 
 
 def _right(way: Way, seconds: float, pieces: int) -> Finding:
-    total = way.num_bytes * way.writes
-    speed = total / max(seconds, 1e-9)
-    times = f"{way.writes} times " if way.writes > 1 else ""
-    found = (
-        f"{times}{way.num_bytes / 2**20:g} MiB in {pieces} pieces {way.between}, every byte right: "
-        f"{speed / 1e9:.3g} GB/s"
-    )
-    return ok(way.check, found, bytes=total, seconds=round(seconds, 6), bytes_per_second=round(speed))
+    speed = way.num_bytes / max(seconds, 1e-9)
+    size = f"{way.num_bytes / 2**20:g} MiB in {pieces} pieces"
+    found = f"{size} {way.between}, every byte right: {speed / 1e9:.3g} GB/s"
+    return ok(way.check, found, bytes=way.num_bytes, seconds=round(seconds, 6), bytes_per_second=round(speed))
 
 
 def write(engine: TransferEngine, start: int, receiver: Receiver, way: Way) -> tuple[float, int]:
-    """Returns the seconds of all writes, and the number of descriptors in each."""
+    """Returns how many seconds the write took, and the number of its descriptors."""
     offsets = range(0, way.num_bytes, PIECE_BYTES)
     lengths = [min(PIECE_BYTES, way.num_bytes - offset) for offset in offsets]
     sources, destinations = [start + o for o in offsets], [receiver.address + o for o in offsets]
     engine.write(receiver.session, [start], [receiver.address], [1])  # connects, which must not be measured
     began = time.monotonic()
-    for _ in range(way.writes):
-        engine.write(receiver.session, sources, destinations, lengths)
+    engine.write(receiver.session, sources, destinations, lengths)
     return time.monotonic() - began, len(lengths)
 
 
