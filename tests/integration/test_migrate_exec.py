@@ -83,6 +83,7 @@ def test_f20_words_mean_what_vllm_s_parser_makes_of_them() -> None:
         "--enable-expert-par --seed -1 -O3 --served-model-name a b --port 8001 --hf-token --dtype=float16 "
         "--kv-transfer-config.kv_role kv_consumer --kv_transfer_config.kv_connector=X "
         "--kv-transfer-config.kv_connector_extra_config.a-b.c+ x,y --kv-transfer-config.kv_port 20k "
+        "--middleware x --middleware y "
         "--additional-config '{\"a\": 1e3}' --hf-overrides.x.y 5 --hf-over.z 6 --allowed-origins '[\"*\"]' -q fp8"
     )
     theirs = serve_parser().parse_args(words)
@@ -107,6 +108,7 @@ def test_f20_words_mean_what_vllm_s_parser_makes_of_them() -> None:
     assert ours.text("optimization-level") == str(int(theirs.optimization_level))
     for name in ("enable-prefix-caching", "enable-expert-parallel"):
         assert ours.switch(name) is getattr(theirs, name.replace("-", "_")), name
+    assert ours.switch("enforce-eager") is None
     transfer = ours.json("kv-transfer-config")
     assert {name: getattr(theirs.kv_transfer_config, name) for name in transfer} == transfer
     assert transfer["kv_connector_extra_config"] == {"a-b": {"c": ["x", "y"]}}

@@ -328,36 +328,6 @@ def words_of(text: str, options: ServeOptions | None = None) -> EngineArguments:
     return read_arguments(["vllm", "serve", "m", *shlex.split(text)], options or table(), {}, {})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "-dp 4 -dpl 2 -dpa 192.0.2.1 -ep -O3 --no-enable-log-requests -n2 -O 2",
-        "--tensor-par 2 --max_model_len=32K --served-model-name a b --kv-transfer-config.kv_port 5 -cc.mode=3",
-        "--api-key k l -ac '{}' --hf-token --middleware x --middleware y",
-    ],
-)
-def test_f20_options_that_vllm_knows_keep_their_words(text: str) -> None:
-    arguments = words_of(text)
-    assert not arguments.unknown
-    assert [word for part in arguments.words() for word in part] == ["vllm", "serve", "m", *shlex.split(text)]
-
-
-def test_f20_options_are_what_vllm_takes_them_for() -> None:
-    arguments = words_of(
-        "-dp 4 -dpl 2 -ep -O3 --data-parallel-size 8 --max-model-len 32K --no-enable-pref --max-num-seq 2k"
-    )
-    assert arguments.text("data-parallel-size-local") == "2"
-    assert arguments.text("optimization-level") == "3"
-    assert arguments.number("data-parallel-size", 1) == 8
-    assert (arguments.number("max-model-len", 0), arguments.number("max-num-seqs", 0)) == (32768, 2000)
-    assert arguments.switch("enable-expert-parallel") is True
-    assert arguments.switch("enable-prefix-caching") is False
-    assert arguments.switch("enforce-eager") is None
-    attention = words_of('-ac \'{"backend": "X"}\'')
-    assert attention.json("attention-config") == {"backend": "X"}
-    assert attention.json("additional-config") == {}
-
-
 def test_f20_dotted_options_are_one_object() -> None:
     """As vLLM's parser makes it: it comes after the others, and replaces them."""
     arguments = words_of(
