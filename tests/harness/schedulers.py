@@ -10,7 +10,7 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
 from vllm_ascend_pd.core.step import EngineSteps
-from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
+from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo, Signer, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
@@ -55,7 +55,7 @@ def decode_scheduler(
     blocks = VllmBlocks(groups)
     placement = placement or ConnectorConfig(who_computes="prefill")
     who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)
-    routes = TicketRoutes(metaserver, prefill or PrefillClient(DeliverySettings(hosts=AnyHost())))
+    routes = TicketRoutes(metaserver, prefill or PrefillClient(AnyHost()))
     return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), observer)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tickets that decode hands straight to a prefill engine: over a real side channel, to an engine that is played."""
 
-import dataclasses
 import socket
 import time
 from collections.abc import Iterator
@@ -18,16 +17,18 @@ from harness.scheduling import make_ticket
 from harness.ticket_takers import NOT_YET, REFUSED, TAKEN, UNKNOWN, MakeTaker, TicketTaker
 from harness.waiting import wait_until
 from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.protocol import AskTicket, OfferTicket, Problem, ReleasePrompt
 from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.metaserver import PostOutcome
-from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
+from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file
 
 TICKET = make_ticket(100, [3])
-SETTINGS = DeliverySettings(HostList(["127.0.0.0/8"], "is not allowed"), answer_timeout_s=5.0, retry_s=0.5)
+HOSTS = HostList(["127.0.0.0/8"], "is not allowed")
+CONFIG = ConnectorConfig(grant_timeout_s=0.5)
 
 
 class Retries(DecodeSchedulerObserver):
@@ -62,7 +63,7 @@ def retries() -> Retries:
 
 @pytest.fixture
 def client(retries: Retries) -> Iterator[PrefillClient]:
-    client = PrefillClient(SETTINGS, retries)
+    client = PrefillClient(HOSTS, CONFIG, observer=retries)
     yield client
     client.close()
 
@@ -88,7 +89,7 @@ def test_prefill_takes_the_ticket_and_forgets_it_when_it_is_done(client: Prefill
 
 
 def test_prefill_that_has_no_room_is_asked_again(taker: MakeTaker, retries: Retries) -> None:
-    client = PrefillClient(dataclasses.replace(SETTINGS, retry_s=20.0), retries)
+    client = PrefillClient(HOSTS, observer=retries)
     prefill = taker([NOT_YET, NOT_YET, TAKEN], [UNKNOWN])
     try:
         offer(client, prefill.params)
@@ -122,7 +123,7 @@ def test_no_prefill_engine_answers(taker: MakeTaker) -> None:
     with socket.socket() as unheard:
         unheard.bind((HOST, 0))
         params = taker().params | {"ticket_port": unheard.getsockname()[1]}
-        client = PrefillClient(dataclasses.replace(SETTINGS, answer_timeout_s=0.1))
+        client = PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.1))
         try:
             offer(client, params)
             assert "does not take the ticket: no answer in time" in outcome(client).reason
@@ -131,7 +132,7 @@ def test_no_prefill_engine_answers(taker: MakeTaker) -> None:
 
 
 def test_prefill_dies_with_the_ticket(taker: MakeTaker) -> None:
-    client = PrefillClient(dataclasses.replace(SETTINGS, answer_timeout_s=0.2))
+    client = PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))
     prefill = taker()
     try:
         offer(client, prefill.params)
@@ -158,8 +159,9 @@ def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker)
     assert client.poll() == []
 
 
-def test_too_many_at_a_time(taker: MakeTaker) -> None:
-    client = PrefillClient(dataclasses.replace(SETTINGS, max_pending=2))
+def test_too_many_at_a_time(taker: MakeTaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_client, "_MAX_PENDING", 2)
+    client = PrefillClient(HOSTS, CONFIG)
     prompt = client.parse(taker().params)
     try:
         for n in range(3):
@@ -176,7 +178,7 @@ def numbered(n: int) -> Any:
 
 
 def test_closing_ends_everything(taker: MakeTaker) -> None:
-    client = PrefillClient(SETTINGS)
+    client = PrefillClient(HOSTS, CONFIG)
     prefill = taker()
     offer(client, prefill.params)
     wait_until(lambda: prefill.of(AskTicket), 20)
@@ -199,7 +201,7 @@ def make_keys(path: Path) -> Keys:
 def test_other_keys_get_no_ticket(taker: MakeTaker, tmp_path: Path) -> None:
     theirs, ours = make_keys(tmp_path / "theirs"), make_keys(tmp_path / "ours")
     prefill = taker(keys=theirs)
-    client = PrefillClient(dataclasses.replace(SETTINGS, answer_timeout_s=0.3, keys=ours))
+    client = PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.3), ours)
     try:
         offer(client, prefill.params)
         assert "side_channel_key_file" in outcome(client).reason
@@ -344,7 +346,7 @@ def test_f31_a_served_ticket_needs_no_bootstrap_server(client: PrefillClient, ta
 def test_no_bootstrap_server() -> None:
     with socket.socket() as unheard:
         unheard.bind((HOST, 0))
-        client = PrefillClient(dataclasses.replace(SETTINGS, answer_timeout_s=0.2))
+        client = PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))
         try:
             offer(client, mooncake(unheard.getsockname()[1]))
             assert "bootstrap server does not answer" in outcome(client).reason

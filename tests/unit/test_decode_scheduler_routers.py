@@ -19,7 +19,7 @@ from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
-from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
+from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 
 
@@ -31,7 +31,7 @@ def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def scheduler() -> Iterator[DecodeScheduler]:
     metaserver = MetaserverClient(SETTINGS, own_host="127.0.0.1")
-    prefill = PrefillClient(DeliverySettings(prefill_hosts((), "127.0.0.1")))
+    prefill = PrefillClient(prefill_hosts((), "127.0.0.1"))
     scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], metaserver, prefill=prefill)
     yield scheduler
     scheduler.close()

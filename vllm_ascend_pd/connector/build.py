@@ -74,7 +74,7 @@ from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
-from vllm_ascend_pd.decode.prefill_client import DeliverySettings, PrefillClient
+from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo, Signer, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
@@ -228,18 +228,18 @@ def _decode(
     metaserver = MetaserverClient(
         _metaserver_settings(config, recomputes and config.who_computes != "never"), setup.host, observer
     )
-    delivery = _delivery_settings(setup, keys)
+    hosts = prefill_hosts(config.prefill_allowlist, setup.host, own_networks())
     logger.info(
         "tickets are posted to proxies at: %s; or offered to prefill engines at: %s; requests that name others are "
         "refused",
         metaserver.admitted,
-        delivery.hosts.admitted,
+        hosts.admitted,
     )
     scheduler = DecodeScheduler(
         TicketIssuer(engine, groups, requests, signer),
         requests,
         blocks,
-        TicketRoutes(metaserver, PrefillClient(delivery, observer)),
+        TicketRoutes(metaserver, PrefillClient(hosts, config, keys, observer)),
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
         _idle_wait(setup, wakeup),
         observer,
@@ -270,17 +270,6 @@ def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:
         return None if path is None else reader(path)
     except SecretFileError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
-
-
-def _delivery_settings(setup: EngineSetup, keys: Keys | None) -> DeliverySettings:
-    config = setup.config
-    return DeliverySettings(
-        hosts=prefill_hosts(config.prefill_allowlist, setup.host, own_networks()),
-        answer_timeout_s=config.control_timeout_s,
-        retry_s=config.grant_timeout_s,
-        longest_s=config.queue_timeout_s + config.transfer_timeout_s,
-        keys=keys,
-    )
 
 
 def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> MetaserverSettings:

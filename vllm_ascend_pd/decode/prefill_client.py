@@ -14,9 +14,9 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt
@@ -43,6 +43,9 @@ _ASK_EVERY_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
 
+# Tickets without an outcome, and prompts whose release was not acknowledged. Further ones fail or are dropped.
+_MAX_PENDING = 4096
+
 # Connections without a message under way. The one that was used longest ago is closed first.
 _MAX_IDLE = 256
 
@@ -53,24 +56,6 @@ class DeliveryError(Exception):
     """Prefill does not take a ticket, or does not serve it. The text is the reason."""
 
 
-@dataclass(frozen=True)
-class DeliverySettings:
-    """How to reach prefill engines that hold prompts. Times in seconds."""
-
-    # Those that may be connected to.
-    hosts: HostList
-    # For one answer.
-    answer_timeout_s: float = 5.0
-    # How long a prefill engine may say that it cannot take a ticket yet.
-    retry_s: float = 20.0
-    # From the offer until the outcome, in any case.
-    longest_s: float = 3900.0
-    # Tickets without an outcome, and prompts whose release was not acknowledged. Further ones fail or are dropped.
-    max_pending: int = 4096
-    # The cluster's keys of the side channel.
-    keys: Keys | None = None
-
-
 class PrefillClient:
     """Any thread may call the public methods. None of them waits for the network, except `close`.
 
@@ -78,8 +63,27 @@ class PrefillClient:
     methods run on it.
     """
 
-    def __init__(self, settings: DeliverySettings, observer: DecodeSchedulerObserver | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        hosts: HostList,
+        config: ConnectorConfig | None = None,
+        keys: Keys | None = None,
+        observer: DecodeSchedulerObserver | None = None,
+    ) -> None:
+        """
+        hosts: those that may be connected to.
+        config: the engine's; None: the defaults.
+        keys: the cluster's keys of the side channel.
+        """
+        config = config or ConnectorConfig()
+        self._hosts = hosts
+        # For one answer.
+        self._answer_timeout_s = config.control_timeout_s
+        # How long a prefill engine may say that it cannot take a ticket yet.
+        self._retry_s = config.grant_timeout_s
+        # From the offer until the outcome, in any case.
+        self._longest_s = config.queue_timeout_s + config.transfer_timeout_s
+        self._keys = keys
         self._observer = observer or DecodeSchedulerObserver()
         self._outcomes: deque[PostOutcome] = deque()  # its own operations are atomic
         self._lock = threading.Lock()
@@ -87,20 +91,20 @@ class PrefillClient:
         self._releases = 0  # prompts whose release was not acknowledged; under the lock
         self._closed = False  # under the lock
         self._channel: _Channel | None = None  # under the lock
-        self._addresses = PrefillAddresses(settings.hosts, settings.answer_timeout_s)
+        self._addresses = PrefillAddresses(hosts, self._answer_timeout_s)
         self._deliveries: dict[str, asyncio.Task[None]] = {}  # by ticket id
 
     def parse(self, params: Mapping[str, Any]) -> RoutedPrompt:
         """Reads a request's `kv_transfer_params`. Raises PromptNameError if no ticket may be sent there."""
-        return parse_routed_prompt(params, self._settings.hosts)
+        return parse_routed_prompt(params, self._hosts)
 
     def offer(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
         """Hands `ticket` to the engine that holds `prompt`. `poll` returns the outcome, unless `end` comes first."""
         with self._lock:
             if self._closed:
                 return
-            if len(self._open) >= self._settings.max_pending:
-                reason = f"{len(self._open)} tickets wait already (max_pending_tickets): prefill does not keep up"
+            if len(self._open) >= _MAX_PENDING:
+                reason = f"{len(self._open)} tickets wait already: prefill does not keep up"
                 self._outcomes.append(PostOutcome(ticket.ticket_id, ok=False, reason=reason))
                 return
             self._open.add(ticket.ticket_id)
@@ -117,10 +121,10 @@ class PrefillClient:
     def release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
         """Tells the engine that holds `prompt` that no ticket will come. `named`: its ticket, or what stands for one.
 
-        Beyond `max_pending` such messages at a time a further one is dropped. Prefill gives blocks up after a time.
+        Beyond `_MAX_PENDING` such messages at a time a further one is dropped. Prefill gives blocks up after a time.
         """
         with self._lock:
-            if self._closed or self._releases >= self._settings.max_pending:
+            if self._closed or self._releases >= _MAX_PENDING:
                 return
             self._releases += 1
             channel = self._started()
@@ -144,7 +148,7 @@ class PrefillClient:
 
     def _started(self) -> _Channel:
         if self._channel is None:
-            self._channel = _Channel(self._settings)
+            self._channel = _Channel(self._answer_timeout_s, self._keys)
         return self._channel
 
     def _begin(self, channel: _Channel, ticket: Ticket, prompt: RoutedPrompt) -> None:
@@ -158,7 +162,7 @@ class PrefillClient:
     async def _deliver(self, channel: _Channel, ticket: Ticket, prompt: RoutedPrompt) -> None:
         """Brings the ticket to its outcome: prefill has ended with it and has not said that it failed. That may be
         before the KV has arrived, or without it: decode's ranks know."""
-        longest_s, reason = self._settings.longest_s, ""
+        longest_s, reason = self._longest_s, ""
         try:
             async with asyncio.timeout(longest_s):
                 endpoint, started_as = await self._offer(channel, ticket, prompt)
@@ -200,7 +204,7 @@ class PrefillClient:
     async def _offer(self, channel: _Channel, ticket: Ticket, prompt: RoutedPrompt) -> tuple[str, str]:
         """Offers the ticket until prefill takes it. Returns the endpoint that took it, and the id of the engine's start
         there."""
-        began, pause, silent, retry_s = time.monotonic(), _FIRST_PAUSE_S, 0, self._settings.retry_s
+        began, pause, silent, retry_s = time.monotonic(), _FIRST_PAUSE_S, 0, self._retry_s
         while True:
             try:
                 endpoint, started_as = await self._addresses.of(prompt)
@@ -257,12 +261,12 @@ def _unusable(answer: Message | SideChannelError) -> str:
 class _Channel:
     """The thread that talks to prefill engines (`pd-tickets`), and its connections. The thread owns the fields."""
 
-    def __init__(self, settings: DeliverySettings) -> None:
+    def __init__(self, answer_timeout_s: float, keys: Keys | None) -> None:
         """Starts the thread."""
-        self._timeout_s = settings.answer_timeout_s
+        self._timeout_s = answer_timeout_s
         self._asking: Counter[str] = Counter()  # endpoint -> messages without an answer
         self._idle: OrderedDict[str, None] = OrderedDict()  # endpoints without such messages, the latest last
-        self._channel = SideChannelClient(name="pd-tickets-channel", keys=settings.keys)
+        self._channel = SideChannelClient(name="pd-tickets-channel", keys=keys)
         self.thread = EventLoopThread("pd-tickets", self._close)
 
     async def _close(self) -> None:
