@@ -149,8 +149,6 @@ class ControlPlane:
         self._retired: list[Sender] = []
         # When to tidy up, on the monotonic clock.
         self._tidy_at = 0.0
-        keys = load_keys(config.side_channel_key_file)
-        self._client = SideChannelClient(self._on_unasked, self._on_tick, name="pd-control", keys=keys, start=False)
 
         def make_sender(name: str) -> Sender:
             return Sender(
@@ -166,7 +164,9 @@ class ControlPlane:
             )
 
         self._make_sender = make_sender
-        self._client.start()
+        # The thread may tick before this constructor returns. Without a peer, a tick does not use the client.
+        keys = load_keys(config.side_channel_key_file)
+        self._client = SideChannelClient(self._on_unasked, self._on_tick, name="pd-control", keys=keys)
 
     # On the model's thread.
 

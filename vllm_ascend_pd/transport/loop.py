@@ -144,9 +144,6 @@ class Loop:
                 return
             self._wake()
             self._closing.set()
-        if self._thread.ident is None:  # it never started, so the sockets and the mailbox are this thread's
-            self._end()
-            return
         # The thread destroys the context. This may block for ever inside libzmq, so the join has a timeout.
         self._thread.join(timeout_s)
         if self._thread.is_alive():

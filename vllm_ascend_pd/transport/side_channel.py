@@ -215,9 +215,8 @@ class SideChannelClient(Loop):
         tick: Callable[[float], None] = lambda now: None,
         name: str = "pd-side-channel",
         keys: Keys | None = None,
-        start: bool = True,
     ) -> None:
-        """Starts the thread, unless `start` is False: then `start()` does, once what the callbacks need is there.
+        """Starts the thread.
 
         `unasked`: `unasked(endpoint, message)` gets messages that servers send without a request. Runs on the thread.
         `tick`: `tick(now)` runs on the thread 20 times a second.
@@ -237,10 +236,6 @@ class SideChannelClient(Loop):
         self._rest_look_at = 0.0
         # Requests without an answer, by `seq`.
         self._pending: dict[int, _Pending] = {}
-        if start:
-            self.start()
-
-    def start(self) -> None:
         self._thread.start()
 
     def request(
