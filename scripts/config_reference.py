@@ -59,7 +59,7 @@ _TYPES = {
     "Executor": "`mp` or `ray`",
     "Literal['fail', 'recompute'] | None": "`fail` or `recompute`",
     "Literal['auto', 'prefill', 'never']": "`auto`, `prefill` or `never`",
-    "Literal['a2', 'a3', 'cpu']": "`a2`, `a3` or `cpu`",
+    "DeviceType": "`a2`, `a3` or `cpu`",
 }
 
 

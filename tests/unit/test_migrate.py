@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.recipes import make_model
+from vllm_ascend_pd.tools.command_line import as_json
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
 from vllm_ascend_pd.tools.migrate.changes import ChangeKind, MigrateError, Migration, render
-from vllm_ascend_pd.tools.migrate.command import encoded, migrate_command, migrate_pair, read_command, read_result
+from vllm_ascend_pd.tools.migrate.command import migrate_command, migrate_pair, read_command, read_result
 from vllm_ascend_pd.tools.migrate.plain import read_plain
 from vllm_ascend_pd.tools.vllm_serve import ServeOptions, table
 
@@ -502,13 +503,13 @@ def test_saved_results_make_a_pair(qwen: Path, tmp_path: Path) -> None:
     sides = [serve("-tp 8 --port 8100", kv_role="kv_producer"), serve("-tp 4 --port 8200 -q ascend")]
     for number, text in enumerate(sides):
         made = migrate_command(read(text), str(qwen), None)
-        (tmp_path / f"{number}.json").write_text(encoded(made))
+        (tmp_path / f"{number}.json").write_text(as_json(made))
         assert read_result(tmp_path / f"{number}.json") == made
     results = [read_result(tmp_path / f"{number}.json") for number in (0, 1)]
     pair = migrate_pair(results, str(qwen), None)
     assert [change.subject for change in pair.pair if change.kind is ChangeKind.STOPS] == ["--quantization"]
-    assert encoded(pair).startswith('{\n  "schema": 2,\n  "ok": false')
-    for wrong in ("{", encoded(pair), encoded(results[0]).replace('"schema": 2', '"schema": 1')):
+    assert as_json(pair).startswith('{\n  "schema": 2,\n  "ok": false')
+    for wrong in ("{", as_json(pair), as_json(results[0]).replace('"schema": 2', '"schema": 1')):
         (tmp_path / "wrong.json").write_text(wrong)
         with pytest.raises(MigrateError, match="is not what"):
             read_result(tmp_path / "wrong.json")

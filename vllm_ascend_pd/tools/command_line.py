@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn, cast
 
+import msgspec
 import typer
 
 from vllm_ascend_pd import __version__
@@ -25,6 +26,11 @@ Version = Annotated[
     bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
 ]
 """The type of a parameter of every command. Its value is always False: otherwise the command does not run."""
+
+
+def as_json(result: msgspec.Struct) -> str:
+    """Returns what `--json` prints."""
+    return msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
 
 
 def new_app(**settings: Any) -> typer.Typer:

@@ -19,6 +19,8 @@ from typing import Any
 
 from vllm_ascend_pd.core.text import one_line
 
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+"""vLLM's name for each side."""
 PLUGIN = "vllm_ascend_pd"
 PLUGINS = "VLLM_PLUGINS"
 REPLACES_CONNECTOR = "kv-offloading-size"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
 
 Several = list[str] | None
 
@@ -73,6 +73,9 @@ def doctor(
     except KeyboardInterrupt:
         print("vllm-ascend-pd: interrupted: nothing is left running, and there is no report", file=sys.stderr)
         raise typer.Exit(130) from None
-    show(report, json)
+    if json:
+        print(as_json(report), end="")
+    else:
+        show(report)
     if not report.ok:
         raise typer.Exit(1)

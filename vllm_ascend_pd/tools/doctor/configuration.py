@@ -15,13 +15,12 @@ from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
+from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, PLUGIN, PLUGINS, plugins_with_ours
 from vllm_ascend_pd.transport.keys import SecretFileError, load_keys, read_text_secret, read_ticket_secret
 
 DEFAULT_KV_PORT = 14579
 """vLLM's (`vllm/config/kv_transfer.py`)."""
 
-_ROLES = ("kv_producer", "kv_consumer")
 _ACTION = "correct --kv-transfer-config, here and where the engine starts"
 
 
@@ -70,8 +69,8 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
     if config.kv_connector != CONNECTOR:
         found = f"kv_connector is {config.kv_connector!r}, which does not have {CONNECTOR}"
         return [error(check, found, _ACTION)], ConnectorConfig()
-    if config.kv_role not in _ROLES:
-        found = f"kv_role is {config.kv_role!r}: must be {' or '.join(_ROLES)}"
+    if config.kv_role not in KV_ROLES.values():
+        found = f"kv_role is {config.kv_role!r}: must be {' or '.join(KV_ROLES.values())}"
         return [error(check, found, _ACTION)], ConnectorConfig()
     try:
         extra = parse_config(config.kv_connector_extra_config)

@@ -25,7 +25,7 @@ from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
 from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.doctor.versions import release
-from vllm_ascend_pd.tools.vllm_serve import REPLACES_CONNECTOR
+from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR
 from vllm_ascend_pd.transport.http_client import (
     HTTP_FAILURES,
     describe,
@@ -58,8 +58,6 @@ NAMED = {
     "other": "a vLLM engine without this package's connector",
 }
 """What a server can be, and its name in findings. The first three are options, too."""
-
-_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 @dataclass(frozen=True)
@@ -272,10 +270,10 @@ def _judge_role(server: CheckedServer, behind_a_proxy: bool) -> Finding:
         found = f"cannot tell whether {server.url} is {NAMED[given]}: {why}"
         return note(check, found, "engines started with --disable-log-stats have no metrics: else check the URL")
     said += f"is {NAMED[kind]}"
-    start = f"start it with this connector and kv_role {_KV_ROLES.get(given)} (--kv-transfer-config)"
+    start = f"start it with this connector and kv_role {KV_ROLES.get(given)} (--kv-transfer-config)"
     if kind != "other":
         action = f"give it as --{kind}, and the URL of {NAMED[given]} as --{given}"
-        both_engines = kind in _KV_ROLES and given in _KV_ROLES
+        both_engines = kind in KV_ROLES and given in KV_ROLES
         return error(check, said, f"{action}; if it is to be {NAMED[given]}, {start}" if both_engines else action)
     if given == "proxy":
         return error(check, said, f"give the URL of {NAMED[given]}")

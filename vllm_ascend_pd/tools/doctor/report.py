@@ -81,11 +81,8 @@ warning = partial(finding, Level.WARNING)
 error = partial(finding, Level.ERROR)
 
 
-def show(report: DoctorReport, as_json: bool) -> None:
+def show(report: DoctorReport) -> None:
     """Prints to standard output. On a terminal, levels have colours and texts are wrapped."""
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
-        return
     width = max(len(each.check) for each in report.findings)
     room = max(20, shutil.get_terminal_size().columns - width - 11) if sys.stdout.isatty() else 2 * _CHARS
     for each in report.findings:

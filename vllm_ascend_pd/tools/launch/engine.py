@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_ascend_pd.core.config import ConfigError, parse_config
+from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, parse_config
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.launch.shape import (
@@ -27,10 +27,8 @@ from vllm_ascend_pd.tools.launch.shape import (
     ParallelSizes,
     check_kv_port,
 )
-from vllm_ascend_pd.tools.vllm_serve import REPLACES_CONNECTOR, table
+from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR, table
 
-CONNECTOR = "LayerwisePushConnector"
-_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _QUIET = "disable-access-log-for-endpoints"
 """Keeps the proxy's health and metrics requests, one per second, out of vLLM's log. vLLM 0.23 to 0.32 has it."""
 
@@ -202,7 +200,7 @@ class EngineOptions:
             HostList(self.decode_host or (), "")
         except (ConfigError, ValueError) as error:
             raise EngineOptionsError(str(error)) from None
-        kv_role = _KV_ROLES[self.role]
+        kv_role = KV_ROLES[self.role]
         engine_id = {} if self.engine_id is None else {"engine_id": self.engine_id}
         whole: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": kv_role}
         if self.role is EngineSide.DECODE:

@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from vllm_ascend_pd.core.hosts import normal_host
-from vllm_ascend_pd.tools.launch.shape import Executor
+from vllm_ascend_pd.tools.launch.shape import DeviceType, Executor
 
 _MAX_BYTES = 1 << 20
 _MAX_VALUES = 100_000
@@ -123,7 +123,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: str
     """Model that vLLM serves: a folder on the hosts, or a name that vLLM finds."""
-    device: Literal["a2", "a3", "cpu"]
+    device: DeviceType
     """Atlas servers with 8 (`a2`) or 16 (`a3`) NPUs as vLLM counts them, or the CPU for trying out."""
     hosts: dict[str, Host]
     """The machines, each under a name that you choose."""
@@ -265,7 +265,7 @@ def _check_addresses(cluster: Cluster) -> None:
     used = {cluster.proxy.host, *(name for engine in (*cluster.prefill, *cluster.decode) for name in engine.hosts)}
     loopback = sorted(name for name in used if addresses[name].is_loopback)
     # Without NPUs, one machine may stand in for several hosts.
-    if loopback and len(used) > (len(loopback) if cluster.device == "cpu" else 1):
+    if loopback and len(used) > (len(loopback) if cluster.device is DeviceType.CPU else 1):
         name = loopback[0]
         reason = f"{addresses[name]} is a loopback address: other hosts cannot reach {name} there"
         raise HostsError(("hosts", name, "address"), reason)

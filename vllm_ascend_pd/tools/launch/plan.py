@@ -86,7 +86,7 @@ class _Planner:
         """Checks one engine and adds its processes."""
         name = f"{role}-{path[1]}"
         ray = engine.executor is Executor.RAY
-        if ray and self.cluster.device == "cpu":
+        if ray and self.cluster.device is DeviceType.CPU:
             raise HostsError((*path, "executor"), "vLLM's CPU backend does not run on Ray")
         spread = ray or len(engine.hosts) > 1
         if not spread and engine.head_port is not None:
@@ -131,7 +131,7 @@ class _Planner:
         return EngineOptions(
             role=role,
             model=cluster.model,
-            device=DeviceType(cluster.device),
+            device=cluster.device,
             served_model_name=cluster.served_model_name,
             nodes=len(engine.hosts),
             head_address=self.cluster.hosts[engine.hosts[0]].address if len(engine.hosts) > 1 else None,
@@ -180,7 +180,7 @@ class _Planner:
 
     def _devices(self, name: str, host: str, shape: ParallelSizes, path: KeyPath, engine: EngineEntry) -> str | None:
         """Returns an engine's NPUs on one host, as a list for the launch script."""
-        most = DeviceType(self.cluster.device).per_node
+        most = self.cluster.device.per_node
         if most is None:
             if engine.devices is not None:
                 raise HostsError(path, "the CPU backend has no NPUs")

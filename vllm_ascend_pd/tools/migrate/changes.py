@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ascend_pd.tools.vllm_serve import KV_ROLES
+
 SCHEMA = 2
 """Grows when a field changes its meaning or goes."""
 
@@ -78,7 +80,7 @@ def stopping(changes: Iterable[Change]) -> list[Change]:
 # As text.
 
 _WIDTH = 120
-_SIDES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+_SIDES = {role: side for side, role in KV_ROLES.items()}
 
 
 def render(result: Migration) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
 from vllm_ascend_pd.tools.vllm_serve import ServeOptions, UnknownOptionsError, installed, table
 
 
@@ -59,10 +59,10 @@ def migrate(
             arguments = commands.read_command(command or [], _options(), os.environ)
             result = commands.migrate_command(arguments, model, proxy)
         if save is not None:
-            save.write_text(commands.encoded(result), encoding="utf-8")
+            save.write_text(as_json(result), encoding="utf-8")
     except (MigrateError, OSError, UnicodeDecodeError) as error:
         raise USAGE_ERROR(str(error)) from None
-    print(commands.encoded(result) if json else render(result), end="", file=sys.stderr if execute else sys.stdout)
+    print(as_json(result) if json else render(result), end="", file=sys.stderr if execute else sys.stdout)
     if not result.ok:
         raise typer.Exit(1)
     if execute:

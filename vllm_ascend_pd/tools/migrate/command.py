@@ -28,9 +28,7 @@ from vllm_ascend_pd.tools.migrate.changes import (
 from vllm_ascend_pd.tools.migrate.engine import migrate_engine
 from vllm_ascend_pd.tools.migrate.fits import check_pair, read_facts
 from vllm_ascend_pd.tools.migrate.plain import ADVICE, read_plain
-from vllm_ascend_pd.tools.vllm_serve import ServeOptions, table
-
-_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, ServeOptions, table
 
 
 def read_command(given: Sequence[str], options: ServeOptions, environment: Mapping[str, str]) -> EngineArguments:
@@ -83,11 +81,6 @@ def read_result(file: Path) -> Migration:
     return result
 
 
-def encoded(result: Migration) -> str:
-    """Returns the result as JSON."""
-    return msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
-
-
 def start(engine: EngineMigration, environment: Mapping[str, str]) -> NoReturn:
     """Becomes the engine's process. Raises OSError if there is no such program."""
     words = [word for part in engine.command for word in part]
@@ -124,7 +117,7 @@ def _proxy(engines: Sequence[EngineMigration], url: str | None) -> list[str]:
     if url is not None:
         words += ["--host", "0.0.0.0", "--port", str(URL(url).port or 80)]
         words += ["--metaserver-url", f"{url}{METASERVER_PATH}"]
-    for role, side in _ROLES.items():
+    for side, role in KV_ROLES.items():
         urls = [engine.url for engine in engines if engine.role == role] or [f"http://{side.upper()}_HOST:PORT"]
         words += [f"--{side}", urls[0]]
     return words

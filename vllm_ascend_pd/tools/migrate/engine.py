@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_ascend_pd.core.config import CONNECTOR
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.doctor.configuration import DEFAULT_KV_PORT
 from vllm_ascend_pd.tools.doctor.ports import ascend_ports
@@ -82,7 +83,7 @@ def _own_entry(config: Mapping[str, Any]) -> dict[str, Any]:
     listed = (config.get("kv_connector_extra_config") or {}).get("connectors")
     if listed is None:
         return dict(config)
-    return next(dict(entry) for entry in listed if entry["kv_connector"] == "LayerwisePushConnector")
+    return next(dict(entry) for entry in listed if entry["kv_connector"] == CONNECTOR)
 
 
 def _with_own_entry(config: Mapping[str, Any], entry: dict[str, Any]) -> dict[str, Any]:

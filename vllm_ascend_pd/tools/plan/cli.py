@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
 from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError, read_model
 
@@ -88,4 +88,4 @@ def plan(
     except PlanError as error:
         print(f"vllm-ascend-pd: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    print(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() if json else render(figures))
+    print(as_json(figures) if json else f"{render(figures)}\n", end="")
