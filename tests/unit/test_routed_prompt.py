@@ -7,7 +7,7 @@ import pytest
 
 from vllm_ascend_pd.core.hosts import HostList, prefill_hosts
 from vllm_ascend_pd.core.ticket import wants_ticket
-from vllm_ascend_pd.decode.bootstrap import PromptNameError, RoutedPrompt, endpoint_of, parse_routed_prompt
+from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError, endpoint_of, parse_routed_prompt
 
 HOSTS = HostList(["10.0.0.0/8", "prefill-0", "fd00::/8"], "is not in prefill_allowlist")
 
@@ -81,7 +81,7 @@ def test_another_connectors_request(missing: str) -> None:
     ],
 )
 def test_refused(params: dict[str, Any], changed: dict[str, Any], reason: str) -> None:
-    with pytest.raises(PromptNameError, match=reason) as refused:
+    with pytest.raises(RouteError, match=reason) as refused:
         parse_routed_prompt(params | changed, HOSTS)
     assert "192.0.2.1" not in str(refused.value), "a client may read it"
 
@@ -100,7 +100,7 @@ def test_addresses_of_a_bootstrap_server(address: str, endpoint: str) -> None:
 
 @pytest.mark.parametrize("address", [None, 7, "", ":", "10.1.2.3", "10.1.2.3:", "10.1.2.3:x", "192.0.2.1:7", "a:²"])
 def test_unusable_addresses_of_a_bootstrap_server(address: object) -> None:
-    with pytest.raises(PromptNameError, match="bootstrap server's answer"):
+    with pytest.raises(RouteError, match="bootstrap server's answer"):
         endpoint_of(address, HOSTS)
 
 

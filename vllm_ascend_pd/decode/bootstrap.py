@@ -26,8 +26,8 @@ from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, describe, open_c
 _MAX_URL_CHARS = 512
 
 
-class PromptNameError(ValueError):
-    """A request names no prefill engine that this engine may send a ticket to."""
+class RouteError(ValueError):
+    """A request names no way that its ticket may take. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class RoutedPrompt:
 def parse_routed_prompt(params: Mapping[str, Any], hosts: HostList) -> RoutedPrompt:
     """Reads a request's `kv_transfer_params`. `hosts`: those that may be connected to.
 
-    Raises PromptNameError. The message does not quote addresses, since a client may read it.
+    Raises RouteError. The message does not quote addresses, since a client may read it.
     """
     transfer_id, engine_id = params.get(TRANSFER_ID), params.get("remote_engine_id")
     if not is_transfer_id(transfer_id):
-        raise PromptNameError(f"{TRANSFER_ID} is not a short printable text")
+        raise RouteError(f"{TRANSFER_ID} is not a short printable text")
     if not isinstance(engine_id, str) or not engine_id or not is_name(engine_id):
-        raise PromptNameError("remote_engine_id is not a short printable text")
+        raise RouteError("remote_engine_id is not a short printable text")
     if params.get(TICKET_HOST) is not None:
         host, port = params[TICKET_HOST], params.get(TICKET_PORT)
         endpoint = f"tcp://{_checked(host, port, hosts, TICKET_HOST)}"
@@ -66,7 +66,7 @@ def parse_routed_prompt(params: Mapping[str, Any], hosts: HostList) -> RoutedPro
 def endpoint_of(address: object, hosts: HostList) -> str:
     """Returns the endpoint `tcp://host:port` of an address `host:port` that a bootstrap server names.
 
-    Raises PromptNameError.
+    Raises RouteError.
     """
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -76,24 +76,24 @@ def endpoint_of(address: object, hosts: HostList) -> str:
 
 def _bootstrap(url: object, hosts: HostList) -> str:
     if not isinstance(url, str) or len(url) > _MAX_URL_CHARS:
-        raise PromptNameError(f"{BOOTSTRAP_ADDRESS} is not a URL")
+        raise RouteError(f"{BOOTSTRAP_ADDRESS} is not a URL")
     try:
         parsed = parse_url(url)
     except ValueError:
-        raise PromptNameError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT") from None
+        raise RouteError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT") from None
     if parsed.scheme != "http" or parsed.path.strip("/"):
-        raise PromptNameError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT")
+        raise RouteError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT")
     return f"http://{_checked(parsed.host, parsed.port, hosts, BOOTSTRAP_ADDRESS)}"
 
 
 def _checked(host: object, port: object, hosts: HostList, name: str) -> str:
     """Returns `host:port`. `name`: of the value, for errors."""
     if not isinstance(host, str) or not is_host(host):
-        raise PromptNameError(f"{name} has no valid host")
+        raise RouteError(f"{name} has no valid host")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
-        raise PromptNameError(f"{name} has no valid port")
+        raise RouteError(f"{name} has no valid port")
     if (reason := hosts.refusal(host)) is not None:
-        raise PromptNameError(f"{name}: {reason}")
+        raise RouteError(f"{name}: {reason}")
     return authority(host, port)
 
 
@@ -178,7 +178,7 @@ class PrefillAddresses:
         for engine in answer.values():
             try:
                 endpoint = endpoint_of(engine.worker_addr.get("0", {}).get("0"), self._hosts)
-            except PromptNameError as error:
+            except RouteError as error:
                 refused = error
                 continue
             engines[engine.engine_id] = (endpoint, engine.started_as or engine.engine_id)

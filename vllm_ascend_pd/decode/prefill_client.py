@@ -95,7 +95,7 @@ class PrefillClient:
         self._deliveries: dict[str, asyncio.Task[None]] = {}  # by ticket id
 
     def parse(self, params: Mapping[str, Any]) -> RoutedPrompt:
-        """Reads a request's `kv_transfer_params`. Raises PromptNameError if no ticket may be sent there."""
+        """Reads a request's `kv_transfer_params`. Raises RouteError if no ticket may be sent there."""
         return parse_routed_prompt(params, self._hosts)
 
     def offer(self, ticket: Ticket, prompt: RoutedPrompt) -> None:

@@ -24,7 +24,8 @@ from vllm_ascend_pd.core.ticket import (
     wants_ticket,
     wants_token_ids,
 )
-from vllm_ascend_pd.decode.tickets import RouteError, TicketIssuer, TicketRoute, TicketRoutes
+from vllm_ascend_pd.decode.bootstrap import RouteError
+from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.transport.wakeup import IdleWait
 

@@ -19,7 +19,7 @@ from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
 from vllm_ascend_pd.core.protocol import TransferFailure
 from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest
 from vllm_ascend_pd.core.ticket import Secret, Ticket, names_prefill, signed
-from vllm_ascend_pd.decode.bootstrap import PromptNameError, RoutedPrompt
+from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, PostOutcome
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 
@@ -133,10 +133,6 @@ class TicketIssuer:
 # The ways of a ticket to prefill: over a metaserver, or straight to the engine that holds the prompt.
 
 
-class RouteError(ValueError):
-    """A request names no way that its ticket may take. The text is the reason."""
-
-
 class TicketRoute(Protocol):
     """The way of one request's ticket. No method waits for the network."""
 
@@ -164,10 +160,7 @@ class TicketRoutes:
     def of(self, params: Mapping[str, Any]) -> TicketRoute:
         """Returns the way that a request's `kv_transfer_params` name. Raises RouteError."""
         if names_prefill(params):
-            try:
-                return _ToPrefill(self._prefill, self._prefill.parse(params))
-            except PromptNameError as error:
-                raise RouteError(str(error)) from None
+            return _ToPrefill(self._prefill, self._prefill.parse(params))
         url = params.get("metaserver")
         if not isinstance(url, str):
             raise RouteError("kv_transfer_params has do_remote_prefill but no metaserver URL")
@@ -177,7 +170,7 @@ class TicketRoutes:
 
     def no_ticket(self, params: Mapping[str, Any], named: NamesPrompt, reason: str) -> None:
         """No ticket will be issued for a request whose prompt a prefill engine holds: tells that engine."""
-        with suppress(PromptNameError):  # nobody that this engine may talk to
+        with suppress(RouteError):  # nobody that this engine may talk to
             self._prefill.release(self._prefill.parse(params), named, reason)
 
     def poll(self) -> list[PostOutcome]:
