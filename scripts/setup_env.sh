@@ -3,7 +3,8 @@
 # Creates the virtual environment for everything here: vLLM's CPU backend, Mooncake, this package with its compiled
 # extension, and the development tools.
 #
-#   scripts/setup_env.sh [--install-system-packages] [--with-compat] [--with-browser] [--with-prometheus] [--with-router]
+#   scripts/setup_env.sh [--install-system-packages] [--with-compat] [--with-browser] [--with-gateway]
+#                        [--with-prometheus] [--with-router]
 #
 #   --install-system-packages
 #                   as root on Debian or Ubuntu: install missing packages by apt-get. Without it the script names
@@ -11,9 +12,10 @@
 #   --with-compat   also unpack vLLM 0.23.0's Python part to $VENV/vllm-0.23 for the compatibility tests
 #   --with-browser  with --install-system-packages: also install Chromium and its driver for the tests of the status
 #                   page, which are skipped without them
+#   --with-gateway  also unpack Debian's or Ubuntu's nginx to $VENV/nginx for the tests of examples/gateway, without
+#                   installing it; elsewhere these tests are skipped
 #   --with-prometheus
-#                   also unpack Debian's or Ubuntu's prometheus and promtool to $VENV/prometheus for the tests of
-#                   examples/observability, without installing them; elsewhere these tests are skipped
+#                   the same with prometheus and promtool, for the tests of examples/observability
 #   --with-router   also install vLLM's own router for the tests of docs/routers.md, which are skipped without it
 #
 #   VENV=PATH       the environment's folder (default: .venv at the repository root)
@@ -109,9 +111,10 @@ browser() {
   printf '%d s\n' $((SECONDS - start))
 }
 
-# Not apt_install: the package would start a server.
-prometheus() {
-  local folder=$VENV/prometheus program
+# Not apt_install: the packages would start servers.
+unpack() { # unpack PACKAGE PROGRAM...: into a folder of the environment
+  local package=$1 folder=$VENV/$1 program
+  shift
   if [[ $(id -u) -eq 0 ]]; then
     one_at_a_time
     apt-get update
@@ -119,22 +122,39 @@ prometheus() {
   rm -rf "$folder"
   mkdir "$folder"
   cd "$folder"
-  apt-get download prometheus
-  dpkg -x prometheus_*.deb .
-  rm prometheus_*.deb
-  for program in prometheus promtool; do
-    "usr/bin/$program" --version
-    ln -sfn "../prometheus/usr/bin/$program" "../bin/$program"
+  apt-get download "$package"
+  dpkg -x "$package"_*.deb .
+  rm "$package"_*.deb
+  for program in "$@"; do
+    "./$program" -h
+    ln -sfn "../$package/$program" "../bin/${program##*/}"
   done
 }
 
-can_unpack_prometheus() {
-  command -v apt-get >/dev/null && command -v dpkg >/dev/null && { [[ $(id -u) -eq 0 ]] || apt-cache show prometheus; } &>/dev/null
+prometheus() {
+  unpack prometheus usr/bin/prometheus usr/bin/promtool
+}
+
+nginx() {
+  unpack nginx usr/sbin/nginx
+}
+
+can_unpack() { # can_unpack PACKAGE
+  command -v apt-get >/dev/null && command -v dpkg >/dev/null && { [[ $(id -u) -eq 0 ]] || apt-cache show "$1"; } &>/dev/null
+}
+
+unpacked() { # unpacked PACKAGE TESTS: a stage, where it can run
+  if can_unpack "$1"; then
+    stage "$1" "$1 for the tests of $2" scripts/setup_env.sh
+  else
+    echo "setup: no package of $1 here: tests of $2 will be skipped" >&2
+  fi
 }
 
 install_system_packages=
 with_compat=
 with_browser=
+with_gateway=
 with_prometheus=
 with_router=
 for argument in "$@"; do
@@ -142,6 +162,7 @@ for argument in "$@"; do
     --install-system-packages) install_system_packages=1 ;;
     --with-compat) with_compat=1 ;;
     --with-browser) with_browser=1 ;;
+    --with-gateway) with_gateway=1 ;;
     --with-prometheus) with_prometheus=1 ;;
     --with-router) with_router=1 ;;
     -h | --help)
@@ -168,11 +189,10 @@ if [[ $with_router ]]; then
   stage router "vllm-router $(pin vllm-router requirements/routers.txt)" requirements/routers.txt
 fi
 if [[ $with_prometheus ]]; then
-  if can_unpack_prometheus; then
-    stage prometheus "Prometheus for the tests of examples/observability" scripts/setup_env.sh
-  else
-    echo "setup: no package of Prometheus here: tests of examples/observability will be skipped" >&2
-  fi
+  unpacked prometheus examples/observability
+fi
+if [[ $with_gateway ]]; then
+  unpacked nginx examples/gateway
 fi
 if [[ $with_browser ]]; then
   browser

@@ -240,7 +240,7 @@ hostile_tests() {
 
 cd "$root"
 setup=(--install-system-packages --with-compat) # the NPU's tests compare with vLLM's CPU backend
-[[ $mode != all && $mode != quick ]] || setup+=(--with-browser --with-prometheus)
+[[ $mode != all && $mode != quick ]] || setup+=(--with-browser --with-gateway --with-prometheus)
 [[ $mode != all && $mode != e2e && $mode != faults ]] || setup+=(--with-router)
 [[ $mode != all ]] || start_beside # with the NPU's environment
 run scripts/setup_env.sh "${setup[@]}"

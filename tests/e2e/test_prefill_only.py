@@ -43,7 +43,7 @@ DECODE = EngineConfig(
 NGRAM = (("method", "ngram"), ("num_speculative_tokens", 3), ("prompt_lookup_min", 1), ("prompt_lookup_max", 3))
 SINGLE = EngineConfig(block_size=BLOCK, max_model_len=640)
 
-PROXY = ("--connect-timeout", "30")
+PROXY = ()  # not as patient as others
 PLAIN = ClusterConfig("prefill-only", (SLOW_PREFILL, SLOW_PREFILL), (DECODE,), PROXY, single=SINGLE)
 # A preempted request whose prefill engine dies asks again.
 ASKS_AGAIN = ClusterConfig(

@@ -35,7 +35,7 @@ DECODE = dataclasses.replace(
     who_computes="auto",
     connector_extra=(*TIMES, ("decode_prompt_tokens", 0)),  # nothing is cheap: it computes what prefill cannot
 )
-PROBING = ("--connect-timeout", "30")
+PROBING = ()  # not as patient as others
 TWO_OF_EACH = ClusterConfig("two-of-each-one-fails-some", (POISONED, PREFILL), (DECODE, DECODE), PROBING, spans=True)
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("cluster", [TWO_OF_EACH], ids=str, indirect=True)]

@@ -28,7 +28,7 @@ from harness.processes import ManagedProcess
 if TYPE_CHECKING:
     from harness.collector import Collector
 
-PATIENT_PROXY = ("--connect-timeout", "30", "--probe-timeout", "60")
+PATIENT_PROXY = ("--probe-timeout", "60")
 """As `PATIENT`, for the proxy."""
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small HTTP server for stand-ins, on this host."""
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,13 +29,15 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(handler: type[Handler]) -> Iterator[str]:
+def serving(handler: type[Handler], tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Serves with `handler`. Yields the URL, without a path."""
     server = _Server((HOST, 0), handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
-        yield f"http://{HOST}:{server.server_address[1]}"
+        yield f"{'http' if tls is None else 'https'}://{HOST}:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

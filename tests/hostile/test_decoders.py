@@ -28,10 +28,15 @@ from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
 from vllm_ascend_pd.decode import metaserver
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.decode.worker import decode_description
-from vllm_ascend_pd.proxy.http.bodies import decode_body, parse_client_request, prefill_body, tokens_body
-from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone
+from vllm_ascend_pd.proxy.http.bodies import (
+    ForDecodeAlone,
+    decode_body,
+    parse_client_request,
+    prefill_body,
+    tokens_body,
+)
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
-from vllm_ascend_pd.proxy.http.errors import RequestRefused
+from vllm_ascend_pd.proxy.http.messages import RequestRefused
 from vllm_ascend_pd.proxy.rendezvous import prefill_requests
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import read_ticket
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable

@@ -72,12 +72,12 @@ def running_cluster(
             lambda url: (
                 ProxyApp(
                     ProxySettings(
-                        prefill=only_prefill or (*other_prefill, *([prefill_url] * list_engines)),
-                        decode=(*other_decode, *([decode_url] * list_engines)),
+                        prefill=[*(only_prefill or (*other_prefill, *([prefill_url] * list_engines)))],
+                        decode=[*other_decode, *([decode_url] * list_engines)],
                         metaserver_url=url + METASERVER_PATH,
                         **settings,
                     )
-                ).for_clients
+                ).asgi
             )
         )
         with httpx.Client(base_url=proxy_url, timeout=30, **PLAIN_HTTP) as cluster.client:

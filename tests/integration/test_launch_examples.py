@@ -256,7 +256,7 @@ def test_pods_find_each_other() -> None:
         assert service["ports"][0]["port"] == port
     # Decode posts tickets to the proxy's Service, which is what its allow-list has.
     url = ProxySettings(
-        prefill=("http://p:1",), decode=("http://d:1",), metaserver_url=options["metaserver_url"]
+        prefill=["http://p:1"], decode=["http://d:1"], metaserver_url=options["metaserver_url"]
     ).metaserver_url
     assert url == "http://proxy:8000/v1/metaserver"
     [decode] = [word for word in _command_of(kinds["LeaderWorkerSet", "decode"]) if word.startswith("--metaserver=")]

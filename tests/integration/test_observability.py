@@ -66,6 +66,8 @@ def samples(families: Any) -> dict[str, set[str]]:
 def proxy_metrics() -> dict[str, set[str]]:
     with running_cluster(max_concurrent=1) as cluster:
         assert cluster.complete(**STREAM).status_code == 200
+        # A request counts when it has ended, which its client sees a moment before.
+        eventually(lambda: "kv_pd_proxy_requests_total{" in cluster.client.get("/metrics").text)
         return samples(text_string_to_metric_families(cluster.client.get("/metrics").text))
 
 

@@ -88,7 +88,7 @@ def test_the_tail_of_a_burst_that_outlasts_the_transfer_timeout_succeeds(limits:
     with (
         real_client() as client,
         running_cluster(
-            prefill_engine=OneAtATime(takes=0.8), decode_engine=RealClientDecode(client), decode_attempts=1, **limits
+            prefill_engine=OneAtATime(takes=0.8), decode_engine=RealClientDecode(client), attempts=1, **limits
         ) as cluster,
     ):
         statuses, took = burst(cluster, 12)
@@ -112,7 +112,7 @@ def test_a_queue_that_never_gets_shorter_ends_the_request_by_its_bound() -> None
     settings = MetaserverSettings(deadline_s=1.0, longest_s=2.5)
     with real_client(settings) as client:
         decode = RealClientDecode(client)
-        with running_cluster(decode_engine=decode, decode_attempts=1) as cluster:
+        with running_cluster(decode_engine=decode, attempts=1) as cluster:
             cluster.prefill.hangs = True
             began = time.monotonic()
             assert cluster.complete().status_code == 500

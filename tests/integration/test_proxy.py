@@ -225,7 +225,7 @@ def test_decode_gets_the_reason_of_a_failed_prefill(cluster: Cluster) -> None:
         next(tokens)
         request_id = cluster.decode.received[0].headers["x-request-id"]
         answer = cluster.client.post(METASERVER_PATH, json=make_ticket(f"cmpl-{request_id}-0", "t"))
-        assert (answer.status_code, answer.json()) == (502, {"error": "rank 1: session lost"})
+        assert (answer.status_code, answer.json()) == (502, {"error": "rank 1: session lost", "may_follow": True})
         assert not cluster.decode.cancelled.is_set()
 
 
@@ -329,7 +329,7 @@ def test_failed_prefill_cancels_decode_and_the_other_prefills() -> None:
     failing.transfer_error = "session lost"
     with (
         Servers() as others,
-        running_cluster(other_prefill=(others.start(lambda _: failing.app),), prefill_attempts=1) as cluster,
+        running_cluster(other_prefill=(others.start(lambda _: failing.app),), attempts=1) as cluster,
     ):
         cluster.prefill.hangs = True
         assert cluster.complete(prompt=["a", "b"]).status_code == 502
@@ -366,8 +366,8 @@ def test_overload_is_answered_429_at_once() -> None:
 
 
 def test_too_large_body() -> None:
-    with running_cluster(max_body_bytes=1000) as cluster:
-        assert cluster.complete(prompt="x" * 1001).status_code == 413
+    with running_cluster(max_body_mib=1) as cluster:
+        assert cluster.complete(prompt="x" * (1 << 20)).status_code == 413
         assert cluster.complete().status_code == 200
         assert len(cluster.decode.received) == 1
 

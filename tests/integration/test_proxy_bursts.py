@@ -134,7 +134,7 @@ def test_f27_a_body_that_does_not_fit_beside_those_that_wait_is_429(monkeypatch:
 
 
 def test_a_body_that_is_too_large_does_not_wait() -> None:
-    with running_cluster(max_concurrent=1, max_body_bytes=1 << 20) as cluster, ThreadPoolExecutor(1) as client:
+    with running_cluster(max_concurrent=1, max_body_mib=1) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = True
         first = client.submit(cluster.complete)
         assert cluster.decode.working.wait(10)
@@ -231,5 +231,5 @@ def test_the_log_at_start_names_what_the_limit_of_open_files_allows() -> None:
     with running_proxy("http://127.0.0.1:9", "http://127.0.0.1:11", before=few) as (process, _):
         assert process.stderr is not None
         said = [process.stderr.readline() for _ in range(2)]
-        assert re.search(r"with 1024 open files 128 requests are served at a time, 128 others wait", said[0])
+        assert re.search(r"with 1024 open files 128 requests are served at a time, and 128 others wait", said[0])
         assert "ulimit -Hn" in said[1]

@@ -13,7 +13,7 @@ from proxy_cluster import COMPLETION, STREAM, Cluster, running_cluster
 from starlette.middleware.cors import CORSMiddleware
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.http.headers import client_response_headers
+from vllm_ascend_pd.proxy.http.messages import client_response_headers
 
 PAGE = "https://chat.example"
 PREFLIGHT = {
@@ -30,7 +30,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text("a-secret")
-    with running_cluster(allowed_origins=(PAGE,), admin_token_file=str(token)) as cluster:
+    with running_cluster(allowed_origins=f'["{PAGE}"]', admin_token_file=str(token)) as cluster:
         yield cluster
 
 
@@ -77,7 +77,7 @@ def test_a_page_reads_why_a_route_is_not_served(cluster: Cluster, path: str) -> 
 
 
 def test_refusal_of_a_full_proxy_may_be_read() -> None:
-    with running_cluster(allowed_origins=("*",), max_concurrent=1, max_waiting=0) as cluster:
+    with running_cluster(allowed_origins='["*"]', max_concurrent=1, max_waiting=0) as cluster:
         cluster.decode.hangs_after_first_token = True
         with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
             refused = cluster.client.post("/v1/completions", headers={"Origin": PAGE}, json=COMPLETION)
@@ -85,8 +85,8 @@ def test_refusal_of_a_full_proxy_may_be_read() -> None:
 
 
 @pytest.mark.parametrize("path", CLOSED)
-@pytest.mark.parametrize("origins", [(PAGE,), ("*",)], ids=["named", "all"])
-def test_other_routes_stay_closed_to_pages(path: str, origins: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("origins", [f'["{PAGE}"]', '["*"]'], ids=["named", "all"])
+def test_other_routes_stay_closed_to_pages(path: str, origins: str, tmp_path: Path) -> None:
     """The routes of operators and of decode engines, and the status page."""
     token = tmp_path / "token"
     token.touch(mode=0o600)
@@ -122,14 +122,8 @@ def test_an_engines_cors_headers_are_not_passed_on() -> None:
 def test_vary_names_origin_once() -> None:
     engine = DecodeEngine()
     engine.app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_credentials=True)
-    with running_cluster(decode_engine=engine, allowed_origins=(PAGE,)) as cluster:
+    with running_cluster(decode_engine=engine, allowed_origins=f'["{PAGE}"]') as cluster:
         answer = cluster.client.get("/v1/models", headers={"Origin": PAGE, "Cookie": "a=b"})
         assert (answer.headers[ALLOWED], answer.headers["vary"]) == (PAGE, "Origin")
     sent = [(b"vary", b"Accept-Encoding, origin"), (b"Vary", b"Origin"), (b"Vary", b"Cookie")]
     assert client_response_headers(sent) == [(b"vary", b"Accept-Encoding"), (b"vary", b"Cookie")]
-
-
-def test_credentials() -> None:
-    with running_cluster(allowed_origins=("*",), allow_credentials=True) as cluster:
-        answer = cluster.client.options("/v1/completions", headers=PREFLIGHT)
-        assert (answer.headers[ALLOWED], answer.headers["access-control-allow-credentials"]) == (PAGE, "true")

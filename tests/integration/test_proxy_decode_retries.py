@@ -130,7 +130,7 @@ def test_decode_attempts_are_bounded() -> None:
     failing = DecodeEngine()
     failing.fails = True
     for attempts, asked in ((1, 1), (2, 2), (5, 2)):
-        with beside(decode=failing, decode_attempts=attempts) as cluster:
+        with beside(decode=failing, attempts=attempts) as cluster:
             cluster.decode.fails = True
             failing.received.clear()
             assert cluster.complete(stream=True).status_code == 500
@@ -157,26 +157,23 @@ def test_big_first_events_pass() -> None:
 
 
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-@pytest.mark.parametrize("prefill_attempts", [1, 2])
-def test_prefill_attempts_are_bounded_when_decode_reports_the_failures(
-    prefill_attempts: int, stream: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_prefill_attempts_are_bounded_when_decode_reports_the_failures(attempts: int, stream: dict[str, Any]) -> None:
     """Prefill has answered, and decode reports that the KV did not come."""
-    with running_cluster(prefill_attempts=prefill_attempts, decode_attempts=4) as cluster:
+    with running_cluster(attempts=attempts) as cluster:
         explain(cluster.decode)
         response = cluster.complete(**stream)
         assert response.status_code == 502
         assert response.json()["error"]["message"] == "KV transfer failed: prefill rank 1 went silent"
-        assert len(cluster.prefill.received) == len(cluster.decode.received) == prefill_attempts
+        assert len(cluster.prefill.received) == len(cluster.decode.received) == attempts
         last = {"prefill failed": 1}
-        before = {"transfer failed": prefill_attempts - 1} if prefill_attempts > 1 else {}
+        before = {"transfer failed": attempts - 1} if attempts > 1 else {}
         assert counted(cluster)[1]["decode"] == {**before, **last}
 
 
-def test_a_successful_prefill_does_not_count_as_an_attempt() -> None:
-    """The next decode engine needs its own prefill."""
+def test_the_next_decode_engine_needs_its_own_prefill() -> None:
     failing = DecodeEngine()
     break_off(failing)
-    with beside(decode=failing, prefill_attempts=1) as cluster:
+    with beside(decode=failing) as cluster:
         assert cluster.complete(**STREAM).status_code == 200
         assert len(cluster.prefill.received) == 2

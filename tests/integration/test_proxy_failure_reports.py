@@ -40,7 +40,7 @@ def test_decode_reports_a_prefill_that_hangs(stream: dict[str, Any]) -> None:
 
 
 def test_the_client_gets_the_reason_that_decode_reports() -> None:
-    with running_cluster(decode_attempts=1) as cluster, ThreadPoolExecutor(1) as client:
+    with running_cluster(attempts=1) as cluster, ThreadPoolExecutor(1) as client:
         hang(cluster.prefill)
         answer = client.submit(cluster.complete)
         assert cluster.prefill.working.wait(5)
@@ -66,7 +66,7 @@ def test_invalid_failure_reports_are_refused(body: bytes, status: int) -> None:
 
 
 def test_failure_of_another_ticket_changes_nothing() -> None:
-    with running_cluster(decode_attempts=1) as cluster:
+    with running_cluster(attempts=1) as cluster:
         hang(cluster.prefill)
         with ThreadPoolExecutor(1) as client:
             answer = client.submit(cluster.complete)
@@ -82,13 +82,13 @@ def test_failure_of_another_ticket_changes_nothing() -> None:
 
 @EITHER
 def test_reason_that_comes_after_decodes_error(stream: dict[str, Any]) -> None:
-    with running_cluster(decode_attempts=1) as cluster:
+    with running_cluster(attempts=1) as cluster:
         cluster.decode.fails = True
         cluster.decode.explains = "prefill rank 1 went silent"
         response = cluster.complete(**stream)
         assert response.status_code == 502
         assert response.json()["error"]["message"] == "KV transfer failed: prefill rank 1 went silent"
-        assert counted(cluster)[1]["decode"] == {"transfer failed": 1}
+        assert counted(cluster)[1]["decode"] == {"prefill failed": 1}
 
 
 def test_reason_in_the_middle_of_a_stream() -> None:

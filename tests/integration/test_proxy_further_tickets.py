@@ -28,7 +28,7 @@ def streaming() -> Iterator[Cluster]:
 @contextmanager
 def stream(prefill_attempts: int) -> Iterator[Cluster]:
     """A stream whose client has one token, and whose ticket was answered."""
-    with running_cluster(prefill_attempts=prefill_attempts) as cluster:
+    with running_cluster(attempts=prefill_attempts) as cluster:
         cluster.decode.hangs_after_first_token = True
         with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}) as response:
             chunks = response.iter_bytes()  # the stream ends with its iterator
@@ -119,7 +119,7 @@ def refuse(cluster: Cluster, is_unfit: bool) -> None:
 
 @pytest.mark.parametrize(("is_unfit", "status"), [(True, 400), (False, 502)])
 def test_a_request_that_decode_refuses(is_unfit: bool, status: int) -> None:
-    with running_cluster(decode_attempts=1) as cluster, ThreadPoolExecutor(1) as client:
+    with running_cluster(attempts=1) as cluster, ThreadPoolExecutor(1) as client:
         cluster.decode.hangs = True
         answer = client.submit(cluster.client.post, "/v1/completions", json=COMPLETION)
         eventually(lambda: cluster.decode.received)

@@ -151,7 +151,7 @@ def test_a_request_is_refused_at_once_when_all_engines_are_removed(tmp_path: Pat
 def test_other_engine_is_asked_when_the_best_is_full() -> None:
     """Both engines have the prefix; the one with a free slot is asked."""
     other = PrefillEngine()
-    with beside(other, max_per_prefill=1, prefill_attempts=1) as cluster, ThreadPoolExecutor(2) as clients:
+    with beside(other, max_per_prefill=1, attempts=1) as cluster, ThreadPoolExecutor(2) as clients:
         prompt = "the same long prompt " * 200
         assert cluster.complete(prompt=prompt).status_code == 200
         first, second = (other, cluster.prefill) if other.received else (cluster.prefill, other)

@@ -29,7 +29,7 @@ def engine_that_says(answer: bytes) -> Iterator[str]:
 
 
 def test_an_unknown_status_is_passed_on() -> None:
-    with running_cluster(decode_attempts=2) as cluster:
+    with running_cluster(attempts=2) as cluster:
         cluster.decode.refusal = (520, INTERNAL_ERROR)
         response = cluster.complete()
         assert response.status_code == 502
@@ -40,14 +40,14 @@ def test_an_unknown_status_is_passed_on() -> None:
 
 
 def test_an_unknown_status_in_a_stream() -> None:
-    with running_cluster(decode_attempts=1) as cluster:
+    with running_cluster(attempts=1) as cluster:
         cluster.decode.needs_prefill = False
         cluster.decode.first_events = [{"error": {"message": "Internal server error", "code": 529}}]
         assert cluster.complete(stream=True).status_code == 502
 
 
 def test_an_endless_error_is_cut() -> None:
-    with running_cluster(decode_attempts=1) as cluster:
+    with running_cluster(attempts=1) as cluster:
         cluster.decode.refusal = (500, {"error": {"message": "x" * 1_500_000}})
         response = cluster.complete()
         assert response.status_code == 500
@@ -57,7 +57,7 @@ def test_an_endless_error_is_cut() -> None:
 @pytest.mark.parametrize("head", [b"600 X", b"999 X", b"099 X", b"101 X", b"200 OK\r\nX-A: b\x01c"])
 def test_responses_that_are_not_passed_on(head: bytes) -> None:
     answer = b"HTTP/1.1 " + head + b"\r\nContent-Length: 2\r\n\r\n{}"
-    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), decode_attempts=1) as cluster:
+    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), attempts=1) as cluster:
         response = cluster.complete()
         assert response.status_code == 502
         message = response.json()["error"]["message"]
@@ -69,7 +69,7 @@ def test_a_stream_with_a_content_length() -> None:
     token = event({"choices": [{"index": 0, "text": "a"}]})
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
     answer = head % (len(token) + 10) + token
-    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), decode_attempts=1) as cluster:
+    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), attempts=1) as cluster:
         response = cluster.complete(stream=True)
         assert "content-length" not in response.headers
         assert response.content.startswith(token)
@@ -78,7 +78,7 @@ def test_a_stream_with_a_content_length() -> None:
 
 def test_a_304_has_no_content_length() -> None:
     answer = b"HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n"
-    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), decode_attempts=1) as cluster:
+    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), attempts=1) as cluster:
         response = cluster.complete()
         assert (response.status_code, response.content) == (304, b"")
         assert "content-length" not in response.headers

@@ -178,11 +178,7 @@ def test_proxy_that_cannot_start_ends() -> None:
         (("--prefill", "http://p:1/v1", "--decode", "http://d:1"), "without a path"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--max-concurrent", "0"), "--max-concurrent must be"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--host", "0.0.0.0"), "--metaserver-url"),
-        (
-            ("--prefill", "http://p:1", "--decode", "http://d:1", "--prefill-attempts", "0"),
-            "--prefill-attempts must be",
-        ),
-        (("--prefill", "http://p:1", "--decode", "http://d:1", "--decode-attempts", "-1"), "--decode-attempts must be"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--attempts", "0"), "--attempts must be"),
         (("--prefil", "http://p:1"), "--prefil"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--allowed-origins", "*"), "must be a JSON list"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--metaserver-token-file", "/"), "not a regular file"),
@@ -194,6 +190,7 @@ def test_proxy_that_cannot_start_ends() -> None:
         (("--prefill", "dns+http://p", "--decode", "http://d:1"), "give the port"),
         (("--engines-file", "/none"), "there is no option --engines-file any more"),
         (("--media-hosts=[]",), "each engine fetches images"),
+        (("--metaserver-port", "1"), "--port serves tickets, too"),
         (("--prefill", "http://p:1", "--decode", "http://p:1/"), "http://p:1 is given as a prefill and as a decode"),
     ],
 )

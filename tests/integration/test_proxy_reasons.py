@@ -83,10 +83,12 @@ def test_a_reason_of_its_own_is_left_alone() -> None:
         assert response.json()["error"]["message"] == "out of luck"
 
 
-@pytest.mark.parametrize("decode_attempts", [1, 2])
-def test_stream_of_a_response_that_is_broken_off(decode_attempts: int) -> None:
+@pytest.mark.parametrize(
+    ("attempts", "failures"), [(1, {"prefill failed": 1}), (2, {"transfer failed": 1, "prefill failed": 1})]
+)
+def test_stream_of_a_response_that_is_broken_off(attempts: int, failures: dict[str, int]) -> None:
     """vLLM sends no event when generation fails there. Decode has reported the reason and is not at fault."""
-    with running_cluster(decode_attempts=decode_attempts, prefill_attempts=3, eject_after=1) as cluster:
+    with running_cluster(attempts=attempts, eject_after=1) as cluster:
         cluster.decode.first_events = [{"type": "response.created"}, {"type": "response.in_progress"}]
         cluster.decode.breaks_off = True
         cluster.decode.explains = "prefill rank 0 went silent"
@@ -94,7 +96,7 @@ def test_stream_of_a_response_that_is_broken_off(decode_attempts: int) -> None:
         response = cluster.client.post("/v1/responses", json=body)
         assert response.status_code == 502
         assert response.json()["error"]["message"] == "KV transfer failed: prefill rank 0 went silent"
-        assert counted(cluster)[1]["decode"] == {"transfer failed": decode_attempts}
+        assert counted(cluster)[1]["decode"] == failures
         (decode,) = (role for role in cluster.client.get("/status.json").json()["roles"] if role["role"] == "decode")
         assert [engine["state"] for engine in decode["engines"]] == ["healthy"]
 
@@ -114,7 +116,7 @@ def test_a_failure_after_tokens_is_passed_on_as_it_is_and_counts(caplog: pytest.
 
 
 def test_a_reported_failure_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), running_cluster(decode_attempts=1) as cluster:
+    with caplog.at_level("INFO"), running_cluster(attempts=1) as cluster:
         cluster.prefill.hangs = True
         answer = cluster.send_only("/v1/completions", COMPLETION)
         assert cluster.prefill.working.wait(10)
@@ -147,7 +149,7 @@ FORGED = "oops\n2026-11-24 00:00:00,000 INFO vllm_ascend_pd.proxy.rendezvous.cli
 
 @pytest.mark.parametrize("of", ["decode", "prefill", "prefill's transfer"])
 def test_an_engines_error_is_one_log_line(of: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), running_cluster(decode_attempts=1, prefill_attempts=1) as cluster:
+    with caplog.at_level("INFO"), running_cluster(attempts=1) as cluster:
         if of == "prefill's transfer":
             cluster.prefill.transfer_error = FORGED
         else:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy process behind TLS, with real certificates: for clients, for decode's tickets, and with mutual TLS on a
-port of the metaserver's own. Decode's own client posts the tickets."""
+"""The proxy process behind TLS, with real certificates. Decode's own client posts the tickets. test_gateway.py has
+mutual TLS."""
 
 from __future__ import annotations
 
@@ -26,11 +26,8 @@ from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSetting
 PASSWORD = "password-of-the-proxys-key"
 
 
-def trusting(authority: Authority, own: Certificate | None = None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=str(authority.cert))
-    if own is not None:
-        context.load_cert_chain(own.cert, own.key)
-    return context
+def trusting(authority: Authority) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(authority.cert))
 
 
 class Proxy:
@@ -46,12 +43,12 @@ class Proxy:
 
 
 @contextmanager
-def proxy_with(*options: str, scheme: str = "https") -> Iterator[Proxy]:
+def proxy_with(*options: str) -> Iterator[Proxy]:
     proxy = Proxy()
     with Servers() as servers:
         urls = servers.start(lambda _: proxy.prefill.app), servers.start(lambda _: proxy.decode.app)
         with running_proxy(*urls, *options) as (_, port):
-            proxy.url = f"{scheme}://127.0.0.1:{port}"
+            proxy.url = f"https://127.0.0.1:{port}"
             yield proxy
 
 
@@ -77,7 +74,7 @@ def withheld(engine: str, monkeypatch: pytest.MonkeyPatch, trusted: Path | None 
     """Why a proxy process gives an engine nothing, by its `/health`. `trusted`: the only authority that it knows."""
     if trusted is not None:
         monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
-    with running_proxy("http://127.0.0.1:9", engine, "--check-interval", "0.1") as (_, port):
+    with running_proxy("http://127.0.0.1:9", engine) as (_, port):
 
         def said() -> dict[str, str]:
             health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).json()
@@ -107,24 +104,17 @@ def test_an_engine_with_a_wrong_certificate(
         assert withheld(engine, monkeypatch, ours.cert).endswith(f"no TLS connection: its certificate {reason}")
 
 
-def posted(
-    proxy: Proxy, verify: ssl.SSLContext | bool, authority: Authority, own: Certificate | None = None
-) -> PostOutcome:
-    """Posts a ticket by decode's own client, for a request that waits. Returns the outcome."""
+def posted(proxy: Proxy, trusted: Authority, authority: Authority) -> PostOutcome:
+    """Posts a ticket by decode's own client, for a request that waits. Returns the outcome. `authority`: the only one
+    that decode trusts."""
     proxy.decode.needs_prefill = False
     proxy.decode.hangs_after_first_token = True
-    settings = MetaserverSettings(
-        ca_file=str(authority.cert),
-        cert_file=None if own is None else str(own.cert),
-        key_file=None if own is None else str(own.key),
-        retries=1,
-        backoff_base_s=0.01,
-    )
+    settings = MetaserverSettings(ca_file=str(authority.cert), retries=1, backoff_base_s=0.01)
     decode = MetaserverClient(settings, own_host="127.0.0.1")
     try:
         body = {**COMPLETION, "stream": True}
         url = f"{proxy.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, verify=verify, trust_env=False, timeout=30) as response:
+        with httpx.stream("POST", url, json=body, verify=trusting(trusted), trust_env=False, timeout=30) as response:
             events = response.iter_raw()
             next(events)
             received = proxy.decode.received[-1]
@@ -138,67 +128,28 @@ def posted(
     return outcome
 
 
-def files(certificate: Certificate, name: str = "tls") -> tuple[str, ...]:
-    return (f"--{name}-cert", str(certificate.cert), f"--{name}-key", str(certificate.key))
-
-
-def test_one_port_for_all(ours: Authority, others: Authority) -> None:
-    with proxy_with(*files(ours.issue("proxy", "IP:127.0.0.1"))) as proxy:
-        port = httpx.URL(proxy.url).port
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
-            assert proxy.ask(trusting(ours)).status_code == 200
-            # The stand-in for decode has posted to where it was told, by TLS.
-            metaserver = proxy.decode.received[0].body["kv_transfer_params"]["metaserver"]
-            assert metaserver == proxy.url + METASERVER_PATH
-            assert proxy.decode.metaserver_answers == [(200, {"status": "ok"})]
-            assert posted(proxy, trusting(ours), ours) == PostOutcome("key", ok=True)
-            refused = posted(proxy, trusting(ours), others)
-            assert "its certificate is refused" in refused.reason
-            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-                proxy.ask(trusting(others))
-            with pytest.raises(httpx.HTTPError):
-                httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=COMPLETION, trust_env=False, timeout=30)
-            assert silent.recv(1) == b"", "who never begins to speak TLS keeps its connection"
-
-
-def test_tickets_by_mutual_tls_on_a_port_of_their_own(ours: Authority, others: Authority) -> None:
-    own = ours.issue("decode", "DNS:decode")
-    options = (
-        *("--metaserver-port", "0", "--metaserver-client-ca", str(ours.cert)),
-        *files(ours.issue("metaserver", "IP:127.0.0.1"), "metaserver-tls"),
-    )
-    with proxy_with(*options, scheme="http") as proxy:
-        assert posted(proxy, True, ours, own) == PostOutcome("key", ok=True)
-        metaserver = proxy.decode.received[0].body["kv_transfer_params"]["metaserver"]
-        assert metaserver.startswith("https://")
-        assert httpx.URL(metaserver).port != httpx.URL(proxy.url).port
-        without = posted(proxy, True, ours)
-        assert "does it want a client certificate" in without.reason
-        wrong = posted(proxy, True, ours, others.issue("decode", "DNS:decode"))
-        assert "does it not trust our client certificate" in wrong.reason
-        # Each port serves its own alone.
-        ticket = make_ticket("cmpl-nobody-waits", "t")
-        on_clients_port = httpx.post(proxy.url + METASERVER_PATH, json=ticket, trust_env=False)
-        assert (on_clients_port.status_code, on_clients_port.json()["error"]["type"]) == (404, "NotFoundError")
-        with httpx.Client(verify=trusting(ours, own), trust_env=False, timeout=30) as decode:
-            elsewhere = metaserver.removesuffix(METASERVER_PATH)
-            assert decode.post(metaserver, json=ticket).json() == {
-                "error": "no request is waiting under this request_id"
-            }
-            for path in ("/v1/completions", "/metrics", "/health", "/admin/engines"):
-                assert decode.get(elsewhere + path).status_code == 404
-
-
-def test_both_ports_by_one_certificate_whose_key_has_a_password(ours: Authority, tmp_path: Path) -> None:
+def test_one_port_for_all_by_a_certificate_whose_key_has_a_password(
+    ours: Authority, others: Authority, tmp_path: Path
+) -> None:
     password = tmp_path / "password"
     password.write_text(f"{PASSWORD}\n")
     password.chmod(0o600)
     certificate = ours.issue("locked", "IP:127.0.0.1", password=PASSWORD)
-    options = (*files(certificate), "--tls-key-password-file", str(password), "--metaserver-port", "0")
-    with proxy_with(*options) as proxy:
-        assert posted(proxy, trusting(ours), ours) == PostOutcome("key", ok=True)
+    files = ("--tls-cert", str(certificate.cert), "--tls-key", str(certificate.key))
+    with proxy_with(*files, "--tls-key-password-file", str(password)) as proxy:
+        port = httpx.URL(proxy.url).port
+        assert proxy.ask(trusting(ours)).status_code == 200
+        # The stand-in for decode has posted to where it was told, by TLS.
         metaserver = proxy.decode.received[0].body["kv_transfer_params"]["metaserver"]
-        assert httpx.URL(metaserver).port != httpx.URL(proxy.url).port
+        assert metaserver == proxy.url + METASERVER_PATH
+        assert proxy.decode.metaserver_answers == [(200, {"status": "ok"})]
+        assert posted(proxy, ours, ours) == PostOutcome("key", ok=True)
+        refused = posted(proxy, ours, others)
+        assert "its certificate is refused" in refused.reason
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            proxy.ask(trusting(others))
+        with pytest.raises(httpx.HTTPError):
+            httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=COMPLETION, trust_env=False, timeout=30)
 
 
 @pytest.fixture(scope="module")
@@ -215,13 +166,6 @@ def certificate(ours: Authority) -> Certificate:
         (("--tls-cert", "{cert}", "--tls-key", "{locked}"), "cannot be used"),
         (("--tls-cert", "{cert}", "--tls-key", "{key}", "--metaserver-url", "http://p:1/v1/metaserver"), "https://"),
         (("--tls-key-password-file", "/none"), "needs --tls-cert"),
-        (("--metaserver-tls-cert", "{cert}", "--metaserver-tls-key", "{key}"), "--metaserver-port"),
-        (("--metaserver-client-ca", "{cert}"), "--metaserver-port"),
-        (("--metaserver-client-ca", "{cert}", "--metaserver-port", "0"), "needs --metaserver-tls-cert"),
-        (
-            ("--tls-cert", "{cert}", "--tls-key", "{key}", "--metaserver-port", "0", "--metaserver-client-ca", "/none"),
-            "client authority /none cannot be used",
-        ),
     ],
 )
 def test_wrong_files_are_one_clear_line(

@@ -116,13 +116,14 @@ def test_decode_computes_what_no_prefill_engine_can_get(stream: dict[str, Any]) 
 
 
 @EITHER
-@pytest.mark.parametrize("decode_attempts", [1, 2, 3])
-def test_decode_is_asked_once_and_the_client_gets_an_error(decode_attempts: int, stream: dict[str, Any]) -> None:
-    with without_prefill(computes_itself=False, decode_attempts=decode_attempts) as cluster:
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+def test_decode_is_asked_once_and_the_client_gets_an_error(attempts: int, stream: dict[str, Any]) -> None:
+    with without_prefill(computes_itself=False, attempts=attempts) as cluster:
         answer = cluster.complete(**stream)
         assert answer.status_code == 503
         message = answer.json()["error"]["message"]
-        assert message.startswith("prefill failed: attempt 1: prefill engine: ConnectError")
+        assert message.startswith("prefill failed: ")
+        assert "prefill engine: ConnectError" in message
         assert message.endswith("; decode did not compute the prompt itself")
         assert told(cluster.decode) == [{}, {"prefill_available": False}]
         assert asked_without_prefill(cluster) == 1

@@ -122,7 +122,7 @@ def page(browser: webdriver.Chrome) -> Iterator[Page]:
 
 
 def test_the_page_follows_start_load_and_failure_without_a_reload(page: Page) -> None:
-    with running_cluster(decode_attempts=1, max_per_decode=4, check_interval=0.2) as cluster:
+    with running_cluster(attempts=1, max_per_decode=4, check_interval=0.2) as cluster:
         cluster.decode.metrics = METRICS
         cluster.prefill.transfer_error = f"no grant in time {MARKUP}"
         page.open(cluster)
@@ -230,7 +230,7 @@ def test_the_page_fits_the_screen_and_its_text_has_enough_contrast(
 ) -> None:
     nobody = "http://[0000:0000:0000:0000:0000:0000:0000:0001]:9"
     with running_cluster(
-        decode_attempts=1, max_per_decode=8, max_per_prefill=8, check_interval=0.2, other_prefill=(nobody,)
+        attempts=1, max_per_decode=8, max_per_prefill=8, check_interval=0.2, other_prefill=(nobody,)
     ) as cluster:
         cluster.prefill.metrics = cluster.decode.metrics = METRICS
         cluster.prefill.transfer_error = "x" * 280

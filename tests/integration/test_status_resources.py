@@ -126,7 +126,7 @@ def say_it_as_first_event(engine: Any) -> None:
 def test_words_of_an_engine_that_may_repeat_a_prompt_are_not_shown(
     role: str, break_it: Callable[[Any], None], reason: str
 ) -> None:
-    with running_cluster(decode_attempts=1, prefill_attempts=1) as cluster:
+    with running_cluster(attempts=1) as cluster:
         break_it(getattr(cluster, role))
         cluster.complete(**STREAM)
         text = cluster.client.get("/status.json").text
@@ -143,7 +143,7 @@ def test_words_of_an_engine_that_may_repeat_a_prompt_are_not_shown(
 def test_why_kv_did_not_come_is_shown_of_both_sides() -> None:
     failing = PrefillEngine()
     failing.transfer_error = "no grant in time"
-    with beside(prefill=failing, prefill_attempts=1, decode_attempts=1) as cluster:
+    with beside(prefill=failing, attempts=1) as cluster:
         assert cluster.complete().status_code == 502
         decode, prefill = status(cluster)["failures"]
         assert (prefill["role"], prefill["kind"], prefill["reason"]) == (

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from vllm_ascend_pd.proxy.http.bodies import decode_body, parse_client_request, prefill_body, tokens_body
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
-from vllm_ascend_pd.proxy.http.events import Opening, error_of, names_no_reason, opening
+from vllm_ascend_pd.proxy.http.streams import Opening, error_of, names_no_reason, opening
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "routes.md").read_text()
 REQUEST_ID = "5b1e0c2e-4d3f-4f0f-8f5a-7c9d1e2f3a4b"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from starlette.types import Message
 
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
-from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED
 from vllm_ascend_pd.proxy.rendezvous.request_table import ProxiedRequest
 
@@ -15,5 +15,5 @@ def proxied_request() -> ProxiedRequest:
     async def send(_: Message) -> None:
         pass
 
-    reply = Reply(send, request_id=None, timeout=1.0)
+    reply = Reply(send, request_id=None)
     return ProxiedRequest("POST", Endpoint.COMPLETIONS.value, Endpoint.COMPLETIONS, [], reply, NOT_TRACED)

@@ -21,7 +21,7 @@ from vllm_ascend_pd.observe.stats import (
     Info,
     Metric,
 )
-from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
@@ -95,7 +95,7 @@ async def _exposed() -> str:
     pool.engines.prompts.add((), (PlacedPrompts("decode", "cheap", 1, 8),))
     observer = Observer()
     metrics = Metrics(observer, RequestTable(limit=1), (pool,))
-    reply = Reply(send, request_id=None, timeout=1.0)
+    reply = Reply(send, request_id=None)
     with observer.request("POST", "/v1/completions", [], reply):
         reply.status, reply.first_event_at = 200, float("inf")
     answer = await metrics.get(Request({"type": "http", "headers": []}))

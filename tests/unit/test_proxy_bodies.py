@@ -16,7 +16,7 @@ from vllm_ascend_pd.proxy.http.bodies import (
     tokens_body,
 )
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
-from vllm_ascend_pd.proxy.http.errors import RequestRefused
+from vllm_ascend_pd.proxy.http.messages import RequestRefused
 
 ID = "5b1e0c2e-4d3f-4f0f-8f5a-7c9d1e2f3a4b"
 METASERVER = "http://127.0.0.1:8000/v1/metaserver"

@@ -73,7 +73,6 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
         StallWatch(engines, probe_timeout=1.0, stall_timeout=1.0),
         Observer(),
         token=None,
-        read_timeout=1.0,
         max_ticket_bytes=1 << 20,
         prefill_attempts=3,
     )

@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from vllm_ascend_pd.proxy.http.renaming import Renaming
+from vllm_ascend_pd.proxy.http.streams import Renaming
 
 ID = "01234567-89ab-4def-8123-456789abcdef"
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import Response
 
-from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, opening, split_errors
+from vllm_ascend_pd.proxy.http.streams import Events, Opening, error_of, opening, split_errors
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.routing.answers import (
     RULES,

@@ -21,9 +21,8 @@ from starlette.routing import BaseRoute, Route
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.background import Background
-from vllm_ascend_pd.proxy.http.cross_origin import CrossOrigin
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
-from vllm_ascend_pd.proxy.http.errors import error_response
+from vllm_ascend_pd.proxy.http.messages import BoundedBodies, CrossOrigin, error_response
 from vllm_ascend_pd.proxy.operate.admin import Admin
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.status import Health, Status, StatusPage, snapshot
@@ -35,7 +34,7 @@ from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
 
 _PREFILLS_PER_REQUEST = 4
 """A request with several prompts or samples (n) has several prefills. If there are more per request, on average,
@@ -61,21 +60,13 @@ class ProxyApp:
         self._observer = Observer(self._tracing)
         self._health = Health(self._pools, self._observer, self._background.problems)
         self._metrics = Metrics(self._observer, self._request_table, self._pools)
-        metaserver = self._metaserver_routes(settings)
-        routes = self._client_routes(settings) + self._operator_routes(settings)
-        if not settings.metaserver_apart:
-            routes += metaserver
-        self.for_clients = Starlette(
-            middleware=[_cross_origin(settings)],
-            routes=routes,
+        self.asgi = Starlette(
+            middleware=[_cross_origin(settings), Middleware(BoundedBodies)],
+            routes=self._client_routes(settings) + self._operator_routes(settings) + self._metaserver_routes(settings),
             exception_handlers={HTTPException: _http_error},
             lifespan=self._lifespan,
         )
-        """Serves the clients' port. Its lifespan runs the background tasks."""
-        self.for_decode: Starlette | None = None
-        """Serves the metaserver's own port, if it has one."""
-        if settings.metaserver_apart:
-            self.for_decode = Starlette(routes=metaserver, exception_handlers={HTTPException: _http_error})
+        """The application. Its lifespan runs the background tasks."""
 
     @property
     def ended(self) -> asyncio.Event:
@@ -107,13 +98,12 @@ class ProxyApp:
                 self._prefill,
                 self._background.decode_watch,
                 self._observer,
-                attempts=settings.decode_attempts,
+                attempts=settings.attempts,
                 decode_fallback=settings.decode_fallback,
                 metaserver_url=settings.metaserver_url,
             ),
             observer=self._observer,
-            max_body_bytes=settings.max_body_bytes,
-            read_timeout=settings.read_timeout,
+            max_body_bytes=settings.max_body_mib * MIB,
         )
         return [
             *(Route(each.value, endpoint(each.value, each), methods=["POST"]) for each in Endpoint),
@@ -129,9 +119,8 @@ class ProxyApp:
             self._background.prefill_watch,
             self._observer,
             token=settings.metaserver_token(),
-            read_timeout=settings.read_timeout,
             max_ticket_bytes=settings.max_ticket_bytes,
-            prefill_attempts=settings.prefill_attempts,
+            prefill_attempts=settings.attempts,
         )
         return [*metaserver.routes()]
 
@@ -174,10 +163,7 @@ def _cross_origin(settings: ProxySettings) -> Middleware:
     return Middleware(
         CrossOrigin,
         paths=(*(each.value for each in Endpoint), *DECODE_ALONE_GET, *DECODE_ALONE_POST, *NOT_SERVED),
-        allow_origins=settings.allowed_origins,
-        allow_methods=settings.allowed_methods,
-        allow_headers=settings.allowed_headers,
-        allow_credentials=settings.allow_credentials,
+        allow_origins=settings.origins(),
     )
 
 

@@ -38,7 +38,9 @@ class Background:
             (prefill.engines, decode.engines), interval=settings.check_interval, timeout=settings.health_timeout
         )
         self._discovery = Discovery(
-            {pool.role: pool.engines for pool in self._pools}, settings.engines(), settings.dns_interval
+            {pool.role: pool.engines for pool in self._pools},
+            dict(zip((prefill.role, decode.role), settings.engines(), strict=True)),
+            settings.dns_interval,
         )
 
     def problems(self) -> list[str]:

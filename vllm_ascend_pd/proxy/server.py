@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the proxy's ports until SIGINT or SIGTERM."""
+"""Serves the proxy's port until SIGINT or SIGTERM: uvicorn as it is, with its own limits."""
 
 from __future__ import annotations
 
@@ -7,44 +7,108 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
 import signal
 import socket
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, Literal
+from typing import NamedTuple
 
 import msgspec
 import uvicorn
 import uvloop
-from starlette.applications import Starlette
 
 from vllm_ascend_pd.proxy.app import ProxyApp
-from vllm_ascend_pd.proxy.http.connection_limiter import ConnectionLimiter
-from vllm_ascend_pd.proxy.http.sockets import reserve_sockets
-from vllm_ascend_pd.proxy.http.tls import Tls
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 log = logging.getLogger(__name__)
 
-_HANDSHAKE_SECONDS = 5.0
-"""For a TLS handshake. `connection_limiter.py` counts a connection only after it."""
 _GRACEFUL_SHUTDOWN_SECONDS = 3
 """When the proxy stops, it ends all requests at once. This bounds the wait for clients that do not read those ends."""
+_BACKLOG = 4096
+"""New connections that may wait to be accepted: Linux's own limit."""
+_FILES_PER_BACKLOG = 8
+"""The backlog gets at most one of so many files: uvicorn accepts all its connections at once."""
+_PER_REQUEST = 4
+"""Incoming connections per request, and as many outgoing ones, for three prompts. A request has one connection to its
+client and one to a decode engine. Each of its prompts adds one for the ticket and one to a prefill engine."""
+_LEAST_PER_REQUEST = 2
+"""The same for one prompt, where files are few."""
+_MIN_IDLE = 1024
+"""Incoming connections without a request, where few requests are served: gateways keep some open."""
+_SPARE_FILES = 256
+"""For everything else that the process opens."""
+
+_LONGEST_USER_TIMEOUT_MS = (1 << 31) - 1
+"""Of TCP_USER_TIMEOUT (tcp(7))."""
 
 
-class _Loop(uvloop.Loop):
-    """An event loop whose TLS timeouts fit the proxy. uvloop's are a minute for a handshake, and 30 s for a slow client
-    to read the rest of its answer."""
+class Capacity(NamedTuple):
+    """What the process's limit of open files allows."""
 
-    def __init__(self, unread_timeout: float) -> None:
-        super().__init__()
-        self._unread_timeout = unread_timeout
+    concurrent: int
+    """Requests that are served at a time."""
+    waiting: int
+    """Requests that wait to be served. Each holds its client's connection."""
+    connections: int
+    """Incoming connections. uvicorn answers requests on further ones with 503."""
+    backlog: int
+    """New connections that wait to be accepted."""
 
-    async def create_server(self, *args: Any, **options: Any) -> Any:
-        if options.get("ssl") is not None:
-            options["ssl_handshake_timeout"] = _HANDSHAKE_SECONDS
-            options["ssl_shutdown_timeout"] = self._unread_timeout
-        return await super().create_server(*args, **options)
+
+def files_for(concurrent: int, waiting: int) -> int:
+    """The open files that so many requests need."""
+    each_way = concurrent * _PER_REQUEST
+    return each_way + max(each_way, _MIN_IDLE) + waiting + _BACKLOG + _SPARE_FILES
+
+
+def capacity(files: int, concurrent: int, waiting: int) -> Capacity:
+    """Divides `files` for the wanted numbers of requests. If they are too few, fewer requests may wait, and then fewer
+    are served."""
+    backlog = max(1, min(_BACKLOG, files // _FILES_PER_BACKLOG))
+    left = max(0, files - backlog - _SPARE_FILES)
+    served = max(1, min(concurrent, left // (2 * _LEAST_PER_REQUEST + 1)))
+    to_engines = served * max(_LEAST_PER_REQUEST, min(_PER_REQUEST, left // served // 2))
+    incoming = max(to_engines, min(_MIN_IDLE, left // 8))
+    in_line = max(0, min(waiting, left - to_engines - incoming))
+    return Capacity(served, in_line, incoming + in_line, backlog)
+
+
+def reserve_files(concurrent: int, waiting: int) -> Capacity:
+    """Raises the limit of open files as far as needed and allowed, and divides it."""
+    wanted = files_for(concurrent, waiting)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    files = wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
+    found = capacity(files, concurrent, waiting)
+    log.info(
+        "with %d open files %d requests are served at a time, and %d others wait",
+        files,
+        found.concurrent,
+        found.waiting,
+    )
+    if found.concurrent < concurrent or found.waiting < waiting:
+        log.warning(
+            "the hard limit of open files (ulimit -Hn) does not allow --max-concurrent %d and --max-waiting %d",
+            concurrent,
+            waiting,
+        )
+    return found
+
+
+def listen(host: str, port: int, read_timeout: float) -> socket.socket:
+    """Port 0 takes a free port. Raises OSError.
+
+    The kernel ends the connection of a client that reads nothing of its answer for `read_timeout` seconds. uvicorn
+    would keep the connection and the unread answer for ever.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family)
+    # Before anybody connects: connections inherit this when they are accepted by the kernel.
+    milliseconds = int(min(max(read_timeout, 0.0) * 1000, _LONGEST_USER_TIMEOUT_MS))  # `ProxySettings` refuses others
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return listener
 
 
 class _Server(uvicorn.Server):
@@ -58,78 +122,50 @@ class _Server(uvicorn.Server):
             await super().serve(sockets)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError. Port 0 takes a free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)
-
-
-def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.socket | None = None) -> bool:
+def serve(settings: ProxySettings, listener: socket.socket) -> bool:
     """Blocks until SIGINT or SIGTERM, and until every client has its answer or an error. Returns False if the proxy
-    could not start or a background task failed; the log has the reason. `for_decode`: the metaserver's own port."""
-    sockets = reserve_sockets(settings.max_concurrent, settings.max_waiting)
-    settings = msgspec.structs.replace(settings, max_concurrent=sockets.concurrent, max_waiting=sockets.waiting)
+    could not start or a background task failed; the log has the reason."""
+    found = reserve_files(settings.max_concurrent, settings.max_waiting)
+    settings = msgspec.structs.replace(settings, max_concurrent=found.concurrent, max_waiting=found.waiting)
     app = ProxyApp(settings)
-    limiter = ConnectionLimiter(sockets.connections, sockets.idle, settings.read_timeout)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it logs each malformed request
-    if not settings.metaserver_apart and settings.metaserver_token_file is None:
+    if settings.metaserver_token_file is None:
         log.warning(
-            "any client that reaches this port may post tickets for its own requests: "
-            "--metaserver-token-file or --metaserver-port prevent that"
+            "any client that reaches this port may post tickets for its own requests: --metaserver-token-file "
+            "prevents that"
         )
-    server = partial(_server, limiter, sockets.backlog, settings.keep_alive_timeout)
-    servers = [(server(app.for_clients, settings.tls, "on"), listener)]
-    if for_decode is not None and app.for_decode is not None:
-        servers.append((server(app.for_decode, settings.metaserver_tls, "off"), for_decode))
+    server = _Server(
+        uvicorn.Config(
+            app.asgi,
+            lifespan="on",
+            http="httptools",
+            ws="none",
+            backlog=found.backlog,
+            limit_concurrency=found.connections + 1,
+            timeout_keep_alive=math.ceil(settings.keep_alive_timeout),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
+            **settings.tls(),
+        )
+    )
 
     async def run() -> bool:
         loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stopped.set)
-        running = [asyncio.create_task(server.serve(sockets=[own])) for server, own in servers]
+        running = asyncio.create_task(server.serve(sockets=[listener]))
         ends = [asyncio.create_task(event.wait()) for event in (stopped, app.ended)]
-        await asyncio.wait([*running, *ends], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([running, *ends], return_when=asyncio.FIRST_COMPLETED)
         if not stopped.is_set():
             log.error("the proxy stops: it could not start, or one of its background tasks failed")
         app.shut_down()
-        for server, _ in servers:
-            server.should_exit = True
-        ended = await asyncio.gather(*running, return_exceptions=True)
-        errors = [error for error in ended if isinstance(error, BaseException)]
-        for error in errors:
+        server.should_exit = True
+        [error] = await asyncio.gather(running, return_exceptions=True)
+        if error is not None:
             log.error("the proxy's server failed", exc_info=error)
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        return stopped.is_set() and not errors
+        return stopped.is_set() and error is None
 
-    with contextlib.closing(_Loop(settings.read_timeout)) as loop:
-        well = loop.run_until_complete(run())
-        loop.run_until_complete(loop.shutdown_default_executor())
-    return well
-
-
-def _server(
-    limiter: ConnectionLimiter,
-    backlog: int,
-    keep_alive_timeout: float,
-    app: Starlette,
-    tls: Tls | None,
-    lifespan: Literal["on", "off"],
-) -> _Server:
-    return _Server(
-        uvicorn.Config(
-            app,
-            lifespan=lifespan,
-            http=limiter.protocol,
-            ws="none",
-            backlog=backlog,
-            timeout_keep_alive=math.ceil(keep_alive_timeout),
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
-            **({} if tls is None else tls.uvicorn_options()),
-        )
-    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # it cancels the tasks that are left
+        return runner.run(run())

@@ -1,145 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy's settings, checked once at the start."""
+"""The proxy's settings, declared once: fields with an `Option` are the options of `vllm-ascend-pd proxy`."""
 
 from __future__ import annotations
 
 import ipaddress
+import ssl
+from typing import Annotated, Any, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
+from typer import Option
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.http.tls import Tls
-from vllm_ascend_pd.proxy.operate.tracing import check_tracing
-from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.discovery import check_engine_urls, is_http
-from vllm_ascend_pd.proxy.routing.strategies import DEFAULT_STRATEGY, STRATEGIES
 from vllm_ascend_pd.transport.keys import read_text_secret
 
 MIB = 1024 * 1024
 
-
-POSITIVE = (
-    "connect_timeout",
-    "read_timeout",
-    "silence_timeout",
-    "prefill_timeout",
-    "probe_timeout",
-    "check_interval",
-    "eject_after",
-    "return_after",
-    "dns_interval",
-    "prefill_attempts",
-    "decode_attempts",
-    "max_concurrent",
-    "keep_alive_timeout",
-    "max_per_prefill",
-    "max_per_decode",
-    "queue_timeout",
-    "max_body_bytes",
-)
-"""Settings with an option of `vllm-ascend-pd proxy` that must be greater than 0."""
-NOT_NEGATIVE = ("queue_per_engine", "max_waiting")
-"""Those that may be 0, too."""
-
-
-def option(name: str) -> str:
-    """The option of `vllm-ascend-pd proxy` for a setting."""
-    return "--" + name.replace("max_body_bytes", "max_body_mib").replace("_", "-")
+_MAY_BE_0 = ("port", "max_waiting", "queue_per_engine")
+"""Numbers that may be 0. All others must be greater."""
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a proxy. Times are in seconds. Raises ValueError, in words for the operator, for a value that
     cannot work."""
 
-    prefill: tuple[str, ...]
-    """Root URLs of the prefill engines, such as `http://10.0.0.1:8100`, or `dns+http://NAME:PORT`."""
-    decode: tuple[str, ...]
-    """Root URLs of the decode engines."""
-    metaserver_url: str
-    """The URL of this proxy's metaserver, as decode engines can reach it. They post their tickets there. Without a
-    path, it gets `METASERVER_PATH`."""
-    connect_timeout: float = 5.0
-    """To open a connection to an engine, or to wait for a free one."""
-    read_timeout: float = 600.0
-    """How long a client may send or read nothing. Also how long an engine may send nothing for a request while it
-    computes nothing for any request, by its own metrics."""
+    prefill: Annotated[
+        list[str],
+        Option(help="URL of a prefill engine. dns+http://NAME:PORT: every address of NAME. Repeatable."),
+    ] = []
+    decode: Annotated[list[str], Option(help="URL of a decode engine, as for --prefill. Repeatable.")] = []
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port to listen on. 0 chooses a free port.", min=0, max=65535)] = 8000
+    metaserver_url: Annotated[
+        str,
+        Option(
+            help="URL at which decode engines reach this proxy. Without a path, /v1/metaserver is added.",
+            show_default="http://HOST:PORT/v1/metaserver",
+        ),
+    ] = ""
+    tls_cert: Annotated[str | None, Option(help="PEM file with the certificate chain. Enables HTTPS.")] = None
+    tls_key: Annotated[str | None, Option(help="PEM file with the key of --tls-cert.")] = None
+    tls_key_password_file: Annotated[str | None, Option(help="File with the password of --tls-key.")] = None
+    read_timeout: Annotated[
+        float,
+        Option(help="Timeout for a client that reads nothing, and for a silent engine that computes no request."),
+    ] = 600.0
+    """An engine computes nothing by its own metrics."""
+    prefill_timeout: Annotated[
+        float | None,
+        Option(
+            help="Time without a completed prompt after which a prefill engine's prompts go to another one.",
+            show_default="--read-timeout",
+        ),
+    ] = None
+    """It counts while the engine has prompts and its metric of computed tokens does not grow. Time in the queue of a
+    working engine does not count. It must be longer than the longest prompt takes. None: only `read_timeout`
+    applies."""
+    probe_timeout: Annotated[
+        float, Option(help="Time without an answer to a health probe after which a request moves to another engine.")
+    ] = 15.0
+    """A decode engine is probed after the same time without a byte, a prefill engine all the time."""
+    attempts: Annotated[
+        int, Option(help="Attempts at decode, and at prefill of a prompt, before the first token. 1: no retry.")
+    ] = 2
+    """Attempts at decode: how often one request is sent to decode engines while its client has got nothing. Attempts at
+    prefill: failed prefills after which a sample of a prompt fails. The count covers all tickets of the sample, those
+    at earlier decode engines included. A prefill whose KV did not arrive failed, too. A prefill that worked does not
+    count: if decode fails by itself, the next attempt needs another prefill. Retries prefer another engine."""
+    decode_fallback: Annotated[
+        bool, Option(help="Let decode compute prompts, within its own bound, while no prefill engine is well.")
+    ] = True
+    """The bound is `max_decode_prompt_tokens`. A request whose prefill engines turn out to be gone is sent to decode
+    once more for this, beyond `attempts`."""
+    strategy: Annotated[str, Option(help="Routing: round-robin, least-load or prefix-affinity.")] = "prefix-affinity"
+    max_concurrent: Annotated[int, Option(help="Maximum number of requests in flight. Further ones wait.")] = 1024
+    max_waiting: Annotated[int, Option(help="Maximum number of waiting requests. Further ones get status 429.")] = 32768
+    keep_alive_timeout: Annotated[float, Option(help="Time after which an idle client connection is closed.")] = 3900.0
+    """Gateways close theirs earlier, so they send no request on a connection that the proxy closes at that moment."""
+    max_per_prefill: Annotated[
+        int | None,
+        Option(help="Maximum number of prompts in flight per prefill engine.", show_default="no limit"),
+    ] = None
+    max_per_decode: Annotated[
+        int | None,
+        Option(help="Maximum number of requests in flight per decode engine.", show_default="no limit"),
+    ] = None
+    queue_timeout: Annotated[
+        float, Option(help="Maximum time in a queue. Then the request gets status 429, unless prefill has begun.")
+    ] = 1800.0
+    """For `max_concurrent`, or for a slot at an engine. It does not apply to a request's prefills after its first
+    one."""
+    max_body_mib: Annotated[int, Option(help="Maximum size of a request body in MiB, images included.")] = 64
+    allowed_origins: Annotated[
+        str, Option(help="Origins whose pages may use the API (CORS), as a JSON list, as in vLLM.")
+    ] = "[]"
+    metaserver_token_file: Annotated[
+        str | None, Option(help="File with the bearer token that decode engines must send with tickets.")
+    ] = None
+    admin_token_file: Annotated[
+        str | None,
+        Option(help="File with the bearer token of the status page and /admin/engines. Enables the latter."),
+    ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None, Option(help="OpenTelemetry collector that gets the spans of requests, as in vLLM.")
+    ] = None
+
+    # What follows has no option: nobody had a reason for another value. Tests do.
+
+    connect_timeout: float = 10.0
+    """To open a connection to an engine, or to wait for a free one. A lost SYN is sent again after 1, 3 and 7 s."""
     silence_timeout: float = 24 * 3600.0
-    """How long an engine may send nothing for a request, even while it computes."""
-    prefill_timeout: float | None = None
-    """How long a prefill engine that has prompts may serve none of them while its metric of computed tokens does not
-    grow; then another engine is asked. Time in the queue of a working engine does not count. It must be longer than the
-    longest prompt takes. None: only `read_timeout` applies."""
-    probe_timeout: float = 15.0
-    """How long an engine may leave a health probe unanswered until its requests fail. A decode engine is probed after
-    the same time without a byte, a prefill engine all the time."""
+    """How long an engine may send nothing for a request although it computes: longer than any answer takes."""
     health_timeout: float = 2.0
     """For an engine's answer to a health check, to a question about its load, and to a probe for `/health`."""
     check_interval: float = 1.0
-    """Between two checks of an engine's health and load."""
+    """Between two checks of an engine's health and load. An engine answers one in about a millisecond."""
     eject_after: int = 3
-    """Failed health checks in a row that eject an engine: it gets requests only if no other engine is left."""
+    """Failed health checks in a row that eject an engine: it gets requests only if no other engine is left. One or two
+    may be lost by a busy host."""
     return_after: int = 2
     """Good health checks in a row that end an ejection."""
-    strategy: str = DEFAULT_STRATEGY
-    """The routing strategy, one of `strategies.STRATEGIES`."""
-    prefill_attempts: int = 2
-    """Failed prefills after which a sample of a prompt fails; 1: no retry. The count covers all tickets of the sample,
-    those at earlier decode engines included. A prefill whose KV did not arrive failed, too. A prefill that worked does
-    not count: if decode fails by itself, the next attempt needs another prefill. Retries prefer another engine."""
-    decode_attempts: int = 2
-    """How often one request is sent to decode engines while its client has got nothing; 1: no retry. Retries prefer
-    another engine."""
-    decode_fallback: bool = True
-    """Whether decode is told when no prefill engine is well, so that it computes prompts within its own bound
-    (`max_decode_prompt_tokens`). A request whose prefill engines turn out to be gone is sent to decode once more for
-    this, beyond `decode_attempts`."""
-    max_concurrent: int = 1024
-    """Client requests that are served at a time. Further ones wait."""
-    max_waiting: int = 32768
-    """Client requests that wait. Further ones are answered 429."""
-    keep_alive_timeout: float = 3900.0
-    """How long a client's connection may be idle between two requests. Gateways close theirs earlier, so they send no
-    request on a connection that the proxy closes at that moment."""
-    max_per_prefill: int | None = None
-    """Prompts at a prefill engine at a time; None: any number."""
-    max_per_decode: int | None = None
-    """Requests at a decode engine at a time; None: any number."""
+    dns_interval: float = 10.0
+    """Between two lookups of the names of `dns+http://` engines. Kubernetes' own records live 5 s to 30 s."""
     queue_per_engine: int = 1024
     """Requests that wait for a slot at an engine, for each engine that could have one. Further ones are answered 429. A
     request with several prompts or samples counts as one until its first prefill, and then not at all."""
-    queue_timeout: float = 1800.0
-    """How long a request waits, for `max_concurrent` or for a slot; then it is answered 429. It does not apply to a
-    request's prefills after its first one."""
-    max_body_bytes: int = 64 * MIB
-    """The largest client request. Images are part of it."""
     max_ticket_bytes: int = 16 * MIB
     """The largest ticket. Token ids take about 7 bytes each; block ids take 8 bytes per 128 tokens and cache group. A
     ticket of 1 Mi tokens takes 7 MiB until its prefill ends."""
-    metaserver_token_file: str | None = None
-    """The file with the bearer token that decode engines must send with tickets."""
-    admin_token_file: str | None = None
-    """The file with the bearer token of the admin API and the status page. None: no admin API, and an open page."""
-    allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may send requests from a browser; `*`: all. As vLLM's option of that name."""
-    allowed_methods: tuple[str, ...] = ("*",)
-    """Methods that these pages may use."""
-    allowed_headers: tuple[str, ...] = ("*",)
-    """Headers that these pages may send."""
-    allow_credentials: bool = False
-    """Whether browsers may send cookies and other credentials with these requests."""
-    tls: Tls | None = None
-    """Certificates of the clients' port. None: plain HTTP."""
-    metaserver_apart: bool = False
-    """Whether the metaserver has its own port. Then the clients' port does not serve it."""
-    metaserver_tls: Tls | None = None
-    """Certificates of the metaserver's own port."""
-    dns_interval: float = 10.0
-    """Between two lookups of the names of `dns+http://` engines."""
-    otlp_traces_endpoint: str | None = None
-    """The collector that gets the spans of requests, as vLLM's option of that name. None: no spans."""
 
     def __post_init__(self) -> None:
+        # Imported here so that other commands do not load a web server.
+        from vllm_ascend_pd.proxy.operate.tracing import check_tracing
+        from vllm_ascend_pd.proxy.routing.strategies import STRATEGIES
+
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if not (urls or self.admin_token_file):
                 raise ValueError(
@@ -147,41 +141,41 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
                     "runs"
                 )
         self.engines()
-        msgspec.structs.force_setattr(self, "metaserver_url", _with_path(self.metaserver_url))
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{option(name)} must be greater than 0")
-        for name in NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise ValueError(f"{option(name)} must not be less than 0")
+        for name in self.__struct_fields__:
+            value, may_be_0 = getattr(self, name), name in _MAY_BE_0
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if value < 0 or (value == 0 and not may_be_0):
+                least = "not be less than 0" if may_be_0 else "be greater than 0"
+                raise ValueError(f"--{name.replace('_', '-')} must {least}")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"the strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
         self._check_tls()
+        scheme = "http" if self.tls_cert is None else "https"
+        url = _with_path(self.metaserver_url or _default_metaserver_url(self.host, self.port, scheme))
+        if scheme == "https" and not url.startswith("https://"):
+            raise ValueError(f"the metaserver URL {url!r} must begin with https://: it is behind TLS")
+        msgspec.structs.force_setattr(self, "metaserver_url", url)
+        self.origins()
         self.metaserver_token()
         self.admin_token()
         if self.otlp_traces_endpoint is not None:
             check_tracing(self.otlp_traces_endpoint)
 
-    def _check_tls(self) -> None:
-        if self.metaserver_tls is not None and not self.metaserver_apart:
-            raise ValueError("certificates of the metaserver need a port of its own: --metaserver-port")
-        if self.tls is not None and self.tls.client_ca is not None:
-            raise ValueError("clients need no certificates: engines check their bearer tokens")
-        for tls in (self.tls, self.metaserver_tls):
-            if tls is not None:
-                tls.check()
-        scheme = "http" if (self.metaserver_tls if self.metaserver_apart else self.tls) is None else "https"
-        if scheme == "https" and not self.metaserver_url.startswith("https://"):
-            raise ValueError(f"the metaserver URL {self.metaserver_url!r} must begin with https://: it is behind TLS")
+    def engines(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The prefill and decode engines from the command line."""
+        from vllm_ascend_pd.proxy.routing.discovery import check_engine_urls
 
-    def engines(self) -> dict[EngineRole, tuple[str, ...]]:
-        """The engines from the command line, by role."""
-        lists = {EngineRole.PREFILL: self.prefill, EngineRole.DECODE: self.decode}
-        engines = {role: check_engine_urls(role.value, urls) for role, urls in lists.items()}
-        if both := sorted({*engines[EngineRole.PREFILL]} & {*engines[EngineRole.DECODE]}):
+        prefill, decode = check_engine_urls("prefill", self.prefill), check_engine_urls("decode", self.decode)
+        if both := sorted({*prefill} & {*decode}):
             raise ValueError(f"{both[0]} is given as a prefill and as a decode engine")
-        return engines
+        return prefill, decode
+
+    def origins(self) -> list[str]:
+        try:
+            return msgspec.json.decode(self.allowed_origins, type=list[str])
+        except msgspec.MsgspecError:
+            raise ValueError('--allowed-origins must be a JSON list of strings, such as ["*"]') from None
 
     def metaserver_token(self) -> str | None:
         return None if self.metaserver_token_file is None else read_text_secret(self.metaserver_token_file)
@@ -189,10 +183,50 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     def admin_token(self) -> str | None:
         return None if self.admin_token_file is None else read_text_secret(self.admin_token_file)
 
+    def tls(self) -> dict[str, Any]:
+        """uvicorn's settings of TLS. Empty for plain HTTP."""
+        if self.tls_cert is None:
+            return {}
+        return {
+            "ssl_certfile": self.tls_cert,
+            "ssl_keyfile": self.tls_key,
+            "ssl_keyfile_password": self._key_password(),
+        }
 
-def default_metaserver_url(host: str, port: int, tls: Tls | None = None) -> str:
+    def _key_password(self) -> str | None:
+        return None if self.tls_key_password_file is None else read_text_secret(self.tls_key_password_file)
+
+    def _check_tls(self) -> None:
+        if self.tls_cert is None and self.tls_key is None:
+            if self.tls_key_password_file is not None:
+                raise ValueError("--tls-key-password-file needs --tls-cert and --tls-key")
+            return
+        if self.tls_cert is None or self.tls_key is None:
+            raise ValueError("--tls-cert and --tls-key go together")
+        password = self._key_password()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # A function: without one, a key that has a password would ask for it on the terminal.
+            context.load_cert_chain(self.tls_cert, self.tls_key, lambda: password or "")
+        except OSError as error:  # ssl.SSLError is an OSError
+            raise ValueError(
+                f"the certificate {self.tls_cert} with the key {self.tls_key} cannot be used: {error}"
+            ) from None
+
+
+def options() -> dict[str, tuple[Any, Any]]:
+    """The type and the default of each setting that has an option, in order. The type carries the `Option`."""
+    types = get_type_hints(ProxySettings, include_extras=True)
+    defaults = {field.name: field for field in msgspec.structs.fields(ProxySettings)}
+    return {
+        name: (kind, defaults[name].default if defaults[name].default is not msgspec.NODEFAULT else [])
+        for name, kind in types.items()
+        if hasattr(kind, "__metadata__")
+    }
+
+
+def _default_metaserver_url(host: str, port: int, scheme: str) -> str:
     """The metaserver's URL of a proxy that listens on `host`. Raises ValueError if nobody can connect to `host`."""
-    scheme = "http" if tls is None else "https"
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -209,16 +243,10 @@ def default_metaserver_url(host: str, port: int, tls: Tls | None = None) -> str:
 def _with_path(url: str) -> str:
     """Returns the metaserver's URL with its default path if it has none. Raises ValueError for a URL that every decode
     engine refuses to post to."""
+    from vllm_ascend_pd.proxy.routing.discovery import is_http
+
     if not is_http(url):
         raise ValueError(f"the metaserver URL {url!r} is not an http(s) URL")
     if any(character in url for character in "@#?%\\"):
         raise ValueError(f"the metaserver URL {url!r}: give only scheme, host, port and path")
     return url if urlsplit(url).path.strip("/") else url.rstrip("/") + METASERVER_PATH
-
-
-def names(option: str, value: str) -> tuple[str, ...]:
-    """The strings of an option that is a JSON list. Raises ValueError."""
-    try:
-        return msgspec.json.decode(value.encode(), type=tuple[str, ...])
-    except msgspec.MsgspecError:
-        raise ValueError(f'--{option} must be a JSON list of strings, such as ["*"]') from None

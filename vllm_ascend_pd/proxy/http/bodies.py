@@ -1,25 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the JSON bodies for decode and prefill engines from a client's request.
+"""Reads a client's JSON body, and makes the bodies for decode and prefill engines from it.
 
 Only fields that the proxy needs are decoded. All others keep their bytes, so nothing is lost or rounded.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from http import HTTPStatus
 
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
-from vllm_ascend_pd.proxy.http.client_json import Fields, ForDecodeAlone, bad_request, is_given, read_fields
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, RequestFormat
+from vllm_ascend_pd.proxy.http.messages import RequestRefused
 
+Fields = dict[str, msgspec.Raw]
+
+_MAX_OTHER_BYTES = 1024 * 1024
+"""The longest body that Python's `json` reads here. It is slow, and the event loop waits for it."""
 MAX_PROMPTS = 4096
 """In one request. Each prompt is a request of its own to both engines, with a ticket and a connection, so more of them
 would keep other clients out. vLLM 0.32 itself accepts 1,024 (VLLM_MAX_COMPLETION_PROMPTS)."""
 _MAX_SAMPLES = 16384
 """vLLM's own limit (VLLM_MAX_N_SEQUENCES)."""
+
+
+class ForDecodeAlone(Exception):
+    """A request that decode answers without a ticket, in most cases with an error that says what is wrong.
+
+    `body` is for decode. It contains no `kv_transfer_params`."""
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__("decode answers this request alone")
+        self.body = body
+
+
+def read_fields(body: bytes) -> Fields:
+    """The fields of a body, without `kv_transfer_params`, as an engine reads them.
+
+    An engine uses Python's `json`, which accepts more than JSON: UTF-16, a byte order mark, NaN, lone surrogates. It
+    could read such a body although msgspec cannot, so the fields are checked before an engine gets it.
+
+    Raises RequestRefused (400) if the client gave `kv_transfer_params`, and ForDecodeAlone if the body is not an object
+    or a value is not JSON."""
+    try:
+        fields = msgspec.json.decode(body, type=Fields)
+    except UNREADABLE as error:
+        fields = _read_as_python(body, str(error))
+    if is_given(fields.pop("kv_transfer_params", None)):
+        raise bad_request("kv_transfer_params is set by the proxy, not by clients", "kv_transfer_params")
+    return fields
+
+
+def is_given(value: msgspec.Raw | None) -> bool:
+    """Whether a field exists and is not null."""
+    return value is not None and bytes(value) != b"null"
+
+
+def bad_request(message: str, param: str | None = None) -> RequestRefused:
+    return RequestRefused(HTTPStatus.BAD_REQUEST, message, param)
+
+
+def _read_as_python(body: bytes, why_not: str) -> Fields:
+    refused = bad_request(f"the request body is not a JSON object: {why_not}")
+    if len(body) > _MAX_OTHER_BYTES:
+        raise refused
+    try:
+        value = json.loads(body)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ForDecodeAlone(body) from None
+    except (RecursionError, ValueError):  # a limit of this process; an engine may have another one
+        raise refused from None
+    if not isinstance(value, dict):
+        raise ForDecodeAlone(body)
+    if value.get("kv_transfer_params") is not None:
+        return {"kv_transfer_params": msgspec.Raw(b"{}")}
+    try:
+        return msgspec.json.decode(json.dumps(value), type=Fields)
+    except RecursionError:
+        raise refused from None
+    except UNREADABLE:
+        raise ForDecodeAlone(body) from None
 
 
 class ClientRequest(msgspec.Struct, frozen=True):

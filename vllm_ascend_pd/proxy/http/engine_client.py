@@ -15,9 +15,8 @@ import aiohttp
 import anyio
 from aiohttp.http_exceptions import HttpProcessingError
 
-from vllm_ascend_pd.proxy.http.headers import Headers
+from vllm_ascend_pd.proxy.http.messages import Headers, read_all
 from vllm_ascend_pd.proxy.http.session import TimedBody, open_session, time_limits
-from vllm_ascend_pd.proxy.http.streams import read_all
 
 _NOT_ADDED = ("Content-Type", "User-Agent")
 """Headers that aiohttp would add. The proxy passes on the client's headers only."""

@@ -8,16 +8,13 @@ import time
 from collections.abc import Mapping
 from http import HTTPStatus
 
-import anyio
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.text import UNREADABLE
-from vllm_ascend_pd.proxy.http.bearer import BearerToken, guarded
-from vllm_ascend_pd.proxy.http.errors import RequestRefused
-from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
+from vllm_ascend_pd.proxy.http.messages import BearerToken, RequestRefused, TooLarge, guarded, read_all
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.discovery import check_engine_url
@@ -31,7 +28,6 @@ PATH = "/admin/engines"
 COMMAND_LINE = "the command line"
 ADMIN = "the admin API"
 _MAX_BODY_BYTES = 64 * 1024
-_BODY_SECONDS = 20.0
 
 
 class _NewEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,13 +63,13 @@ class Admin:
         """Takes `{"role": "prefill", "url": "http://..."}`. 201 with the engine; 400; 409 if the engine exists already,
         or there are too many."""
         try:
-            with self._request_table.until_shut_down(), anyio.fail_after(_BODY_SECONDS):
+            with self._request_table.until_shut_down():
                 body = await read_all(request.stream(), _MAX_BODY_BYTES)
             new = msgspec.json.decode(body, type=_NewEngine)
             url = check_engine_url(new.role.value, new.url, ("http", "https"))
         except TooLarge:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the request body is too large") from None
-        except (TimeoutError, ClientDisconnect):
+        except ClientDisconnect:
             raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive") from None
         except (*UNREADABLE, ValueError) as error:
             raise RequestRefused(HTTPStatus.BAD_REQUEST, str(error)) from None

@@ -25,8 +25,8 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.http.headers import Headers
-from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.http.messages import Headers
+from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.rendezvous.observer import ERROR, REQUEST_ID, Attributes, Span, Tracing
 from vllm_ascend_pd.proxy.routing.answers import Failure, FailureKind
 

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.http.bearer import Action, BearerToken, guarded
+from vllm_ascend_pd.proxy.http.messages import Action, BearerToken, guarded
 from vllm_ascend_pd.proxy.rendezvous.observer import WINDOW_SECONDS, Observer, Percentiles, RecentFailure
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole

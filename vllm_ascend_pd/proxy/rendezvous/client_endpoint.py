@@ -16,14 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
-from vllm_ascend_pd.proxy.http.bodies import decode_body, parse_client_request
-from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone, read_fields
+from vllm_ascend_pd.proxy.http.bodies import ForDecodeAlone, decode_body, parse_client_request, read_fields
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, error_event
-from vllm_ascend_pd.proxy.http.errors import RequestRefused, error_response
-from vllm_ascend_pd.proxy.http.headers import who_computes
-from vllm_ascend_pd.proxy.http.renaming import Renaming
-from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.http.streams import when_disconnected
+from vllm_ascend_pd.proxy.http.messages import RequestRefused, error_response, when_disconnected, who_computes
+from vllm_ascend_pd.proxy.http.streams import Renaming, Reply
 from vllm_ascend_pd.proxy.rendezvous.observer import COMPUTED_BY, REQUESTED, WITHOUT_PREFILL, Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
@@ -59,7 +55,6 @@ class ClientEndpoint:
         decode_requests: DecodeRequests,
         observer: Observer,
         max_body_bytes: int,
-        read_timeout: float,
     ) -> None:
         """
         Args:
@@ -69,7 +64,6 @@ class ClientEndpoint:
             decode_requests: sends requests to decode engines.
             observer: receives reports about each request.
             max_body_bytes: limit of a client's body.
-            read_timeout: seconds for a client to send its body, and for each write that it must accept.
         """
         self._path = path
         self._endpoint = endpoint
@@ -77,12 +71,11 @@ class ClientEndpoint:
         self._decode_requests = decode_requests
         self._observer = observer
         self._max_body_bytes = max_body_bytes
-        self._read_timeout = read_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         headers = request.headers.raw
-        reply = Reply(send, request_id=request.headers.get("x-request-id"), timeout=self._read_timeout)
+        reply = Reply(send, request_id=request.headers.get("x-request-id"))
         with self._observer.request(request.method, self._path, headers, reply) as span:
             proxied = ProxiedRequest(request.method, self._path, self._endpoint, headers, reply, span)
             try:
@@ -125,11 +118,7 @@ class ClientEndpoint:
     async def _read_body(self, request: Request, place: AdmittedRequest) -> bytes:
         if request.method in ("GET", "HEAD"):
             return b""
-        try:
-            with anyio.fail_after(self._read_timeout):
-                return await place.body(request.stream(), self._max_body_bytes)
-        except TimeoutError:
-            raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive") from None
+        return await place.body(request.stream(), self._max_body_bytes)
 
     def _refuse(self, proxied: ProxiedRequest, refused: RequestRefused) -> None:
         if refused.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
@@ -256,9 +245,6 @@ class DecodeRequests:
                 broken_off = responded and error.kind is FailureKind.LOST and not attempt.answering
                 if broken_off and _breaks_off(proxied.endpoint):
                     failure = await relay.transfer_failure() or failure
-            except TimeoutError:
-                log.warning("request %s: the client stopped reading: ending its request", attempt.request_id)
-                proxied.end(None)
         if attempt.scope.cancelled_caught:
             # Of its transfer failure and its engine's stall, whichever came first has ended the attempt.
             return attempt.transfer_failure or _stalled(attempt)

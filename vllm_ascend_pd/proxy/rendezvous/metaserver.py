@@ -32,10 +32,16 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.http.bearer import Action, BearerToken
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest, samples_of
-from vllm_ascend_pd.proxy.http.errors import RequestRefused, error_response
-from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnected
+from vllm_ascend_pd.proxy.http.messages import (
+    Action,
+    BearerToken,
+    RequestRefused,
+    TooLarge,
+    error_response,
+    read_all,
+    when_disconnected,
+)
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import ParsedTicket, PrefillRequests, failed, read_ticket
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketMatch, TicketProgress
@@ -74,7 +80,6 @@ class Metaserver:
         observer: Observer,
         *,
         token: str | None,
-        read_timeout: float,
         max_ticket_bytes: int,
         prefill_attempts: int,
     ) -> None:
@@ -85,7 +90,6 @@ class Metaserver:
             watch: ends prefills at engines that have stopped.
             observer: receives reports about tickets and prefills.
             token: bearer token of decode engines; None if they need none.
-            read_timeout: seconds for a post to arrive.
             max_ticket_bytes: limit of a ticket.
             prefill_attempts: how many prefills one prompt may have.
         """
@@ -93,7 +97,6 @@ class Metaserver:
         self._prefill_requests = PrefillRequests(pool, watch, observer, attempts=prefill_attempts)
         self._observer = observer
         self._token = None if token is None else BearerToken(token)
-        self._read_timeout = read_timeout
         self._max_ticket_bytes = max_ticket_bytes
         self._open: Counter[str] = Counter()
         """Number of posts that wait, by ticket id. A ticket posted again may count twice."""
@@ -249,14 +252,14 @@ class Metaserver:
             reason = "the bearer token is missing or wrong (metaserver_token_file)"
             raise PostRefused(HTTPStatus.UNAUTHORIZED, reason)
         try:
-            with self._request_table.until_shut_down(), anyio.fail_after(self._read_timeout):
+            with self._request_table.until_shut_down():
                 body = await read_all(request.stream(), limit)
             return decode(body)
         except RequestRefused as refused:
             raise PostRefused(refused.status, refused.message) from None
         except TooLarge:
             raise PostRefused(HTTPStatus.BAD_REQUEST, f"the {name} exceeds {limit} bytes") from None
-        except (TimeoutError, ClientDisconnect):
+        except ClientDisconnect:
             raise PostRefused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
         except UNREADABLE as error:
             raise PostRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None

@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.http.headers import Headers
-from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.http.messages import Headers
+from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
 
 # --- spans ---------------------------------------------------------------------------------------------------

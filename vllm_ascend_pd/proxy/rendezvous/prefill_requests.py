@@ -20,8 +20,7 @@ from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.text import UNREADABLE, is_name, one_line
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest, prefill_body, tokens_body
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
-from vllm_ascend_pd.proxy.http.errors import error_response, excerpt
-from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
+from vllm_ascend_pd.proxy.http.messages import TooLarge, error_response, excerpt, read_all
 from vllm_ascend_pd.proxy.rendezvous.observer import PROMPT, REQUEST_ID, Attributes, Observer, Span
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketProgress
 from vllm_ascend_pd.proxy.routing.answers import (

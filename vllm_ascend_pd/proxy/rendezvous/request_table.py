@@ -22,9 +22,8 @@ from starlette.responses import Response
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint, prompt_number, uuid_in
-from vllm_ascend_pd.proxy.http.errors import RequestRefused
-from vllm_ascend_pd.proxy.http.headers import Headers, decode_request_headers, prefill_request_headers
-from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.http.messages import Headers, RequestRefused, decode_request_headers, prefill_request_headers
+from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.rendezvous.observer import REQUEST_ID, Span
 from vllm_ascend_pd.proxy.routing.answers import RULES, Counts, EngineRole, Failure
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest, RequestAdmission, RequestGroup

@@ -13,10 +13,8 @@ from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.endpoints import error_event
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
-from vllm_ascend_pd.proxy.http.errors import error_response, excerpt
-from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, names_no_reason, opening, split_errors
-from vllm_ascend_pd.proxy.http.headers import client_response_headers
-from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
+from vllm_ascend_pd.proxy.http.messages import TooLarge, client_response_headers, error_response, excerpt, read_all
+from vllm_ascend_pd.proxy.http.streams import Events, Opening, error_of, names_no_reason, opening, split_errors
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt
 from vllm_ascend_pd.proxy.routing.answers import Failure, FailureKind, is_page
@@ -40,8 +38,7 @@ class ResponseRelay:
         self._observer = observer
 
     async def run(self, response: EngineResponse) -> Failure | None:
-        """Passes the response on. Returns how it failed, or None. Raises EngineError's causes and, if the client stops
-        reading, TimeoutError."""
+        """Passes the response on. Returns how it failed, or None. Raises EngineError's causes."""
         self._attempt.heard()
         if response.status >= 500:
             return await self._server_error(response)

@@ -14,7 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from vllm_ascend_pd.proxy.http.engine_client import ConnectionLost, EngineClient, HttpError
-from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
+from vllm_ascend_pd.proxy.http.messages import TooLarge, read_all
 from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EnginePool

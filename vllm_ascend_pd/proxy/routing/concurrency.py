@@ -16,7 +16,7 @@ from http import HTTPStatus
 import anyio
 
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.http.errors import RequestRefused, body_too_large
+from vllm_ascend_pd.proxy.http.messages import RequestRefused, body_too_large
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 
 _FIRST_PAUSE_SECONDS = 0.1
@@ -119,7 +119,7 @@ class ConcurrencyLimiter:
         if not waiter.has_open_engine:
             return None
         if not (admitted or self._may_wait(group, len(engines))):
-            raise NoFreeSlotError(f"{self._queue_per_engine * len(engines)} requests already wait (--queue-per-engine)")
+            raise NoFreeSlotError(f"{self._queue_per_engine * len(engines)} requests already wait")
         queue = self._readmitted if admitted else self._queue.setdefault(group, {})
         queue[waiter] = None
         try:

@@ -23,8 +23,7 @@ from vllm_ascend_pd.proxy.http.engine_client import (
     PoolTimeout,
     ReadTimeout,
 )
-from vllm_ascend_pd.proxy.http.headers import Headers
-from vllm_ascend_pd.proxy.http.streams import TooLarge
+from vllm_ascend_pd.proxy.http.messages import Headers, TooLarge
 from vllm_ascend_pd.proxy.routing.answers import (
     RULES,
     Asks,

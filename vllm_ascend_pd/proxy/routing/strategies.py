@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from vllm_ascend_pd.proxy.http.bodies import ClientRequest, samples_of
-from vllm_ascend_pd.proxy.http.client_json import Fields
+from vllm_ascend_pd.proxy.http.bodies import ClientRequest, Fields, samples_of
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
 from vllm_ascend_pd.proxy.routing.load import EngineLoad
 

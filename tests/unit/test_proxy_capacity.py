@@ -6,34 +6,33 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.proxy.http.sockets import Sockets, share, wanted_files
+from vllm_ascend_pd.proxy.server import Capacity, capacity, files_for
 
 
 def test_the_defaults_fit_what_they_want() -> None:
-    assert wanted_files(1024, 32768) == 45_312
-    assert share(45_312, 1024, 32768) == Sockets(1024, 32768, 4096, 36_864, 4096)
+    assert files_for(1024, 32768) == 45_312
+    assert capacity(45_312, 1024, 32768) == Capacity(1024, 32768, 36_864, 4096)
 
 
 def test_few_open_files_are_shared_between_served_and_waiting_requests() -> None:
-    assert share(1024, 1024, 32768) == Sockets(128, 128, 256, 384, 128)
+    assert capacity(1024, 1024, 32768) == Capacity(128, 128, 384, 128)
 
 
 def test_the_queue_shrinks_before_the_number_of_served_requests() -> None:
-    assert share(20_000, 3024, 32768)[:2] == (3024, 5148)
+    assert capacity(20_000, 3024, 32768)[:2] == (3024, 5148)
 
 
 @given(st.integers(600, 100_000), st.integers(1, 10_000), st.integers(0, 100_000))
 def test_connections_never_need_more_files_than_there_are(files: int, concurrent: int, waiting: int) -> None:
-    sockets = share(files, concurrent, waiting)
-    assert 1 <= sockets.concurrent <= concurrent
-    assert 0 <= sockets.waiting <= waiting
-    assert sockets.connections == sockets.idle + sockets.waiting
+    found = capacity(files, concurrent, waiting)
+    assert 1 <= found.concurrent <= concurrent
+    assert 0 <= found.waiting <= waiting
     # Beside the line, a request that is served has room for its client and its tickets.
-    assert sockets.idle >= 2 * sockets.concurrent
-    assert sockets.connections + 2 * sockets.concurrent + sockets.backlog <= files
+    assert found.connections - found.waiting >= 2 * found.concurrent
+    assert found.connections + 2 * found.concurrent + found.backlog <= files
 
 
 @given(st.integers(1, 10_000), st.integers(0, 100_000))
 def test_files_that_are_wanted_are_enough(concurrent: int, waiting: int) -> None:
-    sockets = share(wanted_files(concurrent, waiting), concurrent, waiting)
-    assert (sockets.concurrent, sockets.waiting) == (concurrent, waiting)
+    found = capacity(files_for(concurrent, waiting), concurrent, waiting)
+    assert (found.concurrent, found.waiting) == (concurrent, waiting)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/gateway/nginx.conf: the real nginx before a proxy process between stand-ins for engines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, Servers, make_ticket
+from proxy_cluster import COMPLETION, eventually, running_proxy
+
+from harness.certificates import Authority, Certificate
+from harness.ports import is_free, release_port, reserve_port
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
+
+NGINX = shutil.which("nginx", path=f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}:/usr/sbin") or ""
+CONFIGURATION = Path(__file__).resolve().parents[2] / "examples" / "gateway" / "nginx.conf"
+STREAM = {**COMPLETION, "stream": True}
+
+pytestmark = pytest.mark.skipif(
+    not NGINX, reason="scripts/setup_env.sh --with-gateway, on Debian or Ubuntu, unpacks nginx"
+)
+
+
+@dataclass
+class Gateway:
+    port: int
+    for_decode: str
+    """The URL of the metaserver by mutual TLS."""
+    trusts_us: ssl.SSLContext
+    decode: DecodeEngine
+    proxy_port: int
+
+    def client(self) -> httpx.Client:
+        url = f"https://127.0.0.1:{self.port}"
+        return httpx.Client(base_url=url, verify=self.trusts_us, trust_env=False, timeout=30)
+
+
+def configuration(folder: Path, ours: Authority, proxy: int, clients: int, decode: int) -> str:
+    """The example with other ports, files and times. Each replacement must find its place."""
+    certificate = ours.issue("gateway", "IP:127.0.0.1")
+    text = CONFIGURATION.read_text()
+    changes = {
+        "/run/pd-gateway.pid": str(folder / "pid"),
+        "/var/log/nginx/pd-gateway-error.log": str(folder / "error.log"),
+        "worker_processes auto": "worker_processes 1",
+        "worker_rlimit_nofile 65536": "worker_rlimit_nofile 1024",
+        "worker_connections 16384": "worker_connections 256",
+        "access_log off;": f"access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;"
+        + "".join(f" {kind}_temp_path {folder}/{kind};" for kind in ("fastcgi", "scgi", "uwsgi")),
+        "127.0.0.1:8000": f"127.0.0.1:{proxy}",
+        "listen 443": f"listen 127.0.0.1:{clients}",
+        "listen 8443": f"listen 127.0.0.1:{decode}",
+        "/etc/pd/gateway.pem": str(certificate.cert),
+        "/etc/pd/gateway-key.pem": str(certificate.key),
+        "/etc/pd/engines-ca.pem": str(ours.cert),
+        "client_header_timeout 20s": "client_header_timeout 1s",
+        "limit_conn pd_per_address 256": "limit_conn pd_per_address 3",
+    }
+    for old, new in changes.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+@contextmanager
+def running_nginx(folder: Path, ports: tuple[int, int]) -> Iterator[None]:
+    user = "user root;" if os.geteuid() == 0 else ""  # its workers write into this folder
+    command = [NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", f"daemon off; {user}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        eventually(lambda: process.poll() is not None or not any(map(is_free, ports)))
+        assert process.poll() is None, process.communicate()[1]
+        yield
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def gateway(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("gateway")
+    decode = DecodeEngine()
+    clients, for_decode = ports = reserve_port(), reserve_port()
+    with Servers() as servers, ExitStack() as stack:
+        stack.callback(lambda: [release_port(port) for port in ports])
+        urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: decode.app)
+        _, proxy = stack.enter_context(running_proxy(*urls))
+        (folder / "nginx.conf").write_text(configuration(folder, ours, proxy, clients, for_decode))
+        stack.enter_context(running_nginx(folder, ports))
+        trusts_us = ssl.create_default_context(cafile=str(ours.cert))
+        yield Gateway(clients, f"https://127.0.0.1:{for_decode}{METASERVER_PATH}", trusts_us, decode, proxy)
+
+
+@pytest.fixture(autouse=True)
+def fresh_engine(gateway: Gateway) -> None:
+    gateway.decode.hangs = gateway.decode.hangs_after_first_token = False
+    gateway.decode.needs_prefill = True
+    gateway.decode.cancelled.clear()
+
+
+def test_a_stream_passes_token_by_token_and_ends_with_its_client(gateway: Gateway) -> None:
+    gateway.decode.hangs_after_first_token = True
+    with gateway.client() as client, client.stream("POST", "/v1/completions", json=STREAM) as response:
+        assert response.status_code == 200
+        chunks = response.iter_raw()  # the stream ends with its iterator
+        assert b'"text"' in next(chunks)
+        assert not gateway.decode.cancelled.is_set()
+    assert gateway.decode.cancelled.wait(10)
+
+
+def test_a_client_that_leaves_before_its_answer_ends_its_request(gateway: Gateway) -> None:
+    gateway.decode.hangs = True
+    with gateway.client() as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json=COMPLETION, timeout=1)
+    assert gateway.decode.cancelled.wait(10)
+
+
+def test_answers_and_errors_pass_unchanged(gateway: Gateway) -> None:
+    wrong = {**COMPLETION, "truncate_prompt_tokens": -1}
+    with gateway.client() as client, httpx.Client(trust_env=False) as direct:
+        for body, status in ((COMPLETION, 200), (wrong, 400)):
+            answers = [
+                asked.post(f"{url}/v1/completions", json=body)
+                for asked, url in ((client, ""), (direct, f"http://127.0.0.1:{gateway.proxy_port}"))
+            ]
+            assert [answer.status_code for answer in answers] == [status, status]
+            assert answers[0].json().get("error") == answers[1].json().get("error")
+        image = "data:image/png;base64," + "x" * (40 << 20)
+        assert client.post("/v1/completions", json={**COMPLETION, "prompt": image}).status_code == 200
+        for path in ("/admin/engines", "/metrics", "/health", "/status.json", METASERVER_PATH, "/"):
+            assert client.get(path).status_code == 404
+
+
+def test_a_slow_head_is_ended(gateway: Gateway) -> None:
+    with (
+        socket.create_connection(("127.0.0.1", gateway.port), 30) as plain,
+        closing(gateway.trusts_us.wrap_socket(plain, server_hostname="127.0.0.1")) as connection,
+    ):
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+        began_at = time.monotonic()
+        assert b"200" not in connection.recv(4096)
+        assert time.monotonic() - began_at < 20
+
+
+def test_one_address_has_a_bounded_number_of_requests(gateway: Gateway) -> None:
+    gateway.decode.hangs_after_first_token = True
+    with ExitStack() as stack:
+        for _ in range(3):
+            client = stack.enter_context(gateway.client())
+            stack.enter_context(client.stream("POST", "/v1/completions", json=STREAM))
+        assert stack.enter_context(gateway.client()).get("/v1/models").status_code == 429
+    with gateway.client() as client:
+        eventually(lambda: client.get("/v1/models").status_code == 200)
+
+
+def test_tickets_by_mutual_tls(gateway: Gateway, ours: Authority, others: Authority) -> None:
+    gateway.decode.needs_prefill = False
+    gateway.decode.hangs_after_first_token = True
+
+    def posted(own: Certificate | None) -> PostOutcome:
+        files = {} if own is None else {"cert_file": str(own.cert), "key_file": str(own.key)}
+        settings = MetaserverSettings(
+            allowlist=(gateway.for_decode,), ca_file=str(ours.cert), retries=1, backoff_base_s=0.01, **files
+        )
+        decode = MetaserverClient(settings, own_host="127.0.0.1")
+        with (
+            closing(decode),
+            gateway.client() as client,
+            client.stream("POST", "/v1/completions", json=STREAM) as answer,
+        ):
+            chunks = answer.iter_raw()  # the stream ends with its iterator
+            next(chunks)
+            engine_id = f"cmpl-{gateway.decode.received[-1].headers['x-request-id']}-0"
+            decode.post("key", gateway.for_decode, make_ticket(engine_id, "t"))
+            outcomes: list[PostOutcome] = []
+            eventually(lambda: outcomes.extend(decode.poll()) or outcomes)
+        [outcome] = outcomes
+        return outcome
+
+    good = posted(ours.issue("decode", "DNS:decode"))
+    assert good == PostOutcome("key", ok=True), good.reason
+    assert not posted(None).ok
+    assert not posted(others.issue("decode", "DNS:decode")).ok
+    decode = ours.issue("decode-itself", "DNS:decode")
+    gateway.trusts_us.load_cert_chain(decode.cert, decode.key)
+    for path in ("/v1/completions", "/metrics", "/health", "/admin/engines"):
+        url = gateway.for_decode.removesuffix(METASERVER_PATH) + path
+        assert httpx.get(url, verify=gateway.trusts_us, trust_env=False, timeout=30).status_code == 404

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that do not read, do not send their bodies, or ask for another protocol, over real connections."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, Servers
+from proxy_cluster import Cluster, eventually, running_cluster, running_proxy
+
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.proxy.http import messages
+
+NOBODY = "http://127.0.0.1:9", "http://127.0.0.1:11"
+
+
+def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", port))
+    return connection
+
+
+def connected(cluster: Cluster) -> socket.socket:
+    port = cluster.client.base_url.port
+    assert port is not None
+    return connect(port)
+
+
+def post(path: str, length: int, *headers: bytes) -> bytes:
+    lines = [b"POST %s HTTP/1.1" % path.encode(), b"Host: x", b"Content-Length: %d" % length, *headers]
+    return b"\r\n".join([*lines, b"", b""])
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """The bytes until the server closes the connection."""
+    received = b""
+    with suppress(ConnectionError):
+        while chunk := connection.recv(65536):
+            received += chunk
+    return received
+
+
+@contextmanager
+def asked_for_8_mib(port: int, receive_buffer: int) -> Iterator[socket.socket]:
+    """A connection that has sent a request whose answer takes more than the kernel's buffers: the engine echoes."""
+    body = b'{"prompt": "' + b"x" * (8 << 20) + b'"}'
+    with closing(connect(port, receive_buffer)) as connection:
+        connection.sendall(post("/tokenize", len(body)) + body)
+        yield connection
+
+
+def test_a_client_that_reads_nothing_loses_its_connection_and_a_slow_one_gets_all() -> None:
+    decode = DecodeEngine()
+    with Servers() as servers, ExitStack() as stack:
+        urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: decode.app)
+        process, port = stack.enter_context(running_proxy(*urls, "--read-timeout", "3"))
+        deaf = stack.enter_context(asked_for_8_mib(port, 1))
+        slow = stack.enter_context(asked_for_8_mib(port, 1 << 16))
+        proxy = psutil.Process(process.pid)
+
+        def held(connection: socket.socket) -> bool:
+            return any(each.raddr == connection.getsockname() for each in proxy.net_connections())
+
+        eventually(lambda: len(decode.received) == 2)
+        assert held(deaf)
+        received = 0
+        began_at = time.monotonic()
+        while received < 8 << 20:  # for longer than the timeout
+            chunk = slow.recv(1 << 16)
+            assert chunk, "closed"
+            received += len(chunk)
+            time.sleep(0.05)
+        assert time.monotonic() - began_at > 3
+        eventually(lambda: not held(deaf))
+        assert held(slow)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["served", "waiting"])
+@pytest.mark.parametrize("path", ["/v1/completions", METASERVER_PATH, "/admin/engines"])
+def test_a_body_that_does_not_arrive_is_answered_408(
+    path: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request frees its place."""
+    monkeypatch.setattr(messages, "_BODY_SECONDS", 0.5)
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("a-secret")
+    with running_cluster(max_concurrent=1, admin_token_file=str(token)) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.holds = waits
+        first = client.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        with closing(connected(cluster)) as connection:
+            connection.sendall(post(path, 100, b"Authorization: Bearer a-secret") + b"{")
+            answer = rest_of(connection)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"the request body did not arrive" in answer
+            assert answer.count(b"HTTP/1.1") == 1
+        cluster.prefill.holds = False
+        assert first.result().status_code == 200
+        assert cluster.complete().status_code == 200
+
+
+def test_a_large_body_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_BODY_SECONDS", 1.0)
+    monkeypatch.setattr(messages, "_BYTES_PER_SECOND", 10_000)
+    body = b'{"prompt": "' + b"x" * 19_986 + b'"}'
+    with running_cluster() as cluster, closing(connected(cluster)) as connection:
+        connection.sendall(post("/v1/completions", len(body), b"Connection: close"))
+        for at in range(0, len(body), 5000):
+            time.sleep(0.5)
+            connection.sendall(body[at : at + 5000])
+        assert rest_of(connection).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere"])
+def test_a_body_without_end_is_cut_off_after_the_answer(path: str) -> None:
+    with running_cluster(max_body_mib=1) as cluster, closing(connected(cluster)) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+        cut_off = False
+        while not cut_off:
+            try:
+                connection.sendall(chunk)
+            except ConnectionError:
+                cut_off = True
+        assert cluster.complete().status_code == 200
+
+
+def test_the_answer_to_a_body_that_is_too_large_arrives() -> None:
+    """Although the client sends all of it before it reads."""
+    with running_cluster(max_body_mib=1) as cluster, closing(connected(cluster)) as connection:
+        connection.sendall(post("/v1/completions", 32 << 20) + bytes(32 << 20))
+        assert rest_of(connection).startswith(b"HTTP/1.1 413 ")
+
+
+OFFER = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA")
+SMUGGLED = post("/tokenize", 2) + b"{}"
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("method", ["POST", "CONNECT"])
+def test_a_request_to_upgrade_is_refused_and_its_body_is_no_request(method: str, apart: bool) -> None:
+    """JDK's HttpClient asks for HTTP/2 by default. uvicorn does not read the body of such a request."""
+    request = post("/v1/completions", len(SMUGGLED), *OFFER).replace(b"POST", method.encode(), 1)
+    with running_cluster() as cluster, closing(connected(cluster)) as connection:
+        connection.sendall(request if apart else request + SMUGGLED)
+        if apart:
+            time.sleep(0.2)
+            with suppress(ConnectionError):
+                connection.sendall(SMUGGLED)
+        answer = rest_of(connection)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"HTTP/1.1 alone" in answer
+        assert answer.count(b"HTTP/1.1 4") == 1
+        assert cluster.decode.received == []
+
+
+def test_client_connection_is_reused_after_longer_than_5_s() -> None:
+    """Gateways keep idle connections for a minute and more."""
+    with running_proxy(*NOBODY) as (_, port), closing(connect(port)) as client:
+        for wait_s in (6, 0):
+            client.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
+            received = b""
+            while b"Not Found" not in received:
+                chunk = client.recv(65536)
+                assert chunk, "closed"
+                received += chunk
+            time.sleep(wait_s)
+
+
+def test_more_connections_than_files_allow_are_answered_503() -> None:
+    few = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))"
+    with running_proxy(*NOBODY, before=few) as (_, port):
+
+        def status() -> bytes:
+            with closing(connect(port)) as client:
+                client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return rest_of(client)[9:12]
+
+        assert status() == b"200"
+        with ExitStack() as stack:
+            for _ in range(70):
+                stack.enter_context(closing(connect(port)))
+            eventually(lambda: status() == b"503")
+        eventually(lambda: status() == b"200")

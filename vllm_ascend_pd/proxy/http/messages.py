@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every HTTP message at the proxy's port: bodies with bounds, error answers in vLLM's format, bearer
+tokens, pages of other origins (CORS), and which headers pass on (RFC 9110, section 7.6.1)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import re
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from http import HTTPStatus
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL
+
+_BODY_SECONDS = 20.0
+"""For a request's body to arrive."""
+_BYTES_PER_SECOND = 64 * 1024
+"""Each so many bytes of the body extend its time by a second."""
+_LINGER_SECONDS = 2.0
+"""For the rest of a body whose request was answered without it: the answer is lost if the connection closes while the
+client still sends."""
+_NO_UPGRADE = "this server speaks HTTP/1.1 alone: send no Upgrade header (JDK's HttpClient: version(HTTP_1_1))"
+
+
+class BoundedBodies:
+    """ASGI middleware that bounds how long a request's body takes.
+
+    A body that does not arrive in time is answered 408, and the application gets a disconnect. An answer to a request
+    whose body is incomplete closes the connection. uvicorn reads no body of a request that asks for another protocol,
+    and would take it for the next request, so such a request is answered 400.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_body, upgrades = False, scope["method"] == "CONNECT"
+        for name, value in scope["headers"]:
+            if name in (b"content-length", b"transfer-encoding"):
+                has_body = value != b"0"
+            elif name == b"connection" and b"upgrade" in value.lower():
+                upgrades = True
+        if not has_body and not upgrades:
+            await self._app(scope, receive, send)
+        elif upgrades:
+            refused = error_response(HTTPStatus.BAD_REQUEST, _NO_UPGRADE, headers={"Connection": "close"})
+            await refused(scope, receive, send)
+        else:
+            bounded = _BoundedBody(scope, receive, send)
+            await self._app(scope, bounded.receive, bounded.send)
+
+
+class _BoundedBody:
+    """One request with a body."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._is_complete = False
+        """Whether the whole body has arrived, or the client has left."""
+        self._deadline: float | None = None
+        """When the body must be here, on the event loop's clock. None: the application has not asked for it."""
+        self._is_late = False
+        """Whether the request was answered 408."""
+
+    async def receive(self) -> Message:
+        if self._is_complete:
+            return await self._receive()
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().time() + _BODY_SECONDS
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            self._is_complete = self._is_late = True
+            late = error_response(
+                HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive", headers={"Connection": "close"}
+            )
+            await late(self._scope, self._receive, self._send)
+            return {"type": "http.disconnect"}
+        self._deadline += len(message.get("body", b"")) / _BYTES_PER_SECOND
+        self._is_complete = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._is_complete:
+            if not self._is_late:
+                await self._send(message)
+        elif message["type"] == "http.response.start":
+            headers = [header for header in message.get("headers", ()) if header[0].lower() != b"connection"]
+            await self._send({**message, "headers": [*headers, (b"connection", b"close")]})
+        elif message.get("more_body", False):
+            await self._send(message)
+        else:
+            await self._send({**message, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_SECONDS):
+                    while not self._is_complete:
+                        self._is_complete = not (await self._receive()).get("more_body", False)
+            await self._send({"type": "http.response.body", "body": b""})
+
+
+class TooLarge(Exception):
+    """A body exceeds its limit."""
+
+
+async def read_all(chunks: AsyncIterable[bytes], limit: int) -> bytes:
+    """Returns the whole body. Raises TooLarge as soon as it exceeds `limit` bytes."""
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > limit:
+            raise TooLarge
+    return bytes(body)
+
+
+async def when_disconnected(receive: Receive, action: Callable[[], None]) -> None:
+    """Waits until the client closes the connection, then calls `action`. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    action()
+
+
+_EXCERPT_CHARS = 500
+
+
+class RequestRefused(Exception):
+    """A request that the proxy refuses, with the HTTP status and message of the answer."""
+
+    def __init__(self, status: HTTPStatus, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    def response(self) -> JSONResponse:
+        return error_response(self.status, self.message, param=self.param)
+
+
+def body_too_large(limit: int) -> RequestRefused:
+    return RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body exceeds {limit} bytes")
+
+
+def excerpt(body: bytes) -> str:
+    """Returns the beginning of an engine's answer as one line, for a reason in the log."""
+    return one_line(body[: 4 * _EXCERPT_CHARS].decode(errors="replace"), _EXCERPT_CHARS)
+
+
+def error_response(
+    status: HTTPStatus,
+    message: str,
+    *,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """Returns `{"error": {...}}` as OpenAI clients expect it, with vLLM's `type`, such as `BadRequestError` for 400.
+
+    A 429 and a 503 have a Retry-After header.
+    """
+    name = status.phrase.replace(" ", "").replace("-", "").removesuffix("Error")
+    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        headers = {"Retry-After": "1", **(headers or {})}
+    error = {"message": message, "type": f"{name}Error", "param": param, "code": status.value}
+    return JSONResponse({"error": error}, status_code=status.value, headers=headers)
+
+
+Action = Callable[[Request], Awaitable[Response]]
+
+
+class BearerToken:
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    def is_in(self, request: Request) -> bool:
+        """The time of the comparison does not depend on where the tokens differ."""
+        given = request.headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(given, self._expected)
+
+
+def guarded(token: BearerToken, action: Action) -> Action:
+    """An endpoint for operators. It answers 401 without the admin token, and turns RequestRefused into an answer."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            if not token.is_in(request):
+                raise RequestRefused(HTTPStatus.UNAUTHORIZED, "the admin token is missing or wrong")
+            return await action(request)
+        except RequestRefused as refused:
+            return refused.response()
+
+    return endpoint
+
+
+class CrossOrigin(CORSMiddleware):
+    """Applies CORS to the routes for clients. Pages of other origins cannot use the remaining routes: those for
+    operators and for decode engines, and the status page."""
+
+    def __init__(self, app: ASGIApp, *, paths: Collection[str], allow_origins: Sequence[str]) -> None:
+        """`paths`: those of the routes for clients, which may have parameters in braces."""
+        # Methods and headers as vLLM's defaults. Credentials would need origins by name.
+        super().__init__(app, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
+        # One expression for all: each request is matched.
+        each = (re.sub(r"\?P<\w+>", "?:", compile_path(path)[0].pattern) for path in paths)
+        self._paths = re.compile("|".join(each))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._paths.match(scope["path"]):
+            await super().__call__(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+Headers = list[tuple[bytes, bytes]]
+
+REQUEST_ID = b"x-request-id"
+_WHO_COMPUTES = b"x-who-computes"
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# The proxy's request has its own body, request id and connection. Its body says who computes.
+_OF_THE_CLIENTS_MESSAGE = frozenset(
+    {b"host", b"content-length", b"content-encoding", b"expect", REQUEST_ID, _WHO_COMPUTES}
+)
+# For the engine that answers the client. Prefill's answer never leaves the proxy, and prefill has its own ranks.
+_ONLY_FOR_DECODE = frozenset({b"accept-encoding", b"content-type", b"x-data-parallel-rank"})
+# uvicorn and the proxy's CORS settings add their own.
+_OF_THE_ENGINES_SERVER = frozenset(
+    {
+        b"date",
+        b"server",
+        REQUEST_ID,
+        b"access-control-allow-origin",
+        b"access-control-allow-credentials",
+        b"access-control-expose-headers",
+    }
+)
+
+
+def decode_request_headers(client: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:
+    """The client's end-to-end headers, Authorization included, with the proxy's request id. The content type stays the
+    client's, because an engine refuses any other than JSON."""
+    headers = _end_to_end(client, without=_OF_THE_CLIENTS_MESSAGE)
+    return [*headers, (REQUEST_ID, request_id.encode())]
+
+
+def who_computes(client: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Who is to compute a request's prompts, by its header `X-Who-Computes`: `BY_DECODE`, `BY_PREFILL`, or None.
+
+    The header may be repeated, or list its value several times, as long as all values are the same. Raises
+    RequestRefused (400) for any other value.
+    """
+    lines = [value for name, value in client if name.lower() == _WHO_COMPUTES]
+    if not lines:
+        return None
+    values = {each.strip().lower().decode("latin-1") for each in b",".join(lines).split(b",")}
+    if len(values) == 1 and (value := values.pop()) in (BY_DECODE, BY_PREFILL):
+        return value
+    raise RequestRefused(HTTPStatus.BAD_REQUEST, "the header X-Who-Computes must be either decode or prefill")
+
+
+def prefill_request_headers(decode_headers: Headers) -> Headers:
+    kept = [(name, value) for name, value in decode_headers if name not in _ONLY_FOR_DECODE]
+    return [*kept, (b"content-type", b"application/json")]
+
+
+def client_response_headers(engine: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """The engine's headers, without those that the proxy sets. The CORS headers are such, and `Origin` in `Vary`."""
+    headers = _end_to_end(engine, without=_OF_THE_ENGINES_SERVER)
+    headers = [(name, _without_origin(value) if name == b"vary" else value) for name, value in headers]
+    return [(name, value) for name, value in headers if value or name != b"vary"]
+
+
+def _without_origin(vary: bytes) -> bytes:
+    names = (each.strip() for each in vary.split(b","))
+    return b", ".join(each for each in names if each.lower() != b"origin")
+
+
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]], without: frozenset[bytes]) -> Headers:
+    lowered = [(name.lower(), value) for name, value in headers]
+    named_by_connection = {
+        option.strip().lower() for name, value in lowered if name == b"connection" for option in value.split(b",")
+    }
+    dropped = _HOP_BY_HOP | without | named_by_connection
+    return [(name, value) for name, value in lowered if name not in dropped]
