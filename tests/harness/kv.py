@@ -57,6 +57,7 @@ class Side:
     pcp: int = 1
     interleave: int = 1
     step_tokens: int = 128
+    buffers: int = 0
 
     def layers_of(self, pp_rank: int, model: Model) -> range:
         stages = self.stages or (model.layers,)
@@ -124,7 +125,10 @@ def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) 
     alignment = REGISTRATION_BYTES if device == "npu" else 64
     heads = len(model.heads_of(rank % side.tp, side.tp))
     caches = {}
-    for layer in side.layers_of(pp_rank, model):
+    for place, layer in enumerate(side.layers_of(pp_rank, model)):
+        if side.buffers and place >= side.buffers:
+            caches[layer_name(layer)] = caches[layer_name(layer - side.buffers)]
+            continue
         parts = []
         for part, width in enumerate(model.widths):
             shape = (

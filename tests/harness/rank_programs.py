@@ -93,7 +93,12 @@ class _RankBase:
         self.parsed = ConnectorConfig(**self.config)
         dealt = sharding(side.tp, side.dcp, side.interleave, side.pcp)
         self.caches, specs = self.make()
-        self.registered = describe(self.caches, specs, heads_first=self.model.order is Order.HEAD_MAJOR)
+        self.registered = describe(
+            self.caches,
+            specs,
+            heads_first=self.model.order is Order.HEAD_MAJOR,
+            readers=() if self.side.buffers else None,
+        )
         protocol = self.device.transfer_protocol
         limits = TransferLimits.over(protocol, timeout_s=self.parsed.write_timeout_s)
         self.engine = TransferEngine(self.host, protocol, limits)
@@ -209,9 +214,11 @@ class PrefillRank(_RankBase):
         own = list(values)
         for layer in own if hooks.saved is None else hooks.saved:
             if layer in own:
+                self.worker.await_buffers([layer_name(layer)])
                 self.compute(layer, values.pop(layer, []))
                 self.worker.layer_computed(layer_name(layer))
         for layer, copies in values.items():
+            self.worker.await_buffers([layer_name(layer)])
             self.compute(layer, copies)
         self.worker.forward_ended()
         if hooks.ended:

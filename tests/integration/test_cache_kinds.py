@@ -182,8 +182,17 @@ def test_only_a_vllm_from_0_30_on_has_layers_that_use_a_buffer_in_turn(
         heads_first=True,
         readers=readers,
     )
-    with pytest.raises(LayoutError, match="own and linear use one buffer in turn") if knows else nullcontext():
+    with (
+        pytest.raises(LayoutError, match="own and linear use one buffer in turn, which decode cannot")
+        if knows
+        else nullcontext()
+    ):
         _check_buffers(registered)
+
+
+def test_layers_are_counted_as_vllm_ascend_counts_them() -> None:
+    names = ["model.layers.10.attn", "model.layers.9.indexer.k_cache", "mtp.layers.0.attn", "model.layers.9.attn"]
+    assert caches_module.layers_in_order(names) == [[names[1], names[3]], [names[0]], [names[2]]]
 
 
 MODES = [mode.name for mode in interface.KVQuantMode]

@@ -32,7 +32,7 @@ class Runner(enum.Enum):
 def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: PrefillStep, by_id: dict[str, Prompt]) -> str:
     """Raises, after the first layer, the error that vLLM's runner raises."""
     connector: Any = object.__new__(LayerwisePushConnector)  # around this rank's worker
-    role = PrefillWorkerRole(rank.worker, rank.measured, ExitStack(), always_has_stats=False, caches_of={})
+    role = PrefillWorkerRole(rank.worker, rank.measured, ExitStack(), always_has_stats=False, caches_of={}, in_order=[])
     vars(connector).update(_role=role, _connector_metadata=None)
     output = SchedulerOutput.make_empty()
     output.kv_connector_metadata = metadata = StepMetadata(step)

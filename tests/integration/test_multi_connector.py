@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from harness.multi_connector import (
 )
 from harness.scheduling import BLOCK
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
+from vllm_ascend_pd.connector.roles import ConnectorRole
 from vllm_ascend_pd.core.config import ConfigError
 
 
@@ -99,3 +101,20 @@ def test_every_rank_counts(both: Both) -> None:
     """The other does not say how many reports it makes: what MultiConnector makes of that must be our number."""
     assert both.ours.get_finished_count() == TP
     assert (both.multi.get_finished_count() or TP) == TP
+
+
+@pytest.mark.parametrize("prefills", [True, False])
+@pytest.mark.parametrize("is_worker", [True, False])
+def test_vllm_ascend_finds_whom_to_ask_for_buffers(prefills: bool, is_worker: bool) -> None:
+    """By these names, on AscendMultiConnector's construction: before the worker's caches are registered."""
+    connector: Any = LayerwisePushConnector.__new__(LayerwisePushConnector)
+    connector._setup, connector._is_worker = SimpleNamespace(prefills=prefills), is_worker
+    connector._role = ConnectorRole()
+    asked = connector.is_producer and connector.connector_worker is not None
+    assert asked == (prefills and is_worker)
+    assert connector.supports_layerwise_buffer_reuse
+    waited: list[str | int] = []
+    connector._role = SimpleNamespace(await_buffer=waited.append)
+    connector.wait_for_layer_reuse(3)
+    connector.wait_for_layer_load("model.layers.7.attn")
+    assert waited == [3, "model.layers.7.attn"]

@@ -22,6 +22,7 @@ from vllm_ascend_pd.connector.caches import (
     gives_blocks_away,
     lacks_a_block,
     layer_specs,
+    layers_in_order,
     lost_blocks_say_all,
     readers_of_others,
 )
@@ -307,7 +308,8 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
         specs = layer_specs(setup.caches, vllm_config, rank.share)
         readers = readers_of_others(vllm_config)
         caches = describe(kv_caches, specs, heads_first=device.name == "cpu", readers=readers)
-        _check_buffers(caches)
+        if not setup.prefills:
+            _check_buffers(caches)
         _check_declared_sizes(config, "prefill" if setup.prefills else "decode", rank)
         protocol = config.transfer_protocol or device.transfer_protocol
         limits = TransferLimits.over(protocol, config.write_timeout_s)
@@ -322,8 +324,8 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
             observer = tell_all(PrefillObserver, measured, prefill_trace(config.trace_dir, rank))
             prefill = PrefillWorker(rank, config, device, engine, caches, step_tokens, weights, observer)
             opened.callback(prefill.close, CLOSE_TIMEOUT_S)
-            caches_of = caches_of_layers(specs)
-            return PrefillWorkerRole(prefill, measured, opened.pop_all(), always_has_stats, caches_of)
+            caches_of, in_order = caches_of_layers(specs), layers_in_order(caches.layers)
+            return PrefillWorkerRole(prefill, measured, opened.pop_all(), always_has_stats, caches_of, in_order)
         traced = tell_all(DecodeObserver, decode_trace(config.trace_dir, rank))
         decode = DecodeWorker(rank, config, device, engine, caches, weights, traced)
         opened.callback(decode.close, CLOSE_TIMEOUT_S)
@@ -352,10 +354,10 @@ def _rank_info(setup: EngineSetup) -> RankInfo:
 
 
 def _check_buffers(caches: RegisteredCaches) -> None:
-    """Raises LayoutError if layers use a buffer in turn: a layer's KV would be overwritten while it is sent."""
+    """Raises LayoutError if layers of a decode engine use a buffer in turn: it needs the KV of all of them."""
     for one, other in caches.in_turn:
         raise LayoutError(
-            f"{one} and {other} use one buffer in turn, which is not supported: remove "
+            f"{one} and {other} use one buffer in turn, which decode cannot: remove "
             "layerwise_num_shared_buffers from AscendStoreConnector's kv_connector_extra_config"
         )
 

@@ -13,7 +13,7 @@ states), `CrossAttentionSpec`, `EncoderOnlyAttentionSpec` (an encoder's tokens),
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
@@ -189,6 +189,8 @@ _GROUPS_OF_B_AND_C = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 # A cache of DeepSeek V4: the name of the attention that it belongs to, and what it is.
 _CACHE_OF_V4 = re.compile(r"(.+?)\.(?:attn|swa_cache|compressor|indexer)(?:\.|$)")
 
+_MTP_INDEX = re.compile(r"(?:^|\.)mtp(?:\.layers)?\.(\d+)(?:\.|$)")
+
 _LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -269,6 +271,19 @@ def caches_of_layers(specs: Mapping[str, LayerSpec | StateSpec]) -> dict[str, li
             if of_v4 := _CACHE_OF_V4.match(name):
                 found.setdefault(f"{of_v4[1]}.attn", []).append(name)
     return found
+
+
+def layers_in_order(names: Iterable[str]) -> list[list[str]]:
+    """Returns the caches of each layer of this rank, in the order in which vllm-ascend counts layers.
+
+    It counts by the number in their names, and MTP layers after the others (`layerwise_cache_layout.py`).
+    """
+    found: dict[tuple[bool, int], list[str]] = {}
+    for name in names:
+        of_mtp = _MTP_INDEX.search(name)
+        number = of_mtp or _LAYER_INDEX.search(name)
+        found.setdefault((of_mtp is not None, int(number[1]) if number else 0), []).append(name)
+    return [found[place] for place in sorted(found)]
 
 
 def readers_of_others(vllm_config: "VllmConfig") -> frozenset[str] | None:

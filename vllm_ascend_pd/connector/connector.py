@@ -46,6 +46,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._setup = read_setup(vllm_config, kv_cache_config)
         if role is KVConnectorRole.WORKER and not self._setup.prefills:
             warn_if_asked_later()
+        self._is_worker = role is KVConnectorRole.WORKER
         # A worker gets its role when its KV caches are registered.
         self._role = build_scheduler_role(self._setup) if role is KVConnectorRole.SCHEDULER else ConnectorRole()
 
@@ -69,7 +70,27 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: prefill writes into decode's cache, so nothing is loaded."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: a request runs only once all its KV has arrived."""
+        """Loads nothing: a request runs only once all its KV has arrived.
+
+        On prefill, the layer's buffer may still hold another layer's KV, which is being sent.
+        """
+        self._role.await_buffer(layer_name)
+
+    # vllm-ascend's AscendMultiConnector looks for these four. It has AscendStore wait before it loads KV into a buffer.
+
+    supports_layerwise_buffer_reuse = True
+
+    @property
+    def is_producer(self) -> bool:
+        return self._setup.prefills
+
+    @property
+    def connector_worker(self) -> ConnectorRole | None:
+        """Something in a worker, None in a scheduler."""
+        return self._role if self._is_worker else None
+
+    def wait_for_layer_reuse(self, layer_idx: int) -> None:
+        self._role.await_buffer(layer_idx)
 
     def on_kv_cache_written(self, layer_name: str) -> None:
         """A hook of vllm-ascend: the cache has the KV of the layer that is saved next. Its attention comes later."""

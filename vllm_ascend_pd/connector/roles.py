@@ -71,6 +71,10 @@ class ConnectorRole:
     def start_step(self, step: Any) -> None:
         """Begins a step. `step`: a PrefillStep or a DecodeStep, by the engine's side."""
 
+    def await_buffer(self, layer: str | int) -> None:
+        """Waits until a layer's buffer may be overwritten. `layer`: its name, or its number on this rank. Any thread
+        calls it."""
+
     def layer_written(self, layer: str) -> None:
         """The cache has the KV of the layer that is saved next. `layer`: its name, or ""."""
 
@@ -345,6 +349,7 @@ class PrefillWorkerRole(ConnectorRole):
     closing: closes the worker and what it uses.
     always_has_stats: whether there are statistics in every step.
     caches_of: the caches of layers that have several, by the name that `layer_computed` gets.
+    in_order: the caches of each layer, in the order of layers.
     """
 
     def __init__(
@@ -354,18 +359,24 @@ class PrefillWorkerRole(ConnectorRole):
         closing: ExitStack,
         always_has_stats: bool,
         caches_of: Mapping[str, Sequence[str]],
+        in_order: Sequence[Sequence[str]],
     ) -> None:
         self._worker = worker
         self._measured = measured
         self._closing = closing
         self._always_has_stats = always_has_stats
         self._caches_of = caches_of
+        self._in_order = in_order
 
     def preempted(self, step: PrefillStep) -> None:
         self._worker.preempted(step.preempted)
 
     def start_step(self, step: PrefillStep) -> None:
         self._worker.start_step(step)
+
+    def await_buffer(self, layer: str | int) -> None:
+        caches = self._in_order[layer] if isinstance(layer, int) else self._caches_of.get(layer, (layer,))
+        self._worker.await_buffers(caches)
 
     def layer_written(self, layer: str) -> None:
         self._worker.layer_written(layer)

@@ -344,6 +344,8 @@ class LayerExecutor:
         if (slot := push.take_back()) is not None:
             assert self._ring is not None
             self._ring.release(slot, push.settled_at)
+        if push.over is not None:
+            push.over.set()
 
     # After a write for all requests has failed.
 

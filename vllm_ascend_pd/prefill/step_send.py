@@ -33,7 +33,7 @@ from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import Sharding
-from vllm_ascend_pd.device.base import Device, Event
+from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.decode_layout import LayerTarget, WriteShape
 from vllm_ascend_pd.prefill.staging import Slot
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
@@ -343,6 +343,8 @@ class LayerPush:
     begun: float = 0.0
     # Until when a failed write may still read the bytes, in running time. 0 if no write has failed.
     settled_at: float = 0.0
+    # Set by the sender's thread when all its writes are over. None if nobody waits for that.
+    over: threading.Event | None = None
     # The two below change under the lock. The staging slot that the bytes are read from. None if they are read from
     # the cache, and until the slot is filled.
     _slot: Slot | None = None
@@ -361,6 +363,19 @@ class LayerPush:
         with self._lock:
             self._given_up = True
             return self._slot
+
+    def is_staged(self, timeout_s: float) -> bool:
+        """Whether the cache is not read any more, because the layer is in its staging slot or will never be.
+
+        Waits for that as long. Only for a regrouped layer.
+        """
+        try:
+            self.ready.wait(timeout_s)
+        except TimeoutError:
+            return False
+        except DeviceError:  # nothing is sent: the requests fail
+            return True
+        return True
 
     def sources(self, target: LayerTarget) -> list[int]:
         """Returns the addresses that the source offsets of each part of the target's shape count from."""

@@ -2,8 +2,9 @@
 """The prefill side of a worker: plans each step, and pushes each layer as soon as it is computed."""
 
 import queue
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo, Sharding
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
+from vllm_ascend_pd.prefill.buffer_turns import BufferTurns
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.regroup import Regrouper, make_regrouper
@@ -43,6 +45,10 @@ class StepPlan:
     unsaved: dict[str, None] = field(default_factory=dict)
     # Transfers whose prompt ends in this step.
     last: list[Transfer] = field(default_factory=list)
+
+    @property
+    def all_sends(self) -> list[StepSend]:
+        return [step_send for of in self.sends.values() for _, step_send in of]
 
 
 class TicketShape(NamedTuple):
@@ -185,6 +191,12 @@ class PrefillWorker:
             FitCheck(rank_info, config, caches.description, engine.transport),
             self._observer,
         )
+        # None if each layer has a buffer of its own.
+        self._turns = (
+            BufferTurns(caches, config, engine.limits.rest_s, self._running_time, self._observer)
+            if caches.in_turn
+            else None
+        )
         # The open transfers, by request id.
         self._transfers: dict[str, Transfer] = {}
         # What writes to each decode engine, by the issuer of its tickets: engines with open transfers.
@@ -226,6 +238,9 @@ class PrefillWorker:
             reason = "prefill's weights were updated, and a part of the prompt was computed before"
             older = [transfer for transfer in opened if transfer.cached_tokens or transfer.request_id in step.late]
             self._lose(older, reason, PushFailure.WEIGHTS)
+        if self._turns is not None:
+            reason = "prefill keeps the KV of a few layers at a time, and has computed a part of the prompt before"
+            self._lose([t for t in opened if t.request_id in step.late], reason, PushFailure.UNFIT)
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
         self._done.update(step.unsent)
@@ -246,6 +261,8 @@ class PrefillWorker:
         """
         if self._plan.sends:
             self._written = (layer, self._device.record_event())
+            if self._turns is not None:
+                self._turns.written(layer, self._plan.all_sends)
 
     @owned
     def layer_computed(self, layer: str) -> None:
@@ -266,6 +283,18 @@ class PrefillWorker:
             self._push_layer(self._plan, layer, written[1])
             if not self._plan.unsaved:  # decode need not wait for the rest of the step
                 self._finish(self._plan.last)
+        elif self._turns is not None:
+            self._turns.read(layer, ())
+
+    def await_buffers(self, layers: Collection[str]) -> None:
+        """Waits until the KV of other layers, in the same buffers as that of `layers`, is not read any more (R3).
+
+        Call it before these layers are written, on any thread. Does not wait if each layer has a buffer of its own.
+        It waits for `control_timeout_s`, `write_timeout_s` and, after a failed write, as long as its bytes may be under
+        way. If that is not enough, the requests fail. `backpressure_seconds` counts this.
+        """
+        if self._turns is not None:
+            self._turns.wait(layers)
 
     @owned
     def forward_ended(self, error: BaseException | None = None) -> None:
@@ -276,7 +305,7 @@ class PrefillWorker:
         """
         self._forward_ended = True
         if error is not None:
-            pushed = {t for of in self._plan.sends.values() for _, step_send in of for t in step_send.transfers}
+            pushed = {transfer for step_send in self._plan.all_sends for transfer in step_send.transfers}
             for transfer in {*self._plan.last, *pushed}:
                 transfer.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
 
@@ -285,10 +314,16 @@ class PrefillWorker:
         """The forward pass and the draft have ended. Pushes the layers that no call has announced, and finishes the
         prompts that end in this step. A second call does nothing."""
         plan, self._plan = self._plan, StepPlan()
+        if self._turns is not None:
+            self._turns.read("", ())  # an exception may have come between a layer's hooks
         if plan.unsaved and plan.sends:
             event = self._device.record_event()
             for layer in list(plan.unsaved):
-                self._push_layer(plan, layer, event)
+                if self._turns is not None and layer in self._turns:
+                    for step_send in plan.all_sends:
+                        step_send.fail(f"another layer may have overwritten the KV of {layer}", PushFailure.INTERNAL)
+            for layer in list(plan.unsaved):
+                self._push_layer(plan, layer, event, is_announced=False)
         computed = self._device.record_event() if plan.last else None
         self._observer.step_ended(computed)
         if computed is not None:
@@ -373,16 +408,25 @@ class PrefillWorker:
             self.forward_ended(RuntimeError("vLLM did not report its end"))
         self.end_step()
 
-    def _push_layer(self, plan: StepPlan, layer: str, computed: Event) -> None:
-        """Puts a layer into the queues of the senders that the step's plan names."""
+    def _push_layer(self, plan: StepPlan, layer: str, computed: Event, *, is_announced: bool = True) -> None:
+        """Puts a layer into the queues of the senders that the step's plan names.
+
+        `is_announced`: whether the layer was computed just now, and not at an unknown time of the step.
+        """
         plan.unsaved.pop(layer, None)
         self._observer.layer_computed(layer, computed)
+        pushes = []
         for geometry, tensors in self._caches.layers_by_geometry.get(layer, {}).items():
             for sender, step_send in plan.sends.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
                 push = LayerPush(layer, step_send, tensors.described, computed, ready=computed)
                 if not step_send.route.is_staged or self._regroup(push, tensors.tensors):
+                    if self._turns is not None:
+                        push.over = threading.Event()
                     sender.put_layer(push, self._config.write_timeout_s)
+                    pushes.append(push)
+        if self._turns is not None and is_announced:
+            self._turns.read(layer, pushes)
 
     def _regroup(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> bool:
         """Queues a layer's regrouping. Returns False if that failed, and with it the layer's requests."""

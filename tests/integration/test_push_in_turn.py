@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine that keeps the KV of a few layers only: layers use its buffers in turn, as vllm-ascend 0.30 lets
+them. A buffer is overwritten only when nothing reads it any more (R3). Real processes, real gloo, real Mooncake."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from harness.kv import Model, Side
+from harness.rank_hosts import start_afresh
+from harness.rank_programs import Hooks, PrefillRank
+from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.step import PrefillStep, Send
+from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.prefill.step_send import LayerPush
+
+LAYERS, BUFFERS = 12, 4
+MODEL = Model(layers=LAYERS)
+PACKED = replace(MODEL, order=Order.HEAD_MAJOR, widths=(64,))
+QUICK = {"grant_timeout_s": 2.0, "control_timeout_s": 1.0, "write_timeout_s": 2.0}
+PAIRS = {
+    "direct": (MODEL, Side(1, buffers=BUFFERS), Side(1), QUICK),
+    "packed": (PACKED, Side(2, buffers=BUFFERS), Side(1), QUICK),
+    "gathered": (MODEL, Side(2, buffers=BUFFERS), Side(1), QUICK),
+    "split": (MODEL, Side(1, buffers=BUFFERS), Side(2), QUICK),
+    "stages": (MODEL, Side(1, stages=(7, 5), buffers=BUFFERS), Side(1), QUICK),
+}
+
+
+@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(*request.param)
+    yield made
+    assert made.close() == []
+
+
+def slow_down(rank: PrefillRank) -> None:
+    """Delays the side stream, which regroups, and every write."""
+    submit = rank.device.submit
+
+    def late(work: Callable[[], None], after: Event) -> Event:
+        def delayed() -> None:
+            time.sleep(0.02)
+            work()
+
+        return submit(delayed, after)
+
+    rank.device.submit = late
+    rank.slow_down(0.02)
+
+
+def test_every_layer_arrives_though_all_is_slow(pair: Pair) -> None:
+    pair.each(pair.p_ranks, "do", slow_down)
+    requests = prompts(pair, [50, 100, 130])
+    run(pair, requests, chunk=64)
+    expect_delivery(pair, requests)
+
+
+def give_up_early(rank: PrefillRank) -> None:
+    """A guard is taken out: a buffer is given up as soon as the layer's reads are queued."""
+    read = rank.worker._turns.read
+
+    def early(layer: str, pushes: list[LayerPush]) -> None:
+        for push in pushes:
+            push.over.set()
+        read(layer, pushes)
+
+    rank.worker._turns.read = early
+    LayerPush.is_staged = lambda push, timeout_s: True
+
+
+@pytest.mark.parametrize("name", ["direct", "gathered"])
+def test_a_buffer_that_is_given_up_early_delivers_wrong_bytes(name: str) -> None:
+    start_afresh()  # processes are used again, and the class has changed there
+    pair = Pair(*PAIRS[name])
+    pair.each(pair.p_ranks, "do", slow_down)
+    pair.each(pair.p_ranks, "do", give_up_early)
+    requests = prompts(pair, [50, 100])
+    run(pair, requests)
+    pair.wait_arrivals(2)
+    assert pair.differences(requests) != []
+    assert pair.close() == []
+    start_afresh()
+
+
+def never_waits(rank: PrefillRank) -> None:
+    """A model runner that does not wait before it overwrites a buffer."""
+    rank.worker._turns.wait = lambda layers: None
+
+
+def test_a_model_runner_that_does_not_wait_ends_the_engine() -> None:
+    pair = Pair(*PAIRS["direct"])
+    pair.each(pair.p_ranks, "do", never_waits)
+    with pytest.raises(RuntimeError, match=r"may still be sent: vllm-ascend did not wait for it"):
+        run(pair, prompts(pair, [50]))
+    pair.close()
+
+
+def test_what_is_not_granted_in_time_gives_its_buffer_up() -> None:
+    pair = Pair(*PAIRS["direct"])
+    ungranted, granted = requests = prompts(pair, [64, 64])
+    tickets = {ungranted.request_id: pair.ticket(ungranted)} | pair.announce([granted])  # decode is told of one
+    prefill(pair, requests, tickets)
+    assert pair.wait_sent(2).keys() == {"request-0"}
+    received, failed = pair.wait_arrivals(1)
+    assert (received, failed) == ({"request-1"}, {})
+    assert pair.differences([granted]) == []
+    assert pair.close() == []
+
+
+def test_a_lost_write_that_may_still_read_holds_its_buffer() -> None:
+    pair = Pair(*PAIRS["direct"])
+    [rank] = pair.p_ranks
+    rank.call("lose_writes", 1, True)
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    settled = rank.call("do", settled_before_overwritten)
+    assert settled
+    pair.close()
+
+
+def settled_before_overwritten(rank: PrefillRank) -> bool:
+    until = max(t.in_flight_until for t in rank.worker._transfers.values())
+    return bool(rank.worker._running_time() >= until)
+
+
+@pytest.mark.parametrize("hooks", [Hooks(saved=()), Hooks(saved=tuple(range(LAYERS - 1)))], ids=["none", "all but one"])
+def test_a_layer_that_nobody_announces_fails_its_requests(hooks: Hooks) -> None:
+    pair = Pair(*PAIRS["direct"])
+    run(pair, prompts(pair, [40]), hooks=hooks)
+    [reason] = pair.wait_sent(1).values()
+    assert "another layer may have overwritten the KV of model.layers." in reason
+    assert pair.wait_arrivals(1)[0] == set()
+    assert pair.close() == []
+
+
+def test_a_ticket_that_comes_after_the_prompt_was_computed_fails() -> None:
+    pair = Pair(*PAIRS["direct"])
+    [prompt] = prompts(pair, [40])
+    tickets = pair.announce([prompt])
+    send = Send(prompt.request_id, 0, prompt.num_tokens, (prompt.p_blocks,), last=True)
+    step = PrefillStep(tickets=tickets, sends=[send], late={prompt.request_id}, computes=False)
+    pair.each(pair.p_ranks, "step", step, {prompt.request_id: prompt})
+    pair.each(pair.p_ranks, "step", PrefillStep(finished={prompt.request_id: None}), {})
+    [reason] = pair.wait_sent(1).values()
+    assert reason.startswith("prefill keeps the KV of a few layers at a time")
+    assert pair.wait_arrivals(1)[0] == set()
+    assert pair.close() == []
