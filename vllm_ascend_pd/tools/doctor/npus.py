@@ -158,18 +158,11 @@ def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> tuple[list
     except OSError:
         lines = []
     found: dict[int, list[str]] = {}
-    owners: dict[str, list[int]] = {}
     for device, address in lines:
         found.setdefault(int(device), []).append(address)
-        owners.setdefault(_normal(address), []).append(int(device))
     if not findings:
         text = f"{conf} has the addresses of all {len(devices)} devices" if found else f"no {conf}: hccn_tool is asked"
         findings.append(ok("hccn.conf", text))
-    for address, sharing in owners.items():
-        if address and len(sharing) > 1:
-            text = f"devices {', '.join(map(str, sharing))} all have the address {one_line(address, 60)}"
-            action = "give each device an address of its own: hccn_tool -i DEVICE -ip -s address ADDRESS netmask MASK"
-            findings.append(error("hccn.conf.unique", text, action))
     return findings, found
 
 

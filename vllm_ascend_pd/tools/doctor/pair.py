@@ -262,9 +262,9 @@ def _judge_role(server: CheckedServer, behind_a_proxy: bool) -> Finding:
     if kind == given:
         return ok(check, f"{server.url} is {NAMED[given]}")
     said = f"{server.url} is given as --{given}, and "
-    if kind is None and given == "proxy" and server.answers["/health"].status == 200:
-        found = f"{said}its /health and /metrics are not those of {NAMED[given]}"
-        return error(check, found, "give the URL of the proxy itself, not of a server in front of it")
+    if kind in (None, "other") and given == "proxy" and server.answers["/health"].status == 200:
+        found = f"{said}{'its /health and /metrics are not its' if kind is None else f'is {NAMED[kind]}'}"
+        return error(check, found, f"give the URL of {NAMED[given]} itself, not of a server in front of it")
     if kind is None:
         why = server.why("/metrics", "has none of vLLM's")
         found = f"cannot tell whether {server.url} is {NAMED[given]}: {why}"
@@ -275,8 +275,6 @@ def _judge_role(server: CheckedServer, behind_a_proxy: bool) -> Finding:
         action = f"give it as --{kind}, and the URL of {NAMED[given]} as --{given}"
         both_engines = kind in KV_ROLES and given in KV_ROLES
         return error(check, said, f"{action}; if it is to be {NAMED[given]}, {start}" if both_engines else action)
-    if given == "proxy":
-        return error(check, said, f"give the URL of {NAMED[given]}")
     if _OFFLOADS.search(server.answers["/metrics"].body):
         said += f". It was started with --{REPLACES_CONNECTOR}, with which vLLM replaces its connector"
         action = "start it without; to offload, too, list OffloadingConnector beside this one in a MultiConnector"
