@@ -6,7 +6,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from vllm_ascend_pd.core.compatibility import FitCheck, mismatch, unsound
+from vllm_ascend_pd.core.compatibility import FitCheck, foreign, mismatch, unsound
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches
@@ -247,7 +247,8 @@ def test_a_ticket_that_deals_out_tokens_otherwise_than_its_engine(dcp, interleav
         ticket_id="0" * 32,
         num_tokens=40,
     )
-    assert DecodeLayout(sharing(engine(2, heads=1, total_heads=1), 2, 16)).unfit(ticket) == reason
+    layout = DecodeLayout(sharing(engine(2, heads=1, total_heads=1), 2, 16))
+    assert foreign(ticket, layout.description, layout.smallest) == reason
 
 
 ROTATED = {"rope_theta": "20000"}

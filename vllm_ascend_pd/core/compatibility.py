@@ -2,18 +2,18 @@
 """Checks whether a prefill rank and a decode engine fit together: at first contact, before a byte moves."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import HostList, host_of, normal_host
-from vllm_ascend_pd.core.layout import Geometry, LayoutError, RankCaches, TokenShare
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, RankCaches, TokenShare
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription, TransportInfo
 from vllm_ascend_pd.core.text import is_name, one_line
-from vllm_ascend_pd.core.ticket import MAX_TP
+from vllm_ascend_pd.core.ticket import MAX_TP, Ticket
 from vllm_ascend_pd.core.topology import RankInfo, Sharding, TopologyError
 
 
@@ -177,6 +177,33 @@ def _impossible(caches: RankCaches, tp: int, share: TokenShare) -> str | None:
             return f"{geometry.heads} of {geometry.total_heads} KV heads with tp {tp}"
     if len(caches.by_name()) < len(caches.tensors):
         return "the same tensor of a layer twice"
+    return None
+
+
+def foreign(
+    ticket: Ticket, description: EngineDescription, smallest: Iterable[tuple[CacheTensor, Geometry]]
+) -> str | None:
+    """Returns why `ticket` cannot come from the engine that described itself (R6); None if it can.
+
+    `smallest`: the tensors with the fewest blocks, one of each cache group and block size.
+    """
+    if ticket.remote_tp_size != description.tp:
+        return f"the ticket says decode's tp is {ticket.remote_tp_size}, decode says {description.tp}"
+    if ticket.sharding != description.sharding:
+        return (
+            f"the ticket says decode's dcp is {ticket.remote_dcp_size}, interleaved by "
+            f"{ticket.remote_interleave_size}; decode says {description.dcp}, by {description.interleave}"
+        )
+    highest = [max(blocks, default=-1) for blocks in ticket.remote_block_ids]
+    for tensor, geometry in smallest:
+        group = geometry.group
+        if group >= len(highest) or highest[group] >= tensor.num_blocks:
+            return f"the ticket names blocks that {tensor.layer} on decode does not have"
+        if ticket.remote_block_size[group] != geometry.block_size:
+            return (
+                f"the ticket says decode's block size is {ticket.remote_block_size[group]}, "
+                f"decode says {geometry.block_size}"
+            )
     return None
 
 

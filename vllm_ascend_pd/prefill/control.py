@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from vllm_ascend_pd.core.compatibility import FitCheck, unsound
+from vllm_ascend_pd.core.compatibility import FitCheck, foreign, unsound
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.observer import PrefillObserver
@@ -279,7 +279,8 @@ class ControlPlane:
                 self._contact(transfer, None, peer.gone)
             else:
                 transfer.sender.engine_described(peer.layout)
-                self._contact(transfer, peer.layout, peer.layout.unfit(transfer.ticket))
+                reason = foreign(transfer.ticket, peer.layout.description, peer.layout.smallest)
+                self._contact(transfer, peer.layout, reason)
 
     def _on_described(self, peer: Peer, answer: Message | SideChannelError) -> None:
         peer.describing = False

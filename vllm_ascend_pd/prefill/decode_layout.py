@@ -77,15 +77,16 @@ class DecodeLayout:
         self._targets: dict[tuple[str, int], tuple[Route, tuple[LayerTarget, ...]]] = {}
         self._shapes: dict[tuple[tuple[Target, Geometry], ...], WriteShape] = {}
         self._covers: dict[ServedRoutes, dict[RankKey, Cover]] = {}
-        # The tensor with the fewest blocks, by cache group and block size. Every ticket must fit it.
-        self._smallest: dict[tuple[int, int], DecodeTensor] = {}
+        smallest: dict[tuple[int, int], tuple[CacheTensor, Geometry]] = {}
         for rank in description.ranks:
             for index, tensor in enumerate(rank.caches.tensors):
                 found = DecodeTensor(rank, index, tensor, rank.caches.geometry_of(tensor))
                 self._tensors[tensor.layer, tensor.part, rank.tp_rank] = found
                 kind = (found.geometry.group, found.geometry.block_size)
-                if kind not in self._smallest or tensor.num_blocks < self._smallest[kind].tensor.num_blocks:
-                    self._smallest[kind] = found
+                if kind not in smallest or tensor.num_blocks < smallest[kind][0].num_blocks:
+                    smallest[kind] = tensor, found.geometry
+        # The tensors with the fewest blocks, one of each cache group and block size. Every ticket must fit them.
+        self.smallest = tuple(smallest.values())
 
     def covers(self, tensors: Sequence[CacheTensor], routes: ServedRoutes) -> dict[RankKey, Cover]:
         """Returns the tensors that our `tensors` of the routes' geometries fill, by decode rank.
@@ -132,28 +133,6 @@ class DecodeLayout:
                     remote = self._tensors[tensor.layer, tensor.part, target.tp_rank]
                     found.setdefault(remote.key, []).append((n, target, remote))
         return found
-
-    def unfit(self, ticket: Ticket) -> str | None:
-        """Returns why `ticket` cannot come from this engine (R6), or None."""
-        description = self.description
-        if ticket.remote_tp_size != description.tp:
-            return f"the ticket says decode's tp is {ticket.remote_tp_size}, decode says {description.tp}"
-        if ticket.sharding != description.sharding:
-            return (
-                f"the ticket says decode's dcp is {ticket.remote_dcp_size}, interleaved by "
-                f"{ticket.remote_interleave_size}; decode says {description.dcp}, by {description.interleave}"
-            )
-        highest = [max(blocks, default=-1) for blocks in ticket.remote_block_ids]
-        for remote in self._smallest.values():
-            group = remote.geometry.group
-            if group >= len(highest) or highest[group] >= remote.tensor.num_blocks:
-                return f"the ticket names blocks that {remote.tensor.layer} on decode does not have"
-            if ticket.remote_block_size[group] != remote.geometry.block_size:
-                return (
-                    f"the ticket says decode's block size is {ticket.remote_block_size[group]}, "
-                    f"decode says {remote.geometry.block_size}"
-                )
-        return None
 
 
 logger = logging.getLogger(__name__)

@@ -306,8 +306,8 @@ def batches_of(
 def _copies(step_send: StepSend, target: Target, theirs: Geometry, only: Collection[int] | None) -> Descriptors:
     """Returns the copies to `target`, whose cache has the geometry `theirs`.
 
-    Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. `DecodeLayout.unfit`
-    has checked that the engine has the blocks that its tickets name.
+    Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. `foreign` of
+    `core/compatibility.py` has checked that the engine has the blocks that its tickets name.
     """
     units = step_send.units
     src = step_send.src_units + target.plane * step_send.plane_bytes
