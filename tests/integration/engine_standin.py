@@ -277,6 +277,10 @@ class DecodeEngine(_Engine):
         self.fails_after_first_token = False
         self.breaks_off = False
         """Close the connection of a stream when all is prefilled, before its first token."""
+        self.stream_room: int | None = None
+        """As vLLM's `--max-num-queued-tokens`, which may refuse a stream in its first event: how many it takes at a
+        time; None: any number."""
+        self.most_streams = self._streams = 0
         self.first_events: list[dict[str, Any]] = []
         """Events of a stream before its first token."""
         self.explains: str | None = None
@@ -301,6 +305,19 @@ class DecodeEngine(_Engine):
         return JSONResponse({"object": "text_completion", "choices": self._tokens(received)})
 
     async def _stream(self, received: Received) -> AsyncIterator[bytes]:
+        if self.stream_room is not None and self._streams >= self.stream_room:
+            yield event(BUSY)
+            yield b"data: [DONE]\n\n"
+            return
+        self._streams += 1
+        self.most_streams = max(self.most_streams, self._streams)
+        try:
+            async for chunk in self._events(received):
+                yield chunk
+        finally:
+            self._streams -= 1
+
+    async def _events(self, received: Received) -> AsyncIterator[bytes]:
         try:
             if self.hangs:
                 await anyio.sleep_forever()

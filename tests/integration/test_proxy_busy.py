@@ -8,12 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_standin import BUSY, PrefillEngine
-from proxy_cluster import Cluster, beside, counted, eventually, running_cluster
+from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster
 
 
-def complete_all(cluster: Cluster, number: int) -> list[int]:
+def complete_all(cluster: Cluster, number: int, **fields: object) -> list[int]:
     with ThreadPoolExecutor(number) as clients:
-        return list(clients.map(lambda each: cluster.complete(prompt=f"{each} is a prompt").status_code, range(number)))
+        return list(
+            clients.map(
+                lambda each: cluster.complete(prompt=f"{each} is a prompt", **fields).status_code, range(number)
+            )
+        )
 
 
 @pytest.mark.parametrize("rooms", [{"prefill": 4}, {"decode": 8}, {"prefill": 2, "decode": 4}], ids=str)
@@ -52,6 +56,25 @@ def test_f22_after_the_queue_timeout_the_answer_is_503_with_retry_after(role: st
         assert f"all {role} engines are busy" in response.json()["error"]["message"]
         assert set(counted(cluster)[1][role]) == {"busy"}
         assert len(getattr(cluster, role).received) < 10
+
+
+def test_f22_a_stream_that_is_refused_in_its_first_event_waits() -> None:
+    with running_cluster(eject_after=1) as cluster:
+        cluster.decode.stream_room, cluster.decode.waits = 4, 0.05
+        assert complete_all(cluster, 40, **STREAM) == [200] * 40
+        assert counted(cluster) == ({"prefill": 0, "decode": 0}, {"prefill": {}, "decode": {}})
+        assert cluster.client.get("/health").json()["withheld"]["decode"] == {}
+        assert cluster.decode.most_streams == 4
+
+
+def test_f22_a_stream_that_is_always_refused_in_its_first_event() -> None:
+    with running_cluster(queue_timeout=0.5) as cluster:
+        cluster.decode.stream_room = 0
+        response = cluster.complete(**STREAM)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert "all decode engines are busy" in response.json()["error"]["message"]
+        assert set(counted(cluster)[1]["decode"]) == {"busy"}
+        assert len(cluster.decode.received) < 10
 
 
 def test_f22_a_request_waits_until_the_engine_has_room_again() -> None:

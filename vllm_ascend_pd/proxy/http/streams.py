@@ -62,13 +62,13 @@ class Events:
 
 
 def opening(events: bytes) -> Opening:
-    """Whether `events` contain a token or an error. vLLM's first event may have neither: a chat's only names the
-    role."""
+    """Whether `events` contain a token or an error of the engine. vLLM's first event may have neither: a chat's only
+    names the role."""
     for event in events.split(_END):
         data = _data(event)
         if data is None:
             continue
-        if _status(data) >= 500:
+        if (status := _status(data)) >= 500 or status == HTTPStatus.TOO_MANY_REQUESTS:
             return Opening.FAILED
         if not _is_empty(data):
             return Opening.CONTENT

@@ -8,6 +8,7 @@ that leaves, and the proxy's shutdown.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from http import HTTPStatus
 
@@ -192,6 +193,7 @@ class DecodeRequests:
         clients_id = reply.request_id
         failures: list[Failure] = []
         number = 1
+        begun, avoid = time.monotonic(), frozenset[str]()
         prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
         ranking = engines.rank(prompt)
 
@@ -207,14 +209,18 @@ class DecodeRequests:
                     attempt.span.failed(failure)
             if failure is None:
                 return
+            if failure.kind is FailureKind.BUSY and failure.url and not attempt.begun and pool.may_wait(begun):
+                ranking = engines.rank(prompt, avoid).then(last_resorts(pool.role, failures, avoid)).of_one_admitted()
+                continue
             self._observer.attempt_failed(EngineRole.DECODE, failure, attempt.request_id)
             pool.judge(failure.url, failure.kind)
             if reply.started or not self._falls_back(attempt, failure):
                 failures.append(failure)
-            avoid = engines_to_avoid(pool.role, engines.urls, failures, self._attempts)
-            if reply.started or avoid is None:
+            failed = engines_to_avoid(pool.role, engines.urls, failures, self._attempts)
+            if reply.started or failed is None:
                 self._give_up(attempt, failure)
                 return
+            avoid = failed
             others = engines.rank(prompt, avoid)
             ranking = others.then(last_resorts(pool.role, failures, avoid)).of_one_admitted()
             number += 1
@@ -236,6 +242,8 @@ class DecodeRequests:
                 async with self._pool.open(ranking, sent, attempt) as response:
                     responded = True
                     failure = await relay.run(response)
+                    if failure is not None and failure.kind is FailureKind.BUSY:
+                        self._pool.busy(failure, attempt.request_id)
                     if failure is None and response.status < 400:
                         self._pool.judge(attempt.engine, None)
                         if proxied.request is not None:

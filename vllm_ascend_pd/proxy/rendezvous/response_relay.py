@@ -17,7 +17,7 @@ from vllm_ascend_pd.proxy.http.messages import TooLarge, client_response_headers
 from vllm_ascend_pd.proxy.http.streams import Events, Opening, error_of, names_no_reason, opening, split_errors
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt
-from vllm_ascend_pd.proxy.routing.answers import Failure, FailureKind, is_page
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind, is_page, kind_of
 
 _MAX_HELD_BYTES = 64 * 1024
 """The first events of a stream are held back until one has content. Longer ones certainly have."""
@@ -68,7 +68,8 @@ class ResponseRelay:
             held += events.feed(chunk)
             found = opening(held)
             if found is Opening.FAILED:
-                return await self._explained(self._error_event(held, "as the first event"))
+                found_in = self._error_event(held, "as the first event")
+                return found_in if found_in.kind is FailureKind.BUSY else await self._explained(found_in)
             if found is Opening.CONTENT or len(held) > _MAX_HELD_BYTES:
                 break
         await self._begin(response, b"")
@@ -150,10 +151,17 @@ class ResponseRelay:
         return Failure(FailureKind.ERROR, reason, attempt.engine, explained)
 
     def _error_event(self, events: bytes, where: str) -> Failure:
-        """The failure that an error event shows."""
+        """The failure that an error event shows. vLLM may find only in a stream that it is busy. Then it has begun with
+        nothing, and has posted no ticket."""
         status, body = error_of(events)
         answer = Response(body, status_code=status, media_type="application/json")
         unquoted = f"an error, {status}, {where}"
+        kind = kind_of(EngineRole.DECODE, status, None, body, well=True)
+        if kind is FailureKind.BUSY and not (self._attempt.answering or self._attempt.begun):
+            answer = error_response(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"all decode engines are busy: {unquoted}: retry later"
+            )
+            return Failure(kind, unquoted, self._attempt.engine, answer)
         return Failure(FailureKind.ERROR, excerpt(body), self._attempt.engine, answer, unquoted)
 
 

@@ -167,7 +167,7 @@ RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
         "HTTP 403, 407, 408, 421 or 425, or an HTML page", Fault.ENGINE, Asks.ALL, Then.END, Counts.IF_TAKEN
     ),
     (_D, FailureKind.BUSY): Rule(
-        "HTTP 429; or 503 in vLLM's words while `/health` is good",
+        "HTTP 429; or 503 in vLLM's words while `/health` is good; or either as a stream's first event",
         Fault.NOBODY,
         Asks.LINE,
         Then.END,

@@ -59,7 +59,7 @@ class ConcurrencyLimiter:
         """
         self.limit = limit
         self._queue_per_engine = queue_per_engine
-        self._timeout = timeout
+        self.timeout = timeout
         self._used: Counter[RegisteredEngine] = Counter()
         """Slots in use. Engines without any have no entry: they may have been removed."""
         self._readmitted: dict[_Waiter, None] = {}
@@ -123,7 +123,7 @@ class ConcurrencyLimiter:
         queue = self._readmitted if admitted else self._queue.setdefault(group, {})
         queue[waiter] = None
         try:
-            with anyio.move_on_after(self._timeout - waited):
+            with anyio.move_on_after(self.timeout - waited):
                 await waiter.wait()
             if waiter.engine is None and group.started:
                 await waiter.wait()
@@ -138,7 +138,7 @@ class ConcurrencyLimiter:
             if not (queue or admitted):
                 del self._queue[group]
         if waiter.engine is None and waiter.has_open_engine:
-            raise NoFreeSlotError(f"no slot became free within {self._timeout:g} s (--queue-timeout)")
+            raise NoFreeSlotError(f"no slot became free within {self.timeout:g} s (--queue-timeout)")
         return waiter.engine
 
     @owned
