@@ -59,6 +59,19 @@ def test_every_layer_arrives_though_all_is_slow(pair: Pair) -> None:
     expect_delivery(pair, requests)
 
 
+def registered_bytes(rank: PrefillRank) -> int:
+    return sum(size for _, size in rank.registered.regions())
+
+
+def test_prefill_has_a_third_of_the_memory() -> None:
+    sizes = []
+    for side in (Side(1), Side(1, buffers=BUFFERS)):
+        pair = Pair(MODEL, side, Side(1))
+        sizes += pair.each(pair.p_ranks, "do", registered_bytes)
+        assert pair.close() == []
+    assert sizes[0] == sizes[1] * LAYERS // BUFFERS
+
+
 def give_up_early(rank: PrefillRank) -> None:
     """A guard is taken out: a buffer is given up as soon as the layer's reads are queued."""
     read = rank.worker._turns.read

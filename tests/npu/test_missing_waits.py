@@ -2,6 +2,7 @@
 """Mutation checks: without any one wait for the device, late streams make decode receive wrong bytes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ LATE_US = 150_000
 COMPUTE_LATE, SIDE_LATE = (LATE_US, 0), (0, LATE_US)
 
 # What is done to KV on its way: tensor-parallel sizes of prefill and decode.
-SIZES = {"direct": (1, 1), "gather": (2, 1), "split": (1, 2)}
+SIZES = {"direct": (1, 1), "gather": (2, 1), "split": (1, 2), "gather-in-turn": (2, 1)}
 
 
 class UnawaitedEvent(NpuEvent):
@@ -62,6 +63,12 @@ def sent_without_waiting(rank: PrefillRank) -> None:
     rank.device.record_event = lambda: unawaited(record())
 
 
+def buffer_given_up_early(rank: PrefillRank) -> None:
+    """A layer is written to a buffer while the layer before it there is being regrouped."""
+    rank.worker._turns.wait = lambda layers: None
+    rank.worker._turns.read = lambda layer, pushes: None
+
+
 def set_delays(_: PrefillRank, delays: tuple[int, int]) -> None:
     cann_on_host.set_delays(*delays)
 
@@ -95,6 +102,7 @@ CASES = [
     ("direct", sent_without_waiting, COMPUTE_LATE),
     ("gather", sent_without_waiting, SIDE_LATE),
     ("split", sent_without_waiting, SIDE_LATE),
+    ("gather-in-turn", buffer_given_up_early, SIDE_LATE),
 ]
 
 
@@ -102,7 +110,10 @@ CASES = [
 def test_a_missing_wait_delivers_wrong_bytes(
     work: str, mutation: Callable[[PrefillRank], None], delays: tuple[int, int]
 ) -> None:
-    pair = Pair(MODEL, *(Side(tp, num_blocks=8, block_size=BLOCK) for tp in SIZES[work]), device="npu")
+    prefill_side, decode_side = (Side(tp, num_blocks=8, block_size=BLOCK) for tp in SIZES[work])
+    if work.endswith("in-turn"):
+        prefill_side = replace(prefill_side, buffers=1)
+    pair = Pair(MODEL, prefill_side, decode_side, device="npu")
     try:
         unmutated = push(pair, 1, delays, mutation=None)
         mutated = push(pair, 2, delays, mutation)

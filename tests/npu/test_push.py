@@ -6,6 +6,7 @@ operators.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -54,13 +55,19 @@ SHAPES = {f"tp{p}-to-tp{d}": (GQA, side(p), side(d)) for p, d in [(1, 1), (2, 1)
     "packed-c8-tp2-to-tp1": (PACKED_C8, side(2), side(1)),
     "int8-tp2-to-tp1": (Model(dtype=torch.int8), side(2), side(1)),
 }
+# Prefill keeps the KV of 4 layers: 12 layers use these buffers in turn, as vllm-ascend 0.30 lets them.
+SHAPES |= {
+    f"in-turn-tp{p}-to-tp{d}": (Model(layers=12), replace(side(p), buffers=4), side(d))
+    for p, d in [(1, 1), (2, 1), (1, 2)]
+}
 LENGTHS = [1, 127, 128, 129, 300]
 
 EVERY_STREAM = ("CANN_ON_HOST_DELAY_US", "500")
 SIDE_STREAMS = ("CANN_ON_HOST_DELAY_SIDE_US", "20000")
 # A late side stream matters where there is work on it: one shape of each kind.
 CASES = [(shape, EVERY_STREAM) for shape in SHAPES] + [
-    (shape, SIDE_STREAMS) for shape in ("tp2-to-tp1", "tp1-to-tp2", "mla-tp2-to-tp1")
+    (shape, SIDE_STREAMS)
+    for shape in ("tp2-to-tp1", "tp1-to-tp2", "mla-tp2-to-tp1", "in-turn-tp2-to-tp1", "in-turn-tp1-to-tp2")
 ]
 
 
@@ -75,7 +82,14 @@ WITH_KERNELS = {
 
 # Others show the same with the same work: more ranks of it, another type of as many bytes. Each rank of C8 imports
 # vllm-ascend.
-LONG = ("tp4-to-tp1", "tp2-to-tp4", "mla-tp1-to-tp1", "float16-tp2-to-tp1", "packed-c8-tp2-to-tp1")
+LONG = (
+    "tp4-to-tp1",
+    "tp2-to-tp4",
+    "mla-tp1-to-tp1",
+    "float16-tp2-to-tp1",
+    "packed-c8-tp2-to-tp1",
+    "in-turn-tp1-to-tp2",
+)
 
 
 @pytest.fixture(
