@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the model may wait for a staging slot, and what is counted (F35)."""
 
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -66,6 +67,7 @@ def layer(has_failed: bool = False, waits_for_grant: bool = False) -> Any:
         route=route,
         share=1,
         tensor_bytes=SLOT_BYTES,
+        slots_lock=threading.Lock(),
         plane_bytes=SLOT_BYTES,
         unit_offsets=torch.zeros(1, dtype=torch.int64),
         has_failed=has_failed,

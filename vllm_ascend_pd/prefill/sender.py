@@ -321,27 +321,24 @@ class LayerExecutor:
     def _ended(self, writes: Sequence[_Write], error: TransferError | None) -> None:
         """Counts layers whose write is over. After an error, writes each of their requests by itself."""
         for write in writes:
+            push, plan, key = write.push, write.plan, write.target.key
             try:
-                self._count(write, write.live if error is None else self._write_apart(write, error))
+                delivered = write.live if error is None else self._write_apart(write, error)
+                push.step_send.arrived(key, plan, delivered)
+                ticket_ids, num_bytes, total = push.step_send.ticket_ids, plan.num_bytes, plan.total_bytes
+                if len(delivered) < len(ticket_ids):
+                    ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
+                    total = int(num_bytes.sum())
+                self._observer.write_ended(push.layer, key, write.begun, ticket_ids, num_bytes, total)
             except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
-                _fail(write.push, unexpected)
-
-    def _count(self, write: _Write, delivered: Sequence[int]) -> None:
-        """Counts the bytes of the requests that were `delivered`."""
-        plan, key, step_send = write.plan, write.target.key, write.push.step_send
-        step_send.arrived(key, plan, delivered)
-        ticket_ids, num_bytes, total = step_send.ticket_ids, plan.num_bytes, plan.total_bytes
-        if len(delivered) < len(ticket_ids):
-            ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
-            total = int(num_bytes.sum())
-        self._observer.write_ended(write.push.layer, key, write.begun, ticket_ids, num_bytes, total)
+                _fail(push, unexpected)
 
     def _end(self, push: LayerPush) -> None:
         """Gives the layer's staging slot back, after all its writes are over."""
         push.step_send.layer_ended()
         if push.begun:
             self._observer.layer_written(time.monotonic() - push.begun)
-        if (slot := push.take_back()) is not None:
+        if push.step_send.route.is_staged and (slot := push.take_back()) is not None:
             assert self._ring is not None
             self._ring.release(slot, push.settled_at)
         if push.over is not None:

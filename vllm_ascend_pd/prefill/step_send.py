@@ -9,7 +9,7 @@ on its way from the model's thread to the sender's.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -103,13 +103,15 @@ class StepSend:
     share: int = 0
     # Where the units of a share are in an exchanged tensor, on the device. None unless the exchanged heads are divided.
     share_offsets: torch.Tensor | None = None
+    # Guards which slot each of its layers has.
+    slots_lock: threading.Lock = field(default_factory=threading.Lock)
 
     _plans: dict[WriteShape, WritePlan] = field(default_factory=dict)
     _leases: dict[RankKey, LeaseCheck] = field(default_factory=dict)
     # How often all bytes of a plan have arrived on a decode rank before a prompt's last layer was computed. The bytes
     # are added up once a step: doing it for each layer of 32 requests adds a seventh to the sender's time (71 to 81
     # microseconds, benchmarks/plan.py).
-    _early: dict[tuple[RankKey, WritePlan], int] = field(default_factory=dict)
+    _early: defaultdict[tuple[RankKey, WritePlan], int] = field(default_factory=lambda: defaultdict(int))
     # Whether each request has its destinations, or has failed.
     _located: bool = False
 
@@ -185,7 +187,7 @@ class StepSend:
         """Counts the bytes of the `delivered` slices, which have arrived on decode rank `key`."""
         transfers = self.transfers
         if len(delivered) == len(transfers) and not any(map(_COMPUTED, transfers)):
-            self._early[key, plan] = self._early.get((key, plan), 0) + 1
+            self._early[key, plan] += 1
             return
         ends = {transfer.computed for transfer in transfers}
         over = {end for end in ends if end is not None and end.is_done()}
@@ -345,22 +347,21 @@ class LayerPush:
     settled_at: float = 0.0
     # Set by the sender's thread when all its writes are over. None if nobody waits for that.
     over: threading.Event | None = None
-    # The two below change under the lock. The staging slot that the bytes are read from. None if they are read from
-    # the cache, and until the slot is filled.
+    # The two below change under `StepSend.slots_lock`. The staging slot that the bytes are read from. None if they are
+    # read from the cache, and until the slot is filled.
     _slot: Slot | None = None
     _given_up: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fill(self, slot: Slot) -> bool:
         """Hands over a slot with the layer's bytes. Returns False if the sender has given up: keep it then."""
-        with self._lock:
+        with self.step_send.slots_lock:
             if not self._given_up:
                 self._slot = slot
             return not self._given_up
 
     def take_back(self) -> Slot | None:
         """Returns the slot for release, if there is one. Nothing of the layer may be read any more."""
-        with self._lock:
+        with self.step_send.slots_lock:
             self._given_up = True
             return self._slot
 
