@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message survives the wire; nothing that arrives there raises anything but ProtocolError."""
 
+import json
 import typing
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.core import protocol
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.protocol import (
@@ -193,6 +196,69 @@ def test_another_version_is_named(version):
 def test_another_version_may_have_bodies_unknown_here():
     with pytest.raises(ProtocolError, match=f"protocol version {PROTOCOL_VERSION + 1}"):
         decode(frame(body({"type": "Greeting"}), version=PROTOCOL_VERSION + 1))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "common"),
+    [((2, 2), (2, 2), 2), ((2, 3), (2, 2), 2), ((2, 3), (3, 5), 3), ((2, 4), (1, 3), 3), ((3, 3), (2, 4), 3)],
+)
+def test_both_sides_take_the_highest_version_that_both_speak(monkeypatch, ours, theirs, common):
+    for mine, peers in [(ours, theirs), (theirs, ours)]:
+        monkeypatch.setattr(protocol, "OLDEST_PROTOCOL_VERSION", mine[0])
+        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", mine[1])
+        assert protocol.common_version(*peers) == common
+        sent = msgspec.msgpack.encode((peers[1], 7, msgspec.Raw(body(Acknowledged())), peers[0]))
+        assert decode(sent) == (7, Acknowledged())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ((2, 3), (4, 5), "protocol version 4 to 5, this side speaks 2 to 3"),
+        ((3, 3), (2, 2), "protocol version 2, this side speaks 3"),
+        ((2, 2), (3, 1), "protocol version 3 to 1, this side speaks 2"),
+    ],
+)
+def test_versions_without_a_common_one_are_refused_by_name(monkeypatch, ours, theirs, said):
+    monkeypatch.setattr(protocol, "OLDEST_PROTOCOL_VERSION", ours[0])
+    monkeypatch.setattr(protocol, "PROTOCOL_VERSION", ours[1])
+    with pytest.raises(ProtocolError, match=f"^{said}$"):
+        decode(msgspec.msgpack.encode((theirs[1], 7, msgspec.Raw(body(Acknowledged())), theirs[0])))
+
+
+def test_a_frame_of_version_1_reads_the_range_of_this_one():
+    """Engines before ranges read the first three elements, and name the version that they refuse."""
+    newest, seq, _, oldest = msgspec.msgpack.decode(encode(5, Acknowledged()))
+    assert (newest, seq, oldest) == (PROTOCOL_VERSION, 5, protocol.OLDEST_PROTOCOL_VERSION)
+
+
+WIRE = sorted((Path(__file__).parent / "data" / "wire").glob("version-*.json"))
+
+
+def says(message, known):
+    """Whether a message says all that is known of it, and perhaps more, in fields that came later."""
+    if isinstance(known, dict):
+        return isinstance(message, dict) and all(name in message and says(message[name], known[name]) for name in known)
+    if isinstance(known, list) and isinstance(message, list):
+        return len(message) >= len(known) and all(map(says, message, known))
+    return message == known
+
+
+@pytest.mark.parametrize("path", WIRE, ids=lambda path: path.stem)
+def test_what_engines_of_each_version_that_is_spoken_have_sent_is_read(path):
+    """The frames are those of releases. Add those of a new version by `encode`; change none."""
+    recorded = json.loads(path.read_text())
+    for frame_hex, known in recorded:
+        seq, message = decode(bytes.fromhex(frame_hex))
+        assert seq == 7
+        assert says(json.loads(msgspec.json.encode(message)), known)
+
+
+def test_every_version_that_is_spoken_is_recorded_with_every_message():
+    spoken = range(protocol.OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
+    assert [path.stem for path in WIRE] == [f"version-{version}" for version in spoken]
+    tags = {message["type"] for _, message in json.loads(WIRE[-1].read_text())}
+    assert tags == {json.loads(msgspec.json.encode(message))["type"] for message in EXAMPLES}
 
 
 GRANT_REQUEST = msgspec.to_builtins(EXAMPLES[2])

@@ -17,8 +17,11 @@ Where a router asks prefill first, D's scheduler sends its ticket straight to th
 Besides tickets, decode posts to the metaserver over HTTP, in JSON: `TransferFailure`, and `WaitingQuestion`, which is
 answered by `WaitingAnswer`. Metaservers other than our proxy need not know them.
 
-A frame is `[version, seq, body]` in msgpack. A reply has the `seq` of its request. A message without a request has 0.
-A peer answers `Problem` to a message that it cannot read.
+A frame is `[newest, seq, body, oldest]` in msgpack. A reply has the `seq` of its request. A message without a request
+has 0. A peer answers `Problem` to a message that it cannot read.
+
+`oldest` and `newest` are the protocol versions that the sender speaks. Any of them can read its messages. Both sides
+act by the highest version that both speak, and refuse each other's messages if there is none.
 
 Reading checks every field. Names that are too long or unprintable are refused. Reasons are cut to one printable line,
 because they get into logs and into clients' errors.
@@ -36,7 +39,7 @@ from vllm_ascend_pd.core.ticket import MAX_TRANSFER_ID_CHARS, Ticket
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
 PROTOCOL_VERSION = 2
-"""The first element of every frame. Peers of different versions refuse each other's messages.
+"""The newest version that this side speaks.
 
 Raise it if a peer of the version before would misread a message: a required field comes or goes, or a field's meaning
 changes. Do not raise it for an optional field, which older peers ignore. Nor for a new request that may be answered
@@ -44,6 +47,13 @@ with `Problem`, as long as the sender gets along without an answer.
 
 Version 2: a ticket has one prefill engine. Messages carry no attempt number. `Complete` and the messages
 about clocks are gone.
+"""
+
+OLDEST_PROTOCOL_VERSION = 2
+"""The oldest version that this side speaks. Peers that only speak older ones are refused.
+
+When `PROTOCOL_VERSION` is raised, leave this as it is for at least one release, so that engines can be updated one by
+one. Until it is raised, messages have the fields of both versions, and `tests/unit/data/wire` must be readable.
 """
 
 METASERVER_PATH = "/v1/metaserver"
@@ -362,9 +372,11 @@ def _shorten_reason(message: GrantRefused | WriteReport | Revoke | TicketRefused
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True):
-    version: int
+    newest: int
     seq: int
     body: msgspec.Raw
+    # None in version 1: the sender speaks only `newest`.
+    oldest: int | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -373,15 +385,31 @@ _body_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Messag
 
 
 def encode(seq: int, message: Message) -> bytes:
-    return _encoder.encode(_Frame(PROTOCOL_VERSION, seq, msgspec.Raw(_encoder.encode(message))))
+    body = msgspec.Raw(_encoder.encode(message))
+    return _encoder.encode(_Frame(PROTOCOL_VERSION, seq, body, OLDEST_PROTOCOL_VERSION))
+
+
+def common_version(oldest: int, newest: int) -> int:
+    """Returns the highest version that this side and a peer speak. `oldest`, `newest`: the peer's.
+
+    Raises ProtocolError, which names the versions of both sides, if there is none.
+    """
+    highest = min(newest, PROTOCOL_VERSION)
+    if highest < max(oldest, OLDEST_PROTOCOL_VERSION):
+        theirs, ours = _versions(oldest, newest), _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
+        raise ProtocolError(f"protocol version {theirs}, this side speaks {ours}")
+    return highest
+
+
+def _versions(oldest: int, newest: int) -> str:
+    return str(newest) if oldest == newest else f"{oldest} to {newest}"
 
 
 def decode(frame: bytes) -> tuple[int, Message]:
     """Returns (seq, message). Raises ProtocolError, and nothing else, whatever `frame` contains."""
     try:
         header = _frame_decoder.decode(frame)
-        if header.version != PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol version {header.version}, this side speaks {PROTOCOL_VERSION}")
+        common_version(header.newest if header.oldest is None else header.oldest, header.newest)
         return header.seq, _body_decoder.decode(header.body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # msgspec may quote what it could not read.
