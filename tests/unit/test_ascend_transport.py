@@ -11,6 +11,7 @@ import pytest
 
 from vllm_ascend_pd.core.protocol import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend
+from vllm_ascend_pd.transport.ascend_writer import poll_pause_s
 from vllm_ascend_pd.transport.batches import SettingError, TransferLimits
 from vllm_ascend_pd.transport.engine import export_settings, limits_over_ascend
 
@@ -122,6 +123,18 @@ def test_settings_that_cannot_work_are_refused(
     exported = export_settings(TransferLimits(), "ascend", "127.0.0.1")
     with pytest.raises(SettingError, match=reason):
         limits_over_ascend(exported, PARALLEL)
+
+
+@pytest.mark.parametrize("duration_us", [10, 100, 700, 3_000, 10_000, 40_000, 500_000])
+def test_a_batchs_end_is_noticed_soon_and_few_looks_are_taken(duration_us: int) -> None:
+    """With Linux's default timer slack, by which each pause is longer."""
+    slack_us, now_us, looks = 50.0, 0.0, 1
+    while now_us < duration_us:
+        now_us += poll_pause_s(now_us / 1e6) * 1e6 + slack_us
+        looks += 1
+    assert now_us - duration_us <= 0.05 * duration_us + slack_us + 1
+    assert looks <= 3 + duration_us / slack_us
+    assert looks <= 200
 
 
 def test_nothing_of_a_failed_write_rests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,17 @@ logger = logging.getLogger(__name__)
 _NOT_TAKEN = (0, 2**64 - 1)
 _ARRIVED, _FAILED = 1, -1
 
-_SHORTEST_PAUSE_S = 0.00005
+_SHORTEST_PAUSE_S = 0.000001
+"""Linux makes 50 us and a little of it (PR_SET_TIMERSLACK, prctl(2))."""
 _LONGEST_PAUSE_S = 0.005
-_PAUSE_SHARE = 1 / 8
+_PAUSE_SHARE = 1 / 24
 """A pause between two polls, as a share of the time since the batch began: the end is noticed at most that late."""
+
+
+def poll_pause_s(taken_s: float) -> float:
+    """Returns how long to wait until the next look at a batch that has taken `taken_s` so far. So its end is noticed
+    within 5% of its time, or within the shortest pause. A batch of 10 ms is looked at about 75 times."""
+    return min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * taken_s), _LONGEST_PAUSE_S)
 
 
 class AscendWriter:
@@ -108,7 +115,7 @@ class _AscendFlight:
                     "a batch to %s has been in flight for %.0f s: CANN or Mooncake is stuck", self.session, taken_s
                 )
                 overdue_s *= 2
-            time.sleep(min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * taken_s), _LONGEST_PAUSE_S))
+            time.sleep(poll_pause_s(taken_s))
         arrived: bool = status == _ARRIVED
         if len(self.lengths) > 1:
             arrived = mooncake.get_batch_transfer_status([self.batch_id]) == 0 and arrived
