@@ -2,13 +2,16 @@
 """A prefill engine that keeps the KV of a few layers only: layers use its buffers in turn, as vllm-ascend 0.30 lets
 them. A buffer is overwritten only when nothing reads it any more (R3). Real processes, real gloo, real Mooncake."""
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
-from harness.kv import Model, Side
+from harness.kv import Model, Side, layer_name
 from harness.rank_hosts import start_afresh
 from harness.rank_programs import Hooks, PrefillRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
@@ -161,4 +164,49 @@ def test_a_ticket_that_comes_after_the_prompt_was_computed_fails() -> None:
     [reason] = pair.wait_sent(1).values()
     assert reason.startswith("prefill keeps the KV of a few layers at a time")
     assert pair.wait_arrivals(1)[0] == set()
+    assert pair.close() == []
+
+
+def overwritten_by_a_loader(rank: PrefillRank) -> None:
+    """Another thread waits for buffers, as AscendStore's does before it loads the next layer's KV from its pool."""
+    loads, loaded = queue.SimpleQueue[int](), {layer: threading.Event() for layer in range(LAYERS)}
+    compute, wait = rank.compute, rank.worker.await_buffers
+
+    def load() -> None:
+        for layer in iter(loads.get, -1):
+            wait([layer_name(layer)])
+            for part in rank.caches[layer_name(layer)]:
+                part.fill_(7)  # what the pool has of other requests
+            loaded[layer].set()
+
+    def prefetching(layer: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if layer < BUFFERS:
+            loads.put(layer)
+        assert loaded[layer].wait(30)
+        loaded[layer].clear()
+        compute(layer, copies)
+
+    written = rank.worker.layer_computed
+
+    def saved(layer: str) -> None:
+        rank.worker.layer_written("")  # vllm-ascend's dense attention does not say which
+        after = int(layer.split(".")[2]) + BUFFERS
+        if after < LAYERS:
+            loads.put(after)  # before the reads of this layer are queued: the wait includes them
+        time.sleep(0.005)
+        written(layer)
+
+    rank.worker.await_buffers = lambda layers: None
+    rank.worker.layer_computed = saved
+    rank.compute = prefetching
+    threading.Thread(target=load, name="loader", daemon=True).start()
+
+
+def test_a_thread_that_loads_kv_into_buffers_waits_for_their_reads() -> None:
+    pair = Pair(*PAIRS["direct"])
+    pair.each(pair.p_ranks, "do", slow_down)
+    pair.each(pair.p_ranks, "do", overwritten_by_a_loader)
+    requests = prompts(pair, [50, 100])
+    run(pair, requests)
+    expect_delivery(pair, requests)
     assert pair.close() == []
