@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of known models and engines, and what must hold of every plan."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import PlanFigures
 from vllm_ascend_pd.tools.plan.model import read_model
+from vllm_ascend_pd.tools.plan.write_costs import HIXL, WriteCosts
 
 DATA = Path(__file__).parent / "data"
 DEEPSEEK = DATA / "deepseek-r1.json"
@@ -14,7 +16,12 @@ QWEN = DATA / "qwen3-235b-a22b.json"
 LLAMA = DATA / "llama-3.1-70b.json"
 
 
-def plan_for(config: Path, prefill: tuple[int, int, int], decode: tuple[int, int, int]) -> PlanFigures:
+def plan_for(
+    config: Path,
+    prefill: tuple[int, int, int],
+    decode: tuple[int, int, int],
+    write_costs: Sequence[WriteCosts] = HIXL,
+) -> PlanFigures:
     """Engines as (TP, PP, DP)."""
     return make_plan(
         read_model(config),
@@ -22,6 +29,7 @@ def plan_for(config: Path, prefill: tuple[int, int, int], decode: tuple[int, int
         PlannedEngine("decode", *decode, DEFAULT_BLOCK_SIZE),
         step_tokens=8192,
         staging_slots=4,
+        write_costs=write_costs,
     )
 
 

@@ -123,8 +123,10 @@ def test_release_candidates_come_before_their_release() -> None:
         ("client/server", None, "9.0.0", None, Level.ERROR),
         ("client/server", None, "9.1.0", None, Level.NOTE),
         ("client/server", "25.5.0", None, None, Level.NOTE),
-        ("comm", "25.2.0", "9.0.0", "4:8", Level.OK),
-        ("comm", None, None, None, Level.OK),
+        ("comm", "25.2.0", "9.0.0", "4:8", Level.WARNING),
+        ("comm", "25.5.0", "9.1.0", None, Level.WARNING),
+        ("comm", None, None, None, Level.WARNING),
+        ("fabric memory", None, None, None, Level.OK),
         ("", "25.5.0", "9.1.0", None, Level.NOTE),
     ],
 )
@@ -134,6 +136,9 @@ def test_hixls_engine(kind: str, driver: str | None, cann: str | None, buffer_po
     finding = versions.judge_engine(transport, driver, cann, environment)
     assert (finding.level, finding.figures["kind"]) == (level, kind)
     assert ("ASCEND_BUFFER_POOL=4:8" in finding.found) == (kind == "client/server" and buffer_pool == "4:8")
+    if kind == "comm":
+        assert "32 KiB over RoCE takes 3.7 (A3) to 16 times (A2) as long" in finding.found
+        assert ("update to driver" in finding.action) == (driver == "25.2.0")
 
 
 def test_of_two_installed_versions_the_imported_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan's figures: of known models against values worked out by hand, of any shape against the core."""
 
+import dataclasses
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import Piece
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
 from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
-from vllm_ascend_pd.tools.plan.write_costs import HIXL
+from vllm_ascend_pd.tools.plan.write_costs import HIXL, read_measured
 
 # 1000 tokens travel as 8 blocks of 128.
 SENT_TOKENS = 1024
@@ -123,9 +126,55 @@ def test_a_layers_writes_by_hixls_figures():
         assert (time.chip, time.link, time.engine) == (costs.chip, costs.link, costs.engine)
         assert time.scattered_ms == pytest.approx(8 * costs.seconds(64 << 10) * 1000)
         assert time.contiguous_ms == pytest.approx(2 * costs.seconds(256 << 10) * 1000)
+        # It has half of the heads of 8 units, and half of those bytes are another rank's.
+        assert time.exchange_ms == pytest.approx((256 << 10) / costs.exchange / 1e6)
         slow = time.scattered_ms > 1.5 * (512 << 10) / costs.most / 1e6
         assert time.limited_by == ("descriptors" if slow else "link")
     assert {time.limited_by for time in plan.write_times} == {"descriptors", "link"}
+
+
+def test_an_all_to_all_that_takes_longer_than_the_writes_limits_a_layer():
+    slow = dataclasses.replace(HIXL[0], exchange=0.1)
+    unknown = dataclasses.replace(HIXL[0], exchange=None)
+    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1), write_costs=(slow, unknown))
+    assert [time.limited_by for time in plan.write_times] == ["all-to-all", "descriptors"]
+    assert plan.write_times[1].exchange_ms is None
+    assert {time.exchange_ms for time in plan_for(LLAMA, (4, 1, 1), (4, 1, 1)).write_times} == {0.0}
+
+
+def measured(folder: Path, *findings: tuple[str, dict[str, float | str]]) -> Path:
+    report = folder / "report.json"
+    report.write_text(json.dumps({"schema": 2, "findings": [{"check": c, "figures": f} for c, f in findings]}))
+    return report
+
+
+def test_what_the_doctor_measured_replaces_hixls_figures(tmp_path: Path) -> None:
+    report = measured(
+        tmp_path,
+        ("hardware.collectives", {"mode": "AIV", "all_to_all_bytes_per_second": 50e9}),
+        ("descriptors.hccs.65536", {"protocol": "ascend", "bytes": 65536, "seconds": 2e-6}),
+        ("descriptors.hccs.32768", {"protocol": "ascend", "bytes": 32768, "seconds": 1.5e-6}),
+    )
+    [costs] = read_measured(report)
+    assert (costs.chip, costs.link, costs.sizes) == ("measured", "hccs", (32768, 65536))
+    assert costs.exchange == 50
+    assert [costs.seconds(size) for size in (16384, 32768, 65536)] == pytest.approx([1.5e-6, 1.5e-6, 2e-6])
+    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1), write_costs=(costs,))
+    [time] = plan.write_times
+    assert time.scattered_ms == pytest.approx(8 * 2e-3)
+
+
+@pytest.mark.parametrize(
+    "figures", [{}, {"bytes": 0, "seconds": 1.0}, {"bytes": 16384, "seconds": 0.0}, {"bytes": 1, "seconds": "soon"}]
+)
+def test_a_report_that_cannot_be_used(tmp_path: Path, figures: dict[str, float | str]) -> None:
+    with pytest.raises(PlanError, match="no report of doctor"):
+        read_measured(measured(tmp_path, ("descriptors.hccs.16384", figures)))
+
+
+def test_a_report_without_measured_descriptors(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="needs --hardware"):
+        read_measured(measured(tmp_path, ("versions.cann", {})))
 
 
 def test_times_of_a_link_that_keeps_up():

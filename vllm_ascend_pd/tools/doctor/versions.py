@@ -16,6 +16,7 @@ from pathlib import Path
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.protocol import EngineKind, TransportInfo
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.plan.write_costs import slowdowns
 from vllm_ascend_pd.transport import ascend
 
 VLLM = ("0.23.0", "0.30.0", "0.32.0")
@@ -159,6 +160,8 @@ def judge_cann(environment: Mapping[str, str], found: str | None) -> Finding:
 
 LEAST_DRIVER, LEAST_CANN = "25.5.0", "9.1.0"
 """The minimum versions for the client/server engine."""
+_TYPICAL_DESCRIPTOR = 32 << 10
+"""Bytes of a block of 128 tokens with one KV head of 128 in bfloat16."""
 
 
 def version_key(text: str) -> tuple[int, ...]:
@@ -186,17 +189,27 @@ def judge_engine(
     if transport.kind == EngineKind.UNKNOWN:
         found = f"{transport.wheel}: ASCEND_* settings do not say which of HIXL's engines starts"
         return note(check, found, "use the same settings and the same Mooncake on prefill and decode", **figures)
+    too_old = [
+        f"{name} {found}"
+        for name, found, least in (("driver", driver, LEAST_DRIVER), ("CANN", cann, LEAST_CANN))
+        if found is not None and version_key(found) < version_key(least)
+    ]
+    if transport.kind == EngineKind.COMM:
+        ratios = slowdowns(_TYPICAL_DESCRIPTOR)
+        found = (
+            f"{starts}: by HIXL's figures a descriptor of {_TYPICAL_DESCRIPTOR >> 10} KiB over RoCE takes "
+            f"{min(ratios):.1f} (A3) to {max(ratios):.0f} times (A2) as long as with its client/server engine"
+        )
+        action = f"install {MOONCAKE_NPU} {MOONCAKE_NPU_TESTED[-1]} on prefill and decode"
+        if too_old:
+            action += f", and update to driver {LEAST_DRIVER} (Ascend HDK) and CANN {LEAST_CANN}"
+        return warning(check, found, action, **figures)
     if transport.kind != EngineKind.CLIENT_SERVER:
         return ok(check, starts, **figures)
     if ascend.has_buffer_pool(environment):
         found = f"{starts}, which does not start with {ascend.BUFFER_POOL}={environment[ascend.BUFFER_POOL]}"
         return error(check, found, f"unset {ascend.BUFFER_POOL} on prefill and decode", **figures)
     needs = f"{starts}, which needs driver {LEAST_DRIVER} and CANN {LEAST_CANN} at least"
-    too_old = [
-        f"{name} {found}"
-        for name, found, least in (("driver", driver, LEAST_DRIVER), ("CANN", cann, LEAST_CANN))
-        if found is not None and version_key(found) < version_key(least)
-    ]
     if too_old:
         action = (
             f"update to driver {LEAST_DRIVER} (Ascend HDK) and CANN {LEAST_CANN}, or install {MOONCAKE_NPU} "

@@ -27,6 +27,8 @@ _COMPUTE = "Milliseconds that prefill needs for 1000 tokens. Compares transfer a
 _STEP = "Maximum number of tokens per prefill step. Determines the size of the staging buffer."
 _PROMPT = "Tokens of a usual prompt. With the four options below, adds engines per engine."
 
+_MEASURED = "Output of doctor --hardware --json, for the times of writes instead of HIXL's figures."
+
 
 def plan(
     model: Annotated[Path, typer.Argument(exists=True, help="The model's config.json, or the folder that has it.")],
@@ -48,6 +50,7 @@ def plan(
     decode_step_ms: Annotated[float | None, _number("Milliseconds of a decode step with the requests below.")] = None,
     decode_requests: Annotated[int | None, _count("Most requests that a data-parallel rank decodes at once.")] = None,
     decode_kv_gib: Annotated[float | None, _number("GiB of KV cache on each decode rank.")] = None,
+    measured: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=_MEASURED)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     version: Version = False,
 ) -> None:
@@ -68,6 +71,7 @@ def plan(
     from vllm_ascend_pd.tools.plan.figures import PROMPT_TOKENS
     from vllm_ascend_pd.tools.plan.tables import render
     from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
+    from vllm_ascend_pd.tools.plan.write_costs import HIXL, read_measured
 
     sides = (
         PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
@@ -76,15 +80,16 @@ def plan(
     slots = ConnectorConfig().slots(max_num_batched_tokens)
     compute_ms = None if compute_ms_per_1000_tokens is None else compute_ms_per_1000_tokens * PROMPT_TOKENS / 1000
     try:
+        costs = HIXL if measured is None else read_measured(measured)
         shape = read_model(model, kv_cache_dtype)
-        figures = make_plan(shape, *sides, step_tokens=max_num_batched_tokens, staging_slots=slots)
+        figures = make_plan(shape, *sides, step_tokens=max_num_batched_tokens, staging_slots=slots, write_costs=costs)
         if link_gbit is not None:
             figures = msgspec.structs.replace(figures, timing=make_timing(figures, link_gbit, compute_ms))
         if figures.timing and prompt_tokens and output_tokens and decode_step_ms and decode_requests and decode_kv_gib:
             traffic = Traffic(prompt_tokens, output_tokens, decode_step_ms, decode_requests, decode_kv_gib)
             figures = msgspec.structs.replace(figures, rates=make_rates(figures, figures.timing, traffic))
     except OSError as error:
-        raise USAGE_ERROR(f"cannot read the model's config.json: {error}") from None
+        raise USAGE_ERROR(f"cannot read the model's config.json, or what was measured: {error}") from None
     except PlanError as error:
         print(f"vllm-ascend-pd: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

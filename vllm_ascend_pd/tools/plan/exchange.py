@@ -39,6 +39,7 @@ from vllm_ascend_pd.tools.plan.figures import (
 )
 from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError, whole
 from vllm_ascend_pd.tools.plan.times import write_times
+from vllm_ascend_pd.tools.plan.write_costs import HIXL, WriteCosts
 
 _NUM_BLOCKS = 1 << 20  # of every cache: more than any figure needs
 _EXCHANGE_BUFFERS = 2  # of a slot's size, see `prefill.regroup.Regrouper`
@@ -52,10 +53,11 @@ def make_plan(
     step_tokens: int,
     staging_slots: int,
     tokens: int = PROMPT_TOKENS,
+    write_costs: Sequence[WriteCosts] = HIXL,
 ) -> PlanFigures:
     """Returns the transfers from one prefill engine to one decode engine, for a prompt of `tokens`, without timing.
 
-    Raises PlanError where that cannot work.
+    `write_costs`: what descriptors cost. Raises PlanError where that cannot work.
     """
     for engine in (prefill, decode):
         check_engine(model, engine)
@@ -76,6 +78,7 @@ def make_plan(
         for stage in range(decode.pp):
             theirs = d_ranks[RankPosition(stage, 0)]
             flows += _flows(model, source, caches, routes[source.tp_rank], stage, theirs, tokens)
+    exchanging = {rank: max(len(route.ranks) for route in of_rank) or 1 for rank, of_rank in enumerate(routes)}
     unit = routes[0][0].unit
     groups = topology.regroup_groups(prefill.sharding, model.kv_heads)
     staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
@@ -90,7 +93,7 @@ def make_plan(
         groups_created=len(groups) if staging.slots else 0,
         staging=staging,
         prompt=_prompt(tokens, unit, flows),
-        write_times=write_times(flows),
+        write_times=write_times(flows, exchanging, write_costs),
         timing=None,
         rates=None,
         notes=(*model.notes, *_notes(prefill, decode, routes)),

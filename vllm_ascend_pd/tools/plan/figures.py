@@ -161,15 +161,19 @@ class Timing(msgspec.Struct, frozen=True):
 class WriteTime(msgspec.Struct, frozen=True):
     """What the writes of one layer of the prompt take the prefill rank whose writes take longest.
 
-    By published figures of one chip, link and engine of HIXL (`write_costs.py`).
+    By published figures of one chip, link and engine of HIXL, or by the doctor's (`write_costs.py`).
     """
 
-    chip: str
+    chip: str  # "measured" by the doctor
     link: str
     engine: str
     contiguous_ms: float  # if all blocks of the prompt are adjacent
     scattered_ms: float  # if no two blocks are adjacent
-    limited_by: str  # what the second takes its time for: "descriptors" or "link"
+    # What the layer's all-to-all takes at the highest rate within a machine. 0: there is none. None: unknown rate.
+    exchange_ms: float | None
+    limited_by: (
+        str  # "all-to-all" if it takes longer than scattered writes, else what those take: "descriptors" or "link"
+    )
 
 
 class RateFigures(msgspec.Struct, frozen=True):

@@ -176,11 +176,14 @@ def _write_times(plan: PlanFigures) -> Table:
     computed = ""
     if plan.timing is not None and plan.timing.compute_ms is not None:
         computed = f"; prefill computes it in {plan.timing.compute_ms / plan.model.layers:.2f} ms"
-    table = Table(title=f"a layer's writes, by HIXL's figures{computed}")
-    for column in ("chip, link", "engine", "all blocks neighbours", "no blocks neighbours", "limited by"):
+    table = Table(title=f"a layer's writes{computed}")
+    for column in ("chip, link", "engine", "all blocks neighbours", "no blocks neighbours", "all-to-all", "limited by"):
         table.add_column(column)
     for time in plan.write_times:
-        times = (f"{time.contiguous_ms:.2f} ms", f"{time.scattered_ms:.2f} ms")
+        exchange = (
+            "unknown" if time.exchange_ms is None else f"{time.exchange_ms:.3f} ms" if time.exchange_ms else "none"
+        )
+        times = (f"{time.contiguous_ms:.3f} ms", f"{time.scattered_ms:.3f} ms", exchange)
         table.add_row(f"{time.chip}, {time.link}", time.engine, *times, time.limited_by)
     return table
 

@@ -4,7 +4,7 @@
 docs/plan.md has the formulas with their sources.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_pd.tools.plan.figures import (
@@ -18,7 +18,7 @@ from vllm_ascend_pd.tools.plan.figures import (
     WriteTime,
 )
 from vllm_ascend_pd.tools.plan.model import PlanError
-from vllm_ascend_pd.tools.plan.write_costs import HIXL, WriteCosts
+from vllm_ascend_pd.tools.plan.write_costs import WriteCosts
 
 
 class Link(NamedTuple):
@@ -77,34 +77,45 @@ _SLOWER = 1.5
 """Descriptors limit writes that take so many times as long as their bytes alone."""
 
 
-def write_times(flows: Iterable[Flow]) -> tuple[WriteTime, ...]:
-    """Returns what one layer's writes take by HIXL's figures, for each chip, link and engine."""
+def write_times(
+    flows: Iterable[Flow], exchanging: Mapping[int, int], costs: Sequence[WriteCosts]
+) -> tuple[WriteTime, ...]:
+    """Returns what one layer's writes take by each of `costs`.
+
+    `exchanging`: how many ranks exchange heads, by the tp rank of each prefill rank that does.
+    """
     by_source: dict[RankPosition, list[Flow]] = {}
     for flow in flows:
         if flow.lane == 0:
             by_source.setdefault(flow.source, []).append(flow)
-    return tuple(_write_time(costs, list(by_source.values())) for costs in HIXL)
+    ranks = list(by_source.values())
+    # A rank of r that exchange heads writes 1/r of the units, and gets all but 1/r of their bytes from the others.
+    exchanged = max(
+        _layer_writes_bytes(flows) * (1 - 1 / exchanging.get(source.tp_rank, 1)) for source, flows in by_source.items()
+    )
+    return tuple(_write_time(each, ranks, exchanged) for each in costs)
 
 
-def _write_time(costs: WriteCosts, ranks: Sequence[Sequence[Flow]]) -> WriteTime:
-    """`ranks`: the flows of each prefill rank."""
+def _write_time(costs: WriteCosts, ranks: Sequence[Sequence[Flow]], exchanged: float) -> WriteTime:
+    """`ranks`: the flows of each prefill rank. `exchanged`: bytes that a rank gets by the layer's all-to-all."""
     contiguous = max(_writes_ms(costs, [flow.layer_writes_contiguous for flow in flows]) for flows in ranks)
     scattered, nbytes = max(
-        (_writes_ms(costs, [flow.layer_writes for flow in flows]), sum(_bytes(flow) for flow in flows))
-        for flows in ranks
+        (_writes_ms(costs, [flow.layer_writes for flow in flows]), _layer_writes_bytes(flows)) for flows in ranks
     )
-    fits = scattered <= _SLOWER * nbytes / (costs.most * 1e6)
-    return WriteTime(
-        costs.chip, costs.link, costs.engine, contiguous, scattered, limited_by="link" if fits else "descriptors"
-    )
+    exchange = 0.0 if not exchanged else None if costs.exchange is None else exchanged / (costs.exchange * 1e6)
+    if exchange is not None and exchange > scattered:
+        limit = "all-to-all"
+    else:
+        limit = "link" if scattered <= _SLOWER * nbytes / (costs.most * 1e6) else "descriptors"
+    return WriteTime(costs.chip, costs.link, costs.engine, contiguous, scattered, exchange, limit)
 
 
 def _writes_ms(costs: WriteCosts, writes: Iterable[Iterable[WriteSize]]) -> float:
     return 1000 * sum(each.number * costs.seconds(each.nbytes) for sizes in writes for each in sizes)
 
 
-def _bytes(flow: Flow) -> int:
-    return sum(each.nbytes * each.number for each in flow.layer_writes)
+def _layer_writes_bytes(flows: Iterable[Flow]) -> int:
+    return sum(each.nbytes * each.number for flow in flows for each in flow.layer_writes)
 
 
 class Traffic(NamedTuple):

@@ -1,31 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a write to another NPU costs, by the size of its descriptors: HIXL's published figures, which are data here.
+"""What a write to another NPU costs, by the size of its descriptors: HIXL's published figures, which are data here, or
+what `vllm-ascend-pd doctor --hardware --json` has measured.
 
 Source: `benchmarks/performance_en.md` of HIXL (fetched 2026-11-27), 128 MiB in all, from device to remote device.
 """
+
+from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.tools.plan.model import PlanError
 
 KIB = 1024
+HIXL_SIZES = tuple((16 << n) * KIB for n in range(8))
 
 
 @dataclass(frozen=True)
 class WriteCosts:
     """The figures of one chip, link and engine."""
 
-    # "A2" or "A3".
+    # "A2" or "A3"; "measured".
     chip: str
     # What connects the NPUs.
     link: str
     # HIXL's engine: "comm", which Mooncake 0.3.11 uses, or "cs", which 0.3.13 uses with CANN 9.1 and driver 25.5.
     engine: str
-    # By descriptors of 16 KiB, 32 KiB, and so on: bytes in a second, in units of 10**9.
+    # Bytes in a second, in units of 10**9, by descriptors of the first of `sizes`.
     rates: tuple[float, ...]
     # The highest rate of this link with any engine, for longer descriptors than were measured.
     most: float
+    # The highest rate within one machine of this chip, at which ranks exchange heads. None: unknown.
+    exchange: float | None
+    # Bytes of the measured descriptors, ascending.
+    sizes: tuple[int, ...] = HIXL_SIZES
 
     def __str__(self) -> str:
         return f"{self.chip}, {self.link}, {self.engine}"
@@ -36,7 +50,7 @@ class WriteCosts:
         A shorter descriptor than was measured takes as long as the shortest that was. A longer one than was measured
         takes as long as the longest, until the link is full.
         """
-        sizes = [(16 << n) * KIB for n in range(len(self.rates))]
+        sizes = self.sizes[: len(self.rates)]
         times = [size / rate / 1e9 for size, rate in zip(sizes, self.rates, strict=True)]
         place = bisect_left(sizes, num_bytes)
         if place == 0:
@@ -51,11 +65,66 @@ class WriteCosts:
         return sum(map(self.seconds, sizes))
 
 
+_A3, _A2 = 165, 23.7
 HIXL = (
-    WriteCosts("A3", "HCCS, two machines", "comm", (3.5, 6.9, 13.0, 22.9, 37.5, 54.6, 71.7, 90.0), 165),
-    WriteCosts("A3", "HCCS, one machine", "cs", (18.0, 36.7, 70.1, 122, 156, 161, 161, 165), 165),
-    WriteCosts("A3", "RoCE, two machines", "comm", (7.8, 6.3, 10.8, 17.9, 22.2, 22.8, 22.9, 23.0), 23.9),
-    WriteCosts("A3", "RoCE, two machines", "cs", (18.4, 23.2, 23.7, 23.8, 23.8, 23.8, 23.8, 23.9), 23.9),
-    WriteCosts("A2", "RoCE, one machine", "comm", (0.72, 1.42, 2.84, 5.74), 23.7),
-    WriteCosts("A2", "RoCE, one machine", "cs", (18.3, 22.7, 23.4, 23.5, 23.6, 23.6, 23.6, 23.7), 23.7),
+    WriteCosts("A3", "HCCS, two machines", "comm", (3.5, 6.9, 13.0, 22.9, 37.5, 54.6, 71.7, 90.0), 165, _A3),
+    WriteCosts("A3", "HCCS, one machine", "cs", (18.0, 36.7, 70.1, 122, 156, 161, 161, 165), 165, _A3),
+    WriteCosts("A3", "RoCE, two machines", "comm", (7.8, 6.3, 10.8, 17.9, 22.2, 22.8, 22.9, 23.0), 23.9, _A3),
+    WriteCosts("A3", "RoCE, two machines", "cs", (18.4, 23.2, 23.7, 23.8, 23.8, 23.8, 23.8, 23.9), 23.9, _A3),
+    WriteCosts("A2", "RoCE, one machine", "comm", (0.72, 1.42, 2.84, 5.74), 23.7, _A2),
+    WriteCosts("A2", "RoCE, one machine", "cs", (18.3, 22.7, 23.4, 23.5, 23.6, 23.6, 23.6, 23.7), 23.7, _A2),
 )
+
+
+def slowdowns(num_bytes: int) -> list[float]:
+    """Returns how many times as long a descriptor of `num_bytes` takes with HIXL's engine "comm" as with "cs", for each
+    chip and link that both were measured on."""
+    by_way = {(each.chip, each.link, each.engine): each.seconds(num_bytes) for each in HIXL}
+    return [
+        seconds / by_way[chip, link, "cs"]
+        for (chip, link, engine), seconds in by_way.items()
+        if engine == "comm" and (chip, link, "cs") in by_way
+    ]
+
+
+class _Finding(msgspec.Struct, frozen=True):
+    check: str
+    figures: dict[str, float | str]
+
+
+class _Report(msgspec.Struct, frozen=True):
+    findings: list[_Finding]
+
+
+_PREFIX = "descriptors."
+"""Of the doctor's findings about descriptors, `descriptors.WAY.BYTES`."""
+_EXCHANGE = "all_to_all_bytes_per_second"
+"""The figure of `hardware.collectives`."""
+
+
+def read_measured(path: Path) -> tuple[WriteCosts, ...]:
+    """Returns what `doctor --hardware --json` has measured, for each way. Raises PlanError, and OSError."""
+    try:
+        findings = msgspec.json.decode(path.read_bytes(), type=_Report).findings
+        ways: dict[str, dict[int, float]] = {}
+        exchange: float | None = None
+        for each in findings:
+            if _EXCHANGE in each.figures:
+                exchange = float(each.figures[_EXCHANGE]) / 1e9
+            if each.check.startswith(_PREFIX):
+                size, seconds = int(each.figures["bytes"]), float(each.figures["seconds"])
+                if size <= 0 or seconds <= 0:
+                    raise ValueError(f"{each.check} has no positive bytes and seconds")
+                ways.setdefault(each.check.removeprefix(_PREFIX).rpartition(".")[0], {})[size] = seconds
+    except (*UNREADABLE, KeyError, ValueError) as error:
+        raise PlanError(f"{path} is no report of doctor --hardware --json: {error}") from None
+    if not ways:
+        raise PlanError(f"{path} has no measured descriptors: doctor needs --hardware")
+    return tuple(_measured(way, times, exchange) for way, times in ways.items())
+
+
+def _measured(way: str, times: dict[int, float], exchange: float | None) -> WriteCosts:
+    """`times`: what a descriptor of so many bytes takes, in seconds."""
+    sizes = tuple(sorted(times))
+    rates = tuple(size / times[size] / 1e9 for size in sizes)
+    return WriteCosts("measured", way, "", rates, max(rates), exchange or None, sizes)
