@@ -14,6 +14,7 @@ import torch
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.layout import BlockKind
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
@@ -30,6 +31,7 @@ from vllm_ascend_pd.prefill.regroup import Regrouper, make_regrouper
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue, Withdrawals
+from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.transport.engine import TransferEngine
 
 
@@ -197,6 +199,15 @@ class PrefillWorker:
             if caches.in_turn
             else None
         )
+        geometries = caches.description.geometries
+        self._unnamed = UnnamedLayers(
+            caches.layers,
+            [
+                layer
+                for layer, of in caches.layers_by_geometry.items()
+                if any(geometries[index].kind is BlockKind.STATE for index in of)
+            ],
+        )
         # The open transfers, by request id.
         self._transfers: dict[str, Transfer] = {}
         # What writes to each decode engine, by the issuer of its tickets: engines with open transfers.
@@ -246,6 +257,7 @@ class PrefillWorker:
         self._done.update(step.unsent)
         self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
         self._forward_ended = False
+        self._unnamed.start_step()
         self._written = None
         parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends]
         self._observer.step_began(self._plan.number, parts)
@@ -275,13 +287,17 @@ class PrefillWorker:
         If `layer_written` was called for this layer, the push waits only for what was queued by then. A draft's layers
         run over the step's tokens first, and then once for each further drafted token, whose KV is not sent. So only
         the first call for a layer counts.
+
+        `layer`: "" for a linear-attention layer of vllm-ascend (`UnnamedLayers`). Layers that are not known by then are
+        pushed when the step ends.
         """
+        layer = self._unnamed.name(layer)
         written, self._written = self._written, None
         if self._plan.sends and layer in self._plan.unsaved:
             if written is None or written[0] not in ("", layer):
                 written = layer, self._device.record_event()
             self._push_layer(self._plan, layer, written[1])
-            if not self._plan.unsaved:  # decode need not wait for the rest of the step
+            if not self._plan.unsaved and self._unnamed.hold:  # decode need not wait for the rest of the step
                 self._finish(self._plan.last)
         elif self._turns is not None:
             self._turns.read(layer, ())
@@ -304,6 +320,9 @@ class PrefillWorker:
         the step's collectives when the step ends (R5).
         """
         self._forward_ended = True
+        if not self._unnamed.end_step(completed=error is None):
+            for step_send in self._plan.all_sends:
+                step_send.fail("a state may have been sent before it was computed", PushFailure.INTERNAL)
         if error is not None:
             pushed = {transfer for step_send in self._plan.all_sends for transfer in step_send.transfers}
             for transfer in {*self._plan.last, *pushed}:
