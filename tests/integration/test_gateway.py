@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
@@ -21,17 +16,14 @@ from engine_standin import DecodeEngine, PrefillEngine, Servers, make_ticket
 from proxy_cluster import COMPLETION, eventually, running_proxy
 
 from harness.certificates import Authority, Certificate
-from harness.ports import is_free, release_port, reserve_port
+from harness.gateway import needs_nginx, running_nginx
+from harness.ports import release_port, reserve_port
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
 
-NGINX = shutil.which("nginx", path=f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}:/usr/sbin") or ""
-CONFIGURATION = Path(__file__).resolve().parents[2] / "examples" / "gateway" / "nginx.conf"
 STREAM = {**COMPLETION, "stream": True}
 
-pytestmark = pytest.mark.skipif(
-    not NGINX, reason="scripts/setup_env.sh --with-gateway, on Debian or Ubuntu, unpacks nginx"
-)
+pytestmark = needs_nginx
 
 
 @dataclass
@@ -48,47 +40,6 @@ class Gateway:
         return httpx.Client(base_url=url, verify=self.trusts_us, trust_env=False, timeout=30)
 
 
-def configuration(folder: Path, ours: Authority, proxy: int, clients: int, decode: int) -> str:
-    """The example with other ports, files and times. Each replacement must find its place."""
-    certificate = ours.issue("gateway", "IP:127.0.0.1")
-    text = CONFIGURATION.read_text()
-    changes = {
-        "/run/pd-gateway.pid": str(folder / "pid"),
-        "/var/log/nginx/pd-gateway-error.log": str(folder / "error.log"),
-        "worker_processes auto": "worker_processes 1",
-        "worker_rlimit_nofile 65536": "worker_rlimit_nofile 1024",
-        "worker_connections 16384": "worker_connections 256",
-        "access_log off;": f"access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;"
-        + "".join(f" {kind}_temp_path {folder}/{kind};" for kind in ("fastcgi", "scgi", "uwsgi")),
-        "127.0.0.1:8000": f"127.0.0.1:{proxy}",
-        "listen 443": f"listen 127.0.0.1:{clients}",
-        "listen 8443": f"listen 127.0.0.1:{decode}",
-        "/etc/pd/gateway.pem": str(certificate.cert),
-        "/etc/pd/gateway-key.pem": str(certificate.key),
-        "/etc/pd/engines-ca.pem": str(ours.cert),
-        "client_header_timeout 20s": "client_header_timeout 1s",
-        "limit_conn pd_per_address 256": "limit_conn pd_per_address 3",
-    }
-    for old, new in changes.items():
-        assert old in text, old
-        text = text.replace(old, new)
-    return text
-
-
-@contextmanager
-def running_nginx(folder: Path, ports: tuple[int, int]) -> Iterator[None]:
-    user = "user root;" if os.geteuid() == 0 else ""  # its workers write into this folder
-    command = [NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", f"daemon off; {user}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        eventually(lambda: process.poll() is not None or not any(map(is_free, ports)))
-        assert process.poll() is None, process.communicate()[1]
-        yield
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
-
-
 @pytest.fixture(scope="module")
 def gateway(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("gateway")
@@ -98,8 +49,17 @@ def gateway(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         stack.callback(lambda: [release_port(port) for port in ports])
         urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: decode.app)
         _, proxy = stack.enter_context(running_proxy(*urls))
-        (folder / "nginx.conf").write_text(configuration(folder, ours, proxy, clients, for_decode))
-        stack.enter_context(running_nginx(folder, ports))
+        certificate = ours.issue("gateway", "IP:127.0.0.1")
+        changes = {
+            "listen 443": f"listen 127.0.0.1:{clients}",
+            "listen 8443": f"listen 127.0.0.1:{for_decode}",
+            "/etc/pd/gateway.pem": str(certificate.cert),
+            "/etc/pd/gateway-key.pem": str(certificate.key),
+            "/etc/pd/engines-ca.pem": str(ours.cert),
+            "client_header_timeout 20s": "client_header_timeout 1s",
+            "limit_conn pd_per_address 256": "limit_conn pd_per_address 3",
+        }
+        stack.enter_context(running_nginx(folder, proxy, ports, changes))
         trusts_us = ssl.create_default_context(cafile=str(ours.cert))
         yield Gateway(clients, f"https://127.0.0.1:{for_decode}{METASERVER_PATH}", trusts_us, decode, proxy)
 
