@@ -132,14 +132,21 @@ def test_collectives_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not children("on_npu")
 
 
+def receivers() -> list[psutil.Process]:
+    """The receiving processes of the doctor. Other tests have processes of multiprocessing, too."""
+    return [
+        each for of in children("doctor.loopback") for each in of.children() if "spawn_main" in " ".join(each.cmdline())
+    ]
+
+
 @contextmanager
 def faulty_link(fault: str) -> Iterator[None]:
     """The process that receives has a link that fails as `fault` says."""
     over = threading.Event()
 
     def spoil() -> None:
-        wait_until(lambda: children("spawn_main") or over.is_set(), 60)
-        for receiver in children("spawn_main"):
+        wait_until(lambda: receivers() or over.is_set(), 60)
+        for receiver in receivers():
             with cann_on_host.link_fault(receiver.pid, fault):
                 over.wait()
 
@@ -157,7 +164,6 @@ def faulty_link(fault: str) -> Iterator[None]:
     ("fault", "roce", "timeout_s", "level", "reason"),
     [
         long("refuse", False, 60.0, Level.ERROR, "the process ended with code 1"),
-        # Less than Mooncake's own timeout of 10 s and the time in which the processes start.
         ("hang", True, 11.0, Level.WARNING, "did not end within 11 s"),
     ],
 )
