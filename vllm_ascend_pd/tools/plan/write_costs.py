@@ -97,7 +97,7 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 _PREFIX = "descriptors."
-"""Of the doctor's findings about descriptors, `descriptors.WAY.BYTES`."""
+"""Of the doctor's findings about descriptors. The way and the size follow."""
 _EXCHANGE = "all_to_all_bytes_per_second"
 """The figure of `hardware.collectives`."""
 
