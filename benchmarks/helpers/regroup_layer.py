@@ -88,5 +88,6 @@ def our_side(
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     units = Units.of(BLOCK, [(0, layer.num_blocks * BLOCK)]).cut(own)
     nowhere = np.empty(0, dtype=np.int64)
-    step_send = StepSend(route, geometry, [], units, nowhere, nowhere, offsets.to(caches[0].device), most)
+    on_device = offsets.to(caches[0].device)
+    step_send = StepSend(route, geometry, [], units, nowhere, nowhere, 1, unit_offsets=on_device, share=most)
     return lambda: regrouper.run(step_send, registered.tensors), ring
