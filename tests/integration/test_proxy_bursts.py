@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection
@@ -23,6 +23,7 @@ from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import COMPLETION, STREAM, Cluster, eventually, running_cluster, running_proxy
 
 from vllm_ascend_pd.proxy.routing import concurrency
+from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
 
 STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_engine.py"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
@@ -116,12 +117,22 @@ def part_of_a_body(cluster: Cluster, size: int) -> HTTPConnection:
 def test_f27_a_body_that_does_not_fit_beside_those_that_wait_is_429(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place is free for the next body afterwards."""
     monkeypatch.setattr(concurrency, "_MAX_HELD_BYTES", 3 << 20)
+    arrived = threading.Semaphore(0)
+    body_of = AdmittedRequest.body
+
+    async def body(request: AdmittedRequest, chunks: AsyncIterable[bytes], limit: int) -> bytes:
+        received = await body_of(request, chunks, limit)
+        arrived.release()
+        return received
+
+    monkeypatch.setattr(AdmittedRequest, "body", body)
     with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(2) as clients:
         cluster.prefill.holds = True
         first = clients.submit(cluster.complete)
+        assert arrived.acquire(timeout=30)
         assert cluster.decode.working.wait(10)
         second = clients.submit(cluster.complete, prompt="x" * (2 << 20))
-        eventually(lambda: waiting(cluster) == 1)
+        assert arrived.acquire(timeout=30)
         for _ in range(3):
             refused = cluster.complete(prompt="x" * (2 << 20))
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
