@@ -64,20 +64,6 @@ def why_no_ticket(request: ScheduledRequest, requests: EngineRequests) -> str | 
     return None
 
 
-def why_not_again(cause: ReceiveFailure | None, reason: str | None, lost: int, prefill_may_follow: bool) -> str | None:
-    """Why a request whose KV was lost gets no further ticket; None if it may get one.
-
-    `cause`, `reason`: how its last transfer failed; None: it did not.
-    `lost`: how many of its transfers failed in a row.
-    `prefill_may_follow`: the metaserver says that another engine may still prefill it.
-    """
-    if cause is None:
-        return None
-    if cause is not ReceiveFailure.TRANSFER and not prefill_may_follow:  # no metaserver, or no retry is left there
-        return reason
-    return None if lost < MAX_LOST else f"KV was lost {lost} times in a row, at last: {reason}"
-
-
 logger = logging.getLogger(__name__)
 
 _CLOSE_OBSERVER_S = 2.0
@@ -105,8 +91,8 @@ class _IncomingTransfer:
     # Why the transfer failed, in words and as a kind. None: it has not failed.
     failure: str | None = None
     cause: ReceiveFailure | None = None
-    # Whether prefill failed in a way that another ticket may mend, as the metaserver said.
-    prefill_may_follow: bool = False
+    # Whether another ticket may get the KV that did not come: it was lost, or the metaserver says so of its prefill.
+    may_follow: bool = False
     # Bytes received, and how many of them before prefill ended. Summed over ranks.
     received: tuple[int, int] = (0, 0)
     # How long the prompt was to wait in prefill's queue, in seconds, as the proxy said.
@@ -126,6 +112,15 @@ class _IncomingTransfer:
     def all_received(self) -> tuple[int, int]:
         """As `received`, of all the request's tickets."""
         return self.received[0] + self.received_before[0], self.received[1] + self.received_before[1]
+
+    def why_not_again(self) -> str | None:
+        """Why the request gets no further ticket; None if it may get one."""
+        if self.failure is None:
+            return None
+        if not self.may_follow:  # no metaserver, or no retry is left there
+            return self.failure
+        lost = self.lost_before + 1
+        return None if lost < MAX_LOST else f"KV was lost {lost} times in a row, at last: {self.failure}"
 
 
 class DecodeScheduler:
@@ -195,12 +190,9 @@ class DecodeScheduler:
         if no_prompt and (reason := why_no_ticket(request, self._requests)) is not None:
             self._refuse(request, reason, is_unfit=not wants_ticket(params))
             return None
-        if earlier is not None:
-            lost_in_a_row, may_follow = earlier.lost_before + 1, earlier.prefill_may_follow
-            reason = why_not_again(earlier.cause, earlier.failure, lost_in_a_row, may_follow)
-            if reason is not None:
-                self._refuse(request, reason)
-                return None
+        if earlier is not None and (reason := earlier.why_not_again()) is not None:
+            self._refuse(request, reason)
+            return None
         return max(0, self._issuer.num_tokens(request) - num_computed_tokens)
 
     @owned
@@ -287,8 +279,7 @@ class DecodeScheduler:
             if outcome.ok:
                 self._step.prefilled.append(outcome.key)
             elif transfer := self._by_ticket.get(outcome.key):
-                transfer.prefill_may_follow = outcome.may_follow
-                self._fail(transfer, outcome.reason, ReceiveFailure.PREFILL)
+                self._fail(transfer, outcome.reason, ReceiveFailure.PREFILL, outcome.may_follow)
 
     @owned
     def update(self, report: WorkerReport | None, finished_recving: set[str]) -> None:
@@ -309,7 +300,7 @@ class DecodeScheduler:
             if transfer := self._by_ticket.get(ticket_id):
                 self._report(transfer, reason)
                 # If one rank has failed, the others need not wait any longer.
-                self._fail(transfer, reason, ReceiveFailure.TRANSFER)
+                self._fail(transfer, reason, ReceiveFailure.TRANSFER, may_follow=True)
 
     def _take_received(self, report: WorkerReport) -> None:
         for ticket_id, tokens in report.cached.items():
@@ -409,11 +400,11 @@ class DecodeScheduler:
         ticket, reason = transfer.ticket, reason[:MAX_FAILURE_CHARS]
         transfer.route.report(TransferFailure(ticket.request_id, ticket.ticket_id, reason))
 
-    def _fail(self, transfer: _IncomingTransfer, reason: str, cause: ReceiveFailure) -> None:
+    def _fail(self, transfer: _IncomingTransfer, reason: str, cause: ReceiveFailure, may_follow: bool = False) -> None:
         """Gives the transfer up, unless it has ended or failed already: the next step cancels it on all ranks."""
         if transfer.ranks_ended or transfer.failure is not None:
             return
-        transfer.failure, transfer.cause = reason, cause
+        transfer.failure, transfer.cause, transfer.may_follow = reason, cause, may_follow
         self._observer.transfer_failed(cause)
         ticket_id = transfer.ticket.ticket_id
         self._to_send.pop(ticket_id, None)
