@@ -200,6 +200,9 @@ class DecodeRequests:
         def another() -> bool:
             return may_follow(pool.role, engines.urls, failures, self._attempts)
 
+        def ranked_again() -> EngineRanking:
+            return engines.rank(prompt, avoid).then(last_resorts(pool.role, failures, avoid)).of_one_admitted()
+
         while True:
             with self._request_table.attempt(proxied, another) as attempt:
                 reply.request_id = clients_id or attempt.request_id
@@ -210,7 +213,7 @@ class DecodeRequests:
             if failure is None:
                 return
             if failure.kind is FailureKind.BUSY and failure.url and not attempt.begun and pool.may_wait(begun):
-                ranking = engines.rank(prompt, avoid).then(last_resorts(pool.role, failures, avoid)).of_one_admitted()
+                ranking = ranked_again()
                 continue
             self._observer.attempt_failed(EngineRole.DECODE, failure, attempt.request_id)
             pool.judge(failure.url, failure.kind)
@@ -221,8 +224,7 @@ class DecodeRequests:
                 self._give_up(attempt, failure)
                 return
             avoid = failed
-            others = engines.rank(prompt, avoid)
-            ranking = others.then(last_resorts(pool.role, failures, avoid)).of_one_admitted()
+            ranking = ranked_again()
             number += 1
             self._note_retry(attempt, failure, number, ranking.first)
 
@@ -243,7 +245,7 @@ class DecodeRequests:
                     responded = True
                     failure = await relay.run(response)
                     if failure is not None and failure.kind is FailureKind.BUSY:
-                        self._pool.busy(failure, attempt.request_id)
+                        raise self._pool.busy(failure.url, failure.reason, attempt.request_id)
                     if failure is None and response.status < 400:
                         self._pool.judge(attempt.engine, None)
                         if proxied.request is not None:

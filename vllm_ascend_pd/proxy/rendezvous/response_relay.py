@@ -158,9 +158,6 @@ class ResponseRelay:
         unquoted = f"an error, {status}, {where}"
         kind = kind_of(EngineRole.DECODE, status, None, body, well=True)
         if kind is FailureKind.BUSY and not (self._attempt.answering or self._attempt.begun):
-            answer = error_response(
-                HTTPStatus.SERVICE_UNAVAILABLE, f"all decode engines are busy: {unquoted}: retry later"
-            )
             return Failure(kind, unquoted, self._attempt.engine, answer)
         return Failure(FailureKind.ERROR, excerpt(body), self._attempt.engine, answer, unquoted)
 

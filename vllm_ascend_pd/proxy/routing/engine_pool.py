@@ -29,7 +29,6 @@ from vllm_ascend_pd.proxy.routing.answers import (
     Asks,
     Counts,
     EngineRole,
-    Failure,
     FailureKind,
     is_page,
     kind_of,
@@ -212,11 +211,13 @@ class EnginePool:
         if engine is not None and (kind is None or RULES[self.role, kind].counts is Counts.YES):
             engine.served(kind is None, time.monotonic())
 
-    def busy(self, failure: Failure, request_id: str) -> None:
-        """An engine has said in a stream, which is still open, that it is busy. Others wait until it has room."""
-        log.info("request %s: %s engine %s: %s", request_id, self.role.value, failure.url, failure.reason)
-        if (engine := self.engines.get(failure.url)) is not None:
+    def busy(self, url: str, why: str, request_id: str) -> EngineError:
+        """An engine has said in a stream, which is still open, that it is busy. Others wait until it has room. Returns
+        the request's error."""
+        log.info("request %s: %s engine %s: %s", request_id, self.role.value, url, why)
+        if (engine := self.engines.get(url)) is not None:
             self.limiter.busy(engine)
+        return self._busy(url, why)
 
     def may_wait(self, since: float) -> bool:
         """Whether a request that waits since then, on `time.monotonic`'s clock, may wait on for a busy engine."""
