@@ -29,7 +29,7 @@ def test_a_first_step_shows_the_order_and_later_ones_have_names() -> None:
     layers = shown()
     for _ in range(2):
         assert of_a_step(layers, STEP) == ([*IN_ORDER, DRAFT, DRAFT], True)
-        assert layers.hold
+        assert layers.in_order
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_first_step_shows_the_order_and_later_ones_have_names() -> None:
 def test_another_order_is_noticed_and_nothing_is_mapped_any_more(announced: list[str]) -> None:
     layers = shown()
     assert not of_a_step(layers, announced)[1]
-    assert not layers.hold, "noticed when the last layer is announced, before the step ends"
+    assert not layers.in_order, "noticed when the last layer is announced, before the step ends"
     for _ in range(2):
         assert of_a_step(layers, STEP) == (STEP, True)
 

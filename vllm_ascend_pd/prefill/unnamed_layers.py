@@ -37,34 +37,31 @@ class UnnamedLayers:
         stacks = {places[layer].stack if layer in places else "" for layer in unnamed}
         # By the name of a layer in the same stack: how many unnamed layers come before it.
         self._before: dict[str, int] = {}
-        self._in_order: list[str] = []
+        # The unnamed layers, in order.
+        self._unnamed: list[str] = []
         if len(stacks) == 1 and "" not in stacks:
-            self._in_order = sorted(unnamed, key=lambda layer: places[layer].number)
+            self._unnamed = sorted(unnamed, key=lambda layer: places[layer].number)
             for layer, place in places.items():
                 if place.stack in stacks and layer not in unnamed:
                     self._before[layer] = sum(places[each].number < place.number for each in unnamed)
         # A layer with a name must come last. Otherwise the end of the order could not be seen in time.
-        self._may_map = max(self._before.values(), default=0) == len(self._in_order) > 0
+        self._may_map = max(self._before.values(), default=0) == len(self._unnamed) > 0
         self._shown = False
         self._seen = 0
-        self._as_shown = True
-
-    @property
-    def hold(self) -> bool:
-        """Whether this step's announcements have been in order so far."""
-        return self._as_shown
+        # Whether this step's announcements have been in order so far.
+        self.in_order = True
 
     def start_step(self) -> None:
-        self._seen, self._as_shown = 0, True
+        self._seen, self.in_order = 0, True
 
     def name(self, layer: str) -> str:
         """Returns the layer that an announcement is for; "" if that is not known. `layer`: the announced name."""
         if layer:
-            self._as_shown &= self._before.get(layer, self._seen) == self._seen
+            self.in_order &= self._before.get(layer, self._seen) == self._seen
             return layer
         self._seen += 1
-        self._as_shown &= self._seen <= len(self._in_order)
-        return self._in_order[self._seen - 1] if self._shown and self._as_shown else ""
+        self.in_order &= self._seen <= len(self._unnamed)
+        return self._unnamed[self._seen - 1] if self._shown and self.in_order else ""
 
     def end_step(self, completed: bool) -> bool:
         """Ends a step. Returns False if what `name` said in it may be wrong.
@@ -73,10 +70,10 @@ class UnnamedLayers:
         """
         if not completed or not self._may_map or self._seen == 0:  # no hook runs in a graph
             return True
-        in_order = self._as_shown and self._seen == len(self._in_order)
-        if self._shown and not in_order:
+        shown = self.in_order and self._seen == len(self._unnamed)
+        if self._shown and not shown:
             logger.error("layers were announced in another order than before: states are sent at the end of steps now")
             self._may_map = self._shown = False
             return False
-        self._shown = in_order
+        self._shown = shown
         return True

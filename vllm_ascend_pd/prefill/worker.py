@@ -297,7 +297,7 @@ class PrefillWorker:
             if written is None or written[0] not in ("", layer):
                 written = layer, self._device.record_event()
             self._push_layer(self._plan, layer, written[1])
-            if not self._plan.unsaved and self._unnamed.hold:  # decode need not wait for the rest of the step
+            if not self._plan.unsaved and self._unnamed.in_order:  # decode need not wait for the rest of the step
                 self._finish(self._plan.last)
         elif self._turns is not None:
             self._turns.read(layer, ())
