@@ -35,7 +35,7 @@ from vllm_ascend_pd.core.topology import sharding  # noqa: E402
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout  # noqa: E402
 from vllm_ascend_pd.prefill.step_send import RequestSlice, plan_sends, resolve  # noqa: E402
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals  # noqa: E402
-from vllm_ascend_pd.tools.plan.write_costs import HIXL  # noqa: E402
+from vllm_ascend_pd.tools.write_costs import HIXL  # noqa: E402
 from vllm_ascend_pd.transport.batches import TransferLimits  # noqa: E402
 
 BLOCK, STEP = 128, 8192

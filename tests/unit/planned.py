@@ -8,7 +8,7 @@ from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import PlanFigures
 from vllm_ascend_pd.tools.plan.model import read_model
-from vllm_ascend_pd.tools.plan.write_costs import HIXL, WriteCosts
+from vllm_ascend_pd.tools.write_costs import HIXL, WriteCosts
 
 DATA = Path(__file__).parent / "data"
 DEEPSEEK = DATA / "deepseek-r1.json"

@@ -2,7 +2,6 @@
 """A plan's figures: of known models against values worked out by hand, of any shape against the core."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -18,12 +17,15 @@ from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import LayerSpec
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.tools.command_line import as_json
+from vllm_ascend_pd.tools.doctor.report import make_report, ok
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches, stage_layers
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import Piece
+from vllm_ascend_pd.tools.plan.measured import read_measured
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
 from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
-from vllm_ascend_pd.tools.plan.write_costs import HIXL, read_measured
+from vllm_ascend_pd.tools.write_costs import HIXL
 
 # 1000 tokens travel as 8 blocks of 128.
 SENT_TOKENS = 1024
@@ -143,8 +145,9 @@ def test_an_all_to_all_that_takes_longer_than_the_writes_limits_a_layer():
 
 
 def measured(folder: Path, *findings: tuple[str, dict[str, float | str]]) -> Path:
+    """What `doctor --json` prints of such findings."""
     report = folder / "report.json"
-    report.write_text(json.dumps({"schema": 2, "findings": [{"check": c, "figures": f} for c, f in findings]}))
+    report.write_text(as_json(make_report("machine", [ok(check, "found", **figures) for check, figures in findings])))
     return report
 
 

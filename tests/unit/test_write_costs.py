@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_ascend_pd.tools.plan.write_costs import HIXL, KIB
+from vllm_ascend_pd.tools.write_costs import HIXL, KIB
 
 HCCS = next(each for each in HIXL if str(each) == "A3, HCCS, two machines, comm")
 A2 = next(each for each in HIXL if str(each) == "A2, RoCE, one machine, comm")

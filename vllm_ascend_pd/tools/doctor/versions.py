@@ -16,7 +16,7 @@ from pathlib import Path
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.protocol import EngineKind, TransportInfo
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.plan.write_costs import slowdowns
+from vllm_ascend_pd.tools.write_costs import slowdowns
 from vllm_ascend_pd.transport import ascend
 
 VLLM = ("0.23.0", "0.30.0", "0.32.0")

@@ -69,9 +69,10 @@ def plan(
     from vllm_ascend_pd.core.config import ConnectorConfig
     from vllm_ascend_pd.tools.plan.exchange import make_plan
     from vllm_ascend_pd.tools.plan.figures import PROMPT_TOKENS
+    from vllm_ascend_pd.tools.plan.measured import read_measured
     from vllm_ascend_pd.tools.plan.tables import render
     from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
-    from vllm_ascend_pd.tools.plan.write_costs import HIXL, read_measured
+    from vllm_ascend_pd.tools.write_costs import HIXL
 
     sides = (
         PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),

@@ -39,7 +39,7 @@ from vllm_ascend_pd.tools.plan.figures import (
 )
 from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError, whole
 from vllm_ascend_pd.tools.plan.times import write_times
-from vllm_ascend_pd.tools.plan.write_costs import HIXL, WriteCosts
+from vllm_ascend_pd.tools.write_costs import HIXL, WriteCosts
 
 _NUM_BLOCKS = 1 << 20  # of every cache: more than any figure needs
 _EXCHANGE_BUFFERS = 2  # of a slot's size, see `prefill.regroup.Regrouper`
@@ -78,7 +78,7 @@ def make_plan(
         for stage in range(decode.pp):
             theirs = d_ranks[RankPosition(stage, 0)]
             flows += _flows(model, source, caches, routes[source.tp_rank], stage, theirs, tokens)
-    exchanging = {rank: max(len(route.ranks) for route in of_rank) or 1 for rank, of_rank in enumerate(routes)}
+    senders = tuple(_sender(rank, prefill.tp, model, of_rank) for rank, of_rank in enumerate(routes))
     unit = routes[0][0].unit
     groups = topology.regroup_groups(prefill.sharding, model.kv_heads)
     staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
@@ -87,13 +87,13 @@ def make_plan(
         prefill=_engine_figures(model, prefill, p_ranks),
         decode=_engine_figures(model, decode, d_ranks),
         unit_tokens=unit,
-        senders=tuple(_sender(rank, prefill.tp, model, of_rank) for rank, of_rank in enumerate(routes)),
+        senders=senders,
         readers=tuple(_reader(rank, decode.sharding, prefill.sharding, model.kv_heads) for rank in range(decode.tp)),
         all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
         groups_created=len(groups) if staging.slots else 0,
         staging=staging,
         prompt=_prompt(tokens, unit, flows),
-        write_times=write_times(flows, exchanging, write_costs),
+        write_times=write_times(flows, senders, write_costs),
         timing=None,
         rates=None,
         notes=(*model.notes, *_notes(prefill, decode, routes)),

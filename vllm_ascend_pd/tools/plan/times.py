@@ -4,7 +4,7 @@
 docs/plan.md has the formulas with their sources.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_pd.tools.plan.figures import (
@@ -13,12 +13,13 @@ from vllm_ascend_pd.tools.plan.figures import (
     PlanFigures,
     RankPosition,
     RateFigures,
+    SenderFigures,
     Timing,
     WriteSize,
     WriteTime,
 )
 from vllm_ascend_pd.tools.plan.model import PlanError
-from vllm_ascend_pd.tools.plan.write_costs import WriteCosts
+from vllm_ascend_pd.tools.write_costs import WriteCosts
 
 
 class Link(NamedTuple):
@@ -78,12 +79,9 @@ _SLOWER = 1.5
 
 
 def write_times(
-    flows: Iterable[Flow], exchanging: Mapping[int, int], costs: Sequence[WriteCosts]
+    flows: Iterable[Flow], senders: Sequence[SenderFigures], costs: Sequence[WriteCosts]
 ) -> tuple[WriteTime, ...]:
-    """Returns what one layer's writes take by each of `costs`.
-
-    `exchanging`: how many ranks exchange heads, by the tp rank of each prefill rank that does.
-    """
+    """Returns what one layer's writes take by each of `costs`. `senders`: by tp rank."""
     by_source: dict[RankPosition, list[Flow]] = {}
     for flow in flows:
         if flow.lane == 0:
@@ -91,7 +89,8 @@ def write_times(
     ranks = list(by_source.values())
     # A rank of r that exchange heads writes 1/r of the units, and gets all but 1/r of their bytes from the others.
     exchanged = max(
-        _layer_writes_bytes(flows) * (1 - 1 / exchanging.get(source.tp_rank, 1)) for source, flows in by_source.items()
+        _layer_writes_bytes(flows) * (1 - 1 / (len(senders[source.tp_rank].exchanges_with) or 1))
+        for source, flows in by_source.items()
     )
     return tuple(_write_time(each, ranks, exchanged) for each in costs)
 

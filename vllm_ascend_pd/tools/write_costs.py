@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a write to another NPU costs, by the size of its descriptors: HIXL's published figures, which are data here, or
-what `vllm-ascend-pd doctor --hardware --json` has measured.
+"""What a write to another NPU costs, by the size of its descriptors: HIXL's published figures, which are data here.
 
 Source: `benchmarks/performance_en.md` of HIXL (fetched 2026-11-27), 128 MiB in all, from device to remote device.
 """
@@ -11,12 +10,6 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-
-import msgspec
-
-from vllm_ascend_pd.core.text import UNREADABLE
-from vllm_ascend_pd.tools.plan.model import PlanError
 
 KIB = 1024
 HIXL_SIZES = tuple((16 << n) * KIB for n in range(8))
@@ -85,46 +78,3 @@ def slowdowns(num_bytes: int) -> list[float]:
         for (chip, link, engine), seconds in by_way.items()
         if engine == "comm" and (chip, link, "cs") in by_way
     ]
-
-
-class _Finding(msgspec.Struct, frozen=True):
-    check: str
-    figures: dict[str, float | str]
-
-
-class _Report(msgspec.Struct, frozen=True):
-    findings: list[_Finding]
-
-
-_PREFIX = "descriptors."
-"""Of the doctor's findings about descriptors. The way and the size follow."""
-_EXCHANGE = "all_to_all_bytes_per_second"
-"""The figure of `hardware.collectives`."""
-
-
-def read_measured(path: Path) -> tuple[WriteCosts, ...]:
-    """Returns what `doctor --hardware --json` has measured, for each way. Raises PlanError, and OSError."""
-    try:
-        findings = msgspec.json.decode(path.read_bytes(), type=_Report).findings
-        ways: dict[str, dict[int, float]] = {}
-        exchange: float | None = None
-        for each in findings:
-            if _EXCHANGE in each.figures:
-                exchange = float(each.figures[_EXCHANGE]) / 1e9
-            if each.check.startswith(_PREFIX):
-                size, seconds = int(each.figures["bytes"]), float(each.figures["seconds"])
-                if size <= 0 or seconds <= 0:
-                    raise ValueError(f"{each.check} has no positive bytes and seconds")
-                ways.setdefault(each.check.removeprefix(_PREFIX).rpartition(".")[0], {})[size] = seconds
-    except (*UNREADABLE, KeyError, ValueError) as error:
-        raise PlanError(f"{path} is no report of doctor --hardware --json: {error}") from None
-    if not ways:
-        raise PlanError(f"{path} has no measured descriptors: doctor needs --hardware")
-    return tuple(_measured(way, times, exchange) for way, times in ways.items())
-
-
-def _measured(way: str, times: dict[int, float], exchange: float | None) -> WriteCosts:
-    """`times`: what a descriptor of so many bytes takes, in seconds."""
-    sizes = tuple(sorted(times))
-    rates = tuple(size / times[size] / 1e9 for size in sizes)
-    return WriteCosts("measured", way, "", rates, max(rates), exchange or None, sizes)
