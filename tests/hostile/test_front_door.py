@@ -190,11 +190,10 @@ def is_refused_and_cut_off(proxy: Proxy, head: bytes, body: bytes, status: int) 
 
 
 def test_a_body_that_does_not_arrive_takes_no_slot(alone: Proxy) -> None:
-    proxy = alone
-    held = [socket.create_connection(("127.0.0.1", proxy.port), PATIENCE_S) for _ in range(50)]
+    held = [socket.create_connection(("127.0.0.1", alone.port), PATIENCE_S) for _ in range(50)]
     for connection in held:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
-    proxy.serves()
+    alone.serves()
     for connection in held:
         connection.settimeout(PATIENCE_S)
         answer = b""

@@ -52,8 +52,8 @@ about clocks are gone.
 OLDEST_PROTOCOL_VERSION = 2
 """The oldest version that this side speaks. Peers that only speak older ones are refused.
 
-When `PROTOCOL_VERSION` is raised, leave this as it is for at least one release, so that engines can be updated one by
-one. Until it is raised, messages have the fields of both versions, and `tests/unit/data/wire` must be readable.
+Leave this as it is for at least one release after `PROTOCOL_VERSION` is raised: then engines can be updated one by one.
+Until this is raised, too, messages have the fields of both versions. `tests/unit/data/wire` must be readable.
 """
 
 METASERVER_PATH = "/v1/metaserver"
