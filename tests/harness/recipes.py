@@ -187,7 +187,7 @@ def page() -> str:
     return (
         f"{_HEAD}\nOf {len(pairs)} prefill and decode engines: {counted}. The other {len(every) - len(pairs)} commands "
         f"use pools or offloading.\n\n{table}\n## Changes and reasons\n\n{notes}\n"
-        f"## Not started\n\n{_not_started(pairs)}"
+        f"## Started\n\n{_STARTED_HEAD}{_not_started(pairs)}"
     )
 
 
@@ -195,8 +195,8 @@ def _not_started(pairs: list[Recipe]) -> str:
     works = [recipe for recipe in pairs if not recipe.migrated.stops]
     lines = []
     for why in dict.fromkeys(NOT_STARTED.values()):
-        numbers = [str(recipe.number) for recipe in works if NOT_STARTED.get(recipe.architecture) == why]
-        lines.append(f"- {', '.join(numbers)}: {why}.\n")
+        numbers = [recipe.number for recipe in works if NOT_STARTED.get(recipe.architecture) == why]
+        lines.append(f"- {_numbers(numbers)}: {why}.\n")
     return "".join(lines)
 
 
@@ -208,38 +208,48 @@ vllm-ascend 0.23.0.post1's guides publish 89 launch commands with a KV role. Thi
 [`vllm-ascend-pd migrate`](migrating.md). `tests/harness/recipes.py` makes the page, and a
 [test](../tests/unit/test_recipes.py) checks it. [Another](../tests/npu/test_recipes.py) gives the new commands to
 vLLM's and vllm-ascend's own configuration checks on emulated CANN, with a small model of each architecture. Nothing
-here has run on Ascend hardware. The rows of DeepSeek V4 rest on its caches, those of MTP
-among them, which a [test](../tests/npu/test_compressed.py) compares byte by byte: vllm-ascend's engine with that model
-has not run, only [vLLM's on a CPU](../tests/e2e/test_deepseek_v4.py).
+here has run on Ascend hardware. The rows of DeepSeek V4 rest on a [test](../tests/npu/test_compressed.py) that compares
+its caches byte by byte, MTP's among them.
 
-- "Works": only `--kv-transfer-config` changes.
-- "Works with the printed change": `migrate` changes other options, too.
-- "Refused": `migrate` says what stops it, and its exit code is 1.
-- "Started": [a test](../tests/npu/e2e/test_recipe_pairs.py) starts the pair with what `migrate` makes of it. The pair
-  answers as a single engine does, with prefill's KV. The emulated NPU has no quantized weights, routed experts,
-  captured graphs and MTP. So these engines have a small model of the same attention with dense layers and smaller
-  parallel sizes. Options for these are left out. The variables `VLLM_ASCEND_ENABLE_...` are set. FLASHCOMM1 is set for
-  60 alone: vllm-ascend refuses it where TP becomes 1, and without experts it needs an operator that is compiled with
-  CANN. MLAPO and FUSED_MC2 change nothing without quantized weights and routed experts. vllm-ascend 0.23 does not read
-  TOPK_OPTIMIZE.
-  Other commands of the same model were not started. Most differ in such options; 1 and 2 also in context parallelism.
+Where the table says "works" without a number, only `--kv-transfer-config` changes. A number stands for another option
+that `migrate` changes, or for what stops it; its exit code is 1 then.
+"""
+_STARTED_PAIRS = ", ".join(f"{prefill} and {decode}" for prefill, decode in STARTED.values())
+_STARTED_HEAD = f"""\
+[A test](../tests/npu/e2e/test_recipe_pairs.py) starts pairs with what `migrate` makes of them: {_STARTED_PAIRS}.
+Each pair answers as a single engine does, with prefill's KV. The test's docstring says what the small models leave out.
+Other commands of the same models were not started, and these:
+
 """
 
 
 def _rows(every: list[Recipe]) -> tuple[str, str]:
+    """One row for all commands of which the page says the same."""
     texts: list[str] = []
-    started = {number for pair in STARTED.values() for number in pair}
-    lines = ["| | guide | side | model | connector | result | |", "|---|---|---|---|---|---|---|"]
+    rows: dict[tuple[str, ...], list[int]] = {}
     for recipe in every:
         said = [f"{c.subject}: {c.why}" for c in recipe.migrated.stops] or recipe.changed
         for text in said:
             if text not in texts:
                 texts.append(text)
-        result = recipe.verdict + (", started" if recipe.number in started else "")
         numbers = " ".join(f"[{texts.index(text) + 1}]" for text in said)
-        cells = (recipe.number, Path(recipe.guide).stem, recipe.side, recipe.model, recipe.connector, result)
-        lines.append(f"| {' | '.join(map(str, cells))} | {numbers} |")
+        result = f"{recipe.verdict.partition(' ')[0]} {numbers}".strip()
+        row = (Path(recipe.guide).stem, recipe.side, recipe.model, recipe.connector, result)
+        rows.setdefault(row, []).append(recipe.number)
+    lines = ["| command | guide | side | model | connector | result |", "|---|---|---|---|---|---|"]
+    lines += [f"| {_numbers(commands)} | {' | '.join(row)} |" for row, commands in rows.items()]
     return "\n".join(lines) + "\n", "".join(f"{number}. {text}\n" for number, text in enumerate(texts, 1))
+
+
+def _numbers(ascending: list[int]) -> str:
+    """Returns numbers as text, with each run of them as `first-last`."""
+    runs: list[list[int]] = []
+    for number in ascending:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 if __name__ == "__main__":
