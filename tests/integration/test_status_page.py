@@ -38,11 +38,6 @@ vllm:num_requests_waiting{engine="0"} 2
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:cache_config_info{num_gpu_blocks="100",block_size="128"} 1
 """
-PLACED = """vllm:kv_pd_prompts_total{by="decode",reason="no_prefill"} 3
-vllm:kv_pd_prompt_tokens_total{by="decode",reason="no_prefill"} 1234
-vllm:kv_pd_prompts_total{by="prefill",reason="long"} 1
-vllm:kv_pd_prompt_tokens_total{by="prefill",reason="long"} 4096
-"""
 # Text of an engine or a client that does harm where it gets into a page as HTML.
 MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
@@ -131,15 +126,11 @@ def test_the_page_follows_start_load_and_failure_without_a_reload(page: Page) ->
         assert page.text("h1") == "Proxy status"
         assert [page.text(f"#{role}-title") for role in ("prefill", "decode")] == ["Prefill engines", "Decode engines"]
         assert "None since the proxy started" in page.text("#no-failures")
-        assert page.text("#no-prompts") == "None yet."
         eventually(lambda: page.engine(cluster.decode_url)["Running"] == "5")
         row = page.engine(cluster.decode_url)
         assert (row["Health"], row["Waiting"], row["KV cache"]) == ("healthy", "2", "25% of 12.8K tokens")
         assert (row["In flight"], row["Places"]) == ("0", "0 of 4")
         assert page.engine(cluster.prefill_url)["Running"] == "–", "it does not say"
-        cluster.decode.metrics = METRICS + PLACED
-        rows = ["decode: no prefill 3 1.23K", "prefill: long 1 4.1K"]
-        eventually(lambda: [" ".join(row.split()) for row in page.text("#prompts tbody").splitlines()] == rows)
 
         cluster.prefill.holds = True
         connections = [cluster.send_only("/v1/completions", {**COMPLETION, **STREAM}) for _ in range(3)]
@@ -238,8 +229,6 @@ def test_the_page_fits_the_screen_and_its_text_has_enough_contrast(
         page.size(size, scheme)
         page.open(cluster)
         eventually(lambda: "xxx" in page.text("#failures") and page.engine(nobody)["Health"] == "ejected")
-        cluster.decode.metrics = METRICS + PLACED
-        eventually(lambda: "long" in page.text("#prompts"))
         assert page.run("document.documentElement.scrollWidth") <= size["width"]
         outside = """[...document.querySelectorAll('main *')].filter(e => e.offsetParent && !e.closest('thead')
             && e.getBoundingClientRect().right > innerWidth).map(e => e.outerHTML)"""
@@ -276,7 +265,7 @@ def test_screen_reader_finds_tables_and_headings(page: Page) -> None:
         eventually(lambda: page.engine(cluster.decode_url).get("Health") == "healthy")
         nodes = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
         named = Counter((node["role"]["value"], node["name"]["value"]) for node in nodes if not node["ignored"])
-        titles = "Requests", "Prefill engines", "Decode engines", "Latency", "Who computed prompts", "Recent failures"
+        titles = "Requests", "Prefill engines", "Decode engines", "Latency", "Recent failures"
         assert {name for role, name in named if role == "heading"} == {"Proxy status", *titles}
         assert {name for role, name in named if role == "table"} == set(titles[1:4])
         assert named["columnheader", "Health"] == 2

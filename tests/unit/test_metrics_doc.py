@@ -28,7 +28,6 @@ from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.load import PlacedPrompts
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SECTIONS = {
@@ -92,7 +91,6 @@ async def _exposed() -> str:
         fresh_for=1.0,
     )
     pool.engines.add("http://10.0.0.1:8100", "test")
-    pool.engines.prompts.add((), (PlacedPrompts("decode", "cheap", 1, 8),))
     observer = Observer()
     metrics = Metrics(observer, RequestTable(limit=1), (pool,))
     reply = Reply(send, request_id=None)

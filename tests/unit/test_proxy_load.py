@@ -20,7 +20,6 @@ from vllm_ascend_pd.proxy.routing.load import (
     InFlightLoad,
     LoadReport,
     LoadSnapshot,
-    PlacedPrompts,
     PrefillPace,
     decode_load,
     parse_metrics,
@@ -74,19 +73,6 @@ vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding
             'vllm:kv_pd_restart_needed{engine="0",rank="0/1"} 0.0\n'
             'vllm:kv_pd_restart_needed{engine="1",rank="0/0"} 1.0\n',
             LoadSnapshot(broken_ranks=2),
-        ),
-        (
-            'vllm:kv_pd_prompts_total{by="decode",engine="0",reason="cheap"} 3.0\n'
-            'vllm:kv_pd_prompts_total{by="decode",engine="1",reason="cheap"} 1.0\n'
-            'vllm:kv_pd_prompts_total{by="prefill",engine="0",reason="long"} 2.0\n'
-            'vllm:kv_pd_prompts_total{by="prefill",engine="0",reason="busy"} 0.0\n'
-            'vllm:kv_pd_prompts_total{by="nobody",engine="0",reason="long"} 2.0\n'
-            'vllm:kv_pd_prompts_total{by="decode",engine="0",reason="<b>"} 2.0\n'
-            'vllm:kv_pd_prompt_tokens_total{by="prefill",engine="0",reason="long"} 5000.0\n'
-            'vllm:kv_pd_prompt_tokens_total{by="decode",engine="0",reason="cheap"} 24.0\n',
-            LoadSnapshot(
-                placed=(PlacedPrompts("decode", "cheap", 4, 24), PlacedPrompts("prefill", "long", 2, 5000)),
-            ),
         ),
         ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", LoadSnapshot()),
         ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", LoadSnapshot()),
@@ -186,30 +172,6 @@ def test_an_engine_without_a_token_count_may_be_computing() -> None:
     for now in (10.0, 20.0):
         engine.note(LoadSnapshot(1, 0), InFlightLoad(), now)
     assert engine.computed_nothing(0.0) == 0.0
-
-
-def placed(prompts: int, tokens: int, reason: str = "cheap") -> LoadSnapshot:
-    return LoadSnapshot(placed=(PlacedPrompts("decode", reason, prompts, tokens),))
-
-
-def test_prompts_are_added_up_over_engines_and_restarts() -> None:
-    engines = registry(EngineRole.DECODE)
-    one, two = engines.add("one", "test"), engines.add("two", "test")
-
-    def note(engine: RegisteredEngine, snapshot: LoadSnapshot) -> tuple[PlacedPrompts, ...]:
-        engines.note(engine, snapshot, InFlightLoad(), 0.0)
-        return engines.prompts.sums()
-
-    assert note(one, placed(5, 100)) == ()  # from before the proxy started
-    assert note(one, placed(7, 150)) == (PlacedPrompts("decode", "cheap", 2, 50),)
-    assert note(two, LoadSnapshot()) == (PlacedPrompts("decode", "cheap", 2, 50),)
-    assert note(two, placed(1, 10)) == (PlacedPrompts("decode", "cheap", 3, 60),)
-    assert note(one, placed(1, 8)) == (PlacedPrompts("decode", "cheap", 4, 68),)  # it was restarted
-    engines.remove(one)
-    assert note(two, placed(1, 9, "cached"))[0] == PlacedPrompts("decode", "cached", 1, 9)
-    for number in range(1000):
-        note(two, placed(1, 9, f"reason{number}"))
-    assert len(engines.prompts.sums()) == 64
 
 
 # --- who is passed over -----------------------------------------------------------------------------------

@@ -82,12 +82,11 @@ class Proxy:
 def test_idle_proxy() -> None:
     shown = Proxy().shown()
     nothing = {"count": 0, "p50": None, "p90": None, "p99": None}
-    assert {name: shown[name] for name in ("version", "time", "verdict", "problems", "prompts", "failures")} == {
+    assert {name: shown[name] for name in ("version", "time", "verdict", "problems", "failures")} == {
         "version": "1",
         "time": WALL,
         "verdict": "ok",
         "problems": [],
-        "prompts": [],
         "failures": [],
     }
     assert shown["requests"] == {

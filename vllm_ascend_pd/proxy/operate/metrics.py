@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import Gauge, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,14 +33,13 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Each engine's health and this proxy's requests there, the requests that wait for a slot, and who computed
-    prompts, by the decode engines' reports."""
+    """Each engine's health and this proxy's requests there, and the requests that wait for a slot."""
 
     def __init__(self, pools: tuple[EnginePool, ...]) -> None:
         self._pools = pools
 
     def collect(self) -> Iterator[Metric]:
-        of_engine, of_prompts = ("role", "engine"), ("by", "reason")
+        of_engine = ("role", "engine")
         at_engine = GaugeMetricFamily(
             PREFIX + "engine_requests",
             "This proxy's prompts at a prefill engine, or its sequences at a decode engine.",
@@ -57,14 +56,6 @@ class _EngineCollector(Collector):
             "1 for an engine whose checks fail or which refuses what others take: others come first.",
             labels=of_engine,
         )
-        prompts = CounterMetricFamily(
-            PREFIX + "prompts",
-            "Prompts by who computed what decode had not cached of them, and why.",
-            labels=of_prompts,
-        )
-        tokens = CounterMetricFamily(
-            PREFIX + "prompt_tokens", "Tokens of these prompts that decode had not cached.", labels=of_prompts
-        )
         for pool in self._pools:
             for engine in pool.engines:
                 labels = (pool.role.value, engine.url)
@@ -72,7 +63,4 @@ class _EngineCollector(Collector):
                 up.add_metric(labels, engine.gate.last_check == "ok")
                 ejected.add_metric(labels, engine.gate.ejected)
             waiting.add_metric((pool.role.value,), pool.limiter.waiting)
-            for each in pool.engines.prompts.sums():
-                prompts.add_metric((each.by, each.reason), each.prompts)
-                tokens.add_metric((each.by, each.reason), each.tokens)
-        yield from (at_engine, up, ejected, waiting, prompts, tokens)
+        yield from (at_engine, up, ejected, waiting)

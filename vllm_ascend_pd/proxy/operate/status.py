@@ -25,7 +25,7 @@ from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestT
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, PlacedPrompts
+from vllm_ascend_pd.proxy.routing.load import LoadSnapshot
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
 
 # Everything comes from this origin. The last two rules make sure that text is never parsed as HTML.
@@ -149,9 +149,6 @@ class Status(msgspec.Struct, frozen=True):
     requests: RequestStatus
     latency: LatencyStatus
     roles: tuple[RoleStatus, ...]
-    prompts: tuple[PlacedPrompts, ...]
-    """Who computed prompts since the proxy started, by the decode engines' metrics: those of other proxies' requests,
-    too."""
     failures: tuple[RecentFailure, ...]
     """The last failures, newest first."""
 
@@ -186,7 +183,6 @@ def snapshot(
             observer.recent_after_prefill.percentiles(now),
         ),
         roles,
-        tuple(each for pool in pools for each in pool.engines.prompts.sums()),
         tuple(observer.recent_failures),
     )
 

@@ -80,7 +80,7 @@ class HealthChecks:
             while not engine.removed:
                 reason = await self._health(engine.url)
                 if reason is None:
-                    problem = await self._load(engines, engine)
+                    problem = await self._load(engine)
                     if problem is not None and not silent_about_load:
                         log.warning("%s engine %s: its load is unknown: %s", engine.role.value, engine.url, problem)
                     silent_about_load = problem is not None
@@ -106,7 +106,7 @@ class HealthChecks:
         # Servers behind TLS answer plain HTTP like this.
         return f"{reason}: does it want https://?" if wants_tls and url.startswith("http://") else reason
 
-    async def _load(self, engines: EngineRegistry, engine: RegisteredEngine) -> str | None:
+    async def _load(self, engine: RegisteredEngine) -> str | None:
         """Reads and notes the engine's load. Returns None, or why it is unknown."""
         sent = engine.sent
         try:
@@ -124,7 +124,7 @@ class HealthChecks:
             return f"/metrics cannot be read: {type(error).__name__}"
         if snapshot == LoadSnapshot():
             return "/metrics has no figures of load: is it vLLM's?"
-        engines.note(engine, snapshot, sent, time.monotonic())
+        engine.note(snapshot, sent, time.monotonic())
         return None
 
 

@@ -221,11 +221,6 @@ class RegisteredEngine:
         self._report = LoadReport(snapshot, sent, now)
 
     @property
-    def last_snapshot(self) -> LoadSnapshot | None:
-        """What the engine reported last, however long ago."""
-        return None if self._report is None else self._report.snapshot
-
-    @property
     def broken(self) -> str | None:
         """Why the engine must be restarted, by its last metrics. None: they report no such thing."""
         ranks = 0 if self._report is None else self._report.snapshot.broken_ranks or 0

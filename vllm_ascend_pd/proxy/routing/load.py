@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates an engine's load from its own metrics and from what this proxy has sent there. No I/O.
 
-It also adds up who computed prompts, by the decode engines' metrics, and estimates how long a prompt waits for prefill.
+It also estimates how long a prompt waits for prefill.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import msgspec
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL
 from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED
 
 _RUNNING = "vllm:num_requests_running"
@@ -25,33 +21,15 @@ _KV_USE = "vllm:kv_cache_usage_perc"
 _CACHE_INFO = "vllm:cache_config_info"
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
-_PLACED = (PREFIX + "prompts_total", PREFIX + "prompt_tokens_total")
-"""Prompts, and their tokens, by who computed them and why."""
-_WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, *_PLACED)
-_REASON = re.compile("[a-z_]{1,32}")
+_WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED)
 _MAX_LINES = 2048
-"""Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank, and some more
-for those of `_PLACED`."""
+"""Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank."""
 _NONSENSE = 1e12
 """Larger values are ignored."""
-_MAX_PLACES = 64
-"""Different pairs of `by` and `reason` that `PromptTally` counts. Engines have about a dozen."""
 MAX_WAIT_SECONDS = 600.0
 """Limit of `queue_wait`. Nobody decides otherwise about a longer wait."""
 _OVER_PREFILLS = 32
 """Each prefill counts 1/32 less with each later one, so `PrefillPace` follows the last few dozen."""
-
-
-class PlacedPrompts(msgspec.Struct, frozen=True):
-    """Prompts that were computed at the same place for the same reason."""
-
-    by: str
-    """`BY_DECODE` or `BY_PREFILL`."""
-    reason: str
-    """As in the decode engines' metrics."""
-    prompts: int
-    tokens: int
-    """Tokens of these prompts that decode had not cached."""
 
 
 class LoadSnapshot(NamedTuple):
@@ -69,27 +47,22 @@ class LoadSnapshot(NamedTuple):
     """Tokens computed since the engine started: finished prompts and generated tokens."""
     broken_ranks: int | None = None
     """Ranks whose metric `restart_needed` is 1."""
-    placed: tuple[PlacedPrompts, ...] = ()
-    """Who computed prompts since the engine started. Decode engines only."""
 
 
 def parse_metrics(text: str) -> LoadSnapshot:
     """Reads the metrics of vLLM 0.23 and 0.32. Raises ValueError if the text is not in Prometheus' format."""
     # All other lines, mostly buckets of histograms, would take 100 times as long to parse.
-    lines = [line for line in text.splitlines() if line.startswith(_WANTED) and not _is_placed_zero(line)]
+    lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
     if len(lines) > _MAX_LINES:
         raise ValueError(f"{len(lines)} lines of metrics about load")
     values: dict[str, list[float]] = {}
     capacities: list[int] = []
-    placed: list[Sample] = []
     for family in _families("\n".join(lines) + "\n"):
         for sample in family.samples:
             if sample.name == _CACHE_INFO:
                 capacities.append(_capacity(sample.labels))
             elif not 0 <= sample.value < _NONSENSE:  # also for NaN
                 continue
-            elif sample.name in _PLACED:
-                placed.append(sample)
             else:
                 values.setdefault(sample.name, []).append(sample.value)
     use = values.get(_KV_USE)
@@ -106,24 +79,7 @@ def parse_metrics(text: str) -> LoadSnapshot:
         capacity,
         _total(tokens or None),
         _total(values.get(_RESTART_NEEDED)),
-        _placed(placed),
     )
-
-
-def _is_placed_zero(line: str) -> bool:
-    """Whether a line says that no prompt was computed somewhere for some reason: most such lines do."""
-    return line.startswith(_PLACED) and line.endswith(" 0.0")
-
-
-def _placed(samples: Iterable[Sample]) -> tuple[PlacedPrompts, ...]:
-    """Sums over data-parallel ranks. Leaves out labels that nobody can read."""
-    sums: dict[tuple[str, str], dict[str, float]] = {}
-    for sample in samples:
-        by, reason = sample.labels.get("by", ""), sample.labels.get("reason", "")
-        if by in (BY_DECODE, BY_PREFILL) and _REASON.fullmatch(reason):
-            of_place = sums.setdefault((by, reason), dict.fromkeys(_PLACED, 0.0))
-            of_place[sample.name] += sample.value
-    return tuple(PlacedPrompts(*place, *(round(of[name]) for name in _PLACED)) for place, of in sums.items())
 
 
 def _families(text: str) -> Iterable[Metric]:
@@ -147,37 +103,6 @@ def _capacity(labels: dict[str, str]) -> int:
 
 def _number(label: str) -> int:
     return int(label) if label.isascii() and label.isdigit() and len(label) < 16 else 0
-
-
-class PromptTally:
-    """Sums since the proxy started. They only grow, though engines are restarted and removed. The event loop's thread
-    owns it, and `EngineRegistry` alone changes it."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], tuple[int, int]] = {}
-        """Prompts and tokens, by `by` and `reason`."""
-
-    @owned
-    def add(self, before: Iterable[PlacedPrompts], now: Iterable[PlacedPrompts]) -> None:
-        """Adds what an engine has reported since its last report.
-
-        Args:
-            before: the last report.
-            now: the new one. Lower figures than before mean that the engine was restarted, and began at 0.
-        """
-        old = {(each.by, each.reason): each for each in before}
-        for each in now:
-            place = (each.by, each.reason)
-            last = old.get(place)
-            since = (0, 0) if last is None or each.prompts < last.prompts else (last.prompts, last.tokens)
-            if place not in self._sums and len(self._sums) >= _MAX_PLACES:
-                continue
-            prompts, tokens = self._sums.get(place, (0, 0))
-            self._sums[place] = (prompts + each.prompts - since[0], tokens + max(0, each.tokens - since[1]))
-
-    def sums(self) -> tuple[PlacedPrompts, ...]:
-        """In order of `by` and `reason`."""
-        return tuple(PlacedPrompts(*place, *self._sums[place]) for place in sorted(self._sums))
 
 
 class InFlightLoad(NamedTuple):

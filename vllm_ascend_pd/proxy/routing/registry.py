@@ -19,7 +19,6 @@ from vllm_ascend_pd.proxy.routing.load import (
     EngineLoad,
     InFlightLoad,
     LoadSnapshot,
-    PromptTally,
     decode_load,
     prefill_load,
 )
@@ -93,8 +92,6 @@ class EngineRegistry:
             fresh_for: seconds for which an engine's own load report is used.
         """
         self.role = role
-        self.prompts = PromptTally()
-        """Who computed prompts, by the engines' reports. Only `note` changes it."""
         self.mean_tokens = _FIRST_MEAN_TOKENS
         """Mean length of the prompts sent so far. Only `count_sent` changes it."""
         self._limiter = limiter
@@ -212,13 +209,6 @@ class EngineRegistry:
         if returned and not engine.gate.shut:
             self._limiter.engine_opened(engine)
         return returned
-
-    @owned
-    def note(self, engine: RegisteredEngine, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:
-        """Records what an engine reports. Arguments: as for `RegisteredEngine.note`."""
-        if (last := engine.last_snapshot) is not None:  # the first report counts what was before this proxy
-            self.prompts.add(last.placed, snapshot.placed)
-        engine.note(snapshot, sent, now)
 
     # Which one gets a prompt.
 

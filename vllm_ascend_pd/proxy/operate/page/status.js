@@ -134,12 +134,6 @@ function showLatency(row, percentiles) {
   });
 }
 
-function showPrompts(row, placed) {
-  say(row.cells[0], `${placed.by}: ${placed.reason.replaceAll("_", " ")}`);
-  count(row.querySelector("[data-field=prompts]"), placed.prompts);
-  count(row.querySelector("[data-field=tokens]"), placed.tokens, compact);
-}
-
 function showFailure(item, failure, now) {
   const at = new Date(failure.at * 1000);
   const time = item.querySelector("time");
@@ -165,15 +159,6 @@ function show(status) {
   keep(byId("roles"), status.roles, (role) => role.role, makeRole, showRole);
   say(byId("window"), whole.format(status.latency.window_seconds / 60));
   for (const row of byId("latency").rows) showLatency(row, status.latency[row.dataset.latency]);
-  byId("no-prompts").hidden = status.prompts.length > 0;
-  byId("prompts").hidden = status.prompts.length === 0;
-  keep(
-    byId("prompts").querySelector("tbody"),
-    status.prompts,
-    (placed) => `${placed.by} ${placed.reason}`,
-    () => clone("prompts-template"),
-    showPrompts,
-  );
   byId("no-failures").hidden = status.failures.length > 0;
   byId("failures").hidden = status.failures.length === 0;
   keep(
