@@ -94,6 +94,7 @@ def keygen(
 
 _ONE_PORT = "--port serves tickets, too, and --metaserver-token-file protects them"
 _GATEWAY = f"{_ONE_PORT}; mutual TLS is the gateway's (examples/gateway)"
+_FALLBACK = "where decode must not compute prompts, set its key who_computes to prefill"
 _ORIGINS = "pages of --allowed-origins may use all methods and headers, without credentials"
 _CHECKS = "engines are checked every second, ejected after 3 failures and back after 2 good answers"
 REMOVED = {
@@ -114,6 +115,9 @@ REMOVED = {
     "--check-interval": _CHECKS,
     "--eject-after": _CHECKS,
     "--return-after": _CHECKS,
+    "--prefill-timeout": "--read-timeout is for engines that compute nothing, prefill engines included",
+    "--decode-fallback": _FALLBACK,
+    "--no-decode-fallback": _FALLBACK,
     "--queue-per-engine": "1024 requests may wait per engine",
     "--allowed-methods": _ORIGINS,
     "--allowed-headers": _ORIGINS,

@@ -80,8 +80,8 @@ def burst(cluster: Cluster, size: int, **fields: Any) -> tuple[list[int], float]
 
 @pytest.mark.parametrize(
     "limits",
-    [{}, {"max_per_prefill": 2}, {"prefill_timeout": DEADLINE_S}],
-    ids=["in-prefills-queue", "in-the-proxys-line", "with-a-prefill-timeout"],
+    [{}, {"max_per_prefill": 2}],
+    ids=["in-prefills-queue", "in-the-proxys-line"],
 )
 def test_the_tail_of_a_burst_that_outlasts_the_transfer_timeout_succeeds(limits: dict[str, Any]) -> None:
     """Through one slow engine that works all the time."""
@@ -185,7 +185,7 @@ def test_a_prefill_engine_that_stops_with_a_queue_loses_it_to_another() -> None:
 
 def test_a_prefill_engine_that_works_for_others_is_waited_for() -> None:
     """Another proxy's prompts are before ours in its queue: only its count of tokens says that it works."""
-    with running_cluster(prefill_timeout=0.6, check_interval=0.05) as cluster, ThreadPoolExecutor(1) as client:
+    with running_cluster(read_timeout=0.6, check_interval=0.05) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = True
         cluster.prefill.metrics = "vllm:prompt_tokens_total 1\n"
         answer = client.submit(cluster.complete)
@@ -202,7 +202,7 @@ def test_a_prefill_engine_that_answers_probes_and_computes_nothing_is_given_up()
     idle = PrefillEngine()
     idle.hangs = True
     idle.metrics = "vllm:prompt_tokens_total 7\n"
-    with beside(prefill=idle, prefill_timeout=0.6, check_interval=0.05) as cluster:
+    with beside(prefill=idle, read_timeout=0.6, check_interval=0.05) as cluster:
         assert cluster.complete().status_code == 200
         assert idle.cancelled.wait(5)
         assert len(cluster.prefill.received) == 1

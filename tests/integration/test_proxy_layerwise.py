@@ -79,11 +79,12 @@ def test_a_prefill_that_is_refused(cluster: Cluster) -> None:
 
 
 def test_a_silent_prefill() -> None:
-    with layerwise_cluster(prefill_timeout=0.3) as cluster:
+    with layerwise_cluster(read_timeout=0.3, check_interval=0.05) as cluster:
         cluster.prefill.hangs = True
+        cluster.prefill.metrics = "vllm:prompt_tokens_total 7\n"
         response = cluster.complete()
         assert response.status_code == 502
-        said = "prefill engine: it served no request for 0.3 s (--prefill-timeout)"
+        said = "prefill engine: its metrics show no new token for 0.3 s"
         assert said in response.json()["error"]["message"]
         assert cluster.prefill.cancelled.wait(5)
         assert cluster.decode.cancelled.wait(5)

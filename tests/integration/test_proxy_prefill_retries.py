@@ -28,6 +28,7 @@ def fail_transfer(engine: PrefillEngine) -> None:
 
 def hang(engine: PrefillEngine) -> None:
     engine.hangs = True
+    engine.metrics = "vllm:prompt_tokens_total 7\n"
 
 
 def freeze(engine: PrefillEngine) -> None:
@@ -39,7 +40,7 @@ each_fault = pytest.mark.parametrize(
     [
         (refuse, "server error", {}),
         (fail_transfer, "transfer failed", {}),
-        (hang, "timeout", {"prefill_timeout": 0.5}),
+        (hang, "timeout", {"read_timeout": 0.5, "check_interval": 0.05}),
         (freeze, "timeout", {"probe_timeout": 0.5}),
     ],
     ids=["http-500", "transfer", "silent", "frozen"],
@@ -54,7 +55,8 @@ def test_without_another_decode_attempt_a_failed_prefill_is_final(
     """The ticket is the first engine's, so no other engine gets it."""
     failing = PrefillEngine()
     fault(failing)
-    with beside(prefill=failing, attempts=1, decode_fallback=False, **settings) as cluster:
+    with beside(prefill=failing, attempts=1, **settings) as cluster:
+        cluster.client.headers["X-Who-Computes"] = "prefill"  # else decode is asked to compute the prompt
         response = cluster.complete(**stream)
         assert response.status_code == 502
         assert response.json()["error"]["message"].startswith("prefill failed: ")

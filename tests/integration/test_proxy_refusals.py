@@ -117,7 +117,8 @@ def test_f19_the_only_engines_own_error_goes_to_the_client(role: str) -> None:
 
 def test_f19_what_prefill_denies_is_not_the_clients_fault() -> None:
     """Decode has taken the client's key."""
-    with running_cluster(decode_fallback=False) as cluster:
+    with running_cluster() as cluster:
+        cluster.client.headers["X-Who-Computes"] = "prefill"
         cluster.prefill.refusal = (401, {"error": {"message": "Unauthorized"}})
         response = cluster.complete()
         assert response.status_code == 502
@@ -148,7 +149,8 @@ def test_f21_an_aborted_prefill_is_tried_again_at_once(engines: int, stream: dic
 def test_f21_an_aborted_prefill_is_tried_again_although_the_other_engine_refuses() -> None:
     refusing = PrefillEngine()
     refusing.refusal = (401, {"error": "Unauthorized"})
-    with beside(prefill=refusing, decode_fallback=False) as cluster:
+    with beside(prefill=refusing) as cluster:
+        cluster.client.headers["X-Who-Computes"] = "prefill"
         cluster.prefill.aborts = 1
         assert cluster.complete().status_code == 200
         assert len(cluster.prefill.received) == 2

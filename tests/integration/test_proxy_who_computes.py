@@ -138,13 +138,10 @@ def test_engines_that_are_not_well_are_told_at_once() -> None:
         assert asked_without_prefill(cluster) == 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "headers"), [({"decode_fallback": False}, {}), ({}, {HEADER: "prefill"})], ids=["option", "header"]
-)
-def test_fallback_can_be_switched_off(settings: dict[str, Any], headers: dict[str, str]) -> None:
-    with without_prefill(eject_after=1, **settings) as cluster:
+def test_fallback_can_be_switched_off() -> None:
+    with without_prefill(eject_after=1) as cluster:
         for _ in range(2):
-            answer = cluster.client.post("/v1/completions", json=COMPLETION, headers=headers)
+            answer = cluster.client.post("/v1/completions", json=COMPLETION, headers={HEADER: "prefill"})
             assert answer.status_code == 502
         assert [each.get("prefill_available") for each in told(cluster.decode)] == [None, None]
         assert asked_without_prefill(cluster) == 0

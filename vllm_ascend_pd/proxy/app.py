@@ -99,7 +99,6 @@ class ProxyApp:
                 self._background.decode_watch,
                 self._observer,
                 attempts=settings.attempts,
-                decode_fallback=settings.decode_fallback,
                 metaserver_url=settings.metaserver_url,
             ),
             observer=self._observer,

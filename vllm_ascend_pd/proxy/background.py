@@ -23,7 +23,6 @@ class Background:
             prefill,
             probe_timeout=settings.probe_timeout,
             stall_timeout=settings.read_timeout,
-            idle_timeout=settings.prefill_timeout,
         )
         self.decode_watch = StallWatch(
             decode,

@@ -46,16 +46,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         Option(help="Timeout for a client that reads nothing, and for a silent engine that computes no request."),
     ] = 600.0
     """An engine computes nothing by its own metrics."""
-    prefill_timeout: Annotated[
-        float | None,
-        Option(
-            help="Time without a completed prompt after which a prefill engine's prompts go to another one.",
-            show_default="--read-timeout",
-        ),
-    ] = None
-    """It counts while the engine has prompts and its metric of computed tokens does not grow. Time in the queue of a
-    working engine does not count. It must be longer than the longest prompt takes. None: only `read_timeout`
-    applies."""
     probe_timeout: Annotated[
         float, Option(help="Time without an answer to a health probe after which a request moves to another engine.")
     ] = 15.0
@@ -67,11 +57,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill: failed prefills after which a sample of a prompt fails. The count covers all tickets of the sample, those
     at earlier decode engines included. A prefill whose KV did not arrive failed, too. A prefill that worked does not
     count: if decode fails by itself, the next attempt needs another prefill. Retries prefer another engine."""
-    decode_fallback: Annotated[
-        bool, Option(help="Let decode compute prompts, within its own bound, while no prefill engine is well.")
-    ] = True
-    """The bound is `max_decode_prompt_tokens`. A request whose prefill engines turn out to be gone is sent to decode
-    once more for this, beyond `attempts`."""
     strategy: Annotated[str, Option(help="Routing: round-robin, least-load or prefix-affinity.")] = "prefix-affinity"
     max_concurrent: Annotated[int, Option(help="Maximum number of requests in flight. Further ones wait.")] = 1024
     max_waiting: Annotated[int, Option(help="Maximum number of waiting requests. Further ones get status 429.")] = 32768

@@ -163,7 +163,6 @@ class DecodeRequests:
         observer: Observer,
         *,
         attempts: int,
-        decode_fallback: bool,
         metaserver_url: str,
     ) -> None:
         """
@@ -174,7 +173,6 @@ class DecodeRequests:
             watch: ends attempts at engines that have stopped.
             observer: receives reports about attempts.
             attempts: how many engines may be asked for one request.
-            decode_fallback: whether decode may be asked to compute prompts while no prefill engine is well.
             metaserver_url: where decode engines post their tickets.
         """
         self._request_table = request_table
@@ -183,7 +181,6 @@ class DecodeRequests:
         self._watch = watch
         self._observer = observer
         self._attempts = attempts
-        self._decode_fallback = decode_fallback
         self._metaserver_url = metaserver_url
 
     async def run(self, proxied: ProxiedRequest) -> None:
@@ -271,7 +268,7 @@ class DecodeRequests:
             params[WHO_COMPUTES] = proxied.who_computes
             attempt.span.note({REQUESTED: proxied.who_computes})
         gone = proxied.prefill_gone or not self._prefill.any_well()
-        attempt.without_prefill = gone and self._may_fall_back(proxied)
+        attempt.without_prefill = gone and proxied.may_fall_back
         if attempt.without_prefill:
             params[PREFILL_AVAILABLE] = False
             attempt.span.note({WITHOUT_PREFILL: True})
@@ -282,17 +279,11 @@ class DecodeRequests:
             params[PREFILL_WAIT_S] = round(wait, 3)
         return params
 
-    def _may_fall_back(self, proxied: ProxiedRequest) -> bool:
-        """Whether decode may be told that no prefill engine is well."""
-        return self._decode_fallback and proxied.who_computes != BY_PREFILL
-
     def _falls_back(self, attempt: DecodeAttempt, failure: Failure) -> bool:
         """Whether decode is asked once more after a failure: no prefill engine was there, and the attempt did not tell
         decode so. All later attempts tell it."""
         proxied = attempt.proxied
-        falls_back = (
-            failure.kind is FailureKind.NO_PREFILL and not attempt.without_prefill and self._may_fall_back(proxied)
-        )
+        falls_back = failure.kind is FailureKind.NO_PREFILL and not attempt.without_prefill and proxied.may_fall_back
         proxied.prefill_gone |= falls_back
         return falls_back
 

@@ -20,6 +20,7 @@ import anyio
 from starlette.responses import Response
 
 from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.core.ticket import BY_PREFILL
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint, prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.messages import Headers, RequestRefused, decode_request_headers, prefill_request_headers
@@ -90,6 +91,11 @@ class ProxiedRequest:
         """Why prefills failed under earlier attempts, by the number of the prompt."""
         self._ended = False
         """Whether `end` or `close` was called. Later responses are ignored."""
+
+    @property
+    def may_fall_back(self) -> bool:
+        """Whether decode may be told that no prefill engine is well."""
+        return self.who_computes != BY_PREFILL
 
     def prefill_failures(self, prompt: int) -> Sequence[Failure]:
         """Why prefills of a prompt failed under earlier attempts."""

@@ -157,7 +157,6 @@ class StallWatch:
         *,
         probe_timeout: float,
         stall_timeout: float,
-        idle_timeout: float | None = None,
         quiet: float = 0.0,
     ) -> None:
         """
@@ -166,14 +165,11 @@ class StallWatch:
             probe_timeout: seconds in which an engine must answer a health probe.
             stall_timeout: seconds without a byte, and without a new token in the engine's own metrics, after which a
                 request ends.
-            idle_timeout: seconds without a byte after which a request ends if the engine served no other request
-                meanwhile and its metrics show no work, or are missing. None: no such limit.
             quiet: seconds without a byte before an engine is probed.
         """
         self._pool = pool
         self._probe_timeout = probe_timeout
         self._stall_timeout = stall_timeout
-        self._idle_timeout = idle_timeout
         self._quiet = quiet
         self._calls: dict[EngineCall, int] = {}
         """Calls being watched, each with the number of engines it had asked at the last look."""
@@ -196,7 +192,6 @@ class StallWatch:
             await anyio.sleep(_STALL_LOOK_SECONDS)
             now = time.monotonic()
             silent = self._silent_engines(now)
-            self._end_idle(now)
             async with anyio.create_task_group() as tasks:
                 for url in silent:
                     tasks.start_soon(self._look_at, url)
@@ -211,21 +206,6 @@ class StallWatch:
             if call.engine and now - call.silent_since >= self._quiet:
                 urls.add(call.engine)
         return urls
-
-    def _end_idle(self, now: float) -> None:
-        """Ends calls at engines that serve nothing. One request may wait for the engine's whole queue, so requests
-        that the engine serves meanwhile show that it works."""
-        limit = self._idle_timeout
-        if limit is None:
-            return
-        for call in self._calls:
-            if call.engine and self._idle(call, now) >= limit:
-                reason = f"{self._pool.role.value} engine: it served no request for {limit:g} s (--prefill-timeout)"
-                call.cut_short(FailureKind.TIMEOUT, reason)
-
-    def _idle(self, call: EngineCall, now: float) -> float:
-        engine = self._pool.engines.get(call.engine)
-        return now - call.silent_since if engine is None else engine.idle(call.silent_since, now)
 
     def _computed_nothing(self, url: str, since: float) -> float:
         engine = self._pool.engines.get(url)

@@ -179,8 +179,6 @@ class RegisteredEngine:
         """What lists it: the command line, a file, a DNS name, the admin API. Only the registry changes it."""
         self.sent = InFlightLoad()
         """What this proxy has in flight there. Only `serving` changes it."""
-        self.worked_at = float("-inf")
-        """When it last served a request, or its token count last grew. On the clock of `served` and `note`."""
         self._report: LoadReport | None = None
         """The last load report."""
         self._same_tokens_since = float("-inf")
@@ -194,8 +192,6 @@ class RegisteredEngine:
     def served(self, well: bool, now: float) -> None:
         """Records the end of a request. Failures that are not the engine's fault are not recorded."""
         self.gate.ended(well, now)
-        if well:
-            self.worked_at = now
 
     @contextmanager
     def serving(self, sent: InFlightLoad) -> Iterator[None]:
@@ -216,8 +212,6 @@ class RegisteredEngine:
         """
         if self._report is None or snapshot.tokens is None or snapshot.tokens != self._report.snapshot.tokens:
             self._same_tokens_since = now
-            if self._report is not None and snapshot.tokens is not None:
-                self.worked_at = now
         self._report = LoadReport(snapshot, sent, now)
 
     @property
@@ -229,10 +223,6 @@ class RegisteredEngine:
     def computed_nothing(self, since: float) -> float:
         """Seconds after `since` in which the engine computed no token, by its own metrics; 0 if it has sent none."""
         return 0.0 if self._report is None else self._report.at - max(since, self._same_tokens_since)
-
-    def idle(self, since: float, now: float) -> float:
-        """Seconds after `since` in which the engine served no request and its metrics show no other work."""
-        return now - max(since, self.worked_at)
 
     def report(self, now: float, fresh_for: float) -> LoadReport | None:
         """The last load report, unless it is older than `fresh_for` seconds."""
