@@ -98,14 +98,6 @@ def test_each_prompt_is_prefilled_by_itself(cluster: Cluster, prompt: Any, prefi
     assert cluster.decode.received[0].body["prompt"] == prompt
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
-def test_each_sample_is_prefilled_under_its_own_ticket(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
-    assert cluster.client.post(path, json={**body, "n": 2}).status_code == 200
-    at_prefill = [received.body for received in cluster.prefill.received]
-    assert [sent["n"] for sent in at_prefill] == [1, 1]
-    assert sorted(sent["kv_transfer_params"]["ticket_id"] for sent in at_prefill) == ["ticket-0", "ticket-1"]
-
-
 def test_answer_without_ticket_is_passed_on(cluster: Cluster) -> None:
     cluster.decode.needs_prefill = False
     assert cluster.complete().status_code == 200
@@ -205,14 +197,6 @@ def test_the_client_gets_the_reason_of_a_failed_prefill(cluster: Cluster, stream
     assert (error["type"], error["param"], error["code"]) == ("BadGatewayError", None, 502)
     assert "prefill failed: HTTP 500" in error["message"]
     assert "out of blocks" in error["message"]
-
-
-def test_failed_transfer_is_a_failed_prefill(cluster: Cluster) -> None:
-    cluster.prefill.transfer_error = "rank 1: session lost"
-    response = cluster.complete(stream=True)
-    assert response.status_code == 502
-    message = response.json()["error"]["message"]
-    assert message == "prefill failed: attempt 1: rank 1: session lost; attempt 2: rank 1: session lost"
 
 
 def test_decode_gets_the_reason_of_a_failed_prefill(cluster: Cluster) -> None:
@@ -349,20 +333,6 @@ def test_decode_giving_up_a_ticket_cancels_its_prefill(cluster: Cluster, monkeyp
             assert cluster.prefill.working.wait(5)
         assert cluster.prefill.cancelled.wait(5)
         assert not cluster.decode.cancelled.is_set()
-
-
-def test_overload_is_answered_429_at_once() -> None:
-    with running_cluster(max_concurrent=1, max_waiting=0) as cluster:
-        cluster.decode.hangs_after_first_token = True
-        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
-            tokens = response.iter_raw()
-            next(tokens)
-            refused = cluster.complete()
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert refused.json()["error"]["code"] == 429
-        assert cluster.decode.cancelled.wait(5)
-        cluster.decode.hangs_after_first_token = False
-        assert cluster.complete().status_code == 200
 
 
 def test_too_large_body() -> None:

@@ -70,14 +70,6 @@ def test_a_prefill_that_fails_ends_the_request(cluster: Cluster, stream: dict[st
     assert len(cluster.prefill.received) == 1, "its decode side cannot tell a second attempt's KV from the first's"
 
 
-def test_a_prefill_that_is_refused(cluster: Cluster) -> None:
-    refusal = {"error": {"message": "prompt too long", "type": "BadRequestError", "param": None, "code": 400}}
-    cluster.prefill.refusal = (400, refusal)
-    response = cluster.complete()
-    assert (response.status_code, response.json()) == (400, refusal)
-    assert cluster.decode.cancelled.wait(5)
-
-
 def test_a_silent_prefill() -> None:
     with layerwise_cluster(read_timeout=0.3, check_interval=0.05) as cluster:
         cluster.prefill.hangs = True
@@ -88,14 +80,6 @@ def test_a_silent_prefill() -> None:
         assert said in response.json()["error"]["message"]
         assert cluster.prefill.cancelled.wait(5)
         assert cluster.decode.cancelled.wait(5)
-
-
-def test_a_client_that_leaves(cluster: Cluster) -> None:
-    cluster.prefill.hangs = True
-    with closing(cluster.send_only("/v1/completions", {**COMPLETION, "stream": True})):
-        assert cluster.prefill.working.wait(5)
-    assert cluster.prefill.cancelled.wait(5)
-    assert cluster.decode.cancelled.wait(5)
 
 
 @pytest.mark.parametrize(

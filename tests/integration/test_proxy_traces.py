@@ -210,19 +210,6 @@ def test_an_engine_that_is_passed_over(collector: Collector) -> None:
         assert prefill.attributes["kv_pd.unreachable_engines"] == [gone]
 
 
-def test_a_request_that_no_prefill_engine_serves(collector: Collector) -> None:
-    with running_cluster(otlp_traces_endpoint=collector.url) as cluster:
-        cluster.prefill.transfer_error = "no grant from decode rank 0"
-        assert ask(cluster).status_code == 502
-        spans = collector.wait(lambda spans: ROUTE in {span.name for span in spans})
-        request = by_name([span for span in spans if span.name == ROUTE])[ROUTE]
-        assert request.failed
-        assert request.attributes["http.response.status_code"] == 502
-        prefills = [span for span in spans if span.name == "prefill"]
-        assert {span.reason for span in prefills} == {"no grant from decode rank 0"}
-        assert {span.attributes["error.type"] for span in prefills} == {"transfer_failed"}
-
-
 def test_a_client_that_leaves(collector: Collector) -> None:
     with running_cluster(otlp_traces_endpoint=collector.url) as cluster:
         cluster.prefill.hangs = True

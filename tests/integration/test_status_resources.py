@@ -97,16 +97,6 @@ def test_requests_are_followed_from_phase_to_phase() -> None:
             assert 0 < found["p50"] <= found["p90"] <= found["p99"] < 60
 
 
-def test_prefilled_and_no_token_yet() -> None:
-    with running_cluster() as cluster:
-        cluster.decode.waits = 1.0
-        with_answer = cluster.send_only("/v1/completions", COMPLETION)
-        eventually(lambda: phases(cluster) == {"transfer": 1})
-        assert with_answer.getresponse().status == 200
-        with_answer.close()
-        eventually(lambda: phases(cluster) == {})
-
-
 def refuse(engine: Any) -> None:
     engine.refusal = (500, {"error": {"message": "cannot compute: the quick brown fox", "code": 500}})
 

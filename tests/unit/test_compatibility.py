@@ -161,13 +161,6 @@ def test_a_draft_does_not_excuse_layers_of_the_model():
     assert answer == f"decode has cache ('{LAYERS[3]}', 0) that prefill lacks (10 against 8 tensors)"
 
 
-def test_k_and_v_together_and_apart():
-    answer = found(caches(parts=1), engine())
-    assert answer == f"decode has cache ('{LAYERS[0]}', 1) that prefill lacks (8 against 4 tensors)"
-    answer = found(caches(), engine(parts=1))
-    assert answer == f"prefill has cache ('{LAYERS[0]}', 1) that decode lacks (8 against 4 tensors)"
-
-
 def test_engines_that_deal_out_tokens_differently():
     """MLA's latent is on all ranks, so they may share its tokens."""
     mla = {"heads": 1, "total_heads": 1}

@@ -71,14 +71,6 @@ def test_a_report_that_comes_twice_counts_once():
     assert (ticket.state, ticket.num_bytes) == (TicketState.OPEN, 100)
 
 
-def test_one_writer_alone_is_not_enough():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.report(wrote(LEFT), 1.0)
-    ticket.tick(DEADLINE)
-    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "the transfer took too long")
-
-
 def test_a_tensor_needs_all_its_writers():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
@@ -210,19 +202,6 @@ def test_success_and_failure_of_one_transfer():
     assert (ticket.state, ticket.num_bytes) == (TicketState.FAILED, 0)
 
 
-def test_settling_after_another_writer_failed():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.grant(asks(RIGHT), 0.0)
-    ticket.report(failed(RIGHT), 1.0)
-    assert ticket.report(failed(LEFT, settle_s=4.0), 2.0)
-    ticket.fail("prefill answered 502")
-    assert ticket.reason == "prefill rank 1: it broke"
-    assert not ticket.is_quiesced(6.0)
-    ticket.report(failed(LEFT), 6.0)
-    assert ticket.is_quiesced(6.0)
-
-
 # Over time: renewals, deadlines, the wait in a queue, and the end of prefill.
 
 NOBODY_BEGAN = (
@@ -322,16 +301,6 @@ def test_an_open_ticket_is_never_quiesced():
     assert not ticket.is_quiesced(0.0)
     ticket.grant(asks(LEFT), 0.0)
     assert not ticket.is_quiesced(LEASE_S + SETTLE_S)
-
-
-def test_a_cancelled_ticket_waits_for_its_writers():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.fail("the request was aborted")
-    assert not ticket.is_quiesced(1.0)
-    assert ticket.grant(asks(LEFT), 1.0) == GrantRefused("the ticket is failed: the request was aborted", retry=False)
-    ticket.report(failed(LEFT), 2.0)
-    assert ticket.is_quiesced(2.0)
 
 
 # What is refused, and what is not believed.

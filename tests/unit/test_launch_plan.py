@@ -182,13 +182,6 @@ def test_one_machine_plays_several_hosts_without_npus() -> None:
         plan(text.replace("127.0.0.1", "10.0.0.1"))
 
 
-def test_replicas_that_span_nodes_are_engines_of_their_own() -> None:
-    text = TWO_NODES.replace("tp: 4\n    dp: 4", "tp: 8\n    pp: 2\n    dp: 2").replace("[a, b]", "[a, b, c, d]")
-    text = text.replace("prefill:", "  c: {address: 10.0.0.3}\n  d: {address: 10.0.0.4}\nprefill:")
-    with pytest.raises(HostsError, match="each of 2 data-parallel replicas would span 2 nodes"):
-        plan(text)
-
-
 @given(st.integers(1, 8), st.integers(1, 3), st.integers(1, 8), st.integers(1, 6))
 def test_each_replica_is_on_one_node(tp: int, pp: int, dp: int, nodes: int) -> None:
     try:

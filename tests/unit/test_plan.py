@@ -90,15 +90,6 @@ FOUR_LAYERS_IN_TWO_STAGES = dataclasses.replace(ONE_LAYER, stages=((0, 1), (2, 3
 FOUR_LAYERS_UNEVENLY = dataclasses.replace(ONE_LAYER, stages=((0,), (1, 2), (3,)))
 
 NAMED = {
-    "TP1_TO_TP1": case(2, 1, 1, SCATTERED),
-    "TP2_TO_TP1": case(2, 2, 1, SCATTERED, OTHER),
-    "TP4_TO_TP1": case(4, 4, 1, SCATTERED, OTHER),
-    "TP1_TO_TP4": case(4, 1, 4, SCATTERED, OTHER),
-    "TP3_TO_TP2_OF_6_HEADS": case(6, 3, 2, SCATTERED),
-    "TP2_TO_TP3_OF_6_HEADS": case(6, 2, 3, SCATTERED),
-    "REPLICATED_ON_P": case(2, 8, 1, SCATTERED, OTHER),
-    "REPLICATED_ON_D": case(2, 1, 8, SCATTERED, OTHER),
-    "REPLICATED_ON_BOTH": case(2, 4, 8, SCATTERED, OTHER),
     "MLA_TP4_TO_TP2": case(1, 4, 2, SCATTERED, OTHER, part_bytes=(16, 2)),
     "HEAD_MAJOR_TP4_TO_TP2": case(4, 4, 2, SCATTERED, part_bytes=(8,), order=Order.HEAD_MAJOR),
     "HEAD_MAJOR_TP2_TO_TP3": case(6, 2, 3, SCATTERED, part_bytes=(8,), order=Order.HEAD_MAJOR),

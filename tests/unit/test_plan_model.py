@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned import DATA, DEEPSEEK, LLAMA, QWEN, assert_conserved, plan_for
+from planned import DATA, DEEPSEEK, assert_conserved, plan_for
 
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
@@ -138,21 +138,6 @@ def planned(model: ModelShape, p_tp: int = 1, p_pp: int = 1, block_size: int = 1
     """To a decode engine of one rank."""
     engines = PlannedEngine("prefill", p_tp, p_pp, 1, block_size), PlannedEngine("decode", 1, 1, 1, block_size)
     return make_plan(model, *engines, step_tokens=128, staging_slots=2, tokens=tokens)
-
-
-@pytest.mark.parametrize(
-    ("config", "layers", "heads", "kv_heads", "mla", "widths"),
-    [
-        (DEEPSEEK, 61, 128, 1, True, (512, 64)),
-        (QWEN, 94, 64, 4, False, (128, 128)),
-        (LLAMA, 80, 64, 8, False, (128, 128)),
-    ],
-)
-def test_known_models(config, layers, heads, kv_heads, mla, widths):
-    model = read_model(config)
-    assert (len(model.cached), model.attention_heads, model.kv_heads) == (layers, heads, kv_heads)
-    assert (model.mla, model.widths, model.dtype) == (mla, widths, CacheDtype.BFLOAT16)
-    assert set(model.cached) == {Cached.FULL}
 
 
 def test_folder_of_a_model(tmp_path):

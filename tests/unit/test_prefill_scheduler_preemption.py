@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preemption on prefill: the scheduler tells ranks, and sends only what was not sent before."""
 
-import pytest
 from prefill_steps import *  # noqa: F403
 from prefill_steps import BLOCK, BLOCKS, PROMPT, goes_on, starts, ticketed
 from vllm.v1.request import RequestStatus
@@ -9,7 +8,6 @@ from vllm.v1.request import RequestStatus
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
 from vllm_ascend_pd.core.caches import TokenGroup
-from vllm_ascend_pd.core.step import Send
 
 
 def test_preemptions_that_the_scheduler_does_not_name_are_seen_once():
@@ -31,38 +29,6 @@ def test_preemptions_that_the_scheduler_does_not_name_are_seen_once():
     request.status, request.num_preemptions = RequestStatus.PREEMPTED, 2
     assert preempted_when_another_goes_on([request]) == {"r"}
     assert preempted_when_another_goes_on() == set()
-
-
-@pytest.mark.parametrize("how", ["new", "resumed"], ids=["as with the v2 runner", "as with the v1 runner"])
-def test_after_preemption_only_the_rest_is_sent_from_new_blocks(scheduler, how):
-    request, moved = ticketed(), ([20, 21, 22],)
-    assert starts(scheduler, request, 9).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
-    assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
-    scheduler.allocated(request, moved)
-    step = scheduler.build_step(make_output(**{how: [Scheduled(request, moved, 0, 6)]}))
-    assert (step.sends, step.tickets) == ([], {})
-    assert goes_on(scheduler, request, 6, 4).sends == [Send("r", 8, 10, ([22],), last=True)]
-
-
-@pytest.mark.parametrize("how", ["new", "resumed"])
-def test_preemption_before_anything_was_sent(scheduler, how):
-    request, moved = ticketed(), ([20, 21, 22],)
-    assert starts(scheduler, request, 3, ([7],)).sends == []
-    scheduler.build_step(make_output(preempted=[request]))
-    scheduler.allocated(request, moved)
-    step = scheduler.build_step(make_output(**{how: [Scheduled(request, moved, 4, 6)]}))
-    assert step.sends == [Send("r", 0, 10, ([20, 21, 22],), last=True)]
-
-
-@pytest.mark.parametrize("how", ["new", "resumed"])
-def test_preemption_after_the_last_part(scheduler, how):
-    """It computes its prompt again, to sample its token: decode has everything already."""
-    request, moved = ticketed(), ([20, 21, 22],)
-    starts(scheduler, request, PROMPT)
-    assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
-    scheduler.allocated(request, moved)
-    assert scheduler.build_step(make_output(**{how: [Scheduled(request, moved, 0, 10)]})).sends == []
-    assert scheduler.finished(request) == (True, None)
 
 
 def test_preemption_of_others_is_not_reported(scheduler):

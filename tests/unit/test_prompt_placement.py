@@ -197,12 +197,6 @@ def test_a_prompt_that_is_computed_in_parts_counts_for_what_is_left():
     assert (world.decides(59), world.decides(61)) == (here(Reason.CHEAP), there(Reason.LONG))
 
 
-def test_many_prompts_at_once_before_anything_was_measured():
-    world = World()
-    world.placement.allocated(Prompt(60, request_id="before"), by_decode=True)
-    assert (world.decides(4), world.decides(5)) == (here(Reason.CHEAP), there(Reason.LONG))
-
-
 @pytest.mark.parametrize("tokens", [0, 200])
 def test_a_threshold_that_is_set(tokens):
     world = World(decode_prompt_tokens=tokens)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core import protocol
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.protocol import (
     MAX_DESCRIPTION_BYTES,
@@ -41,7 +41,7 @@ from vllm_ascend_pd.core.protocol import (
     encode,
 )
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.core.topology import Sharding, sharding
+from vllm_ascend_pd.core.topology import sharding
 
 WRITER = WriterId("prefill-0", 1, 3)
 CACHES = RankCaches(
@@ -100,87 +100,6 @@ def test_the_examples_are_all_messages():
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 @pytest.mark.parametrize("seq", [0, 1, 2**63 - 1])
 def test_round_trip(message, seq):
-    assert decode(encode(seq, message)) == (seq, message)
-
-
-TEXT = st.text()
-NAMES = st.text().filter(str.isprintable)
-IDS = st.text(max_size=64)
-RANK_NUMBERS = st.integers(0, 2**20 - 1)
-INTS = st.integers(-(2**63), 2**63 - 1)
-COUNTS = st.integers(0, 2**63 - 1)
-BYTES = st.integers(0, 2**41 - 1)
-RANK_COUNTS = st.integers(1, 1024)
-SETTLE = st.floats(0, 3600)
-WRITERS = st.builds(WriterId, NAMES, RANK_NUMBERS, RANK_NUMBERS, INTS)
-INDICES, SIZES, ADDRESSES = st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1), st.integers(0, 2**62 - 1)
-SHARDINGS = st.builds(Sharding, SIZES, st.lists(INDICES, min_size=1, max_size=5).map(tuple), SIZES)
-GEOMETRIES = st.builds(Geometry, INDICES, st.sampled_from(Order), TEXT, SIZES, SIZES, SIZES, SIZES, SIZES)
-OF_A_SHARE = st.builds(
-    lambda whole, rank, interleave: msgspec.structs.replace(
-        whole, block_size=16 * interleave, share=TokenShare(4, rank, interleave)
-    ),
-    GEOMETRIES,
-    st.integers(0, 3),
-    st.integers(1, 1000),
-)
-TENSORS = st.builds(CacheTensor, TEXT, INDICES, ADDRESSES, INDICES, st.integers(0, 1))
-
-
-def tuples(elements: st.SearchStrategy, max_size: int = 3) -> st.SearchStrategy:
-    return st.lists(elements, max_size=max_size).map(tuple)
-
-
-NO_CACHES = st.just(RankCaches((), ()))
-CACHES_OF_TWO = st.builds(RankCaches, st.tuples(GEOMETRIES, OF_A_SHARE), tuples(TENSORS))
-RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, NO_CACHES | CACHES_OF_TWO)
-SETTINGS = st.dictionaries(TEXT, TEXT, max_size=5)
-TRANSFER_IDS = NAMES.filter(lambda name: len(name) <= 128)
-DIGESTS = st.builds(PromptDigest, tokens=st.text(max_size=32), num_media=st.integers(0, 1 << 30))
-TICKETS = st.builds(
-    Ticket,
-    request_id=TEXT,
-    remote_block_ids=st.lists(st.lists(INDICES, max_size=5), max_size=3),
-    remote_block_size=st.lists(INDICES, max_size=3),
-    remote_engine_id=TEXT,
-    remote_host=TEXT,
-    remote_port=INTS,
-    remote_tp_size=INTS,
-    remote_cached_tokens=INDICES,
-    ticket_id=TEXT,
-    num_tokens=INDICES,
-)
-MESSAGES = st.one_of(
-    st.builds(Describe, TEXT),
-    st.builds(EngineDescription, TEXT, TEXT, RANK_COUNTS, RANK_COUNTS, tuples(RANKS), SIZES, SIZES, SETTINGS),
-    st.builds(
-        GrantRequest,
-        IDS,
-        IDS,
-        WRITERS,
-        SHARDINGS,
-        tuples(INDICES, max_size=20),
-        SETTLE,
-        NAMES,
-        NAMES.filter(lambda name: len(name) <= 64),
-    ),
-    st.builds(Granted, st.floats(0, 86400, exclude_min=True)),
-    st.builds(GrantRefused, TEXT, st.booleans()),
-    st.builds(WriteReport, IDS, WRITERS, st.none() | TEXT, BYTES, BYTES, SETTLE, IDS, st.none() | INDICES),
-    st.builds(Acknowledged),
-    st.builds(Revoke, IDS, WRITERS, TEXT, IDS),
-    st.builds(OfferTicket, NAMES, TRANSFER_IDS, TICKETS),
-    st.builds(AskTicket, NAMES, TRANSFER_IDS, IDS),
-    st.builds(TicketTaken),
-    st.builds(TicketRefused, TEXT, st.booleans()),
-    st.builds(ReleasePrompt, NAMES, TRANSFER_IDS, TEXT, TRANSFER_IDS, st.integers(0, 1 << 30), st.none() | DIGESTS),
-    st.builds(Problem, TEXT),
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**63 - 1), MESSAGES)
-def test_any_message_makes_the_round_trip(seq, message):
     assert decode(encode(seq, message)) == (seq, message)
 
 
@@ -282,28 +201,18 @@ def described(part: str, **fields: object) -> bytes:
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param(altered(GRANT_REQUEST, ticket_id=1), id="int for str"),
-        pytest.param(altered(REPORT, num_bytes="0"), id="str for int"),
-        pytest.param(altered(REPORT, num_bytes=True), id="bool for int"),
-        pytest.param(altered(REPORT, num_bytes=0.5), id="float for int"),
-        pytest.param(altered(GRANT_REQUEST, digest=b"f"), id="bytes for str"),
-        pytest.param(altered(GRANT_REQUEST, covers=None), id="nil for array"),
-        pytest.param(altered(GRANT_REQUEST, covers=["0"]), id="array of str"),
         pytest.param(altered(GRANT_REQUEST, weights="x" * 65), id="fingerprint that is too long"),
         pytest.param(altered(GRANT_REQUEST, weights="two\nlines"), id="fingerprint of two lines"),
         pytest.param(
             altered(DESCRIPTION, settings=dict.fromkeys(map(str, range(MAX_SETTINGS + 1)), "")), id="settings"
         ),
         pytest.param(altered(GRANT_REQUEST, writer=["prefill-0", 1]), id="writer without rank"),
-        pytest.param(altered(GRANT_REQUEST, writer={"engine_id": "e"}), id="writer as a map"),
-        pytest.param(altered(GRANT_REQUEST, sharding=4), id="size for sharding"),
         pytest.param(altered(GRANT_REQUEST, sharding=[0, [0], 1]), id="no ranks of tensor parallelism"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [], 1]), id="no ranks at all"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [-1], 1]), id="negative share"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [0], 0]), id="interleaved by nothing"),
         pytest.param(altered(REPORT, cached_tokens=-1), id="fewer cached tokens than none"),
         pytest.param(altered(REPORT, cached_tokens=2**31), id="more cached tokens than a prompt has"),
-        pytest.param(altered(REPORT, cached_tokens=1.5), id="half a cached token"),
         pytest.param(altered(DESCRIPTION, tp=0), id="no tensor-parallel ranks"),
         pytest.param(altered(DESCRIPTION, tp=2**40), id="more ranks than can be counted"),
         pytest.param(altered(DESCRIPTION, pp=-1), id="negative pipeline stages"),
@@ -311,19 +220,14 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(altered(DESCRIPTION, interleave=-1), id="negative interleave"),
         pytest.param(described("geometries", share={"ranks": 2, "rank": 2}), id="share beyond the ranks"),
         pytest.param(described("geometries", share={"ranks": 2, "interleave": 3}), id="uneven interleave"),
-        pytest.param(altered(REPORT, reason=0), id="int for optional str"),
-        pytest.param(altered(REPORT, num_bytes=None), id="nil for int"),
         pytest.param(altered(REPORT, num_bytes=-1), id="negative count"),
         pytest.param(altered(REPORT, num_bytes=2**41), id="more than a rank can have"),
         pytest.param(altered(REPORT, bytes_before_end=2**64 - 1), id="more than a rank can have before the end"),
         pytest.param(altered(REPORT, bytes_before_end=-1), id="negative count before the end"),
         pytest.param(altered(REPORT, settle_s=-0.5), id="settling before now"),
         pytest.param(altered(REPORT, settle_s=3601), id="settling for hours"),
-        pytest.param(altered(REPORT, settle_s=float("nan")), id="settling for nan"),
-        pytest.param(altered(GRANT_REQUEST, settle_s=-1), id="negative seconds"),
         pytest.param(altered(GRANT_REQUEST, settle_s=float("inf")), id="endless seconds"),
         pytest.param(altered(GRANT_REQUEST, settle_s=float("nan")), id="nan seconds"),
-        pytest.param(altered(GRANT_REQUEST, settle_s=None), id="nil for float"),
         pytest.param(body({"type": "Granted", "lease_s": 0}), id="empty lease"),
         pytest.param(body({"type": "Granted", "lease_s": -10.0}), id="negative lease"),
         pytest.param(body({"type": "Granted", "lease_s": 86401}), id="lease of more than a day"),
@@ -343,11 +247,8 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(described("tensors", geometry=-1), id="negative geometry"),
         pytest.param(described("tensors", base=2**63), id="address beyond int64"),
         pytest.param(described("tensors", num_blocks=2**31), id="more blocks than ids"),
-        pytest.param(body({"type": "Refused", "reason": "", "retry": 1}), id="int for bool"),
-        pytest.param(body({"type": "Granted", "lease_s": "10"}), id="str for float"),
         pytest.param(body({"type": "Granted"}), id="field missing"),
         pytest.param(body({"type": "Greeting"}), id="unknown message"),
-        pytest.param(body({"type": 1}), id="message type not a name"),
         pytest.param(body({}), id="no message type"),
         pytest.param(body([]), id="array"),
         pytest.param(body(None), id="nil"),

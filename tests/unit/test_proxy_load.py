@@ -303,10 +303,6 @@ def test_wait_is_bounded(tokens: list[int], queued: float, pace: float) -> None:
     assert 0.0 <= queue_wait(engines_with(*tokens), queued, pace) <= MAX_WAIT_SECONDS
 
 
-def test_pace_is_unknown_at_first() -> None:
-    assert PrefillPace().tokens_per_second == 0.0
-
-
 def test_pace_counts_what_was_ahead() -> None:
     """Four prompts of 1,000 tokens that an engine gets at the same time and computes one by one, a second each."""
     pace = PrefillPace()

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.streams import Events, Opening, error_of, opening, split_errors
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.routing.answers import (
     RULES,
     EngineRole,
@@ -19,7 +18,6 @@ from vllm_ascend_pd.proxy.routing.answers import (
     engines_to_avoid,
     lacks_prefill,
     may_follow,
-    summary,
 )
 
 URLS = ("a", "b", "c")
@@ -122,23 +120,6 @@ def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[FailureK
 )
 def test_whether_no_prefill_engine_is_there(kinds, lacks) -> None:
     assert lacks_prefill([failure(kind) for kind in kinds]) is lacks
-
-
-def test_summary() -> None:
-    assert summary([failure(FailureKind.ERROR, reason="x")]) == "x"
-    assert (
-        summary([failure(FailureKind.ERROR, reason="x"), failure(FailureKind.LOST, reason="y")])
-        == "attempt 1: x; attempt 2: y"
-    )
-
-
-def test_failures_and_retries_are_counted() -> None:
-    observer = Observer()
-    observer.attempt_failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
-    observer.attempt_failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
-    observer.attempt_retried(EngineRole.PREFILL)
-    assert observer.retries == {EngineRole.PREFILL: 1}
-    assert observer.failures == {EngineRole.PREFILL: {FailureKind.LOST: 2}, EngineRole.DECODE: {}}
 
 
 # --- streams ----------------------------------------------------------------------------------------------

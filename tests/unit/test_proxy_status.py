@@ -143,22 +143,6 @@ def test_shown_load_is_the_load_used_for_routing() -> None:
     anyio.run(run)
 
 
-def test_waiting_requests_are_counted() -> None:
-    proxy = Proxy(limit=1)
-
-    async def run() -> None:
-        assert await proxy.prefill.limiter.acquire([proxy.p]) is proxy.p
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(proxy.prefill.limiter.acquire, [proxy.p])
-            while not proxy.prefill.limiter.waiting:
-                await anyio.sleep(0)
-            assert [role.waiting for role in proxy.status().roles] == [1, 0]
-            tasks.cancel_scope.cancel()
-        assert [role.waiting for role in proxy.status().roles] == [0, 0]
-
-    anyio.run(run)
-
-
 def state_of_prefill(proxy: Proxy, now: float = NOW) -> tuple[EngineState, str | None, Verdict]:
     status = proxy.status(now)
     [engine] = status.roles[0].engines
@@ -285,14 +269,6 @@ def percentiles(samples: list[float]) -> Percentiles:
 
 
 SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=250)
-
-
-def test_nothing_yet() -> None:
-    assert RecentSamples().percentiles(0.0) == Percentiles(0, None, None, None)
-
-
-def test_one_to_a_hundred() -> None:
-    assert percentiles([float(n) for n in range(100, 0, -1)]) == Percentiles(100, 50.0, 90.0, 99.0)
 
 
 @given(SECONDS)

@@ -74,13 +74,6 @@ def test_a_release_before_its_prompt_is_forgotten_in_time(prefill: Prefill) -> N
     assert prefill.answered("r", params=params)["transfer_id"] == "xfer-1"
 
 
-def test_one_of_several_prompts_that_begins_with_the_released_one(prefill: Prefill) -> None:
-    transfer_id = prefill.answered("cmpl-x-0-01234567", [*PROMPT, 7])["transfer_id"]
-    prefill.answered("cmpl-x-1-01234568", PROMPT)
-    prefill.ask(prefill.release_of(transfer_id, ticket_for(PROMPT)))
-    assert prefill.run()[0].unsent == {"cmpl-x-1-01234568"}
-
-
 def test_a_prompt_that_decode_has_with_other_tokens_is_freed(prefill: Prefill) -> None:
     """No ticket fits, so decode releases it, by its own tokens."""
     clock = held_clock(prefill)
@@ -161,17 +154,6 @@ def test_the_release_of_a_served_ticket_frees_no_other_prompt(prefill: Prefill) 
     assert prefill.run()[0].unsent == set()
     prefill.offer(transfer_id, other)
     assert prefill.run()[0].tickets == {"cmpl-x-1-01234568": other}
-
-
-def test_decode_computes_all_of_several_prompts(prefill: Prefill) -> None:
-    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
-    prefill.answered("cmpl-x-1-01234568", OTHER)
-    for prompt in (OTHER, PROMPT):
-        prefill.ask(prefill.release_of(transfer_id, ticket_for(prompt)))
-    assert prefill.run()[0].unsent == {"cmpl-x-0-01234567", "cmpl-x-1-01234568"}
-    prefill.run(sent={"cmpl-x-0-01234567", "cmpl-x-1-01234568"})
-    assert prefill.free == prefill.all_free
-    assert remembered_of(prefill) == {}
 
 
 def test_decode_gives_up_before_prefill_knows_the_prompt(prefill: Prefill) -> None:

@@ -66,19 +66,6 @@ def said(process: "subprocess.Popen[str]") -> str:
     return output
 
 
-def test_the_same_interpreter_by_another_name_does_nothing_again(start: Start, tmp_path: Path) -> None:
-    base = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
-    shim = tmp_path / "shim"
-    shim.write_text(f'#!/bin/sh\nexec {base} "$@"\n')
-    shim.chmod(0o755)
-    subprocess.run([base, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
-    assert "the work ..." in said(start("true", base))
-    assert said(start("true", str(shim))) == f"made by {shim}\n"
-    # That of an activated environment cannot make this same environment: its base does.
-    made_by = said(start("true", str(tmp_path / "venv/bin/python"))).removeprefix("made by ").strip()
-    assert Path(made_by).resolve() == Path(base)
-
-
 def test_a_stage_whose_inputs_change_is_run_again(start: Start, tmp_path: Path) -> None:
     for content, again in (("a==1\n", True), ("a==1\n", False), ("a==2\n", True)):
         (tmp_path / "pins").write_text(content)
@@ -105,20 +92,6 @@ def test_an_interruption_is_no_failure_and_ends_what_runs(
     assert (process.returncode, errors) == (code, "\nsetup: interrupted; run it again to go on\n")
     assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
     assert "the work ..." in said(start("true"))
-
-
-def test_one_that_waits_for_another_can_be_interrupted(start: Start, tmp_path: Path) -> None:
-    first = start(f"touch {tmp_path}/begun; sleep 60")
-    wait_until((tmp_path / "begun").exists, timeout_s=30)
-    second = start("true")
-    assert second.stderr is not None
-    assert "waiting for another set-up" in second.stderr.readline()
-    second.send_signal(signal.SIGTERM)
-    _, errors = second.communicate(timeout=60)
-    assert (second.returncode, errors) == (143, "\nsetup: interrupted; run it again to go on\n")
-    first.send_signal(signal.SIGINT)
-    first.communicate(timeout=60)
-    assert first.returncode == 130
 
 
 MACHINE = f"""\
@@ -165,11 +138,3 @@ def test_f38_packages_are_installed_when_that_is_asked_for(tmp_path: Path) -> No
     done, calls = install_packages(tmp_path, asked=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert calls == ["update", "install --yes --no-install-recommends left-pad"]
-
-
-@pytest.mark.parametrize("name", ["setup_env", "setup_npu_emulation"])
-def test_f38_only_tests_ask_for_it(name: str) -> None:
-    callers = [path for path in STAGES.parent.glob("*.sh") if f"{name}.sh" in path.read_text()]
-    asking = [path.name for path in callers if f"{name}.sh --install" in path.read_text()]
-    assert "run_1p1d.sh" in {path.name for path in callers}
-    assert set(asking) <= {"test.sh"}

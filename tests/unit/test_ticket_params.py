@@ -30,18 +30,7 @@ PARAMS = {
     "num_tokens": 10,
 }
 TWO_GROUPS = {**PARAMS, "remote_block_ids": [[7, 3, 9], [1, 2]], "remote_block_size": [4, 8], "remote_cached_tokens": 8}
-REQUIRED = (
-    "request_id",
-    "remote_block_ids",
-    "remote_block_size",
-    "remote_engine_id",
-    "remote_host",
-    "remote_port",
-    "remote_tp_size",
-    "remote_cached_tokens",
-    "ticket_id",
-    "num_tokens",
-)
+REQUIRED = [field.name for field in msgspec.structs.fields(Ticket) if field.required]
 
 
 def test_a_ticket_comes_back_as_it_was_sent():
