@@ -211,8 +211,9 @@ vLLM's and vllm-ascend's own configuration checks on emulated CANN, with a small
 here has run on Ascend hardware. The rows of DeepSeek V4 rest on a [test](../tests/npu/test_compressed.py) that compares
 its caches byte by byte, MTP's among them.
 
-Where the table says "works" without a number, only `--kv-transfer-config` changes. A number stands for another option
-that `migrate` changes, or for what stops it; its exit code is 1 then.
+The table names commands by their place in `tests/unit/data/recipes/recipes.json`. Where it says "works" without a
+number in brackets, only `--kv-transfer-config` changes. Such a number stands for another option that `migrate` changes,
+or for what stops it; its exit code is 1 then.
 """
 _STARTED_PAIRS = ", ".join(f"{prefill} and {decode}" for prefill, decode in STARTED.values())
 _STARTED_HEAD = f"""\
@@ -224,9 +225,9 @@ Other commands of the same models were not started, and these:
 
 
 def _rows(every: list[Recipe]) -> tuple[str, str]:
-    """One row for all commands of which the page says the same."""
+    """One row for all commands of a guide with the same model and connector."""
     texts: list[str] = []
-    rows: dict[tuple[str, ...], list[int]] = {}
+    rows: dict[tuple[str, ...], dict[str, dict[str, list[int]]]] = {}
     for recipe in every:
         said = [f"{c.subject}: {c.why}" for c in recipe.migrated.stops] or recipe.changed
         for text in said:
@@ -234,10 +235,13 @@ def _rows(every: list[Recipe]) -> tuple[str, str]:
                 texts.append(text)
         numbers = " ".join(f"[{texts.index(text) + 1}]" for text in said)
         result = f"{recipe.verdict.partition(' ')[0]} {numbers}".strip()
-        row = (Path(recipe.guide).stem, recipe.side, recipe.model, recipe.connector, result)
-        rows.setdefault(row, []).append(recipe.number)
-    lines = ["| command | guide | side | model | connector | result |", "|---|---|---|---|---|---|"]
-    lines += [f"| {_numbers(commands)} | {' | '.join(row)} |" for row, commands in rows.items()]
+        sides = rows.setdefault((Path(recipe.guide).stem, recipe.model, recipe.connector), {})
+        sides.setdefault(recipe.side, {}).setdefault(result, []).append(recipe.number)
+    lines = ["| guide | model | connector | prefill | decode | both |", "|---|---|---|---|---|---|"]
+    for row, sides in rows.items():
+        found = (sides.get(side, {}) for side in ("prefill", "decode", "both"))
+        cells = (", ".join(f"{_numbers(commands)}: {result}" for result, commands in each.items()) for each in found)
+        lines.append(f"| {' | '.join(row)} |{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|")
     return "\n".join(lines) + "\n", "".join(f"{number}. {text}\n" for number, text in enumerate(texts, 1))
 
 
