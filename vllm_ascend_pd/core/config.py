@@ -94,8 +94,7 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     transfer_timeout_s: float = 480.0
     """Longest time from prefill's first request for a grant until the KV has arrived. Time in a queue for prefill does
-    not count while the proxy says that the ticket waits. If the proxy does not say so, a ticket may go unanswered for
-    this time. On prefill: how long a computed request may wait for a grant that decode delays."""
+    not count while the proxy says that the ticket waits."""
     queue_timeout_s: float = 3600.0
     """Longest time from issuing a ticket until prefill begins: in the proxy's line and in prefill's queue. A signed
     ticket expires after this time. At most a day."""
@@ -109,12 +108,10 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest time of one all-to-all. After a longer one the engine must be restarted."""
     hold_timeout_s: float | None = None
     """Longest time that a computed prompt keeps its blocks on prefill until decode's ticket comes, behind a router that
-    asks prefill first. At most a day. None: 480 s, or beside other connectors in a MultiConnector: such prompts are not
-    kept, since another connector may be meant."""
+    asks prefill first. At most a day. None: 480 s. In a MultiConnector, None means that no such prompts are kept."""
     bootstrap_port: int | None = None
     """Port where prefill tells routers for MooncakeConnector its engine id (routers.md). None: what the environment
-    variable VLLM_MOONCAKE_BOOTSTRAP_PORT says; if it is not set, there is no such port. Of data-parallel engines on one
-    host the first listens for all, and all need a `kv_port`."""
+    variable VLLM_MOONCAKE_BOOTSTRAP_PORT says, or no such port."""
     staging_slots: int | None = None
     """Number of buffers for regrouped layers, each for one layer of one step's tokens. None: 4, or 2 where a step may
     have more than 8192 tokens."""
@@ -152,10 +149,9 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most tokens of a prompt, beyond decode's cache, that decode computes if the request asks for it, or if no prefill
     engine is well. 0: none."""
     allow_other_model: bool = False
-    """Accept KV of another model: of other weights, or of settings that change what KV means. **Answers may be wrong
-    without any sign.** For checkpoints that differ although you know that they mean the same. On prefill it allows
-    other settings, and images, sounds and videos that cannot be compared with decode's. On decode it allows other
-    weights. Shapes and cache data types must still be equal."""
+    """Accept KV of another model. **Answers may be wrong without any sign.** For checkpoints that differ although you
+    know that they mean the same. On prefill it allows other settings, and images, sounds and videos that cannot be
+    compared with decode's. On decode it allows other weights. Shapes and cache data types must still be equal."""
     prefill: PeerParallel | None = None
     """Parallel sizes of prefill engines, as vllm-ascend's connector needs them. Only checked here."""
     decode: PeerParallel | None = None
@@ -165,8 +161,7 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_config: TlsConfig | None = None
     """TLS to a metaserver behind `https://`, with vllm-ascend's names."""
     trace_dir: str | None = None
-    """Folder for trace files, one per process, for `vllm-ascend-pd timeline` and Perfetto. Created if it is missing.
-    The files name requests and contain no prompts. None: no traces."""
+    """Folder for trace files, for `vllm-ascend-pd timeline` and Perfetto. None: no traces."""
 
     def slots(self, step_tokens: int) -> int:
         """Staging slots where steps have at most so many tokens: how many layers the sending may be behind."""
