@@ -144,11 +144,11 @@ class Recipe:
         return "works with the printed change" if self.changed else "works"
 
     @property
-    def changed(self) -> list[str]:
-        """What changes beside the connector's entry."""
+    def changed(self) -> list[tuple[str, str]]:
+        """What changes beside the connector's entry, and why."""
         entry = ("kv_port", "metaserver_allowlist", "--kv-transfer-config", "connectors", *self.migrated.was)
         kept = (ChangeKind.CHANGED, ChangeKind.MEANING)
-        return [f"{c.subject}: {c.why}" for c in self.migrated.changes if c.kind in kept and c.subject not in entry]
+        return [(c.subject, c.why) for c in self.migrated.changes if c.kind in kept and c.subject not in entry]
 
 
 def recipes() -> list[Recipe]:
@@ -226,14 +226,15 @@ Other commands of the same models were not started, and these:
 
 def _rows(every: list[Recipe]) -> tuple[str, str]:
     """One row for all commands of a guide with the same model and connector."""
-    texts: list[str] = []
+    subjects: dict[str, list[str]] = {}
+    """By reason."""
     rows: dict[tuple[str, ...], dict[str, dict[str, list[int]]]] = {}
     for recipe in every:
-        said = [f"{c.subject}: {c.why}" for c in recipe.migrated.stops] or recipe.changed
-        for text in said:
-            if text not in texts:
-                texts.append(text)
-        numbers = " ".join(f"[{texts.index(text) + 1}]" for text in said)
+        said = [(c.subject, c.why) for c in recipe.migrated.stops] or recipe.changed
+        for subject, why in said:
+            if subject not in subjects.setdefault(why, []):
+                subjects[why].append(subject)
+        numbers = " ".join(f"[{list(subjects).index(why) + 1}]" for _, why in said)
         result = f"{recipe.verdict.partition(' ')[0]} {numbers}".strip()
         sides = rows.setdefault((Path(recipe.guide).stem, recipe.model, recipe.connector), {})
         sides.setdefault(recipe.side, {}).setdefault(result, []).append(recipe.number)
@@ -242,7 +243,9 @@ def _rows(every: list[Recipe]) -> tuple[str, str]:
         found = (sides.get(side, {}) for side in ("prefill", "decode", "both"))
         cells = (", ".join(f"{_numbers(commands)}: {result}" for result, commands in each.items()) for each in found)
         lines.append(f"| {' | '.join(row)} |{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|")
-    return "\n".join(lines) + "\n", "".join(f"{number}. {text}\n" for number, text in enumerate(texts, 1))
+    return "\n".join(lines) + "\n", "".join(
+        f"{number}. {', '.join(each)}: {why}\n" for number, (why, each) in enumerate(subjects.items(), 1)
+    )
 
 
 def _numbers(ascending: list[int]) -> str:
