@@ -11,7 +11,6 @@ COLUMNS = (
     "engine",
     "the proxy sees",
     "failure",
-    "whose fault",
     "others asked with the same request",
     "then",
     "the same engine again",
@@ -25,7 +24,7 @@ def table() -> str:
     rows = [COLUMNS, ("---",) * len(COLUMNS)]
     for (role, kind), rule in RULES.items():
         again = "if no other is left" if rule.again else "no"
-        before = (role.value, rule.seen, kind.value, rule.fault.value)
+        before = (role.value, rule.seen, kind.value)
         rows.append((*before, rule.asks.value, rule.then.value, again, rule.counts.value))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("| --- ", "|---").replace("--- |", "---|")
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What comes back from an engine: how it is told apart, and what follows from it. No I/O.
 
-`kind_of` reads an HTTP answer that refuses a request. `RULES` has one row for each role and kind: whose fault it is,
-which other engines are asked, what follows then, and whether it counts against the engine. All of the proxy uses these
-rows, and scripts/answers_table.py writes them into docs/proxy.md. The last functions apply them to all failures of a
-request: whether it is tried again, and at which engines.
+`kind_of` reads an HTTP answer that refuses a request. `RULES` has one row for each role and kind: which other engines are
+asked, what follows then, and whether it counts against the engine. All of the proxy uses these rows, and
+scripts/answers_table.py writes them into docs/proxy.md. The last functions apply them to all failures of a request: whether
+it is tried again, and at which engines.
 """
 
 from __future__ import annotations
@@ -64,15 +64,6 @@ class FailureKind(enum.Enum):
         return self.value.replace(" ", "_")
 
 
-class Fault(enum.Enum):
-    """Whose fault a failure is."""
-
-    REQUEST = "the request's"
-    ENGINE = "the engine's"
-    NOBODY = "nobody's"
-    UNKNOWN = "unknown"
-
-
 class Asks(enum.Enum):
     """How many other engines of the role are asked with the same request, and for prefill with the same ticket."""
 
@@ -108,7 +99,6 @@ class Rule(NamedTuple):
 
     seen: str
     """What the proxy sees, for docs/proxy.md."""
-    fault: Fault
     asks: Asks
     then: Then
     counts: Counts
@@ -120,74 +110,63 @@ _P, _D = EngineRole.PREFILL, EngineRole.DECODE
 
 RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
     (_P, FailureKind.REFUSED): Rule(
-        "HTTP 4xx about the request (400, 413, 422, ...)", Fault.REQUEST, Asks.ONE, Then.END, Counts.IF_TAKEN
+        "HTTP 4xx about the request (400, 413, 422, ...)", Asks.ONE, Then.END, Counts.IF_TAKEN
     ),
-    (_P, FailureKind.LACKS_MODEL): Rule(
-        "HTTP 404 about the model or adapter", Fault.NOBODY, Asks.ALL, Then.DECODE, Counts.NO
-    ),
+    (_P, FailureKind.LACKS_MODEL): Rule("HTTP 404 about the model or adapter", Asks.ALL, Then.DECODE, Counts.NO),
     (_P, FailureKind.DENIED): Rule(
-        "HTTP 401, 403, 407, 408, 421 or 425, or an HTML page", Fault.ENGINE, Asks.ALL, Then.DECODE, Counts.YES
+        "HTTP 401, 403, 407, 408, 421 or 425, or an HTML page", Asks.ALL, Then.DECODE, Counts.YES
     ),
     (_P, FailureKind.BUSY): Rule(
         "HTTP 429; or 503 in vLLM's words while `/health` is good",
-        Fault.NOBODY,
         Asks.LINE,
         Then.END,
         Counts.IF_IDLE,
     ),
-    (_P, FailureKind.UNREACHABLE): Rule("no connection", Fault.ENGINE, Asks.ALL, Then.DECODE, Counts.YES),
-    (_P, FailureKind.NO_ENGINE): Rule("all drain or are removed", Fault.NOBODY, Asks.ALL, Then.DECODE, Counts.NO),
-    (_P, FailureKind.FULL): Rule("no free place in time", Fault.NOBODY, Asks.LINE, Then.END, Counts.NO),
-    (_P, FailureKind.LOST): Rule(
-        "connection lost", Fault.UNKNOWN, Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True
-    ),
-    (_P, FailureKind.TIMEOUT): Rule("silence", Fault.ENGINE, Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True),
-    (_P, FailureKind.ERROR): Rule("other HTTP 5xx", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES),
+    (_P, FailureKind.UNREACHABLE): Rule("no connection", Asks.ALL, Then.DECODE, Counts.YES),
+    (_P, FailureKind.NO_ENGINE): Rule("all drain or are removed", Asks.ALL, Then.DECODE, Counts.NO),
+    (_P, FailureKind.FULL): Rule("no free place in time", Asks.LINE, Then.END, Counts.NO),
+    (_P, FailureKind.LOST): Rule("connection lost", Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True),
+    (_P, FailureKind.TIMEOUT): Rule("silence", Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True),
+    (_P, FailureKind.ERROR): Rule("other HTTP 5xx", Asks.NONE, Then.ANEW, Counts.YES),
     (_P, FailureKind.GARBAGE): Rule(
-        "HTTP 200 without a completion, or one that is too long", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES
+        "HTTP 200 without a completion, or one that is too long", Asks.NONE, Then.ANEW, Counts.YES
     ),
     (_P, FailureKind.ABORTED): Rule(
-        'HTTP 200 with the finish reason "abort"', Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES, again=True
+        'HTTP 200 with the finish reason "abort"', Asks.NONE, Then.ANEW, Counts.YES, again=True
     ),
     (_P, FailureKind.TRANSFER): Rule(
         "HTTP 200 with an error of the transfer; or decode reports one",
-        Fault.UNKNOWN,
         Asks.NONE,
         Then.ANEW,
         Counts.YES,
         again=True,
     ),
     (_D, FailureKind.REFUSED): Rule(
-        "HTTP 4xx about the request (400, 401, 413, 422, ...)", Fault.REQUEST, Asks.ONE, Then.END, Counts.IF_TAKEN
+        "HTTP 4xx about the request (400, 401, 413, 422, ...)", Asks.ONE, Then.END, Counts.IF_TAKEN
     ),
-    (_D, FailureKind.LACKS_MODEL): Rule(
-        "HTTP 404 about the model or adapter", Fault.NOBODY, Asks.ONE, Then.END, Counts.NO
-    ),
+    (_D, FailureKind.LACKS_MODEL): Rule("HTTP 404 about the model or adapter", Asks.ONE, Then.END, Counts.NO),
     (_D, FailureKind.DENIED): Rule(
-        "HTTP 403, 407, 408, 421 or 425, or an HTML page", Fault.ENGINE, Asks.ALL, Then.END, Counts.IF_TAKEN
+        "HTTP 403, 407, 408, 421 or 425, or an HTML page", Asks.ALL, Then.END, Counts.IF_TAKEN
     ),
     (_D, FailureKind.BUSY): Rule(
         "HTTP 429; or 503 in vLLM's words while `/health` is good; or either as a stream's first event",
-        Fault.NOBODY,
         Asks.LINE,
         Then.END,
         Counts.IF_IDLE,
     ),
-    (_D, FailureKind.UNREACHABLE): Rule("no connection", Fault.ENGINE, Asks.ALL, Then.ANEW, Counts.YES),
-    (_D, FailureKind.NO_ENGINE): Rule("all drain or are removed", Fault.NOBODY, Asks.ALL, Then.END, Counts.NO),
-    (_D, FailureKind.FULL): Rule("no free place in time", Fault.NOBODY, Asks.LINE, Then.END, Counts.NO),
-    (_D, FailureKind.LOST): Rule("connection lost", Fault.UNKNOWN, Asks.NONE, Then.ANEW, Counts.YES, again=True),
-    (_D, FailureKind.TIMEOUT): Rule("silence", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES),
+    (_D, FailureKind.UNREACHABLE): Rule("no connection", Asks.ALL, Then.ANEW, Counts.YES),
+    (_D, FailureKind.NO_ENGINE): Rule("all drain or are removed", Asks.ALL, Then.END, Counts.NO),
+    (_D, FailureKind.FULL): Rule("no free place in time", Asks.LINE, Then.END, Counts.NO),
+    (_D, FailureKind.LOST): Rule("connection lost", Asks.NONE, Then.ANEW, Counts.YES, again=True),
+    (_D, FailureKind.TIMEOUT): Rule("silence", Asks.NONE, Then.ANEW, Counts.YES),
     (_D, FailureKind.ERROR): Rule(
-        "other HTTP 5xx, or an error as a stream's first event", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES
+        "other HTTP 5xx, or an error as a stream's first event", Asks.NONE, Then.ANEW, Counts.YES
     ),
-    (_D, FailureKind.GARBAGE): Rule("an answer that is none", Fault.ENGINE, Asks.NONE, Then.ANEW, Counts.YES),
-    (_D, FailureKind.TRANSFER): Rule(
-        "the KV did not arrive", Fault.UNKNOWN, Asks.NONE, Then.ANEW, Counts.NO, again=True
-    ),
-    (_D, FailureKind.PREFILL): Rule("all attempts at its prefill failed", Fault.NOBODY, Asks.NONE, Then.END, Counts.NO),
+    (_D, FailureKind.GARBAGE): Rule("an answer that is none", Asks.NONE, Then.ANEW, Counts.YES),
+    (_D, FailureKind.TRANSFER): Rule("the KV did not arrive", Asks.NONE, Then.ANEW, Counts.NO, again=True),
+    (_D, FailureKind.PREFILL): Rule("all attempts at its prefill failed", Asks.NONE, Then.END, Counts.NO),
     (_D, FailureKind.NO_PREFILL): Rule(
-        "no prefill engine took its prompt", Fault.NOBODY, Asks.NONE, Then.DECODE, Counts.NO, again=True
+        "no prefill engine took its prompt", Asks.NONE, Then.DECODE, Counts.NO, again=True
     ),
 }
 """One row for each way in which a request to an engine of a role can fail."""
