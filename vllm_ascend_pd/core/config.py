@@ -102,8 +102,8 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a grant lasts unless it is renewed. Bounds how long a dead prefill engine holds decode's blocks. 1 to
     86,400."""
     write_timeout_s: float = 10.0
-    """Longest time that one batch of the transfer engine may take. At most 600. Over `ascend` a batch always has the
-    time that RoCE needs to repair a link: 34 seconds, unless HCCL_RDMA_TIMEOUT says otherwise."""
+    """Longest time that one batch of the transfer engine may take. At most 600. Over `ascend` it is at least the time
+    that RoCE needs to repair a link (34 s)."""
     collective_timeout_s: float = 60.0
     """Longest time of one all-to-all. After a longer one the engine must be restarted."""
     hold_timeout_s: float | None = None

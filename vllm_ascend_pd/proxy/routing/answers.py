@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What comes back from an engine: how it is told apart, and what follows from it. No I/O.
 
-`kind_of` reads an HTTP answer that refuses a request. `RULES` has one row for each role and kind: which other engines are
-asked, what follows then, and whether it counts against the engine. All of the proxy uses these rows, and
-scripts/answers_table.py writes them into docs/proxy.md. The last functions apply them to all failures of a request: whether
-it is tried again, and at which engines.
+`kind_of` reads an HTTP answer that refuses a request. `RULES` has one row for each role and kind: which other engines
+are asked, what follows then, and whether it counts against the engine. All of the proxy uses these rows, and
+scripts/answers_table.py writes them into docs/proxy.md. The last functions apply them to all failures of a request:
+whether it is tried again, and at which engines.
 """
 
 from __future__ import annotations
