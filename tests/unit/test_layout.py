@@ -186,19 +186,6 @@ def test_the_stride_of_a_single_head_or_token_does_not_matter(stride):
     assert (one_token.block_bytes, one_token.entry_bytes) == (4096, 4096)
 
 
-@pytest.mark.parametrize(("heads", "block_size"), [(2, 4), (4, 4), (1, 4)])
-@pytest.mark.parametrize("heads_first", [True, False])
-def test_order_follows_from_strides_not_from_the_logical_shape(heads, block_size, heads_first):
-    token_major = torch.empty(3, block_size, heads, 8)
-    head_major = torch.empty(3, heads, block_size, 8)
-    for tensor, order, lies_heads_first in (
-        (token_major, TOKEN_MAJOR, False),
-        (head_major, HEAD_MAJOR, True),
-    ):
-        view = tensor if lies_heads_first == heads_first else tensor.transpose(1, 2)
-        assert Cache(view, block_size, heads, heads_first).geometry().order is order
-
-
 def test_rank_caches_are_found_by_name():
     k, v = ASCEND.geometry(), ASCEND_MLA_ROPE.geometry()
     caches = RankCaches(
@@ -227,10 +214,6 @@ def test_shares_that_meet_have_a_token_in_common(one, other):
     tokens = np.arange(np.lcm(one.ranks * one.interleave, other.ranks * other.interleave))
     held = [tokens // share.interleave % share.ranks == share.rank for share in (one, other)]
     assert one.meets(other) == other.meets(one) == bool(np.any(held[0] & held[1]))
-
-
-def test_all_tokens_meet_every_share():
-    assert all(ALL_TOKENS.meets(TokenShare(3, rank, 16)) for rank in range(3))
 
 
 @pytest.mark.parametrize(

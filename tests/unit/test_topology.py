@@ -20,21 +20,6 @@ FITTING = [(tp, heads) for tp in range(1, MAX + 1) for heads in range(1, MAX + 1
 NOT_FITTING = [pair for pair in ((tp, heads) for tp in range(1, MAX) for heads in range(1, MAX)) if pair not in FITTING]
 
 
-@pytest.mark.parametrize(
-    ("tp", "heads", "owned"),
-    [
-        (1, 4, [[0, 1, 2, 3]]),
-        (2, 4, [[0, 1], [2, 3]]),
-        (3, 6, [[0, 1], [2, 3], [4, 5]]),
-        (4, 4, [[0], [1], [2], [3]]),
-        (4, 2, [[0], [0], [1], [1]]),
-        (3, 1, [[0], [0], [0]]),
-    ],
-)
-def test_owned_heads(tp, heads, owned):
-    assert [list(owned_heads(rank, tp, heads)) for rank in range(tp)] == owned
-
-
 @pytest.mark.parametrize(("tp", "heads"), FITTING)
 def test_heads_are_dealt_out_as_in_vllm(tp, heads):
     """vLLM: max(1, heads // tp) heads a rank; of replicated heads, rank r loads shard r // (tp // heads)."""

@@ -24,33 +24,66 @@ def configured(role: str, **changes: Any) -> VllmConfig:
     return config
 
 
-@pytest.mark.parametrize("role", [CONSUMER, PRODUCER])
-def test_nothing_is_refused_of_defaults(role: str) -> None:
-    assert unsupported(configured(role)) is None
-    assert unsupported(configured(role, graphs=CUDAGraphMode.FULL_AND_PIECEWISE)) is None
-
-
-NZ = {"enable_kv_nz": True}
 RECOMPUTE = {"recompute_scheduler_enable": True}
-HAMMING = {"hamming_sparse": {"enabled": True, "sparse_json_location": "/x.json"}}
+
+
+def of_vllm_ascend(**settings: Any) -> dict[str, Any]:
+    return {"additional_config": settings}
+
+
+def cache(dtype: str, calculates: bool) -> dict[str, Any]:
+    return {"cache_config": SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=calculates)}
+
+
+def sleeping(may_sleep: bool) -> dict[str, Any]:
+    return {"model_config": SimpleNamespace(enable_sleep_mode=may_sleep)}
+
+
+def sharing(graphs: str, dcp: int = 2, **more: Any) -> dict[str, Any]:
+    """With decode context parallelism."""
+    parallel = ParallelConfig(tensor_parallel_size=dcp, decode_context_parallel_size=dcp)
+    return {"parallel_config": parallel, "graphs": CUDAGraphMode[graphs], **more}
+
+
+BOTH, DECODE, NONE = (CONSUMER, PRODUCER), (CONSUMER,), ()
 
 
 @pytest.mark.parametrize(
-    ("role", "additional", "named"),
+    ("changes", "refusing", "named"),
     [
-        (CONSUMER, NZ, "enable_kv_nz"),
-        (PRODUCER, NZ, "enable_kv_nz"),
-        (CONSUMER, RECOMPUTE, None),
-        (PRODUCER, RECOMPUTE, None),
-        (CONSUMER, HAMMING, "hamming_sparse"),
-        (PRODUCER, HAMMING, None),
-        (CONSUMER, {"hamming_sparse": {"enabled": False}}, None),
+        ({}, NONE, ""),
+        ({"graphs": CUDAGraphMode.FULL_AND_PIECEWISE}, NONE, ""),
+        (of_vllm_ascend(enable_kv_nz=True), BOTH, "additional_config has enable_kv_nz"),
+        (of_vllm_ascend(**RECOMPUTE), NONE, ""),
+        (of_vllm_ascend(hamming_sparse={"enabled": True, "sparse_json_location": "/x"}), DECODE, "has hamming_sparse"),
+        (of_vllm_ascend(hamming_sparse={"enabled": False}), NONE, ""),
+        (cache("fp8_e4m3", True), BOTH, "--calculate-kv-scales is set with --kv-cache-dtype fp8_e4m3"),
+        (cache("fp8", True), BOTH, "--calculate-kv-scales is set with --kv-cache-dtype fp8"),
+        (cache("fp8", False), NONE, ""),
+        (cache("auto", True), NONE, ""),
+        (cache("bfloat16", True), NONE, ""),
+        (sleeping(True), BOTH, "--enable-sleep-mode"),
+        (sleeping(False), NONE, ""),
+        (
+            {"parallel_config": ParallelConfig(prefill_context_parallel_size=2)},
+            DECODE,
+            "prefill_context_parallel_size is 2 on a decode engine",
+        ),
+        (sharing("FULL_DECODE_ONLY"), DECODE, "cudagraph_mode is FULL_DECODE_ONLY"),
+        (sharing("FULL_AND_PIECEWISE"), DECODE, "cudagraph_mode is FULL_AND_PIECEWISE"),
+        (sharing("FULL"), DECODE, "cudagraph_mode is FULL"),
+        (sharing("FULL_DECODE_ONLY", speculative_config=SimpleNamespace()), NONE, ""),
+        (sharing("FULL_DECODE_ONLY", additional_config=RECOMPUTE), NONE, ""),
+        (sharing("PIECEWISE"), NONE, ""),
+        (sharing("NONE"), NONE, ""),
+        (sharing("FULL_DECODE_ONLY", dcp=1), NONE, ""),
     ],
+    ids=str,
 )
-def test_settings_of_vllm_ascend(role: str, additional: dict[str, Any], named: str | None) -> None:
-    reason = unsupported(configured(role, additional_config=additional))
-    assert (reason is None) == (named is None)
-    assert reason is None or named is None or f"additional_config has {named}" in reason
+def test_what_is_refused(changes: dict[str, Any], refusing: tuple[str, ...], named: str) -> None:
+    reasons = {role: unsupported(configured(role, **changes)) for role in BOTH}
+    assert tuple(role for role, reason in reasons.items() if reason is not None) == refusing
+    assert all(named in reason for reason in reasons.values() if reason is not None)
 
 
 @pytest.mark.parametrize(
@@ -78,34 +111,6 @@ def test_who_computes_beside_the_recompute_scheduler(
         assert (read_setup(config, None).config.who_computes == "never") == (not computes)
 
 
-@pytest.mark.parametrize("role", [CONSUMER, PRODUCER])
-@pytest.mark.parametrize(
-    ("dtype", "calculates", "refused"),
-    [
-        ("fp8_e4m3", True, True),
-        ("fp8", True, True),
-        ("fp8", False, False),
-        ("auto", True, False),
-        ("bfloat16", True, False),
-    ],
-)
-def test_scales_of_the_kv_cache_that_each_engine_calculates(
-    role: str, dtype: str, calculates: bool, refused: bool
-) -> None:
-    cache = SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=calculates)
-    reason = unsupported(configured(role, cache_config=cache))
-    assert (reason is not None) == refused
-    assert reason is None or f"--calculate-kv-scales is set with --kv-cache-dtype {dtype}" in reason
-
-
-@pytest.mark.parametrize("role", [CONSUMER, PRODUCER])
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_engines_that_may_sleep(role: str, sleeps: bool) -> None:
-    reason = unsupported(configured(role, model_config=SimpleNamespace(enable_sleep_mode=sleeps)))
-    assert (reason is not None) == sleeps
-    assert reason is None or "--enable-sleep-mode" in reason
-
-
 @pytest.mark.parametrize(("role", "refused"), [(CONSUMER, True), (PRODUCER, False)])
 @pytest.mark.parametrize("asked", [True, False])
 def test_routed_experts_of_prompts_that_decode_does_not_compute(role: str, refused: bool, asked: bool) -> None:
@@ -119,36 +124,6 @@ def test_routed_experts_of_prompts_that_decode_does_not_compute(role: str, refus
     reason = unsupported(config)
     assert (reason is not None) == (refused and asked)
     assert reason is None or "--enable-return-routed-experts" in reason
-
-
-@pytest.mark.parametrize(("role", "refused"), [(CONSUMER, True), (PRODUCER, False)])
-def test_prefill_context_parallelism_on_decode(role: str, refused: bool) -> None:
-    parallel = ParallelConfig(prefill_context_parallel_size=2)
-    reason = unsupported(configured(role, parallel_config=parallel))
-    assert (reason is not None) == refused
-    assert reason is None or "prefill_context_parallel_size is 2 on a decode engine" in reason
-
-
-@pytest.mark.parametrize(
-    ("role", "dcp", "graphs", "drafts", "refused"),
-    [
-        (CONSUMER, 2, "FULL_DECODE_ONLY", False, True),
-        (CONSUMER, 2, "FULL_AND_PIECEWISE", False, True),
-        (CONSUMER, 2, "FULL", False, True),
-        (CONSUMER, 2, "FULL_DECODE_ONLY", True, False),
-        (CONSUMER, 2, "PIECEWISE", False, False),
-        (CONSUMER, 2, "NONE", False, False),
-        (CONSUMER, 1, "FULL_DECODE_ONLY", False, False),
-        (PRODUCER, 2, "FULL_DECODE_ONLY", False, False),
-    ],
-)
-def test_graphs_with_decode_context_parallelism(role: str, dcp: int, graphs: str, drafts: bool, refused: bool) -> None:
-    parallel = ParallelConfig(tensor_parallel_size=dcp, decode_context_parallel_size=dcp)
-    speculative = SimpleNamespace() if drafts else None
-    mode = CUDAGraphMode[graphs]
-    reason = unsupported(configured(role, parallel_config=parallel, graphs=mode, speculative_config=speculative))
-    assert (reason is not None) == refused
-    assert reason is None or f"cudagraph_mode is {graphs}" in reason
 
 
 @pytest.mark.parametrize(
@@ -179,11 +154,3 @@ def test_dropped_weights_are_fine_if_decode_computes_no_prompts() -> None:
     config.compilation_config.static_forward_context = {"model.layers.0.attn": dropped}
     config.kv_transfer_config.kv_connector_extra_config = {"who_computes": "never"}
     assert unsupported_weights(config) is None
-
-
-def test_full_graphs_with_context_parallelism_need_the_recompute_scheduler() -> None:
-    parallel = ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
-    graphs = CUDAGraphMode.FULL_DECODE_ONLY
-    assert unsupported(configured(CONSUMER, parallel_config=parallel, graphs=graphs)) is not None
-    config = configured(CONSUMER, parallel_config=parallel, graphs=graphs, additional_config=RECOMPUTE)
-    assert unsupported(config) is None
