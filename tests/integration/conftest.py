@@ -76,6 +76,14 @@ def idle_cluster() -> "Iterator[Cluster]":
 
 
 @pytest.fixture
+def no_reason_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy soon stops waiting for decode to say why a request failed."""
+    from vllm_ascend_pd.proxy.rendezvous import response_relay
+
+    monkeypatch.setattr(response_relay, "_REASON_SECONDS", 0.5)
+
+
+@pytest.fixture
 def raw() -> Iterator[MakeSocket]:
     with plain_sockets() as make:
         yield make

@@ -62,6 +62,7 @@ def test_regroup() -> None:
         assert each["gain"] > 0
 
 
+@pytest.mark.long
 def test_token_ids() -> None:
     """Prefill gets the same prompt either way: the benchmark checks that it does."""
     _, program = documented("docs/performance.md", "python benchmarks/token_ids.py")

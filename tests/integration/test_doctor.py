@@ -76,10 +76,11 @@ def test_a_machine(tmp_path: Path) -> None:
         words = documented(
             "docs/doctor.md", "vllm-ascend-pd doctor --port", {"8200": str(api_port), "19000": str(port)}
         )
+        [*_, hardware] = documented("docs/doctor.md", "vllm-ascend-pd doctor --hardware")
         done = run(
             *words[2:],
             "--json",
-            "--hardware",
+            hardware,
             PATH=f"{tmp_path}:{os.environ['PATH']}",
             VLLM_HOST_IP="127.0.0.1",
         )

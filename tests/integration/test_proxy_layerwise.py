@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-from engine_standin import DecodeEngine, make_layerwise_ticket
+from engine_standin import make_layerwise_ticket
 from layerwise_engines import LayerwiseDecodeEngine, LayerwisePrefillEngine
 from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, running_cluster
 
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.proxy.rendezvous import response_relay
 
 
@@ -114,19 +112,3 @@ def test_f28_decode_that_fails_after_its_ticket_was_answered(cluster: Cluster, s
     request_id = cluster.decode.received[0].headers["x-request-id"]
     message = f"decode engine: it failed without a reason: see its log, request {request_id}"
     assert response.json()["error"]["message"] == message
-
-
-def test_f28_decode_that_gives_up_waiting() -> None:
-    """It closes the connection of its ticket, and fails the request later."""
-    decode = DecodeEngine()
-    decode.needs_prefill, decode.fails, decode.waits = False, True, 1.0
-    with running_cluster(decode_engine=decode) as cluster:
-        cluster.prefill.hangs = True
-        answer = cluster.send_only("/v1/completions", COMPLETION)
-        assert decode.working.wait(5)
-        ticket = make_layerwise_ticket(f"cmpl-{decode.received[0].headers['x-request-id']}-0")
-        with closing(cluster.send_only(METASERVER_PATH, ticket)):
-            assert cluster.prefill.working.wait(5)
-        response = answer.getresponse()
-        assert response.status == 500
-        assert json.loads(response.read())["error"]["message"] == "decode engine: it gave up waiting for prefill"

@@ -5,14 +5,14 @@ what the proxy can tell from the tickets."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_standin import INTERNAL_ERROR, event, make_failure, make_ticket
+from engine_standin import INTERNAL_ERROR, event, make_failure, make_layerwise_ticket, make_ticket
 from proxy_cluster import COMPLETION, STREAM, counted, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH
-from vllm_ascend_pd.proxy.rendezvous import response_relay
 
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
@@ -28,7 +28,10 @@ def test_reason_when_no_ticket_was_posted(stream: dict[str, Any]) -> None:
         assert response.json()["error"]["message"] == message
 
 
-def test_reason_when_decode_gave_up_waiting() -> None:
+@pytest.mark.usefixtures("no_reason_comes")
+@pytest.mark.parametrize("ticket_of", [lambda name: make_ticket(name, "t"), make_layerwise_ticket])
+def test_reason_when_decode_gave_up_waiting(ticket_of: Callable[[str], dict[str, Any]]) -> None:
+    """It closes the connection of its ticket, which may have no id, and fails the request later."""
     with running_cluster() as cluster:
         cluster.decode.needs_prefill = False
         cluster.decode.fails = True
@@ -36,7 +39,7 @@ def test_reason_when_decode_gave_up_waiting() -> None:
         cluster.prefill.hangs = True
         answer = cluster.send_only("/v1/completions", COMPLETION)
         assert cluster.decode.working.wait(5)
-        ticket = make_ticket(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0", "t")
+        ticket = ticket_of(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0")
         post = cluster.send_only(METASERVER_PATH, ticket)
         assert cluster.prefill.working.wait(5)
         post.close()
@@ -45,9 +48,9 @@ def test_reason_when_decode_gave_up_waiting() -> None:
         assert json.loads(response.read())["error"]["message"] == "decode engine: it gave up waiting for prefill"
 
 
-def test_reason_when_decode_reported_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_reason_comes")
+def test_reason_when_decode_reported_none() -> None:
     """As far as the proxy can tell, the KV came."""
-    monkeypatch.setattr(response_relay, "_REASON_SECONDS", 0.1)
     with running_cluster() as cluster:
         cluster.decode.fails = True
         response = cluster.complete()
@@ -57,9 +60,9 @@ def test_reason_when_decode_reported_none(monkeypatch: pytest.MonkeyPatch) -> No
         assert response.json()["error"]["message"] == message
 
 
-def test_error_that_vllm_itself_cannot_read_names_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_reason_comes")
+def test_error_that_vllm_itself_cannot_read_names_no_reason() -> None:
     """/v1/messages is built on a chat's stream, and parses its error as a token."""
-    monkeypatch.setattr(response_relay, "_REASON_SECONDS", 0.1)
     said = (
         "2 validation errors for ChatCompletionStreamResponse\nmodel\n  Field required [type=missing, ...]\nchoices ..."
     )

@@ -173,6 +173,7 @@ def test_what_is_refused_on_routes_that_decode_answers_alone(cluster: Cluster) -
     assert cluster.decode.received == []
 
 
+@pytest.mark.usefixtures("no_reason_comes")
 @pytest.mark.parametrize(
     ("path", "first"),
     [

@@ -105,6 +105,7 @@ def say_it_as_first_event(engine: Any) -> None:
     engine.first_events = [{"error": {"message": "cannot compute: the quick brown fox", "code": 500}}]
 
 
+@pytest.mark.usefixtures("no_reason_comes")
 @pytest.mark.parametrize(
     ("role", "break_it", "reason"),
     [

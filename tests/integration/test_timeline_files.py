@@ -12,9 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from rich.console import Console
+from typer.testing import CliRunner
 
 from harness.timelines import is_chrome_trace
+from vllm_ascend_pd import cli
 from vllm_ascend_pd.observe.trace_file import Traced, TraceFile
 from vllm_ascend_pd.tools.timeline.command import show_timeline
 from vllm_ascend_pd.tools.timeline.read import read_file, read_folder
@@ -40,18 +43,13 @@ while True:
 """
 
 
-def command(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_ascend_pd.cli", "timeline", *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "300", **env},
-    )
+def command(*args: str | Path) -> Result:
+    """Without a process of its own: tests/e2e/test_timeline.py starts one."""
+    return CliRunner().invoke(cli.app, ["timeline", *map(str, args)], env={"COLUMNS": "300"})
 
 
 def shown(folder: Path, wanted: str | None = None, warm_ups: int = 0) -> str:
-    """What the command prints, without a process of its own."""
+    """What the command prints."""
     console = Console(file=io.StringIO(), width=300)
     show_timeline(folder, wanted, console, warm_ups)
     return console.file.getvalue()
@@ -116,13 +114,13 @@ def test_the_command(tmp_path: Path) -> None:
     """Names come from clients: they are text in the table and the picture."""
     a_trace(tmp_path, HOSTILE)
     ran = command(tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.exit_code == 0, ran.stderr
     row, _ = [line for line in ran.stdout.splitlines() if HOSTILE.replace("\x1b", " ") in line]
     assert row.split()[-1] == "4.0"
     assert f"wrote {tmp_path}/timeline.png, a picture of request <script>" in ran.stdout
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     # What it wrote is not taken for a trace.
-    assert command(tmp_path).returncode == 0
+    assert command(tmp_path).exit_code == 0
     assert {path.name for path in tmp_path.iterdir() if "events-" not in path.name} == {"timeline.png", "trace.json"}
 
 
@@ -188,16 +186,16 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, prepare, args: tuple[
     folder.mkdir()
     prepare(folder)
     ran = command(folder, *args)
-    assert ran.returncode == 1
+    assert ran.exit_code == 1
     [line] = ran.stderr.splitlines()
     assert re.search(said, line)
 
 
-def test_without_matplotlib_there_is_a_table(tmp_path: Path) -> None:
+def test_without_matplotlib_there_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_trace(tmp_path / "traces")
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
-    ran = command(tmp_path / "traces", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    assert ran.returncode == 0, ran.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ran = command(tmp_path / "traces")
+    assert ran.exit_code == 0, ran.stderr
     assert "cmpl-1-0" in ran.stdout
     assert "pip install matplotlib" in ran.stdout
     assert (tmp_path / "traces" / "trace.json").exists()
