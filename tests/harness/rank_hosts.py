@@ -3,7 +3,6 @@
 
 import atexit
 import functools
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -16,17 +15,13 @@ from typing import Any
 
 import torch
 
-# Importing torch and vLLM takes seconds: a server process does it once and every rank is forked from it.
-# Preloaded is what is installed: the server of Python 3.11 does not look where pytest's `pythonpath` points, and would
-# leave the imports to every rank without a word.
-_forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["vllm_ascend_pd.prefill.worker", "vllm_ascend_pd.decode.worker"])
+from harness.rank_processes import processes, use_environment
 
 
 class Rank:
     """A rank's process, driven by calls: `rank.call("name", ...)` runs the method of its program and returns.
 
-    Processes are reused: starting one means importing torch and vLLM, and on an NPU initialising it.
+    Processes are reused: starting one on an NPU means initialising it.
     """
 
     def __init__(self, program: Callable[..., Any], *args: Any, device: str, kernels: Path | None = None) -> None:
@@ -100,12 +95,12 @@ class _Host:
     """A process that runs one rank at a time."""
 
     def __init__(self, device: str, kernels: Path | None) -> None:
-        # An NPU's runtime has threads, which do not survive a fork.
-        processes = _forked if device == "cpu" else multiprocessing.get_context("spawn")
+        context = processes()
         self.settings = _settings(device, kernels)
-        self.pipe, child = processes.Pipe()
+        self.pipe, child = context.Pipe()
         self._temporary = tempfile.TemporaryDirectory(prefix="pd-rank-")
-        self.process = processes.Process(target=_serve, args=(child, kernels, self._temporary.name), daemon=True)
+        arguments = (child, kernels, self._temporary.name, dict(os.environ))
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         child.close()
 
@@ -170,7 +165,8 @@ def _state(task: Path) -> str:
         return "X"
 
 
-def _serve(pipe: Connection, kernels: Path | None, temporary: str) -> None:
+def _serve(pipe: Connection, kernels: Path | None, temporary: str, env: dict[str, str]) -> None:
+    use_environment(env)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["VLLM_RPC_BASE_PATH"] = temporary  # of the sockets between vLLM's ranks, which it leaves
     torch.set_num_threads(1)

@@ -6,16 +6,40 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 from harness.ports import release_port, reserve_port
 
 Program = Callable[..., Any]
-_processes = multiprocessing.get_context("spawn")
+
+# Importing torch, torch_npu and the workers takes seconds: a server process does it once and every rank is forked from
+# it. Preloaded is what is installed: the server of Python 3.11 does not look where pytest's `pythonpath` points, and
+# would leave the imports to every rank without a word.
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["vllm_ascend_pd.prefill.worker", "vllm_ascend_pd.decode.worker"])
+_environment = dict(os.environ)
+"""Before any test has changed it."""
+
+
+def processes() -> multiprocessing.context.ForkServerContext:
+    """Returns the context whose processes are forked from the server. An NPU's runtime has threads, which do not
+    survive a fork: the server does not start it. Its environment has nothing that one test has set; a rank that needs
+    its test's own gets it by `use_environment`."""
+    with mock.patch.dict(os.environ, _environment, clear=True):
+        multiprocessing.forkserver.ensure_running()
+    return _forked
+
+
+def use_environment(env: Mapping[str, str]) -> None:
+    """Replaces the environment that this process has from the server."""
+    os.environ.clear()
+    os.environ.update(env)
 
 
 class RankFailed(Exception):
@@ -51,21 +75,22 @@ def try_ranks(
 ) -> list[Any]:
     """As `run_ranks`, with a `RankFailed` in the place of what a failed rank would have returned."""
     port = reserve_port()
-    pipes, processes = [], []
+    context = processes()
+    pipes, started = [], []
     try:
         for rank in range(size):
-            ours, theirs = _processes.Pipe()
-            arguments = (theirs, rank, size, port, backend, dict(env or {}), program, args)
-            process = _processes.Process(target=_serve, args=arguments, daemon=True)
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, size, port, backend, {**os.environ, **(env or {})}, program, args)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
-            processes.append(process)
+            started.append(process)
         return [_receive(pipe, timeout_s) for pipe in pipes]
     finally:
         for pipe in pipes:
             pipe.close()
-        for process in processes:
+        for process in started:
             process.join(5)
             if process.is_alive():
                 process.kill()
@@ -93,7 +118,7 @@ def _serve(
     program: Program,
     args: tuple[Any, ...],
 ) -> None:
-    os.environ.update(env, GLOO_SOCKET_IFNAME="lo")
+    use_environment({**env, "GLOO_SOCKET_IFNAME": "lo"})
     faulthandler.enable()  # the emulated libraries abort where they cannot go on
     try:
         import torch
