@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_ascend_pd.core.config import PeerParallel, TlsConfig, UserConfig
+from vllm_ascend_pd.core.config import TlsConfig, UserConfig
 from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Host, Proxy
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -104,8 +104,7 @@ def said_of(struct: type[msgspec.Struct]) -> str:
 
 def page() -> str:
     parts = [HEAD, table(UserConfig)]
-    for title, struct in (("`prefill` and `decode`", PeerParallel), ("`tls_config`", TlsConfig)):
-        parts += [f"\n### {title}\n", said_of(struct), table(struct)]
+    parts += ["\n### `tls_config`\n", said_of(TlsConfig), table(TlsConfig)]
     parts += [HOSTS, said_of(Cluster), table(Cluster)]
     for title, struct in (("`hosts`", Host), ("`prefill` and `decode`, each engine", EngineEntry), ("`proxy`", Proxy)):
         parts += [f"\n### {title}\n", said_of(struct), table(struct)]

@@ -153,9 +153,10 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     know that they mean the same. On prefill it allows other settings, and images, sounds and videos that cannot be
     compared with decode's. On decode it allows other weights. Shapes and cache data types must still be equal."""
     prefill: PeerParallel | None = None
-    """Parallel sizes of prefill engines, as vllm-ascend's connector needs them. Only checked here."""
+    """Parallel sizes of prefill engines, as vllm-ascend's connector needs them: `tp_size`, `dp_size`, `pp_size` and
+    `pp_layer_partition`. This connector discovers them, and only checks `tp_size` and `pp_size`."""
     decode: PeerParallel | None = None
-    """Parallel sizes of decode engines. Only checked here."""
+    """The same of decode engines."""
     ascend_local_comm_res_path: str | None = None
     """Folder with the network endpoints of A5 NPUs. vllm-ascend's workers read it."""
     tls_config: TlsConfig | None = None
