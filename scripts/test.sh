@@ -129,8 +129,8 @@ stage() { # stage TITLE COMMAND...
   judge "$title" $((SECONDS - start)) "$status"
 }
 
-# Long stages, which the next free lane takes: one beside the short stages, and two more when those are done. Engines
-# mostly wait for each other, and leave half of two cores idle.
+# Long stages, which the next free lane takes, the longest first. Two lanes run beside the short stages, and two more
+# when those are done: engines mostly wait for each other, and leave half of two cores idle.
 declare -A titles=(
   [npu]="torch_npu on emulated CANN"
   [npu-e2e]="vllm-ascend engines on emulated CANN"
@@ -138,8 +138,9 @@ declare -A titles=(
   [faults]="faults, short form"
   [hostile]="hostile input, short form"
   [soak]="soak, 200 requests"
+  [vllm-0.23]="tests that run vLLM, with vLLM 0.23.0"
 )
-long_stages=(npu e2e npu-e2e faults soak hostile)
+long_stages=(npu e2e npu-e2e faults vllm-0.23 hostile soak)
 run_long_stage() {
   case $1 in
     npu) npu_tests tests/npu --ignore tests/npu/e2e -m "not long" ;;
@@ -148,7 +149,11 @@ run_long_stage() {
     faults) run_pytest "$VENV" tests/faults -m "not long" ;;
     hostile) hostile_tests ;;
     soak) run_pytest "$VENV" tests/soak ;;
+    vllm-0.23) older_vllm_tests ;;
   esac
+}
+await_set_up() {
+  until [[ -e $scratch/set_up ]]; do sleep 1; done
 }
 claim() { # claim NAME: fails if another lane has it, or if it must run by itself
   [[ $1 != hostile || $by_itself ]] || has_own_network || return 1
@@ -160,6 +165,7 @@ long_stages_beside() { # long_stages_beside LANE
   local name start status
   for name in "${long_stages[@]}"; do
     claim "$name" || continue
+    [[ $name == npu* ]] || await_set_up # npu_tests sets more up first
     start=$SECONDS status=0
     run_long_stage "$name" &>"$scratch/$name.log" || status=$?
     echo "$((SECONDS - start)) $status $1" >"$scratch/$name.result"
@@ -192,13 +198,11 @@ run_pytest() { # run_pytest ENVIRONMENT PATH...
   local environment=$1 options=(--quiet --tb=short -p no:cacheprovider --durations=10 --durations-min=5)
   shift
   # What vLLM remembers of models: two versions beside each other would write the same files, again and again.
-  TMPDIR=$scratch VLLM_CACHE_ROOT="$scratch/${environment##*/}" \
+  TMPDIR=$scratch VLLM_CACHE_ROOT="$scratch/${vllm:-${environment##*/}}" \
     "${wrapper[@]}" "$environment/bin/python" -m pytest "${options[@]}" "${pytest_args[@]}" "$@"
 }
 # Mostly waiting: several at a time.
-tests_at_once() { # tests_at_once TITLE PATH...
-  tests "$@" --numprocesses 4 --dist worksteal
-}
+at_once=(--numprocesses 3 --dist worksteal)
 tests() { # tests TITLE PATH...
   local title=$1
   shift
@@ -214,9 +218,15 @@ tests_that_run_vllm() {
   grep -rlE "$imports|^ *(from|import) (vllm_ascend_pd\.connector[. ]|(harness\.)?($helpers) )" tests/unit \
     tests/integration --include='test_*.py' | sort
 }
+older_vllm_tests() {
+  local running vllm=vllm-0.23
+  mapfile -t running < <(tests_that_run_vllm)
+  PYTHONPATH="$VENV/$vllm${PYTHONPATH:+:$PYTHONPATH}" \
+    run_pytest "$VENV" "${running[@]}" -m "not long" "${at_once[@]}"
+}
 npu_tests() {
   scripts/setup_npu_emulation.sh --install-system-packages || return 1
-  until [[ -e $scratch/set_up ]]; do sleep 1; done # the other environment, which these tests use, too
+  await_set_up # of the other environment, which these tests use, too
   CANN_ON_HOST=1 run_pytest "$VENV-npu" "$@"
 }
 # Hostile input takes thousands of ports, among them those that starting engines have chosen. So it runs in a network of
@@ -242,7 +252,10 @@ cd "$root"
 setup=(--install-system-packages --with-compat) # the NPU's tests compare with vLLM's CPU backend
 [[ $mode != all && $mode != quick ]] || setup+=(--with-browser --with-gateway --with-prometheus)
 [[ $mode != all && $mode != e2e && $mode != faults ]] || setup+=(--with-router)
-[[ $mode != all ]] || start_beside # with the NPU's environment
+if [[ $mode == all ]]; then
+  start_beside # with the NPU's environment
+  start_beside
+fi
 run scripts/setup_env.sh "${setup[@]}"
 judge "set-up" "$SECONDS" 0
 : >"$scratch/set_up"
@@ -258,11 +271,12 @@ case $mode in
     stage "mypy" "$VENV/bin/mypy"
     stage "import-linter" env PYTHONPATH="$root" "$VENV/bin/lint-imports" --no-cache
     # In one run: each process imports vLLM and collects all tests, in 10 s and more.
-    tests_at_once "unit, integration and kernel tests" tests/unit tests/ascendc_twin tests/integration -m "not long"
-    mapfile -t running < <(tests_that_run_vllm)
-    PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
-      tests_at_once "tests that run vLLM, with vLLM 0.23.0" "${running[@]}" -m "not long"
-    [[ $mode == quick ]] || end_beside
+    tests "unit, integration and kernel tests" tests/unit tests/ascendc_twin tests/integration -m "not long" "${at_once[@]}"
+    if [[ $mode == quick ]]; then
+      stage "${titles[vllm-0.23]}" older_vllm_tests
+    else
+      end_beside
+    fi
     by_itself=1
     ! claim hostile || stage "${titles[hostile]}" run_long_stage hostile
     ;;
