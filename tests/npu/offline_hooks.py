@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints, as JSON, how vllm-ascend calls a connector: `offline_hooks.py MODEL ROLE`, all in this process."""
+"""How vllm-ascend calls a connector, for `offline_engines.py`: a model and a role, all in this process."""
 
-import json
-import os
-import sys
+from typing import Any
 
 TOKEN, PROMPT_TOKENS, STEP_TOKENS, OUTPUT_TOKENS = 7, 300, 256, 3
 """One prompt that repeats a token, longer than a step."""
 
 
-def main(model: str, role: str) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def main(model: str, role: str) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
     import recording_connector
@@ -37,8 +34,4 @@ def main(model: str, role: str) -> None:
     )
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": [TOKEN] * PROMPT_TOKENS}], sampling, use_tqdm=False)
-    print("EVENTS", json.dumps(recording_connector.EVENTS))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return recording_connector.EVENTS

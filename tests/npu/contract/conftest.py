@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 import pytest
-from vllm_ascend_contract import MLA_CONFIG, Event, recorded
+from vllm_ascend_contract import MLA_CONFIG, Event, OfflineEngines
 
 from harness.models import TINY, for_npu, make_model
 
@@ -40,11 +40,21 @@ def plugins() -> None:
     load_general_plugins()
 
 
+@pytest.fixture(scope="session")
+def offline(dense_model: Path, mla_model: Path) -> OfflineEngines:
+    return OfflineEngines(
+        dense=["offline_hooks", str(dense_model), "kv_producer"],
+        mla=["offline_hooks", str(mla_model), "kv_producer"],
+        decode=["offline_hooks", str(dense_model), "kv_consumer"],
+        dummy_batch=["offline_dummy_batch", str(dense_model)],
+    )
+
+
 @pytest.fixture(params=["dense", "mla"])
-def prefill_events(request: pytest.FixtureRequest) -> tuple[Event, ...]:
-    return recorded(request.getfixturevalue(f"{request.param}_model"), "kv_producer")
+def prefill_events(request: pytest.FixtureRequest, offline: OfflineEngines) -> tuple[Event, ...]:
+    return offline.events(request.param)
 
 
 @pytest.fixture
-def decode_events(dense_model: Path) -> tuple[Event, ...]:
-    return recorded(dense_model, "kv_consumer")
+def decode_events(offline: OfflineEngines) -> tuple[Event, ...]:
+    return offline.events("decode")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_ascend_contract import BLOCK, Event, engine_config, only, recorded
+from vllm_ascend_contract import BLOCK, Event, OfflineEngines, engine_config, only
 
 from harness.hybrid_caches import allocate as allocate_hybrid
 from harness.models import TINY, for_npu
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.npu
 ALIGNMENT = 2 << 20
 
 
-def test_dense_caches_are_k_and_v_by_token(dense_model: Path) -> None:
-    events = recorded(dense_model, "kv_producer")
+def test_dense_caches_are_k_and_v_by_token(offline: OfflineEngines) -> None:
+    events = offline.events("dense")
     [registered] = only(events, "register_kv_caches")
     assert list(registered["caches"]) == [f"model.layers.{i}.self_attn.attn" for i in range(TINY.layers)]
     for layer, cache in registered["caches"].items():
@@ -35,8 +35,8 @@ def test_dense_caches_are_k_and_v_by_token(dense_model: Path) -> None:
     assert first["constant"] == [False, True], "a layer's cache is no longer the tuple (K, V)"
 
 
-def test_mla_caches_are_latent_and_rope(mla_model: Path) -> None:
-    events = recorded(mla_model, "kv_producer")
+def test_mla_caches_are_latent_and_rope(offline: OfflineEngines) -> None:
+    events = offline.events("mla")
     [registered] = only(events, "register_kv_caches")
     for layer, cache in registered["caches"].items():
         assert [shape[1:] for shape in cache["shapes"]] == [[BLOCK, 1, 512], [BLOCK, 1, 64]], (

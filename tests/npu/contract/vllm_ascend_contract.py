@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import offline_engines
 import offline_hooks
 from harness.engines import CPU_ENV, PLUGINS
 
@@ -59,21 +60,28 @@ def our_hooks() -> set[str]:
     return hooks_of(connector_class())
 
 
-@functools.cache
-def offline_run(model: Path, role: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **CPU_ENV, "PYTHONPATH": os.pathsep.join([str(PLUGINS), *sys.path])}
-    program = Path(offline_hooks.__file__)
-    command = [sys.executable, str(program), str(model), role]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+class OfflineEngines:
+    """What `offline_engines.py` says of engines that each run in one process: all of them run at the first question."""
 
+    def __init__(self, **programs: list[str]) -> None:
+        self._programs = programs
 
-def recorded(model: Path, role: str) -> tuple[Event, ...]:
-    """How vllm-ascend called a connector while one request was computed."""
-    result = offline_run(model, role)
-    for line in result.stdout.splitlines():
-        if line.startswith("EVENTS "):
-            return tuple(json.loads(line.removeprefix("EVENTS ")))
-    pytest.fail(f"the engine did not get through a request; the end of its errors:\n{result.stderr[-4000:]}")
+    @functools.cached_property
+    def _ran(self) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, **CPU_ENV, "PYTHONPATH": os.pathsep.join([str(PLUGINS), *sys.path])}
+        command = [sys.executable, offline_engines.__file__, json.dumps([*self._programs.values()])]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+
+    def __getitem__(self, name: str) -> Any:
+        index = [*self._programs].index(name)
+        for line in self._ran.stdout.splitlines():
+            if line.startswith(f"RESULT [{index}, "):
+                return json.loads(line.removeprefix("RESULT "))[1]
+        pytest.fail(f"{name}: the engine did not get through a request; the end of errors:\n{self._ran.stderr[-4000:]}")
+
+    def events(self, name: str) -> tuple[Event, ...]:
+        """Returns how vllm-ascend called a connector while one request was computed."""
+        return tuple(self[name])
 
 
 def only(events: tuple[Event, ...], *hooks: str) -> list[Event]:
