@@ -134,16 +134,18 @@ stage() { # stage TITLE COMMAND...
 declare -A titles=(
   [npu]="torch_npu on emulated CANN"
   [npu-e2e]="vllm-ascend engines on emulated CANN"
+  [npu-contract]="what is relied on in vllm-ascend"
   [e2e]="end-to-end tests"
   [faults]="faults, short form"
   [hostile]="hostile input, short form"
   [soak]="soak, 200 requests"
   [vllm-0.23]="tests that run vLLM, with vLLM 0.23.0"
 )
-long_stages=(npu e2e npu-e2e faults vllm-0.23 hostile soak)
+long_stages=(npu e2e npu-e2e faults npu-contract vllm-0.23 hostile soak)
 run_long_stage() {
   case $1 in
-    npu) npu_tests tests/npu --ignore tests/npu/e2e -m "not long" ;;
+    npu) npu_tests tests/npu --ignore tests/npu/e2e --ignore tests/npu/contract -m "not long" ;;
+    npu-contract) npu_tests tests/npu/contract -m "not long" ;;
     npu-e2e) npu_tests tests/npu/e2e -m "not long" ;;
     e2e) run_pytest "$VENV" tests/e2e -m "not long" ;;
     faults) run_pytest "$VENV" tests/faults -m "not long" ;;
