@@ -40,6 +40,7 @@ _TYPES = {
     "tuple[str, ...]": "list of strings",
     "float": "number",
     "float | None": "number",
+    "Literal['off', 'all'] | float": "`off`, `all` or number",
     "bool": "true or false",
     "int": "whole number",
     "int | None": "whole number",

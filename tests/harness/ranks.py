@@ -18,9 +18,11 @@ from harness.kv import Model, Prompt, Side, layer_name
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
 from harness.rank_programs import DRAFT, HOST, MODEL, ONCE, DecodeRank, Hooks, PrefillRank
+from vllm_ascend_pd.core.checksum import column_tokens
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.protocol import EngineDescription
-from vllm_ascend_pd.core.step import DecodeStep, Expect, PrefillStep, Send
+from vllm_ascend_pd.core.step import DecodeStep, Expect, PrefillStep, Send, VerifiedBlocks
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.transport.keys import load_keys
@@ -200,8 +202,19 @@ class Pair:
     def expect(self, requests: Sequence[Prompt], tickets: dict[str, Ticket]) -> None:
         """Tells decode's ranks about the tickets."""
         self._request_of |= {ticket.ticket_id: request_id for request_id, ticket in tickets.items()}
+        share = ConnectorConfig(**self._options[0]).verified_share
+        span = self.decode.span
         expects = [
-            Expect(p.request_id, t.ticket_id, t.digest(), p.d_blocks, p.cached)
+            Expect(
+                p.request_id,
+                t.ticket_id,
+                t.digest(),
+                p.d_blocks,
+                p.cached,
+                VerifiedBlocks((p.d_blocks[p.cached // span :],), p.num_tokens, column_tokens([span], p.num_tokens))
+                if share
+                else None,
+            )
             for p in requests
             for t in [tickets[p.request_id]]
         ]

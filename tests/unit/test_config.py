@@ -148,6 +148,11 @@ def test_zero_switches_off_what_decode_computes():
     assert [getattr(config, name) for name in MAY_BE_ZERO] == [0, 0, 0]
 
 
+@pytest.mark.parametrize(("value", "share"), [("off", 0.0), ("all", 1.0), (0, 0.0), (0.25, 0.25), (1, 1.0)])
+def test_a_share_of_requests_is_verified(value, share):
+    assert parse_config({"verify_kv": value}).verified_share == share
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -161,6 +166,9 @@ def test_zero_switches_off_what_decode_computes():
         ({"decode_prompt_share": float("nan")}, "`decode_prompt_share` must not be negative"),
         ({"decode_prompt_share": 1.5}, "`decode_prompt_share` must be at most 1, not 1.5"),
         ({"who_computes": "decode"}, "who_computes"),
+        ({"verify_kv": "on"}, "verify_kv"),
+        ({"verify_kv": 1.5}, "`verify_kv` must be `off`, `all`, or from 0 to 1, not 1.5"),
+        ({"verify_kv": float("nan")}, "`verify_kv` must be `off`, `all`, or from 0 to 1"),
         ({"decode_allowlist": ["10.0.0.1:80"]}, "`decode_allowlist`: '10.0.0.1:80' is not a host"),
         ({"prefill": {"tp_sise": 3}}, "unknown field `tp_sise`"),
         ({"decode": {"dp_size": -2}}, "`dp_size` must be positive, not -2"),

@@ -14,6 +14,7 @@ from vllm_ascend_pd.core import protocol
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.protocol import (
+    MAX_CHECKSUM_BYTES,
     MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_SETTINGS,
@@ -48,7 +49,9 @@ CACHES = RankCaches(
     (Geometry(0, Order.TOKEN_MAJOR, "bfloat16", 128, 32768, 2, 8, 128),),
     (CacheTensor("model.layers.0.attn", 0, 2**47, 1000, 0), CacheTensor("model.layers.0.attn", 1, 2**48, 1000, 0)),
 )
-WROTE = WriteReport("0" * 32, WRITER, None, num_bytes=2**40, bytes_before_end=2**39, cached_tokens=2**20)
+WROTE = WriteReport(
+    "0" * 32, WRITER, None, num_bytes=2**40, bytes_before_end=2**39, cached_tokens=2**20, checksums=b"12345678"
+)
 TICKET = Ticket(
     request_id="cmpl-0",
     remote_block_ids=[[1, 2, 3]],
@@ -213,6 +216,8 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [0], 0]), id="interleaved by nothing"),
         pytest.param(altered(REPORT, cached_tokens=-1), id="fewer cached tokens than none"),
         pytest.param(altered(REPORT, cached_tokens=2**31), id="more cached tokens than a prompt has"),
+        pytest.param(altered(REPORT, checksums=bytes(MAX_CHECKSUM_BYTES + 1)), id="too many checksums"),
+        pytest.param(altered(REPORT, checksums="12345678"), id="checksums as text"),
         pytest.param(altered(DESCRIPTION, tp=0), id="no tensor-parallel ranks"),
         pytest.param(altered(DESCRIPTION, tp=2**40), id="more ranks than can be counted"),
         pytest.param(altered(DESCRIPTION, pp=-1), id="negative pipeline stages"),
@@ -361,6 +366,9 @@ def test_an_engine_that_leaves_out_optional_fields_is_understood() -> None:
         (asked, "weights", ""),
         (described, "settings", {}),
         (WROTE, "cached_tokens", None),
+        (WROTE, "checksums", None),
     ):
-        old = {name: value for name, value in msgspec.to_builtins(message).items() if name != field}
+        old = {
+            name: value for name, value in msgspec.to_builtins(message, builtin_types=[bytes]).items() if name != field
+        }
         assert getattr(decode(frame(body(old)))[1], field) == nothing

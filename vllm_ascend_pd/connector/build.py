@@ -237,7 +237,7 @@ def _decode(
         hosts.admitted,
     )
     scheduler = DecodeScheduler(
-        TicketIssuer(engine, groups, requests, signer),
+        TicketIssuer(engine, groups, requests, signer, config.verified_share),
         requests,
         blocks,
         TicketRoutes(metaserver, PrefillClient(hosts, config, keys, observer)),

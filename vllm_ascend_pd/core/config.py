@@ -152,6 +152,10 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Accept KV of another model. **Answers may be wrong without any sign.** For checkpoints that differ although you
     know that they mean the same. On prefill it allows other settings, and images, sounds and videos that cannot be
     compared with decode's. On decode it allows other weights. Shapes and cache data types must still be equal."""
+    verify_kv: Literal["off", "all"] | float = "off"
+    """Which requests' KV is compared with what prefill computed ([garbled.md](garbled.md)): `off`, `all`, or a share of
+    them from 0 to 1. The smaller share of prefill and decode counts. A request whose KV differs fails, or decode
+    computes it (`kv_load_failure_policy`)."""
     prefill: PeerParallel | None = None
     """Parallel sizes of prefill engines, as vllm-ascend's connector needs them: `tp_size`, `dp_size`, `pp_size` and
     `pp_layer_partition`. This connector discovers them, and only checks `tp_size` and `pp_size`."""
@@ -164,6 +168,11 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trace_dir: str | None = None
     """Folder for trace files, for `vllm-ascend-pd timeline` and Perfetto. None: no traces."""
 
+    @property
+    def verified_share(self) -> float:
+        """The share of requests whose KV is verified."""
+        return float({"off": 0.0, "all": 1.0}.get(self.verify_kv, self.verify_kv))  # type: ignore[arg-type]
+
     def slots(self, step_tokens: int) -> int:
         """Staging slots where steps have at most so many tokens: how many layers the sending may be behind."""
         # What takes longer to compute varies less in how long it takes: a layer ahead is enough.
@@ -172,7 +181,7 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, bool) or name in _MAY_BE_ZERO:
+            if isinstance(value, bool) or name in (*_MAY_BE_ZERO, "verify_kv"):
                 continue
             if isinstance(value, (int, float)) and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive and finite, not {value}")
@@ -180,6 +189,8 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is not None and not value >= 0:  # NaN is not
                 raise ValueError(f"`{name}` must not be negative, not {value}")
+        if not 0 <= self.verified_share <= 1:
+            raise ValueError(f"`verify_kv` must be `off`, `all`, or from 0 to 1, not {self.verify_kv}")
         if self.decode_prompt_share > 1:
             raise ValueError(f"`decode_prompt_share` must be at most 1, not {self.decode_prompt_share}")
         # Upper bounds: what the messages that carry these times (or multiples of them) allow.

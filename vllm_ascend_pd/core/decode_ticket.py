@@ -113,6 +113,15 @@ class DecodeTicket:
         return bool(self._leases)
 
     @property
+    def sharding(self) -> Sharding | None:
+        """How the ranks of the prefill engine that asked last share KV."""
+        return None if self._engine is None else self._engine[1]
+
+    def covers(self, writer: WriterId) -> frozenset[int]:
+        """Returns the indices of our tensors that a writer was granted."""
+        return self._leases[writer].covers
+
+    @property
     def deadline(self) -> float:
         """When the ticket fails unless something else happens first."""
         return self.queue_deadline if self._begun_at is None else self._begun_at + self.transfer_s

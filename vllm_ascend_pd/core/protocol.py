@@ -65,6 +65,8 @@ MAX_MESSAGE_BYTES = 64 << 10
 """The longest other message that is read. Real ones take under a kilobyte, and 5 bytes per tensor."""
 MAX_TICKET_BYTES = 1 << 20
 """The longest message that a listener for tickets reads. A block id takes 5 bytes, so this is some 200,000 blocks."""
+MAX_CHECKSUM_BYTES = 48 << 10
+"""The longest checksums of a report: those of 4096 tensors and 1024 columns fit (`core/checksum.py`)."""
 MAX_REASON_CHARS = 1000
 """The length that reasons are cut to."""
 MAX_SETTINGS = 512
@@ -249,6 +251,8 @@ class WriteReport(msgspec.Struct, frozen=True, tag="Report"):
     digest: _Id = ""
     # How many of the prompt's tokens the prefill engine had in its prefix cache. None if the writer does not know.
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    # Checksums of what the writer's engine computed (`core/checksum.py`). None unless both sides verify KV.
+    checksums: Annotated[bytes, msgspec.Meta(max_length=MAX_CHECKSUM_BYTES)] | None = None
 
     def __post_init__(self) -> None:
         _shorten_reason(self)

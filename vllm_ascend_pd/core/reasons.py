@@ -115,5 +115,7 @@ class ReceiveFailure(enum.Enum):
     """The metaserver or the prefill engine answered that prefill failed, or did not answer."""
     TRANSFER = "transfer"
     """The transfer to a rank failed, or took too long."""
+    WRONG_BYTES = "wrong_bytes"
+    """The KV arrived, and is not what prefill computed (`verify_kv`)."""
     ABORTED = "aborted"
     """The request ended before its KV had arrived."""

@@ -72,6 +72,18 @@ class PrefillStep:
 
 
 @dataclass(frozen=True)
+class VerifiedBlocks:
+    """The blocks of a ticket whose KV is compared with prefill's checksums."""
+
+    # Per cache group: blocks from that of the first token on that decode does not have cached.
+    blocks: tuple[list[int], ...]
+    # The ticket's.
+    num_tokens: int
+    # As `core/checksum.py` has it.
+    column_tokens: int
+
+
+@dataclass(frozen=True)
 class Expect:
     """A ticket that the scheduler of a decode engine issued: its ranks expect KV for it."""
 
@@ -83,6 +95,8 @@ class Expect:
     blocks: list[int]
     # How many tokens of the prompt decode has in its own prefix cache.
     cached_tokens: int = 0
+    # What to compare with prefill's checksums (`verify_kv`). None: nothing.
+    verified: VerifiedBlocks | None = None
 
 
 @dataclass
@@ -109,6 +123,8 @@ class WorkerReport:
 
     # Request id (prefill) or ticket id (decode) -> why its transfer failed.
     failed: dict[str, str] = field(default_factory=dict)
+    # Those of the failed tickets whose KV has arrived and is not what prefill computed.
+    wrong: set[str] = field(default_factory=set)
     # Ticket id -> (bytes, bytes that arrived before prefill ended), summed over ranks.
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
     # For each ticket in `received`: how many tokens prefill had in its prefix cache.
@@ -129,7 +145,7 @@ class WorkerReport:
         for ticket_id, tokens in other.cached.items():
             cached[ticket_id] = min(tokens, cached.get(ticket_id, tokens))
         updates = {**self.weight_updates, **other.weight_updates}  # their ranks differ
-        return WorkerReport({**other.failed, **self.failed}, received, cached, updates)
+        return WorkerReport({**other.failed, **self.failed}, self.wrong | other.wrong, received, cached, updates)
 
 
 # What the schedulers of both sides ask of the engine that they run in.

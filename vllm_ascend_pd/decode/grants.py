@@ -36,6 +36,7 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
 from vllm_ascend_pd.core.topology import Sharding, TopologyError, writers_to
 from vllm_ascend_pd.core.weights import LoadedWeights, are_alike
+from vllm_ascend_pd.decode.checksums import Delivered, Reported
 from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.transport.side_channel import ClientConnection
 from vllm_ascend_pd.transport.wakeup import WakeupSender
@@ -99,9 +100,11 @@ class Arrivals:
     failed: set[str] = field(default_factory=set)
     # Blocks of requests that have just failed. vLLM learns of them before it may free them.
     lost_blocks: set[int] = field(default_factory=set)
+    # Tickets whose KV has arrived and must be verified before their requests count as finished.
+    delivered: list[Delivered] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.finished or self.lost_blocks)
+        return bool(self.finished or self.lost_blocks or self.delivered)
 
 
 class ArrivalQueue:
@@ -150,7 +153,23 @@ class ArrivalQueue:
             self._news.finished.add(request_id)
             self._wake()
 
+    def ticket_delivered(self, delivered: Delivered) -> None:
+        """A ticket has ended with all its KV, which the model thread verifies. `settle` follows."""
+        with self._changed:
+            self._news.delivered.append(delivered)
+            self._wake()
+
     # The model thread calls these.
+
+    def settle(self, delivered: Delivered, mismatch: str | None) -> None:
+        """A ticket's KV was verified. `mismatch`: what differs; None if nothing does."""
+        expect = delivered.expect
+        if mismatch is not None:
+            with self._changed:
+                self._report.wrong.add(expect.ticket_id)
+            self.ticket_failed(expect.ticket_id, mismatch, expect.blocks, ends=True)
+        received = delivered.received if mismatch is None else None
+        self.ticket_ended(expect.ticket_id, expect.request_id, received, delivered.cached_tokens)
 
     def wake_at(self, address: str) -> None:
         """Lets later news wake the scheduler at `address` while no step waits. "": it is not woken."""
@@ -192,6 +211,8 @@ _REVOKE_EVERY_S = 1.0
 # Seconds between two warnings about a writer that does not answer.
 _WARN_EVERY_S = 60.0
 
+_FAILED = TicketState.FAILED
+
 UNKNOWN_WEIGHTS = -1
 """As `OpenTicket.weights_version`: the weights changed before the ticket was issued, so its grants are refused."""
 
@@ -208,6 +229,8 @@ class OpenTicket:
     vacated: Event
     # Version of this engine's weights that the KV must fit. None until the first grant.
     weights_version: int | None = None
+    # Checksums of writers that have reported success, for `verify_kv`.
+    reported: list[Reported] = field(default_factory=list)
     # The connection that each writer last used.
     connections: dict[WriterId, ClientConnection] = field(default_factory=dict)
     # When each writer was last told to stop, in seconds of `time.monotonic`.
@@ -362,6 +385,9 @@ class GrantService:
             report = msgspec.structs.replace(report, reason="decode's weights were updated before all KV was here")
         if not each.ticket.report(report, now):
             return
+        if report.checksums is not None and each.expect.verified is not None and each.ticket.state is not _FAILED:
+            covers = tuple(sorted(each.ticket.covers(report.writer)))
+            each.reported.append(Reported(report.writer, covers, report.checksums))
         if report.writer in each.connections:
             each.connections[report.writer] = connection
         self._observer.report_received(each.expect.request_id, report.ticket_id, report.writer)
@@ -399,6 +425,11 @@ class GrantService:
         is_received = ticket.state is TicketState.RECEIVED
         self._observer.ticket_ended(request_id, ticket_id, is_received)
         received = (ticket.num_bytes, ticket.bytes_before_end) if is_received else None
+        if received is not None and each.reported and ticket.sharding is not None:
+            reports = tuple({report.writer: report for report in each.reported}.values())
+            delivered = Delivered(each.expect, received, ticket.cached_tokens, ticket.sharding, reports)
+            self._arrivals.ticket_delivered(delivered)
+            return
         self._arrivals.ticket_ended(ticket_id, request_id, received, ticket.cached_tokens)
 
     def _revoke(self, each: OpenTicket, now: float) -> None:

@@ -300,7 +300,8 @@ class DecodeScheduler:
             if transfer := self._by_ticket.get(ticket_id):
                 self._report(transfer, reason)
                 # If one rank has failed, the others need not wait any longer.
-                self._fail(transfer, reason, ReceiveFailure.TRANSFER, may_follow=True)
+                cause = ReceiveFailure.WRONG_BYTES if ticket_id in report.wrong else ReceiveFailure.TRANSFER
+                self._fail(transfer, reason, cause, may_follow=True)
 
     def _take_received(self, report: WorkerReport) -> None:
         for ticket_id, tokens in report.cached.items():

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import msgspec
 
 from vllm_ascend_pd.core.caches import CacheGroup, left_to_decode
+from vllm_ascend_pd.core.checksum import column_tokens, is_selected
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
 from vllm_ascend_pd.core.protocol import TransferFailure
-from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest
+from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest, VerifiedBlocks
 from vllm_ascend_pd.core.ticket import Secret, Ticket, names_prefill, signed
 from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, PostOutcome
@@ -69,11 +70,18 @@ class TicketIssuer:
     groups: the engine's cache groups.
     requests: answers questions about requests.
     signer: None if tickets need no signature.
+    verified_share: the share of tickets whose KV is compared with prefill's checksums.
     """
 
     def __init__(
-        self, engine: EngineInfo, groups: Sequence[CacheGroup], requests: EngineRequests, signer: Signer | None = None
+        self,
+        engine: EngineInfo,
+        groups: Sequence[CacheGroup],
+        requests: EngineRequests,
+        signer: Signer | None = None,
+        verified_share: float = 0.0,
     ) -> None:
+        self._verified_share = verified_share
         self.groups = list(groups)
         self._engine = engine
         self._requests = requests
@@ -127,7 +135,11 @@ class TicketIssuer:
             for group, ids in zip(self.groups, blocks, strict=True)
         ]
         lost = [block for ids in written for block in ids if block != NULL_BLOCK]
-        return Expect(request_id, ticket.ticket_id, ticket.digest(), lost, cached)
+        verified = None
+        if self._verified_share and is_selected(self._verified_share, ticket.ticket_id):
+            spans = [ticket.span(group) for group in range(len(self.groups))]
+            verified = VerifiedBlocks(tuple(written), ticket.num_tokens, column_tokens(spans, ticket.num_tokens))
+        return Expect(request_id, ticket.ticket_id, ticket.digest(), lost, cached, verified)
 
 
 # The ways of a ticket to prefill: over a metaserver, or straight to the engine that holds the prompt.

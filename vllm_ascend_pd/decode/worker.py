@@ -10,6 +10,7 @@ What has ended comes back through an `ArrivalQueue`, the only object that both t
 """
 
 import functools
+import logging
 import time
 from contextlib import ExitStack
 
@@ -25,6 +26,7 @@ from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
+from vllm_ascend_pd.decode.checksums import Verifier, describe
 from vllm_ascend_pd.decode.grants import (
     UNKNOWN_WEIGHTS,
     ArrivalQueue,
@@ -38,6 +40,8 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.keys import load_keys
 from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelServer
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeWorker:
@@ -73,6 +77,8 @@ class DecodeWorker:
         self._brought = False
         self._observer = observer or DecodeObserver()
         self._arrivals = ArrivalQueue()
+        # None without `verify_kv`.
+        self._verifier = Verifier(rank_info, device, caches) if config.verified_share else None
         expected_writers = ExpectedWriters(caches.description, rank_info.rank, rank_info.sharding)
         self._grants = GrantService(config, expected_writers, self._loaded, self._arrivals, self._observer)
         keys = load_keys(config.side_channel_key_file)
@@ -133,9 +139,27 @@ class DecodeWorker:
         """
         wait_s = self._wait_s if self._num_open and not self._brought else 0.0
         arrivals = self._arrivals.take(wait_s)
+        if self._verifier is not None:
+            arrivals = self._verify(self._verifier, arrivals, wait_s)
         self._num_open -= len(arrivals.finished)
         self._brought = bool(arrivals.finished or arrivals.lost_blocks)
         return arrivals
+
+    def _verify(self, verifier: Verifier, arrivals: Arrivals, wait_s: float) -> Arrivals:
+        """Holds back the requests whose KV is not verified yet, and adds those whose KV is by now."""
+        verifier.begin(arrivals.delivered)
+        for delivered, mismatches in verifier.take(0.0 if arrivals.finished else wait_s):
+            reason = describe(mismatches) if mismatches else None
+            if reason is not None:
+                logger.error("request %s: wrong on arrival: %s", delivered.expect.request_id, reason)
+            self._arrivals.settle(delivered, reason)
+        settled = self._arrivals.take(0.0)
+        verifier.begin(settled.delivered)
+        return Arrivals(
+            arrivals.finished | settled.finished,
+            arrivals.failed | settled.failed,
+            arrivals.lost_blocks | settled.lost_blocks,
+        )
 
     @owned
     def take_report(self) -> WorkerReport | None:

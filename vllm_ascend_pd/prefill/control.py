@@ -36,6 +36,7 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.prefill.checksums import report_checksums
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.staging import StagingRing
@@ -495,7 +496,10 @@ class ControlPlane:
                 self._notify(transfer)
 
         for key, destination in pending.items():
-            report = transfer.report(writer, key, state.failure, settle_s)
+            checksums = None
+            if transfer.checksums and state.failure is None:
+                checksums = report_checksums(transfer.ticket, transfer.checksums, destination)
+            report = transfer.report(writer, key, state.failure, settle_s, checksums)
             answered = partial(on_answer, key)
             self._client.request(destination.rank.control, report, self._timeout_s, answered)
 

@@ -27,6 +27,7 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.weights import NOTHING_KNOWN, Weights
 from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.prefill.checksums import StepChecksums
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 
 
@@ -86,6 +87,9 @@ class Transfer:
 
         # The end of the prompt's last layer. The sender reads it, after it was told that the transfer ends.
         self.computed: Event | None = None
+        # What was taken of its KV for `verify_kv`: one entry for each step and geometry. Empty if it is not verified.
+        # The control thread reads it when no write follows.
+        self.checksums: list[StepChecksums] = []
         # Whether vLLM is done with the request.
         self.released = False
         # Whether nothing reads the request's blocks any more.
@@ -210,8 +214,10 @@ class Transfer:
         if self._failure is not None and self.state.failure is None:
             self.state.fail(*self._failure)
 
-    def report(self, writer: WriterId, key: RankKey, reason: str | None, settle_s: float) -> WriteReport:
-        """Returns the report for decode rank `key`. `reason` and `settle_s`: as in `WriteReport`."""
+    def report(
+        self, writer: WriterId, key: RankKey, reason: str | None, settle_s: float, checksums: bytes | None = None
+    ) -> WriteReport:
+        """Returns the report for decode rank `key`. `reason`, `settle_s` and `checksums`: as in `WriteReport`."""
         total, early = self.written.get(key, (0, 0))
         return WriteReport(
             self.ticket.ticket_id,
@@ -222,6 +228,7 @@ class Transfer:
             settle_s=settle_s,
             digest=self.digest,
             cached_tokens=self.cached_tokens,
+            checksums=checksums,
         )
 
     def num_bytes(self) -> tuple[int, int]:

@@ -4,14 +4,16 @@
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
+from vllm_ascend_pd.core.checksum import is_selected, is_summed
 from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import BlockKind
@@ -25,6 +27,7 @@ from vllm_ascend_pd.core.topology import RankInfo, Sharding
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.buffer_turns import BufferTurns
+from vllm_ascend_pd.prefill.checksums import StepChecksums, plan_checksums
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.regroup import Regrouper, make_regrouper
@@ -45,6 +48,8 @@ class StepPlan:
     sends: dict[int, list[tuple[Sender, StepSend]]] = field(default_factory=dict)
     # Layers that were not pushed yet, in order.
     unsaved: dict[str, None] = field(default_factory=dict)
+    # What takes checksums, by the index of the geometry. Empty without `verify_kv`.
+    checksums: dict[int, list[StepChecksums]] = field(default_factory=dict)
     # Transfers whose prompt ends in this step.
     last: list[Transfer] = field(default_factory=list)
 
@@ -74,8 +79,18 @@ class TicketShape(NamedTuple):
 class Planner:
     """Plans steps. The model's thread owns it."""
 
-    def __init__(self, routes: Routes, caches: RegisteredCaches, device: Device, regrouper: Regrouper | None) -> None:
-        """`regrouper`: None if this engine's layout never needs regrouping."""
+    def __init__(
+        self,
+        routes: Routes,
+        caches: RegisteredCaches,
+        device: Device,
+        regrouper: Regrouper | None,
+        heads: Callable[[int], range],
+        verified_share: float,
+    ) -> None:
+        """`regrouper`: None if this engine's layout never needs regrouping. `heads`: this rank's of so many."""
+        self._heads = heads
+        self._verified_share = verified_share
         self._routes = routes
         self._caches = caches
         self._geometries = caches.description.geometries
@@ -117,11 +132,13 @@ class Planner:
             sender = senders[decode.issuer]
             for index, geometry in enumerate(self._geometries):
                 if geometry.is_known_to(decode.draft):
-                    for step_send in self._plan_geometry(index, decode, group):
+                    for step_send in self._plan_geometry(plan, index, decode, group):
                         plan.sends.setdefault(index, []).append((sender, step_send))
         return plan
 
-    def _plan_geometry(self, index: int, decode: TicketShape, slices: list[RequestSlice]) -> list[StepSend]:
+    def _plan_geometry(
+        self, plan: StepPlan, index: int, decode: TicketShape, slices: list[RequestSlice]
+    ) -> list[StepSend]:
         try:
             route = self._routes.route(index, decode.sharding, decode.block_sizes)
         except ValueError as error:  # the two sides cannot fit
@@ -136,14 +153,30 @@ class Planner:
             assert self._regrouper is not None
             slot_units = route.slot_units(self._regrouper.slot_bytes, self._tensors_of_a_layer[index])
             assert slot_units > 0
+        geometry = self._geometries[index]
         try:
-            return plan_sends(route, self._geometries[index], served, self._device, slot_units, self._layers[index])
+            if self._verified_share and is_summed(geometry):
+                self._plan_checksums(plan, index, route.unit, served)
+            return plan_sends(route, geometry, served, self._device, slot_units, self._layers[index])
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
                 self._regrouper.missed(route.ranks, str(error))
             for each in served:
                 each.transfer.fail(str(error), PushFailure.DEVICE)
             return []
+
+    def _plan_checksums(self, plan: StepPlan, index: int, unit: int, slices: list[RequestSlice]) -> None:
+        verified = [each for each in slices if is_selected(self._verified_share, each.transfer.ticket.ticket_id)]
+        if not verified:
+            return
+        geometry = self._geometries[index]
+        parts = [(each.transfer.ticket, each.tokens(geometry), each.send.blocks[geometry.group]) for each in verified]
+        heads = self._heads(geometry.total_heads)
+        checksums = plan_checksums(self._device, geometry, unit, heads, parts)
+        if checksums is not None:
+            plan.checksums.setdefault(index, []).append(checksums)
+            for each in verified:
+                each.transfer.checksums.append(checksums)
 
 
 class PrefillWorker:
@@ -181,7 +214,14 @@ class PrefillWorker:
             rank_info, config, device, engine, caches, step_tokens, self._running_time, self._observer
         )
         routes = Routes(rank_info, caches.description)
-        self._planner = Planner(routes, caches, device, self._regrouper)
+        self._planner = Planner(
+            routes,
+            caches,
+            device,
+            self._regrouper,
+            partial(rank_info.sharding.heads, rank_info.rank),
+            config.verified_share,
+        )
         self._control = ControlPlane(
             rank_info,
             config,
@@ -436,9 +476,12 @@ class PrefillWorker:
         self._observer.layer_computed(layer, computed)
         pushes = []
         for geometry, tensors in self._caches.layers_by_geometry.get(layer, {}).items():
+            ready = computed
+            for checksums in plan.checksums.get(geometry, ()) if plan.checksums else ():
+                ready = checksums.submit(tensors.described, tensors.tensors, computed)
             for sender, step_send in plan.sends.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
-                push = LayerPush(layer, step_send, tensors.described, computed, ready=computed)
+                push = LayerPush(layer, step_send, tensors.described, computed, ready)
                 if not step_send.route.is_staged or self._regroup(push, tensors.tensors):
                     if self._turns is not None:
                         push.over = threading.Event()

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of KV add up, whatever ranks hold of it, and change with every change of it."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ascend_pd.core.checksum import (
+    FORMAT,
+    MAX_COLUMNS,
+    MAX_ROWS,
+    SummedUnits,
+    Tally,
+    column_tokens,
+    common_heads,
+    is_selected,
+)
+from vllm_ascend_pd.core.layout import Geometry, Order, TokenShare
+from vllm_ascend_pd.core.protocol import MAX_CHECKSUM_BYTES
+from vllm_ascend_pd.core.topology import Sharding, sharding
+from vllm_ascend_pd.device.checksums import UnitSummer, stack_on_host, to_numpy
+from vllm_ascend_pd.device.cpu import CpuDevice
+
+
+@pytest.fixture(scope="module")
+def device():
+    made = CpuDevice()
+    yield made
+    made.close()
+
+
+class Rank:
+    """A rank's cache with the KV of one prompt, in random blocks, and random bytes everywhere else."""
+
+    def __init__(self, truth, rank, sharded: Sharding, block_size, order=Order.TOKEN_MAJOR, pad=0, seed=0):
+        tokens, total, width = truth.shape
+        rng = random.Random(seed)
+        self.sharded, self.rank, share = sharded, rank, sharded.share(rank)
+        self.heads = sharded.heads(rank, total)
+        count = -(-tokens // (block_size * share.ranks))
+        self.blocks = rng.sample(range(1, 3 * count + 2), count)
+        block_bytes = block_size * len(self.heads) * width
+        self.geometry = Geometry(
+            0, order, "uint8", block_size, block_bytes + pad, len(self.heads), total, width, share=share
+        )
+        whole = np.random.default_rng(seed).integers(0, 256, (3 * count + 2, block_bytes + pad), dtype=np.uint8)
+        self.tensor = torch.from_numpy(whole)
+        shape = (block_size, len(self.heads), width)
+        for token in range(tokens):
+            if token // share.interleave % share.ranks != share.rank:
+                continue
+            within = token % (block_size * share.ranks)
+            run, offset = divmod(within, share.interleave)
+            place = run // share.ranks * share.interleave + offset if share.ranks > 1 else within
+            block = whole[self.blocks[token // (block_size * share.ranks)], :block_bytes]
+            rows = truth[token, self.heads.start : self.heads.stop]
+            if order is Order.TOKEN_MAJOR:
+                block.reshape(shape)[place] = rows
+            else:
+                block.reshape(len(self.heads), block_size, width)[:, place] = rows
+
+    def sums(self, device, unit, num_tokens, tensor=None):
+        summed = SummedUnits.of(self.geometry, unit, [(0, num_tokens)], [self.blocks])
+        tensor = self.tensor if tensor is None else tensor
+        taken = UnitSummer(device, summed).sums(tensor, tensor.data_ptr())
+        return summed, to_numpy(stack_on_host([taken]))
+
+    def tally(self, device, unit, num_tokens, peer_heads, peer_share, width, tensor=None):
+        tally = Tally.empty(1, width, num_tokens)
+        summed, sums = self.sums(device, unit, num_tokens, tensor)
+        chosen = summed.chosen(0, peer_share)
+        tokens = summed.units.tokens[chosen]
+        tally.add([0], sums[:, :, :][:, chosen], self.heads, common_heads(self.heads, peer_heads), tokens)
+        return tally
+
+
+def a_prompt(tokens, heads, width, seed):
+    return np.random.default_rng(seed).integers(0, 256, (tokens, heads, width), dtype=np.uint8)
+
+
+SIDES = [
+    (sharding(tp, dcp, interleave, pcp), block)
+    for tp, dcp, interleave, pcp, block in (
+        (1, 1, 1, 1, 16),
+        (2, 1, 1, 1, 32),
+        (4, 1, 1, 1, 16),
+        (8, 1, 1, 1, 8),
+        (8, 2, 4, 1, 16),
+        (1, 1, 8, 2, 16),
+        (2, 1, 16, 2, 16),
+        (3, 1, 1, 1, 16),
+    )
+]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_both_sides_get_the_same_sums_however_they_share_heads_and_tokens(device, seed):
+    """Each pair of ranks agrees on the heads and tokens that both have, in every row and column."""
+    rng = random.Random(seed)
+    total = rng.choice([1, 2, 4, 6, 12])
+    fitting = [(s, b) for s, b in SIDES if _fits(s, total)]
+    (prefill, p_block), (decode, d_block) = rng.choice(fitting), rng.choice(fitting)
+    tokens, width = rng.randrange(1, 200), rng.choice([1, 2, 4, 6, 8, 40, 64])
+    truth = a_prompt(tokens, total, width, seed)
+    p_ranks = [
+        Rank(truth, r, prefill, p_block, pad=rng.choice([0, 8, 5]), seed=seed + r) for r in range(len(prefill.shares))
+    ]
+    d_ranks = [
+        Rank(truth, r, decode, d_block, pad=rng.choice([0, 8]), seed=seed + 100 + r) for r in range(len(decode.shares))
+    ]
+    columns = column_tokens([d_ranks[0].geometry.span], tokens)
+    for p in p_ranks:
+        for d in d_ranks:
+            p_unit = math.gcd(p.geometry.run, d.geometry.run)
+            d_unit = math.gcd(d.geometry.run, prefill.interleave) if prefill.parts > 1 else d.geometry.run
+            theirs = p.tally(device, p_unit, tokens, d.heads, decode.share(d.rank), columns)
+            ours = d.tally(device, d_unit, tokens, p.heads, prefill.share(p.rank), columns)
+            assert ours.differing(theirs.encode()) == ([], [])
+
+
+def _fits(sharded, total):
+    try:
+        sharded.replicas(total)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("seed", range(20))
+def test_every_bit_counts_and_the_column_is_named(device, order, seed):
+    rng = random.Random(seed)
+    tokens, heads, width = rng.randrange(20, 120), 2, rng.choice([2, 8, 24])
+    whole = sharding(1)
+    rank = Rank(a_prompt(tokens, heads, width, seed), 0, whole, 16, order, seed=seed)
+    right = rank.tally(device, 16, tokens, rank.heads, TokenShare(), 16).encode()
+    for _ in range(20):
+        token, head, byte, bit = rng.randrange(tokens), rng.randrange(heads), rng.randrange(width), rng.randrange(8)
+        place = token % 16
+        wrong = rank.tensor.clone()
+        entry = place * heads + head if order is Order.TOKEN_MAJOR else head * 16 + place
+        wrong[rank.blocks[token // 16], entry * width + byte] ^= 1 << bit
+        tally = rank.tally(device, 16, tokens, rank.heads, TokenShare(), 16, wrong)
+        assert tally.differing(right) == ([0], [token // 16])
+
+
+def test_changes_of_the_highest_bits_do_not_cancel_out(device):
+    rank = Rank(a_prompt(64, 2, 64, 1), 0, sharding(1), 16, seed=1)
+    right = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16).encode()
+    for count in range(2, 34):
+        wrong = rank.tensor.clone()
+        wrong[rank.blocks[0], 7 : 8 * count : 8] ^= 128  # bit 63 of so many neighbouring words of 64 bits
+        found = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16, wrong).differing(right)
+        assert found == ([0], [0])
+
+
+def test_what_follows_the_prompt_in_its_last_block_does_not_count(device):
+    rank = Rank(a_prompt(20, 2, 8, 1), 0, sharding(1), 16, seed=1)
+    right = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).encode()
+    rank.tensor[rank.blocks[1], 4 * 16 :] ^= 255
+    assert rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).differing(right) == ([], [])
+
+
+@pytest.mark.parametrize("change", ["heads", "tokens", "blocks", "zeros", "words"])
+def test_what_goes_wrong_in_transfers_is_seen(device, change):
+    rank = Rank(a_prompt(64, 4, 16, 2), 0, sharding(1), 16, seed=2)
+    right = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16).encode()
+    first, second = (rank.tensor[block].view(16, 4, 16) for block in rank.blocks[:2])
+    match change:
+        case "heads":
+            first[:, [0, 1]] = first[:, [1, 0]].clone()
+        case "tokens":
+            first[[0, 1]] = first[[1, 0]].clone()
+        case "blocks":
+            rank.tensor[rank.blocks[:2]] = rank.tensor[rank.blocks[1::-1]].clone()
+        case "zeros":
+            first.zero_()
+        case "words":
+            first[0, 0] = first[0, 0].view(2, 8).flip(0).reshape(16)
+    found = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16).differing(right)
+    assert found == ([0], [0, 1] if change == "blocks" else [0])
+    assert second.any()
+
+
+def test_the_null_block_is_left_out(device):
+    rank = Rank(a_prompt(64, 2, 8, 3), 0, sharding(1), 16, seed=3)
+    wanted = [0, 0, *rank.blocks[2:]]
+    ours = SummedUnits.of(rank.geometry, 16, [(0, 64)], [wanted])
+    theirs = SummedUnits.of(rank.geometry, 16, [(0, 64)], [rank.blocks], [(wanted, 16)])
+    assert ours.units.tokens.tolist() == theirs.units.tokens.tolist() == [32, 48]
+
+
+def test_a_report_of_the_largest_size_is_read():
+    tokens = MAX_COLUMNS * 128 * 3 + 1
+    width = column_tokens([128, 16], tokens)
+    tally = Tally.empty(MAX_ROWS, width, tokens)
+    assert width % 128 == 0
+    assert len(tally.columns) <= MAX_COLUMNS
+    assert len(tally.encode()) <= MAX_CHECKSUM_BYTES
+    assert tally.differing(tally.encode()) == ([], [])
+
+
+@pytest.mark.parametrize("reported", [b"", b"x" * 7, bytes(24), bytes(32)])
+def test_what_cannot_be_compared_is_no_difference(reported):
+    tally = Tally.empty(1, 16, 16)
+    assert tally.differing(reported) is None
+    assert tally.encode()[0] == FORMAT
+
+
+def test_a_share_of_tickets_is_selected():
+    rng = random.Random(0)
+    ids = [f"{rng.getrandbits(128):032x}" for _ in range(4000)]
+    few, many = ({i for i in ids if is_selected(share, i)} for share in (0.1, 0.4))
+    assert few < many
+    assert 300 < len(few) < 500
+    assert all(is_selected(1.0, i) for i in [*ids, "f" * 32])
+    assert not any(is_selected(0.0, i) for i in [*ids, "0" * 32])

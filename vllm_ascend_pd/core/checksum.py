@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of KV that add up: the mathematics of `verify_kv` (docs/garbled.md).
+
+The checksum of some KV is a sum over its words, modulo 2^64:
+
+    sum of  word * A(place in the head's entry) * B(head) * C(entry of the prompt)
+
+A, B and C are fixed pseudo-random odd numbers. A place, a head and an entry mean the same on both sides, however their
+ranks share heads and tokens. So the checksum of a decode block is the sum of those of the pieces that make it up, and
+both sides get the same sums whatever is regrouped, replicated or shared on the way. In a head-major cache a head's part
+of a block is opaque: it counts as one entry, the block's first.
+
+A rank reports sums per tensor, over all tokens, and sums per column, over all tensors. A column is some neighbouring
+tokens of the prompt: those of one decode block, or of several if the prompt is long. A wrong tensor and a wrong column
+together name the blocks that differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_pd.core.layout import BlockKind, Geometry, Order, TokenShare
+from vllm_ascend_pd.core.plan import NULL_BLOCK, Mask, Offsets, Units
+
+Sums = npt.NDArray[np.uint64]
+
+FORMAT = 1
+"""Names these formulas in reports. Raise it with any change of them: then engines of two versions do not compare."""
+MAX_COLUMNS = 1024
+"""Most columns of a report. Longer prompts have longer columns."""
+MAX_ROWS = 4096
+"""Most tensors of a report. A rank that fills more tensors of a decode rank sends no checksums."""
+_A, _B, _C = (np.uint64(seed) for seed in (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0))  # pi's digits
+
+
+def is_selected(share: float, ticket_id: str) -> bool:
+    """Whether a ticket is among the `share` of tickets that are verified. Both sides decide alike."""
+    return int(ticket_id[8:16], 16) < share * (1 << 32)
+
+
+def _odd(seed: np.uint64, index: npt.NDArray[np.int64]) -> Sums:
+    """Returns a pseudo-random odd number for each index (splitmix64)."""
+    x = seed + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    odd: Sums = (x ^ (x >> np.uint64(31))) | np.uint64(1)
+    return odd
+
+
+def word_bytes(geometry: Geometry) -> int:
+    """Returns the bytes of a word: 4, or fewer where a head's entry is no multiple of 4. The same on both sides.
+
+    With 8, changes of the highest bits of two words would cancel out.
+    """
+    return math.gcd(geometry.head_bytes, 4)
+
+
+def place_weights(geometry: Geometry) -> Sums:
+    """Returns A, for each word of one head's entry; in a head-major cache, of one head's part of a block."""
+    entries = geometry.block_size // geometry.tokens_per_entry if geometry.order is Order.HEAD_MAJOR else 1
+    return _odd(_A, np.arange(entries * geometry.head_bytes // word_bytes(geometry)))
+
+
+def head_weights(heads: range) -> Sums:
+    """Returns B, for these heads of the whole model."""
+    return _odd(_B, np.arange(heads.start, heads.stop))
+
+
+def column_tokens(spans: Collection[int], num_tokens: int) -> int:
+    """Returns how many tokens a column has. `spans`: by cache group, the tokens that a decode block id stands for."""
+    span = math.lcm(*spans)
+    return span * max(1, -(-num_tokens // (span * MAX_COLUMNS)))
+
+
+@dataclass(frozen=True, eq=False)
+class SummedUnits:
+    """Units of some requests in tensors of one geometry, whose checksums a rank takes."""
+
+    geometry: Geometry
+    # Tokens of a unit.
+    unit: int
+    units: Units
+    # `[units]`: where each of them is, in bytes from a tensor's block 0.
+    offsets: Offsets
+    # `[units, entries]`: C of each entry, and 0 for entries after the end of the prompt. One entry if head-major.
+    entry_weights: Sums
+
+    @classmethod
+    def of(
+        cls,
+        geometry: Geometry,
+        unit: int,
+        ranges: Sequence[tuple[int, int]],
+        blocks: Sequence[Sequence[int]],
+        wanted: Sequence[tuple[Sequence[int], int]] = (),
+    ) -> SummedUnits:
+        """Returns the units of `unit` tokens that this rank holds of tokens `[start, stop)` of each request.
+
+        `blocks`: each request's blocks in this cache, from the block of its first token on.
+        `wanted`: each request's blocks on decode from its token 0 on, and the tokens of one. Units in the null block
+            are left out. None: `blocks` are decode's.
+        """
+        units = Units.of(unit, ranges)
+        span = geometry.span
+        held = units.held(geometry.share) if geometry.share.ranks > 1 else np.ones(len(units), dtype=np.bool_)
+        if wanted:
+            d_span = wanted[0][1]
+            firsts = [start // d_span for start, _ in ranges]
+            ids = [list(theirs)[first:] for (theirs, _), first in zip(wanted, firsts, strict=True)]
+            held &= units.blocks(ids, firsts, d_span) != NULL_BLOCK
+        units = units.cut(held)
+        places = units.blocks(blocks, [start // span for start, _ in ranges], span)
+        if not wanted:
+            units, places = units.cut(places != NULL_BLOCK), places[places != NULL_BLOCK]
+        first = units.tokens // geometry.tokens_per_entry
+        if geometry.order is Order.HEAD_MAJOR:
+            weights = _odd(_C, first)[:, None]
+        else:
+            entries = first[:, None] + np.arange(unit // geometry.tokens_per_entry)
+            stops = np.array([stop for _, stop in ranges], dtype=np.int64)[units.owner, None]
+            weights = _odd(_C, entries) * ((entries + 1) * geometry.tokens_per_entry <= stops).astype(np.uint64)
+        return cls(geometry, unit, units, units.offsets(places, geometry), weights)
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.unit // self.geometry.tokens_per_entry * self.geometry.entry_bytes
+
+    def chosen(self, request: int, share: TokenShare) -> Mask:
+        """Returns which units are those of a request, by its index, that are in a rank's share of the tokens."""
+        mine: Mask = self.units.owner == request
+        return mine & self.units.held(share) if share.ranks > 1 else mine
+
+
+@dataclass
+class Tally:
+    """Adds up the checksums that one prefill rank reports to one decode rank, on either side.
+
+    All sums are of the heads and tokens that both ranks have.
+    """
+
+    # `[tensors]`, in the order of the grant request's `covers`.
+    rows: Sums
+    # `[columns]`.
+    columns: Sums
+    column_tokens: int
+
+    @classmethod
+    def empty(cls, num_tensors: int, column_tokens: int, num_tokens: int) -> Tally:
+        columns = -(-num_tokens // column_tokens)
+        return cls(np.zeros(num_tensors, dtype=np.uint64), np.zeros(columns, dtype=np.uint64), column_tokens)
+
+    def add(self, rows: Sequence[int], sums: Sums, own: range, common: range, tokens: Offsets) -> None:
+        """Adds sums `[tensors, units, heads]` of `own` heads, of which `common` count, to these rows.
+
+        `tokens`: `[units]`, the first token of each.
+        """
+        weighted = sums[:, :, common.start - own.start : common.stop - own.start] * head_weights(common)
+        self.rows[list(rows)] += weighted.sum((1, 2), dtype=np.uint64)
+        np.add.at(self.columns, tokens // self.column_tokens, weighted.sum((0, 2), dtype=np.uint64))
+
+    def encode(self) -> bytes:
+        head = np.array([FORMAT], dtype=np.uint64)
+        return bytes(np.concatenate([head, self.rows, self.columns]).astype("<u8").data)
+
+    def differing(self, reported: bytes) -> tuple[list[int], list[int]] | None:
+        """Returns the rows and the columns that differ from reported ones; None if those cannot be compared."""
+        if len(reported) != 8 * (1 + len(self.rows) + len(self.columns)):
+            return None
+        words = np.frombuffer(reported, dtype="<u8")
+        if words[0] != FORMAT:
+            return None
+        theirs = words[1:]
+        rows, columns = theirs[: len(self.rows)] != self.rows, theirs[len(self.rows) :] != self.columns
+        return np.flatnonzero(rows).tolist(), np.flatnonzero(columns).tolist()
+
+
+def common_heads(own: range, theirs: range) -> range:
+    """Returns the heads in both ranges, which may be none."""
+    start = max(own.start, theirs.start)
+    return range(start, max(start, min(own.stop, theirs.stop)))
+
+
+def is_summed(geometry: Geometry) -> bool:
+    """Whether checksums cover such caches. States are left out."""
+    return geometry.kind is BlockKind.TOKENS

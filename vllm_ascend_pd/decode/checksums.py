@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the KV that has arrived with prefill's checksums, for `verify_kv` (docs/garbled.md).
+
+The control thread hands over a request when all prefill ranks have reported. The model's thread owns `Verifier`. It
+submits the checksums to the side stream, and lets the request go on when they are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_ascend_pd.core.caches import RegisteredCaches
+from vllm_ascend_pd.core.checksum import SummedUnits, Tally, common_heads, is_summed
+from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.protocol import WriterId
+from vllm_ascend_pd.core.step import Expect
+from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.core.topology import RankInfo, Sharding
+from vllm_ascend_pd.device.base import Device, DeviceError, Event
+from vllm_ascend_pd.device.checksums import UnitSummer, stack_on_host, to_numpy
+
+logger = logging.getLogger(__name__)
+
+# Layers and blocks that a message names.
+_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Checksums that a prefill rank has reported."""
+
+    writer: WriterId
+    # Indices of our tensors that it has filled, ascending.
+    covers: tuple[int, ...]
+    checksums: bytes
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A ticket whose KV has arrived, and that is to be verified."""
+
+    expect: Expect
+    # As in `ArrivalQueue.ticket_ended`.
+    received: tuple[int, int]
+    cached_tokens: int | None
+    # How prefill's ranks share KV.
+    prefill: Sharding
+    reports: tuple[Reported, ...]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What of one prefill rank's KV differs here."""
+
+    writer: WriterId
+    # Layer and part of each tensor.
+    tensors: tuple[tuple[str, int], ...]
+    # Ids of blocks, each with some wrong tokens, or next to a block that has.
+    blocks: tuple[int, ...]
+    # How the writer's heads travel.
+    route: str
+
+    def __str__(self) -> str:
+        layers = list(dict.fromkeys(f"{layer} tensor {part}" for layer, part in self.tensors))
+        return (
+            f"{_first(layers)} in blocks {_first(self.blocks)}, from prefill rank {self.writer.rank} of stage "
+            f"{self.writer.pp_rank} of engine {self.writer.engine_id}, {self.route}"
+        )
+
+
+def _first(names: Sequence[object]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(map(str, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass
+class _Check:
+    """Checksums of some delivered tickets, all of prefill engines of one shape."""
+
+    delivered: list[Delivered]
+    # By geometry: the units, and the indices of our tensors.
+    summed: dict[int, tuple[SummedUnits, list[int]]] = field(default_factory=dict)
+    # By geometry: `[tensors, units, heads]`, on the host when `done`. The side stream fills it.
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
+    done: Event | None = None
+    failure: str | None = None
+
+
+class Verifier:
+    """Verifies the KV of requests on one decode rank."""
+
+    def __init__(self, rank_info: RankInfo, device: Device, caches: RegisteredCaches) -> None:
+        self._rank_info = rank_info
+        self._device = device
+        self._caches = caches
+        # By geometry: indices of its tensors.
+        self._tensors: dict[int, list[int]] = {}
+        for index, tensor in enumerate(caches.description.tensors):
+            if is_summed(caches.description.geometry_of(tensor)):
+                self._tensors.setdefault(tensor.geometry, []).append(index)
+        # The oldest first.
+        self._pending: deque[_Check] = deque()
+
+    @owned
+    def begin(self, delivered: Iterable[Delivered]) -> None:
+        """Submits the checksums of tickets whose KV has just arrived."""
+        alike: dict[Sharding, list[Delivered]] = {}
+        for each in delivered:
+            alike.setdefault(each.prefill, []).append(each)
+        for prefill, group in alike.items():
+            check = _Check(group)
+            self._pending.append(check)
+            try:
+                self._submit(check, prefill)
+            except (DeviceError, ValueError) as error:
+                check.failure = str(error)
+
+    @owned
+    def take(self, wait_s: float) -> list[tuple[Delivered, list[Mismatch]]]:
+        """Returns the tickets that are verified, with what differs. Waits `wait_s` seconds at most for the first."""
+        ended: list[tuple[Delivered, list[Mismatch]]] = []
+        deadline = time.monotonic() + wait_s
+        while self._pending:
+            check = self._pending[0]
+            if check.done is not None:
+                try:
+                    check.done.wait(0.0 if ended else max(0.0, deadline - time.monotonic()))
+                except TimeoutError:
+                    break
+                except DeviceError as error:
+                    check.failure = str(error)
+            self._pending.popleft()
+            if check.failure is not None:
+                logger.error("verify_kv: %d requests are not verified: %s", len(check.delivered), check.failure)
+            for n, each in enumerate(check.delivered):
+                ended.append((each, [] if check.failure is not None else self._compare(check, n, each)))
+        return ended
+
+    def _submit(self, check: _Check, prefill: Sharding) -> None:
+        summers = {}
+        for index, tensors in self._tensors.items():
+            geometry = self._caches.description.geometries[index]
+            # A unit lies within one block here, and within the tokens of one rank there.
+            unit = math.gcd(geometry.run, prefill.interleave) if prefill.parts > 1 else geometry.run
+            wanted = [(each.expect.cached_tokens, each.expect.verified) for each in check.delivered]
+            summed = SummedUnits.of(
+                geometry,
+                unit,
+                [(start, max(start, geometry.complete(of.num_tokens))) for start, of in wanted if of is not None],
+                [of.blocks[geometry.group] for _, of in wanted if of is not None],
+            )
+            if len(summed.units):
+                check.summed[index] = summed, tensors
+                summers[index] = UnitSummer(self._device, summed)
+
+        def take() -> None:
+            for index, summer in summers.items():
+                tensors = check.summed[index][1]
+                described = self._caches.description.tensors
+                check.sums[index] = stack_on_host(
+                    [summer.sums(self._caches.tensors[n], described[n].base) for n in tensors]
+                )
+
+        check.done = self._device.submit(take, self._device.record_event())
+
+    def _compare(self, check: _Check, number: int, delivered: Delivered) -> list[Mismatch]:
+        found = []
+        of = delivered.expect.verified
+        assert of is not None
+        for report in delivered.reports:
+            if report.writer.rank >= len(delivered.prefill.shares):
+                continue
+            tally = Tally.empty(len(report.covers), of.column_tokens, of.num_tokens)
+            for index, (summed, tensors) in check.summed.items():
+                places = [place for place, tensor in enumerate(tensors) if tensor in report.covers]
+                if places:
+                    chosen = summed.chosen(number, delivered.prefill.share(report.writer.rank))
+                    sums = to_numpy(check.sums[index])[places][:, chosen]
+                    rows = [report.covers.index(tensors[place]) for place in places]
+                    total = summed.geometry.total_heads
+                    own = self._rank_info.sharding.heads(self._rank_info.rank, total)
+                    common = common_heads(own, delivered.prefill.heads(report.writer.rank, total))
+                    tally.add(rows, sums, own, common, summed.units.tokens[chosen])
+            differing = tally.differing(report.checksums)
+            if differing is None:
+                logger.warning("verify_kv: checksums of prefill rank %d cannot be compared", report.writer.rank)
+            elif any(differing):
+                found.append(self._mismatch(delivered, report, *differing))
+        return found
+
+    def _mismatch(
+        self, delivered: Delivered, report: Reported, rows: Sequence[int], columns: Sequence[int]
+    ) -> Mismatch:
+        of = delivered.expect.verified
+        assert of is not None
+        tensors = [self._caches.description.tensors[report.covers[row]] for row in rows]
+        blocks: dict[int, None] = {}
+        for index in dict.fromkeys(tensor.geometry for tensor in tensors):
+            geometry = self._caches.description.geometries[index]
+            for column in columns:
+                first = max(column * of.column_tokens, delivered.expect.cached_tokens)
+                stop = min((column + 1) * of.column_tokens, of.num_tokens)
+                begin, end = (token - delivered.expect.cached_tokens for token in (first, stop))
+                ids = of.blocks[geometry.group][begin // geometry.span : -(-end // geometry.span)]
+                blocks.update(dict.fromkeys(ids))
+        named = tuple((tensor.layer, tensor.part) for tensor in tensors)
+        kinds = {tensor.geometry for tensor in tensors}
+        return Mismatch(report.writer, named, tuple(blocks), self._route(kinds, delivered.prefill))
+
+    def _route(self, geometries: Iterable[int], prefill: Sharding) -> str:
+        """Returns how heads of prefill ranks of this shape come here."""
+        for index in geometries:
+            geometry = self._caches.description.geometries[index]
+            theirs = len(prefill.heads(0, geometry.total_heads))
+            if geometry.order is Order.TOKEN_MAJOR and theirs != geometry.heads:
+                return "regrouped"
+        return "written straight from the cache"
+
+
+def describe(mismatches: Sequence[Mismatch]) -> str:
+    """Returns why a request fails, as its client may read it."""
+    return "KV differs from what prefill computed (verify_kv): " + "; ".join(map(str, mismatches[:_NAMED]))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the checksums of `core/checksum.py` on the device, by torch's operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_ascend_pd.core.checksum import SummedUnits, Sums, place_weights, word_bytes
+from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.device.base import Device
+
+_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class UnitSummer:
+    """Takes the checksums of the same units in several tensors of one geometry.
+
+    The number of operators that a tensor takes does not depend on how many requests or units there are.
+    """
+
+    def __init__(self, device: Device, summed: SummedUnits) -> None:
+        """Uploads what all tensors share. The model's thread calls it. Raises `DeviceError`."""
+        geometry = summed.geometry
+        self._geometry = geometry
+        self._unit_bytes = summed.unit_bytes
+        # Rows of a tensor begin every so many bytes: all units begin with one.
+        self._step = math.gcd(geometry.block_stride, self._unit_bytes)
+        self._rows = device.upload(torch.from_numpy(summed.offsets // self._step))
+        self._entry_weights = device.upload(_signed(summed.entry_weights))
+        self._place_weights = device.upload(_signed(place_weights(geometry)))
+        self._words = _WORDS[word_bytes(geometry)]
+
+    def sums(self, tensor: torch.Tensor, base: int) -> torch.Tensor:
+        """Returns the checksums of the units, `[units, heads]`, of int64, without the heads' weights.
+
+        `base`: address of block 0. Call it in submitted work.
+        """
+        units, heads = len(self._rows), self._geometry.heads
+        entries = self._entry_weights.shape[1]
+        found = self._bytes(tensor, base).index_select(0, self._rows).view(self._words).to(torch.int64)
+        by_head = _dot(found.view(-1, len(self._place_weights)), self._place_weights)
+        if self._geometry.order is Order.HEAD_MAJOR:
+            return by_head.view(units, heads) * self._entry_weights
+        return (by_head.view(units, entries, heads) * self._entry_weights[:, :, None]).sum(1)
+
+    def _bytes(self, tensor: torch.Tensor, base: int) -> torch.Tensor:
+        """Returns the bytes of a cache tensor as rows of a unit, which overlap if blocks are no multiple of units."""
+        storage = tensor.untyped_storage()
+        geometry = self._geometry
+        num_bytes = (tensor.shape[0] - 1) * geometry.block_stride + geometry.block_bytes
+        shape = ((num_bytes - self._unit_bytes) // self._step + 1, self._unit_bytes)
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return whole.set_(storage, base - storage.data_ptr(), shape, (self._step, 1))
+
+
+def to_numpy(sums: torch.Tensor) -> Sums:
+    """Returns checksums, which are on the host, as unsigned numbers."""
+    unsigned: Sums = sums.numpy().view(np.uint64)
+    return unsigned
+
+
+def stack_on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns `[tensors, units, heads]` on the host. Its content is there when the submitted work has ended."""
+    stacked = torch.stack(tuple(sums))
+    if stacked.is_cpu:
+        return stacked
+    host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+    return host.copy_(stacked, non_blocking=True)
+
+
+def _signed(weights: Sums) -> torch.Tensor:
+    return torch.from_numpy(weights.view(np.int64))
+
+
+def _dot(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    # NPUs have no product of int64 matrices. On a CPU it takes a fiftieth of the time.
+    return rows @ weights if rows.is_cpu else (rows * weights).sum(-1)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes checksums of KV as prefill computed it, for `verify_kv` (docs/garbled.md).
+
+The model's thread plans them with the step, and submits each layer's. The side stream takes them before the layer is
+regrouped or written. So when a transfer's writes are over, all its checksums are on the host, and the control thread
+adds up those that it reports to a decode rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from vllm_ascend_pd.core.checksum import (
+    MAX_ROWS,
+    SummedUnits,
+    Tally,
+    column_tokens,
+    common_heads,
+    is_summed,
+)
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry
+from vllm_ascend_pd.core.prefill_ticket import Destination
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.device.base import Device, DeviceError, Event
+from vllm_ascend_pd.device.checksums import UnitSummer, stack_on_host, to_numpy
+
+logger = logging.getLogger(__name__)
+
+
+class StepChecksums:
+    """Checksums of what one step completes of some requests, in caches of one geometry."""
+
+    def __init__(self, device: Device, own_heads: range, summed: SummedUnits, ticket_ids: Sequence[str]) -> None:
+        """`own_heads`: this rank's, of the whole model. `ticket_ids`: of the requests that units belong to.
+
+        Raises `DeviceError`.
+        """
+        self.own_heads = own_heads
+        self.summed = summed
+        self.ticket_ids = tuple(ticket_ids)
+        self._device = device
+        self._summer = UnitSummer(device, summed)
+        # By layer and part: `[units, heads]` on the host. The side stream adds to it, the control thread reads it when
+        # all writes are over.
+        self.taken: dict[tuple[str, int], torch.Tensor] = {}
+
+    def submit(self, described: Sequence[CacheTensor], tensors: Sequence[torch.Tensor], computed: Event) -> Event:
+        """Queues the checksums of a layer on the side stream. Returns when they are taken, whether that succeeds or
+        not: a failure never fails the requests."""
+
+        def take() -> None:
+            try:
+                pairs = zip(described, tensors, strict=True)
+                sums = stack_on_host([self._summer.sums(tensor, each.base) for each, tensor in pairs])
+                self.taken.update(((each.layer, each.part), sums[n]) for n, each in enumerate(described))
+            except Exception:
+                logger.exception("verify_kv: no checksums of layer %s", described[0].layer)
+
+        try:
+            return self._device.submit(take, computed)
+        except DeviceError as error:
+            logger.error("verify_kv: no checksums of layer %s: %s", described[0].layer, error)
+            return computed
+
+
+def plan_checksums(
+    device: Device,
+    geometry: Geometry,
+    unit: int,
+    own_heads: range,
+    parts: Sequence[tuple[Ticket, tuple[int, int], Sequence[int]]],
+) -> StepChecksums | None:
+    """Returns the checksums of what a step sends to one decode engine; None if this rank has nothing of it.
+
+    `unit`: tokens of a unit of the route. `parts`: for each verified request its ticket, the tokens `[start, stop)`
+    that become complete, and our blocks from that of the first one on. Raises `DeviceError`.
+    """
+    group = geometry.group
+    summed = SummedUnits.of(
+        geometry,
+        unit,
+        [tokens for _, tokens, _ in parts],
+        [blocks for _, _, blocks in parts],
+        [(ticket.remote_block_ids[group], ticket.span(group)) for ticket, _, _ in parts],
+    )
+    if len(summed.units) == 0:
+        return None
+    return StepChecksums(device, own_heads, summed, [ticket.ticket_id for ticket, _, _ in parts])
+
+
+def report_checksums(ticket: Ticket, steps: Sequence[StepChecksums], destination: Destination) -> bytes | None:
+    """Returns what is reported to a decode rank after success; None if nothing was taken.
+
+    The control thread calls it. `steps`: all that was taken of the ticket's KV.
+    """
+    covers = sorted(destination.covers)
+    if not steps or not 0 < len(covers) <= MAX_ROWS:
+        return None
+    rank, decode = destination.rank, ticket.sharding
+    spans = [ticket.span(group) for group in range(len(ticket.remote_block_size))]
+    tally = Tally.empty(len(covers), column_tokens(spans, ticket.num_tokens), ticket.num_tokens)
+    named = [(rank.caches.tensors[index].layer, rank.caches.tensors[index].part) for index in covers]
+    kinds = [rank.caches.geometry_of(rank.caches.tensors[index]) for index in covers]
+    summed_rows = {name: row for row, (name, kind) in enumerate(zip(named, kinds, strict=True)) if is_summed(kind)}
+    for step in steps:
+        summed = step.summed
+        rows = {name: row for name, row in summed_rows.items() if kinds[row].group == summed.geometry.group}
+        chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), decode.share(rank.tp_rank))
+        common = common_heads(step.own_heads, decode.heads(rank.tp_rank, summed.geometry.total_heads))
+        of_tensors = {name: step.taken[name] for name in rows if name in step.taken}
+        if of_tensors:
+            sums = to_numpy(torch.stack(tuple(of_tensors.values())))[:, chosen]
+            tokens = summed.units.tokens[chosen]
+            tally.add([rows[name] for name in of_tensors], sums, step.own_heads, common, tokens)
+    return tally.encode()
