@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import socket
@@ -13,13 +14,16 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import anyio
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_ascend_pd.proxy.http.messages import Headers, read_all
-from vllm_ascend_pd.proxy.http.session import TimedBody, open_session, time_limits
+from vllm_ascend_pd.transport.http_client import IDLE_CONNECTION_S
 
 _NOT_ADDED = ("Content-Type", "User-Agent")
 """Headers that aiohttp would add. The proxy passes on the client's headers only."""
+_MAX_HEADER_BYTES = 64 * 1024
+"""Of one header, or of the status line, in a response."""
 _NO_COMPRESSION = (b"accept-encoding", b"identity")
 """For a client that did not ask for compression."""
 _NOT_HTTP = "the answer is not valid HTTP"
@@ -164,7 +168,7 @@ class EngineClient:
         self._places = anyio.Semaphore(max_connections)
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
-        self._timeout = time_limits(connect_timeout, read_timeout)
+        self._timeout = _time_limits(connect_timeout, read_timeout)
         self._reuse_connections = reuse_connections
         self._opened: aiohttp.ClientSession | None = None
 
@@ -179,8 +183,8 @@ class EngineClient:
                 method,
                 url,
                 headers=_encoded(headers),
-                data=TimedBody(content, self._read_timeout if timeout is None else timeout) if content else None,
-                timeout=self._timeout if timeout is None else time_limits(timeout, timeout),
+                data=_TimedBody(content, self._read_timeout if timeout is None else timeout) if content else None,
+                timeout=self._timeout if timeout is None else _time_limits(timeout, timeout),
                 allow_redirects=False,
             )
             answer = EngineResponse(response, self._places.release)
@@ -221,8 +225,56 @@ class EngineClient:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._opened is None:  # it needs a running loop
-            self._opened = open_session(not_added=_NOT_ADDED, reuse_connections=self._reuse_connections)
+            self._opened = _open_session(self._reuse_connections)
         return self._opened
+
+
+class _TimedBody(aiohttp.BytesPayload):
+    """A request body that must be sent within `timeout` seconds. aiohttp itself waits for ever."""
+
+    def __init__(self, content: bytes, timeout: float) -> None:
+        super().__init__(content)
+        self._timeout = timeout
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        """Raises TimeoutError if the engine does not read the body in time."""
+        async with asyncio.timeout(self._timeout):
+            await super().write_with_length(writer, content_length)
+
+
+class _Response(aiohttp.ClientResponse):
+    def close(self) -> None:
+        """Closes the connection at once. aiohttp would first wait until the server has read the whole request."""
+        if self.connection is not None and self.connection.transport is not None:
+            self.connection.transport.abort()
+        super().close()
+
+
+def _open_session(reuse_connections: bool) -> aiohttp.ClientSession:
+    """A session without a limit of connections: `EngineClient` bounds its requests. It takes no proxies or passwords
+    from the environment and keeps no cookies."""
+    connector = aiohttp.TCPConnector(
+        limit=0,
+        force_close=not reuse_connections,
+        keepalive_timeout=IDLE_CONNECTION_S if reuse_connections else None,
+        resolver=aiohttp.ThreadedResolver(),
+        use_dns_cache=False,
+    )
+    return aiohttp.ClientSession(
+        connector=connector,
+        response_class=_Response,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=_NOT_ADDED,
+        auto_decompress=False,
+        trust_env=False,
+        max_line_size=_MAX_HEADER_BYTES,
+        max_field_size=_MAX_HEADER_BYTES,
+    )
+
+
+def _time_limits(connect: float, read: float) -> aiohttp.ClientTimeout:
+    """Seconds to open a connection, and without a byte from the engine."""
+    return aiohttp.ClientTimeout(connect=connect, sock_read=read, ceil_threshold=math.inf)
 
 
 def _encoded(headers: Headers) -> list[tuple[str, str]]:
