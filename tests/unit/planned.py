@@ -4,7 +4,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
+from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine, stage_layers
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import PlanFigures
 from vllm_ascend_pd.tools.plan.model import read_model
@@ -42,10 +44,12 @@ def assert_conserved(plan: PlanFigures, attention_layers: list[bool], itemsize: 
     for lane in range(plan.senders[0].lanes):
         flows = [flow for flow in prompt.flows if flow.lane == lane]
         assert sum(flow.nbytes for flow in flows) == prompt.nbytes
-        for stage, layers in enumerate(decode.stages):
-            for reader in plan.readers:
-                to_it = [flow for flow in flows if flow.target == (stage, reader.tp_rank)]
-                cached = sum(attention_layers[layers.first : layers.stop])
+        for stage, layers in enumerate(stage_layers(plan.model.layers, decode.pp)):
+            for reader in range(decode.tp):
+                to_it = [flow for flow in flows if flow.target == (stage, reader)]
+                cached = sum(attention_layers[layer] for layer in layers)
                 assert sum(flow.nbytes for flow in to_it) == cached * heads * per_head
                 if cached:
-                    assert tuple(sorted({flow.source.tp_rank for flow in to_it})) == reader.writers[lane]
+                    sides = sharding(decode.tp), sharding(plan.prefill.tp)
+                    writers = topology.writers_to(reader, *sides, plan.model.kv_heads, lane, True)
+                    assert tuple(sorted({flow.source.tp_rank for flow in to_it})) == writers

@@ -21,10 +21,10 @@ from vllm_ascend_pd.tools.command_line import as_json
 from vllm_ascend_pd.tools.doctor.report import make_report, ok
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches, stage_layers
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.figures import Piece
+from vllm_ascend_pd.tools.plan.figures import Flow, Piece
 from vllm_ascend_pd.tools.plan.measured import read_measured
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
-from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
+from vllm_ascend_pd.tools.plan.times import Traffic, make_rates
 from vllm_ascend_pd.tools.write_costs import HIXL
 
 # 1000 tokens travel as 8 blocks of 128.
@@ -40,7 +40,6 @@ def test_deepseek_r1_tp16_to_dp4_tp4():
     for sender in plan.senders:
         to = sender.tp_rank % 4
         assert sender.pieces == (Piece(0, to, 128 * 512 * 2), Piece(1, to, 128 * 64 * 2))
-    assert [r.writers for r in plan.readers] == [tuple((rank,) for rank in range(first, 16, 4)) for first in range(4)]
     assert (plan.all_to_all, plan.groups_created, plan.staging.total_bytes) == ((), 0, 0)
     assert plan.prompt.busiest_reader == SENT_TOKENS * 70_272
     assert plan.prompt.busiest_sender == SENT_TOKENS * 70_272
@@ -60,7 +59,6 @@ def test_qwen3_235b_tp16_to_tp8():
     for sender in plan.senders:
         to = 2 * sender.first_head + sender.tp_rank % 2
         assert sender.pieces == tuple(Piece(tensor, to, 128 * 128 * 2) for tensor in (0, 1))
-    assert plan.readers[5].writers == ((9,), (11,))
     assert plan.prompt.nbytes == 8 * SENT_TOKENS * 94 * 512
     assert plan.prompt.busiest_sender == plan.prompt.busiest_reader == SENT_TOKENS * 94 * 512
     assert plan.prompt.descriptors == 94 * 2 * 8 * 8
@@ -83,7 +81,6 @@ def test_llama_70b_tp8_to_tp4():
         assert sender.exchanges_with == (sender.tp_rank // 2 * 2, sender.tp_rank // 2 * 2 + 1)
         # Whole blocks, two heads wide: every other rank has half of them.
         assert sender.pieces == tuple(Piece(tensor, sender.tp_rank // 2, 128 * 2 * 256) for tensor in (0, 1))
-    assert [r.writers for r in plan.readers] == [((0, 1),), ((2, 3),), ((4, 5),), ((6, 7),)]
     assert plan.prompt.nbytes == SENT_TOKENS * 327_680
     assert (plan.prompt.descriptors, plan.prompt.descriptors_contiguous) == (80 * 2 * 8 * 4, 80 * 2 * 8)
     assert_conserved(plan, [True] * 80, 2)
@@ -92,17 +89,11 @@ def test_llama_70b_tp8_to_tp4():
 @pytest.mark.parametrize("pp", [1, 2])
 def test_llama_70b_tp4_to_tp8(pp):
     plan = plan_for(LLAMA, (4, pp, 1), (8, 1, 1))
-    stages = [(stage.first, stage.stop) for stage in plan.prefill.stages]
-    assert stages == ([(0, 80)] if pp == 1 else [(0, 40), (40, 80)])
     assert {s.regroup for s in plan.senders} == {"split"}
     for sender in plan.senders:
         to = (2 * sender.tp_rank, 2 * sender.tp_rank + 1)
         assert sender.pieces == tuple(Piece(tensor, rank, 128 * 256) for tensor in (0, 1) for rank in to)
-    assert [r.writers for r in plan.readers] == [((rank // 2,),) for rank in range(8)]
     assert len(plan.prompt.flows) == 8 * pp
-    assert {(f.first_layer, f.last_layer, f.layers) for f in plan.prompt.flows} == {
-        (first, stop - 1, stop - first) for first, stop in stages
-    }
     assert plan.prompt.nbytes == SENT_TOKENS * 327_680
     assert plan.prompt.busiest_sender == plan.prompt.nbytes // 4 // pp
     assert plan.prompt.busiest_reader == plan.prompt.nbytes // 8
@@ -115,7 +106,6 @@ def test_sizes_that_do_not_divide_exchange_and_divide():
     plan = _plan(model, (3, 1), (2, 1), 16, 16, 16)
     assert plan.all_to_all == ((0, 1, 2),)
     assert plan.senders[1].pieces == tuple(Piece(tensor, to, 16 * 3 * 8 * 2) for tensor in (0, 1) for to in (0, 1))
-    assert [reader.writers for reader in plan.readers] == [((0, 1, 2),)] * 2
 
 
 # --- times ---------------------------------------------------------------------------------------------------
@@ -180,36 +170,6 @@ def test_a_report_without_measured_descriptors(tmp_path: Path) -> None:
         read_measured(measured(tmp_path, ("versions.cann", {})))
 
 
-def test_times_of_a_link_that_keeps_up():
-    plan = plan_for(DEEPSEEK, (16, 1, 3), (4, 1, 4))
-    timing = make_timing(plan, 200, 61.0)
-    # 25 MB a millisecond; one rank sends all that a decode rank gets.
-    assert timing.transfer_ms == pytest.approx(SENT_TOKENS * 70_272 / 25e6)
-    assert timing.layer_ms == pytest.approx(timing.transfer_ms / 61)
-    assert timing.after_prefill_ms == pytest.approx(timing.layer_ms)
-    # 4 ranks take turns in sending; what 3 engines send, 4 receive.
-    assert timing.prefill_link_ms == pytest.approx(timing.transfer_ms / 4)
-    assert timing.decode_link_ms == pytest.approx(timing.transfer_ms * 3 / 4)
-
-
-def test_times_of_a_link_that_does_not():
-    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1))
-    timing = make_timing(plan, 1, 80.0)
-    # A decode rank's link is the narrowest; it is idle until the first of 80 layers is computed.
-    assert timing.transfer_ms == pytest.approx(SENT_TOKENS * 327_680 / 4 / 125_000)
-    assert timing.after_prefill_ms == pytest.approx(1.0 + timing.transfer_ms - 80.0)
-
-
-def test_times_of_pipeline_stages():
-    plan = plan_for(LLAMA, (4, 2, 1), (8, 1, 1))
-    timing = make_timing(plan, 1, 80.0)
-    sent, received = (SENT_TOKENS * 327_680 / ranks / 125_000 for ranks in (8, 8))
-    assert timing.transfer_ms == pytest.approx(sent) == pytest.approx(received)
-    # The last stage begins to send when 41 of 80 layers are computed, decode to receive after the first.
-    assert timing.after_prefill_ms == pytest.approx(41 + sent - 80)
-    assert make_timing(plan, 1, None).after_prefill_ms is None
-
-
 def test_rates_of_deepseek_r1():
     """The rates of published figures, worked out by hand.
 
@@ -218,8 +178,7 @@ def test_rates_of_deepseek_r1():
     for 37 requests on four ranks.
     """
     plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
-    timing = make_timing(plan, 200, 18.7)
-    rates = make_rates(plan, timing, Traffic(4096, 1500, step_ms=19.3, requests=48, kv_gib=14))
+    rates = make_rates(plan, 18.7, Traffic(4096, 1500, step_ms=19.3, requests=48, kv_gib=14, link_gbit=200))
     assert rates.prefill_compute == pytest.approx(1 / (4.096 * 0.0187))
     # A prefill rank sends the latent to 4 decode ranks, and each of 16 prefill ranks serves one request of 16.
     sent = SENT_TOKENS * 70_272 * 4.096 / 25e9
@@ -242,7 +201,7 @@ def test_rates_of_deepseek_r1():
 )
 def test_the_slowest_part_of_each_side_decides_the_ratio(link_gbit, step_ms, requests, limits):
     plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
-    rates = make_rates(plan, make_timing(plan, link_gbit, 18.7), Traffic(4096, 1500, step_ms, requests, 14))
+    rates = make_rates(plan, 18.7, Traffic(4096, 1500, step_ms, requests, 14, link_gbit))
     prefill, decode = (getattr(rates, name) for name in limits)
     assert prefill == min(rates.prefill_compute, rates.prefill_link)
     assert decode == min(rates.decode_steps, rates.decode_kv, rates.decode_link)
@@ -317,13 +276,23 @@ def test_any_shape_covers_what_the_core_does(shape):
                 assert len({*filled}) == 1, "by each rank of a group: it has a share of the units"
 
 
+def layers_between(shape, flow: Flow) -> int:
+    """How many layers a rank of a pipeline stage sends to one of a stage of decode."""
+    cached = shape[0].cached
+    ours, theirs = (
+        set(stage_layers(len(cached), pp)[rank.pp_rank])
+        for (_, pp), rank in ((shape[1], flow.source), (shape[2], flow.target))
+    )
+    return sum(cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in ours & theirs)
+
+
 @given(_shapes())
 def test_any_shape_has_one_descriptor_per_piece_unless_neighbours_merge(shape):
     plan = _plan(*shape)
     apart = shape[3] == shape[4]
     for flow in plan.prompt.flows:
         pieces = [p for p in plan.senders[flow.source.tp_rank].pieces if p.to == flow.target.tp_rank]
-        most = flow.layers * plan.prompt.units * len(pieces)
+        most = layers_between(shape, flow) * plan.prompt.units * len(pieces)
         assert flow.descriptors_contiguous <= flow.descriptors <= most
         if apart and not plan.senders[flow.source.tp_rank].exchanges_with:
             assert flow.descriptors == most

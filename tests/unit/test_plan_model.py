@@ -28,7 +28,6 @@ from vllm_ascend_pd.tools.plan.model import (
     read_model,
 )
 from vllm_ascend_pd.tools.plan.tables import render
-from vllm_ascend_pd.tools.plan.times import make_timing
 
 LETTERS = {Cached.FULL: "F", Cached.WINDOW: "W", Cached.STATE: "S", Cached.NOTHING: "N"}
 BFLOAT16 = {"torch_dtype": "bfloat16"}
@@ -232,7 +231,6 @@ def test_only_attention_layers_of_a_hybrid_model_are_sent():
     plan = planned(model, 2, 2)
     assert (plan.model.layers, plan.model.cached_layers) == (5, 3)
     assert plan.model.bytes_per_token == 3 * 2 * (16 + 16) * 2
-    assert [(s.first, s.stop, s.cached) for s in plan.prefill.stages] == [(0, 3, 1), (3, 5, 2)]
     assert_conserved(plan, [False, False, True, True, True], 2)
 
 
@@ -456,7 +454,6 @@ def test_a_prompt_is_sent_by_blocks() -> None:
     assert plan.prompt.nbytes == tokens + fine + fine_states + coarse + coarse_states
     assert plan.senders[0].lanes == 16
     assert plan.staging.slots == 0
-    assert make_timing(plan, 100, 90).transfer_ms == pytest.approx(plan.prompt.nbytes * 8 / 1e8)
 
 
 def test_stages_and_blocks_that_differ() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
 from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError, read_model
 
@@ -22,10 +22,9 @@ def _number(text: str) -> Any:
     return typer.Option(help=text, metavar="X", min=0.001)
 
 
-_LINK = "Bandwidth of a rank in Gbit/s, in each direction. Adds transfer times to the output."
-_COMPUTE = "Milliseconds that prefill needs for 1000 tokens. Compares transfer and compute. Needs --link-gbit."
+_COMPUTE = "Milliseconds that prefill needs for 1000 tokens, beside a layer's writes."
 _STEP = "Maximum number of tokens per prefill step. Determines the size of the staging buffer."
-_PROMPT = "Tokens of a usual prompt. With the four options below, adds engines per engine."
+_PROMPT = "Tokens of a usual prompt. With the option above and the five below, adds engines per engine."
 
 _MEASURED = "Output of doctor --hardware --json, for the times of writes instead of HIXL's figures."
 
@@ -43,24 +42,21 @@ def plan(
     decode_block_size: Annotated[int | None, _count("Tokens per block on decode.", "--block-size")] = None,
     kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="Data type of the KV cache.")] = CacheDtype.AUTO,
     max_num_batched_tokens: Annotated[int, _count(_STEP)] = 8192,
-    link_gbit: Annotated[float | None, _number(_LINK)] = None,
     compute_ms_per_1000_tokens: Annotated[float | None, _number(_COMPUTE)] = None,
     prompt_tokens: Annotated[int | None, _count(_PROMPT)] = None,
     output_tokens: Annotated[int | None, _count("Tokens of a usual answer.")] = None,
     decode_step_ms: Annotated[float | None, _number("Milliseconds of a decode step with the requests below.")] = None,
     decode_requests: Annotated[int | None, _count("Most requests that a data-parallel rank decodes at once.")] = None,
     decode_kv_gib: Annotated[float | None, _number("GiB of KV cache on each decode rank.")] = None,
+    link_gbit: Annotated[float | None, _number("Bandwidth of a rank in Gbit/s, in each direction.")] = None,
     measured: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=_MEASURED)] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     version: Version = False,
 ) -> None:
     """Print what a prefill and a decode engine transfer. Starts no engine."""
-    if compute_ms_per_1000_tokens is not None and link_gbit is None:
-        raise USAGE_ERROR("--compute-ms-per-1000-tokens needs --link-gbit")
-    given = (prompt_tokens, output_tokens, decode_step_ms, decode_requests, decode_kv_gib)
+    given = (prompt_tokens, output_tokens, decode_step_ms, decode_requests, decode_kv_gib, link_gbit)
     if any(value is not None for value in given) and None in (*given, compute_ms_per_1000_tokens):
         raise USAGE_ERROR(
-            "--prompt-tokens, --output-tokens, --decode-step-ms, --decode-requests and --decode-kv-gib "
+            "--prompt-tokens, --output-tokens, --decode-step-ms, --decode-requests, --decode-kv-gib and --link-gbit "
             "need each other and --compute-ms-per-1000-tokens"
         )
     # Imported here so that other commands start faster.
@@ -71,7 +67,7 @@ def plan(
     from vllm_ascend_pd.tools.plan.figures import PROMPT_TOKENS
     from vllm_ascend_pd.tools.plan.measured import read_measured
     from vllm_ascend_pd.tools.plan.tables import render
-    from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, make_timing
+    from vllm_ascend_pd.tools.plan.times import Traffic, make_rates
     from vllm_ascend_pd.tools.write_costs import HIXL
 
     sides = (
@@ -83,15 +79,20 @@ def plan(
     try:
         costs = HIXL if measured is None else read_measured(measured)
         shape = read_model(model, kv_cache_dtype)
-        figures = make_plan(shape, *sides, step_tokens=max_num_batched_tokens, staging_slots=slots, write_costs=costs)
-        if link_gbit is not None:
-            figures = msgspec.structs.replace(figures, timing=make_timing(figures, link_gbit, compute_ms))
-        if figures.timing and prompt_tokens and output_tokens and decode_step_ms and decode_requests and decode_kv_gib:
-            traffic = Traffic(prompt_tokens, output_tokens, decode_step_ms, decode_requests, decode_kv_gib)
-            figures = msgspec.structs.replace(figures, rates=make_rates(figures, figures.timing, traffic))
+        figures = make_plan(
+            shape,
+            *sides,
+            step_tokens=max_num_batched_tokens,
+            staging_slots=slots,
+            write_costs=costs,
+            compute_ms=compute_ms,
+        )
+        if compute_ms is not None and None not in given:
+            traffic = Traffic(*cast("tuple[int, int, float, int, float, float]", given))
+            figures = msgspec.structs.replace(figures, rates=make_rates(figures, compute_ms, traffic))
     except OSError as error:
         raise USAGE_ERROR(f"cannot read the model's config.json, or what was measured: {error}") from None
     except PlanError as error:
         print(f"vllm-ascend-pd: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    print(as_json(figures) if json else f"{render(figures)}\n", end="")
+    print(render(figures))

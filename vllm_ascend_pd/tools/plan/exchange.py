@@ -13,13 +13,11 @@ from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import Geometry, RankCaches
 from vllm_ascend_pd.core.plan import Route, Target, Units, descriptors, make_route, slot_bytes
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
-from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.tools.plan.engine import (
     DEFAULT_BLOCK_SIZE,
     PlannedEngine,
     check_engine,
     rank_caches,
-    stage_layers,
 )
 from vllm_ascend_pd.tools.plan.figures import (
     PROMPT_TOKENS,
@@ -31,9 +29,7 @@ from vllm_ascend_pd.tools.plan.figures import (
     PlanFigures,
     PromptFigures,
     RankPosition,
-    ReaderFigures,
     SenderFigures,
-    Stage,
     Staging,
     WriteSize,
 )
@@ -54,10 +50,12 @@ def make_plan(
     staging_slots: int,
     tokens: int = PROMPT_TOKENS,
     write_costs: Sequence[WriteCosts] = HIXL,
+    compute_ms: float | None = None,
 ) -> PlanFigures:
-    """Returns the transfers from one prefill engine to one decode engine, for a prompt of `tokens`, without timing.
+    """Returns the transfers from one prefill engine to one decode engine, for a prompt of `tokens`, without rates.
 
-    `write_costs`: what descriptors cost. Raises PlanError where that cannot work.
+    `write_costs`: what descriptors cost. `compute_ms`: what prefill computes the prompt in, if known. Raises PlanError
+    where that cannot work.
     """
     for engine in (prefill, decode):
         check_engine(model, engine)
@@ -88,13 +86,12 @@ def make_plan(
         decode=_engine_figures(model, decode, d_ranks),
         unit_tokens=unit,
         senders=senders,
-        readers=tuple(_reader(rank, decode.sharding, prefill.sharding, model.kv_heads) for rank in range(decode.tp)),
         all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
         groups_created=len(groups) if staging.slots else 0,
         staging=staging,
         prompt=_prompt(tokens, unit, flows),
         write_times=write_times(flows, senders, write_costs),
-        timing=None,
+        compute_ms=compute_ms,
         rates=None,
         notes=(*model.notes, *_notes(prefill, decode, routes)),
     )
@@ -126,7 +123,6 @@ def _check_fit(
 
 @dataclass
 class _Traffic:
-    layers: list[int] = field(default_factory=list)
     nbytes: int = 0
     # Descriptors by layer, each a count by size: with no two blocks of the prompt adjacent, and with all.
     scattered: dict[int, Counter[int]] = field(default_factory=dict)
@@ -161,7 +157,6 @@ def _flows(
             scattered, contiguous = copies[key]
             sent = traffic.setdefault(target.tp_rank, _Traffic())
             layer = int(tensor.layer.split(".")[2])
-            sent.layers.append(layer)
             sent.nbytes += _bytes(scattered)
             sent.scattered.setdefault(layer, Counter()).update(scattered)
             sent.contiguous.setdefault(layer, Counter()).update(contiguous)
@@ -170,9 +165,6 @@ def _flows(
             source=source,
             target=RankPosition(d_stage, tp_rank),
             lane=routes[0].replica_index,
-            first_layer=min(sent.layers),
-            last_layer=max(sent.layers),
-            layers=len(set(sent.layers)),
             nbytes=sent.nbytes,
             descriptors=sum(each.total() for each in sent.scattered.values()),
             descriptors_contiguous=sum(each.total() for each in sent.contiguous.values()),
@@ -266,13 +258,6 @@ def _sender(rank: int, tp: int, model: ModelShape, routes: Sequence[Route]) -> S
     )
 
 
-def _reader(rank: int, decode: Sharding, prefill: Sharding, total: int) -> ReaderFigures:
-    heads = decode.heads(rank, total)
-    lanes = range(topology.Lanes.between(prefill, decode, total).writers)
-    writers = tuple(topology.writers_to(rank, decode, prefill, total, lane, True) for lane in lanes)
-    return ReaderFigures(rank, heads.start, heads.stop, writers)
-
-
 def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: Sequence[tuple[int, ...]]) -> Staging:
     size = max(slot_bytes(caches, step_tokens) for caches in ranks)
     if size == 0:
@@ -300,7 +285,7 @@ def _notes(prefill: PlannedEngine, decode: PlannedEngine, routes: Sequence[Seque
 def _model_figures(model: ModelShape, step_tokens: int) -> ModelFigures:
     widths = model.widths
     per_layer: float = model.kv_heads * sum(widths) * model.dtype.itemsize
-    cached = _attention_layers(model, range(len(model.cached)))
+    cached = sum(kind in (Cached.FULL, Cached.WINDOW) for kind in model.cached)
     keys = sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in model.without_key)
     per_token = cached * per_layer - keys * widths[-1] * model.dtype.itemsize
     kinds = _layer_kinds(model, step_tokens)
@@ -334,7 +319,6 @@ def _layer_kinds(model: ModelShape, step_tokens: int) -> tuple[LayerKindFigures,
 def _engine_figures(
     model: ModelShape, engine: PlannedEngine, ranks: Mapping[RankPosition, RankCaches]
 ) -> EngineFigures:
-    stages = stage_layers(len(model.cached), engine.pp)
     per_token = (
         whole(sum(each.entry_bytes / each.tokens_per_entry for each in geometries if not _window(model, each)))
         for caches in (ranks[RankPosition(stage, 0)] for stage in range(engine.pp))
@@ -345,10 +329,5 @@ def _engine_figures(
         pp=engine.pp,
         dp=engine.dp,
         block_size=engine.block_size,
-        stages=tuple(Stage(layers.start, layers.stop, _attention_layers(model, layers)) for layers in stages),
         bytes_per_token=tuple(per_token),
     )
-
-
-def _attention_layers(model: ModelShape, layers: range) -> int:
-    return sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in layers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of `vllm-ascend-pd plan`, which `--json` prints as it is. Sizes are in bytes, times in milliseconds."""
+"""The result of `vllm-ascend-pd plan`. Sizes are in bytes, times in milliseconds."""
 
 from typing import NamedTuple
 
@@ -42,14 +42,6 @@ class ModelFigures(msgspec.Struct, frozen=True):
     layer_kinds: tuple[LayerKindFigures, ...] = ()  # of a model with compressed caches
 
 
-class Stage(msgspec.Struct, frozen=True):
-    """A pipeline stage with layers `[first, stop)`."""
-
-    first: int
-    stop: int
-    cached: int  # layers of the stage that have a KV cache
-
-
 class EngineFigures(msgspec.Struct, frozen=True):
     """One side's engines."""
 
@@ -57,7 +49,6 @@ class EngineFigures(msgspec.Struct, frozen=True):
     pp: int
     dp: int
     block_size: int  # tokens
-    stages: tuple[Stage, ...]
     bytes_per_token: tuple[float, ...]  # by stage, on each of its ranks
 
 
@@ -85,15 +76,6 @@ class SenderFigures(msgspec.Struct, frozen=True):
     pieces: tuple[Piece, ...]
 
 
-class ReaderFigures(msgspec.Struct, frozen=True):
-    """A decode rank, in every stage. It has heads `[first_head, stop_head)`."""
-
-    tp_rank: int
-    first_head: int
-    stop_head: int
-    writers: tuple[tuple[int, ...], ...]  # by prefill's lane: the ranks of each stage that write to it
-
-
 class Staging(msgspec.Struct, frozen=True):
     """Memory that each prefill rank reserves for regrouping. All figures are 0 if no request can need it."""
 
@@ -118,9 +100,6 @@ class Flow(msgspec.Struct, frozen=True):
     source: RankPosition
     target: RankPosition
     lane: int  # as in `SenderFigures`, of the prompt
-    first_layer: int
-    last_layer: int
-    layers: int  # number of layers written
     nbytes: int
     descriptors: int  # if no two blocks of the prompt are adjacent
     descriptors_contiguous: int  # if all blocks of the prompt are adjacent
@@ -140,22 +119,6 @@ class PromptFigures(msgspec.Struct, frozen=True):
     busiest_reader: int  # maximum bytes that one decode rank receives
     descriptors: int  # of all ranks, if no two blocks are adjacent
     descriptors_contiguous: int  # of all ranks, if all blocks are adjacent
-
-
-class Timing(msgspec.Struct, frozen=True):
-    """The transfer times of the prompt."""
-
-    link_gbit: float  # bandwidth per rank and direction
-    transfer_ms: float  # on the busiest link, if nothing else uses it
-    layer_ms: float  # the same for one layer
-    # How long a rank's link is busy while each prefill engine computes one such prompt. Prompts are spread over lanes
-    # and data-parallel engines.
-    prefill_link_ms: float
-    decode_link_ms: float
-    # How long prefill computes the prompt. None if unknown.
-    compute_ms: float | None
-    # Time from the end of prefill until decode has all KV, if all layers take equally long. None if unknown.
-    after_prefill_ms: float | None
 
 
 class WriteTime(msgspec.Struct, frozen=True):
@@ -200,12 +163,11 @@ class PlanFigures(msgspec.Struct, frozen=True):
     decode: EngineFigures
     unit_tokens: int  # the smaller block size of the two sides
     senders: tuple[SenderFigures, ...]
-    readers: tuple[ReaderFigures, ...]
     all_to_all: tuple[tuple[int, ...], ...]  # groups of prefill ranks that exchange heads for this decode engine
     groups_created: int  # groups that prefill creates at its start, for any decode engine
     staging: Staging
     prompt: PromptFigures
     write_times: tuple[WriteTime, ...]
-    timing: Timing | None
+    compute_ms: float | None  # what prefill computes the prompt in. None if unknown
     rates: RateFigures | None
     notes: tuple[str, ...]  # what the figures leave out

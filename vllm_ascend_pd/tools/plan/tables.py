@@ -26,8 +26,6 @@ def render(plan: PlanFigures) -> str:
         if plan.model.layer_kinds:
             console.print(_layer_kinds(plan))
         console.print(_senders(plan))
-        if plan.prefill.pp > 1 or plan.decode.pp > 1:
-            console.print(_stages(plan))
         console.print(_prompt(plan))
         console.print(_write_times(plan))
         if plan.rates is not None:
@@ -118,20 +116,8 @@ def _pieces(pieces: Iterable[Piece]) -> str:
     )
 
 
-def _stages(plan: PlanFigures) -> Table:
-    table = Table(title="pipeline stages")
-    for column in ("prefill stage", "decode stage", "layers"):
-        table.add_column(column)
-    for p_rank, ours in enumerate(plan.prefill.stages):
-        for d_rank, theirs in enumerate(plan.decode.stages):
-            both = range(max(ours.first, theirs.first), min(ours.stop, theirs.stop))
-            if both:
-                table.add_row(str(p_rank), str(d_rank), _ranks(both))
-    return table
-
-
 def _prompt(plan: PlanFigures) -> Table:
-    prompt, staging, timing = plan.prompt, plan.staging, plan.timing
+    prompt, staging = plan.prompt, plan.staging
     table = Table(
         title=f"a prompt of {prompt.tokens} tokens ({prompt.units} units of {plan.unit_tokens})", show_header=False
     )
@@ -140,9 +126,6 @@ def _prompt(plan: PlanFigures) -> Table:
     table.add_row("sent in all", _size(prompt.nbytes))
     table.add_row("by a prefill rank at most", _size(prompt.busiest_sender) + taking_turns)
     table.add_row("to a decode rank at most", _size(prompt.busiest_reader))
-    table.add_row(
-        "prefill ranks that write a layer of a decode rank", _ranks(sorted({len(r.writers[0]) for r in plan.readers}))
-    )
     table.add_row(
         "descriptors", f"{prompt.descriptors:,}; {prompt.descriptors_contiguous:,} if all blocks are neighbours"
     )
@@ -155,27 +138,13 @@ def _prompt(plan: PlanFigures) -> Table:
     if staging.groups:
         buffers = f"2 x {BUFFER_MB} MiB for each of {staging.groups} groups, beside vLLM's cache"
         table.add_row("HCCL memory of each prefill rank", f"{_size(staging.communicator_bytes)} ({buffers})")
-    if timing is not None:
-        table.add_section()
-        table.add_row(
-            f"transfer at {timing.link_gbit:g} Gbit/s per rank",
-            f"{timing.transfer_ms:.2f} ms; one layer {timing.layer_ms:.3f} ms",
-        )
-        link = max(timing.prefill_link_ms, timing.decode_link_ms)
-        busy = f"prefill {timing.prefill_link_ms:.2f} ms, decode {timing.decode_link_ms:.2f} ms"
-        if timing.compute_ms is not None and timing.after_prefill_ms is not None:
-            table.add_row("computation", f"{timing.compute_ms:g} ms")
-            table.add_row("decode has everything", f"{timing.after_prefill_ms:.2f} ms after prefill")
-            verdict = "the links keep up" if link <= timing.compute_ms else "the links DO NOT keep up"
-            busy += f": {verdict} ({link / timing.compute_ms:.0%} busy)"
-        table.add_row("a rank's link per prompt, over many prompts", busy)
     return table
 
 
 def _write_times(plan: PlanFigures) -> Table:
     computed = ""
-    if plan.timing is not None and plan.timing.compute_ms is not None:
-        computed = f"; prefill computes it in {plan.timing.compute_ms / plan.model.layers:.2f} ms"
+    if plan.compute_ms is not None:
+        computed = f"; prefill computes it in {plan.compute_ms / plan.model.layers:.2f} ms"
     table = Table(title=f"a layer's writes{computed}")
     for column in ("chip, link", "engine", "all blocks neighbours", "no blocks neighbours", "all-to-all", "limited by"):
         table.add_column(column)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a plan's times: of a prompt's transfer, and the requests per second that engines can serve.
+"""Computes a plan's times: of a layer's writes, and the requests per second that engines can serve.
 
 docs/plan.md has the formulas with their sources.
 """
@@ -14,65 +14,11 @@ from vllm_ascend_pd.tools.plan.figures import (
     RankPosition,
     RateFigures,
     SenderFigures,
-    Timing,
     WriteSize,
     WriteTime,
 )
 from vllm_ascend_pd.tools.plan.model import PlanError
 from vllm_ascend_pd.tools.write_costs import WriteCosts
-
-
-class Link(NamedTuple):
-    """What a rank writes over, and reads over."""
-
-    gbit: float  # of bandwidth in each direction
-
-    def ms(self, nbytes: float) -> float:
-        """Returns the time of writes: of their bytes alone, without what each descriptor costs."""
-        return nbytes * 8 / (self.gbit * 1e6)
-
-
-def make_timing(plan: PlanFigures, link_gbit: float, compute_ms: float | None) -> Timing:
-    """`link_gbit` is each rank's bandwidth in each direction. `compute_ms` is prefill's time for the plan's prompt."""
-    link = Link(link_gbit)
-    one = [flow for flow in plan.prompt.flows if flow.lane == 0]
-    ends: dict[object, list[Flow]] = {}
-    for flow in one:
-        ends.setdefault(("out", flow.source), []).append(flow)
-        ends.setdefault(("in", flow.target), []).append(flow)
-    return Timing(
-        link_gbit=link_gbit,
-        transfer_ms=link.ms(max(plan.prompt.busiest_sender, plan.prompt.busiest_reader)),
-        layer_ms=max(link.ms(_layer_bytes(flows)) for flows in ends.values()),
-        prefill_link_ms=link.ms(plan.prompt.busiest_sender / plan.senders[0].lanes),
-        decode_link_ms=link.ms(plan.prompt.busiest_reader * plan.prefill.dp / plan.decode.dp),
-        compute_ms=compute_ms,
-        after_prefill_ms=None
-        if compute_ms is None
-        else max(_end_ms(flows, plan.model.layers, compute_ms, link) for flows in ends.values()) - compute_ms,
-    )
-
-
-def _layer_bytes(flows: Iterable[Flow]) -> float:
-    """Returns the bytes of one layer on a link with these flows. Flows with the same layers are added."""
-    by_layers: dict[tuple[int, int], float] = {}
-    for flow in flows:
-        layers = (flow.first_layer, flow.last_layer)
-        by_layers[layers] = by_layers.get(layers, 0.0) + flow.nbytes / flow.layers
-    return max(by_layers.values())
-
-
-def _end_ms(flows: list[Flow], num_layers: int, compute_ms: float, link: Link) -> float:
-    """Returns when a link has sent its flows.
-
-    It cannot begin before their first layer is computed, and cannot send the last layer before that is computed.
-    """
-    layer_ms = compute_ms / num_layers
-    first = min(flow.first_layer for flow in flows)
-    last = max(flow.last_layer for flow in flows)
-    busy = link.ms(sum(flow.nbytes for flow in flows))
-    return max((first + 1) * layer_ms + busy, (last + 1) * layer_ms + link.ms(_layer_bytes(flows)))
-
 
 _SLOWER = 1.5
 """Descriptors limit writes that take so many times as long as their bytes alone."""
@@ -125,23 +71,25 @@ class Traffic(NamedTuple):
     step_ms: float
     requests: int  # that a data-parallel rank decodes at once at most
     kv_gib: float  # of each rank
+    link_gbit: float  # bandwidth of each rank in each direction
 
 
-def make_rates(plan: PlanFigures, timing: Timing, traffic: Traffic) -> RateFigures:
-    """Raises PlanError if decode's KV cache cannot hold one such request, or without prefill's compute time."""
-    if timing.compute_ms is None:
-        raise PlanError("the rates of engines need prefill's compute time")
-    # Times of prompts with these tokens, in seconds; timing has those of a prompt of PROMPT_TOKENS.
-    seconds = traffic.prompt_tokens / PROMPT_TOKENS / 1000
-    compute = timing.compute_ms * seconds
+def make_rates(plan: PlanFigures, compute_ms: float, traffic: Traffic) -> RateFigures:
+    """`compute_ms`: as in the plan. Raises PlanError if decode's KV cache cannot hold one such request."""
+    # The plan is of a prompt of PROMPT_TOKENS.
+    prompts = traffic.prompt_tokens / PROMPT_TOKENS
+    compute = compute_ms / 1000 * prompts
+    bytes_per_second = traffic.link_gbit * 1e9 / 8
     decoding = traffic.output_tokens * traffic.step_ms / 1000
     # Decode reserves a prompt's blocks before prefill computes it.
     fitting = _fitting_requests(plan, traffic)
-    prefill = (plan.prefill.dp / compute, plan.prefill.dp / (timing.prefill_link_ms * seconds))
+    # Prompts are spread over lanes and data-parallel engines.
+    sent = plan.prompt.busiest_sender / plan.senders[0].lanes * prompts
+    prefill = (plan.prefill.dp / compute, plan.prefill.dp * bytes_per_second / sent)
     decode = (
         plan.decode.dp * traffic.requests / decoding,
         plan.decode.dp * fitting / (compute + decoding),
-        plan.prefill.dp / (timing.decode_link_ms * seconds),
+        plan.decode.dp * bytes_per_second / (plan.prompt.busiest_reader * prompts),
     )
     ratio = min(decode) / min(prefill)
     return RateFigures(traffic.prompt_tokens, traffic.output_tokens, *prefill, *decode, prefill_per_decode=ratio)
