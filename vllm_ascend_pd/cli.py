@@ -93,7 +93,8 @@ def keygen(
 
 
 _ONE_PORT = "--port serves tickets, too, and --metaserver-token-file protects them"
-_GATEWAY = f"{_ONE_PORT}; mutual TLS is the gateway's (examples/gateway)"
+_GATEWAY = f"{_ONE_PORT}; TLS is the gateway's (examples/gateway)"
+_TLS = "TLS is the gateway's, for clients and for tickets (examples/gateway)"
 _FALLBACK = "where decode must not compute prompts, set its key who_computes to prefill"
 _ORIGINS = "pages of --allowed-origins may use all methods and headers, without credentials"
 _CHECKS = "engines are checked every second, ejected after 3 failures and back after 2 good answers"
@@ -115,6 +116,9 @@ REMOVED = {
     "--check-interval": _CHECKS,
     "--eject-after": _CHECKS,
     "--return-after": _CHECKS,
+    "--tls-cert": _TLS,
+    "--tls-key": _TLS,
+    "--tls-key-password-file": _TLS,
     "--prefill-timeout": "--read-timeout is for engines that compute nothing, prefill engines included",
     "--decode-fallback": _FALLBACK,
     "--no-decode-fallback": _FALLBACK,

@@ -22,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from harness.certificates import Certificate
 from harness.plain_http import PLAIN_HTTP
 
 # What vLLM answers when an engine request fails inside.
@@ -62,11 +63,18 @@ class Servers:
     def __init__(self) -> None:
         self._running: list[tuple[uvicorn.Server, threading.Thread, socket.socket]] = []
 
-    def start(self, make_app: Callable[[str], ASGIApp], listener: socket.socket | None = None) -> str:
-        """Serves `make_app(url)` at `listener`, or on a free port of 127.0.0.1; returns the URL once it answers."""
+    def start(
+        self,
+        make_app: Callable[[str], ASGIApp],
+        listener: socket.socket | None = None,
+        certificate: Certificate | None = None,
+    ) -> str:
+        """Serves `make_app(url)` at `listener`, or on a free port of 127.0.0.1; returns the URL once it answers.
+        `certificate`: for https."""
         listener = listener or socket.create_server(("127.0.0.1", 0), backlog=128)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(make_app(url), log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        url = f"{'https' if certificate else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
+        tls = {"ssl_certfile": str(certificate.cert), "ssl_keyfile": str(certificate.key)} if certificate else {}
+        config = uvicorn.Config(make_app(url), log_config=None, access_log=False, timeout_graceful_shutdown=1, **tls)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import running_cluster, running_proxy
+from proxy_cluster import running_cluster
 
 from harness.certificates import Authority
 from harness.documented import documented
@@ -178,17 +178,14 @@ def test_a_pair() -> None:
         assert wrong == {"proxy.0.health", "proxy.0.engines", "decode.0.health"}
 
 
-def test_a_proxy_behind_tls(ours: Authority, others: Authority) -> None:
-    own = ours.issue("proxy-of-the-doctor", "IP:127.0.0.1")
-    tls = ("--tls-cert", str(own.cert), "--tls-key", str(own.key))
+def test_an_engine_behind_tls(ours: Authority, others: Authority) -> None:
+    own = ours.issue("engine-of-the-doctor", "IP:127.0.0.1")
     with Servers() as servers:
-        prefill, decode = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: DecodeEngine().app)
-        with running_proxy(prefill, decode, *tls) as (_, port):
-            url = f"https://127.0.0.1:{port}"
-            trusting = run("--proxy", url, "--prefill", prefill, "--decode", decode, SSL_CERT_FILE=str(ours.cert))
-            refusing = [run("--proxy", url, **ca) for ca in ({}, {"SSL_CERT_FILE": str(others.cert)})]
+        url = servers.start(lambda _: DecodeEngine().app, certificate=own)
+        trusting = run("--decode", url, SSL_CERT_FILE=str(ours.cert))
+        refusing = [run("--decode", url, **ca) for ca in ({}, {"SSL_CERT_FILE": str(others.cert)})]
     assert trusting.returncode == 0, trusting.stdout
-    assert f"proxy {url} finds all 2 engines healthy" in trusting.stdout
+    assert f"decode {url} is healthy" in trusting.stdout
     for done in refusing:
         assert done.returncode == 1
         assert "CERTIFICATE_VERIFY_FAILED" in done.stdout

@@ -146,7 +146,6 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
-            **settings.tls(),
         )
     )
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ipaddress
-import ssl
 from typing import Annotated, Any, get_type_hints
 from urllib.parse import urlsplit
 
@@ -38,9 +37,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             show_default="http://HOST:PORT/v1/metaserver",
         ),
     ] = ""
-    tls_cert: Annotated[str | None, Option(help="PEM file with the certificate chain. Enables HTTPS.")] = None
-    tls_key: Annotated[str | None, Option(help="PEM file with the key of --tls-cert.")] = None
-    tls_key_password_file: Annotated[str | None, Option(help="File with the password of --tls-key.")] = None
     read_timeout: Annotated[
         float,
         Option(help="Timeout for a client that reads nothing, and for a silent engine that computes no request."),
@@ -135,11 +131,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"--{name.replace('_', '-')} must {least}")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"the strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
-        self._check_tls()
-        scheme = "http" if self.tls_cert is None else "https"
-        url = _with_path(self.metaserver_url or _default_metaserver_url(self.host, self.port, scheme))
-        if scheme == "https" and not url.startswith("https://"):
-            raise ValueError(f"the metaserver URL {url!r} must begin with https://: it is behind TLS")
+        url = _with_path(self.metaserver_url or _default_metaserver_url(self.host, self.port))
         msgspec.structs.force_setattr(self, "metaserver_url", url)
         self.origins()
         self.metaserver_token()
@@ -168,36 +160,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     def admin_token(self) -> str | None:
         return None if self.admin_token_file is None else read_text_secret(self.admin_token_file)
 
-    def tls(self) -> dict[str, Any]:
-        """uvicorn's settings of TLS. Empty for plain HTTP."""
-        if self.tls_cert is None:
-            return {}
-        return {
-            "ssl_certfile": self.tls_cert,
-            "ssl_keyfile": self.tls_key,
-            "ssl_keyfile_password": self._key_password(),
-        }
-
-    def _key_password(self) -> str | None:
-        return None if self.tls_key_password_file is None else read_text_secret(self.tls_key_password_file)
-
-    def _check_tls(self) -> None:
-        if self.tls_cert is None and self.tls_key is None:
-            if self.tls_key_password_file is not None:
-                raise ValueError("--tls-key-password-file needs --tls-cert and --tls-key")
-            return
-        if self.tls_cert is None or self.tls_key is None:
-            raise ValueError("--tls-cert and --tls-key go together")
-        password = self._key_password()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            # A function: without one, a key that has a password would ask for it on the terminal.
-            context.load_cert_chain(self.tls_cert, self.tls_key, lambda: password or "")
-        except OSError as error:  # ssl.SSLError is an OSError
-            raise ValueError(
-                f"the certificate {self.tls_cert} with the key {self.tls_key} cannot be used: {error}"
-            ) from None
-
 
 def options() -> dict[str, tuple[Any, Any]]:
     """The type and the default of each setting that has an option, in order. The type carries the `Option`."""
@@ -210,19 +172,19 @@ def options() -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _default_metaserver_url(host: str, port: int, scheme: str) -> str:
+def _default_metaserver_url(host: str, port: int) -> str:
     """The metaserver's URL of a proxy that listens on `host`. Raises ValueError if nobody can connect to `host`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return f"{scheme}://{host}:{port}{METASERVER_PATH}"
+        return f"http://{host}:{port}{METASERVER_PATH}"
     if address.is_unspecified:
         raise ValueError(
             f"decode engines cannot connect to {host}: give the proxy's address "
-            f"with --metaserver-url {scheme}://ADDRESS:{port}{METASERVER_PATH}"
+            f"with --metaserver-url http://ADDRESS:{port}{METASERVER_PATH}"
         )
     authority = f"[{host}]" if address.version == 6 else host
-    return f"{scheme}://{authority}:{port}{METASERVER_PATH}"
+    return f"http://{authority}:{port}{METASERVER_PATH}"
 
 
 def _with_path(url: str) -> str:
