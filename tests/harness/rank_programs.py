@@ -181,7 +181,7 @@ class _RankBase:
 class PrefillRank(_RankBase):
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.measured = PrefillStats(self.rank_info, self.engine.transport)
+        self.measured = PrefillStats(self.rank_info)
         self.worker = PrefillWorker(
             self.rank_info,
             self.parsed,

@@ -42,18 +42,14 @@ from vllm_ascend_pd.observe.stats import (
     RECEIVE_FAILURES,
     REGROUP_WAIT_SECONDS,
     TICKET_TO_READY_SECONDS,
-    TRANSPORT_INFO,
     Counter,
     Data,
-    Info,
     Stats,
     merged,
 )
 from vllm_ascend_pd.tools.doctor.pair import kind_by_metrics
 
 NAME = "LayerwisePushConnector"
-FACTS = ("ascend", 'a "wheel" 1.0', "client/server", "AutoConnect")
-SHOWN = 'protocol=ascend,wheel=a "wheel" 1.0,kind=client/server,connects=AutoConnect'
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "below-multi"])
@@ -124,9 +120,7 @@ def registered() -> dict[str, float]:
 def said_by(rank: str, *recorded: tuple[Any, Any], gauges: Any = None) -> Data:
     stats = Stats(rank)
     for metric, value in recorded:
-        if isinstance(metric, Info):
-            stats.state(metric, value)
-        elif not isinstance(metric, Counter):
+        if not isinstance(metric, Counter):
             stats.observe(metric, value)
         elif isinstance(value, str):
             stats.add(metric, reason=value)
@@ -151,7 +145,7 @@ def test_both_ways_through_vllm(config: Any, prometheus: PrometheusStatLogger, c
         prometheus.record(stats, None)
 
     if is_prefill:
-        pushed = [(TRANSPORT_INFO, FACTS), (PUSHED_BYTES, 100), (LAYER_PUSH_SECONDS, 0.02), (OVERLAP_RATIO, 1.0)]
+        pushed = [(PUSHED_BYTES, 100), (LAYER_PUSH_SECONDS, 0.02), (OVERLAP_RATIO, 1.0)]
         levels = {PUSH_QUEUE_DEPTH: 2, GRANTS_WAITING: 1}
         record(of_ranks(config, said_by("0/0", *pushed, gauges=levels), said_by("0/1", *pushed, gauges=levels)))
         record(of_ranks(config, None, said_by("0/1", (PUSH_FAILURES, "lease"), (LAYER_PUSH_SECONDS, 0.02))))
@@ -159,7 +153,6 @@ def test_both_ways_through_vllm(config: Any, prometheus: PrometheusStatLogger, c
         record(of_ranks(config, quiet, None, scheduler=said_by("", (PUSH_FAILURES, "ticket"))))
         found = registered()
         assert found["pushed_bytes_total"] == 200
-        assert [found[f"transport_info{{rank={rank},{SHOWN}}}"] for rank in ("0/0", "0/1")] == [1, 1]
         assert [found[f"push_queue_depth{{rank={rank}}}"] for rank in ("0/0", "0/1")] == [2, 0]
         assert [found[f"grants_waiting{{rank={rank}}}"] for rank in ("0/0", "0/1")] == [0, 0]
         assert (found["push_failures_total{reason=lease}"], found["push_failures_total{reason=ticket}"]) == (1, 1)
@@ -170,15 +163,12 @@ def test_both_ways_through_vllm(config: Any, prometheus: PrometheusStatLogger, c
         assert (found["overlap_ratio_bucket{le=0.99}"], found["overlap_ratio_bucket{le=1.0}"]) == (0, 2)
         in_log = "pushed_bytes", 200
     else:
-        facts = said_by("0/0", (TRANSPORT_INFO, FACTS))
-        record(of_ranks(config, {}, None, scheduler=facts))
         ready = said_by("", (TICKET_TO_READY_SECONDS, 0.4))
         record(of_ranks(config, {}, None, scheduler=ready))  # with 0.23 a rank says something, be it nothing
         record(of_ranks(config, {}, None, scheduler=merged(ready, said_by("", (RECEIVE_FAILURES, "aborted")))))
         record(of_ranks(config, {}, None))
         found = registered()
         assert found["receive_failures_total{reason=aborted}"] == 1
-        assert found[f"transport_info{{rank=0/0,{SHOWN}}}"] == 1
         assert found["ticket_to_ready_seconds_count"] == 2
         assert found["ticket_to_ready_seconds_sum"] == pytest.approx(0.8)
         in_log = "receive_failures[aborted]", 1

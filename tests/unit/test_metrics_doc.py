@@ -18,7 +18,6 @@ from vllm_ascend_pd.observe.stats import (
     PROMPT_TOKENS,
     PROMPTS,
     Counter,
-    Info,
     Metric,
 )
 from vllm_ascend_pd.proxy.http.streams import Reply
@@ -57,7 +56,7 @@ def of_engine(metrics: tuple[Metric, ...]) -> dict[str, Documented]:
     """As `connector/metrics.py` registers them: `tests/integration/test_engine_metrics.py` checks that."""
     return {
         PREFIX + metric.name + ("_total" if isinstance(metric, Counter) else ""): Documented(
-            "gauge" if isinstance(metric, Info) else type(metric).__name__.lower(), frozenset(metric.labels)
+            type(metric).__name__.lower(), frozenset(metric.labels)
         )
         for metric in metrics
     }

@@ -24,7 +24,6 @@ from vllm_ascend_pd.observe.stats import (
     PUSH_FAILURES,
     PUSH_QUEUE_DEPTH,
     PUSHED_BYTES,
-    TRANSPORT_INFO,
     WRITE_RETRIES,
     Counter,
     Data,
@@ -198,15 +197,3 @@ def test_a_reason_that_is_none_of_the_fixed_ones_is_refused() -> None:
         Stats().add(PUSH_FAILURES, reason="what a peer said")
     with pytest.raises(ValueError, match="no reason"):
         Stats().add(WRITE_RETRIES, reason="write")
-
-
-def test_facts_are_said_once_and_kept_by_rank() -> None:
-    one, other = Stats("0/0"), Stats("0/1")
-    facts = ["ascend", "a wheel", "comm", "Connect"]
-    for stats in (one, other):
-        stats.state(TRANSPORT_INFO, facts)
-    said = merged(one.take(), other.take())
-    assert said["infos"][TRANSPORT_INFO.name] == {"0/0": facts, "0/1": facts}
-    assert one.take() == {}
-    with pytest.raises(ValueError, match="4 facts, not 1"):
-        one.state(TRANSPORT_INFO, ("ascend",))

@@ -320,7 +320,7 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
         always_has_stats = not ASKS_SCHEDULER_FOR_STATS and is_first
         if setup.prefills:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            measured = PrefillStats(rank, engine.transport)
+            measured = PrefillStats(rank)
             observer = tell_all(PrefillObserver, measured, prefill_trace(config.trace_dir, rank))
             prefill = PrefillWorker(rank, config, device, engine, caches, step_tokens, weights, observer)
             opened.callback(prefill.close, CLOSE_TIMEOUT_S)

@@ -145,9 +145,6 @@ class LayerwisePushPromMetrics(KVConnectorPromMetrics):
         for name, values in data.get("gauges", {}).items():
             for rank, value in values.items():
                 self._series(name, engine_idx, *_labels(rank)).set(value)
-        for name, facts in data.get("infos", {}).items():
-            for rank, texts in facts.items():
-                self._series(name, engine_idx, rank, *texts).set(1)
 
     def _series(self, name: str, engine: int, *labels: str) -> Any:
         """Returns one time series. `labels`: values of the metric's own labels."""

@@ -182,7 +182,7 @@ class DecodeSchedulerRole(ConnectorRole):
         keys = load_keys(setup.config.side_channel_key_file)
         hosts = prefill_peers(setup.config.prefill_allowlist, setup.host, keys is not None, own_networks())
         self._listener = DescriptionListener(engine, setup.host, setup.port, keys, hosts)
-        self.scheduler.described(descriptions)
+        self.scheduler.started()
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         self._blocks.bind(pool)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from vllm_ascend_pd.core.plan import Offsets
     from vllm_ascend_pd.core.prefill_ticket import RankKey
-    from vllm_ascend_pd.core.protocol import RankDescription, WriterId
+    from vllm_ascend_pd.core.protocol import WriterId
     from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
     from vllm_ascend_pd.core.step import Send
     from vllm_ascend_pd.core.ticket import Ticket
@@ -133,9 +133,6 @@ class DecodeObserver:
 
 class DecodeSchedulerObserver:
     """Observes the scheduler's side of a decode engine, on its thread unless a method says otherwise."""
-
-    def ranks_described(self, ranks: Sequence[RankDescription]) -> None:
-        """This engine's ranks have started."""
 
     def prompt_placed(self, request_id: str, by_decode: bool, reason: str, tokens: int) -> None:
         """It was decided who computes `tokens` tokens of a prompt, and why. `request_id`: the API server's id."""

@@ -6,13 +6,13 @@ All of it runs on the scheduler's thread. What sends tickets has threads of its 
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
-from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, RankDescription, TransferFailure
+from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
 from vllm_ascend_pd.core.reasons import Reason, ReceiveFailure
 from vllm_ascend_pd.core.step import DecodeStep, EngineBlocks, EngineRequests, ScheduledRequest, WorkerReport
 from vllm_ascend_pd.core.threads import owned
@@ -374,9 +374,8 @@ class DecodeScheduler:
                 self._routes.of(params).report(failure)
 
     @owned
-    def described(self, ranks: Iterable[RankDescription]) -> None:
-        """Takes the descriptions of this engine's ranks, once they have started."""
-        self._observer.ranks_described(list(ranks))
+    def started(self) -> None:
+        """This engine's ranks have started."""
         self._observer.threshold_set(self._placement.threshold())
 
     def close(self) -> None:

@@ -6,8 +6,7 @@ data of bounded size. `merged` adds up the data of ranks and steps:
 
     {"counters": {name: {reason: sum}},            "" where a counter has no reasons
      "histograms": {name: [[count], [sum]]},       by bucket
-     "gauges": {name: {rank: value}},              "" where a gauge is the engine's
-     "infos": {name: {rank: [text]}}}              by fact
+     "gauges": {name: {rank: value}}}              "" where a gauge is the engine's
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import msgspec
-
 from vllm_ascend_pd.core.observer import (
     DecodeSchedulerObserver,
     PrefillObserver,
@@ -29,13 +26,11 @@ from vllm_ascend_pd.core.observer import (
     PrefillStatus,
     ReceiveEnding,
 )
-from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.reasons import BY_DECODE_FOR, BY_PREFILL_FOR, PushFailure, ReceiveFailure
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.core.plan import Offsets
     from vllm_ascend_pd.core.prefill_ticket import RankKey
-    from vllm_ascend_pd.core.protocol import RankDescription
     from vllm_ascend_pd.core.ticket import Ticket
     from vllm_ascend_pd.core.topology import RankInfo
 
@@ -89,33 +84,13 @@ class Gauge:
         return ("rank",) if self.by_rank else ()
 
 
-@dataclass(frozen=True)
-class Info:
-    """A metric that is text about a rank and does not change. Its value is always 1."""
-
-    name: str
-    help: str
-    # Names of its labels.
-    facts: tuple[str, ...]
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return ("rank", *self.facts)
-
-
-Metric: TypeAlias = Counter | Histogram | Gauge | Info
+Metric: TypeAlias = Counter | Histogram | Gauge
 
 # A layer of a short prompt over a fast link takes less than a millisecond, one of a long prompt over TCP a second.
 _LAYER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 # Prefill waits in its queue and computes in between.
 _REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
-
-TRANSPORT_INFO = Info(
-    "transport_info",
-    "How a rank's Mooncake engine moves bytes.",
-    TransportInfo.__struct_fields__,
-)
 
 PUSHED_BYTES = Counter("pushed_bytes", "KV bytes written to decode engines and acknowledged.")
 LAYER_PUSH_SECONDS = Histogram(
@@ -200,7 +175,6 @@ PREFILL_METRICS: tuple[Metric, ...] = (
     PUSH_FAILURES,
     HELD_PROMPTS,
     HELD_PROMPTS_EXPIRED,
-    TRANSPORT_INFO,
 )
 DECODE_METRICS: tuple[Metric, ...] = (
     TICKET_TO_READY_SECONDS,
@@ -209,7 +183,6 @@ DECODE_METRICS: tuple[Metric, ...] = (
     PROMPTS,
     PROMPT_TOKENS,
     DECODE_PROMPT_THRESHOLD,
-    TRANSPORT_INFO,
 )
 
 
@@ -232,8 +205,6 @@ class Stats:
         self._histograms: dict[str, tuple[list[int], list[float]]] = {}
         # Values that were taken last, by name.
         self._gauges: dict[str, int] = {}
-        # Facts by name and rank that were not taken yet.
-        self._infos: dict[str, dict[str, list[str]]] = {}
 
     def add(self, counter: Counter, amount: int = 1, reason: str = "") -> None:
         """Adds `amount`. Raises ValueError if `reason` is none of the counter's."""
@@ -243,13 +214,6 @@ class Stats:
 
     def observe(self, histogram: Histogram, value: float) -> None:
         self._note(histogram, value, "")
-
-    def state(self, info: Info, facts: Sequence[str], rank: str | None = None) -> None:
-        """Sets the `facts` that `info` names. `rank`: theirs, if it is not this one."""
-        if len(facts) != len(info.facts):
-            raise ValueError(f"{info.name} has {len(info.facts)} facts, not {len(facts)}")
-        with self._lock:
-            self._infos.setdefault(info.name, {})[self._rank if rank is None else rank] = list(facts)
 
     def _note(self, metric: Counter | Histogram, value: float, reason: str) -> None:
         self._noted.append((metric, value, reason))
@@ -280,13 +244,10 @@ class Stats:
         with self._lock:
             counters, self._counters = self._counters, {}
             histograms, self._histograms = self._histograms, {}
-            infos, self._infos = self._infos, {}
         if counters:
             data["counters"] = counters
         if histograms:
             data["histograms"] = {name: list(of) for name, of in histograms.items()}
-        if infos:
-            data["infos"] = infos
         for gauge, value in gauges().items():
             if self._gauges.get(gauge.name, 0) != value:
                 self._gauges[gauge.name] = value
@@ -316,7 +277,7 @@ def _replaced(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     return {**a, **b}
 
 
-_MERGE: dict[str, Any] = {"counters": _added, "histograms": _added_by_bucket, "gauges": _replaced, "infos": _replaced}
+_MERGE: dict[str, Any] = {"counters": _added, "histograms": _added_by_bucket, "gauges": _replaced}
 
 
 def observations(histogram: Histogram, counts: list[int], sums: list[float]) -> Iterator[tuple[float, int]]:
@@ -333,9 +294,8 @@ def observations(histogram: Histogram, counts: list[int], sums: list[float]) -> 
 class PrefillStats(PrefillObserver):
     """The metrics of a prefill rank. Any thread records, one thread takes."""
 
-    def __init__(self, rank_info: RankInfo, transport: TransportInfo) -> None:
+    def __init__(self, rank_info: RankInfo) -> None:
         self._stats = Stats(f"{rank_info.pp_rank}/{rank_info.rank}")
-        self._stats.state(TRANSPORT_INFO, msgspec.structs.astuple(transport))
 
     def take(self, status: Callable[[], PrefillStatus]) -> Data:
         """Returns what was recorded since the last call. `status` is asked last, so a reader who sees that a transfer
@@ -415,11 +375,6 @@ class DecodeSchedulerStats(DecodeSchedulerObserver):
 
     def threshold_set(self, tokens: int) -> None:
         self._threshold = tokens
-
-    def ranks_described(self, ranks: Sequence[RankDescription]) -> None:
-        for rank in ranks:
-            facts = msgspec.structs.astuple(rank.transport)
-            self._stats.state(TRANSPORT_INFO, facts, f"{rank.pp_rank}/{rank.tp_rank}")
 
     def post_retried(self) -> None:
         self._stats.add(TICKET_POST_RETRIES)
