@@ -143,6 +143,7 @@ def test_a_dry_run_shows_where_and_what() -> None:
         ("device: a3", "state: /x\ndevice: a3", "state: was removed: logs go to the launcher's"),
         ("device: a3", "start_seconds: 9\ndevice: a3", "start_seconds: was removed: the launcher waits"),
         ("device: a3", "stop_seconds: 9\ndevice: a3", "stop_seconds: was removed: the launcher"),
+        ("dp: 4", "dp: 4\n    engine_id: d0", "decode[0].engine_id: was removed: vLLM makes a new one"),
         ("tp: 8", "name: x", "prefill[0].name: unknown key"),
         ("proxy:\n  host: a\n", "", "proxy: is missing"),
         ("prefill:", "prefill: [", "line 7: expected the node content"),

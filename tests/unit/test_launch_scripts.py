@@ -152,12 +152,12 @@ def test_what_the_connector_is_told(environment: dict[str, str], tmp_path: Path)
     assert variables["PYTHONHASHSEED"] == "0"
 
     arguments, variables = told(
-        "decode", *A3, *secure, "--dp", "4", "--tp", "4", "--engine-id", "d0", "--metaserver", "http://10.0.0.9:8000",
+        "decode", *A3, *secure, "--dp", "4", "--tp", "4", "--metaserver", "http://10.0.0.9:8000",
         "--metaserver-token", "/k/token", "--extra", "transfer_timeout_s=120", "--load-failure-policy", "recompute",
         env=environment,
     )  # fmt: skip
     ours = transfer_config(arguments)
-    assert (ours["kv_role"], ours["kv_port"], ours["engine_id"]) == ("kv_consumer", 19000, "d0")
+    assert (ours["kv_role"], ours["kv_port"]) == ("kv_consumer", 19000)
     assert ours["kv_load_failure_policy"] == "recompute"
     config = parse_config(ours["kv_connector_extra_config"])
     assert (config.metaserver_allowlist, config.metaserver_token_file) == (("http://10.0.0.9:8000",), "/k/token")

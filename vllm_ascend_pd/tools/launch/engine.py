@@ -73,7 +73,6 @@ class EngineOptions:
     port: Annotated[int | None, _port("HTTP port of the engine.", show_default="8100 for prefill, 8200 for decode")] = (
         None
     )
-    listen: Annotated[str | None, _option("Address to listen on.", "IP", show_default="--address")] = None
     tp: Annotated[int, _size("Tensor-parallel size of the engine.")] = 1
     pp: Annotated[int, _size("Pipeline-parallel size.")] = 1
     dp: Annotated[int, _size("Data-parallel size.")] = 1
@@ -127,9 +126,6 @@ class EngineOptions:
             "HOST",
             show_default="private networks, or any with --ticket-secret",
         ),
-    ] = None
-    engine_id: Annotated[
-        str | None, _option("Engine id in tickets, kept over restarts.", "ID", show_default="a new one at each start")
     ] = None
     side_channel_keys: Annotated[
         str | None, _option("File of `vllm-ascend-pd keygen`, the same on all engines.", "FILE")
@@ -201,11 +197,9 @@ class EngineOptions:
         except (ConfigError, ValueError) as error:
             raise EngineOptionsError(str(error)) from None
         kv_role = KV_ROLES[self.role]
-        engine_id = {} if self.engine_id is None else {"engine_id": self.engine_id}
         whole: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": kv_role}
         if self.role is EngineSide.DECODE:
             whole["kv_port"] = self.kv_port or DEFAULT_KV_PORT
-        whole |= engine_id
         if own or more:
             whole["kv_connector_extra_config"] = own | more
         if beside is not None:
@@ -213,8 +207,7 @@ class EngineOptions:
                 raise EngineOptionsError("the other connector's file must be one JSON object with its kv_connector")
             # Ours comes first: on decode it must be the first one that has a handshake.
             listed = {"connectors": [whole, {"kv_role": kv_role, **beside}]}
-            whole = {"kv_connector": "MultiConnector", "kv_role": kv_role, **engine_id}
-            whole["kv_connector_extra_config"] = listed
+            whole = {"kv_connector": "MultiConnector", "kv_role": kv_role, "kv_connector_extra_config": listed}
         if self.load_failure_policy is not None:
             whole["kv_load_failure_policy"] = self.load_failure_policy
         return whole
@@ -248,9 +241,7 @@ class EngineOptions:
         words = ["serve", self.model]
         serves_http = self.node_rank == 0 or self.nodes == 1
         if serves_http:
-            words += ["--host", self.listen or address, "--port", str(self.http_port)]
-        elif self.listen is not None:
-            raise EngineOptionsError("--listen: only the first node of an engine serves HTTP")
+            words += ["--host", address, "--port", str(self.http_port)]
         if self.served_model_name is not None:
             words += ["--served-model-name", self.served_model_name]
         # The first node binds to its own address, so that must not be a name.
@@ -309,7 +300,7 @@ def _read_entry(path: Path) -> dict[str, Any]:
 
 _OWN = {
     "port": "--port",
-    "host": "--listen",
+    "host": "--address",
     "tensor-parallel-size": "--tp",
     "pipeline-parallel-size": "--pp",
     "data-parallel-size": "--dp",

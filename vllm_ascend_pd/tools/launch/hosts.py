@@ -27,6 +27,7 @@ _REMOVED = {
     "stop_seconds": "the launcher waits 30 s for processes to end after Ctrl-C",
 }
 """Keys of the whole file that are gone, and what is done instead."""
+_REMOVED_OF_ENGINES = {"engine_id": "vLLM makes a new one at each start, so that a restarted engine is not the old one"}
 _PROXYS = {
     "--prefill": "use prefill",
     "--decode": "use decode",
@@ -88,8 +89,6 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """NPUs on each of its hosts. Default: the first ones that no earlier engine has."""
     executor: Executor = Executor.MP
     """What starts its ranks: vLLM itself, or a Ray cluster, which is started with it."""
-    engine_id: str | None = None
-    """Its name in tickets, kept over restarts. Default: a new one at each start."""
     load_failure_policy: Literal["fail", "recompute"] | None = None
     """For decode: what happens to a request whose KV does not arrive: an error, or decode computes the prompt. Default:
     vLLM's own, an error."""
@@ -207,7 +206,7 @@ def _decode(plain: Any) -> Cluster:
         # The place is such as `$.prefill[0].tp`. Keys of dicts are `[...]` there.
         path: KeyPath = tuple(name or int(index) for name, index in re.findall(r"\.([^.\[\]`]+)|\[(\d+)\]", place))
         if unknown := re.search(r"unknown field `(.*)`", message):
-            removed = None if path else _REMOVED.get(unknown[1])
+            removed = (_REMOVED_OF_ENGINES if path else _REMOVED).get(unknown[1])
             path, message = (*path, unknown[1]), "unknown key" if removed is None else f"was removed: {removed}"
         elif missing := re.search(r"missing required field `(.*)`", message):
             path, message = (*path, missing[1]), "is missing"

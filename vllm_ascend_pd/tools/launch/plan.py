@@ -127,7 +127,7 @@ class _Planner:
     def _options(self, role: EngineSide, engine: EngineEntry) -> EngineOptions:
         """Returns the options of an engine's launch script that are the same on all its hosts."""
         cluster, decode = self.cluster, role is EngineSide.DECODE
-        same = ("port", "tp", "pp", "dp", "executor", "kv_port", "load_failure_policy", "engine_id")
+        same = ("port", "tp", "pp", "dp", "executor", "kv_port", "load_failure_policy")
         return EngineOptions(
             role=role,
             model=cluster.model,
