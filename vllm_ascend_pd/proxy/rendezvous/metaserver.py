@@ -62,13 +62,6 @@ _read_question = partial(msgspec.json.decode, type=WaitingQuestion)
 _T = TypeVar("_T")
 
 
-class PostRefused(Exception):
-    """A post that cannot be used. `answer` tells the decode engine why."""
-
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
-        self.answer = _error(status, reason)
-
-
 class Metaserver:
     """Serves the decode engines' posts. The event loop's thread owns it."""
 
@@ -136,7 +129,7 @@ class Metaserver:
         return progress.answer
 
     def _register(self, ticket: ParsedTicket) -> tuple[TicketProgress, ClientRequest]:
-        """Registers a ticket with its attempt. Also returns the client's request. Raises PostRefused."""
+        """Registers a ticket with its attempt. Also returns the client's request. Raises RequestRefused."""
         header = ticket.header
         attempt, prompt, is_sample = self._find(header.request_id)
         client = attempt.proxied.request
@@ -145,7 +138,7 @@ class Metaserver:
             raise _unmatched(attempt)
         progress = attempt.ticket(prompt, header.ticket_id, samples_of(client), header.replaces)
         if progress is None:
-            raise PostRefused(
+            raise RequestRefused(
                 HTTPStatus.CONFLICT, "this request_id has all its tickets already, under other ticket ids"
             )
         return progress, client
@@ -246,40 +239,38 @@ class Metaserver:
             name: what the post is called in errors.
 
         Raises:
-            PostRefused: 401 without the token, 400 for a body that cannot be read, 503 if the proxy shuts down.
+            RequestRefused: 401 without the token, 400 for a body that cannot be read, 503 if the proxy shuts down.
         """
         if self._token is not None and not self._token.is_in(request):
             reason = "the bearer token is missing or wrong (metaserver_token_file)"
-            raise PostRefused(HTTPStatus.UNAUTHORIZED, reason)
+            raise RequestRefused(HTTPStatus.UNAUTHORIZED, reason)
         try:
             with self._request_table.until_shut_down():
                 body = await read_all(request.stream(), limit)
             return decode(body)
-        except RequestRefused as refused:
-            raise PostRefused(refused.status, refused.message) from None
         except TooLarge:
-            raise PostRefused(HTTPStatus.BAD_REQUEST, f"the {name} exceeds {limit} bytes") from None
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the {name} exceeds {limit} bytes") from None
         except ClientDisconnect:
-            raise PostRefused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
         except UNREADABLE as error:
-            raise PostRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None
 
     def _find(self, engine_request_id: str) -> TicketMatch:
-        """Finds the request that a post is about. Raises PostRefused (404) if there is none."""
+        """Finds the request that a post is about. Raises RequestRefused (404) if there is none."""
         try:
             return self._request_table.find(engine_request_id)
         except LookupError:
-            raise PostRefused(HTTPStatus.NOT_FOUND, "no request is waiting under this request_id") from None
+            raise RequestRefused(HTTPStatus.NOT_FOUND, "no request is waiting under this request_id") from None
 
 
 def _refusing(action: Action) -> Action:
-    """An endpoint that turns PostRefused into an answer."""
+    """An endpoint that turns RequestRefused into an answer in the metaserver's shape."""
 
     async def endpoint(request: Request) -> Response:
         try:
             return await action(request)
-        except PostRefused as refused:
-            return refused.answer
+        except RequestRefused as refused:
+            return _error(refused.status, refused.message)
 
     return endpoint
 
@@ -298,7 +289,7 @@ async def _cancel_when_left(request: Request, progress: TicketProgress) -> None:
         progress.cancel()
 
 
-def _unmatched(attempt: DecodeAttempt) -> PostRefused:
+def _unmatched(attempt: DecodeAttempt) -> RequestRefused:
     """Refuses a request of several prompts or samples that uses vllm-ascend's connector, and ends its attempt.
 
     That connector matches KV with a request by the request's id on prefill, which is that of one prompt and one sample.
@@ -308,7 +299,7 @@ def _unmatched(attempt: DecodeAttempt) -> PostRefused:
     log.warning("request %s: %s", attempt.request_id, reason)
     attempt.note_transfer_failure(_refused(reason, attempt))
     attempt.end()
-    return PostRefused(HTTPStatus.BAD_REQUEST, reason)
+    return RequestRefused(HTTPStatus.BAD_REQUEST, reason)
 
 
 def _prefill_failed(
