@@ -49,7 +49,7 @@ class Ours:
         rank_info = RankInfo("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))
         self._device = device_without_kernels()
         config = parse_config({})
-        measured = PrefillStats(rank_info, engine.transport)
+        measured = PrefillStats(rank_info)
         self._worker = PrefillWorker(rank_info, config, self._device, engine, caches, case.tokens, observer=measured)
         self._p_blocks, self._d_blocks = case.block_ids(1), case.block_ids(2)
 

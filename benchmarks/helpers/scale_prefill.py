@@ -31,7 +31,7 @@ class Prefill:
         with self.meter.owning():
             self._connector = configs.scheduler("kv_producer", engine_id, 0)
             rank_info, engine = configs.rank_info(engine_id), configs.engine()
-            self._measured = PrefillStats(rank_info, engine.transport)
+            self._measured = PrefillStats(rank_info)
             self._worker = PrefillWorker(
                 rank_info,
                 parse_config({}),
