@@ -52,8 +52,11 @@ def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: PrefillStep, by_
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
 
-@pytest.mark.parametrize("runner", Runner, ids=lambda runner: runner.name)
-@pytest.mark.parametrize("tp", [1, 2], ids=["direct", "regrouped"])
+@pytest.mark.parametrize(
+    ("tp", "runner"),
+    [(1, Runner.PLAIN), *((2, runner) for runner in Runner)],
+    ids=["direct-PLAIN", *(f"regrouped-{runner.name}" for runner in Runner)],
+)
 def test_what_was_not_computed_is_not_delivered(tp: int, runner: Runner) -> None:
     """Every rank still takes part in the step's collectives, and runs the next step."""
     pair = Pair(Model(), Side(tp), Side(1))
