@@ -16,7 +16,7 @@ compared place by place, as long as they follow from the same tokens:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -78,19 +78,3 @@ def compare(ours: Completion, theirs: Completion, tolerance: float = TOLERANCE) 
         if tokens[0] != tokens[1]:
             return place + 1, None  # each is the best of its engine, so both are within twice the tolerance
     return place + 1, None
-
-
-def places_agree(ours: Mapping[int, float], theirs: Mapping[int, float], our_token: int, their_token: int) -> bool:
-    """Whether two engines have computed one place from the same context, where requests allow only some tokens.
-
-    The likeliest tokens of both must be the same, as far as bfloat16 tells, and the chosen ones the same or a near-tie.
-    The allowed tokens are not among the likeliest, so of these each engine lists only the one that it has chosen.
-
-    ours, theirs: log probabilities of the likeliest tokens and of the chosen one, by token.
-    """
-    common = ours.keys() & theirs.keys()
-    return (
-        len(common) > LISTED / 2
-        and all(abs(ours[token] - theirs[token]) <= TOLERANCE for token in common)
-        and abs(ours[our_token] - theirs[their_token]) <= TOLERANCE
-    )

@@ -11,7 +11,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Literal
@@ -260,15 +259,6 @@ class SideChannel(Relay):
         finally:
             self.rules = []
             self._wire.call(self._release())
-
-    def wait_seen(self, kind: type[Message], count: int, timeout_s: float) -> None:
-        """Waits until `count` more messages of a kind have passed."""
-        wanted = self.seen[kind.__name__] + count
-        deadline = time.monotonic() + timeout_s
-        while self.seen[kind.__name__] < wanted:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{wanted - self.seen[kind.__name__]} of {count} {kind.__name__} are missing")
-            time.sleep(0.01)
 
     def record(self) -> None:
         """Keeps messages of prefill for `replay` from now on."""

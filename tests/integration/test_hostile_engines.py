@@ -25,7 +25,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     assert made.close() == []
 
 
-@pytest.mark.parametrize("pair", [{"decode_allowlist": ["10.0.0.0/8"]}], indirect=True, ids=["listed"])
+@pytest.mark.parametrize(
+    "pair", [{"decode_allowlist": ["10.0.0.0/8"], "queue_timeout_s": 3.0}], indirect=True, ids=["listed"]
+)
 def test_an_engine_whose_ranks_are_outside_the_allow_list(pair: Pair) -> None:
     requests = prompts(pair, [64])
     tickets = pair.announce(requests)

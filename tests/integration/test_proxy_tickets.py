@@ -72,7 +72,11 @@ def test_ticket_must_fit_its_request(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"\xff", b'{"request_id": 7}', b'{"request_id": "cmpl-x-0"}', b'{"remote_engine_id": "d"}'],
+    [
+        *(b"", b"{", b"[]", b"\xff", b'{"\xff": 1}', b"[" * 100_000),
+        *(b'{"request_id": 7}', b'{"request_id": "cmpl-x-0"}', b'{"remote_engine_id": "d"}'),
+        b'{"request_id": "a", "remote_engine_id": "b", "x": ' + b"[" * 100_000,
+    ],
 )
 def test_a_malformed_ticket_is_refused(idle_cluster: Cluster, body: bytes) -> None:
     answer = idle_cluster.client.post(METASERVER_PATH, content=body)
@@ -101,14 +105,6 @@ def test_a_ticket_without_the_token(tmp_path: Path, authorization: str | None) -
         assert TOKEN not in refused.text
         known = cluster.client.post(METASERVER_PATH, json=ticket, headers={"Authorization": f"Bearer {TOKEN}"})
         assert known.status_code == 404
-
-
-@pytest.mark.parametrize(
-    "body", [b"[" * 100_000, b'{"request_id": "a", "remote_engine_id": "b", "x": ' + b"[" * 100_000, b'{"\xff": 1}']
-)
-def test_a_ticket_that_cannot_be_read(idle_cluster: Cluster, body: bytes) -> None:
-    refused = idle_cluster.client.post(METASERVER_PATH, content=body)
-    assert (refused.status_code, "not a ticket" in refused.json()["error"]) == (400, True)
 
 
 @pytest.mark.parametrize("name", ["request_id", "remote_engine_id"])

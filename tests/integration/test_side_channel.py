@@ -67,18 +67,6 @@ def test_messages_do_not_make_ticks():
         server.close()
 
 
-def test_several_servers_and_clients(server):
-    other = SideChannelServer(HOST, 0, lambda message, peer: Acknowledged())
-    clients = [SideChannelClient(), SideChannelClient()]
-    try:
-        for client in clients:
-            assert_works(client, server)
-            assert ask(client, other.endpoint) == Acknowledged()
-    finally:
-        for channel in (other, *clients):
-            channel.close()
-
-
 def test_a_server_that_never_answers(client, raw):
     silent = raw(zmq.ROUTER)
     before = time.monotonic()

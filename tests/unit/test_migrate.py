@@ -241,13 +241,6 @@ def test_json_that_vllm_would_not_take(qwen: Path) -> None:
     assert said(result)["--kv-transfer-config"] is ChangeKind.CHANGED
 
 
-def test_options_with_dots(qwen: Path) -> None:
-    dotted = (
-        "vllm serve m --kv-transfer-config.kv_connector MooncakeConnectorV1 --kv-transfer-config.kv_role kv_producer"
-    )
-    assert migrated(dotted, model=qwen).engines[0].role == "kv_producer"
-
-
 def test_the_older_way_to_start_a_server(qwen: Path) -> None:
     text = serve().replace("vllm serve m", "python -m vllm.entrypoints.openai.api_server --model m")
     result = migrated(text, model=qwen)

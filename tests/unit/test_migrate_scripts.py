@@ -137,17 +137,3 @@ def test_wrong_use(words: list[str], reason: str) -> None:
     given = CliRunner().invoke(cli.app, ["migrate", *words], input="# nothing\n")
     assert given.exit_code == 2
     assert reason in " ".join(given.output.replace("│", " ").split())
-
-
-def test_a_pair_of_saved_results(tmp_path: Path) -> None:
-    make_model("qwen3-moe", tmp_path)
-    for role, tp in (("kv_producer", "8"), ("kv_consumer", "4")):
-        config = json.dumps({"kv_connector": "MooncakeConnectorV1", "kv_role": role, "kv_port": "30000"})
-        command = ["vllm", "serve", str(tmp_path), "-tp", tp, "--kv-transfer-config", config]
-        saved = ["migrate", "--save", str(tmp_path / f"{role}.json"), "--", *command]
-        assert CliRunner().invoke(cli.app, saved).exit_code == 0
-    files = [str(tmp_path / f"{role}.json") for role in ("kv_producer", "kv_consumer")]
-    given = CliRunner().invoke(cli.app, ["migrate", "--proxy", "http://192.0.2.1:8000", "--pair", *files])
-    assert given.exit_code == 0
-    assert "== prefill and decode ==\nthey fit\n" in given.stdout
-    assert given.stdout.endswith("works with these changes\n")
