@@ -10,13 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import running_cluster
+from proxy_cluster import running_cluster, running_proxy
 
 from harness.certificates import Authority
 from harness.documented import documented
@@ -108,6 +109,17 @@ def test_a_machine(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def write_other_bytes(way: loopback.Way, receiver: Receiver) -> int:
+    """Returns the number of descriptors. Runs in a process of its own, since Mooncake's settings stay in a process."""
+    engine = TransferEngine(way.host, "tcp", TransferLimits.over("tcp"))
+    memory = loopback.HostMemory(way.num_bytes)
+    memory.fill(random.Random(2).randbytes(way.num_bytes))
+    engine.register([(memory.address, way.num_bytes)])
+    _, descriptors = loopback.write(engine, memory.address, receiver, way)
+    engine.close()
+    return descriptors
+
+
 def test_bytes_that_are_not_what_was_sent_are_found() -> None:
     """The receiver expects the bytes of another seed, and must report the difference."""
     size = 1 << 20
@@ -116,17 +128,13 @@ def test_bytes_that_are_not_what_was_sent_are_found() -> None:
     pipe, theirs = spawning.Pipe()
     process = spawning.Process(target=loopback.receive, args=(way, theirs, os.getpid()))
     process.start()
-    engine = TransferEngine(way.host, "tcp", TransferLimits.over("tcp"))
-    memory = loopback.HostMemory(size)
-    memory.fill(random.Random(2).randbytes(size))
-    engine.register([(memory.address, size)])
     assert pipe.poll(60)
-    _, descriptors = loopback.write(engine, memory.address, Receiver(*pipe.recv()), way)
+    with ProcessPoolExecutor(1, mp_context=spawning) as writer:
+        descriptors = writer.submit(write_other_bytes, way, Receiver(*pipe.recv())).result(60)
     pipe.send("look")
     assert pipe.poll(60)
     wrong, _ = pipe.recv()
     process.join(60)
-    engine.close()
     assert descriptors == 4
     assert size * 0.99 < wrong <= size  # a byte in 256 is equal by chance, and nothing behind was written
     assert process.exitcode == 0
@@ -178,14 +186,17 @@ def test_a_pair() -> None:
         assert wrong == {"proxy.0.health", "proxy.0.engines", "decode.0.health"}
 
 
-def test_an_engine_behind_tls(ours: Authority, others: Authority) -> None:
-    own = ours.issue("engine-of-the-doctor", "IP:127.0.0.1")
+def test_a_proxy_behind_tls(ours: Authority, others: Authority) -> None:
+    own = ours.issue("proxy-of-the-doctor", "IP:127.0.0.1")
+    tls = ("--tls-cert", str(own.cert), "--tls-key", str(own.key))
     with Servers() as servers:
-        url = servers.start(lambda _: DecodeEngine().app, certificate=own)
-        trusting = run("--decode", url, SSL_CERT_FILE=str(ours.cert))
-        refusing = [run("--decode", url, **ca) for ca in ({}, {"SSL_CERT_FILE": str(others.cert)})]
+        prefill, decode = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: DecodeEngine().app)
+        with running_proxy(prefill, decode, *tls) as (_, port):
+            url = f"https://127.0.0.1:{port}"
+            trusting = run("--proxy", url, "--prefill", prefill, "--decode", decode, SSL_CERT_FILE=str(ours.cert))
+            refusing = [run("--proxy", url, **ca) for ca in ({}, {"SSL_CERT_FILE": str(others.cert)})]
     assert trusting.returncode == 0, trusting.stdout
-    assert f"decode {url} is healthy" in trusting.stdout
+    assert f"proxy {url} finds all 2 engines healthy" in trusting.stdout
     for done in refusing:
         assert done.returncode == 1
         assert "CERTIFICATE_VERIFY_FAILED" in done.stdout
