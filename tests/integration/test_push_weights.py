@@ -34,13 +34,6 @@ def load(ranks: list[Any], seed: int) -> str:
     return fingerprint
 
 
-def test_the_same_weights_are_delivered(pair: Pair) -> None:
-    assert load(pair.p_ranks, 1) == load(pair.d_ranks, 1)
-    requests = prompts(pair, [40, 50])
-    run(pair, requests)
-    expect_delivery(pair, requests)
-
-
 def test_other_weights_are_refused_and_both_named(pair: Pair) -> None:
     ours, theirs = load(pair.p_ranks, 1), load(pair.d_ranks, 2)
     run(pair, prompts(pair, [40, 50]))
