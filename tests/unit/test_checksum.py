@@ -4,6 +4,7 @@
 import math
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -162,6 +163,20 @@ def test_what_follows_the_prompt_in_its_last_block_does_not_count(device):
     right = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).encode()
     rank.tensor[rank.blocks[1], 4 * 16 :] ^= 255
     assert rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).differing(right) == ([], [])
+
+
+@pytest.mark.parametrize("draft", ["", "a draft"])
+def test_what_a_draft_writes_after_the_prompt_in_a_head_major_block_does_not_count(device, draft):
+    """Such a block is opaque: the tokens of the prompt in it are left out, too. A model writes nothing there."""
+    rank = Rank(a_prompt(20, 2, 8, 1), 0, sharding(1), 16, Order.HEAD_MAJOR, seed=1)
+    rank.geometry = msgspec.structs.replace(rank.geometry, draft=draft)
+    right = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).encode()
+    rank.tensor[rank.blocks[1], 15 * 8] ^= 255
+    found = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).differing(right)
+    assert found == (([], []) if draft else ([0], [1]))
+    rank.tensor[rank.blocks[0], 15 * 8] ^= 255
+    found = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).differing(right)
+    assert found == (([0], [0]) if draft else ([0], [0, 1]))
 
 
 @pytest.mark.parametrize("change", ["heads", "tokens", "blocks", "zeros", "words"])

@@ -87,7 +87,8 @@ class SummedUnits:
     units: Units
     # `[units]`: where each of them is, in bytes from a tensor's block 0.
     offsets: Offsets
-    # `[units, entries]`: C of each entry, and 0 for entries after the end of the prompt. One entry if head-major.
+    # `[units, entries]`: C of each entry, and 0 for entries after the end of the prompt. One entry if head-major: 0 if
+    # it is a draft's and the prompt does not fill it.
     entry_weights: Sums
 
     @classmethod
@@ -118,11 +119,13 @@ class SummedUnits:
         if not wanted:
             units, places = units.cut(places != NULL_BLOCK), places[places != NULL_BLOCK]
         first = units.tokens // geometry.tokens_per_entry
+        stops = np.array([stop for _, stop in ranges], dtype=np.int64)[units.owner, None]
         if geometry.order is Order.HEAD_MAJOR:
             weights = _odd(_C, first)[:, None]
+            if geometry.draft:  # it writes the KV of drafted tokens, which is not sent, after the prompt's
+                weights = weights * (units.tokens[:, None] + unit <= stops).astype(np.uint64)
         else:
             entries = first[:, None] + np.arange(unit // geometry.tokens_per_entry)
-            stops = np.array([stop for _, stop in ranges], dtype=np.int64)[units.owner, None]
             weights = _odd(_C, entries) * ((entries + 1) * geometry.tokens_per_entry <= stops).astype(np.uint64)
         return cls(geometry, unit, units, units.offsets(places, geometry), weights)
 
