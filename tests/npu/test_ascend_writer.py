@@ -5,22 +5,18 @@ Nothing queues inside Mooncake. No byte of a write that has ended arrives later.
 down.
 """
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cann_on_host
-from answering import Answering
+from mooncake_wheels import WHEELS, Answering, python_path
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
-WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
 ONE_BY_ONE = "0.3.11.post1"
 """This wheel holds up all writes while it connects to a peer."""
 TIMEOUT_S = 1
@@ -34,14 +30,8 @@ class Process(Answering):
 
     def __init__(self, program: str, wheel: str) -> None:
         self.wheel = wheel
-        path = os.pathsep.join([str(Path(sys.prefix, "mooncake-npu", wheel)), *sys.path])
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name(program))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **TIMEOUTS, "CANN_ON_HOST": "1", "PYTHONPATH": path},
-        )
+        path = python_path(wheel, *sys.path)
+        super().__init__(program, {**TIMEOUTS, "CANN_ON_HOST": "1", "PYTHONPATH": path})
 
     def link(self, fault: str) -> Any:
         return cann_on_host.link_fault(self.process.pid, fault)

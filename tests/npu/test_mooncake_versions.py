@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from answering import Answering
 from harness.kv import Model, Side
 from harness.pool import long
 from harness.ranks import Pair, expect_delivery, prompts, run
+from mooncake_wheels import FOLDER, Answering, python_path
 from vllm_ascend_pd.core.compatibility import cannot_write
 from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level
@@ -26,8 +26,6 @@ from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).with_name("transfer_peer.py")
-WHEELS = Path(sys.prefix, "mooncake-npu")
 OLD, NEW = "0.3.11.post1", "0.3.13.post1"
 BOTH = pytest.mark.parametrize("wheel", [OLD, NEW])
 
@@ -37,19 +35,8 @@ class Peer(Answering):
 
     def __init__(self, wheel: str, log: Path, **settings: str) -> None:
         self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            env={
-                **os.environ,
-                "MC_LOG_LEVEL": "INFO",
-                "PYTHONPATH": os.pathsep.join([str(WHEELS / wheel), str(ROOT)]),
-                **settings,
-            },
-        )
+        own = {"MC_LOG_LEVEL": "INFO", "PYTHONPATH": python_path(wheel, str(ROOT))}
+        super().__init__("transfer_peer.py", own | settings, log.open("w"))
 
 
 @pytest.fixture
@@ -155,7 +142,7 @@ def test_a_missing_system_library_is_named_with_its_package(
     package = tmp_path / "mooncake"
     package.mkdir()
     gone = library[:-1] + "9"
-    for path in (WHEELS / wheel / "mooncake").iterdir():
+    for path in (FOLDER / wheel / "mooncake").iterdir():
         content = path.read_bytes() if path.suffix == ".so" else b""
         if library.encode() in content:
             (package / path.name).write_bytes(content.replace(library.encode() + b"\0", gone.encode() + b"\0"))
@@ -178,7 +165,7 @@ def test_doctor_names_the_engine_and_finds_nothing_wrong_with_the_wheel(
         capture_output=True,
         text=True,
         timeout=400,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WHEELS / wheel), str(ROOT)])},
+        env={**os.environ, "PYTHONPATH": python_path(wheel, str(ROOT))},
     )
     findings = {each.check: each for each in msgspec.json.decode(ran.stdout, type=DoctorReport).findings}
     assert findings["loading.mooncake"].level is Level.OK

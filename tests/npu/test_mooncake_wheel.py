@@ -6,8 +6,6 @@ The facts that the product relies on are shown here on the wheels themselves.
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +13,10 @@ from pathlib import Path
 import pytest
 
 import cann_on_host
-from answering import Answering
+from mooncake_wheels import WHEELS, Answering, python_path
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
-WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
 TIMEOUT_MS = 1000
 PATIENT_S = 20
 PATIENT = dict.fromkeys(("ASCEND_CONNECT_TIMEOUT", "ASCEND_TRANSFER_TIMEOUT"), str(1000 * PATIENT_S))
@@ -29,22 +26,14 @@ PATIENT = dict.fromkeys(("ASCEND_CONNECT_TIMEOUT", "ASCEND_TRANSFER_TIMEOUT"), s
 class Peer(Answering):
     def __init__(self, wheel: str, env: dict[str, str]) -> None:
         self.wheel = wheel
-        program = str(Path(__file__).with_name("mooncake_peer.py"))
-        self.process = subprocess.Popen(
-            [sys.executable, program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "CANN_ON_HOST": "",  # the program loads the libraries itself
-                "PYTHONPATH": str(Path(sys.prefix, "mooncake-npu", wheel)),
-                "ASCEND_CONNECT_TIMEOUT": str(TIMEOUT_MS),
-                "ASCEND_TRANSFER_TIMEOUT": str(TIMEOUT_MS),
-                "MC_TRANSFER_TIMEOUT": "3600",
-                **env,
-            },
-        )
+        own = {
+            "CANN_ON_HOST": "",  # the program loads the libraries itself
+            "PYTHONPATH": python_path(wheel),
+            "ASCEND_CONNECT_TIMEOUT": str(TIMEOUT_MS),
+            "ASCEND_TRANSFER_TIMEOUT": str(TIMEOUT_MS),
+            "MC_TRANSFER_TIMEOUT": "3600",
+        }
+        super().__init__("mooncake_peer.py", own | env)
 
 
 @pytest.fixture(params=WHEELS)

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may be registered for protocol `ascend`, with Mooncake's wheels for NPUs, and which NPU a process is on."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from mooncake_wheels import WHEELS, printed
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
-WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
 BEGIN = """
 import torch
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -25,20 +21,6 @@ def refused(regions):
     except TransferError as error:
         print("REFUSED", error.reason, flush=True)
 """
-
-
-def run(program: str, wheel: str, **env: str) -> str:
-    """In a process of its own: the settings stay in the environment."""
-    path = f"{Path(sys.prefix, 'mooncake-npu', wheel)}:{os.environ.get('PYTHONPATH', '')}"
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": path, **env},
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
 
 
 @pytest.mark.parametrize("wheel", WHEELS)
@@ -59,7 +41,7 @@ far = storage.data_ptr() + (1 << 40)
 refused([(far, 50 << 30)])
 refused([(far + 64, 100)])
 """
-    said = run(BEGIN + program, wheel)
+    said = printed("-c", BEGIN + program, wheel=wheel)
     assert "REFUSED memory cannot be registered: 257 regions of memory, and HCCL takes 256 for each process" in said
     assert "REGISTERED 1\n" in said, "caches of one storage are one region"
     # All that the process registers counts.
@@ -76,4 +58,4 @@ from vllm_ascend_pd.transport import ascend
 print(ascend.physical_device(0), ascend.physical_device(1), ascend.chip_name(), PARTS["npus"].load().figures["npus"])
 """
     env = {"ASCEND_RT_VISIBLE_DEVICES": "2,3", "CANN_ON_HOST_FIRST_DEVICE": "4", "CANN_ON_HOST_DEVICES": "2"}
-    assert run(program, "", **env).endswith("6 7 Ascend910B1 6,7\n")
+    assert printed("-c", program, wheel="", **env).endswith("6 7 Ascend910B1 6,7\n")

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our transfer engine in a process where vllm-ascend's connectors have one, with Mooncake's wheels for NPUs."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from harness.pool import long
+from mooncake_wheels import WHEELS, printed
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
-WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
 PROGRAM = """
 import os, subprocess, sys, torch
 from vllm_ascend_pd.connector.setup import SharedEngine
@@ -94,16 +91,7 @@ peer.kill()
 def test_one_mooncake_engine_serves_vllm_ascend_and_us(wheel: str, order: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    path = f"{Path(sys.prefix, 'mooncake-npu', wheel)}:{os.environ.get('PYTHONPATH', '')}"
-    ended = subprocess.run(
-        [sys.executable, str(program), order, str(program)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    said = ended.stdout.splitlines()
+    said = printed(str(program), order, str(program), wheel=wheel).splitlines()
     # Mooncake's pool is what it was when its engine started, whoever started it.
     assert said[-6] == f"THREADS {8 if order == 'theirs first' else 16}"
     assert said[-5:] == [
