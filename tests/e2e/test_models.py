@@ -30,7 +30,7 @@ FOR_MLA = EngineConfig(
 )
 FOR_STATES = EngineConfig(prefix_caching=False)
 FOR_GATED_DELTA = EngineConfig(prefix_caching=False, dtype="bfloat16")
-# Computed in float32: with bfloat16 vLLM 0.32's attention ends in an illegal instruction on some processors with AMX.
+# Computed in float32: with bfloat16 vLLM's attention ends in an illegal instruction on some processors with AMX.
 IN_8_BITS = EngineConfig(args=("--kv-cache-dtype", "fp8_e5m2"))
 
 SLIDING_TP1 = one_to_one(1, 1, model=SLIDING)

@@ -97,8 +97,8 @@ def cached_prompts(engine: Engine) -> Counter[str]:
     """Returns vLLM's metrics of cached prompts, those of which docs/metrics.md has a table."""
     names = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits")
     found = Counter({name: engine.metric(f"vllm:{name}_total") for name in (*names, "prompt_tokens_cached")})
-    for name in ("prompt_tokens_by_source", "prompt_tokens_cached_by_source"):
-        found.update({f"{name} {labels['source']}": value for labels, value in engine.samples(f"vllm:{name}_total")})
+    by_source = engine.samples("vllm:prompt_tokens_by_source_total")
+    found.update({f"prompt_tokens_by_source {labels['source']}": value for labels, value in by_source})
     found["computed"] = engine.metric("vllm:request_prefill_kv_computed_tokens_sum")
     found["prompts"] = engine.metric("vllm:request_prefill_kv_computed_tokens_count")
     return found
@@ -132,7 +132,6 @@ def test_vllms_metrics_of_cached_prompts(cluster: Cluster, client: Client) -> No
         "external_prefix_cache_hits": len(first),
         "prompt_tokens_by_source external_kv_transfer": len(first),
         "prompt_tokens_cached": 3 * BLOCK,
-        "prompt_tokens_cached_by_source p2p": len(first),
         "computed": 40,
     }
     assert (on_prefill["prefix_cache_queries"], on_prefill["prefix_cache_hits"]) == (len(first), 3 * BLOCK)
@@ -147,8 +146,6 @@ def test_vllms_metrics_of_cached_prompts(cluster: Cluster, client: Client) -> No
         "prompt_tokens_by_source local_cache_hit": 3 * BLOCK,
         "prompt_tokens_by_source external_kv_transfer": 2 * BLOCK,
         "prompt_tokens_cached": 3 * BLOCK,
-        "prompt_tokens_cached_by_source device": 3 * BLOCK,
-        "prompt_tokens_cached_by_source p2p": 2 * BLOCK,
         "computed": 2 * BLOCK,
     }
     # Decode has all but its last token, and computes that one.
@@ -162,6 +159,5 @@ def test_vllms_metrics_of_cached_prompts(cluster: Cluster, client: Client) -> No
         "prompt_tokens_by_source local_cache_hit": 2 * BLOCK,
         "prompt_tokens_by_source local_compute": 1,
         "prompt_tokens_cached": 2 * BLOCK,
-        "prompt_tokens_cached_by_source device": 2 * BLOCK,
         "computed": 1,
     }

@@ -200,6 +200,10 @@ class EngineConfig:
             if not self.compiled:
                 # With TP > 1 the first request would wait for the embedding's function, 20 s of both cores.
                 env["TORCH_COMPILE_DISABLE"] = "1"
+            if self.speculative:
+                env["VLLM_ASCEND_PD_TEST_DRAFTS"] = "1"
+            if self.dtype == "float32":
+                env["VLLM_ASCEND_PD_TEST_FLOAT32_STATES"] = "1"
         env |= plugins_on_path()
         if self.token_major:
             env["VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"] = "1"

@@ -45,7 +45,7 @@ class Prefill(RealScheduler):
         self.all_free = self.pool.get_num_free_blocks()
         role = self.scheduler.connector._role
         self.told: Data = {}  # all that was measured so far
-        self._take, role.take_stats = role.take_stats, self._measure  # vLLM 0.32 asks in every step, 0.23 need not
+        self._take, role.take_stats = role.take_stats, self._measure  # vLLM 0.30 asks in every step, 0.23 need not
 
     def ask(self, message: Message) -> Any:
         """What prefill's listener answers."""

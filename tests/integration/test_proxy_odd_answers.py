@@ -13,6 +13,9 @@ from proxy_cluster import running_cluster
 
 from harness.tcp_server import serving
 
+END = b"data: [DONE]\n\n"
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+
 
 @contextmanager
 def engine_that_says(answer: bytes) -> Iterator[str]:
@@ -74,6 +77,19 @@ def test_a_stream_with_a_content_length() -> None:
         assert "content-length" not in response.headers
         assert response.content.startswith(token)
         assert "the answer broke off" in response.text.removeprefix(token.decode())
+
+
+@pytest.mark.parametrize("events", [b"", END, event(ROLE) + END], ids=["none", "end", "role"])
+def test_a_stream_that_ends_without_an_answer(events: bytes) -> None:
+    """vLLM 0.30 ends one like this if its transfer has failed."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
+    with (
+        engine_that_says(head % len(events) + events) as url,
+        running_cluster(other_decode=(url,), attempts=1) as cluster,
+    ):
+        response = cluster.complete(stream=True)
+        assert response.status_code == 502
+        assert response.json()["error"]["message"] == "decode engine: its stream ended without an answer"
 
 
 def test_a_304_has_no_content_length() -> None:

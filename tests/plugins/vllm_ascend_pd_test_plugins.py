@@ -47,6 +47,13 @@ ACCELERATOR_0 = "VLLM_ASCEND_PD_TEST_ACCELERATOR_0"
 """Who asks torch for the number of the current accelerator gets 0, where torch has none and would raise: vLLM's
 MooncakeConnector asks, and runs on a CPU with that."""
 
+DRAFTS = "VLLM_ASCEND_PD_TEST_DRAFTS"
+"""vLLM 0.30's CPU backend has kernels of its own for drafts, but starts Triton's, see `without_triton.py`."""
+
+FLOAT32_STATES = "VLLM_ASCEND_PD_TEST_FLOAT32_STATES"
+"""vLLM 0.30's CPU backend packs the weights of convolutions for kernels that take bfloat16 alone. Layers of float32 do
+not use these kernels, and cannot be packed."""
+
 WITHOUT_TRITON = "VLLM_ASCEND_PD_TEST_WITHOUT_TRITON"
 """DeepSeek V4 runs on vLLM's CPU backend, which needs Triton for it, see `without_triton.py`."""
 
@@ -95,12 +102,25 @@ def register() -> None:
         from without_triton import replace_kernels
 
         replace_kernels()
+    if os.environ.get(DRAFTS) == "1":
+        from without_triton import replace_kernels_of_drafts
+
+        replace_kernels_of_drafts()
+    if os.environ.get(FLOAT32_STATES) == "1":
+        _leave_convolutions_unpacked()
     if fixed := os.environ.get(FIXED):
         change_fixed(json.loads(fixed))
     if folder := os.environ.get(CONTROL):
         from remote_control import listen
 
         listen(Path(folder), os.environ.get(SESSION, ""), os.environ.get(REFUSE_MEMORY) == "1")
+
+
+def _leave_convolutions_unpacked() -> None:
+    from vllm import _custom_ops
+
+    pack = _custom_ops.causal_conv1d_weight_pack
+    _custom_ops.causal_conv1d_weight_pack = lambda w: w.unsqueeze(1) if w.dtype.itemsize == 4 else pack(w)
 
 
 def _use_token_major_cache() -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek V4 on vLLM's CPU backend without Triton, for contexts of at most `4 * index_topk` tokens.
+"""DeepSeek V4, and drafts, on vLLM's CPU backend without Triton.
 
-The model, its kernels and its caches on the CPU are C++ of vLLM's wheel. Only the metadata of a step is made by Triton
-kernels, and Triton for CPUs is not on PyPI. These do the same in torch. What the CPU's attention never reads is left
-out: indices of windows, and the index's metadata, which only longer contexts need.
+DeepSeek V4 runs for contexts of at most `4 * index_topk` tokens. The model, its kernels and its caches on the CPU are
+C++ of vLLM's wheel. Only the metadata of a step is made by Triton kernels, and Triton for CPUs is not on PyPI. These do
+the same in torch. What the CPU's attention never reads is left out: indices of windows, and the index's metadata, which
+only longer contexts need.
 """
 
 from collections import defaultdict
@@ -25,6 +26,38 @@ def replace_kernels() -> None:
     indexer._PREPARE_UNIFORM_DECODE_KERNEL = _nothing
     # vLLM 0.32.0's returns three of the five plans that are read, all None: no step with this model works without.
     cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = lambda self, tokens: defaultdict(lambda: None)
+
+
+def replace_kernels_of_drafts() -> None:
+    """Makes vLLM 0.30.0's CPU runner use its own kernels. It replaces functions that nobody calls any more, so an
+    engine ends with its first draft."""
+    from vllm.utils import cpu_triton_utils as on_cpu
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.spec_decode import utils
+
+    of_next_draft = on_cpu.eagle_step_slot_mapping_metadata_kernel.func
+
+    def next_draft(  # vLLM looks for arguments by these names
+        positions: Any,
+        block_table: Any,
+        block_table_stride: Any,
+        seq_lens: Any,
+        out_clamped_positions: Any,
+        out_slot_mapping: Any,
+        block_size: Any,
+        max_model_len: Any,
+        n_blocks_per_req: Any,
+        PAD_ID: Any,
+    ) -> None:
+        outputs = out_clamped_positions, out_slot_mapping
+        sizes = block_size, max_model_len, n_blocks_per_req, PAD_ID
+        of_next_draft(positions, block_table, block_table_stride, seq_lens, *outputs, *sizes)
+
+    utils._eagle_step_slot_mapping_metadata.kernel = on_cpu._FuncWrapper(next_draft)
+    rejection_sampler._rejection_greedy_sample.kernel = on_cpu.rejection_greedy_sample_kernel
+    rejection_sampler._rejection_random_sample.kernel = on_cpu.rejection_random_sample_kernel
+    rejection_sampler._expand.kernel = on_cpu.expand_kernel
+    rejection_sampler._sample_recovered_tokens.kernel = on_cpu.sample_recovered_tokens_kernel
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

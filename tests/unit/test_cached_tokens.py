@@ -99,7 +99,7 @@ def test_a_request_without_a_ticket_says_what_decode_had_cached(decode, all_pref
 
 
 def test_the_other_figures_are_those_of_a_single_engine(decode, all_prefilled, scheduled_model):
-    """vLLM from 0.32 on also says how many tokens it has put into its cache."""
+    """vLLM from 0.30 on also says how many tokens it has put into its cache."""
     decode.add("r", range(PROMPT), all_prefilled)
     decode.step(received(ticket_id(decode), 2 * BLOCK), finished_recving={"r"})
     _, [output] = decode.step()
@@ -133,7 +133,7 @@ def test_a_prompt_that_decode_computes_after_a_failed_transfer(scheduled_model, 
 
 
 def test_preempted_before_its_first_token(decode, all_prefilled):
-    """The KV is still in decode's cache then: vLLM before 0.32 would count that."""
+    """The KV is still in decode's cache then: vLLM before 0.30 would count that."""
     request = decode.add("r", range(PROMPT), all_prefilled, max_tokens=2)
     decode.step(received(ticket_id(decode), BLOCK), finished_recving={"r"})
     decode.schedule()

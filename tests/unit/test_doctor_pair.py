@@ -148,7 +148,7 @@ def test_a_pair_that_fits() -> None:
     [
         ([engine(), engine("decode", model="other")], {"pair.models": Level.ERROR}),
         ([engine(), engine("decode", length=8192)], {"pair.max-model-len": Level.WARNING}),
-        ([engine(), engine("decode", version="0.32.0")], {"pair.versions": Level.WARNING}),
+        ([engine(), engine("decode", version="0.30.0")], {"pair.versions": Level.WARNING}),
         ([engine(), engine("decode", version="0.23.0+empty")], {}),
         ([engine(skew=40), engine("decode", skew=-40)], {"pair.clocks": Level.ERROR}),
         ([engine(skew=40), engine("decode", skew=39)], {}),

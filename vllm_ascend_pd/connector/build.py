@@ -36,7 +36,7 @@ from vllm_ascend_pd.connector.model import (
     warn_of_known_faults,
 )
 from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
-from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_updates import follow
+from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_weight_updates import follow
 from vllm_ascend_pd.connector.roles import (
     CLOSE_TIMEOUT_S,
     ConnectorRole,

@@ -21,7 +21,7 @@ from vllm_ascend_pd.connector.metrics import LayerwisePushPromMetrics, Layerwise
 from vllm_ascend_pd.connector.registration import log_as_vllm_does
 from vllm_ascend_pd.connector.roles import ConnectorRole
 from vllm_ascend_pd.connector.setup import read_setup, warn_if_asked_later
-from vllm_ascend_pd.connector.vllm_view import FROM_ANOTHER_ENGINE, HAS_TRANSFER_RESULTS, transfer_results
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS, transfer_results
 from vllm_ascend_pd.core.caches import KVCache
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 
 class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
-    _cache_hit_source = FROM_ANOTHER_ENGINE  # vLLM's metric of cached tokens by source
-
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig | None" = None
     ) -> None:
@@ -62,7 +60,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._role.preempted(_step(kv_connector_metadata))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        # The step starts here and not in start_load_kv, which vLLM 0.32 calls after the forward pass.
+        # The step starts here and not in start_load_kv, which vLLM 0.30 calls after the forward pass.
         super().bind_connector_metadata(connector_metadata)
         self._role.start_step(_step(connector_metadata))
 
@@ -108,7 +106,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             self._role.end_step(sys.exc_info()[1])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns requests that are sent, and those received or failed. vLLM before 0.32 calls it."""
+        """Returns requests that are sent, and those received or failed. vLLM before 0.30 calls it."""
         results = self._role.take_results(sys.exc_info()[1])
         return results.sent or None, results.received or None
 

@@ -240,7 +240,7 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
             "--enable-sleep-mode is set: an engine that sleeps frees the memory of its KV cache, which stays "
             "registered for transfers"
         )
-    cache = vllm_config.cache_config  # vLLM 0.32 does not have the option
+    cache = vllm_config.cache_config  # vLLM 0.30 does not have the option
     if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
         yield (
             f"--calculate-kv-scales is set with --kv-cache-dtype {cache.cache_dtype}: each engine would compute scales "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer
 from vllm_ascend_pd.connector.metrics import HandshakeMetadata
 from vllm_ascend_pd.connector.model import model_summary
-from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_refusals import bind_refusals
+from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_refusals import bind_refusals
 from vllm_ascend_pd.connector.setup import EngineSetup, sharding
 from vllm_ascend_pd.connector.vllm_view import VllmBlocks
 from vllm_ascend_pd.core.config import ConfigError

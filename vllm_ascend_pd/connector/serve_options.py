@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Program: prints the options of the installed vLLM's `vllm serve`, one a line.
 
-`tools/vllm_serve.py` runs it. `tools/serve_options.txt` is the output for vLLM 0.23 and 0.32, sorted by `sort -u`.
+`tools/vllm_serve.py` runs it. `tools/serve_options.txt` is the output for vLLM 0.23, 0.30 and 0.32, by `sort -u`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 
 _PLACES = (
     "vllm.entrypoints.common.cli_args",  # vLLM 0.33
-    "vllm.entrypoints.launchers.cli_args",  # 0.30 to 0.32
+    "vllm.entrypoints.launchers.cli_args",  # 0.30
     "vllm.entrypoints.openai.cli_args",  # 0.23
 )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package asks of vLLM's requests, prompts and blocks, and what differs between 0.23.0, 0.30.0 and 0.32.0."""
+"""What this package asks of vLLM's requests, prompts and blocks, and what differs between 0.23.0 and 0.30.0."""
 
 import hashlib
 import logging
@@ -36,29 +36,21 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
-# From 0.32 on a worker reports completions and failed requests in one object. Before, it reports completions, and
+# From 0.30 on a worker reports completions and failed requests in one object. Before, it reports completions, and
 # failed blocks beside them.
 HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
 
-# From 0.32 on a step's output names every request that was preempted. Before, it leaves out those of a prefix cache
+# From 0.30 on a step's output names every request that was preempted. Before, it leaves out those of a prefix cache
 # reset. vllm-ascend's SchedulerDynamicBatch names none.
 NAMES_ALL_PREEMPTED = HAS_TRANSFER_RESULTS
 
-# From 0.32 on vLLM asks the scheduler for statistics in every step. Before, it asks only if a rank has some, be they
+# From 0.30 on vLLM asks the scheduler for statistics in every step. Before, it asks only if a rank has some, be they
 # empty.
 ASKS_SCHEDULER_FOR_STATS = hasattr(KVConnectorStats, "to_dict")
 
-# From 0.32 on vLLM counts cached tokens by their source: these came from another engine. None before.
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:
-    FROM_ANOTHER_ENGINE = None
-else:
-    FROM_ANOTHER_ENGINE = CacheHitSource.P2P
-
 
 def transfer_results(sent: Collection[str] = (), received: Collection[str] = (), failed: Collection[str] = ()) -> Any:
-    """Returns what a worker reports to vLLM from 0.32 on. `failed`: the ids of `received` that have no KV."""
+    """Returns what a worker reports to vLLM from 0.30 on. `failed`: the ids of `received` that have no KV."""
     return base.KVConnectorTransferResults(set(sent), set(received), set(failed))
 
 

@@ -275,7 +275,7 @@ def adapter_digest(lora_request: Adapter | None) -> str:
 def content_beyond_name(lora_request: Adapter, content: str) -> str:
     """Returns what tells an adapter apart from the first one of its name; "" for that first one. `content`: its digest.
 
-    The prefix cache needs it: vLLM 0.23 knows an adapter there by its name alone, vLLM 0.32 by its name and path. So KV
+    The prefix cache needs it: vLLM 0.23 knows an adapter there by its name alone, vLLM 0.30 by its name and path. So KV
     of replaced files would still be found.
     """
     if content.startswith(_UNREAD):  # each load has an id of its own

@@ -132,7 +132,7 @@ class ServeOptions:
 
 @cache
 def table() -> ServeOptions:
-    """Returns the options of vLLM 0.23 and 0.32."""
+    """Returns the options of vLLM 0.23 to 0.32."""
     lines = _TABLE.read_text(encoding="utf-8").splitlines()
     return ServeOptions((line for line in lines if not line.startswith("#")), of_installed_vllm=False)
 

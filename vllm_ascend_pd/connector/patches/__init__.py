@@ -11,25 +11,28 @@ from vllm_ascend_pd.core.config import ConfigError
 def install_for_decode_scheduler() -> None:
     """Installs the patches that a decode engine's scheduler needs in the installed vLLM. May be called again.
 
-    What vLLM's scheduler has decides which patch of its queues fits, not a version number. Raises `ConfigError` if
-    none does: requests could wait forever there.
+    What vLLM's scheduler has decides whether the patch of its queues fits, not a version number. Raises `ConfigError`
+    if it does not: requests could wait forever there.
     """
     import vllm
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_ascend_pd.connector.patches import (
+        vllm_0_23_and_0_30_refusals,
         vllm_0_23_and_0_30_scheduler,
         vllm_0_23_cached_blocks,
         vllm_0_23_lost_blocks,
-        vllm_0_23_to_0_32_refusals,
-        vllm_0_32_scheduler,
     )
 
-    of_queues = [each for each in (vllm_0_23_and_0_30_scheduler, vllm_0_32_scheduler) if each.fits(Scheduler)]
-    if len(of_queues) != 1:
+    if not vllm_0_23_and_0_30_scheduler.fits(Scheduler):
         raise ConfigError(
             f"vLLM {vllm.__version__} schedules requests in a way that this connector has no patch for, so requests "
             "could wait forever on a decode engine. docs/versions.md lists the versions that work"
         )
-    for patch in (vllm_0_23_lost_blocks, vllm_0_23_cached_blocks, *of_queues, vllm_0_23_to_0_32_refusals):
+    for patch in (
+        vllm_0_23_lost_blocks,
+        vllm_0_23_cached_blocks,
+        vllm_0_23_and_0_30_scheduler,
+        vllm_0_23_and_0_30_refusals,
+    ):
         patch.install()

@@ -2,7 +2,7 @@
 """Patch of the scheduler of vLLM 0.23 and 0.30 on decode: a request whose KV has arrived can always run.
 
 Requests that wait for KV, or whose KV has arrived, hold blocks and cannot be preempted. If none of them can start and
-nothing runs, no block is ever freed. These versions deadlock like this in two ways, which 0.32 avoids:
+nothing runs, no block is ever freed. These versions deadlock like this in two ways:
 
 - A transfer gets blocks for its tokens only. The first step needs more: for the tokens of drafts, or for a last prompt
   token that is not transferred. Several such requests may each wait for a block of another one.
@@ -10,7 +10,11 @@ nothing runs, no block is ever freed. These versions deadlock like this in two w
   been compiled, or its priority is higher) and come before requests whose KV has arrived.
 
 With the patch, a transfer gets all blocks of its first step together with its own, and requests whose KV has arrived
-are scheduled before those that hold no blocks. A third deadlock is in all versions: see `vllm_0_32_scheduler.py`.
+are scheduled before those that hold no blocks.
+
+Before a transfer starts, vLLM also wants more free blocks than its own: those that other requests will need. It counts
+a request whose transfer failed and which has lost its blocks, although that one waits like any other. So a transfer
+before it in the queue may never start, nor may requests behind that transfer. The patch counts it no more.
 
 vllm-ascend's schedulers call the patched methods from their own `schedule()`, too, so the patch holds for all of them.
 """
@@ -18,8 +22,6 @@ vllm-ascend's schedulers call the patched methods from their own `schedule()`, t
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
-
-from vllm_ascend_pd.connector.patches.vllm_0_32_scheduler import has_blocks, release_reservations_of_failed_transfers
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -58,7 +60,7 @@ def install() -> None:
     if original._select_waiting_queue_for_scheduling.__module__ == __name__:
         return
     _schedule_arrived_requests_first(original)
-    release_reservations_of_failed_transfers(original)
+    _release_reservations_of_failed_transfers(original)
     _allocate_first_steps_with_transfers(KVCacheManager)
 
 
@@ -117,7 +119,7 @@ def _has_arrived(scheduler: Any, request: "Request") -> bool:
         return request.request_id in scheduler.finished_recving_kv_req_ids
     if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.resumable:
         return False
-    return has_blocks(scheduler, request)
+    return _has_blocks(scheduler, request)
 
 
 def _allocate_first_steps_with_transfers(manager: Any) -> None:
@@ -151,3 +153,20 @@ def _allocate_first_steps_with_transfers(manager: Any) -> None:
         )
 
     manager.allocate_slots = allocate_slots
+
+
+def _release_reservations_of_failed_transfers(scheduler: Any) -> None:
+    """Reserves no blocks for a request that has lost its own."""
+    by_vllm = scheduler._update_waiting_for_remote_kv
+
+    def update_waiting_for_remote_kv(self: Any, request: "Request") -> None:
+        by_vllm(self, request)
+        if not _has_blocks(self, request):
+            self._inflight_prefills.discard(request)
+
+    scheduler._update_waiting_for_remote_kv = update_waiting_for_remote_kv
+
+
+def _has_blocks(scheduler: Any, request: "Request") -> bool:
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return any(manager.req_to_blocks.get(request.request_id) for manager in managers)

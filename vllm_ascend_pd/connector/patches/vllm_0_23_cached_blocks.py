@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM 0.23's block allocation on decode: new blocks of a request are none of its cached ones, as in 0.32.
+"""Patch of vLLM 0.23's block allocation on decode: new blocks of a request are none of its cached ones, as in 0.30.
 
 Version 0.23 allocates for tokens that a connector delivers one cache group at a time. Each group takes its cached
 blocks first and new blocks then. So the new blocks of one group may be cached blocks of the next group, and prefill
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Patches vLLM 0.23; does nothing in 0.32. May be called again."""
+    """Patches vLLM 0.23; does nothing in 0.30. May be called again."""
     if HAS_TRANSFER_RESULTS:
         return
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM 0.23's scheduler on decode: a request fails by its lost blocks in any cache group, as in 0.32.
+"""Patch of vLLM 0.23's scheduler on decode: a request fails by its lost blocks in any cache group, as in 0.30.
 
 Version 0.23 learns of failures by block ids only. For a model with several cache groups, its engine ends when it gets
 any. All groups share one block pool, so a block that was not cached before belongs to one request, whatever the group.
 
-With `kv_load_failure_policy` recompute, such a request starts from its beginning, as in 0.32: the connector is asked
+With `kv_load_failure_policy` recompute, such a request starts from its beginning, as in 0.30: the connector is asked
 once more. vLLM 0.23 itself would go on behind what is cached, and compute the rest.
 """
 
@@ -15,7 +15,7 @@ from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 
 
 def install() -> None:
-    """Patches vLLM 0.23; does nothing in 0.32. May be called again."""
+    """Patches vLLM 0.23; does nothing in 0.30. May be called again."""
     if HAS_TRANSFER_RESULTS:
         return
     from vllm.v1.core.sched.scheduler import Scheduler

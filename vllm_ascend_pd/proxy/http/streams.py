@@ -20,6 +20,7 @@ from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.messages import client_response_headers
 
 _END = b"\n\n"
+_LAST = b"[DONE]"
 _ERROR_KEY = b'"error"'
 """Quotes inside a JSON string are escaped, so no token contains this."""
 _NO_REASON = "Internal server error"
@@ -105,12 +106,14 @@ def names_no_reason(body: bytes) -> bool:
 
 
 def _data(event: bytes) -> Any | None:
-    """An event's JSON; None for a comment or an empty event; "not JSON" for other bytes."""
+    """An event's JSON; None for a comment, an empty event, or the one that ends vLLM's streams; "not JSON" for other
+    bytes."""
     lines = [line for line in event.splitlines() if line.startswith(b"data:")]
-    if not lines:
+    data = lines[0].removeprefix(b"data:").strip() if lines else _LAST
+    if data == _LAST:
         return None
     try:
-        return msgspec.json.decode(lines[0].removeprefix(b"data:"))
+        return msgspec.json.decode(data)
     except UNREADABLE:
         return "not JSON"
 

@@ -72,6 +72,10 @@ class ResponseRelay:
                 return found_in if found_in.kind is FailureKind.BUSY else await self._explained(found_in)
             if found is Opening.CONTENT or len(held) > _MAX_HELD_BYTES:
                 break
+        else:  # vLLM 0.30 ends a completion like this if its transfer has failed
+            reason = "its stream ended without an answer"
+            answer = error_response(HTTPStatus.BAD_GATEWAY, f"decode engine: {reason}")
+            return await self._explained(Failure(FailureKind.ERROR, reason, self._attempt.engine, answer))
         await self._begin(response, b"")
         if self._attempt.prefilled_at is not None:
             self._observer.first_token_after_prefill(time.monotonic() - self._attempt.prefilled_at)

@@ -50,7 +50,7 @@ class LoadSnapshot(NamedTuple):
 
 
 def parse_metrics(text: str) -> LoadSnapshot:
-    """Reads the metrics of vLLM 0.23 and 0.32. Raises ValueError if the text is not in Prometheus' format."""
+    """Reads the metrics of vLLM 0.23 to 0.32. Raises ValueError if the text is not in Prometheus' format."""
     # All other lines, mostly buckets of histograms, would take 100 times as long to parse.
     lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
     if len(lines) > _MAX_LINES:

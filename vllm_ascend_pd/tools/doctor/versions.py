@@ -19,7 +19,7 @@ from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.write_costs import slowdowns
 from vllm_ascend_pd.transport import ascend
 
-VLLM = ("0.23.0", "0.30.0", "0.32.0")
+VLLM = ("0.23.0", "0.30.0")
 """The versions that `connector/vllm_view.py` is for."""
 
 CANN = "9.1.0"
@@ -50,7 +50,12 @@ class Stack:
 CPU = Stack(
     "vLLM's CPU backend",
     "requirements/cpu.txt",
-    {"torch": "2.13.0", "vllm": "0.32.0", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"},
+    {
+        "torch": "2.13.0",
+        "vllm": "0.30.0",
+        "transformers": "5.15.1",
+        "mooncake-transfer-engine-non-cuda": "0.3.13.post1",
+    },
 )
 NPU = Stack(
     "vllm-ascend",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM 0.23 to 0.32: the worker's own calls that change weights at run time are noticed (`core/weights.py`).
+"""Patch of vLLM 0.23 and 0.30: the worker's own calls that change weights at run time are noticed (`core/weights.py`).
 
 vLLM tells a connector of none of them. The patch goes when it does. Trainers that write to parameters with code of
 their own, in a worker extension for example, go unnoticed.
@@ -16,7 +16,7 @@ from vllm_ascend_pd.core.weights import LoadedWeights
 
 _WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm_ascend.worker.worker", "NPUWorker"))
 UPDATES = ("reload_weights", "update_weights", "finish_weight_update", "reset_weights")
-"""Methods of the worker. vLLM 0.32's `/weight_checker` calls the last one, which vLLM 0.23 does not have."""
+"""Methods of the worker. The last one comes with vLLM 0.32, whose `/weight_checker` calls it."""
 
 ReadFiles = Callable[[str | None], str]
 """Returns the fingerprint of the files in a folder; None for the folder of the model's configuration."""
