@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import cann_on_host
+from harness.waiting import wait_until
 from mooncake_wheels import WHEELS, Answering, python_path
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
@@ -158,9 +159,11 @@ def test_nothing_queues_inside_mooncake(ranks: Ranks, proven: bool) -> None:
     before, name = ranks.transfers(), f"proven {proven}"
     with ranks.others.link("hang"):
         ranks.write_to_others(name)
-        time.sleep(0.4)
+        counts = proven or ranks.wheel != ONE_BY_ONE  # which connects before it transfers
+        wait_until(lambda: len(ranks.asked(name)) >= bound and (not counts or ranks.transfers() - before >= bound), 10)
+        time.sleep(0.2)  # in which no further one begins
         assert len(ranks.asked(name)) == bound
-        if proven or ranks.wheel != ONE_BY_ONE:  # which connects before it transfers
+        if counts:
             assert ranks.transfers() - before == bound
         outcomes = ranks.outcomes(name)
     assert all("failed after" in outcome or "to make room" in outcome for outcome in outcomes)
