@@ -17,11 +17,13 @@ import msgspec
 import psutil
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import running_cluster, running_proxy
+from proxy_cluster import running_cluster
 
 from harness.certificates import Authority
 from harness.documented import documented
 from harness.waiting import wait_for, wait_until
+from vllm_ascend_pd.proxy.app import ProxyApp
+from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.tools.doctor import loopback
 from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Receiver
 from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level
@@ -188,13 +190,12 @@ def test_a_pair() -> None:
 
 def test_a_proxy_behind_tls(ours: Authority, others: Authority) -> None:
     own = ours.issue("proxy-of-the-doctor", "IP:127.0.0.1")
-    tls = ("--tls-cert", str(own.cert), "--tls-key", str(own.key))
     with Servers() as servers:
         prefill, decode = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: DecodeEngine().app)
-        with running_proxy(prefill, decode, *tls) as (_, port):
-            url = f"https://127.0.0.1:{port}"
-            trusting = run("--proxy", url, "--prefill", prefill, "--decode", decode, SSL_CERT_FILE=str(ours.cert))
-            refusing = [run("--proxy", url, **ca) for ca in ({}, {"SSL_CERT_FILE": str(others.cert)})]
+        app = ProxyApp(ProxySettings(prefill=[prefill], decode=[decode])).asgi
+        url = servers.start(lambda _: app, certificate=own)
+        trusting = run("--proxy", url, "--prefill", prefill, "--decode", decode, SSL_CERT_FILE=str(ours.cert))
+        refusing = [run("--proxy", url, **ca) for ca in ({}, {"SSL_CERT_FILE": str(others.cert)})]
     assert trusting.returncode == 0, trusting.stdout
     assert f"proxy {url} finds all 2 engines healthy" in trusting.stdout
     for done in refusing:

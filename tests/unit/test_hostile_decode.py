@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_compatibility import LAYERS, MODEL, caches, engine, found
-from test_protocol import NAMES, RANKS, SETTINGS, SIZES, tuples
 
 from vllm_ascend_pd.core.compatibility import different_settings, mismatch, unsound
 from vllm_ascend_pd.core.hosts import AnyHost, decode_hosts
-from vllm_ascend_pd.core.layout import CacheTensor, RankCaches
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.protocol import (
     MAX_REASON_CHARS,
     PROTOCOL_VERSION,
@@ -32,6 +31,26 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 
 replace = msgspec.structs.replace
+
+
+def tuples(elements: st.SearchStrategy) -> st.SearchStrategy:
+    return st.lists(elements, max_size=3).map(tuple)
+
+
+TEXT, NAMES = st.text(), st.text().filter(str.isprintable)
+INTS = st.integers(-(2**63), 2**63 - 1)
+INDICES, SIZES, ADDRESSES = st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1), st.integers(0, 2**62 - 1)
+GEOMETRIES = st.builds(Geometry, INDICES, st.sampled_from(Order), TEXT, SIZES, SIZES, SIZES, SIZES, SIZES)
+OF_A_SHARE = st.builds(
+    lambda whole, rank, interleave: replace(whole, block_size=16 * interleave, share=TokenShare(4, rank, interleave)),
+    GEOMETRIES,
+    st.integers(0, 3),
+    st.integers(1, 1000),
+)
+TENSORS = st.builds(CacheTensor, TEXT, INDICES, ADDRESSES, INDICES, st.integers(0, 1))
+CACHES = st.builds(RankCaches, st.tuples(GEOMETRIES, OF_A_SHARE), tuples(TENSORS))
+RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, st.just(RankCaches((), ())) | CACHES)
+SETTINGS = st.dictionaries(TEXT, TEXT, max_size=5)
 LISTED = decode_hosts(("127.0.0.0/8",), "127.0.0.1", signed=False)
 
 

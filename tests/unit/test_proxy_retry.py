@@ -151,7 +151,7 @@ ERROR = event({"error": {"message": "Internal server error", "code": 500}})
         (piece(text="a"), Opening.CONTENT),
         (piece(text="", token_ids=[7]), Opening.CONTENT),
         (piece(text="", finish_reason="length"), Opening.CONTENT),
-        (b"data: [DONE]\n\n", Opening.CONTENT),
+        (b"data: [DONE]\n\n", Opening.NOTHING),
         (b"data: {not json\n\n", Opening.CONTENT),
         (b"data: \xff\n\n", Opening.CONTENT),
         (ERROR, Opening.FAILED),
