@@ -126,6 +126,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         return self.remote_block_size[group] * self.remote_dcp_size
 
     @property
+    def spans(self) -> list[int]:
+        """`span` of each cache group."""
+        return [self.span(group) for group in range(len(self.remote_block_size))]
+
+    @property
     def replica_hash(self) -> int:
         """Spreads tickets over replicas. It is the same on both sides."""
         return replica_hash_of(self.ticket_id)

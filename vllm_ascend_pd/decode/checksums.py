@@ -20,7 +20,7 @@ from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.checksum import SummedUnits, Tally, common_heads, is_summed
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.protocol import WriterId
-from vllm_ascend_pd.core.step import Expect
+from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo, Sharding
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
@@ -47,6 +47,8 @@ class Delivered:
     """A ticket whose KV has arrived, and that is to be verified."""
 
     expect: Expect
+    # The expected blocks that are compared.
+    verified: VerifiedBlocks
     # As in `ArrivalQueue.ticket_ended`.
     received: tuple[int, int]
     cached_tokens: int | None
@@ -149,12 +151,12 @@ class Verifier:
             geometry = self._caches.description.geometries[index]
             # A unit lies within one block here, and within the tokens of one rank there.
             unit = math.gcd(geometry.run, prefill.interleave) if prefill.parts > 1 else geometry.run
-            wanted = [(each.expect.cached_tokens, each.expect.verified) for each in check.delivered]
+            wanted = [(each.expect.cached_tokens, each.verified) for each in check.delivered]
             summed = SummedUnits.of(
                 geometry,
                 unit,
-                [(start, max(start, geometry.complete(of.num_tokens))) for start, of in wanted if of is not None],
-                [of.blocks[geometry.group] for _, of in wanted if of is not None],
+                [(start, max(start, geometry.complete(of.num_tokens))) for start, of in wanted],
+                [of.blocks[geometry.group] for _, of in wanted],
             )
             if len(summed.units):
                 check.summed[index] = summed, tensors
@@ -172,8 +174,7 @@ class Verifier:
 
     def _compare(self, check: _Check, number: int, delivered: Delivered) -> list[Mismatch]:
         found = []
-        of = delivered.expect.verified
-        assert of is not None
+        of = delivered.verified
         for report in delivered.reports:
             if report.writer.rank >= len(delivered.prefill.shares):
                 continue
@@ -198,8 +199,7 @@ class Verifier:
     def _mismatch(
         self, delivered: Delivered, report: Reported, rows: Sequence[int], columns: Sequence[int]
     ) -> Mismatch:
-        of = delivered.expect.verified
-        assert of is not None
+        of = delivered.verified
         tensors = [self._caches.description.tensors[report.covers[row]] for row in rows]
         blocks: dict[int, None] = {}
         for index in dict.fromkeys(tensor.geometry for tensor in tensors):

@@ -92,7 +92,7 @@ class ExpectedWriters:
 
 @dataclass
 class Arrivals:
-    """What one step learns of transfers. The queue fills it, and does not change it any more once it is taken."""
+    """What one step learns of transfers. The queue fills it; once it is taken, only `settle` changes it."""
 
     # Requests that no prefill rank can write for any more: their blocks may be used or freed.
     finished: set[str] = field(default_factory=set)
@@ -130,8 +130,7 @@ class ArrivalQueue:
         `ends`: whether `ticket_ended` follows at once. Then that wakes the step, which learns both together.
         """
         with self._changed:
-            self._report.failed[ticket_id] = reason
-            self._news.lost_blocks.update(blocks)
+            self._fail(self._news, ticket_id, reason, blocks)
             if not ends:
                 self._wake()
 
@@ -144,13 +143,7 @@ class ArrivalQueue:
         `cached_tokens`: how many tokens of the prompt prefill had in its prefix cache; None if no writer said so.
         """
         with self._changed:
-            if received is None:
-                self._news.failed.add(request_id)
-            else:
-                self._report.received[ticket_id] = received
-            if cached_tokens is not None:
-                self._report.cached[ticket_id] = cached_tokens
-            self._news.finished.add(request_id)
+            self._end(self._news, ticket_id, request_id, received, cached_tokens)
             self._wake()
 
     def ticket_delivered(self, delivered: Delivered) -> None:
@@ -161,15 +154,16 @@ class ArrivalQueue:
 
     # The model thread calls these.
 
-    def settle(self, delivered: Delivered, mismatch: str | None) -> None:
-        """A ticket's KV was verified. `mismatch`: what differs; None if nothing does."""
+    def settle(self, news: Arrivals, delivered: Delivered, mismatch: str | None) -> None:
+        """A ticket's KV was verified: adds it to `news`, which this step has taken. `mismatch`: what differs; None if
+        nothing does."""
         expect = delivered.expect
-        if mismatch is not None:
-            with self._changed:
+        with self._changed:
+            if mismatch is not None:
                 self._report.wrong.add(expect.ticket_id)
-            self.ticket_failed(expect.ticket_id, mismatch, expect.blocks, ends=True)
-        received = delivered.received if mismatch is None else None
-        self.ticket_ended(expect.ticket_id, expect.request_id, received, delivered.cached_tokens)
+                self._fail(news, expect.ticket_id, mismatch, expect.blocks)
+            received = delivered.received if mismatch is None else None
+            self._end(news, expect.ticket_id, expect.request_id, received, delivered.cached_tokens)
 
     def wake_at(self, address: str) -> None:
         """Lets later news wake the scheduler at `address` while no step waits. "": it is not woken."""
@@ -196,6 +190,26 @@ class ArrivalQueue:
         """Call it when the control thread has ended."""
         self._wakeup.close()
 
+    def _fail(self, news: Arrivals, ticket_id: str, reason: str, blocks: Collection[int]) -> None:
+        self._report.failed[ticket_id] = reason
+        news.lost_blocks.update(blocks)
+
+    def _end(
+        self,
+        news: Arrivals,
+        ticket_id: str,
+        request_id: str,
+        received: tuple[int, int] | None,
+        cached_tokens: int | None,
+    ) -> None:
+        if received is None:
+            news.failed.add(request_id)
+        else:
+            self._report.received[ticket_id] = received
+        if cached_tokens is not None:
+            self._report.cached[ticket_id] = cached_tokens
+        news.finished.add(request_id)
+
     def _wake(self) -> None:
         """Wakes the step that waits, or else the scheduler, which sleeps before the next step."""
         if self._waiting or not self._address:
@@ -210,8 +224,6 @@ logger = logging.getLogger(__name__)
 _REVOKE_EVERY_S = 1.0
 # Seconds between two warnings about a writer that does not answer.
 _WARN_EVERY_S = 60.0
-
-_FAILED = TicketState.FAILED
 
 UNKNOWN_WEIGHTS = -1
 """As `OpenTicket.weights_version`: the weights changed before the ticket was issued, so its grants are refused."""
@@ -230,7 +242,7 @@ class OpenTicket:
     # Version of this engine's weights that the KV must fit. None until the first grant.
     weights_version: int | None = None
     # Checksums of writers that have reported success, for `verify_kv`.
-    reported: list[Reported] = field(default_factory=list)
+    reported: dict[WriterId, Reported] = field(default_factory=dict)
     # The connection that each writer last used.
     connections: dict[WriterId, ClientConnection] = field(default_factory=dict)
     # When each writer was last told to stop, in seconds of `time.monotonic`.
@@ -385,9 +397,10 @@ class GrantService:
             report = msgspec.structs.replace(report, reason="decode's weights were updated before all KV was here")
         if not each.ticket.report(report, now):
             return
-        if report.checksums is not None and each.expect.verified is not None and each.ticket.state is not _FAILED:
+        failed = each.ticket.state is TicketState.FAILED
+        if report.checksums is not None and each.expect.verified is not None and not failed:
             covers = tuple(sorted(each.ticket.covers(report.writer)))
-            each.reported.append(Reported(report.writer, covers, report.checksums))
+            each.reported[report.writer] = Reported(report.writer, covers, report.checksums)
         if report.writer in each.connections:
             each.connections[report.writer] = connection
         self._observer.report_received(each.expect.request_id, report.ticket_id, report.writer)
@@ -425,9 +438,10 @@ class GrantService:
         is_received = ticket.state is TicketState.RECEIVED
         self._observer.ticket_ended(request_id, ticket_id, is_received)
         received = (ticket.num_bytes, ticket.bytes_before_end) if is_received else None
-        if received is not None and each.reported and ticket.sharding is not None:
-            reports = tuple({report.writer: report for report in each.reported}.values())
-            delivered = Delivered(each.expect, received, ticket.cached_tokens, ticket.sharding, reports)
+        verified, prefill = each.expect.verified, ticket.sharding
+        if received is not None and each.reported and verified is not None and prefill is not None:
+            reports = tuple(each.reported.values())
+            delivered = Delivered(each.expect, verified, received, ticket.cached_tokens, prefill, reports)
             self._arrivals.ticket_delivered(delivered)
             return
         self._arrivals.ticket_ended(ticket_id, request_id, received, ticket.cached_tokens)

@@ -137,8 +137,8 @@ class TicketIssuer:
         lost = [block for ids in written for block in ids if block != NULL_BLOCK]
         verified = None
         if self._verified_share and is_selected(self._verified_share, ticket.ticket_id):
-            spans = [ticket.span(group) for group in range(len(self.groups))]
-            verified = VerifiedBlocks(tuple(written), ticket.num_tokens, column_tokens(spans, ticket.num_tokens))
+            columns = column_tokens(ticket.spans, ticket.num_tokens)
+            verified = VerifiedBlocks(tuple(written), ticket.num_tokens, columns)
         return Expect(request_id, ticket.ticket_id, ticket.digest(), lost, cached, verified)
 
 

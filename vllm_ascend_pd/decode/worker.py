@@ -140,26 +140,19 @@ class DecodeWorker:
         wait_s = self._wait_s if self._num_open and not self._brought else 0.0
         arrivals = self._arrivals.take(wait_s)
         if self._verifier is not None:
-            arrivals = self._verify(self._verifier, arrivals, wait_s)
+            self._verify(self._verifier, arrivals, wait_s)
         self._num_open -= len(arrivals.finished)
         self._brought = bool(arrivals.finished or arrivals.lost_blocks)
         return arrivals
 
-    def _verify(self, verifier: Verifier, arrivals: Arrivals, wait_s: float) -> Arrivals:
-        """Holds back the requests whose KV is not verified yet, and adds those whose KV is by now."""
+    def _verify(self, verifier: Verifier, arrivals: Arrivals, wait_s: float) -> None:
+        """Begins to verify what was delivered, and adds the requests whose KV is verified by now."""
         verifier.begin(arrivals.delivered)
         for delivered, mismatches in verifier.take(0.0 if arrivals.finished else wait_s):
             reason = describe(mismatches) if mismatches else None
             if reason is not None:
                 logger.error("request %s: wrong on arrival: %s", delivered.expect.request_id, reason)
-            self._arrivals.settle(delivered, reason)
-        settled = self._arrivals.take(0.0)
-        verifier.begin(settled.delivered)
-        return Arrivals(
-            arrivals.finished | settled.finished,
-            arrivals.failed | settled.failed,
-            arrivals.lost_blocks | settled.lost_blocks,
-        )
+            self._arrivals.settle(arrivals, delivered, reason)
 
     @owned
     def take_report(self) -> WorkerReport | None:

@@ -100,8 +100,7 @@ def report_checksums(ticket: Ticket, steps: Sequence[StepChecksums], destination
     if not steps or not 0 < len(covers) <= MAX_ROWS:
         return None
     rank, decode = destination.rank, ticket.sharding
-    spans = [ticket.span(group) for group in range(len(ticket.remote_block_size))]
-    tally = Tally.empty(len(covers), column_tokens(spans, ticket.num_tokens), ticket.num_tokens)
+    tally = Tally.empty(len(covers), column_tokens(ticket.spans, ticket.num_tokens), ticket.num_tokens)
     named = [(rank.caches.tensors[index].layer, rank.caches.tensors[index].part) for index in covers]
     kinds = [rank.caches.geometry_of(rank.caches.tensors[index]) for index in covers]
     summed_rows = {name: row for row, (name, kind) in enumerate(zip(named, kinds, strict=True)) if is_summed(kind)}

@@ -4,10 +4,9 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -85,11 +84,11 @@ class Planner:
         caches: RegisteredCaches,
         device: Device,
         regrouper: Regrouper | None,
-        heads: Callable[[int], range],
+        rank_info: RankInfo,
         verified_share: float,
     ) -> None:
-        """`regrouper`: None if this engine's layout never needs regrouping. `heads`: this rank's of so many."""
-        self._heads = heads
+        """`regrouper`: None if this engine's layout never needs regrouping."""
+        self._rank_info = rank_info
         self._verified_share = verified_share
         self._routes = routes
         self._caches = caches
@@ -171,7 +170,7 @@ class Planner:
             return
         geometry = self._geometries[index]
         parts = [(each.transfer.ticket, each.tokens(geometry), each.send.blocks[geometry.group]) for each in verified]
-        heads = self._heads(geometry.total_heads)
+        heads = self._rank_info.sharding.heads(self._rank_info.rank, geometry.total_heads)
         checksums = plan_checksums(self._device, geometry, unit, heads, parts)
         if checksums is not None:
             plan.checksums.setdefault(index, []).append(checksums)
@@ -214,14 +213,7 @@ class PrefillWorker:
             rank_info, config, device, engine, caches, step_tokens, self._running_time, self._observer
         )
         routes = Routes(rank_info, caches.description)
-        self._planner = Planner(
-            routes,
-            caches,
-            device,
-            self._regrouper,
-            partial(rank_info.sharding.heads, rank_info.rank),
-            config.verified_share,
-        )
+        self._planner = Planner(routes, caches, device, self._regrouper, rank_info, config.verified_share)
         self._control = ControlPlane(
             rank_info,
             config,
@@ -477,7 +469,7 @@ class PrefillWorker:
         pushes = []
         for geometry, tensors in self._caches.layers_by_geometry.get(layer, {}).items():
             ready = computed
-            for checksums in plan.checksums.get(geometry, ()) if plan.checksums else ():
+            for checksums in plan.checksums.get(geometry, ()):
                 ready = checksums.submit(tensors.described, tensors.tensors, computed)
             for sender, step_send in plan.sends.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
