@@ -109,7 +109,9 @@ def _data(event: bytes) -> Any | None:
     """An event's JSON; None for a comment, an empty event, or the one that ends vLLM's streams; "not JSON" for other
     bytes."""
     lines = [line for line in event.splitlines() if line.startswith(b"data:")]
-    data = lines[0].removeprefix(b"data:").strip() if lines else _LAST
+    if not lines:
+        return None
+    data = lines[0].removeprefix(b"data:").strip()
     if data == _LAST:
         return None
     try:

@@ -176,7 +176,7 @@ class RegisteredEngine:
         self.removed = False
         """Whether it has been removed. Only the registry changes it."""
         self.sources: set[str] = set()
-        """What lists it: the command line, a file, a DNS name, the admin API. Only the registry changes it."""
+        """What lists it: the command line, a DNS name, the admin API. Only the registry changes it."""
         self.sent = InFlightLoad()
         """What this proxy has in flight there. Only `serving` changes it."""
         self._report: LoadReport | None = None
