@@ -50,7 +50,7 @@ class Prefill(RealScheduler):
     def ask(self, message: Message) -> Any:
         """What prefill's listener answers."""
         answers: list[Any] = []
-        self.client.request(f"tcp://{self.held._inbox.host}:{self.held._inbox.port}", message, 10.0, answers.append)
+        self.client.request(f"tcp://{self.held.inbox.host}:{self.held.inbox.port}", message, 10.0, answers.append)
         return until(lambda: answers and answers[0])
 
     def offer(self, transfer_id: str, ticket: Ticket, engine_id: str | None = None) -> Any:
@@ -142,16 +142,13 @@ def remembered_of(prefill: Prefill) -> dict[str, Any]:
     """What is kept of requests and tickets."""
     objects = (prefill.scheduler.connector._role.scheduler, prefill.held)
     return {
-        name: value
-        for each in objects
-        for name, value in vars(each).items()
-        if isinstance(value, dict | set) and value and name not in ("_reasons")
+        name: value for each in objects for name, value in vars(each).items() if isinstance(value, dict | set) and value
     }
 
 
 def held_clock(prefill: Prefill) -> Clock:
     clock = Clock()
-    prefill.held._clock = prefill.held._inbox._clock = clock.monotonic
+    prefill.held._clock = prefill.held.inbox._clock = clock.monotonic
     return clock
 
 

@@ -13,8 +13,9 @@ from harness.held_prompts import (
     ticket_for,
 )
 from harness.real_scheduler import *  # noqa: F403
-from vllm_ascend_pd.core.protocol import Acknowledged, ReleasePrompt, TicketTaken
+from vllm_ascend_pd.core.protocol import Acknowledged, TicketTaken
 from vllm_ascend_pd.prefill import held_prompts
+from vllm_ascend_pd.prefill.ticket_listener import NO_PROMPT
 
 
 def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
@@ -25,16 +26,16 @@ def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free
     prefill.offer(transfer_id, released)
-    prefill.run()
-    assert refused(prefill, transfer_id, released) == "decode computes it"
+    assert prefill.run()[0].tickets == {}
+    assert prefill.fate(transfer_id, released).retry, "it is over"
     clock = held_clock(prefill)
     another = ticket_for(PROMPT)
     prefill.offer(transfer_id, another)
     prefill.run()
     assert prefill.fate(transfer_id, another) == TicketTaken(), "one request may have several prompts"
-    clock.now += held_prompts.SIBLINGS_S
+    clock.now += held_prompts.EARLY_S
     prefill.run()
-    assert refused(prefill, transfer_id, another) == "decode computes it"
+    assert refused(prefill, transfer_id, another) == NO_PROMPT
 
 
 def test_decode_computes_one_of_several_prompts(prefill: Prefill) -> None:
@@ -81,7 +82,7 @@ def test_a_prompt_that_decode_has_with_other_tokens_is_freed(prefill: Prefill) -
     misfit = ticket_for(OTHER)
     prefill.offer(transfer_id, misfit)
     prefill.run()
-    clock.now += held_prompts.SIBLINGS_S
+    clock.now += held_prompts.EARLY_S
     prefill.run()
     assert "tokens differ" in refused(prefill, transfer_id, misfit)
     prefill.ask(prefill.release_of(transfer_id, misfit))
@@ -102,15 +103,6 @@ def test_a_prompt_that_decode_computes_with_other_tokens_is_freed(prefill: Prefi
     assert remembered_of(prefill) == {}
 
 
-def test_an_older_decode_engine_releases_the_only_prompt(prefill: Prefill) -> None:
-    clock = held_clock(prefill)
-    transfer_id = prefill.answered("r")["transfer_id"]
-    prefill.ask(ReleasePrompt(prefill.engine_id, transfer_id, "decode computes it", "1" * 32))
-    prefill.run()
-    clock.now += held_prompts.EARLY_S
-    assert prefill.run()[0].unsent == {"r"}
-
-
 def test_a_request_with_the_transfer_id_of_one_that_is_over(prefill: Prefill) -> None:
     """The ticket that came for the first one's sibling was refused: its release is not for what comes later."""
     clock = held_clock(prefill)
@@ -121,16 +113,16 @@ def test_a_request_with_the_transfer_id_of_one_that_is_over(prefill: Prefill) ->
         prefill.offer("xfer-1", ticket)
     prefill.run()
     prefill.run(sent={"r"})
-    clock.now += held_prompts.SIBLINGS_S
+    clock.now += held_prompts.EARLY_S
     prefill.run()
-    assert refused(prefill, "xfer-1", tickets[1]) == "the prompt has another ticket"
+    assert refused(prefill, "xfer-1", tickets[1]) == NO_PROMPT
     prefill.ask(prefill.release_of("xfer-1", tickets[1]))
     prefill.run()
     assert prefill.answered("again", params=params)["transfer_id"] == "xfer-1"
 
 
 def test_a_ticket_that_waits_when_the_engine_has_no_more_work_is_refused(prefill: Prefill) -> None:
-    """vLLM makes no steps without requests: the listener looks at the clock."""
+    """vLLM makes no steps without requests: the listener looks at the clock when decode asks."""
     clock = held_clock(prefill)
     transfer_id = prefill.answered("r")["transfer_id"]
     ticket = ticket_for(OTHER)
@@ -161,7 +153,7 @@ def test_decode_gives_up_before_prefill_knows_the_prompt(prefill: Prefill) -> No
     prefill.offer("xfer-1", ticket)
     prefill.ask(prefill.release_of("xfer-1", ticket, "the client left"))
     prefill.run()
-    assert refused(prefill, "xfer-1", ticket) == "the client left"
+    assert prefill.fate("xfer-1", ticket).retry, "it is over"
     assert prefill.answered("r", params={**PREFILL_FIRST, "transfer_id": "xfer-1"})["error"] == "the client left"
     assert prefill.free == prefill.all_free
     assert prefill.answered("again", params={**PREFILL_FIRST, "transfer_id": "xfer-1"})["transfer_id"] == "xfer-1"

@@ -87,7 +87,15 @@ def fate(of: Ticket) -> AskTicket:
 
 def messages(listener: TicketListener) -> list[Any]:
     """What waits for the scheduler."""
-    return [each.message for each in listener.waiting()]
+    with listener.waiting() as waiting:
+        return [each.message for each in waiting]
+
+
+def settle(listener: TicketListener, fate: Fate, reason: str = "", most: int | None = None) -> None:
+    """What the scheduler says of the tickets that wait."""
+    with listener.waiting() as waiting:
+        for each in waiting[:most]:
+            listener.settle(each, fate, reason)
 
 
 def test_a_tickets_life(listener, ask):
@@ -95,8 +103,7 @@ def test_a_tickets_life(listener, ask):
     assert ask(fate(one)) == TicketRefused("the ticket is not known here", retry=True)
     assert [ask(offer(one)) for _ in range(2)] == [TicketTaken(), TicketTaken()]
     assert messages(listener) == [offer(one)]
-    [waiting] = listener.waiting()
-    listener.settle(waiting, Fate.SERVED)
+    settle(listener, Fate.SERVED)
     assert [ask(offer(one)), ask(fate(one))] == [TicketTaken(), TicketTaken()]
     assert ask(ReleasePrompt(ENGINE, "xfer-1", "the client left", one.ticket_id)) == Acknowledged()
     assert messages(listener) == []
@@ -109,20 +116,20 @@ def test_a_tickets_life(listener, ask):
 def test_a_ticket_that_is_refused_and_then_released(listener, ask):
     one = ticket()
     ask(offer(one))
-    [waiting] = listener.waiting()
-    listener.settle(waiting, Fate.REFUSED, "it is for another prompt")
+    settle(listener, Fate.REFUSED, "it is for another prompt")
     assert ask(fate(one)) == ask(offer(one)) == TicketRefused("it is for another prompt", retry=False)
     assert messages(listener) == []
     release = ReleasePrompt(ENGINE, "xfer-1", "the client left", one.ticket_id)
     assert [ask(release), ask(release)] == [Acknowledged(), Acknowledged()]
     assert messages(listener) == [release]
-    assert ask(offer(one)) == TicketRefused("the client left", retry=False)
+    assert ask(offer(one)) == TicketTaken(), "without effect"
+    assert messages(listener) == [release]
 
 
 def test_a_release(listener, ask):
     release = ReleasePrompt(ENGINE, "xfer-1", "the client left", "f" * 32, 40)
     other = msgspec.structs.replace(release, engine_id="prefill-0-0")
-    assert ask(other) == Problem(f"engine prefill-0-0 is not here; this is {ENGINE}")
+    assert ask(other) == TicketRefused(f"engine prefill-0-0 is not here; this is {ENGINE}", retry=False)
     assert messages(listener) == []
     assert ask(release) == Acknowledged()
     assert messages(listener) == [release]
@@ -163,10 +170,12 @@ def test_only_so_many_tickets_and_releases_wait(listener, ask, monkeypatch):
     tickets = [ticket() for _ in range(3)]
     assert [ask(offer(each)) for each in tickets[:2]] == [TicketTaken()] * 2
     assert ask(offer(tickets[2])).retry
-    listener.settle(listener.waiting()[0], Fate.SERVED)
+    settle(listener, Fate.SERVED, most=1)
+    releases = [ReleasePrompt(ENGINE, "xfer-1", "", str(n) * 32) for n in range(2)]
+    assert [ask(each) for each in releases] == [Acknowledged(), TicketRefused("too many messages wait", retry=True)]
+    assert ask(offer(tickets[2])).retry
+    settle(listener, Fate.SERVED)
     assert ask(offer(tickets[2])) == TicketTaken()
-    answers = [ask(ReleasePrompt(ENGINE, "xfer-1", "", str(n) * 32)) for n in range(3)]
-    assert answers == [Acknowledged(), Acknowledged(), Problem("too many messages wait")]
 
 
 def test_only_so_many_blocks_wait(ask, monkeypatch):
@@ -181,10 +190,9 @@ def test_only_so_many_tickets_are_remembered(listener, ask, monkeypatch):
     tickets = [ticket(), ticket()]
     for each in tickets:
         ask(offer(each))
-    for each in listener.waiting():
-        listener.settle(each, Fate.REFUSED, "no")
+    settle(listener, Fate.REFUSED, "no")
     assert [ask(fate(each)).reason for each in tickets] == ["the ticket is not known here", "no"]
-    assert len(listener._tickets) == len(listener._over) == 1
+    assert len(listener._tickets) == len(listener._ended) == 1
 
 
 def test_an_idle_engine_refuses_tickets_without_a_prompt(listener, ask):
@@ -192,7 +200,8 @@ def test_an_idle_engine_refuses_tickets_without_a_prompt(listener, ask):
     lost, waits = ticket(), ticket()
     for each in (lost, waits):
         assert ask(offer(each)) == TicketTaken()
-    assert listener.wait_until(listener.waiting()[1], None)
+    with listener.waiting() as waiting:
+        waiting[1].expires_at += 1.0
     now = time.monotonic()
     listener._clock = lambda: now + ticket_listener.EARLY_S
     answer = until(lambda: isinstance(found := ask(fate(lost)), TicketRefused) and found)

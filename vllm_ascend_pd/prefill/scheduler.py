@@ -214,7 +214,7 @@ class PrefillScheduler:
             num_held = self._held.num_ended
             self._observer.prompts_held(num_held)
             step.awaits_tickets = num_held > 0
-            step.wakeup_address = self._held.wakeup_address if step.awaits_tickets else ""
+            step.wakeup_address = self._held.inbox.wakeup_address if step.awaits_tickets else ""
         step.wait_s = self._idle.next(step.computes, news=step.has_news)
         return step
 
@@ -293,13 +293,10 @@ class PrefillScheduler:
     def _take_tickets(self, step: PrefillStep, held: HeldPrompts) -> None:
         """Serves tickets that have come for prompts without one: what is computed already is sent in this step."""
 
-        def check(prompt: ComputedPrompt, offered: Ticket) -> Ticket:
+        def serve(prompt: ComputedPrompt, offered: Ticket) -> None:
             ticket = self._parse(prompt.request, offered)
             self._check(prompt.request, ticket)
             self._windows.check(ticket, prompt)
-            return ticket
-
-        def serve(prompt: ComputedPrompt, ticket: Ticket) -> None:
             self._admission.admit(ticket)
             transfer = self._serve(prompt, ticket)
             if prompt.done:
@@ -308,14 +305,14 @@ class PrefillScheduler:
             if prompt.ended:
                 self._step.finished[prompt.request.request_id] = None  # once the ranks have its last part
 
-        held.match(check, serve)
+        held.match(serve)
 
     def _free_expired(self, step: PrefillStep, held: HeldPrompts) -> None:
         for prompt, reason in held.ended():
             request_id, expected = prompt.request.request_id, prompt.given_up is not None
             level = logging.DEBUG if expected else logging.WARNING
             logger.log(level, "request %s: prefill frees its blocks: %s", request_id, reason)
-            held.remove(prompt, reason)
+            held.remove(prompt)
             step.unsent.add(request_id)
             if not expected:
                 self._observer.prompt_expired(request_id)
@@ -368,7 +365,7 @@ class PrefillScheduler:
         """As `finished`, of a request whose ticket has not come."""
         aborted = _ABORTED if not prompt.is_complete or self._requests.was_aborted(prompt.request) else None
         if (reason := aborted or prompt.given_up) is not None:
-            held.remove(prompt, reason)
+            held.remove(prompt)
             self._forget(prompt)
             return False, None if aborted else {"error": reason}
         prompt.ended = True
@@ -383,4 +380,4 @@ class PrefillScheduler:
             self._admission.ended(transfer.ticket, delivered=transfer.failure is None)
             self._observer.transfer_ended(request_id, transfer.ticket, transfer.failure)
             if self._held is not None:
-                self._held.transfer_ended(transfer.ticket.ticket_id)
+                self._held.inbox.ended(transfer.ticket.ticket_id)
