@@ -78,7 +78,7 @@ vllm() {
 package() {
   one_at_a_time
   # Built by the environment's own torch, which is the one that loads it.
-  pip --no-build-isolation --editable "${root}[cpu,dev,otel]"
+  pip --no-build-isolation --editable "${root}[cpu,dev]"
 }
 
 compat() {

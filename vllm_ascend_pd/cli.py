@@ -122,6 +122,7 @@ REMOVED = {
     "--prefill-timeout": "--read-timeout is for engines that compute nothing, prefill engines included",
     "--decode-fallback": _FALLBACK,
     "--no-decode-fallback": _FALLBACK,
+    "--otlp-traces-endpoint": "engines send spans by this option of their own, below the client's traceparent",
     "--queue-per-engine": "1024 requests may wait per engine",
     "--allowed-methods": _ORIGINS,
     "--allowed-headers": _ORIGINS,

@@ -184,7 +184,7 @@ def running_cluster(
         ]
         engines = running.enter_context(running_engines(model, configs, logs, on_healthy, seconds))
         prefill, decode = engines[: len(config.prefill)], engines[len(config.prefill) :]
-        proxy = Proxy(prefill, decode, logs, port, (*config.proxy_args, *traces), config.decode[0].host)
+        proxy = Proxy(prefill, decode, logs, port, config.proxy_args, config.decode[0].host)
         wait_ready([proxy], on_healthy)
         try:
             yield Cluster(config, model, prefill, decode, proxy, collector)

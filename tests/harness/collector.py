@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A collector of OpenTelemetry traces: takes spans over OTLP, by gRPC and by HTTP, and keeps them for a test."""
+"""A collector of OpenTelemetry traces: takes spans over OTLP by gRPC, and keeps them for a test."""
 
 import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -47,26 +46,17 @@ class Collector(TraceServiceServicer):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self.refuses = False
-        """Answers that it is not available."""
         self.raw = b""
         """All that arrived, to look for what must not be in it."""
         self._grpc = grpc.server(ThreadPoolExecutor(4))
         add_TraceServiceServicer_to_server(self, self._grpc)
         self.url = f"http://{HOST}:{self._grpc.add_insecure_port(f'{HOST}:0')}"
-        self._http = ThreadingHTTPServer((HOST, 0), self._handler())
-        self.http_url = f"http://{HOST}:{self._http.server_port}/v1/traces"
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05})
 
     def __enter__(self) -> "Collector":
         self._grpc.start()
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join(10)
         self._grpc.stop(grace=0).wait(10)
 
     def spans(self, trace: str | None = None) -> list[Span]:
@@ -79,11 +69,7 @@ class Collector(TraceServiceServicer):
         """Returns the spans as soon as there are enough."""
         return wait_for(lambda: self.spans(trace), enough, SECONDS)
 
-    def Export(
-        self, request: ExportTraceServiceRequest, context: grpc.ServicerContext | None
-    ) -> ExportTraceServiceResponse:
-        if self.refuses and context is not None:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "closed for today")
+    def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
         spans = [
             _span(span, _values(resource.resource.attributes))
             for resource in request.resource_spans
@@ -94,24 +80,6 @@ class Collector(TraceServiceServicer):
             self._spans += spans
             self.raw += request.SerializeToString()
         return ExportTraceServiceResponse()
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                answer = collector.Export(ExportTraceServiceRequest.FromString(body), None).SerializeToString()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/x-protobuf")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        return Handler
 
 
 def _span(span: Sent, process: dict[str, object]) -> Span:

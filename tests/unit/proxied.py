@@ -7,7 +7,6 @@ from starlette.types import Message
 
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.streams import Reply
-from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED
 from vllm_ascend_pd.proxy.rendezvous.request_table import ProxiedRequest
 
 
@@ -16,4 +15,4 @@ def proxied_request() -> ProxiedRequest:
         pass
 
     reply = Reply(send, request_id=None)
-    return ProxiedRequest("POST", Endpoint.COMPLETIONS.value, Endpoint.COMPLETIONS, [], reply, NOT_TRACED)
+    return ProxiedRequest("POST", Endpoint.COMPLETIONS.value, Endpoint.COMPLETIONS, [], reply)

@@ -93,7 +93,7 @@ async def _exposed() -> str:
     observer = Observer()
     metrics = Metrics(observer, RequestTable(limit=1), (pool,))
     reply = Reply(send, request_id=None)
-    with observer.request("POST", "/v1/completions", [], reply):
+    with observer.request("/v1/completions", reply):
         reply.status, reply.first_event_at = 200, float("inf")
     answer = await metrics.get(Request({"type": "http", "headers": []}))
     await pool.aclose()

@@ -6,7 +6,7 @@ Rooms, from the bottom up. Each imports only rooms below it; pyproject.toml has 
 - `http/`: requests and responses of clients, and HTTP to engines.
 - `routing/`: which engines there are, and which one gets a request.
 - `rendezvous/`: brings a client's request, its tickets and its prefills together, and retries what fails.
-- `operate/`: health, status, metrics, traces and the admin API.
+- `operate/`: health, status, metrics and the admin API.
 - `settings`, `background`, `app`, `server`: options, work beside requests, the ASGI applications with all routes, and
   the servers that run them.
 

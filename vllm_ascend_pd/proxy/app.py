@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 
-import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,7 +25,6 @@ from vllm_ascend_pd.proxy.http.messages import BoundedBodies, CrossOrigin, error
 from vllm_ascend_pd.proxy.operate.admin import Admin
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.status import Health, Status, StatusPage, snapshot
-from vllm_ascend_pd.proxy.operate.tracing import start_tracing
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientEndpoint, DecodeRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
@@ -56,8 +54,7 @@ class ProxyApp:
         self._pools = (self._prefill, self._decode)
         self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
         self._background = Background(settings, *self._pools)
-        self._tracing = start_tracing(settings.otlp_traces_endpoint)
-        self._observer = Observer(self._tracing)
+        self._observer = Observer()
         self._health = Health(self._pools, self._observer, self._background.problems)
         self._metrics = Metrics(self._observer, self._request_table, self._pools)
         self.asgi = Starlette(
@@ -86,7 +83,6 @@ class ProxyApp:
             self.shut_down()
             for pool in self._pools:
                 await pool.aclose()
-            await anyio.to_thread.run_sync(self._tracing.close)
 
     def _client_routes(self, settings: ProxySettings) -> list[BaseRoute]:
         endpoint = partial(

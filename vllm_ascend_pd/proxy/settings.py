@@ -82,9 +82,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Option(help="File with the bearer token of the status page and /admin/engines. Enables the latter."),
     ] = None
-    otlp_traces_endpoint: Annotated[
-        str | None, Option(help="OpenTelemetry collector that gets the spans of requests, as in vLLM.")
-    ] = None
 
     # What follows has no option: nobody had a reason for another value. Tests do.
 
@@ -112,7 +109,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         # Imported here so that other commands do not load a web server.
-        from vllm_ascend_pd.proxy.operate.tracing import check_tracing
         from vllm_ascend_pd.proxy.routing.strategies import STRATEGIES
 
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
@@ -136,8 +132,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         self.origins()
         self.metaserver_token()
         self.admin_token()
-        if self.otlp_traces_endpoint is not None:
-            check_tracing(self.otlp_traces_endpoint)
 
     def engines(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The prefill and decode engines from the command line."""

@@ -16,12 +16,12 @@ import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
+from vllm_ascend_pd.core.ticket import PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
 from vllm_ascend_pd.proxy.http.bodies import ForDecodeAlone, decode_body, parse_client_request, read_fields
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, error_event
 from vllm_ascend_pd.proxy.http.messages import RequestRefused, error_response, when_disconnected, who_computes
 from vllm_ascend_pd.proxy.http.streams import Renaming, Reply
-from vllm_ascend_pd.proxy.rendezvous.observer import COMPUTED_BY, REQUESTED, WITHOUT_PREFILL, Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
 from vllm_ascend_pd.proxy.routing.answers import (
@@ -77,8 +77,8 @@ class ClientEndpoint:
         request = Request(scope, receive)
         headers = request.headers.raw
         reply = Reply(send, request_id=request.headers.get("x-request-id"))
-        with self._observer.request(request.method, self._path, headers, reply) as span:
-            proxied = ProxiedRequest(request.method, self._path, self._endpoint, headers, reply, span)
+        with self._observer.request(self._path, reply):
+            proxied = ProxiedRequest(request.method, self._path, self._endpoint, headers, reply)
             try:
                 with self._request_table.open(proxied) as place, proxied.scope:
                     await self._serve(proxied, request, place)
@@ -205,8 +205,6 @@ class DecodeRequests:
                 reply.request_id = clients_id or attempt.request_id
                 reply.renaming = _renaming(clients_id, attempt)
                 failure = await self._attempt(attempt, ranking)
-                if failure is not None:
-                    attempt.span.failed(failure)
             if failure is None:
                 return
             if failure.kind is FailureKind.BUSY and failure.url and not attempt.begun and pool.may_wait(begun):
@@ -245,8 +243,6 @@ class DecodeRequests:
                         raise self._pool.busy(failure.url, failure.reason, attempt.request_id)
                     if failure is None and response.status < 400:
                         self._pool.judge(attempt.engine, None)
-                        if proxied.request is not None:
-                            attempt.span.note({COMPUTED_BY: BY_DECODE if attempt.prefilled_at is None else BY_PREFILL})
             except EngineError as error:
                 failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))
                 broken_off = responded and error.kind is FailureKind.LOST and not attempt.answering
@@ -266,12 +262,10 @@ class DecodeRequests:
         params: dict[str, str | bool | float] = {}
         if proxied.who_computes is not None:
             params[WHO_COMPUTES] = proxied.who_computes
-            attempt.span.note({REQUESTED: proxied.who_computes})
         gone = proxied.prefill_gone or not self._prefill.any_well()
         attempt.without_prefill = gone and proxied.may_fall_back
         if attempt.without_prefill:
             params[PREFILL_AVAILABLE] = False
-            attempt.span.note({WITHOUT_PREFILL: True})
             if not proxied.told_without_prefill:
                 proxied.told_without_prefill = True
                 self._observer.asked_without_prefill()
@@ -295,12 +289,10 @@ class DecodeRequests:
             failure.reason,
             failure.answer.status_code,
         )
-        attempt.proxied.span.failed(failure)
         attempt.proxied.end(failure.answer)
 
     def _note_retry(self, attempt: DecodeAttempt, failure: Failure, number: int, next_url: str) -> None:
         self._observer.attempt_retried(EngineRole.DECODE)
-        attempt.proxied.span.retried(failure, next_url)
         log.warning(
             "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
             attempt.request_id,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy records about its requests: counts and times for Prometheus, the last failures, and spans.
+"""What the proxy records about its requests: counts and times for Prometheus, and the last failures.
 
-The modules of this folder report here; `operate/` shows it. Spans are made only if `operate/otel.py` is there to send
-them: `Span` and `Tracing` themselves do nothing.
+The modules of this folder report here; `operate/` shows it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from http import HTTPStatus
 
@@ -19,78 +18,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.http.messages import Headers
 from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
-
-# --- spans ---------------------------------------------------------------------------------------------------
-
-Attributes = Mapping[str, str | int | float | Sequence[str]]
-"""Attributes of a span. They never hold anything of a prompt, an answer or a credential: more people can read the
-collector than the engines."""
-
-REQUEST_ID = "gen_ai.request.id"
-"""vLLM uses the same name in its own span of a request."""
-ENGINE = "kv_pd.engine"
-UNREACHABLE = "kv_pd.unreachable_engines"
-PROMPT = "kv_pd.prompt"
-ERROR = "error.type"
-REQUESTED = "kv_pd.who_computes"
-WITHOUT_PREFILL = "kv_pd.without_prefill"
-COMPUTED_BY = "kv_pd.computed_by"
-
-
-class Span:
-    """One part of a request's work, for a trace."""
-
-    def onto(self, headers: Headers) -> Headers:
-        """Returns headers for an engine, so that the engine's own spans become children of this one. Without a trace,
-        these are the client's headers unchanged."""
-        return headers
-
-    @contextmanager
-    def child(self, name: str, attributes: Attributes) -> Iterator[Span]:
-        """A span below this one, for the time of the `with` block."""
-        yield self
-
-    def note(self, attributes: Attributes) -> None:
-        """Adds attributes."""
-
-    def asked(self, engines: Sequence[str]) -> None:
-        """Notes which engines were asked, in order. All but the last one could not be connected to, or refused."""
-        if engines:
-            self.note({ENGINE: engines[-1]})
-        if len(engines) > 1:
-            self.note({UNREACHABLE: list(engines[:-1])})
-
-    def event(self, name: str, attributes: Attributes) -> None:
-        """Adds an event at the current time."""
-
-    def failed(self, failure: Failure) -> None:
-        """Marks the span as failed. Only the first failure counts: later ones are its consequences."""
-
-    def retried(self, failure: Failure, engine: str) -> None:
-        """Notes that a child of this span failed and is retried, at `engine` first."""
-        self.event("retry", {ERROR: failure.kind.label, ENGINE: engine})
-
-
-NOT_TRACED = Span()
-
-
-class Tracing:
-    """Makes a span of each client's request. This class makes none."""
-
-    @contextmanager
-    def request(self, method: str, route: str, headers: Headers, reply: Reply) -> Iterator[Span]:
-        """A client's request, from its arrival to its end. `headers`: the client's, which may name a parent span.
-        `reply`: its state afterwards tells how the request ended."""
-        yield NOT_TRACED
-
-    def close(self) -> None:
-        """Sends the remaining spans."""
-
-
-# --- failures and durations ----------------------------------------------------------------------------------
 
 PREFIX = "vllm:kv_pd_proxy_"
 CLIENT_LEFT = 499
@@ -159,8 +88,7 @@ class RecentSamples:
 class Observer:
     """Receives reports about client requests and attempts at engines. The event loop's thread owns it."""
 
-    def __init__(self, tracing: Tracing | None = None) -> None:
-        """`tracing`: makes the spans. None: there are none."""
+    def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         """This proxy's metrics. Each proxy in a process has its own."""
         self.retries: collections.Counter[EngineRole] = collections.Counter()
@@ -174,7 +102,6 @@ class Observer:
         self.recent_first_token = RecentSamples()
         self.recent_prefill = RecentSamples()
         self.recent_after_prefill = RecentSamples()
-        self._tracing = tracing or Tracing()
         self._requests = Counter(
             PREFIX + "requests",
             f"Completed requests by path and HTTP status. {CLIENT_LEFT}: the client left before the answer.",
@@ -238,16 +165,14 @@ class Observer:
                 self._failures.labels(role.value, kind.label)
 
     @contextmanager
-    def request(self, method: str, route: str, headers: Headers, reply: Reply) -> Iterator[Span]:
+    def request(self, route: str, reply: Reply) -> Iterator[None]:
         """A client's request, from its arrival to its end.
 
-        `route`: the path of one of the proxy's routes. `headers`: the client's, which may name a parent span.
-        `reply`: its state afterwards tells how the request ended.
+        `route`: the path of one of the proxy's routes. `reply`: its state afterwards tells how the request ended.
         """
         begun = time.monotonic()
         try:
-            with self._tracing.request(method, route, headers, reply) as span:
-                yield span
+            yield
         finally:
             now = time.monotonic()
             status = CLIENT_LEFT if reply.status is None else reply.status

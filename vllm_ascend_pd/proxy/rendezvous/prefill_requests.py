@@ -21,7 +21,7 @@ from vllm_ascend_pd.core.text import UNREADABLE, is_name, one_line
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest, prefill_body, tokens_body
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.messages import TooLarge, error_response, excerpt, read_all
-from vllm_ascend_pd.proxy.rendezvous.observer import PROMPT, REQUEST_ID, Attributes, Observer, Span
+from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketProgress
 from vllm_ascend_pd.proxy.routing.answers import (
     EngineRole,
@@ -166,29 +166,17 @@ class PrefillRequests:
         failure: Failure | None = None
         call = progress.call = EngineCall()
         begun = time.monotonic()
-        about: Attributes = {REQUEST_ID: progress.attempt.request_id, PROMPT: progress.prompt}
-        with progress.attempt.span.child("prefill", about) as span:
-            try:
-                with self._watch.over(call), call.scope:
-                    failure = await self._send(request, ticket, progress, ranking, span)
-            finally:
-                span.asked(call.engines)
-            if call.cut is not None:
-                failure = failed(*call.cut, call.engine)
-            if failure is not None:
-                span.failed(failure)
+        with self._watch.over(call), call.scope:
+            failure = await self._send(request, ticket, progress, ranking)
+        if call.cut is not None:
+            failure = failed(*call.cut, call.engine)
         if failure is None:
             self._observer.prefilled(time.monotonic() - begun)
             self._pool.prefilled(call)
         return failure
 
     async def _send(
-        self,
-        request: ClientRequest,
-        ticket: ParsedTicket,
-        progress: TicketProgress,
-        ranking: EngineRanking,
-        span: Span,
+        self, request: ClientRequest, ticket: ParsedTicket, progress: TicketProgress, ranking: EngineRanking
     ) -> Failure | None:
         attempt, call, base = progress.attempt, progress.call, ticket.header.is_for_base_model
         if ticket.token_ids is None:
@@ -196,7 +184,7 @@ class PrefillRequests:
             body = prefill_body(request, progress.prompt, ticket.encoded, attempt.request_id, base)
         else:
             path, body = Endpoint.COMPLETIONS.value, tokens_body(request, ticket.token_ids, ticket.encoded, base)
-        sent = OutgoingRequest("POST", path, span.onto(attempt.prefill_headers), body, attempt.request_id)
+        sent = OutgoingRequest("POST", path, attempt.prefill_headers, body, attempt.request_id)
         try:
             async with self._pool.open(ranking, sent, call) as response:
                 answer = await read_all(response.chunks(), _MAX_PREFILL_ANSWER_BYTES)

@@ -25,7 +25,6 @@ from vllm_ascend_pd.proxy.http.bodies import ClientRequest
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint, prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.messages import Headers, RequestRefused, decode_request_headers, prefill_request_headers
 from vllm_ascend_pd.proxy.http.streams import Reply
-from vllm_ascend_pd.proxy.rendezvous.observer import REQUEST_ID, Span
 from vllm_ascend_pd.proxy.routing.answers import RULES, Counts, EngineRole, Failure
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest, RequestAdmission, RequestGroup
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
@@ -55,9 +54,7 @@ class ProxiedRequest:
     does the metaserver, by the methods below.
     """
 
-    def __init__(
-        self, method: str, path: str, endpoint: Endpoint | None, headers: Headers, reply: Reply, span: Span
-    ) -> None:
+    def __init__(self, method: str, path: str, endpoint: Endpoint | None, headers: Headers, reply: Reply) -> None:
         self.method = method
         self.path = path
         """The route's."""
@@ -66,7 +63,6 @@ class ProxiedRequest:
         self.headers = headers
         """The client's."""
         self.reply = reply
-        self.span = span
         self.who_computes: str | None = None
         """Who is to compute its prompts by the client's wish, `BY_DECODE` or `BY_PREFILL`; None: it has none."""
         self.request: ClientRequest | None = None
@@ -193,19 +189,17 @@ class DecodeAttempt(EngineCall):
     The task that serves the client changes it, and so does the metaserver, by the methods below.
     """
 
-    def __init__(self, proxied: ProxiedRequest, request_id: str, span: Span, may_follow: Callable[[], bool]) -> None:
+    def __init__(self, proxied: ProxiedRequest, request_id: str, may_follow: Callable[[], bool]) -> None:
         """
         Args:
             proxied: the request, whose body has arrived.
             request_id: unique. The engine's names for its requests contain it.
-            span: of this attempt.
             may_follow: tells whether another attempt is allowed if this one gets no KV.
         """
         super().__init__()
         self.proxied = proxied
         self.request_id = request_id
-        self.span = span
-        self.decode_headers = span.onto(decode_request_headers(proxied.headers, request_id))
+        self.decode_headers = decode_request_headers(proxied.headers, request_id)
         """Headers of the request to the decode engine."""
         self.prefill_headers = prefill_request_headers(self.decode_headers)
         """Headers of the requests to prefill engines."""
@@ -395,14 +389,12 @@ class RequestTable:
         """
         # Never the client's own id: tickets are matched by it, so it must be unique and hard to guess.
         request_id = proxied.request_id = str(uuid.uuid4())
-        with proxied.span.child("decode", {REQUEST_ID: request_id}) as span:
-            attempt = self._attempts[request_id] = DecodeAttempt(proxied, request_id, span, may_follow)
-            try:
-                yield attempt
-            finally:
-                del self._attempts[request_id]
-                attempt.close()
-                span.asked(attempt.engines)
+        attempt = self._attempts[request_id] = DecodeAttempt(proxied, request_id, may_follow)
+        try:
+            yield attempt
+        finally:
+            del self._attempts[request_id]
+            attempt.close()
 
     @owned
     def find(self, engine_request_id: str) -> TicketMatch:

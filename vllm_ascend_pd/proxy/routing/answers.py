@@ -60,7 +60,7 @@ class FailureKind(enum.Enum):
 
     @property
     def label(self) -> str:
-        """The kind's name in metrics and traces."""
+        """The kind's name in metrics."""
         return self.value.replace(" ", "_")
 
 
