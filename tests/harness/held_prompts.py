@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 from harness.clock import Clock
 from harness.engines import Role
 from harness.real_scheduler import BLOCK, RealScheduler
+from harness.tickets import ticket_with
 from vllm_ascend_pd.connector.vllm_view import VllmRequests
 from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt, TicketRefused
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
@@ -116,15 +117,10 @@ def ticket_for(prompt: list[int], groups: int = 1, **changes: Any) -> Ticket:
     ticket_id = secrets.token_hex(16)
     num_tokens = changes.get("num_tokens", len(prompt))
     request = Request("d", prompt, sampling_params(), None)
-    made = Ticket(
+    made = ticket_with(
         request_id="d",
         remote_block_ids=[[100 + n for n in range(-(-num_tokens // BLOCK))] for _ in range(groups)],
         remote_block_size=[BLOCK] * groups,
-        remote_engine_id="decode-0",
-        remote_host="127.0.0.1",
-        remote_port=5555,
-        remote_tp_size=1,
-        remote_cached_tokens=0,
         ticket_id=ticket_id,
         num_tokens=num_tokens,
         prompt=VllmRequests().digest(request, num_tokens, ticket_id),

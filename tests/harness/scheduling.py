@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.ticket import Ticket
 
 Blocks = tuple[list[int], ...]
@@ -47,8 +48,7 @@ def make_request(request_id: str, num_tokens: int, params: object, **wants: Any)
 
 def make_ticket(prompt: int, blocks: list[int], tp: int = 1, cached: int = 0) -> Ticket:
     """For `prompt` tokens in `blocks` of a decode engine of `tp` ranks, which has `cached` of them."""
-    return Ticket(
-        request_id="cmpl-1-0",
+    return ticket_with(
         remote_block_ids=[blocks],
         remote_block_size=[BLOCK],
         remote_engine_id="decode",
@@ -56,7 +56,6 @@ def make_ticket(prompt: int, blocks: list[int], tp: int = 1, cached: int = 0) ->
         remote_port=20001,
         remote_tp_size=tp,
         remote_cached_tokens=cached,
-        ticket_id=32 * "0",
         num_tokens=prompt,
     )
 

@@ -3,6 +3,7 @@
 
 import msgspec
 
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
@@ -22,7 +23,6 @@ from vllm_ascend_pd.core.protocol import (
     WriteReport,
     WriterId,
 )
-from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
 
 WRITER = WriterId("prefill-0", 0, 1)
@@ -32,18 +32,7 @@ CACHES = RankCaches(
     (CacheTensor("model.layers.0", 0, 1 << 40, 64, 0), CacheTensor("model.layers.0", 1, 1 << 41, 64, 1)),
 )
 RANK = RankDescription(0, 1, "tcp://127.0.0.1:5555", "127.0.0.1:5556", CACHES)
-TICKET = Ticket(
-    request_id="cmpl-0",
-    remote_block_ids=[[1, 2, 3]],
-    remote_block_size=[16],
-    remote_engine_id="decode-0",
-    remote_host="127.0.0.1",
-    remote_port=5555,
-    remote_tp_size=1,
-    remote_cached_tokens=0,
-    ticket_id="0" * 32,
-    num_tokens=40,
-)
+TICKET = ticket_with(request_id="cmpl-0")
 MESSAGES = (
     Describe("decode-0"),
     EngineDescription("decode-0", "a model", 2, 1, (RANK, RANK), 2, 8, {"rope_theta": "10000"}),

@@ -9,8 +9,8 @@ import pytest
 
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.caches import TokenGroup
-from vllm_ascend_pd.core.ticket import Ticket
 
 BLOCK = 4
 PROMPT = 10
@@ -18,13 +18,10 @@ BLOCKS = ([7, 1, 5],)
 
 
 def ticket(request_id="r", num_tokens=PROMPT, cached=0, block_sizes=(BLOCK,), dcp=1):
-    return Ticket(
+    return ticket_with(
         request_id=request_id,
         remote_block_ids=[[100 + n for n in range(math.ceil(num_tokens / size / dcp))] for size in block_sizes],
         remote_block_size=list(block_sizes),
-        remote_engine_id="decode-0",
-        remote_host="127.0.0.1",
-        remote_port=5555,
         remote_tp_size=dcp,
         remote_dcp_size=dcp,
         remote_cached_tokens=cached,

@@ -57,10 +57,6 @@ def digest(folder: Path) -> str:
     return adapter_digest(Adapter(str(folder)))
 
 
-def test_no_adapter_has_the_empty_digest() -> None:
-    assert adapter_digest(None) == ""
-
-
 @pytest.mark.parametrize("file", ["safetensors", "bin", "pt"])
 def test_the_same_content_elsewhere_has_the_same_digest_and_other_content_of_the_same_name_another(
     tmp_path: Path, file: str
@@ -141,11 +137,3 @@ def test_a_large_adapter_takes_milliseconds_and_nothing_is_read_twice(
     assert time.process_time() - begun < 0.5  # measured: 0.02
     monkeypatch.setattr(os, "pread", None)
     assert digest(folder) == first
-
-
-def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "_MAX_CACHED", 2)
-    folder = str(save(tmp_path / "adapter"))
-    for number in range(1, 9):
-        adapter_digest(Adapter(folder, lora_int_id=number))
-    assert len(weights_module._loaded) == 2

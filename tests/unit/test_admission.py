@@ -7,6 +7,7 @@ from vllm.v1.request import Request
 
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.hosts import AnyHost, HostList, decode_hosts
 from vllm_ascend_pd.core.step import WorkerReport
@@ -24,15 +25,11 @@ BLOCKS = ([7, 1, 5],)
 
 
 def ticket(number: int = 1, host: str = "10.0.0.1") -> Ticket:
-    return Ticket(
+    return ticket_with(
         request_id=f"cmpl-{number}",
         remote_block_ids=[[100, 101, 102]],
         remote_block_size=[4],
-        remote_engine_id="decode-0",
         remote_host=host,
-        remote_port=5555,
-        remote_tp_size=1,
-        remote_cached_tokens=0,
         ticket_id=f"{number:032x}",
         num_tokens=10,
     )
@@ -129,11 +126,6 @@ def test_engines_that_may_be_made_up_are_few_at_a_time(monkeypatch):
     assert not prefill.admission._open
 
 
-def test_engines_of_signed_tickets_are_not_made_up(monkeypatch):
-    monkeypatch.setattr(admission_module, "MAX_UNPROVEN", 0)
-    assert Prefill().error(signed(ticket(), SECRET, int(NOW) + LIFE_S)) is None
-
-
 def test_clocks_may_differ_by_so_much():
     prefill = Prefill()
     prefill.now = NOW + CLOCK_SKEW_S - 0.1
@@ -170,10 +162,3 @@ def test_a_made_up_host_is_refused(secret):
     assert prefill.error(made(1, "10.0.0.9")) is None
     assert prefill.error(made(2, "127.0.0.1")) == "the ticket's host is not in decode_allowlist"
     assert "neither an address nor a host's name" in prefill.error(made(3, "eth0;10.0.0.9"))
-
-
-def test_without_a_secret_signatures_do_not_count():
-    prefill = Prefill(secret=None)
-    assert prefill.error(ticket(1)) is None
-    assert prefill.error(msgspec.structs.replace(ticket(2), signature="nonsense", expires_at=1)) is None
-    assert prefill.error(ticket(1)) is None, "it is D that refuses it"

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from vllm_ascend_pd.core.protocol import Connects, EngineKind, TransportInfo
@@ -53,22 +52,6 @@ def test_how_long_roce_repairs(timeout: str | None, count: str | None, seconds: 
 
 
 PARALLEL = TransportInfo("ascend", "", EngineKind.CLIENT_SERVER, Connects.AUTO)
-ONE_BY_ONE = TransportInfo("ascend", "", EngineKind.COMM, Connects.BEFORE)
-
-
-def test_a_batch_takes_as_long_as_two_attempts_with_every_step_at_its_limit() -> None:
-    chosen = ascend.settings(10, QUICK)
-    assert ascend.settle_s(10, chosen, PARALLEL) == 2 * (60 + 7 * 10 + 10 + 1)
-    assert ascend.settle_s(10, {**chosen, "ASCEND_TRANSFER_TIMEOUT": "20000"}, PARALLEL) == 2 * (60 + 7 * 20 + 20 + 1)
-    assert ascend.settle_s(10, {**chosen, "ASCEND_CONNECT_TIMEOUT": "20000"}, PARALLEL) == 2 * (60 + 7 * 20 + 10 + 1)
-    assert ascend.settle_s(10, {**chosen, "ASCEND_CONNECT_TIMEOUT": "x"}, PARALLEL) == 2 * (60 + 7 * 10 + 10 + 1)
-
-
-def test_a_batch_may_wait_for_the_connections_of_all_others() -> None:
-    chosen = {**ascend.settings(10, QUICK), "ASCEND_TRANSFER_TIMEOUT": "20000"}
-    assert ascend.settle_s(10, chosen, ONE_BY_ONE) == 2 * (60 + 4 * 7 * 10 + 20 + 1)
-    with_auto_connect = msgspec.structs.replace(ONE_BY_ONE, connects=Connects.AUTO)
-    assert ascend.settle_s(10, chosen, with_auto_connect) == 2 * (60 + 4 * 7 * 20 + 20 + 1)
 
 
 @pytest.mark.parametrize(
@@ -86,27 +69,6 @@ def test_a_batch_may_wait_for_the_connections_of_all_others() -> None:
 )
 def test_the_threads_of_mooncakes_pool(environment: dict[str, str], size: int) -> None:
     assert ascend.pool_size(environment) == size
-
-
-@pytest.mark.parametrize(
-    ("engine", "connects", "expected"),
-    [
-        ("client/server", "AutoConnect", False),
-        ("client/server", "Connect", True),
-        ("comm", "AutoConnect", True),
-        ("comm", "Connect", True),
-        ("", "", True),
-    ],
-)
-def test_which_engines_connect_to_peers_one_by_one(engine: str, connects: str, expected: bool) -> None:
-    assert ascend.connects_one_by_one(TransportInfo("ascend", "", engine, connects)) == expected
-
-
-def test_where_connecting_holds_up_all_writes_few_are_under_way() -> None:
-    assert ascend.slots(ascend.settings(10, {}), one_by_one=False) == (16, 8)
-    assert ascend.slots(ascend.settings(10, {}), one_by_one=True) == (4, 1)
-    assert ascend.slots({"ASCEND_THREAD_POOL_SIZE": "1"}, one_by_one=False) == (1, 1)
-    assert ascend.slots({"ASCEND_THREAD_POOL_SIZE": "2"}, one_by_one=True) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +105,6 @@ def test_nothing_of_a_failed_write_rests(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (over_ascend.settle_s, over_ascend.rest_s) == (282, 0)
     over_tcp = export_settings(TransferLimits(), "tcp", "127.0.0.1")
     assert over_tcp.rest_s == over_tcp.settle_s > 0
-
-
-def test_without_acl_neither_numbers_nor_chips_are_known() -> None:
-    assert ascend.physical_device(0) is None
-    assert ascend.chip_name() == ""
 
 
 @pytest.mark.parametrize("device", [0, 1, 2, 12])
@@ -190,35 +147,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     [finding] = ascend.check_address(tmp_path, 0, has_tool=True)  # a folder: root may read any file
     assert finding.fatal
     assert str(tmp_path) in finding.message
-
-
-def test_the_message_for_an_engine_that_does_not_start() -> None:
-    reason = ascend.why_not_started([ascend.AscendProblem("hccn.conf is empty")], {})
-    assert "hccn.conf is empty" in reason
-    assert "set_env.sh" in reason
-    assert "set_env.sh" not in ascend.why_not_started([], {"ASCEND_HOME_PATH": "/usr/local/Ascend"})
-
-
-def maps(*paths: Path) -> str:
-    """As /proc/self/maps has it: mapped files, memory without a name, and the stack."""
-    lines = [f"7f0000{i:02x}0000-7f0000{i:02x}1000 r-xp 00000000 08:01 {i} {path}" for i, path in enumerate(paths)]
-    return "\n".join(
-        [*lines, "7f0001000000-7f0001001000 rw-p 00000000 00:00 0", "7ffd00-7ffe00 rw-p 0 00:00 0 [stack]"]
-    )
-
-
-def test_the_transport_is_a_library_of_its_own(tmp_path: Path) -> None:
-    assert ascend.is_loaded(maps(tmp_path / "engine.so", tmp_path / "ascend_transport.so"))
-
-
-def test_the_transport_is_part_of_the_engine(tmp_path: Path) -> None:
-    (tmp_path / "mooncake").mkdir()
-    engine, other = tmp_path / "mooncake" / "engine.cpython-311-x86_64-linux-gnu.so", tmp_path / "libother.so"
-    engine.write_bytes(b"\0_ZN8mooncake12TcpTransportC1Ev\0")
-    other.write_bytes(b"\0_ZN8mooncake21AscendDirectTransportC1Ev\0")
-    assert not ascend.is_loaded(maps(engine, other, tmp_path / "mooncake" / "gone.so"))
-    engine.write_bytes(engine.read_bytes() + other.read_bytes())
-    assert ascend.is_loaded(maps(engine))
 
 
 def test_an_ascend_engine_imports_nothing_of_tcp() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.transport.batches import TCP_LANES, Batches, TransferLimits
+from vllm_ascend_pd.transport.batches import Batches, TransferLimits
 
 Copy = tuple[int, int, int]  # source, destination, bytes
 
@@ -22,22 +22,6 @@ def descriptors(copies: list[Copy]) -> Descriptors:
 def touched(copies: list[Copy]) -> list[tuple[int, int]]:
     """(from, to) of every byte, in order."""
     return [(src + i, dst + i) for src, dst, nbytes in copies for i in range(nbytes)]
-
-
-@pytest.mark.parametrize(
-    ("limits", "sizes"),
-    [
-        (TransferLimits(max_descriptors=2), [[10, 20], [30]]),
-        (TransferLimits(max_bytes=30), [[10, 20], [30]]),
-        (TransferLimits(max_bytes=25), [[10], [20], [25], [5]]),
-        (TransferLimits(max_descriptor_bytes=15), [[10, 15, 5, 15, 15]]),
-        (TransferLimits(max_descriptors=2, max_bytes=24, max_descriptor_bytes=15), [[10], [15, 5], [15], [15]]),
-        (TransferLimits(), [[10, 20, 30]]),
-    ],
-)
-def test_sizes(limits: TransferLimits, sizes: list[list[int]]) -> None:
-    copies = descriptors([(0, 5000, 10), (1000, 6000, 20), (2000, 7000, 30)])
-    assert [lengths for _, _, lengths in Batches.cut([copies], limits).at([0], [0])] == sizes
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,21 +49,11 @@ def test_few_descriptors_become_one_for_each_connection(sizes: list[int], cut: l
     assert lengths == sizes, "where a descriptor is not one connection's"
 
 
-def test_over_one_connection_descriptors_may_be_longer() -> None:
-    assert TransferLimits(connections=TCP_LANES).piece_bytes(64 * MIB) == 256 * KIB
-    assert TransferLimits(connections=1).piece_bytes(64 * MIB) == 4 * MIB
-
-
 def test_limits_suit_the_protocol() -> None:
     assert TransferLimits.over("tcp") == TransferLimits()
     ascend = TransferLimits.over("ascend", timeout_s=3.0)
     assert (ascend.max_descriptors, ascend.max_bytes, ascend.timeout_s) == (8192, 1024 * MIB, 3.0)
     assert ascend.piece_bytes(64 * MIB) == 1024 * MIB, "descriptors are not cut"
-
-
-def test_nothing() -> None:
-    assert list(Batches.cut([], TransferLimits()).at([], [])) == []
-    assert list(Batches.cut([descriptors([])], TransferLimits()).at([7], [8])) == []
 
 
 COPIES = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(1, 40)), max_size=12)

@@ -12,8 +12,8 @@ import pytest
 from harness.engines import Role
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, RealScheduler
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.core.ticket import Ticket
 
 PROMPT = 100
 """Six blocks of 16 and a part of one."""
@@ -55,12 +55,6 @@ def received(ticket: str, cached: int) -> WorkerReport:
     return WorkerReport(received={ticket: (1000, 500)}, cached={ticket: cached})
 
 
-def test_decode_says_what_prefill_had_cached_not_what_was_transferred(decode, all_prefilled):
-    decode.add("r", range(PROMPT), all_prefilled)
-    ticket = ticket_id(decode)
-    assert arrives(decode, "r", received(ticket, 3 * BLOCK)) == 3 * BLOCK
-
-
 def test_an_engine_that_reports_nothing_counts_as_one_that_had_nothing(decode, all_prefilled):
     decode.add("r", range(PROMPT), all_prefilled)
     ticket = ticket_id(decode)
@@ -71,31 +65,6 @@ def test_the_last_token_never_counts_as_cached(decode, all_prefilled):
     decode.add("r", range(PROMPT), all_prefilled)
     ticket = ticket_id(decode)
     assert arrives(decode, "r", received(ticket, 1 << 30)) == PROMPT - 1
-
-
-def test_of_several_ranks_the_least_counts(decode, all_prefilled):
-    decode.add("r", range(PROMPT), all_prefilled)
-    ticket = ticket_id(decode)
-    decode.step(received(ticket, 64))  # a rank that is done before the others
-    assert arrives(decode, "r", received(ticket, 48), received(ticket, 80)) == 48
-
-
-def test_what_decode_itself_had_cached_does_not_count(decode, all_prefilled):
-    """Prefill computed all of it once more."""
-    decode.add("r", range(PROMPT), all_prefilled)
-    arrives(decode, "r", received(ticket_id(decode), 0))
-    decode.add("s", [*range(PROMPT), *range(40)], all_prefilled)
-    ticket = ticket_id(decode)
-    assert decode.scheduler.requests["s"].prefill_stats.num_local_cached_tokens == 6 * BLOCK
-    assert arrives(decode, "s", received(ticket, 0)) == 0
-
-
-def test_a_request_without_a_ticket_says_what_decode_had_cached(decode, all_prefilled):
-    decode.add("r", range(PROMPT), all_prefilled)
-    arrives(decode, "r", received(ticket_id(decode), 0))
-    decode.add("s", [*range(PROMPT), *range(40)])
-    _, outputs = decode.step()
-    assert cached_tokens(outputs) == 6 * BLOCK
 
 
 def test_the_other_figures_are_those_of_a_single_engine(decode, all_prefilled, scheduled_model):
@@ -178,15 +147,12 @@ def test_what_prefill_computed_for_a_ticket_that_failed_does_not_count(scheduled
 
 
 def ticketed(request_id: str, tokens: int, blocks: list[int]) -> dict[str, Any]:
-    ticket = Ticket(
+    ticket = ticket_with(
         request_id=request_id,
         remote_block_ids=[blocks],
         remote_block_size=[BLOCK],
         remote_engine_id="decode",
-        remote_host="127.0.0.1",
         remote_port=20001,
-        remote_tp_size=1,
-        remote_cached_tokens=0,
         ticket_id=f"{int(request_id[1:]):032x}",
         num_tokens=tokens,
     )
@@ -202,16 +168,6 @@ def reported(scheduler: RealScheduler, steps: int = 3) -> dict[str, int]:
         assert step.kv_connector_metadata.step.cached_tokens.keys() == step.kv_connector_metadata.step.tickets.keys()
         told |= step.kv_connector_metadata.step.cached_tokens
     return told
-
-
-def test_prefill_tells_its_ranks_what_it_had_cached(prefill):
-    blocks = list(range(1, 8))
-    prefill.add("r1", range(PROMPT), ticketed("r1", PROMPT, blocks))
-    assert reported(prefill) == {"r1": 0}
-    prefill.add("r2", range(PROMPT), ticketed("r2", PROMPT, blocks))
-    assert reported(prefill) == {"r2": 6 * BLOCK}
-    prefill.add("r3", [*range(50), *range(50)], ticketed("r3", PROMPT, blocks))
-    assert reported(prefill) == {"r3": 3 * BLOCK}
 
 
 def test_a_preemption_on_prefill_does_not_make_computed_tokens_cached(prefill):

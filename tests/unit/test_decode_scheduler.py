@@ -2,7 +2,6 @@
 """The tickets that decode's scheduler issues, and what it reports of those that are received. The metaserver client and
 its HTTP server are real."""
 
-import dataclasses
 import time
 
 import pytest
@@ -11,11 +10,12 @@ from decode_requests import BLOCK, BLOCKS, ENGINE, PROMPT, SETTINGS, eventually,
 
 from harness.schedulers import decode_scheduler
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, make_request, remembered
+from harness.tickets import ticket_with
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.core.ticket import Secret, Ticket, parse_ticket, verify
+from vllm_ascend_pd.core.ticket import Secret, parse_ticket, verify
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.tickets import Signer
 from vllm_ascend_pd.observe import stats
@@ -47,15 +47,12 @@ def test_a_request_gets_a_ticket(scheduler, metaserver):
     assert step_with(scheduler, lambda step: step.prefilled).prefilled == [expect.ticket_id]
     [body] = metaserver.bodies
     ticket = parse_ticket(body, PROMPT, 1)  # as prefill reads it
-    assert ticket == Ticket(
+    assert ticket == ticket_with(
         request_id="r",
         remote_block_ids=[[7, 1, 5]],
         remote_block_size=[BLOCK],
-        remote_engine_id="decode-0",
         remote_host="10.0.0.1",
-        remote_port=5555,
         remote_tp_size=2,
-        remote_cached_tokens=0,
         ticket_id=expect.ticket_id,
         num_tokens=PROMPT,
         prompt=PromptDigest(tokens=digest_of_tokens(expect.ticket_id, list(range(PROMPT)))),
@@ -73,82 +70,9 @@ def test_the_ticket_leaves_with_the_step_that_tells_the_ranks(scheduler, metaser
     eventually(lambda: metaserver.bodies)
 
 
-def test_decodes_cached_prefix_is_not_asked_for(scheduler, metaserver):
-    request = wanting(metaserver.url)
-    assert scheduler.matched_tokens(request, 8) == 2
-    [expect] = issue(scheduler, request, computed=8).expects
-    assert expect.blocks == [5]  # the cached ones stay good whatever happens
-    eventually(lambda: metaserver.bodies)
-    assert metaserver.bodies[0]["remote_cached_tokens"] == 8
-    assert metaserver.bodies[0]["remote_block_ids"] == [[7, 1, 5]]
-
-
-def test_a_state_is_asked_for_without_the_last_token(metaserver):
-    groups = [TokenGroup(4), StateGroup(4096)]
-    scheduler = decode_scheduler(ENGINE, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
-    try:
-        request = wanting(metaserver.url)
-        assert scheduler.matched_tokens(request, 0) == PROMPT - 1
-        issue(scheduler, request, ([7, 1, 5], [20]), computed=4)
-        eventually(lambda: metaserver.bodies)
-        ticket = parse_ticket(metaserver.bodies[0], PROMPT - 1, 2, {1})
-        assert (ticket.remote_block_ids, ticket.remote_block_size) == ([[7, 1, 5], [20]], [4, 1])
-        assert ticket.remote_cached_tokens == 4
-        assert scheduler.matched_tokens(wanting(metaserver.url, "one", num_tokens=1), 0) == 0
-    finally:
-        scheduler.close()
-
-
-def test_a_window_is_asked_for_without_the_last_token(metaserver):
-    """vLLM keeps of it what the token after the received ones sees, and that is the one that decode computes."""
-    groups = [TokenGroup(BLOCK), TokenGroup(BLOCK, windowed=True)]
-    scheduler = decode_scheduler(ENGINE, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
-    try:
-        request = wanting(metaserver.url)
-        assert scheduler.matched_tokens(request, 4) == PROMPT - 1 - 4
-        issue(scheduler, request, ([7, 1, 5], [0, 2, 3]), computed=4)
-        eventually(lambda: metaserver.bodies)
-        assert parse_ticket(metaserver.bodies[0], PROMPT, 2).num_tokens == PROMPT - 1
-    finally:
-        scheduler.close()
-
-
 def test_logprobs_of_the_prompt_are_decodes_own_to_compute(scheduler, metaserver):
     request = wanting(metaserver.url, prompt_logprobs=1)
     assert scheduler.matched_tokens(request, 0) == 0
-
-
-def test_blocks_that_stand_for_a_block_on_each_of_several_ranks(metaserver):
-    engine = dataclasses.replace(ENGINE, dcp=2, interleave=BLOCK)
-    groups = [TokenGroup(BLOCK, ranks=2)]
-    scheduler = decode_scheduler(engine, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
-    try:
-        request = wanting(metaserver.url)
-        assert scheduler.matched_tokens(request, 8) == 2
-        [expect] = issue(scheduler, request, ([7, 1],), computed=8).expects
-        assert expect.blocks == [1]
-        eventually(lambda: metaserver.bodies)
-        ticket = parse_ticket(metaserver.bodies[0], PROMPT, 1)
-        assert (ticket.remote_block_ids, ticket.remote_block_size) == ([[7, 1]], [BLOCK])
-        assert (ticket.remote_tp_size, ticket.remote_pcp_size, ticket.remote_dcp_size) == (2, 1, 2)
-        assert (ticket.remote_interleave_size, ticket.span(0), ticket.remote_cached_tokens) == (BLOCK, 8, 8)
-    finally:
-        scheduler.close()
-
-
-def test_cache_groups(metaserver):
-    scheduler = decode_scheduler(
-        ENGINE,
-        [TokenGroup(4), TokenGroup(8)],
-        MetaserverClient(SETTINGS, own_host="127.0.0.1"),
-    )
-    try:
-        [expect] = issue(scheduler, wanting(metaserver.url), ([7, 1, 5], [20, 30]), computed=8).expects
-        assert expect.blocks == [5, 30]
-        eventually(lambda: metaserver.bodies)
-        assert parse_ticket(metaserver.bodies[0], PROMPT, 2).remote_block_ids == [[7, 1, 5], [20, 30]]
-    finally:
-        scheduler.close()
 
 
 def test_the_first_cache_group_may_hold_nothing_of_a_prompt(metaserver):
@@ -160,14 +84,6 @@ def test_the_first_cache_group_may_hold_nothing_of_a_prompt(metaserver):
         assert expect.blocks == [7, 1]
     finally:
         scheduler.close()
-
-
-def test_the_metaserver_knows_the_request_by_its_external_id(scheduler, metaserver, monkeypatch):
-    monkeypatch.delenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", raising=False)
-    step = issue(scheduler, wanting(metaserver.url, "cmpl-42-0-89abcdef"))
-    assert step.expects[0].request_id == "cmpl-42-0-89abcdef"
-    eventually(lambda: metaserver.bodies)
-    assert metaserver.bodies[0]["request_id"] == "cmpl-42-0"
 
 
 @pytest.mark.parametrize(
@@ -183,26 +99,6 @@ def test_requests_that_decode_prefills_itself(scheduler, params):
     assert scheduler.finished(request) is None
 
 
-def test_asking_for_matched_tokens_changes_nothing(scheduler, metaserver):
-    request = wanting(metaserver.url)
-    assert [scheduler.matched_tokens(request, computed) for computed in (0, 0, 4, 10, 12)] == [10, 10, 6, 0, 0]
-    assert remembered(scheduler) == {}
-
-
-def test_a_request_that_decode_has_completely_needs_no_ticket(scheduler, metaserver):
-    request = wanting(metaserver.url, num_tokens=8)
-    step = issue(scheduler, request, ([7, 1],), computed=8)
-    assert (step.expects, remembered(scheduler)) == ([], {})
-
-
-def test_a_request_that_has_generated_gets_no_first_ticket(scheduler, metaserver):
-    """Decode had its whole prompt once, then preempted it and gave the blocks away."""
-    request = wanting(metaserver.url)
-    assert scheduler.matched_tokens(request, PROMPT) == 0
-    request.append_output_token_ids(5)
-    assert scheduler.matched_tokens(request, 0) == 0
-
-
 def test_one_ticket_however_often_blocks_are_allocated(scheduler, metaserver):
     request = wanting(metaserver.url)
     [expect] = issue(scheduler, request).expects
@@ -214,11 +110,6 @@ def test_one_ticket_however_often_blocks_are_allocated(scheduler, metaserver):
     assert scheduler.build_step({"other": 1}).expects == []
     eventually(lambda: metaserver.bodies)
     assert [body["ticket_id"] for body in metaserver.bodies] == [expect.ticket_id]
-
-
-def test_tickets_are_not_alike(scheduler, metaserver):
-    tickets = [issue(scheduler, wanting(metaserver.url, str(n))).expects[0].ticket_id for n in range(50)]
-    assert len(set(tickets)) == 50
 
 
 def test_received_bytes_are_in_the_answer(scheduler, metaserver):

@@ -5,10 +5,10 @@ import time
 
 import pytest
 from decode_requests import *  # noqa: F403
-from decode_requests import BLOCKS, PROMPT, eventually, issue, step_with, wanting
+from decode_requests import BLOCKS, eventually, issue, step_with, wanting
 from vllm.v1.request import RequestStatus
 
-from harness.scheduling import make_request, remembered
+from harness.scheduling import remembered
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.observe import stats
 
@@ -34,11 +34,6 @@ def test_a_metaserver_that_may_not_be_posted_to(scheduler, url, complaint):
     assert scheduler.build_step({}).cancelled == {}
     assert scheduler.finished(request) == {"error": step.cancelled[expect.ticket_id]}
     assert remembered(scheduler) == {}
-
-
-def test_params_without_a_metaserver(scheduler):
-    request = make_request("r", PROMPT, {"do_remote_prefill": True})
-    assert len(issue(scheduler, request).cancelled) == 1
 
 
 def test_the_metaserver_does_not_know_the_request(scheduler, metaserver):
@@ -149,13 +144,6 @@ def test_an_abort_before_the_ticket_left(scheduler, metaserver):
     assert metaserver.bodies == []
     scheduler.update(None, {"r"})
     assert remembered(scheduler) == {}
-
-
-def test_an_abort_after_a_failure_keeps_the_reason(scheduler):
-    request = wanting(None)
-    step = issue(scheduler, request)
-    assert scheduler.finished(request) == {"error": next(iter(step.cancelled.values()))}
-    assert scheduler.build_step({}).cancelled == {}
 
 
 def test_the_metaserver_answers_after_the_kv_has_arrived(scheduler, metaserver):

@@ -11,7 +11,7 @@ from decode_requests import BLOCK, BLOCKS, ENGINE, PROMPT, SETTINGS, eventually,
 
 from harness.schedulers import decode_scheduler
 from harness.scheduling import make_request, remembered
-from harness.ticket_takers import REFUSED, TAKEN, UNKNOWN, TicketTaker
+from harness.ticket_takers import REFUSED, TAKEN, TicketTaker
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.hosts import prefill_hosts
 from vllm_ascend_pd.core.prompt_digest import digest_of_tokens
@@ -77,12 +77,6 @@ def test_the_ticket_goes_straight_to_prefill_with_the_step_that_tells_the_ranks(
     assert remembered(scheduler) == {}
 
 
-@pytest.mark.parametrize("prefill", [([TAKEN], [UNKNOWN])], indirect=True)
-def test_prefill_that_knows_the_ticket_no_more_has_ended(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
-    [expect] = issue(scheduler, routed(prefill)).expects
-    assert step_with(scheduler, lambda step: step.prefilled).prefilled == [expect.ticket_id]
-
-
 @pytest.mark.parametrize("prefill", [([REFUSED], [TAKEN]), ([TAKEN], [REFUSED])], indirect=True)
 def test_prefill_that_refuses(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
     request = routed(prefill)
@@ -94,15 +88,6 @@ def test_prefill_that_refuses(scheduler: DecodeScheduler, prefill: TicketTaker) 
     scheduler.update(None, {"r"})
     assert "it is for another prompt" in scheduler.finished(request)["error"]
     assert remembered(scheduler) == {}
-
-
-def test_a_host_that_is_not_allowed_is_not_connected_to(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
-    request = routed(prefill, ticket_host="192.0.2.1")
-    step = issue(scheduler, request)
-    assert ["prefill_allowlist" in reason for reason in step.cancelled.values()] == [True]
-    scheduler.update(None, {"r"})
-    assert "prefill_allowlist" in scheduler.finished(request)["error"]
-    assert scheduler._routes._prefill._channel is None, "not even the thread has started"
 
 
 def test_a_failure_that_a_rank_notices_releases_the_prompt(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:

@@ -26,17 +26,6 @@ from vllm_ascend_pd.core.protocol import Granted, GrantRefused, WriterId
 from vllm_ascend_pd.core.topology import sharding
 
 
-def test_both_writers_write_and_the_ticket_is_received():
-    ticket = opened()
-    assert ticket.grant(asks(LEFT), 0.0) == ticket.grant(asks(RIGHT), 0.0) == Granted(LEASE_S)
-    assert ticket.live_writers() == [LEFT, RIGHT]
-    assert ticket.report(wrote(LEFT, 100, 70), 1.0)
-    assert (ticket.state, ticket.is_quiesced(1.0), ticket.live_writers()) == (TicketState.OPEN, False, [RIGHT])
-    assert ticket.report(wrote(RIGHT, 50, 50), 1.0)
-    assert (ticket.state, ticket.is_quiesced(1.0), ticket.live_writers()) == (TicketState.RECEIVED, True, [])
-    assert (ticket.num_bytes, ticket.bytes_before_end) == (150, 120)
-
-
 def test_the_smallest_cached_count_of_all_reports_counts():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
@@ -55,31 +44,6 @@ def test_an_engine_that_does_not_say_what_it_had_cached_counts_as_one_that_had_n
     assert ticket.cached_tokens == 0
 
 
-def test_a_report_that_is_not_believed_says_nothing_of_the_cache():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    assert not ticket.report(msgspec.structs.replace(wrote(STRANGER), cached_tokens=1), 1.0)
-    assert ticket.cached_tokens is None
-
-
-def test_a_report_that_comes_twice_counts_once():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    assert ticket.report(wrote(LEFT, 100), 1.0)
-    assert ticket.report(wrote(LEFT, 100), 1.0)
-    assert ticket.report(failed(LEFT), 1.0)
-    assert (ticket.state, ticket.num_bytes) == (TicketState.OPEN, 100)
-
-
-def test_a_tensor_needs_all_its_writers():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.grant(asks(RIGHT, (1,)), 0.0)  # not tensor 2, of which LEFT brings other heads
-    ticket.report(wrote(LEFT), 1.0)
-    ticket.report(wrote(RIGHT), 1.0)
-    assert ticket.state is TicketState.OPEN
-
-
 def test_a_writer_that_fails_fails_the_ticket():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
@@ -96,15 +60,6 @@ def test_a_writer_that_fails_fails_the_ticket():
     assert ticket.is_quiesced(1.0)
 
 
-def test_a_writer_that_goes_silent():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 5.0)
-    ticket.tick(5.0 + LEASE_S - 0.1)
-    assert ticket.state is TicketState.OPEN
-    ticket.tick(5.0 + LEASE_S)  # one that runs would have renewed it
-    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 0 of engine prefill-0 went silent")
-
-
 def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
     """It may be resumed at any time, and then sends the rest of its bytes."""
     ticket = opened()
@@ -118,16 +73,6 @@ def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
     assert (ticket.is_quiesced(1e6 + 4.0), ticket.overdue(1e6 + 4.0)) == (True, [])
 
 
-def test_a_process_that_has_ended_writes_nothing_once_its_lease_is_over():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.fail("the request was aborted")
-    ticket.gone(LEFT, 1.0)
-    ticket.gone(RIGHT, 1.0)  # was granted nothing
-    assert not ticket.is_quiesced(LEASE_S + SETTLE_S - 0.1)
-    assert ticket.is_quiesced(LEASE_S + SETTLE_S)
-
-
 def test_a_process_that_went_on_before_it_ended():
     """The bytes that it sent then have the settling time to arrive."""
     ticket = opened()
@@ -139,82 +84,11 @@ def test_a_process_that_went_on_before_it_ended():
     assert ticket.is_quiesced(100.0 + SETTLE_S)
 
 
-def test_a_process_that_ends_before_its_bytes_have_settled():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.report(failed(LEFT, settle_s=4.0), 1.0)
-    ticket.fail("the request was aborted")
-    ticket.gone(LEFT, 1.5)
-    assert not ticket.is_quiesced(4.9)
-    assert ticket.is_quiesced(5.0)
-
-
-def test_a_writer_that_comes_back_on_another_connection_is_not_gone():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.gone(LEFT, 0.5)
-    ticket.grant(asks(LEFT), 1.0)
-    ticket.grant(asks(RIGHT), 1.0)
-    ticket.gone(RIGHT, 1.0)
-    ticket.report(failed(RIGHT, settle_s=4.0), 1.0)
-    ticket.fail("the request was aborted")
-    assert ticket.overdue(1e6) == [LEFT, RIGHT]
-    assert not ticket.is_quiesced(1e6)
-
-
-def test_each_writer_states_how_long_its_bytes_may_outlast_its_lease():
-    ticket = opened()
-    ticket.grant(asks(LEFT, settle_s=0.0), 0.0)
-    ticket.grant(asks(RIGHT, settle_s=20.0), 0.0)
-    ticket.tick(LEASE_S)
-    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 0 of engine prefill-0 went silent")
-    assert (ticket.overdue(LEASE_S + 19.9), ticket.overdue(LEASE_S + 20.0)) == ([LEFT], [LEFT, RIGHT])
-
-
-def test_bytes_of_a_failed_write_may_still_arrive():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    assert ticket.report(failed(LEFT, settle_s=4.0), 1.0)
-    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 0: it broke")
-    ticket.fail("prefill answered 502")
-    assert ticket.live_writers() == []  # nothing to revoke
-    assert not ticket.is_quiesced(1.0)
-    assert ticket.report(failed(LEFT), 3.0)
-    assert ticket.is_quiesced(3.0)
-
-
-def test_a_repeated_report_does_not_restart_the_settling_time():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.report(failed(LEFT, settle_s=4.0), 1.0)
-    assert ticket.report(failed(LEFT, settle_s=4.0), 4.0)
-    assert (ticket.overdue(4.9), ticket.overdue(5.0)) == ([], [LEFT])
-
-
-def test_success_and_failure_of_one_transfer():
-    """If a writer reports both, the first report counts."""
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.grant(asks(RIGHT), 0.0)
-    ticket.report(failed(LEFT, settle_s=4.0), 1.0)
-    ticket.report(wrote(LEFT), 2.0)
-    ticket.report(wrote(RIGHT), 2.0)
-    assert (ticket.state, ticket.num_bytes) == (TicketState.FAILED, 0)
-
-
 # Over time: renewals, deadlines, the wait in a queue, and the end of prefill.
 
 NOBODY_BEGAN = (
     "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's line or in prefill's queue"
 )
-
-
-def test_a_renewal_extends_the_lease():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    assert ticket.grant(asks(LEFT), 9.0) == Granted(LEASE_S)
-    ticket.tick(9.0 + LEASE_S - 0.1)
-    assert ticket.state is TicketState.OPEN
 
 
 def test_no_prefill_rank_asked_before_the_deadline():
@@ -223,12 +97,6 @@ def test_no_prefill_rank_asked_before_the_deadline():
     assert ticket.state is TicketState.OPEN
     ticket.tick(DEADLINE)
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, NOBODY_BEGAN)
-    assert ticket.is_quiesced(DEADLINE)
-
-
-def test_no_grant_after_the_deadline_even_if_nobody_looked_at_the_clock():
-    ticket = opened()
-    assert ticket.grant(asks(LEFT), DEADLINE) == GrantRefused(f"the ticket is failed: {NOBODY_BEGAN}", retry=False)
     assert ticket.is_quiesced(DEADLINE)
 
 
@@ -249,20 +117,6 @@ def test_time_in_a_queue_for_prefill_does_not_count():
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, "the transfer took too long")
 
 
-def test_only_a_writer_with_the_ticket_ends_the_wait_in_the_queue():
-    ticket = opened(queue_deadline=1000.0, transfer_s=60.0)
-    assert isinstance(ticket.grant(asks(LEFT, digest="e" * 32), 0.0), GrantRefused)
-    assert ticket.deadline == 1000.0
-
-
-def test_no_renewal_of_a_lease_that_ran_out():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    answer = ticket.grant(asks(LEFT), LEASE_S + SETTLE_S)
-    assert isinstance(answer, GrantRefused)
-    assert "went silent" in answer.reason
-
-
 def test_prefill_ended_without_asking_to_write():
     ticket = opened()
     ticket.prefill_has_ended(0.0, 5.0)
@@ -273,19 +127,6 @@ def test_prefill_ended_without_asking_to_write():
     assert ticket.is_quiesced(5.0)
 
 
-def test_prefill_ended_while_its_writers_still_write():
-    ticket = opened()
-    ticket.prefill_has_ended(0.0, 5.0)
-    ticket.grant(asks(LEFT), 4.0)
-    ticket.tick(6.0)
-    assert ticket.state is TicketState.OPEN
-    assert ticket.grant(asks(RIGHT), 6.0) == Granted(LEASE_S)
-    ticket.report(wrote(RIGHT), 7.0)
-    ticket.report(wrote(LEFT), 7.0)
-    ticket.tick(8.0)
-    assert ticket.state is TicketState.RECEIVED
-
-
 def test_prefill_ended_and_one_writer_never_came():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
@@ -293,14 +134,6 @@ def test_prefill_ended_and_one_writer_never_came():
     ticket.report(wrote(LEFT), 1.0)
     answer = ticket.grant(asks(RIGHT), 5.0)
     assert answer == GrantRefused("the ticket is failed: prefill ended without writing everything", retry=False)
-
-
-def test_an_open_ticket_is_never_quiesced():
-    """It may grant a lease at any time, even if it has none now."""
-    ticket = opened()
-    assert not ticket.is_quiesced(0.0)
-    ticket.grant(asks(LEFT), 0.0)
-    assert not ticket.is_quiesced(LEASE_S + SETTLE_S)
 
 
 # What is refused, and what is not believed.
@@ -347,35 +180,6 @@ def test_a_tensor_has_one_writer_of_each_rank():
     assert ticket.live_writers() == [LEFT]
 
 
-def test_no_grant_after_a_report():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.report(wrote(LEFT), 1.0)
-    assert ticket.grant(asks(LEFT), 1.0) == GrantRefused("this writer has already reported", retry=False)
-
-
-def test_reports_that_are_not_believed():
-    ticket = opened()
-    assert not ticket.report(wrote(LEFT), 1.0)  # never granted
-    ticket.grant(asks(LEFT), 0.0)
-    other = msgspec.structs.replace(LEFT, transfer=1)
-    assert not ticket.report(wrote(other), 1.0)
-    assert not ticket.report(failed(other), 1.0)
-    assert (ticket.state, ticket.live_writers()) == (TicketState.OPEN, [LEFT])
-
-
-def test_a_writer_without_a_grant_may_report_failure():
-    ticket = opened()
-    assert ticket.report(failed(RIGHT, "the layouts do not fit"), 1.0)
-    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 1: the layouts do not fit")
-
-
-def test_a_stranger_cannot_fail_the_ticket():
-    ticket = opened()
-    assert not ticket.report(failed(STRANGER), 1.0)
-    assert ticket.state is TicketState.OPEN
-
-
 def test_any_writer_may_report_failure_before_the_engine_is_known():
     ticket = DecodeTicket(TICKET_ID, DIGEST, DEADLINE, DEADLINE, LEASE_S)
     assert not ticket.report(wrote(STRANGER), 1.0)
@@ -407,14 +211,3 @@ def test_the_engine_that_is_granted_first_owns_the_ticket():
     assert "another prefill engine" in ticket.grant(asks(LEFT), 1.0).reason
     ticket.report(failed(STRANGER), 2.0)
     assert ticket.grant(asks(LEFT), 3.0) == GrantRefused("the ticket is failed: prefill rank 0: it broke", retry=False)
-
-
-def test_a_writer_that_asks_after_everything_was_received_is_refused():
-    ticket = opened()
-    for writer in (LEFT, RIGHT):
-        ticket.grant(asks(writer), 0.0)
-        ticket.report(wrote(writer), 1.0)
-    assert ticket.grant(asks(STRANGER, (0,)), 2.0) == GrantRefused(
-        "the ticket is received: all KV is here", retry=False
-    )
-    assert ticket.is_quiesced(2.0)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Route, make_route
@@ -19,12 +18,9 @@ from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, Runni
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
-from vllm_ascend_pd.core.threads import WrongThreadError
-from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import DeviceError, Event
-from vllm_ascend_pd.prefill import step_send as step_send_module
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.sender import LayerExecutor, Sender
 from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, plan_sends
@@ -88,15 +84,12 @@ class Done(Event):
 
 def make_transfer(name: str, d_block: int, lease_s: float = 60.0) -> Transfer:
     """A request of one block, which decode has granted."""
-    ticket = Ticket(
+    ticket = ticket_with(
         request_id=name,
         remote_block_ids=[[d_block]],
         remote_block_size=[BLOCK],
         remote_engine_id="decode",
-        remote_host="127.0.0.1",
         remote_port=1,
-        remote_tp_size=1,
-        remote_cached_tokens=0,
         ticket_id=name * 16,
         num_tokens=BLOCK,
     )
@@ -148,35 +141,6 @@ def copy_of(layer: int, p_block: int, d_block: int) -> tuple[int, int, int]:
     return OURS[layer].base + p_block * BLOCK_BYTES, THEIRS[layer].base + d_block * BLOCK_BYTES, BLOCK_BYTES
 
 
-def test_layers_are_written_to_decodes_blocks_and_counted(engine, executor, transfers):
-    for push in pushes(transfers):
-        executor.execute(push)
-    assert sorted(engine.arrived) == [
-        copy_of(layer, 2 * n + 1, block) for layer in (0, 1) for n, block in ((0, 7), (1, 9))
-    ]
-    assert [transfer.written for transfer in transfers] == [{KEY: (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)}] * 2
-
-
-def test_what_arrives_after_the_prompt_was_computed_is_not_early(executor, transfers):
-    first, second = pushes(transfers)
-    executor.execute(first)
-    transfers[0].computed = Done()
-    executor.execute(second)
-    assert [transfer.written[KEY] for transfer in transfers] == [
-        (2 * BLOCK_BYTES, BLOCK_BYTES),
-        (2 * BLOCK_BYTES, 2 * BLOCK_BYTES),
-    ]
-
-
-def test_a_plan_is_resolved_once_for_all_layers(executor, transfers, monkeypatch):
-    resolved = []
-    resolve = step_send_module.resolve
-    monkeypatch.setattr(step_send_module, "resolve", lambda *args: resolved.append(args) or resolve(*args))
-    for push in pushes(transfers):
-        executor.execute(push)
-    assert len(resolved) == 1
-
-
 def test_nothing_is_written_without_a_lease(engine, executor):
     expired = make_transfer("c", 5, lease_s=0.0)
     for push in pushes([expired]):
@@ -191,16 +155,6 @@ def test_a_request_that_has_failed_is_left_out(engine, executor, transfers):
     transfers[0].fail("aborted", PushFailure.ABORTED)
     executor.execute(second)
     assert sorted(engine.arrived) == [copy_of(0, 1, 7), copy_of(0, 3, 9), copy_of(1, 3, 9)]
-
-
-def test_a_lost_write_fails_those_at_fault_only(engine, executor, transfers):
-    engine.lost = {copy_of(0, 1, 7)[1]}
-    for push in pushes(transfers):
-        executor.execute(push)
-    assert transfers[0].failure == "writing to decode rank (0, 0) failed: it is lost"
-    assert transfers[1].failure is None
-    assert sorted(engine.arrived) == [copy_of(0, 3, 9), copy_of(1, 3, 9)]
-    assert transfers[1].num_bytes()[0] == 2 * BLOCK_BYTES
 
 
 def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, executor, transfers):
@@ -219,57 +173,8 @@ def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, ex
     assert transfers[1].failure is None
 
 
-def test_another_thread_may_not_execute(engine, executor, transfers):
-    first, second = pushes(transfers)
-    executor.execute(first)
-    written = len(engine.arrived)
-    errors: list[BaseException] = []
-
-    def execute() -> None:
-        try:
-            executor.execute(second)
-        except BaseException as error:  # noqa: BLE001 - of another thread
-            errors.append(error)
-
-    thread = threading.Thread(target=execute, name="intruder")
-    thread.start()
-    thread.join()
-    [error] = errors
-    assert isinstance(error, WrongThreadError)
-    assert "intruder" in str(error)
-    assert len(engine.arrived) == written
-
-
 def staged_route(**fields: Any) -> Route:
     return Route(BLOCK, ROUTE.targets, planes=1, entries=BLOCK, source_row=TOKEN_BYTES, plane_row=TOKEN_BYTES, **fields)
-
-
-def test_what_a_staging_slot_does_not_hold_is_several_transfers(transfers):
-    [whole] = plan(transfers, staged_route(), slot_units=2)
-    parts = plan(transfers, staged_route(), slot_units=1)
-    assert [part.src_units.tolist() for part in parts] == [[0], [0]], "each begins in a slot of its own"
-    assert whole.src_units.tolist() == [0, BLOCK_BYTES]
-    assert np.array_equal(np.concatenate([part.d_blocks for part in parts]), whole.d_blocks)
-    assert np.array_equal(np.concatenate([part.units.owner for part in parts]), whole.units.owner)
-    on_device = [part.unit_offsets for part in parts]
-    assert whole.unit_offsets is not None
-    assert torch.equal(torch.cat([each for each in on_device if each is not None]), whole.unit_offsets)
-
-
-def test_staged_units_are_in_the_order_of_decodes_blocks():
-    transfers = [make_transfer("a", 9), make_transfer("b", 7), make_transfer("c", 8)]
-    [send] = plan(transfers, staged_route(), slot_units=3)
-    assert (send.d_blocks.tolist(), send.units.owner.tolist()) == ([7, 8, 9], [1, 2, 0])
-    assert send.unit_offsets is not None
-    assert send.unit_offsets.tolist() == [BLOCK_BYTES * block for block in (3, 5, 1)]
-
-
-def test_ranks_of_a_group_exchange_the_same_units_and_write_shares_of_them():
-    transfers = [make_transfer("a", 9), make_transfer("b", 7), make_transfer("c", 8)]
-    sends = [plan(transfers, staged_route(ranks=(0, 1), index=index), slot_units=4)[0] for index in range(2)]
-    assert [send.d_blocks.tolist() for send in sends] == [[7, 8], [9]]
-    assert [send.share for send in sends] == [2, 2]
-    assert len({tuple(send.unit_offsets.tolist()) for send in sends if send.unit_offsets is not None}) == 1
 
 
 def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(executor, engine):

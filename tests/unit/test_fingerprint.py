@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights, WeightUpdates, are_alike, of_file, of_tensors
+from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights, are_alike, of_file, of_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -156,24 +156,6 @@ def updated(loaded: LoadedWeights, *updates: str) -> str:
     return loaded.current.fingerprint
 
 
-def test_equal_updates_in_the_same_order_leave_engines_alike() -> None:
-    assert updated(LoadedWeights("a"), "x", "y") == updated(LoadedWeights("a"), "x", "y")
-    assert updated(LoadedWeights("a"), "x", "y") != updated(LoadedWeights("a"), "y", "x")
-    assert updated(LoadedWeights("a"), "x") != updated(LoadedWeights("a"), "x", "x")
-    assert are_alike(updated(LoadedWeights("a"), "x"), updated(LoadedWeights(), "x"))
-
-
-def test_files_that_hold_all_weights_replace_what_was_known() -> None:
-    loaded = LoadedWeights("a")
-    updated(loaded, "x")
-    with loaded.changing("reload", lambda: "b"):
-        assert loaded.current.loading
-    assert (loaded.current.fingerprint, loaded.current.loading) == ("b", False)
-    with loaded.changing("reload", lambda: UNKNOWN):
-        pass
-    assert loaded.current.fingerprint == f"b{updated(LoadedWeights(''), 'reload')}"
-
-
 def test_an_update_that_fails_counts_and_one_within_another_does_not() -> None:
     loaded = LoadedWeights("a")
 
@@ -189,13 +171,3 @@ def test_an_update_that_fails_counts_and_one_within_another_does_not() -> None:
         version = loaded.current.version
         updated(loaded, "part of it")
         assert (loaded.current.version, loaded.current.loading) == (version, True)
-
-
-def test_a_rank_reports_each_update_once() -> None:
-    loaded = LoadedWeights("a")
-    updates = WeightUpdates("0/0", loaded)
-    assert (updates.take_news(), updates.are_unknown_to({})) == ({}, False)
-    updated(loaded, "x")
-    assert updates.are_unknown_to({})
-    news = updates.take_news()
-    assert (updates.take_news(), updates.are_unknown_to(news)) == ({}, False)

@@ -83,18 +83,6 @@ def test_a_ticket_that_comes_while_the_prompt_is_computed(scheduled_model: Path)
     prefill.close()
 
 
-def test_a_ticket_that_comes_before_its_prompt(prefill: Prefill) -> None:
-    ticket = ticket_for(PROMPT)
-    assert prefill.offer("xfer-1", ticket) == TicketTaken()
-    prefill.answered("of a client", OTHER, None)
-    assert prefill.fate("xfer-1", ticket) == TicketTaken(), "it waits"
-    prefill.add("r", PROMPT, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
-    step, [output] = prefill.run()
-    assert step.tickets == {"r": ticket}
-    assert [(send.start, send.stop, send.last) for send in step.sends] == [(0, len(PROMPT), True)]
-    assert (output.finished, output.kv_transfer_params) == (True, None)
-
-
 def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     clock = held_clock(prefill)
     transfer_id = prefill.answered("r")["transfer_id"]
@@ -142,14 +130,6 @@ def test_a_ticket_for_another_prompt_is_refused(prefill: Prefill) -> None:
     assert prefill.run()[0].tickets == {"r": right}
 
 
-def test_what_is_not_for_this_start_of_the_engine(prefill: Prefill) -> None:
-    answer = prefill.offer("xfer-1", ticket_for(PROMPT), engine_id="prefill-before")
-    assert isinstance(answer, TicketRefused)
-    assert not answer.retry
-    assert "engine prefill-before is not here" in answer.reason
-    assert prefill.fate("xfer-1", ticket_for(PROMPT)).retry
-
-
 def test_a_client_that_wants_several_answers(prefill: Prefill) -> None:
     """Prefill's answer names one transfer id for all of them, since a router sees only one of their answers."""
     ids = [prefill.answered(f"{i}_cmpl-x-0-0123456{i}")["transfer_id"] for i in range(2)]
@@ -164,16 +144,6 @@ def test_a_client_that_wants_several_answers(prefill: Prefill) -> None:
     clock.now += held_prompts.EARLY_S
     prefill.run()
     assert refused(prefill, ids[0], tickets[2]) == NO_PROMPT
-
-
-def test_a_list_of_prompts(prefill: Prefill) -> None:
-    first = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
-    assert prefill.answered("cmpl-x-1-01234568", OTHER)["transfer_id"] == first
-    assert prefill.answered("cmpl-y-1-01234568", OTHER)["transfer_id"] != first
-    second, one = ticket_for(OTHER), ticket_for(PROMPT)
-    prefill.offer(first, second)
-    prefill.offer(first, one)
-    assert prefill.run()[0].tickets == {"cmpl-x-0-01234567": one, "cmpl-x-1-01234568": second}
 
 
 def test_a_ticket_takes_its_own_prompt_and_not_one_with_a_token_more(prefill: Prefill) -> None:

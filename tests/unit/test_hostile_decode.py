@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_compatibility import LAYERS, MODEL, caches, engine, found
+from test_compatibility import MODEL, caches, engine, found
 
 from vllm_ascend_pd.core.compatibility import different_settings, mismatch, unsound
 from vllm_ascend_pd.core.hosts import AnyHost, decode_hosts
@@ -66,12 +66,6 @@ def with_rank(**changes: object) -> EngineDescription:
 def with_tensor(**changes: object) -> EngineDescription:
     rank = caches()
     return with_rank(caches=replace(rank, tensors=(replace(rank.tensors[0], **changes), *rank.tensors[1:])))
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_an_engine_that_is_what_it_says(tp):
-    assert unsound(engine(tp), LISTED) is None
-    assert unsound(engine(stages=(LAYERS[:1], LAYERS[1:])), LISTED) is None
 
 
 ONE, TWO = engine(1), engine(2)
@@ -188,24 +182,3 @@ def test_reasons_are_one_short_line_whoever_wrote_them(message):
         assert reason.startswith("[31mred fake log line x")
         assert len(reason) <= MAX_REASON_CHARS + 3
     assert decode(encode(0, received))[1] == received
-
-
-@given(st.dictionaries(st.sampled_from(["engine_id", "pp_rank", "rank"]), st.none() | st.integers() | st.text()))
-def test_writers_have_names_and_numbers(changes):
-    values = {"engine_id": "prefill-0", "pp_rank": 0, "rank": 1} | changes
-    fits = (
-        isinstance(values["engine_id"], str)
-        and values["engine_id"].isprintable()
-        and all(isinstance(values[n], int) and 0 <= values[n] < 2**20 for n in ("pp_rank", "rank"))
-    )
-    report = msgspec.to_builtins(WriteReport("0" * 32, WriterId("prefill", 0, 0), None))
-    try:
-        frame = msgspec.msgpack.encode((PROTOCOL_VERSION, 0, report | {"writer": list(values.values())}))
-    except (OverflowError, UnicodeEncodeError):
-        return
-    try:
-        decode(frame)
-    except ProtocolError:
-        assert not fits
-    else:
-        assert fits

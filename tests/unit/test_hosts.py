@@ -5,20 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.hosts import HostList, decode_hosts, host_of, is_host, is_loopback, normal_host, prefill_peers
+from vllm_ascend_pd.core.hosts import HostList, decode_hosts, host_of, is_host, is_loopback, prefill_peers
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 
 LISTED = HostList(("10.1.0.0/16", "192.168.7.9", "fd00:1::/32", "decode-7.example"), "is not listed")
 OWN = "203.0.113.5"
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["10.1.0.1", "10.1.255.255", "::ffff:10.1.2.3", "192.168.7.9", "fd00:1::5", "decode-7.example", "DECODE-7.Example"],
-)
-def test_what_a_list_admits(host):
-    assert LISTED.refusal(host) is None
 
 
 @pytest.mark.parametrize(
@@ -120,12 +112,6 @@ def test_what_is_no_endpoint(endpoint):
         host_of(endpoint)
 
 
-@pytest.mark.parametrize("host", ["fe80::1%eth0", "::1%a b", "::1%a\nb", "10.0.0.1%1", "decode-7%1"])
-def test_an_interface_of_ones_own_is_no_host(host):
-    assert not is_host(host)
-    assert LISTED.refusal(host) is not None
-
-
 @given(st.text())
 def test_nothing_raises(text):
     is_host(text)
@@ -195,8 +181,3 @@ def test_loopback_is_loopback_in_every_spelling(host: str, loopback: bool) -> No
     assert is_loopback(host) is loopback
     if host and "%" not in host:
         assert (Allowlist((), own_host="192.0.2.1").refusal(url(host)) is None) is loopback
-
-
-def test_the_normal_form_of_a_host_is_its_own_normal_form() -> None:
-    for normal, spellings in SPELLINGS.items():
-        assert {normal_host(host) for host in (normal, *spellings)} == {normal}

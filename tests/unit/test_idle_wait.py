@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long steps that compute nothing wait."""
 
-import time
-from collections.abc import Iterator
-
 import pytest
 
 from harness.clock import Clock, clock_of
 from vllm_ascend_pd.transport import wakeup as wakeup_module
-from vllm_ascend_pd.transport.wakeup import FIRST_S, PAUSE_S, IdleWait, WakeupSender, WakeupSocket
-
-LONG_S = 60.0
+from vllm_ascend_pd.transport.wakeup import FIRST_S, IdleWait
 
 
 @pytest.fixture
@@ -49,67 +44,6 @@ def test_none_waits_behind_a_step_that_computes(clock, in_flight):
         assert wait.next(computes=True, news=False) == 0.0
         waits = [wait.next(computes=False, news=news) for news in (False, True, *[False] * in_flight)]
         assert [each > 0 for each in waits] == [k % in_flight == 0 for k in range(1, in_flight + 3)]
-
-
-@pytest.fixture
-def sender() -> Iterator[WakeupSender]:
-    sender = WakeupSender()
-    yield sender
-    sender.close()
-
-
-@pytest.fixture
-def wakeup() -> Iterator[WakeupSocket]:
-    wakeup = WakeupSocket()
-    yield wakeup
-    wakeup.close()
-
-
-def test_pauses_only_before_a_step_behind_one_that_waited(wakeup, monkeypatch):
-    wait = IdleWait(0.05, in_flight=2, wakeup=wakeup)
-    pauses = []
-    monkeypatch.setattr(wakeup, "wait", pauses.append)
-    paused = []
-    for computes in (False, True, False, False, False):
-        wait.pause()
-        paused.append(len(pauses))
-        wait.next(computes, news=False)
-    assert paused == [0, 1, 1, 1, 2]
-    assert pauses == [PAUSE_S, PAUSE_S]
-
-
-def test_a_wakeup_ends_the_pause(wakeup, sender, monkeypatch):
-    monkeypatch.setattr(wakeup_module, "PAUSE_S", LONG_S)
-    wait = IdleWait(LONG_S, in_flight=1, wakeup=wakeup)
-    wait.next(computes=False, news=False)
-    began = time.monotonic()
-    sender.wake(wait.wakeup_address)
-    wait.pause()
-    assert time.monotonic() - began < LONG_S / 2
-
-
-def test_wakeups_before_a_step_do_not_end_the_pause_behind_it(wakeup, sender):
-    wait = IdleWait(0.05, in_flight=1, wakeup=wakeup)
-    for _ in range(3):
-        sender.wake(wait.wakeup_address)
-    wait.next(computes=False, news=False)
-    began = time.monotonic()
-    wait.pause()
-    assert time.monotonic() - began > 0.9 * PAUSE_S
-
-
-def test_nobody_pauses_for_ranks_that_share_the_schedulers_process(monkeypatch):
-    wait = IdleWait(0.05, in_flight=1)
-    assert wait.wakeup_address == ""
-    assert wait.next(computes=False, news=False) > 0
-    monkeypatch.setattr(wakeup_module, "PAUSE_S", LONG_S)
-    wait.pause()
-    wait.close()
-
-
-def test_a_bound_below_the_first_wait_holds(clock):
-    clock.now += 10
-    assert IdleWait(0.001, in_flight=2).next(computes=False, news=True) == 0.001
 
 
 def test_engines_in_lockstep_never_wait(clock):

@@ -10,18 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.layout import (
-    ALL_TOKENS,
-    CacheTensor,
     Geometry,
     LayerSpec,
     LayoutError,
     Order,
-    RankCaches,
     TokenShare,
     block_geometry,
 )
-
-BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -40,72 +35,7 @@ class Cache:
         return block_geometry(*sizes, str(tensor.dtype), spec, heads_first=self.heads_first)
 
 
-def heads_within_tokens(num_blocks: int, heads: int, block_size: int, content: int) -> torch.Tensor:
-    """vLLM's LBNHC: the logical shape `[block, head, token, content]` over token-major memory."""
-    return torch.empty(num_blocks, block_size, heads, content, dtype=BF16).permute(0, 2, 1, 3)
-
-
-def padded(num_blocks: int, *block: int, block_stride: int) -> torch.Tensor:
-    """Blocks further apart than they are long, as where layers share a page."""
-    flat = torch.empty(num_blocks * block_stride, dtype=BF16)
-    inner = torch.empty(block).stride()
-    return flat.as_strided((num_blocks, *block), (block_stride, *inner))
-
-
-VLLM_CPU = Cache(torch.empty(5, 2, 16, 128, dtype=BF16), 16, 2, heads_first=True)
-VLLM_CPU_FLOAT32 = Cache(torch.empty(5, 2, 16, 128, dtype=torch.float32), 16, 2, heads_first=True)
-VLLM_CPU_ONE_HEAD = Cache(torch.empty(5, 1, 16, 128, dtype=BF16), 16, 1, heads_first=True)
-VLLM_CPU_HEADS_AS_MANY_AS_TOKENS = Cache(torch.empty(5, 16, 16, 128, dtype=BF16), 16, 16, True, 16)
-VLLM_LBNHC = Cache(heads_within_tokens(5, 2, 16, 128), 16, 2, heads_first=True)
-VLLM_LBNHC_ONE_HEAD = Cache(heads_within_tokens(5, 1, 16, 128), 16, 1, heads_first=True)
-VLLM_LBNHC_HEADS_AS_MANY_AS_TOKENS = Cache(heads_within_tokens(5, 16, 16, 128), 16, 16, True, 16)
-VLLM_CPU_PADDED = Cache(padded(5, 2, 16, 128, block_stride=5000), 16, 2, heads_first=True)
-ASCEND = Cache(torch.empty(5, 128, 2, 64, dtype=BF16), 128, 2, heads_first=False)
-ASCEND_ONE_HEAD = Cache(torch.empty(5, 128, 1, 64, dtype=BF16), 128, 1, heads_first=False)
-ASCEND_HEADS_AS_MANY_AS_TOKENS = Cache(torch.empty(5, 16, 16, 64, dtype=BF16), 16, 16, False, 16)
-ASCEND_PADDED = Cache(padded(5, 128, 2, 64, block_stride=20000), 128, 2, heads_first=False)
-ASCEND_MLA_LATENT = Cache(torch.empty(5, 128, 1, 512, dtype=BF16), 128, 1, False, 1)
-ASCEND_MLA_ROPE = Cache(torch.empty(5, 128, 1, 64, dtype=BF16), 128, 1, False, 1)
-ASCEND_INT8 = Cache(torch.empty(5, 128, 2, 64, dtype=torch.int8), 128, 2, heads_first=False)
-
 HEAD_MAJOR, TOKEN_MAJOR = Order.HEAD_MAJOR, Order.TOKEN_MAJOR
-
-
-@pytest.mark.parametrize(
-    ("name", "order", "block_stride", "head_bytes"),
-    [
-        ("VLLM_CPU", HEAD_MAJOR, 8192, 256),
-        ("VLLM_CPU_FLOAT32", HEAD_MAJOR, 16384, 512),
-        ("VLLM_CPU_ONE_HEAD", HEAD_MAJOR, 4096, 256),
-        ("VLLM_CPU_HEADS_AS_MANY_AS_TOKENS", HEAD_MAJOR, 65536, 256),
-        ("VLLM_LBNHC", TOKEN_MAJOR, 8192, 256),
-        ("VLLM_LBNHC_ONE_HEAD", TOKEN_MAJOR, 4096, 256),
-        ("VLLM_LBNHC_HEADS_AS_MANY_AS_TOKENS", TOKEN_MAJOR, 65536, 256),
-        ("VLLM_CPU_PADDED", HEAD_MAJOR, 10000, 256),
-        ("ASCEND", TOKEN_MAJOR, 32768, 128),
-        ("ASCEND_ONE_HEAD", TOKEN_MAJOR, 16384, 128),
-        ("ASCEND_HEADS_AS_MANY_AS_TOKENS", TOKEN_MAJOR, 32768, 128),
-        ("ASCEND_PADDED", TOKEN_MAJOR, 40000, 128),
-        ("ASCEND_MLA_LATENT", TOKEN_MAJOR, 131072, 1024),
-        ("ASCEND_MLA_ROPE", TOKEN_MAJOR, 16384, 128),
-        ("ASCEND_INT8", TOKEN_MAJOR, 16384, 64),
-    ],
-)
-def test_caches_of_vllm_and_vllm_ascend(name, order, block_stride, head_bytes):
-    cache: Cache = globals()[name]
-    geometry = cache.geometry()
-    assert geometry == Geometry(
-        group=0,
-        order=order,
-        dtype=str(cache.tensor.dtype),
-        block_size=cache.block_size,
-        block_stride=block_stride,
-        heads=cache.heads,
-        total_heads=cache.total_heads,
-        head_bytes=head_bytes,
-    )
-    assert geometry.entry_bytes == cache.heads * head_bytes
-    assert geometry.block_bytes == cache.tensor[0].nbytes <= block_stride
 
 
 @pytest.mark.parametrize(
@@ -177,29 +107,6 @@ def test_each_element_lies_where_the_geometry_says(
     )
 
 
-@pytest.mark.parametrize("stride", [0, 1, 7, 4096])
-def test_the_stride_of_a_single_head_or_token_does_not_matter(stride):
-    flat = torch.empty(20000)
-    one_head = Cache(flat.as_strided((5, 16, 1, 64), (1024, 64, stride, 1)), 16, 1, heads_first=False).geometry()
-    one_token = Cache(flat.as_strided((5, 16, 1, 64), (1024, 64, stride, 1)), 1, 16, heads_first=True).geometry()
-    assert (one_head.block_bytes, one_head.entry_bytes) == (4096, 256)
-    assert (one_token.block_bytes, one_token.entry_bytes) == (4096, 4096)
-
-
-def test_rank_caches_are_found_by_name():
-    k, v = ASCEND.geometry(), ASCEND_MLA_ROPE.geometry()
-    caches = RankCaches(
-        (k, v),
-        (
-            CacheTensor("model.layers.0", 0, 1000, 5, 0),
-            CacheTensor("model.layers.0", 1, 2000, 5, 1),
-            CacheTensor("model.layers.1", 0, 3000, 5, 0),
-        ),
-    )
-    assert caches.by_name() == {("model.layers.0", 0): 0, ("model.layers.0", 1): 1, ("model.layers.1", 0): 2}
-    assert [caches.geometry_of(tensor) for tensor in caches.tensors] == [k, v, k]
-
-
 # --- context parallelism -------------------------------------------------------------------------------------
 
 
@@ -214,14 +121,6 @@ def test_shares_that_meet_have_a_token_in_common(one, other):
     tokens = np.arange(np.lcm(one.ranks * one.interleave, other.ranks * other.interleave))
     held = [tokens // share.interleave % share.ranks == share.rank for share in (one, other)]
     assert one.meets(other) == other.meets(one) == bool(np.any(held[0] & held[1]))
-
-
-@pytest.mark.parametrize(
-    ("share", "span", "run"), [(ALL_TOKENS, 16, 16), (TokenShare(2, 1, 16), 32, 16), (TokenShare(4, 3, 2), 64, 2)]
-)
-def test_a_block_id_stands_for_a_block_on_each_rank(share, span, run):
-    geometry = Geometry(0, TOKEN_MAJOR, "bfloat16", 16, 4096, 2, 8, 128, share=share)
-    assert (geometry.span, geometry.run, geometry.block_bytes) == (span, run, 4096)
 
 
 def test_shares_that_cannot_be():

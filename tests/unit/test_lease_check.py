@@ -7,27 +7,18 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Message, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
-from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer, Withdrawals
 
 KEY = (0, 0)
 RANK = RankDescription(*KEY, "", "", RankCaches((), ()))
 NEVER = 1000.0
-TICKET = Ticket(
-    request_id="request",
-    remote_block_ids=[[1]],
-    remote_block_size=[16],
-    remote_engine_id="decode",
-    remote_host="127.0.0.1",
-    remote_port=1,
-    remote_tp_size=1,
-    remote_cached_tokens=0,
-    ticket_id="0" * 32,
-    num_tokens=16,
+TICKET = ticket_with(
+    request_id="request", remote_block_ids=[[1]], remote_engine_id="decode", remote_port=1, num_tokens=16
 )
 
 ANSWERS = st.one_of(

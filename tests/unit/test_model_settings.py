@@ -125,16 +125,6 @@ def test_what_is_long_is_compared_by_its_digest_and_all_of_it_is_bounded() -> No
     assert difference(settings(llama(**many)), settings(llama(**{**many, "key_999": 0}))) != ""
 
 
-def test_many_differences_are_counted_and_the_first_named() -> None:
-    said = difference({f"key_{i}": "1" for i in range(9)}, {f"key_{i}": "2" for i in range(9)})
-    assert said.count("on prefill") == 3
-    assert said.endswith("(and 6 more)")
-
-
-def test_an_engine_that_does_not_say_is_not_compared() -> None:
-    assert different_settings(settings(llama()), {}) is None
-
-
 @pytest.mark.parametrize(
     ("prefill", "decode", "named"),
     [

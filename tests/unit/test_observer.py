@@ -24,10 +24,3 @@ def test_all_listeners_are_told_in_their_order() -> None:
     observer.close(1.0)
     observer.write_retried()
     assert notes == ["a 1.5", "b 1.5", "b closed"]
-
-
-def test_a_single_listeners_methods_are_called_directly() -> None:
-    listener = Noted([], "a")
-    observer = tell_all(PrefillObserver, listener)
-    assert observer.regroup_waited == listener.regroup_waited
-    assert "write_retried" not in vars(observer)

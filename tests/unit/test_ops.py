@@ -5,11 +5,10 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,69 +136,6 @@ def test_interleave_heads(
     stride = (tokens * row + gap) * size
     impl.interleave_heads(src, offset * size, stride, out, offset * size, ranks, tokens, row * size)
     assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
-@dataclass(frozen=True)
-class Regroup:
-    """Prefill TP to decode TP, `ratio` to 1; heads are one prefill rank's."""
-
-    ratio: int
-    num_blocks: int
-    block_size: int
-    heads: int
-    head_size: int
-    num_ids: int
-
-
-TP2_TO_TP1 = Regroup(ratio=2, num_blocks=40, block_size=128, heads=4, head_size=128, num_ids=21)
-TP4_TO_TP1 = Regroup(ratio=4, num_blocks=9, block_size=16, heads=1, head_size=64, num_ids=3)
-TP8_TO_TP1 = Regroup(ratio=8, num_blocks=20, block_size=128, heads=1, head_size=128, num_ids=7)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("cfg", [TP2_TO_TP1, TP4_TO_TP1, TP8_TO_TP1], ids=lambda cfg: f"TP{cfg.ratio}_TO_TP1")
-def test_gather_all_to_all_interleave_yields_decode_blocks(cfg: Regroup) -> None:
-    """K and V in one gather, one all-to-all and one interleave, as prefill/regroup.py runs them."""
-    r, block_size = cfg.ratio, cfg.block_size
-    shape = (cfg.num_blocks, block_size, cfg.heads, cfg.head_size)
-    caches = [[random_tensor(shape, torch.bfloat16) for _ in "kv"] for _ in range(r)]
-    ids = torch.randperm(cfg.num_blocks)[: cfg.num_ids]
-    row_bytes = cfg.heads * cfg.head_size * 2
-    unit, share = block_size * row_bytes, -(-cfg.num_ids // r)
-
-    sends = [torch.empty(r, 2, share, unit, dtype=torch.uint8) for _ in range(r)]
-    for kv, send in zip(caches, sends, strict=True):
-        ops.gather_units(kv, ids * unit, unit, share, send, 0, share * unit, 2 * share * unit)
-    received = [torch.stack([send[rank] for send in sends]) for rank in range(r)]
-    staged = [torch.empty(2, share, r * unit, dtype=torch.uint8) for _ in range(r)]
-    for src, out in zip(received, staged, strict=True):
-        ops.interleave_heads(src, 0, 2 * share * unit, out, 0, r, 2 * share * block_size, row_bytes)
-
-    # Rank j has all heads of the j-th part of decode's blocks.
-    decode = torch.cat(staged, dim=1)[:, : cfg.num_ids].flatten(1)
-    for i in range(2):
-        truth = torch.cat([kv[i][ids] for kv in caches], dim=2)
-        assert torch.equal(decode[i], truth.flatten().view(torch.uint8))
-
-
-@pytest.mark.usefixtures("threads")
-def test_split_yields_decode_blocks() -> None:
-    splits, block_size, heads, head_bytes = 2, 128, 8, 256
-    kv = [random_tensor((30, block_size, heads, head_bytes)) for _ in "kv"]
-    ids = torch.randperm(30)[:17]
-    out = torch.empty(2, splits, len(ids), block_size, heads // splits, head_bytes, dtype=torch.uint8)
-    row_bytes = heads // splits * head_bytes
-    ops.split_heads(kv, ids * kv[0].stride(0), splits, block_size, row_bytes, out, 0, *out.stride()[:2])
-    for decode, cache in zip(out, kv, strict=True):
-        assert torch.equal(decode, torch.stack(cache[ids].chunk(splits, dim=2)))
 
 
 def test_offsets_past_4_gib() -> None:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches to one peer never hold more of Mooncake's queue than it takes."""
 
-import threading
-import time
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,26 +31,3 @@ def test_never_more_than_the_capacity(capacity: int, steps: list[tuple[int, str]
             size = running.pop()
             queue.leave(size, failed=step == "fails")
             left += size * (step == "fails")
-
-
-def test_what_failed_batches_left_is_gone_after_settling() -> None:
-    queue = PeerQueue(4, settle_s=0.3)
-    started = time.monotonic()
-    assert queue.enter(4, 0)
-    queue.leave(4, failed=True)
-    assert not queue.enter(1, 0.05)
-    assert queue.enter(4, 30)
-    assert time.monotonic() - started >= 0.3
-
-
-def test_batch_that_ends_lets_a_waiting_one_begin() -> None:
-    queue = PeerQueue(100, settle_s=3600)
-    for _ in range(BATCHES_IN_FLIGHT):
-        assert queue.enter(1, 0)
-    entered = threading.Event()
-    waiting = threading.Thread(target=lambda: queue.enter(1, 30) and entered.set())
-    waiting.start()
-    assert not entered.wait(0.05)
-    queue.leave(1, failed=False)
-    assert entered.wait(30)
-    waiting.join()

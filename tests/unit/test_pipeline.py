@@ -74,16 +74,6 @@ def write(pipeline: Pipeline, engine: Engine, *batches: str, may_begin: Callable
     pipeline.write("peer", batches, may_begin, done)
 
 
-def test_the_next_write_begins_before_the_last_one_has_ended(engine, pipeline):
-    write(pipeline, engine, "a1")
-    write(pipeline, engine, "b1")
-    write(pipeline, engine, "c1")
-    assert engine.log == ["begin a1", "begin b1", "arrived a1", "done a: well", "begin c1"]
-    pipeline.drain()
-    assert engine.log[5:] == ["arrived b1", "done b: well", "arrived c1", "done c: well"]
-    assert pipeline.is_empty
-
-
 def test_never_more_under_way_than_the_queue_to_a_peer_takes(engine, pipeline):
     write(pipeline, engine, "a1", "a2", "a3", "a4", "a5")
     write(pipeline, engine, "b1", "b2", "b3")
@@ -97,17 +87,6 @@ def test_nothing_is_under_way_while_it_waits_for_room_that_others_take(engine, p
     engine.full = True
     write(pipeline, engine, "b1")
     assert engine.log == ["begin a1", "arrived a1", "done a: well", "begin b1"]
-
-
-def test_what_is_to_follow_waits_for_the_writes_before_it(engine, pipeline):
-    pipeline.then(lambda: engine.log.append("at once"))
-    assert pipeline.is_empty
-    write(pipeline, engine, "a1")
-    pipeline.then(lambda: engine.log.append("finished"))
-    write(pipeline, engine, "b1")
-    assert engine.log == ["at once", "begin a1", "begin b1"]
-    pipeline.drain()
-    assert engine.log[3:] == ["arrived a1", "done a: well", "finished", "arrived b1", "done b: well"]
 
 
 def test_after_a_failure_the_rest_of_a_write_is_not_begun_but_others_are(engine, pipeline):
@@ -134,28 +113,11 @@ def test_of_several_failures_one_is_told_after_which_bytes_may_still_arrive(engi
     assert engine.log == ["begin a1", "done a: a1 is lost"]
 
 
-def test_the_first_of_several_failures_is_told(engine, pipeline):
-    engine.lost = {"a1", "a2"}
-    write(pipeline, engine, "a1", "a2")
-    pipeline.drain()
-    assert engine.log == ["begin a1", "begin a2", "done a: a1 is lost"]
-
-
 def test_leave_is_asked_for_every_batch(engine, pipeline):
     leave = iter([True, True, False])
     write(pipeline, engine, "a1", "a2", "a3", may_begin=lambda: next(leave))
     pipeline.drain()
     assert engine.log == ["begin a1", "begin a2", "arrived a1", "arrived a2", "done a: a3 is refused"]
-
-
-def test_where_a_write_returns_when_it_has_arrived_nothing_waits(engine, pipeline):
-    engine.immediate = True
-    write(pipeline, engine, "a1", "a2", "a3")
-    assert engine.log[-1] == "done a: well"
-    engine.lost = {"b2"}
-    write(pipeline, engine, "b1", "b2", "b3")
-    assert pipeline.is_empty
-    assert engine.log[7:] == ["begin b1", "arrived b1", "begin b2", "done b: b2 is lost"]
 
 
 def test_an_error_that_nobody_expects_is_no_success(engine, pipeline):
@@ -208,10 +170,3 @@ def test_an_error_between_two_batches_does_not_hide_how_the_first_ends(engine, p
     [error] = told
     assert error is not None
     assert error.may_arrive
-
-
-def test_nothing_to_write_is_done_in_turn(engine, pipeline):
-    write(pipeline, engine, "a1")
-    pipeline.write("peer", [], lambda: True, lambda error: engine.log.append(f"nothing: {error}"))
-    pipeline.drain()
-    assert engine.log == ["begin a1", "arrived a1", "done a: well", "nothing: None"]

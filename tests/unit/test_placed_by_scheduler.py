@@ -11,7 +11,6 @@ from vllm.v1.request import RequestStatus
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, RealScheduler, Role
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
-from vllm_ascend_pd.core.step import WorkerReport
 
 STEP = 128
 AT_MOST = 100
@@ -45,20 +44,6 @@ def counted(auto: RealScheduler) -> Counted:
     observer = Counted()
     auto.scheduler.connector._role.scheduler._placement._observer = observer
     return observer
-
-
-def expects(step: Any) -> list[str]:
-    return [each.request_id for each in step.kv_connector_metadata.step.expects]
-
-
-def test_short_prompts_run_at_once_and_long_ones_get_tickets(
-    auto: RealScheduler, counted: Counted, all_prefilled: Any
-) -> None:
-    auto.add("short", range(AT_MOST), all_prefilled, max_tokens=2)
-    auto.add("long", range(1000, 1001 + AT_MOST), all_prefilled, max_tokens=2)
-    step = auto.schedule()
-    assert (step.num_scheduled_tokens, expects(step)) == ({"short": AT_MOST}, ["long"])
-    assert counted.prompts == [("decode", "cheap", AT_MOST), ("prefill", "long", AT_MOST + 1)]
 
 
 def test_two_prompts_in_chunks(auto: RealScheduler, counted: Counted, all_prefilled: Any) -> None:
@@ -105,23 +90,3 @@ def test_a_request_preempted_after_its_first_token_counts_again(
     auto.step()
     cached = AT_MOST // BLOCK * BLOCK
     assert counted.prompts == [("decode", "cheap", AT_MOST), ("decode", "preempted", AT_MOST + 1 - cached)]
-
-
-def test_a_request_preempted_after_its_kv_came_from_prefill(
-    auto: RealScheduler, counted: Counted, all_prefilled: Any
-) -> None:
-    request = auto.add("r", range(AT_MOST + BLOCK), all_prefilled, max_tokens=4)
-    step, _ = auto.step()
-    [expect] = step.kv_connector_metadata.step.expects
-    auto.step(WorkerReport(received={expect.ticket_id: (1, 1)}), finished_recving={"r"})
-    auto.step()
-    assert [place[:2] for place in counted.prompts] == [("prefill", "long")]
-    auto.preempt(request)
-    auto.step()
-    assert [place[:2] for place in counted.prompts] == [("prefill", "long"), ("decode", "preempted")]
-
-
-def test_the_threshold_is_shown(auto: RealScheduler, counted: Counted, all_prefilled: Any) -> None:
-    auto.add("r", range(AT_MOST), all_prefilled)
-    auto.schedule()
-    assert counted.threshold == AT_MOST

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import Ticket as WholeTicket
@@ -14,13 +15,11 @@ from vllm_ascend_pd.core.ticket import parse_ticket
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import read_ticket
 
 PROMPT = 10
-WHOLE = WholeTicket(
+WHOLE = ticket_with(
     request_id="cmpl-1",
     remote_block_ids=[[7, 3, 9]],
     remote_block_size=[4],
-    remote_engine_id="decode-0",
     remote_host="10.0.0.1",
-    remote_port=5555,
     remote_tp_size=2,
     remote_cached_tokens=4,
     ticket_id="0123456789abcdef" * 2,

@@ -16,24 +16,6 @@ from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.step import Send
 
 
-def test_a_prompt_in_one_step(scheduler):
-    step = starts(scheduler, ticketed(), PROMPT)
-    assert step.tickets == {"r": ticket()}
-    assert step.sends == [Send("r", 0, 10, ([7, 1, 5],), last=True)]
-    assert (step.finished, step.preempted, step.wait_s) == ({}, set(), 0.0)
-
-
-def test_chunks_send_whole_blocks_and_the_rest_at_the_end(scheduler):
-    request = ticketed()
-    step = starts(scheduler, request, 3, ([7],))
-    assert (step.sends, set(step.tickets)) == ([], {"r"})
-    step = goes_on(scheduler, request, 3, 3, ([1],))
-    assert (step.sends, step.tickets) == ([Send("r", 0, 4, ([7],), last=False)], {})
-    assert goes_on(scheduler, request, 6, 3, ([5],)).sends == [Send("r", 4, 8, ([1],), last=False)]
-    assert goes_on(scheduler, request, 9, 1).sends == [Send("r", 8, 10, ([5],), last=True)]
-    assert goes_on(scheduler, request, 10, 1).sends == []
-
-
 def test_long_blocks_of_one_cache_group_hold_up_no_other():
     """As those of DeepSeek V4, where a block has the entries of 16,384 tokens: short ones leave step by step."""
     scheduler = prefill_scheduler([TokenGroup(4), TokenGroup(64, tokens_per_entry=16)])
@@ -83,12 +65,6 @@ def test_prefill_leaves_the_last_token_to_decode_where_there_are_states(schedule
     assert whole.num_prompt_tokens == plain.num_prompt_tokens == PROMPT
 
 
-def test_a_prompt_of_one_token_is_left_whole():
-    request = wants_a_state(1)
-    with_states().prepare(request)
-    assert request.num_prompt_tokens == 1
-
-
 def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the_one_before(scheduler):
     """Where decode's window ends before the last token. Prefill computes all of the prompt."""
     fields = msgspec.structs.replace(ticket(), num_tokens=PROMPT - 1)
@@ -109,27 +85,6 @@ def test_a_state_stays_as_it_is_while_it_is_sent(max_tokens, complaint):
     sends, params = scheduler.finished(request)
     assert sends == (complaint is None)
     assert complaint is None or params["error"].startswith(complaint)
-
-
-def test_several_requests_in_one_step(scheduler):
-    a, b, plain = ticketed("a"), ticketed("b", cached=4), make_request("c", PROMPT, None)
-    scheduler.allocated(a, ([1, 2, 3],))
-    scheduler.build_step(make_output(new=[Scheduled(a, ([1, 2, 3],), 0, 6)]))
-    scheduler.allocated(b, ([4, 5, 6],))
-    scheduler.allocated(plain, ([7, 8, 9],))
-    step = scheduler.build_step(
-        make_output(
-            new=[Scheduled(b, ([4, 5, 6],), 0, 10), Scheduled(plain, ([7, 8, 9],), 0, 10)],
-            running=[Scheduled(a, None, 6, 4)],
-        )
-    )
-    assert set(step.tickets) == {"b"}
-    assert step.sends == [Send("b", 4, 10, ([5, 6],), last=True), Send("a", 4, 10, ([2, 3],), last=True)]
-    assert scheduler.finished(plain) == (False, None)
-
-
-def test_a_step_without_tokens_waits(scheduler):
-    assert scheduler.build_step(make_output()).wait_s > 0
 
 
 @settings(max_examples=300, deadline=None)

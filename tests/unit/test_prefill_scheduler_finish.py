@@ -24,15 +24,6 @@ def test_blocks_are_held_until_sent(scheduler):
     assert remembered(scheduler) == {}
 
 
-def test_aborted_in_the_middle_of_its_prompt(scheduler):
-    request = ticketed()
-    starts(scheduler, request, 6)
-    assert scheduler.finished(request) == (True, None)
-    assert scheduler.build_step(make_output()).finished == {"r": "the prefill request was aborted"}
-    scheduler.update(WorkerReport(failed={"r": "the prefill request was aborted"}), {"r"})
-    assert remembered(scheduler) == {}
-
-
 def test_aborted_before_it_was_scheduled(scheduler):
     never_allocated, allocated = ticketed("a"), ticketed("b")
     scheduler.allocated(allocated, BLOCKS)

@@ -17,11 +17,6 @@ def line_of(*samples: tuple[float, float]) -> CostLine:
     return line
 
 
-def test_a_line_through_exact_samples():
-    fit = line_of(*((tokens, 0.02 + 0.001 * tokens) for tokens in (8, 32, 64, 200))).fit(0.0)
-    assert fit == pytest.approx((0.02, 0.001))
-
-
 def test_too_few_samples_tell_nothing():
     assert line_of((8, 0.1), (8, 0.1)).fit(0.0) is None
     assert line_of((8, 0.1), (8, 0.1), (8, 0.1)).fit(0.0) == pytest.approx((0.1, 0.0))
@@ -44,21 +39,6 @@ def test_one_step_that_compiles_does_not_count(at):
     samples.insert(at, (64, 30.0))
     fixed, per_token = line_of(*samples).fit(0.0)
     assert 0.02 <= fixed + 32 * per_token < 0.04
-
-
-def test_equal_samples_give_a_slope_with_a_point_at_zero_only():
-    line = line_of(*[(100, 0.3)] * 10)
-    assert line.fit(0.0) == pytest.approx((0.3, 0.0))
-    fixed, per_token = line.fit(0.0, at_zero=(0.1, 0.0))
-    assert (fixed, per_token) == pytest.approx((0.1, 0.002))
-
-
-def test_a_line_does_not_fall():
-    assert line_of((8, 0.4), (8, 0.4), (100, 0.1), (100, 0.1)).fit(0.0)[1] == 0.0
-
-
-def test_a_line_does_not_begin_below_zero():
-    assert line_of((100, 0.01), (200, 0.2), (300, 0.5)).fit(0.0)[0] == 0.0
 
 
 @given(SAMPLES, st.floats(0.0, 2000.0), st.none() | st.tuples(st.floats(1e-4, 100.0), st.just(0.0)))
@@ -116,18 +96,6 @@ def test_a_step_that_computes_nothing_does_not_count():
     assert steps.built(2.0, set(), 0) is None
     assert steps.built(3.0, {"a"}, 5) is None
     assert steps.built(4.0, {"a"}, 5) == (5, 1.0)
-
-
-def test_a_budget_fills_with_a_share_of_time():
-    budget = TimeBudget(0.1, 0.0)
-    assert budget.has_any(0.0)
-    budget.spend(0.0, 0.35)
-    assert not budget.has_any(0.9)
-    assert budget.has_any(1.1)
-
-
-def test_nothing_may_be_spent_of_no_share():
-    assert not TimeBudget(0.0, 0.0).has_any(1000.0)
 
 
 @given(st.floats(0.0, 1.0), st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 0.5)), min_size=1, max_size=60))

@@ -90,10 +90,6 @@ def refusal_of_prefill(posted, groups=None, media_hashing=HASHING, allow_other_m
     return None if said is None else said["error"]
 
 
-def test_the_same_prompt_is_sent():
-    assert refusal_of_prefill(posted_by_decode()) is None
-
-
 def test_other_tokens_of_the_same_number_are_refused():
     """As of a chat template with a date, or another one of equal length."""
     for other in ([*TOKENS[:-1], 7], [7, *TOKENS[1:]], TOKENS[::-1]):
@@ -183,12 +179,6 @@ def test_the_config_of_prefill_allows_it(allowed, scheduled_model):
     _, said = connector.request_finished(asked, [])
     engine.close()
     assert (said is None) == allowed, said
-
-
-def test_equal_hashes_are_enough():
-    """As of two versions of vLLM that encode images alike, or of names that a client gives."""
-    posted = posted_by_decode(mm_features=[image("a")])
-    assert refusal_of_prefill(posted, media_hashing="0.32.1 blake3 /models/vision", mm_features=[image("a")]) is None
 
 
 def test_images_that_differ_are_refused_whatever_is_allowed():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every message survives the wire; nothing that arrives there raises anything but ProtocolError."""
+"""Which versions of messages are read, and which values are refused. tests/hostile/test_decoders.py sends any bytes."""
 
 import json
 import typing
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core import protocol
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
@@ -21,27 +20,17 @@ from vllm_ascend_pd.core.protocol import (
     MAX_TICKET_BYTES,
     PROTOCOL_VERSION,
     Acknowledged,
-    AskTicket,
-    Describe,
     EngineDescription,
-    Granted,
-    GrantRefused,
     GrantRequest,
     Message,
     OfferTicket,
-    Problem,
     ProtocolError,
     RankDescription,
-    ReleasePrompt,
-    Revoke,
-    TicketRefused,
-    TicketTaken,
     WriteReport,
     WriterId,
     decode,
     encode,
 )
-from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
 
 WRITER = WriterId("prefill-0", 1, 3)
@@ -52,40 +41,16 @@ CACHES = RankCaches(
 WROTE = WriteReport(
     "0" * 32, WRITER, None, num_bytes=2**40, bytes_before_end=2**39, cached_tokens=2**20, checksums=b"12345678"
 )
-TICKET = Ticket(
-    request_id="cmpl-0",
-    remote_block_ids=[[1, 2, 3]],
-    remote_block_size=[16],
-    remote_engine_id="decode-0",
-    remote_host="10.0.0.1",
-    remote_port=5555,
-    remote_tp_size=1,
-    remote_cached_tokens=0,
-    ticket_id="0" * 32,
-    num_tokens=40,
-    prompt=PromptDigest(tokens="0" * 32),
+TICKET = ticket_with(request_id="cmpl-0", remote_host="10.0.0.1", prompt=PromptDigest(tokens="0" * 32))
+DESCRIBED = EngineDescription(
+    "decode-0",
+    "llama",
+    1,
+    1,
+    (RankDescription(0, 0, "tcp://10.0.0.1:5555", "10.0.0.1:7777", CACHES),),
+    settings={"rope_theta": "10000"},
 )
-EXAMPLES = [
-    Describe("decode-0"),
-    EngineDescription(
-        "decode-0", "llama", 1, 1, (RankDescription(0, 0, "tcp://10.0.0.1:5555", "10.0.0.1:7777", CACHES),)
-    ),
-    GrantRequest("0" * 32, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0),
-    Granted(10.0),
-    GrantRefused("the ticket is not known", retry=True),
-    WROTE,
-    WriteReport("0" * 32, WRITER, "the transfer engine failed", settle_s=2.5),
-    Acknowledged(),
-    Revoke("0" * 32, WRITER, "the request was aborted"),
-    Problem("malformed message"),
-    OfferTicket("prefill-0", "xfer-0", TICKET),
-    AskTicket("prefill-0", "xfer-0", "0" * 32),
-    TicketTaken(),
-    TicketRefused("too many tickets wait", retry=True),
-    ReleasePrompt("prefill-0", "xfer-0", "decode computes the prompt", "f" * 32, 40, TICKET.prompt),
-    EngineDescription("decode-0", "llama", 1, 1, (), settings={"rope_theta": "10000"}),
-    GrantRequest("0" * 32, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef"),
-]
+ASKED = GrantRequest("0" * 32, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef")
 
 
 def body(message: object) -> bytes:
@@ -96,16 +61,6 @@ def frame(body: bytes, version: int = PROTOCOL_VERSION, seq: int = 0) -> bytes:
     return msgspec.msgpack.encode((version, seq, msgspec.Raw(body)))
 
 
-def test_the_examples_are_all_messages():
-    assert {type(message) for message in EXAMPLES} == set(typing.get_args(Message))
-
-
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
-@pytest.mark.parametrize("seq", [0, 1, 2**63 - 1])
-def test_round_trip(message, seq):
-    assert decode(encode(seq, message)) == (seq, message)
-
-
 # --- what a peer may get wrong -------------------------------------------------------------------------------
 
 
@@ -113,11 +68,6 @@ def test_round_trip(message, seq):
 def test_another_version_is_named(version):
     with pytest.raises(ProtocolError, match=f"protocol version {version}, this side speaks {PROTOCOL_VERSION}"):
         decode(frame(body(Acknowledged()), version))
-
-
-def test_another_version_may_have_bodies_unknown_here():
-    with pytest.raises(ProtocolError, match=f"protocol version {PROTOCOL_VERSION + 1}"):
-        decode(frame(body({"type": "Greeting"}), version=PROTOCOL_VERSION + 1))
 
 
 @pytest.mark.parametrize(
@@ -180,13 +130,13 @@ def test_every_version_that_is_spoken_is_recorded_with_every_message():
     spoken = range(protocol.OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
     assert [path.stem for path in WIRE] == [f"version-{version}" for version in spoken]
     tags = {message["type"] for _, message in json.loads(WIRE[-1].read_text())}
-    assert tags == {json.loads(msgspec.json.encode(message))["type"] for message in EXAMPLES}
+    assert tags == {kind.__struct_config__.tag for kind in typing.get_args(Message)}
 
 
-GRANT_REQUEST = msgspec.to_builtins(EXAMPLES[2])
+GRANT_REQUEST = msgspec.to_builtins(ASKED)
 OFFER = msgspec.to_builtins(OfferTicket("prefill-0", "xfer-0", TICKET))
-REPORT = msgspec.to_builtins(EXAMPLES[5])
-DESCRIPTION = msgspec.to_builtins(EXAMPLES[1])
+REPORT = msgspec.to_builtins(WROTE)
+DESCRIPTION = msgspec.to_builtins(DESCRIBED)
 
 
 def altered(message: dict, **fields: object) -> bytes:
@@ -211,10 +161,8 @@ def described(part: str, **fields: object) -> bytes:
         ),
         pytest.param(altered(GRANT_REQUEST, writer=["prefill-0", 1]), id="writer without rank"),
         pytest.param(altered(GRANT_REQUEST, sharding=[0, [0], 1]), id="no ranks of tensor parallelism"),
-        pytest.param(altered(GRANT_REQUEST, sharding=[1, [], 1]), id="no ranks at all"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [-1], 1]), id="negative share"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [0], 0]), id="interleaved by nothing"),
-        pytest.param(altered(REPORT, cached_tokens=-1), id="fewer cached tokens than none"),
         pytest.param(altered(REPORT, cached_tokens=2**31), id="more cached tokens than a prompt has"),
         pytest.param(altered(REPORT, checksums=bytes(MAX_CHECKSUM_BYTES + 1)), id="too many checksums"),
         pytest.param(altered(REPORT, checksums="12345678"), id="checksums as text"),
@@ -228,7 +176,6 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(altered(REPORT, num_bytes=-1), id="negative count"),
         pytest.param(altered(REPORT, num_bytes=2**41), id="more than a rank can have"),
         pytest.param(altered(REPORT, bytes_before_end=2**64 - 1), id="more than a rank can have before the end"),
-        pytest.param(altered(REPORT, bytes_before_end=-1), id="negative count before the end"),
         pytest.param(altered(REPORT, settle_s=-0.5), id="settling before now"),
         pytest.param(altered(REPORT, settle_s=3601), id="settling for hours"),
         pytest.param(altered(GRANT_REQUEST, settle_s=float("inf")), id="endless seconds"),
@@ -238,104 +185,24 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(body({"type": "Granted", "lease_s": 86401}), id="lease of more than a day"),
         pytest.param(body({"type": "Granted", "lease_s": float("nan")}), id="lease of nan"),
         pytest.param(altered(OFFER, ticket=None), id="offer without a ticket"),
-        pytest.param(altered(OFFER, ticket={}), id="offer of an empty ticket"),
         pytest.param(altered(OFFER, ticket={**OFFER["ticket"], "remote_block_ids": [[-1]]}), id="negative block id"),
         pytest.param(altered(OFFER, transfer_id="x" * 129), id="transfer id that is too long"),
         pytest.param(altered(OFFER, transfer_id="two\nlines"), id="transfer id of two lines"),
-        pytest.param(altered(DESCRIPTION, ranks=[{}]), id="empty rank"),
         pytest.param(described("geometries", block_size=0), id="empty blocks"),
         pytest.param(described("geometries", block_stride=-32768), id="blocks in reverse"),
         pytest.param(described("geometries", total_heads=0), id="no heads"),
         pytest.param(described("geometries", head_bytes=2**31), id="heads of 2 GiB"),
         pytest.param(described("geometries", group=-1), id="negative cache group"),
         pytest.param(described("tensors", geometry=1), id="geometry that is not described"),
-        pytest.param(described("tensors", geometry=-1), id="negative geometry"),
         pytest.param(described("tensors", base=2**63), id="address beyond int64"),
         pytest.param(described("tensors", num_blocks=2**31), id="more blocks than ids"),
         pytest.param(body({"type": "Granted"}), id="field missing"),
         pytest.param(body({"type": "Greeting"}), id="unknown message"),
-        pytest.param(body({}), id="no message type"),
-        pytest.param(body([]), id="array"),
-        pytest.param(body(None), id="nil"),
-        pytest.param(b"", id="nothing"),
-        pytest.param(b"\xc1", id="byte that msgpack never uses"),
-        pytest.param(b"\x82\xa4type\xa8Describe\xa9engine_id\xa1\xff", id="str that is not UTF-8"),
-        pytest.param(b"\x82\xa4type\xa8Describe\xa9engine_id\xdb\xff\xff\xff\xff", id="str of 4 GiB"),
-        pytest.param(b"\x82\xa4type\xaaEngineDesc", id="cut off"),
-        pytest.param(b"\xdd\xff\xff\xff\xff", id="array of 4 Gi elements"),
-        pytest.param(b"\xdf\xff\xff\xff\xff", id="map of 4 Gi entries"),
-        pytest.param(b"\xd4\x01\x00", id="extension type"),
     ],
 )
 def test_malformed_bodies(body):
     with pytest.raises(ProtocolError, match="malformed message"):
         decode(frame(body))
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        pytest.param(b"", id="nothing"),
-        pytest.param(b"\x90", id="empty array"),
-        pytest.param(b"\x92\x01\x00", id="no body"),
-        pytest.param(b"\x80", id="map"),
-        pytest.param(msgspec.msgpack.encode(("1", 0, {})), id="version not a number"),
-        pytest.param(msgspec.msgpack.encode((1, None, {})), id="seq not a number"),
-        pytest.param(encode(0, EXAMPLES[0]) + b"\x00", id="trailing byte"),
-        pytest.param(encode(0, EXAMPLES[0]) * 2, id="two frames"),
-        pytest.param(b"\xff" * 100, id="noise"),
-    ],
-)
-def test_malformed_frames(frame):
-    with pytest.raises(ProtocolError, match="malformed message"):
-        decode(frame)
-
-
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
-def test_no_prefix_of_a_frame_is_a_message(message):
-    whole = encode(7, message)
-    for length in range(len(whole)):
-        with pytest.raises(ProtocolError):
-            decode(whole[:length])
-
-
-@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa0", b"\xdd\x00\x00\x00\x01"], ids=["array", "map", "array32"])
-@pytest.mark.parametrize(
-    "before",
-    [b"", b"\x93\x01\x00", b"\x93\x01\x00\x82\xa4type\xacAcknowledged\xa5extra"],
-    ids=["as frame", "as body", "as unknown field"],
-)
-def test_deep_nesting(before, opening):
-    depth = (MAX_MESSAGE_BYTES - len(before)) // len(opening)
-    for end in (b"", b"\xc0"):
-        with pytest.raises(ProtocolError, match="malformed message"):
-            decode(before + opening * depth + end)
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.binary(max_size=200))
-def test_noise_raises_nothing_but_protocol_error(noise):
-    for data in (noise, frame(noise), b"\x93\x01\x00" + noise):
-        _decode_or_protocol_error(data)
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.sampled_from(EXAMPLES), st.data())
-def test_damaged_messages_raise_nothing_but_protocol_error(message, data):
-    damaged = bytearray(encode(1, message))
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(damaged) - 1))
-        damaged[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
-    _decode_or_protocol_error(bytes(damaged))
-
-
-def _decode_or_protocol_error(data: bytes) -> None:
-    try:
-        seq, message = decode(data)
-    except ProtocolError:
-        return
-    assert isinstance(seq, int)
-    assert isinstance(message, typing.get_args(Message))
 
 
 # How large messages may be, and what older engines leave out of them.
@@ -361,10 +228,9 @@ def test_the_ticket_of_a_long_prompt_stays_within_the_bounds() -> None:
 
 
 def test_an_engine_that_leaves_out_optional_fields_is_understood() -> None:
-    described, asked = EXAMPLES[-2:]
     for message, field, nothing in (
-        (asked, "weights", ""),
-        (described, "settings", {}),
+        (ASKED, "weights", ""),
+        (DESCRIBED, "settings", {}),
         (WROTE, "cached_tokens", None),
         (WROTE, "checksums", None),
     ):

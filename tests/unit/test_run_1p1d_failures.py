@@ -81,24 +81,3 @@ def test_a_failed_request_names_who_has_ended(demo: ModuleType, start: Start) ->
     reason = r"HTTP 502 .*\ndecode-tp1 ended with code -9; "
     with pytest.raises(demo.DemoError, match=reason), demo.naming_who_ended(running):
         raise httpx.HTTPError("HTTP 502 {error: ConnectError}")
-
-
-def test_a_failed_request_alone_stays_as_it_is(demo: ModuleType, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "END_SECONDS", 0.2)
-    running = [start("decode-tp1", "exec sleep 60")]
-    with pytest.raises(httpx.HTTPError, match=r"^HTTP 400$"), demo.naming_who_ended(running):
-        raise httpx.HTTPError("HTTP 400")
-
-
-def test_an_interrupted_run_leaves_no_empty_folder(demo: ModuleType, tmp_path: Path) -> None:
-    traces = tmp_path / "timeline" / "20261124-000000"
-    with pytest.raises(KeyboardInterrupt), demo.folder_for(traces):
-        raise KeyboardInterrupt
-    assert not (tmp_path / "timeline").exists()
-    (tmp_path / "timeline").mkdir()  # of an earlier run, or the user's own
-    with pytest.raises(KeyboardInterrupt), demo.folder_for(traces):
-        raise KeyboardInterrupt
-    assert list((tmp_path / "timeline").iterdir()) == []
-    with demo.folder_for(traces):
-        (traces / "trace.json").touch()
-    assert [path.name for path in traces.iterdir()] == ["trace.json"]

@@ -7,19 +7,18 @@ import pickle
 import msgspec
 import pytest
 
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.ticket import MIN_SECRET_BYTES, Secret, Ticket, TicketError, signed, verify
 
 CONTENT = b"not to be shown, " * 3
 SECRET = Secret(CONTENT)
 EXPIRES = 2_000_000_000
-TICKET = Ticket(
+TICKET = ticket_with(
     request_id="cmpl-1",
     remote_block_ids=[[7, 3, 9], [5]],
     remote_block_size=[4, 1],
-    remote_engine_id="decode-0",
     remote_host="10.0.0.1",
-    remote_port=5555,
     remote_tp_size=2,
     remote_cached_tokens=4,
     ticket_id="0123456789abcdef" * 2,

@@ -2,15 +2,11 @@
 """What ranks count adds up, whatever is merged first: nothing is lost, nothing grows."""
 
 import math
-import pickle
-import sys
-import threading
 from bisect import bisect_left
 from collections import Counter as Tally
 from functools import reduce
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +23,6 @@ from vllm_ascend_pd.observe.stats import (
     WRITE_RETRIES,
     Counter,
     Data,
-    Gauge,
     Histogram,
     Stats,
     merged,
@@ -85,45 +80,6 @@ def test_nothing_is_lost(steps: Any) -> None:
     assert {key: n for key, n in gauges.items() if n} == {key: n for key, n in last.items() if n}
 
 
-@given(_steps, st.randoms(use_true_random=False))
-def test_merging_is_associative(steps: Any, chance: Any) -> None:
-    said = taken(steps)
-    before = pickle.dumps(said)
-    expected = reduce(merged, said, {})
-    parts = list(said)
-    while len(parts) > 1:  # neighbours, in any order
-        at = chance.randrange(len(parts) - 1)
-        parts[at : at + 2] = [merged(parts[at], parts[at + 1])]
-    assert (parts or [{}])[0] == expected
-    assert pickle.dumps(said) == before, "merging changes what it merges"
-
-
-@given(_steps)
-def test_it_travels_between_processes(steps: Any) -> None:
-    whole = reduce(merged, taken(steps), {})
-    assert pickle.loads(pickle.dumps(whole)) == whole
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(whole)) == whole
-
-
-def test_the_size_does_not_depend_on_how_much_was_recorded() -> None:
-    def size(times: int) -> int:
-        stats = Stats("0/0")
-        for i in range(times):
-            for metric in (*PREFILL_METRICS, *DECODE_METRICS):
-                if isinstance(metric, Counter):
-                    for reason in metric.reasons:
-                        stats.add(metric, 1, reason)
-                elif isinstance(metric, Histogram):
-                    for bound in (*metric.bounds, 1e6):
-                        stats.observe(metric, bound)
-            assert i < times
-        return len(pickle.dumps(stats.take(lambda: {PUSH_QUEUE_DEPTH: times, GRANTS_WAITING: times})))
-
-    once = size(1)
-    assert once < 8192
-    assert size(300) < 1.2 * once  # the numbers have more digits
-
-
 @given(st.sampled_from(HISTOGRAMS), st.lists(st.floats(0, 1e4), max_size=200))
 def test_single_values_make_the_same_histogram(histogram: Histogram, values: list[float]) -> None:
     """Also of values just at a bucket's edge, whose mean may round over it."""
@@ -143,53 +99,12 @@ def test_single_values_make_the_same_histogram(histogram: Histogram, values: lis
     assert total == pytest.approx(math.fsum(values), rel=1e-9)
 
 
-def test_threads_and_steps_lose_nothing() -> None:
-    """While some record, one takes."""
-    stats, each = Stats("0/0"), 3000
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-
-    def record() -> None:
-        for _ in range(each):
-            stats.add(PUSHED_BYTES, 3)
-            stats.observe(LAYER_PUSH_SECONDS, 0.5)
-
-    threads = [threading.Thread(target=record) for _ in range(4)]
-    try:
-        for thread in threads:
-            thread.start()
-        whole: Data = {}
-        while any(thread.is_alive() for thread in threads):
-            whole = merged(whole, stats.take())
-    finally:
-        for thread in threads:
-            thread.join()
-        sys.setswitchinterval(interval)
-    whole = merged(whole, stats.take())
-    assert whole["counters"] == {PUSHED_BYTES.name: {"": 4 * each * 3}}
-    counts, sums = whole["histograms"][LAYER_PUSH_SECONDS.name]
-    assert (sum(counts), sum(sums)) == (4 * each, 4 * each * 0.5)
-    assert stats.take() == {}
-
-
 def test_gauges_are_told_when_they_change() -> None:
     stats = Stats("0/3")
     assert stats.take(lambda: {PUSH_QUEUE_DEPTH: 0}) == {}, "0 is where they begin"
     assert stats.take(lambda: {PUSH_QUEUE_DEPTH: 2}) == {"gauges": {PUSH_QUEUE_DEPTH.name: {"0/3": 2}}}
     assert stats.take(lambda: {PUSH_QUEUE_DEPTH: 2}) == {}
     assert stats.take(lambda: {PUSH_QUEUE_DEPTH: 0}) == {"gauges": {PUSH_QUEUE_DEPTH.name: {"0/3": 0}}}
-
-
-def test_gauges_are_read_after_what_was_recorded() -> None:
-    """Else one may be told of a queue beside the end of what was in it, and not again until the next step."""
-    stats = Stats("0/0")
-
-    def ends_meanwhile() -> dict[Gauge, int]:
-        stats.add(WRITE_RETRIES)
-        return {PUSH_QUEUE_DEPTH: 1}
-
-    assert stats.take(ends_meanwhile) == {"gauges": {PUSH_QUEUE_DEPTH.name: {"0/0": 1}}}
-    assert stats.take(dict) == {"counters": {WRITE_RETRIES.name: {"": 1}}}
 
 
 def test_a_reason_that_is_none_of_the_fixed_ones_is_refused() -> None:

@@ -36,22 +36,8 @@ def test_a_call_from_another_thread_fails() -> None:
     assert counter.count == 2
 
 
-def test_the_first_caller_owns_an_object_whoever_made_it() -> None:
-    counter = Counter()
-    assert on_another_thread(counter) == 1
-    with pytest.raises(WrongThreadError):
-        counter.add()
-
-
 def test_an_owner_hands_over() -> None:
     counter = Counter()
     counter.add()
     hand_over(counter)
     assert on_another_thread(counter) == 2
-
-
-def test_without_the_check_methods_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "CHECKED", False)
-    plain = Counter.add.__wrapped__  # type: ignore[attr-defined]
-    assert owned(plain) is plain
-    hand_over(Counter())

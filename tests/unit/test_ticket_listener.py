@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     AskTicket,
-    Describe,
     OfferTicket,
-    Problem,
     ReleasePrompt,
     TicketRefused,
     TicketTaken,
@@ -63,15 +62,9 @@ def until(wanted: Callable[[], Any]) -> Any:
 
 
 def ticket(blocks: int = 3) -> Ticket:
-    return Ticket(
+    return ticket_with(
         request_id="d",
         remote_block_ids=[list(range(1, blocks + 1))],
-        remote_block_size=[16],
-        remote_engine_id="decode-0",
-        remote_host="127.0.0.1",
-        remote_port=5555,
-        remote_tp_size=1,
-        remote_cached_tokens=0,
         ticket_id=secrets.token_hex(16),
         num_tokens=16 * blocks,
     )
@@ -142,15 +135,6 @@ def test_another_start_of_the_engine(listener, ask):
     assert messages(listener) == []
 
 
-def test_other_messages(ask):
-    assert ask(Describe("decode-0")) == Problem("this port takes tickets, not Describe")
-
-
-def test_an_unusable_ticket_id(listener, ask):
-    assert not ask(offer(msgspec.structs.replace(ticket(), ticket_id="x" * 100_000))).retry
-    assert messages(listener) == []
-
-
 def test_unsigned_tickets_do_not_even_wait(client):
     secret = Secret(b"s" * 32)
     listener = TicketListener(ENGINE, "127.0.0.1", 0, TicketAdmission(AnyHost(), secret).check)
@@ -207,9 +191,3 @@ def test_an_idle_engine_refuses_tickets_without_a_prompt(listener, ask):
     answer = until(lambda: isinstance(found := ask(fate(lost)), TicketRefused) and found)
     assert answer == TicketRefused(ticket_listener.NO_PROMPT, retry=False)
     assert ask(fate(waits)) == TicketTaken()
-
-
-def test_the_ticket_of_a_long_prompt(listener, ask):
-    long = ticket(62_500)
-    assert ask(offer(long)) == TicketTaken()
-    assert messages(listener) == [offer(long)]

@@ -6,13 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from vllm_ascend_pd.observe.traces import decode_scheduler_trace
 from vllm_ascend_pd.tools.timeline.command import _table
-from vllm_ascend_pd.tools.timeline.picture import headline, rows_of
 from vllm_ascend_pd.tools.timeline.read import EventArgs, PromptPart, Recording, TraceEvent, read_folder
 from vllm_ascend_pd.tools.timeline.summary import Request, covered, placements, summarize
 
@@ -80,31 +77,6 @@ def test_where_the_time_went() -> None:
     assert not one.is_named("mpl-1")
 
 
-def test_each_figure_is_its_own() -> None:
-    """Times that show every figure, so that none can stand for another."""
-    request = Request(
-        "f",
-        prompt_tokens=131072,
-        issued=0.0,
-        granted=12_300.0,
-        computed=[(45_600.0, 24_045_600.0)],
-        written=[(46_000.0, 24_101_200.0)],
-        bytes=1000,
-        early_bytes=970,
-        ready=24_124_500.0,
-    )
-    assert request.figures() == {
-        "prompt tokens": "131072",
-        "queue": "45.6",
-        "to grant": "12.3",
-        "compute": "24000.0",
-        "push": "24055.2",
-        "push after": "55.6",
-        "early bytes": "97%",
-        "to ready": "24124.5",
-    }
-
-
 def test_all_ranks_count() -> None:
     """Prefill's second rank begins and grants later, and writes last."""
     later = [
@@ -125,11 +97,6 @@ def test_what_was_not_seen_is_unknown_not_zero() -> None:
     assert figures(one) == ["128", "-", "-", "0.2", "0.2", "0.0", "75%", "-"]
 
 
-def test_a_step_that_has_not_ended_is_not_counted() -> None:
-    events = [each for each in prefill_events() if (each.cat, each.ph) != ("step", "E")]
-    assert summarize([recording("prefill rank", *events)])[0].computed == []
-
-
 def test_failures_of_both_sides_are_said_once() -> None:
     about = {"request": "cmpl-1-0", "transfer": T}
     report = event("report", "b", 1.0, **about, failure="no_grant")
@@ -139,11 +106,6 @@ def test_failures_of_both_sides_are_said_once() -> None:
     )
     assert one.failures == {"no_grant", "decode: prefill"}
     assert one.ready is None
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda s: (float(s[0]), float(s[0] + s[1])))))
-def test_covered_time_counts_once(spans: list[tuple[float, float]]) -> None:
-    assert covered(spans) == len({n for begin, end in spans for n in range(int(begin), int(end))})
 
 
 UUIDS = [f"cmpl-{n * 0x1357:08x}-4081-452b-b0c5-59bdae40532d-0" for n in range(1, 12)]
@@ -194,26 +156,3 @@ def test_counts_what_decodes_scheduler_traced(tmp_path: Path) -> None:
         "decode computed 1 prompt (no_prefill, 5 tokens)",
     ]
     assert summarize(recordings) == []
-
-
-def test_the_picture_shows_the_request_among_others() -> None:
-    others = [event("step", "B", 300.0), event("layer", "X", 300.0, 9.0, layer="layers.0"), event("step", "E", 309.0)]
-    ranks = [
-        recording("prefill rank", *prefill_events(), *others),
-        recording("prefill rank", *prefill_events("u" * 16, "other"), rank=1),
-    ]
-    [one] = [request for request in summarize(ranks) if request.transfer == T]
-    rows = rows_of(ranks, one)
-    assert {name: [mine for _, mine in row] for name, row in rows.items()} == {
-        "P0/0 computes": [True, True, False],
-        "P0/0 writes to D0/0": [True, True],
-    }
-
-
-@pytest.mark.parametrize(("ready", "when"), [(9_400.0, "3.4 ms later"), (4_500.0, "1.5 ms earlier")])
-def test_decode_may_be_ready_before_the_forward_pass_ends(ready: float, when: str) -> None:
-    """It needs the last layer's KV, not what prefill computes from that."""
-    request = Request("f00d", computed=[(1_000.0, 6_000.0)], bytes=200, early_bytes=150, ready=ready)
-    assert headline(request) == (
-        f"75% of the KV was in decode's cache when prefill's forward pass ended; decode was ready {when}"
-    )

@@ -35,52 +35,6 @@ def test_off_is_decided_once(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_on_makes_a_file_each_with_the_name_of_its_process(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "folder"
-    began = time.time()
-    makers = (prefill_trace, RANK_INFO), (decode_trace, RANK_INFO), (decode_scheduler_trace, "engine")
-    for make, of in makers:
-        trace = make(str(folder), of)
-        assert trace is not None
-        trace.close(5.0)
-    names = [is_chrome_trace(path, began)[0]["args"]["name"] for path in sorted(folder.iterdir())]
-    assert names == ["decode rank 0/0 of engine", "decode scheduler of engine", "prefill rank 0/0 of engine"]
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-
-
-def test_all_threads_events_are_written_once(tmp_path: Path) -> None:
-    began = time.time()
-    file = TraceFile(str(tmp_path), PROCESS)
-
-    def trace(first: int) -> None:
-        for n in range(first, first + 1000):
-            file.put(Traced("event", "i", "placed", {"tokens": n}, row=f"row {n % 3}"))
-
-    threads = [threading.Thread(target=trace, args=(1000 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    file.close(10.0)
-    events = is_chrome_trace(file.path, began)
-    assert sorted(numbers(events)) == list(range(4000))
-    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert rows == {"row 0", "row 1", "row 2"}
-
-
-def test_spans_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
-    now = time.monotonic()
-    file = TraceFile(str(tmp_path), PROCESS)
-    for begin, end in ((0.0, 0.2), (0.1, 0.3), (0.2, 0.4), (0.15, 0.5)):
-        file.put(Traced("write", "X", "write", {}, row="writes", begin=now - 1 + begin, end=now - 1 + end))
-    file.close(10.0)
-    events = is_chrome_trace(file.path, time.time() - 2)
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    spans = [event for event in events if event["ph"] == "X"]
-    assert [names[event["tid"]] for event in spans] == ["writes", "writes (2)", "writes", "writes (3)"]
-    assert [event["dur"] for event in spans] == [pytest.approx(n, abs=1.5) for n in (2e5, 2e5, 2e5, 3.5e5)]
-
-
 def work(name: str, end: object, begin: object = 0.0, row: str = "compute") -> Traced:
     return Traced(name, "X", "layer", {}, row=row, begin=begin, end=end, on_stream=True)
 

@@ -11,10 +11,10 @@ import pytest
 
 from harness.scheduling import make_ticket
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
+from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, Message, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
-from vllm_ascend_pd.core.threads import WrongThreadError, hand_over
+from vllm_ascend_pd.core.threads import hand_over
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 
 KEY = (0, 0)
@@ -38,13 +38,6 @@ def answer(transfer: Transfer, message: Message) -> None:
         state.answered(KEY, now, message)
 
 
-def test_only_the_control_thread_changes_the_state() -> None:
-    transfer = make_transfer()
-    contact(transfer)
-    with ThreadPoolExecutor(1) as other, pytest.raises(WrongThreadError):
-        other.submit(contact, transfer).result()
-
-
 def test_a_failure_stops_writes_at_once_and_the_state_takes_it_over_before_it_ends() -> None:
     transfer = make_transfer()
     contact(transfer)
@@ -61,19 +54,6 @@ def test_a_failure_stops_writes_at_once_and_the_state_takes_it_over_before_it_en
     with transfer.changing() as state:
         assert state.finish(time.monotonic()) is False
     assert (state.failure, state.cause) == ("the device failed", PushFailure.DEVICE)
-
-
-def test_what_fails_after_the_end_does_not_count() -> None:
-    transfer = make_transfer()
-    contact(transfer)
-    answer(transfer, Granted(30.0))
-    with transfer.changing() as state:
-        assert state.finish(time.monotonic())
-    transfer.fail("too late", PushFailure.ABORTED)
-    assert transfer.failure is None
-    with transfer.changing() as state:
-        assert (state.failure, state.phase) == (None, Phase.FINISHED)
-    assert not transfer.await_grant(KEY), "nothing is written after the end"
 
 
 @pytest.mark.parametrize(
@@ -93,16 +73,6 @@ def test_the_sender_wakes_up_when_something_changes(change: Callable[[Transfer],
         assert not allowed.done()
         change(transfer)
         assert allowed.result(10) is expected
-
-
-def test_without_a_description_or_a_grant_it_fails_at_the_deadline() -> None:
-    undescribed, ungranted = make_transfer(0.1), make_transfer(0.1)
-    contact(ungranted)
-    assert not undescribed.await_destinations()
-    assert undescribed.failure == "the decode engine did not describe itself in time"
-    assert ungranted.await_destinations()
-    assert not ungranted.await_grant(KEY)
-    assert ungranted.failure == "decode rank (0, 0) gave no grant in time"
 
 
 def test_a_lease_that_has_run_out_fails_it_though_a_renewal_crosses() -> None:

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
 from vllm_ascend_pd.connector import metrics as spans_module
-from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans, TransferSpan
+from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.step import WorkerReport
@@ -102,15 +102,6 @@ def pushed(prefill: PrefillScheduler, asked, tokens: int = PROMPT) -> None:
     prefill.finished(asked)
 
 
-def test_a_push_lasts_until_all_ranks_have_sent(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
-    pushed(prefill, request(TICKET))
-    assert not spans.get_finished_spans()
-    prefill.update(None, {"r"})
-    span = the(spans, "kv_push")
-    assert dict(span.attributes) == PUSH
-    assert span.status.is_unset
-
-
 def test_a_push_that_fails_after_its_request_has_ended(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
     pushed(prefill, request(TICKET))
     prefill.update(WorkerReport(failed={"r": "a lease ran out"}), set())
@@ -118,12 +109,6 @@ def test_a_push_that_fails_after_its_request_has_ended(prefill: PrefillScheduler
     span = the(spans, "kv_push")
     assert dict(span.attributes) == {**PUSH, "error.type": "not_delivered"}
     assert span.status.description == "a lease ran out"
-
-
-def test_a_push_of_a_prompt_that_was_aborted(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
-    pushed(prefill, request(TICKET), tokens=BLOCK)
-    prefill.update(None, {"r"})
-    assert the(spans, "kv_push").status.description == "the prefill request was aborted"
 
 
 def test_a_ticket_that_cannot_be_served(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
@@ -138,21 +123,6 @@ def issued(decode: DecodeScheduler, asked) -> str:
     decode.allocated(asked, BLOCKS, PROMPT - CACHED)
     [expected] = decode.build_step({"other": 1}).expects
     return expected.ticket_id
-
-
-def test_a_receive_lasts_until_the_request_can_run(decode: DecodeScheduler, spans: InMemorySpanExporter) -> None:
-    ticket_id = issued(decode, request({"do_remote_prefill": True, "metaserver": NOWHERE}))
-    decode.update(WorkerReport(received={ticket_id: (300, 200)}), set())
-    assert not spans.get_finished_spans()
-    decode.update(None, {"r"})
-    span = the(spans, "kv_receive")
-    assert dict(span.attributes) == {
-        "gen_ai.request.id": "r",
-        "kv_pd.tokens": PROMPT - CACHED,
-        "kv_pd.received_bytes": 300,
-        "kv_pd.bytes_before_prefill_end": 200,
-    }
-    assert span.status.is_unset
 
 
 def test_a_receive_that_fails(decode: DecodeScheduler, spans: InMemorySpanExporter) -> None:
@@ -175,17 +145,6 @@ def test_why_prefill_failed_is_not_quoted(decode: DecodeScheduler, spans: InMemo
     decode.update(None, {"r"})
     span = the(spans, "kv_receive")
     assert span.attributes["error.type"] == span.status.description == "prefill"
-
-
-@pytest.mark.parametrize("headers", [None, {}, {"tracestate": "a=1"}, {"traceparent": "00-zz"}])
-def test_without_a_trace_there_is_no_span(headers: object, spans: InMemorySpanExporter) -> None:
-    TransferSpan("kv_push", headers).end({}, "write")
-    assert not spans.get_finished_spans()
-
-
-def test_what_is_not_sampled_is_not_recorded(spans: InMemorySpanExporter) -> None:
-    TransferSpan("kv_push", {"traceparent": f"00-{TRACE}-{PARENT}-00"}).end({})
-    assert not spans.get_finished_spans()
 
 
 def test_attributes_are_documented() -> None:

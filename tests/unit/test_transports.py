@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which transfer engines can write to each other, and how a process finds out what its own engine is."""
 
-import msgspec
 import pytest
 
 from vllm_ascend_pd.core.compatibility import cannot_write
-from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.protocol import (
     Connects,
-    EngineDescription,
     EngineKind,
-    RankDescription,
     TransportInfo,
-    decode,
-    encode,
 )
 from vllm_ascend_pd.transport.ascend import Offers, connects, kind
 from vllm_ascend_pd.transport.batches import SettingError, TransferLimits
@@ -27,21 +21,6 @@ TCP = "mooncake-transfer-engine-non-cuda 0.3.13.post1"
 NOTHING = Offers(client_server=False, is_old=False, chip="Ascend910B1")
 ALL = Offers(client_server=True, is_old=False, chip="Ascend910B1")
 BEFORE_IT_ASKS = Offers(client_server=False, is_old=True, chip="Ascend910B1")
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        (TransportInfo("tcp", TCP), TransportInfo("tcp", NEW)),
-        (TransportInfo("ascend", NEW, "comm", "AutoConnect"), TransportInfo("ascend", OLD, "comm", "Connect")),
-        (TransportInfo("ascend", NEW, "", "Connect"), TransportInfo("ascend", OLD, "comm", "Connect")),
-        (TransportInfo("ascend", NEW, "client/server", "AutoConnect"), TransportInfo()),
-        (TransportInfo(), TransportInfo("tcp", TCP)),
-    ],
-)
-def test_engines_that_can_write(prefill: TransportInfo, decode: TransportInfo) -> None:
-    assert cannot_write(prefill, decode) is None
-    assert cannot_write(decode, prefill) is None
 
 
 @pytest.mark.parametrize(
@@ -67,12 +46,6 @@ def test_engines_that_cannot_write_are_both_named(prefill: TransportInfo, decode
     assert f"prefill transfers by {prefill}" in reason
     assert f"decode by {decode}" in reason
     assert action in reason
-
-
-def test_how_an_engine_is_named() -> None:
-    named = "ascend with HIXL's client/server engine (mooncake-transfer-engine-npu 0.3.13.post1, AutoConnect)"
-    assert str(TransportInfo("ascend", NEW, EngineKind.CLIENT_SERVER, Connects.AUTO)) == named
-    assert str(TransportInfo("tcp", TCP)) == "tcp (mooncake-transfer-engine-non-cuda 0.3.13.post1)"
 
 
 @pytest.mark.parametrize(
@@ -120,26 +93,6 @@ def test_which_engine_starts(settings: dict[str, str], offers: Offers, expected:
 )
 def test_when_it_connects(setting: str | None, offers: Offers, expected: Connects) -> None:
     assert connects({} if setting is None else {"ASCEND_AUTO_CONNECT": setting}, offers) == expected
-
-
-class _OldRank(msgspec.Struct, frozen=True):
-    """A rank's description as it was before it named its transport."""
-
-    pp_rank: int
-    tp_rank: int
-    control: str
-    session: str
-    caches: RankCaches
-
-
-def test_ranks_that_do_not_name_their_transport_are_understood_and_understand() -> None:
-    rank = _OldRank(0, 0, "tcp://10.0.0.1:5555", "10.0.0.1:7777", RankCaches((), ()))
-    described = EngineDescription("decode-0", "llama", 1, 1, (rank,))  # type: ignore[arg-type]
-    _, message = decode(encode(1, described))
-    assert isinstance(message, EngineDescription)
-    assert message.ranks[0].transport == TransportInfo()
-    ours = RankDescription(0, 0, rank.control, rank.session, rank.caches, TransportInfo("tcp", TCP))
-    assert msgspec.convert(msgspec.to_builtins(ours), _OldRank) == rank
 
 
 @pytest.mark.parametrize(

@@ -32,20 +32,6 @@ def was_woken(wakeup: WakeupSocket, timeout_s: float) -> bool:
     return time.monotonic() - began < 0.9 * timeout_s
 
 
-def test_a_wakeup_is_received_once(wakeup, sender):
-    sender.wake(wakeup.address)
-    assert was_woken(wakeup, LONG_S)
-    assert not was_woken(wakeup, SHORT_S)
-
-
-def test_drained_wakeups_wake_nobody(wakeup, sender):
-    sender.wake(wakeup.address)
-    wakeup.clear()
-    assert not was_woken(wakeup, SHORT_S)
-    wakeup.wait(0.0)
-    wakeup.clear()
-
-
 def test_sending_many_wakeups_does_not_block(wakeup, sender):
     for _ in range(10_000):  # more than the kernel keeps
         sender.wake(wakeup.address)
@@ -61,11 +47,4 @@ def test_a_wakeup_that_nobody_receives_does_no_harm(sender):
     sender.wake("")
     with closing(WakeupSocket()) as other:
         sender.wake(other.address)
-        assert was_woken(other, LONG_S)
-
-
-def test_each_has_an_address_of_its_own(wakeup, sender):
-    with closing(WakeupSocket()) as other:
-        sender.wake(other.address)
-        assert not was_woken(wakeup, SHORT_S)
         assert was_woken(other, LONG_S)

@@ -11,7 +11,6 @@ from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, RealScheduler, Role
 from harness.schedulers import blocks_of
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
-from vllm_ascend_pd.core.step import WorkerReport
 
 WHOLE = 6 * BLOCK
 
@@ -39,41 +38,16 @@ def test_a_prompt_that_is_cached_as_a_whole_needs_no_prefill(decode, all_prefill
     assert tickets(decode, tokens, all_prefilled) == 0
 
 
-def test_a_prompt_whose_kv_came_from_prefill_needs_none_the_second_time(decode, all_prefilled):
-    decode.add("before", range(WHOLE), all_prefilled)
-    step, _ = decode.step()
-    [expect] = step.kv_connector_metadata.step.expects
-    decode.step(WorkerReport(received={expect.ticket_id: (1, 1)}), finished_recving={"before"})
-    decode.step()
-    decode.add("r", range(WHOLE), all_prefilled)
-    step, [output] = decode.step()
-    assert step.kv_connector_metadata.step.expects == []
-    assert output.prefill_stats.num_cached_tokens == WHOLE - BLOCK  # as a single engine says
-
-
-def test_a_prompt_of_one_token(decode, all_prefilled):
-    assert tickets(decode, 1, all_prefilled) == 0
-
-
 @pytest.mark.parametrize("tokens", [WHOLE + 2, WHOLE + BLOCK - 1])
 def test_what_follows_the_last_whole_block_is_prefills(decode, all_prefilled, tokens):
     computed_once(decode, tokens)
     assert tickets(decode, tokens, all_prefilled) == 1
 
 
-def test_a_prompt_longer_than_what_is_cached(decode, all_prefilled):
-    computed_once(decode, WHOLE)
-    assert tickets(decode, WHOLE + BLOCK, all_prefilled) == 1
-
-
 @pytest.mark.parametrize("block", [5, 4, 0])
 def test_a_block_that_the_cache_has_given_up(decode, all_prefilled, block):
     decode.evict(computed_once(decode, WHOLE), block)
     assert tickets(decode, WHOLE, all_prefilled) == 1
-
-
-def test_nothing_is_cached_where_the_prompt_ends_with_its_first_block(decode, all_prefilled):
-    assert tickets(decode, BLOCK, all_prefilled) == 1
 
 
 @pytest.fixture

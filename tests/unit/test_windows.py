@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request, remembered
+from harness.tickets import ticket_with
 from vllm_ascend_pd.connector import patches
 from vllm_ascend_pd.connector.caches import cache_groups, lost_blocks_say_all
 from vllm_ascend_pd.connector.roles import DecodeWorkerRole
@@ -76,15 +77,11 @@ def ticket_of(decode: Engine, prompt: int, block: int = BLOCK) -> Ticket:
     request = make_request("d", prompt, None)
     request.num_computed_tokens = 0
     blocks = decode.allocate(request, 0, num_external_computed_tokens=prompt - 1, delay_cache_blocks=True)
-    return Ticket(
+    return ticket_with(
         request_id="d",
         remote_block_ids=[list(ids) for ids in blocks],
         remote_block_size=[block, block],
         remote_engine_id="decode",
-        remote_host="127.0.0.1",
-        remote_port=5555,
-        remote_tp_size=1,
-        remote_cached_tokens=0,
         ticket_id=hashlib.md5(b"d", usedforsecurity=False).hexdigest(),
         num_tokens=prompt - 1,
     )
@@ -213,16 +210,6 @@ def test_no_block_is_of_two_groups_where_some_are_cached() -> None:
     assert all(decode.pool.blocks[block].ref_cnt == 1 for block in full | windowed)
     decode.manager.free(asked)
     assert decode.pool.get_num_free_blocks() == decode.all_free - rest
-
-
-@kinds
-def test_nothing_is_held_that_decode_does_not_want(spec: Any) -> None:
-    prefill = Prefill(spec, prompt=27)
-    prefill.step(27)
-    before = prefill.pool.get_num_free_blocks()
-    prefill.finish()
-    outside = math.ceil(27 / BLOCK) - len(prefill.wanted_numbers)
-    assert prefill.pool.get_num_free_blocks() == before + outside > before
 
 
 @kinds

@@ -21,9 +21,3 @@ def test_sizes_between_and_beyond() -> None:
     assert HCCS.seconds(48 * KIB) == pytest.approx((HCCS.seconds(32 * KIB) + HCCS.seconds(64 * KIB)) / 2)
     assert A2.seconds(129 * KIB) == A2.seconds(128 * KIB), "the longest measured one is not limited by the link"
     assert A2.seconds(64 * 1024 * KIB) == pytest.approx(64 * 1024 * KIB / 23.7e9)
-
-
-def test_large_descriptors_are_the_point() -> None:
-    """1 MiB in pieces of 32 KiB, against one of 1 MiB."""
-    pieces, whole = [32 * KIB] * 32, [1024 * KIB]
-    assert HCCS.total(pieces) / HCCS.total(whole) == pytest.approx(71.7 / 6.9)
