@@ -9,7 +9,7 @@
 #   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
 #                   parallel sizes
 #   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines
-#   --benchmarks    only the integration tests that the other forms skip: mostly benchmarks that take minutes each
+#   --benchmarks    only benchmarks/run_all.sh --quick, and the integration tests that the other forms skip
 #   --faults        only the fault injection in its long form, whose table is in docs/reliability.md; the other
 #                   forms inject only a few of its faults. FAULTS_REPORT=FOLDER: also writes the table there
 #   --hostile       only the hostile inputs to decoders and listeners in their long form: over 1,000,000 inputs
@@ -92,6 +92,9 @@ finish() {
 trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+
+# Each of some thousand processes would compile the package's and the tests' modules anew.
+unset PYTHONDONTWRITEBYTECODE
 
 # Each stage is a background job with a process group of its own: Ctrl-C reaches this script at once, and ends
 # the whole group.
@@ -264,7 +267,11 @@ judge "set-up" "$SECONDS" 0
 case $mode in
   npu) stage "vllm-ascend and torch_npu on emulated CANN, long form" npu_tests tests/npu ;;
   e2e) tests "end-to-end tests, long form" tests/e2e ;;
-  benchmarks) tests "integration tests, long form" tests/integration -m long ;;
+  benchmarks)
+    stage "emulated CANN" scripts/setup_npu_emulation.sh --install-system-packages
+    stage "benchmarks, quick form" benchmarks/run_all.sh --quick
+    tests "integration tests, long form" tests/integration -m long
+    ;;
   faults) tests "faults, long form" tests/faults ;;
   hostile) tests "hostile input, long form" tests/hostile --inputs 1100000 ;;
   *)

@@ -14,8 +14,6 @@ from vllm_ascend_pd.observe.stats import PREFIX
 
 Metrics = dict[str, float]
 
-RANKS = 2
-
 
 def scraped(url: str) -> Metrics:
     """Ours, without the prefix; summed over labels."""
@@ -39,7 +37,8 @@ def until(url: str, before: Metrics, enough: Callable[[Metrics], bool]) -> Metri
 
 
 def requests_are_seen_everywhere(cluster: Cluster, client: Client) -> None:
-    """On prefill, of two ranks whose heads are regrouped, on decode and on the proxy."""
+    """On prefill, whose ranks' heads are regrouped, on decode and on the proxy."""
+    ranks = cluster.config.prefill[0].tp * cluster.config.prefill[0].pp
     prefill, decode, proxy = cluster.prefill[0].url, cluster.decode[0].url, cluster.url
     before = [scraped(url) for url in (prefill, decode, proxy)]
     prompts = [random_prompt(tokens, "metrics") for tokens in (100, 400, 1500)]
@@ -55,7 +54,7 @@ def requests_are_seen_everywhere(cluster: Cluster, client: Client) -> None:
         lambda change: change["pushed_bytes_total"] == received and change["overlap_ratio_count"] >= count,
     )
     assert 0 < on_prefill["layer_push_seconds_count"] <= on_prefill["regroup_wait_seconds_count"]
-    assert 0 <= on_prefill["overlap_ratio_sum"] <= on_prefill["overlap_ratio_count"] <= RANKS * count
+    assert 0 <= on_prefill["overlap_ratio_sum"] <= on_prefill["overlap_ratio_count"] <= ranks * count
     assert on_prefill["push_failures_total"] == on_prefill["write_retries_total"] == 0
     idle = scraped(prefill)
     assert idle.get("push_queue_depth", 0) == idle.get("grants_waiting", 0) == 0

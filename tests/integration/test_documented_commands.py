@@ -172,6 +172,14 @@ def is_done_by_setup(command: Command, folder: Path) -> None:
     assert re.search(rf"^ *{re.escape(shlex.join(command.words[:2]))} ", script + " ", re.MULTILINE)
 
 
+def is_one_of_all(command: Command, folder: Path) -> None:
+    """benchmarks/run_all.sh runs it in the same environment, with the same options."""
+    *before, program = command.line.removesuffix(" --npu").split()
+    environment = "$VENV-npu" if ".venv-npu" in before[-1] else "$VENV"
+    npu = " --npu" * command.line.endswith(" --npu")
+    assert f'run "{environment}" {Path(program).stem}{npu} "' in (REPOSITORY / "benchmarks/run_all.sh").read_text()
+
+
 def has_valid_manifests(command: Command, folder: Path) -> None:
     for word in command.words[3::2]:
         examples.test_manifests_are_valid(REPOSITORY / word)
@@ -217,19 +225,14 @@ TABLE = (
     Row(
         r"benchmarks/run_all\.sh --quick",
         "tests/integration/test_benchmarks.py::test_run_all_starts_every_benchmark",
-        "10 minutes: there is a stand-in for Python; other tests run each benchmark in a smaller form",
+        "10 minutes: there is a stand-in for Python; scripts/test.sh --benchmarks runs it",
     ),
     Row(r"python benchmarks/proxy_overhead\.py", "tests/integration/test_benchmarks.py::test_proxy_overhead"),
-    Row(r"python benchmarks/token_ids\.py", "tests/integration/test_benchmarks.py::test_token_ids"),
-    Row(r"python benchmarks/regroup\.py", "tests/integration/test_benchmarks.py::test_regroup"),
-    Row(r"python benchmarks/scale\.py", "tests/integration/test_benchmarks.py::test_scale"),
-    Row(r"python benchmarks/ttft\.py", "tests/e2e/test_ttft_benchmark.py::test_measures_each_side"),
-    Row(r"python benchmarks/who_computes\.py", "tests/e2e/test_who_computes_benchmark.py::test_measures_each_part"),
-    Row(r"python benchmarks/push\.py", "tests/integration/test_benchmarks.py::test_push"),
-    Row(r"python benchmarks/overlap\.py", "tests/integration/test_benchmarks.py::test_overlap"),
-    Row(r"CANN_ON_HOST=1 .* benchmarks/push\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_push"),
-    Row(r"CANN_ON_HOST=1 .* benchmarks/overlap\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_overlap"),
-    Row(r"CANN_ON_HOST=1 .* benchmarks/plan\.py", "tests/npu/test_plan_benchmark.py::test_checks_bars_as_json"),
+    Row(
+        r"python benchmarks/(?!proxy_overhead)\w+\.py|CANN_ON_HOST=1 .* benchmarks/(?!descriptors)\w+\.py( --npu)?",
+        is_one_of_all,
+        "minutes each",
+    ),
     Row(r"CANN_ON_HOST=1 .* benchmarks/descriptors\.py", "tests/npu/test_descriptors_benchmark.py::test_the_bars_hold"),
     Row(
         r"(VLLM_MOONCAKE_BOOTSTRAP_PORT=8998 ASCEND_RT_VISIBLE_DEVICES=0|ASCEND_RT_VISIBLE_DEVICES=1) vllm serve .*",

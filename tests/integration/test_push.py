@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from harness.kv import Model, Side
-from harness.rank_programs import Hooks
-from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.rank_programs import DecodeRank, Hooks
+from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.observe.stats import OVERLAP_RATIO, merged
@@ -92,6 +92,20 @@ def test_parts_of_blocks_are_named_once(pair: Pair) -> None:
     in_turn = {side.interleave for side in (pair.prefill, pair.decode) if side.span > side.block_size}
     whole_blocks = all(interleave == 16 for interleave in in_turn)
     assert warned == [0 if whole_blocks else 1] * len(pair.p_ranks)
+
+
+def told(rank: DecodeRank) -> dict[str, int]:
+    return rank.cached_tokens
+
+
+def test_every_decode_rank_hears_what_prefill_had_cached(pair: Pair) -> None:
+    requests = prompts(pair, [100, 40])
+    tickets = pair.announce(requests)
+    prefill(pair, requests, tickets, chunk=32, cached_tokens=48)
+    assert pair.wait_arrivals(2)[1] == {}
+    said = {ticket.ticket_id: 48 for ticket in tickets.values()}
+    assert all(said.items() <= heard.items() for heard in pair.each(pair.d_ranks, "do", told))
+    assert pair.wait_sent(2) == {}
 
 
 def test_layers_nobody_announces_are_pushed_at_the_end(pair: Pair) -> None:

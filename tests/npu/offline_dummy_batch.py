@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dummy batch does while a request runs, for `offline_engines.py`: a model, in this process.
+"""Prints what a dummy batch does while a request runs, as JSON: `offline_dummy_batch.py MODEL`.
 
 A data-parallel rank without work runs such batches, so that the collectives of others complete.
 """
 
+import json
+import os
+import sys
 from typing import Any
 
 PROMPT_TOKENS = 100
 
 
-def main(model: str) -> dict[str, Any]:
+def main(model: str) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -30,7 +34,7 @@ def main(model: str) -> dict[str, Any]:
     engine.step()
     engine.step()
     [seen] = llm.collective_rpc(dummy_batch)
-    return seen
+    print("RESULT", json.dumps(seen))
 
 
 def dummy_batch(worker: Any) -> dict[str, Any]:
@@ -64,3 +68,7 @@ def dummy_batch(worker: Any) -> dict[str, Any]:
         "unchanged": all(bool((cache == copy).all()) for cache, copy in zip(caches, copies, strict=True)),
         "written": any(bool(copy.any()) for copy in copies),
     }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks of moving KV on the emulated NPU: what benchmarks/push.py --npu counts is exact."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from harness.documented import REPOSITORY, documented
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -44,34 +39,3 @@ def test_regrouping_is_three_launches_a_layer_and_never_waits(kernels: Path) -> 
         assert (count.uploads, count.downloads, count.waits) == (1, 0, 0)
         assert 2 / LAYERS <= count.calls <= 2, "one of each rank, and for layers that wait"
         assert count.holds
-
-
-IN_THIS = {".venv-npu/bin/python": sys.executable}
-
-
-def results(words: list[str], *options: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        ["env", *words, *options, "--json"], cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-@pytest.mark.long
-def test_push() -> None:
-    words = documented("docs/performance.md", "CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/push.py --npu", IN_THIS)
-    found = results(words, "--mib", "2", "--requests", "1", "--layers", "2", "--heads", "2")
-    assert [(each["prefill_tp"], each["scattered"], each["holds"]) for each in found] == [
-        (tp, scattered, True) for tp in (1, 2) for scattered in (False, True)
-    ]
-
-
-@pytest.mark.long
-def test_overlap() -> None:
-    """The model's thread is done long before the device is, and most bytes leave meanwhile."""
-    words = documented(
-        "docs/performance.md", "CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/overlap.py --npu", IN_THIS
-    )
-    [found] = results(words, "--mib", "4", "--layers", "8", "--heads", "2", "--rounds", "3", "--compute", "8")
-    assert found["early"] >= 0.5
-    assert found["queued_ms"] < 8 * found["compute_ms"]

@@ -15,6 +15,7 @@ from harness.client import Completion
 from harness.engines import CPU_ENV, plugins_on_path
 from harness.models import TINY, for_npu, make_model
 from harness.pool import long
+from harness.prefork import METHOD
 
 pytestmark = pytest.mark.npu
 
@@ -28,7 +29,7 @@ CPU_PYTHON = Path(os.environ.get("VENV", ROOT / ".venv")) / "bin" / "python"
 
 def answers_of(python: Path, model: Path, tp: int, pp: int, *, cpu: bool) -> tuple[str, list[list[Completion]]]:
     """Which device, and per round and prompt the answer."""
-    env = {**os.environ, **CPU_ENV, **plugins_on_path(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env = {**os.environ, **CPU_ENV, **plugins_on_path(), METHOD: "fork", "TORCH_COMPILE_DISABLE": "1"}
     if cpu:
         env.pop("CANN_ON_HOST", None)
     command = [str(python), str(PROGRAM), str(model), str(tp), str(pp), "float32" if cpu else ascend.DTYPE]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this connector relies on in vllm-ascend, checked against the wheel that is installed.
 
-Real classes are run: a tiny model in one process with a connector that records its calls, the platform's own
-configuration, its layerwise connector's two ends of a ticket, its MultiConnector. Only what vllm-ascend reads or sets
+Real classes are run: the platform's own configuration, its layerwise connector's two ends of a ticket, its
+MultiConnector. That it calls hooks in the order that is relied on, and with caches that are written, the engines of
+../e2e show. Only what vllm-ascend reads or sets
 is taken from its source, by parsing it. Its example proxy is not in the wheel: that a ticket is posted to
 `/v1/metaserver` cannot be checked here, only that it is posted to the URL in the request, as it is.
 
@@ -13,7 +14,7 @@ import json
 from pathlib import Path
 
 import pytest
-from vllm_ascend_contract import MLA_CONFIG, Event, OfflineEngines
+from vllm_ascend_contract import MLA_CONFIG
 
 from harness.models import TINY, for_npu, make_model
 
@@ -38,23 +39,3 @@ def plugins() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-
-
-@pytest.fixture(scope="session")
-def offline(dense_model: Path, mla_model: Path) -> OfflineEngines:
-    return OfflineEngines(
-        dense=["offline_hooks", str(dense_model), "kv_producer"],
-        mla=["offline_hooks", str(mla_model), "kv_producer"],
-        decode=["offline_hooks", str(dense_model), "kv_consumer"],
-        dummy_batch=["offline_dummy_batch", str(dense_model)],
-    )
-
-
-@pytest.fixture(params=["dense", "mla"])
-def prefill_events(request: pytest.FixtureRequest, offline: OfflineEngines) -> tuple[Event, ...]:
-    return offline.events(request.param)
-
-
-@pytest.fixture
-def decode_events(offline: OfflineEngines) -> tuple[Event, ...]:
-    return offline.events("decode")

@@ -1,25 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the contract's tests share: a model's configuration, a run that records its hooks, readers of sources."""
+"""What the contract's tests share: a model's configuration, readers of sources."""
 
 import ast
-import functools
 import importlib
 import inspect
 import itertools
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-
-import offline_engines
-import offline_hooks
-from harness.engines import CPU_ENV, PLUGINS
 
 OURS = "LayerwisePushConnector"
 REQUEST_ID = "cmpl-5b1e0c2e4d3f4f0f8f5a7c9d1e2f3a4b-0-1a2b3c4d"
@@ -42,9 +32,6 @@ MLA_CONFIG = {
     "max_position_embeddings": 4096,
 }
 
-OUTSIDE_OF_STEPS = ("__init__", "register_kv_caches", "get_handshake_metadata", "shutdown")
-
-Event = dict[str, Any]
 LAYERWISE = "vllm_ascend.distributed.kv_transfer.kv_p2p.mooncake_layerwise_connector"
 
 
@@ -58,52 +45,6 @@ def our_hooks() -> set[str]:
     from harness.multi_connector import hooks_of
 
     return hooks_of(connector_class())
-
-
-class OfflineEngines:
-    """What `offline_engines.py` says of engines that each run in one process: all of them run at the first question."""
-
-    def __init__(self, **programs: list[str]) -> None:
-        self._programs = programs
-
-    @functools.cached_property
-    def _ran(self) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, **CPU_ENV, "PYTHONPATH": os.pathsep.join([str(PLUGINS), *sys.path])}
-        command = [sys.executable, offline_engines.__file__, json.dumps([*self._programs.values()])]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
-
-    def __getitem__(self, name: str) -> Any:
-        index = [*self._programs].index(name)
-        for line in self._ran.stdout.splitlines():
-            if line.startswith(f"RESULT [{index}, "):
-                return json.loads(line.removeprefix("RESULT "))[1]
-        pytest.fail(f"{name}: the engine did not get through a request; the end of errors:\n{self._ran.stderr[-4000:]}")
-
-    def events(self, name: str) -> tuple[Event, ...]:
-        """Returns how vllm-ascend called a connector while one request was computed."""
-        return tuple(self[name])
-
-
-def only(events: tuple[Event, ...], *hooks: str) -> list[Event]:
-    return [event for event in events if event["hook"] in hooks]
-
-
-def worker_steps(events: tuple[Event, ...]) -> list[list[Event]]:
-    """What each step called on the worker's side; `clear_connector_metadata` ends one."""
-    steps: list[list[Event]] = []
-    step: list[Event] = []
-    for event in events:
-        if event["side"] == "worker" and event["hook"] not in OUTSIDE_OF_STEPS:
-            step.append(event)
-        if event["hook"] == "clear_connector_metadata":
-            steps.append(step)
-            step = []
-    assert len(steps) > offline_hooks.OUTPUT_TOKENS, "steps no longer end with clear_connector_metadata"
-    return steps
-
-
-def computes(step: list[Event]) -> bool:
-    return any(event["hook"] == "save_kv_layer" for event in step)
 
 
 def engine_config(

@@ -2,7 +2,7 @@
 """`/metrics` of vllm-ascend. Its vLLM asks the scheduler for metrics only if a rank has some."""
 
 import pytest
-from test_one_to_one import TP2_TO_TP1
+from test_parallel import PP2_TP2_TO_DP2
 
 from harness.client import Client
 from harness.clusters import Cluster
@@ -10,7 +10,7 @@ from harness.metrics import requests_are_seen_everywhere
 
 pytestmark = [
     pytest.mark.npu,
-    pytest.mark.parametrize("cluster", [TP2_TO_TP1], ids=str, indirect=True),
+    pytest.mark.parametrize("cluster", [PP2_TP2_TO_DP2], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One prefill and one decode engine on vllm-ascend give what a single vllm-ascend engine gives.
 
-Greedy, bfloat16, prefill in chunks of 512 tokens, prefix caching on.
+Greedy, bfloat16, prefill in chunks of 512 tokens, prefix caching on. The short form has TP 2 on prefill in
+`test_parallel.py`.
 """
 
 import pytest
@@ -18,7 +19,7 @@ PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 
 TP2_TO_TP1 = one_to_one("tp2-to-tp1", 2, 1)
 CLUSTERS = [
-    TP2_TO_TP1,
+    long(TP2_TO_TP1),
     long(one_to_one("tp1-to-tp1", 1, 1)),
     long(one_to_one("tp1-to-tp2", 1, 2)),
     long(one_to_one("tp2-to-tp2", 2, 2)),
@@ -35,6 +36,7 @@ pytestmark = [
 all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True)
 equal_sizes = pytest.mark.parametrize("cluster", [FEW_BLOCKS], ids=str, indirect=True)
 """TP 1 on both sides, for prompts of up to 1000 tokens."""
+all_and_equal_sizes = pytest.mark.parametrize("cluster", [FEW_BLOCKS, *CLUSTERS], ids=str, indirect=True)
 
 
 @all_clusters
@@ -73,7 +75,7 @@ def test_a_lost_tensor_is_noticed(client: Client, reference: Reference) -> None:
     assert [tensor for tensor, why in enumerate(found) if why is None] == []
 
 
-@all_clusters
+@all_and_equal_sizes
 def test_cached_blocks_are_not_fetched_again(client: Client, reference) -> None:
     prompt = random_prompt(1000, "cached")
     completions = [client.complete(prompt), client.complete(prompt)]
@@ -82,7 +84,7 @@ def test_cached_blocks_are_not_fetched_again(client: Client, reference) -> None:
     assert again == pytest.approx(first / 8)
 
 
-@all_clusters
+@all_and_equal_sizes
 def test_vllm_ascends_engines_know_their_weights(cluster: Cluster) -> None:
     """So they are compared: prefill's and decode's are equal in all tests here."""
     for engine in (*cluster.prefill, *cluster.decode):
