@@ -318,6 +318,10 @@ ODD = {
 
 ALONE = {
     "tokenizing": Kind("/tokenize", b'{"prompt": "layer by layer"}'),
+    "what tokens mean": Kind("/detokenize", b'{"tokens": [50, 60, 70]}'),
+    "counting tokens": Kind(
+        "/v1/messages/count_tokens", b'{"messages": [{"role": "user", "content": "layer by layer"}]}'
+    ),
     "models": Kind("/v1/models", b"", headers={}, method="GET"),
     "models, HEAD": Kind("/v1/models", b"", None, method="HEAD"),
 }

@@ -45,7 +45,7 @@ SINGLE = EngineConfig(block_size=BLOCK, max_model_len=640)
 
 PROXY = ()  # not as patient as others
 PLAIN = ClusterConfig("prefill-only", (SLOW_PREFILL, SLOW_PREFILL), (DECODE,), PROXY, single=SINGLE)
-# A preempted request whose prefill engine dies asks again.
+# A preempted request whose prefill engine dies asks again. Policy `fail` is in tests/npu/e2e/test_prefill_only.py, too.
 ASKS_AGAIN = ClusterConfig(
     "prefill-only-recompute",
     (SLOW_PREFILL, SLOW_PREFILL),
@@ -63,6 +63,7 @@ SPECULATIVE = ClusterConfig(
 
 pytestmark = pytest.mark.timeout(900)
 plain = pytest.mark.parametrize("cluster", [PLAIN], ids=str, indirect=True)
+asks_again = pytest.mark.parametrize("cluster", [ASKS_AGAIN], ids=str, indirect=True)
 
 
 def preemptions(cluster: Cluster) -> float:
@@ -102,7 +103,7 @@ def test_a_storm_of_preemptions(cluster: Cluster, client: Client, reference: Ref
     check(cluster, reference, prompts, answers)
 
 
-@plain
+@asks_again
 def test_samples_of_one_prompt_are_preempted(cluster: Cluster, client: Client, reference: Reference) -> None:
     before = preemptions(cluster)
     prompts = prompts_of("samples", 3)
@@ -111,7 +112,7 @@ def test_samples_of_one_prompt_are_preempted(cluster: Cluster, client: Client, r
     check(cluster, reference, [prompt for prompt in prompts for _ in range(2)], answers)
 
 
-@plain
+@asks_again
 def test_usage_after_preemptions(cluster: Cluster, reference: Reference) -> None:
     """What prefill has computed for an earlier ticket of a request does not count as cached."""
     before = preemptions(cluster)
@@ -126,7 +127,7 @@ def test_usage_after_preemptions(cluster: Cluster, reference: Reference) -> None
     wait_all_blocks_free(cluster)
 
 
-@pytest.mark.parametrize("cluster", [ASKS_AGAIN], ids=str, indirect=True)
+@asks_again
 def test_prefill_killed_in_a_storm(cluster: Cluster, client: Client, reference: Reference) -> None:
     """Streams that had tokens go on when the other engine has computed theirs, by a ticket of their own."""
     killed = cluster.prefill[0]
@@ -192,7 +193,7 @@ def test_decode_killed_in_a_storm(cluster: Cluster, client: Client, reference: R
     check(cluster, reference, prompts, answers)
 
 
-@plain
+@asks_again
 def test_log_probabilities_of_a_prompt_are_refused_with_the_reason(cluster: Cluster, client: Client) -> None:
     with pytest.raises(httpx.HTTPStatusError) as refused:
         client.complete(random_prompt(100, "logprobs"), prompt_logprobs=1)
@@ -201,7 +202,7 @@ def test_log_probabilities_of_a_prompt_are_refused_with_the_reason(cluster: Clus
     wait_all_blocks_free(cluster)
 
 
-@plain
+@asks_again
 def test_a_request_past_the_proxy_ends_with_an_error(cluster: Cluster, client: Client, reference: Reference) -> None:
     [decode] = cluster.decode
     body = {"model": client.model, "prompt": random_prompt(100, "direct"), "max_tokens": 4}

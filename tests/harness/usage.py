@@ -12,9 +12,6 @@ from harness.engines import Engine
 from harness.plain_http import PLAIN_HTTP
 from harness.waiting import wait_until
 
-RESETTABLE = (("VLLM_SERVER_DEV_MODE", "1"),)
-"""Environment of engines that `forget`."""
-
 
 def about(route: str, stream: bool, name: str) -> list[dict[str, str]]:
     text = f"{name}{'Stream' if stream else 'Say'} on {route}: what comes after layer 7? "

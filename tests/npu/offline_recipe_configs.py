@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Program: makes vLLM's and vllm-ascend's configuration of recipes, as `vllm serve` does before it starts an engine.
 
-Arguments: numbers of recipes; negative ones for the guide's own command, in which only the connector's entry is new.
-Prints a line of JSON for each: its number, and why it is refused, or null.
+Arguments: numbers of recipes. Prints a line of JSON for each: its number, and why it is refused, or null.
 """
 
 from __future__ import annotations
@@ -59,10 +58,6 @@ def configured(recipe: Recipe, command: list[list[str]], parser: Any) -> Any:
             os.environ.update(before)
 
 
-def as_published(recipe: Recipe) -> list[list[str]]:
-    return recipe.arguments().with_json("kv-transfer-config", recipe.migrated.kv_transfer_config).words()
-
-
 def stand_in_for_ucm() -> None:
     """UCM is not installed here. vLLM only loads the class, to ask what it supports."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -79,9 +74,8 @@ def main() -> None:
     parser = serve_parser()
     by_number = {recipe.number: recipe for recipe in recipes()}
     for number in map(int, sys.argv[1:]):
-        recipe = by_number[abs(number)]
-        command = recipe.migrated.command if number > 0 else as_published(recipe)
-        print(json.dumps([abs(number), refused(recipe, command, parser)]), flush=True)
+        recipe = by_number[number]
+        print(json.dumps([number, refused(recipe, recipe.migrated.command, parser)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,13 +36,6 @@ def answers(program: Path, numbers: Iterable[int], *paths: str) -> list[Any]:
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[") and line[1].isdecimal()]
 
 
-@pytest.mark.long
-def test_decode_and_prefill_of_one_architecture() -> None:
-    """A sample, of which `e2e/test_recipe_pairs.py` starts two. Each further architecture takes seconds of imports."""
-    numbers = [recipe.number for recipe in WORKING if recipe.architecture == "deepseek-v3"]
-    assert refusals(numbers) == dict.fromkeys(numbers)
-
-
 # By number: the layers in each of vLLM's cache groups. The first group's last one is the MTP layer.
 HYBRID = {
     **{n: [17, 16, 16, 16] for n in (73, 74)},  # Qwen3.5-27B
@@ -67,12 +60,3 @@ def test_f29_recipes_with_linear_attention_and_mtp_register_their_caches() -> No
 def test_every_recipe_that_works() -> None:
     numbers = [recipe.number for recipe in WORKING]
     assert refusals(numbers) == dict.fromkeys(numbers)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_configurations_that_vllm_refuses_are_noticed() -> None:
-    """Two guides' own commands do not start: `migrate` changes them."""
-    why = refusals([-74, -63])
-    assert "Non-MoE models do not support external data parallel mode" in str(why[74])
-    assert "must be greater than or equal to max_num_seqs" in str(why[63])

@@ -142,18 +142,3 @@ def test_answers(cluster: Cluster, client: Client, reference: Reference) -> None
 def assert_received(answers: Sequence[Completion]) -> None:
     """Checks that decode has KV from prefill for each answer."""
     assert all(answer.kv_transfer_params and answer.kv_transfer_params["received_bytes"] > 0 for answer in answers)
-
-
-def test_what_is_left_out_is_in_a_started_recipe() -> None:
-    started = [RECIPES[number - 1].migrated.command for pair in STARTED.values() for number in pair]
-    options = [{words[0]: words[1:] for words in command[1:]} for command in started]
-    assert {*_NOT_HERE, _EXPERT_PARALLEL} <= set().union(*options)
-    additional = [json.loads(each.get("--additional-config", ["{}"])[0]) for each in options]
-    assert set(_EXPERTS) <= set().union(*additional)
-
-
-def test_sequence_parallelism_runs_where_the_page_says() -> None:
-    clusters = {name: pair(name) for name in STARTED}
-    with_it = [n for n, c in clusters.items() if any(_SEQUENCE_PARALLEL[0] in dict(e.env) for e in c.prefill)]
-    assert with_it == ["kimi-k2.6"]
-    assert STARTED["kimi-k2.6"][0] == 60
