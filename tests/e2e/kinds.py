@@ -316,12 +316,11 @@ ODD = {
 }
 """Requests that a single engine may refuse."""
 
+_COUNTED = b'{"model": "kinds", "messages": [{"role": "user", "content": "layer by layer"}]}'
 ALONE = {
     "tokenizing": Kind("/tokenize", b'{"prompt": "layer by layer"}'),
     "what tokens mean": Kind("/detokenize", b'{"tokens": [50, 60, 70]}'),
-    "counting tokens": Kind(
-        "/v1/messages/count_tokens", b'{"messages": [{"role": "user", "content": "layer by layer"}]}'
-    ),
+    "counting tokens": Kind("/v1/messages/count_tokens", _COUNTED),
     "models": Kind("/v1/models", b"", headers={}, method="GET"),
     "models, HEAD": Kind("/v1/models", b"", None, method="HEAD"),
 }

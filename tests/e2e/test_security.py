@@ -19,15 +19,12 @@ import httpx
 import pytest
 
 from harness.certificates import Authority, Certificate
-from harness.channels import ask
 from harness.client import Client, at_once, random_prompt
 from harness.clusters import PATIENT_PROXY, Cluster, ClusterConfig, one_to_one
 from harness.engines import PATIENT, script
 from harness.failures import wait_all_blocks_free
 from harness.metaserver import metaserver
 from harness.pool import ClusterPool, Reference
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -193,27 +190,6 @@ def test_tickets_that_are_unsigned_altered_or_replayed(
         wait_all_blocks_free(cluster)
         assert prefill(ticket) == REPLAY
     wait_all_blocks_free(cluster)
-
-
-def test_the_metaserver_takes_nothing_without_the_token(cluster: Cluster, client: Client) -> None:
-    url = f"{cluster.url}{METASERVER_PATH}"
-    for headers in ({}, {"Authorization": "Bearer another"}, {"Authorization": f"bearer {TOKEN}"}):
-        response = httpx.post(url, json={}, headers=headers, trust_env=False)
-        assert response.status_code == 401
-        assert "token" in response.json()["error"]
-    authorized = {"Authorization": f"Bearer {TOKEN}"}
-    assert httpx.post(url, json={}, headers=authorized, trust_env=False).status_code == 400
-
-
-def test_the_side_channel_answers_nobody_else(cluster: Cluster, client: Client, reference: Reference) -> None:
-    plain = SideChannelClient()
-    try:
-        answer = ask(plain, f"tcp://127.0.0.1:{cluster.decode[0].kv_port}", timeout_s=3.0)
-        assert isinstance(answer, SideChannelError)
-    finally:
-        plain.close()
-    prompt = random_prompt(150, "after a plain client")
-    assert client.complete(prompt).token_ids == reference.complete(prompt)
 
 
 def test_no_log_shows_a_secret(cluster: Cluster, client: Client, files: Files) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode at IPv6 addresses, and one of each kind: real processes, real Mooncake over TCP."""
+"""Engines at IPv6 addresses, and one of each kind: real processes, real Mooncake over TCP. tests/e2e/test_ipv6.py has
+prefill and decode at IPv6 addresses."""
 
 import subprocess
 import sys
@@ -10,8 +11,7 @@ import pytest
 
 from harness.kv import Model, Side
 from harness.rank_hosts import start_afresh
-from harness.ranks import Pair, expect_delivery, prompts, run
-from vllm_ascend_pd.core.hosts import host_of
+from harness.ranks import Pair, prompts, run
 
 pytest.importorskip("mooncake.engine")
 
@@ -68,19 +68,6 @@ def test_a_peer_with_the_other_kind_of_address_is_refused_at_once(host: str, ses
     ours, theirs = (6, 4) if host == "::1" else (4, 6)
     assert f"its address is IPv{theirs}, and this engine's is IPv{ours}: Mooncake uses one of them" in said
     assert time.monotonic() - started < 30
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
-def test_prefill_and_decode_at_ipv6_addresses(prefill: int, decode: int) -> None:
-    pair = Pair(Model(), Side(prefill), Side(decode), hosts=("::1", "::1"))
-    try:
-        assert {host_of(rank.session) for rank in pair.descriptions} == {"::1"}
-        assert all(rank.control.startswith("tcp://[::1]:") for rank in pair.descriptions)
-        requests = prompts(pair, [40, 70])
-        run(pair, requests)
-        expect_delivery(pair, requests)
-    finally:
-        assert pair.close() == []
 
 
 @pytest.mark.parametrize("hosts", [("127.0.0.1", "::1"), ("::1", "127.0.0.1")])

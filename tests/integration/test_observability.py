@@ -142,23 +142,6 @@ def test_alerts_look_at_the_jobs_that_are_scraped() -> None:
     assert len({rule["alert"] for rule in RULES}) == len(RULES)
 
 
-def test_panels_are_whole() -> None:
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(ids)) == len(ids)
-    cells: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        at = panel["gridPos"]
-        mine = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not cells & mine, f"{panel['title']} covers another panel"
-        assert at["x"] + at["w"] <= 24
-        cells |= mine
-    for panel in PANELS:
-        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-        assert panel["description"], panel["title"]
-        assert all(target["legendFormat"] for target in panel["targets"]), panel["title"]
-        assert {panel["datasource"]["uid"]} == {"${datasource}"}
-
-
 @needs_prometheus
 def test_promtool_reads_every_query(tmp_path: Path) -> None:
     rules = [{"record": f"query:{number}", "expr": query} for number, (query, _, _) in enumerate(queries())]

@@ -97,30 +97,6 @@ def test_the_tail_of_a_burst_that_outlasts_the_transfer_timeout_succeeds(limits:
         assert len(cluster.prefill.received) == 12, "nothing was tried again"
 
 
-def test_waiting_for_one_of_decodes_own_connections_does_not_count_either() -> None:
-    settings = MetaserverSettings(deadline_s=DEADLINE_S, max_connections=2)
-    with (
-        real_client(settings) as client,
-        running_cluster(prefill_engine=OneAtATime(takes=0.8), decode_engine=RealClientDecode(client)) as cluster,
-    ):
-        statuses, took = burst(cluster, 10)
-        assert statuses == [200] * 10
-        assert took > 1.5 * DEADLINE_S
-
-
-def test_a_queue_that_never_gets_shorter_ends_the_request_by_its_bound() -> None:
-    settings = MetaserverSettings(deadline_s=1.0, longest_s=2.5)
-    with real_client(settings) as client:
-        decode = RealClientDecode(client)
-        with running_cluster(decode_engine=decode, attempts=1) as cluster:
-            cluster.prefill.hangs = True
-            began = time.monotonic()
-            assert cluster.complete().status_code == 500
-            assert 2.4 < time.monotonic() - began < 10
-            [outcome] = decode.outcomes.values()
-            assert "said that the ticket waits for prefill (queue_timeout_s, transfer_timeout_s)" in outcome.reason
-
-
 @contextmanager
 def proxy_process(prefill: PrefillEngine, decode: DecodeEngine) -> Iterator[tuple[int, str]]:
     """A proxy in a process of its own: its number and URL."""
@@ -149,19 +125,6 @@ def test_a_proxy_that_hangs_ends_the_wait_in_the_queue() -> None:
             finally:
                 os.kill(pid, signal.SIGCONT)
             assert answer.result().status_code >= 500
-
-
-def test_a_proxy_that_dies_ends_the_wait_in_the_queue() -> None:
-    with real_client() as client:
-        prefill, decode = PrefillEngine(), RealClientDecode(client)
-        prefill.hangs = True
-        with proxy_process(prefill, decode) as (pid, url), ThreadPoolExecutor(1) as clients:
-            answer = clients.submit(httpx.post, f"{url}/v1/completions", json=COMPLETION, timeout=60, **PLAIN_HTTP)
-            assert prefill.working.wait(20)
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(httpx.TransportError):
-                answer.result()
-            eventually(lambda: decode.cancelled.is_set() or decode.outcomes)
 
 
 def test_a_prefill_engine_that_stops_with_a_queue_loses_it_to_another() -> None:

@@ -39,7 +39,7 @@ def verified(rank: DecodeRank) -> int:
     return len(rank.compared)
 
 
-# Each way that KV takes, as the faults below need it. `test_push.py` has the other shapes.
+# Each way that KV takes and each sharing of it. `test_push.py` has the other shapes.
 VERIFIED = {
     name: SHAPES[name]
     for name in (
@@ -54,7 +54,12 @@ VERIFIED = {
         "REPLICAS_TP4_TO_TP1",
         "TP3_TO_TP2",
         "TP2_TO_TP3",
+        "REPLICAS_TP1_TO_TP4",
+        "MLA_DCP2_TO_TP1",
+        "MLA_TP1_TO_DCP2",
         "MLA_PCP2_DCP2_TO_DCP2",
+        "REPLICAS_DCP2_TO_DCP2",
+        "SPLIT_PCP2_TO_DCP2",
         "GATHERED_PP2_PCP2_TP2_TO_TP1",
         "SPARSE_C8_TP2_TO_TP1",
     )
