@@ -54,7 +54,6 @@ VERIFIED = {
         "REPLICAS_TP4_TO_TP1",
         "TP3_TO_TP2",
         "TP2_TO_TP3",
-        "REPLICAS_TP1_TO_TP4",
         "MLA_DCP2_TO_TP1",
         "MLA_TP1_TO_DCP2",
         "MLA_PCP2_DCP2_TO_DCP2",
