@@ -96,7 +96,7 @@ _ONE_PORT = "--port serves tickets, too, and --metaserver-token-file protects th
 _GATEWAY = f"{_ONE_PORT}; TLS is the gateway's (examples/gateway)"
 _TLS = "TLS is the gateway's, for clients and for tickets (examples/gateway)"
 _FALLBACK = "where decode must not compute prompts, set its key who_computes to prefill"
-_ORIGINS = "pages of --allowed-origins may use all methods and headers, without credentials"
+_ORIGINS = "which pages of other origins may use the proxy (CORS) is the gateway's (examples/gateway)"
 _CHECKS = "engines are checked every second, ejected after 3 failures and back after 2 good answers"
 REMOVED = {
     "--engines-file": "name engines with --prefill and --decode, by DNS (dns+http://NAME:PORT) or by the admin API",
@@ -124,6 +124,8 @@ REMOVED = {
     "--no-decode-fallback": _FALLBACK,
     "--otlp-traces-endpoint": "engines send spans by this option of their own, below the client's traceparent",
     "--queue-per-engine": "1024 requests may wait per engine",
+    "--allowed-origins": _ORIGINS,
+    "--strategy": "an engine that has a prompt's beginning comes first, unless waiting there costs more",
     "--allowed-methods": _ORIGINS,
     "--allowed-headers": _ORIGINS,
     "--allow-credentials": _ORIGINS,

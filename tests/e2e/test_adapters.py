@@ -15,6 +15,7 @@ from harness.clusters import Cluster
 from harness.engines import Engine
 from harness.models import TINY
 from harness.plain_http import PLAIN_HTTP
+from harness.proxy_state import withheld
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("cluster", [TWO_OF_EACH], ids=str, indirect=True)]
 
@@ -72,10 +73,6 @@ def alone(cluster: Cluster, model: str, prompt: str) -> list[int]:
     return tokens(ask(cluster.decode[0].url, model, prompt, cache_salt="decode computes all of it"))
 
 
-def withheld(cluster: Cluster) -> Any:
-    return httpx.get(f"{cluster.url}/health", timeout=10, **PLAIN_HTTP).json()["withheld"]
-
-
 def test_another_one_under_the_same_name_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     load(cluster.prefill, "of-one-name", make_adapter(tmp_path / "prefill", 2))
     load(cluster.decode, "of-one-name", make_adapter(tmp_path / "decode", 3))
@@ -109,23 +106,23 @@ def test_one_that_is_loaded_again_with_other_files_has_new_answers(cluster: Clus
 
 def test_one_that_a_single_prefill_engine_has(cluster: Cluster, tmp_path: Path) -> None:
     """The other one answers 404, and is not blamed."""
-    before = withheld(cluster)
+    before = withheld(cluster.url)
     load([cluster.prefill[1], *cluster.decode], "of-one-prefill", make_adapter(tmp_path / "adapter", 6))
     for number in range(6):
         prompt = f"Which layer comes before layer {number}? "
         through = ask(cluster.url, "of-one-prefill", prompt)
         assert tokens(through) == alone(cluster, "of-one-prefill", prompt)
         assert through.json()["kv_transfer_params"]["received_bytes"] > 0
-    assert withheld(cluster) == before
+    assert withheld(cluster.url) == before
 
 
 def test_one_that_only_decode_has(cluster: Cluster, tmp_path: Path) -> None:
     """Decode computes its prompts."""
-    before = withheld(cluster)
+    before = withheld(cluster.url)
     load(cluster.decode, "of-decode", make_adapter(tmp_path / "adapter", 7))
     for number in range(6):
         prompt = f"Which layer comes behind layer {number}? "
         through = ask(cluster.url, "of-decode", prompt)
         assert tokens(through) == alone(cluster, "of-decode", prompt)
         assert through.json()["kv_transfer_params"] is None
-    assert withheld(cluster) == before
+    assert withheld(cluster.url) == before

@@ -7,15 +7,14 @@ import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from harness.client import Client, random_prompt
 from harness.clusters import FAULTS, POISONED_TOKENS, Cluster, ClusterConfig
 from harness.engines import Engine, EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
-from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference
+from harness.proxy_state import counted
 
 # Short, so that a writer that died is not waited for long.
 TIMES = (("lease_s", 10.0), ("write_timeout_s", 5.0), ("grant_timeout_s", 20.0))
@@ -42,7 +41,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("cluster", [TWO_
 
 
 def retries(cluster: Cluster) -> dict[str, int]:
-    return httpx.get(f"{cluster.url}/health", timeout=10, **PLAIN_HTTP).json()["retries"]
+    return counted(cluster.url)[0]
 
 
 def is_pushing(prefill: Engine) -> bool:

@@ -16,6 +16,7 @@ from harness.failures import wait_all_blocks_free
 from harness.models import EAGLE, MAMBA, ONE_LAYER, SLIDING, TINY, ModelSpec
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference, long
+from harness.proxy_state import withheld
 from harness.usage import SAYS_CACHED, asks_for, cached_tokens, usages
 from harness.waiting import wait_for, wait_until
 
@@ -144,7 +145,7 @@ def asked_without_prefill(cluster: Cluster) -> int:
 
 def has_prefill(cluster: Cluster) -> bool:
     """Whether the proxy sends prompts to the prefill engine."""
-    return not httpx.get(f"{cluster.url}/health", timeout=10, **PLAIN_HTTP).json()["withheld"]["prefill"]
+    return not withheld(cluster.url)["prefill"]
 
 
 @tuned

@@ -73,7 +73,7 @@ class ClusterConfig:
     model: ModelSpec = TINY
     single: EngineConfig | None = None
     spans: bool = False
-    """Engines and proxy send their spans to `Cluster.collector`."""
+    """Engines send their spans to `Cluster.collector`."""
 
     def __str__(self) -> str:
         return self.name

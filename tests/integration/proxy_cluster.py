@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 
+from harness import proxy_state
 from harness.plain_http import PLAIN_HTTP
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
@@ -100,8 +101,11 @@ eventually = partial(wait_until, timeout_s=30)
 
 
 def counted(cluster: Cluster) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    health = cluster.client.get("/health").json()
-    return health["retries"], health["failures"]
+    return proxy_state.counted(str(cluster.client.base_url))
+
+
+def withheld(cluster: Cluster) -> dict[str, dict[str, str]]:
+    return proxy_state.withheld(str(cluster.client.base_url))
 
 
 @contextmanager

@@ -107,7 +107,7 @@ EXPECTED: dict[tuple[str, str], Callable[[str, FrontDoor], bool]] = {
     ("engines", "-"): lambda answer, door: {door.prefill, door.decode} == set(door.engines()) and door.decode in answer,
     ("engines", "POST"): lambda answer, door: door.another in door.engines(),
     ("drain", "POST"): lambda answer, door: door.engines()[door.decode]["state"] == "draining",
-    ("undrain", "POST"): lambda answer, door: door.engines()[door.decode]["state"] == "serving",
+    ("undrain", "POST"): lambda answer, door: door.engines()[door.decode]["state"] == "healthy",
     ("ID", "DELETE"): lambda answer, door: door.decode not in door.engines(),
 }
 """What must be so after each, by the end of its path and its method; it was not so before, where that can be."""

@@ -219,7 +219,6 @@ TABLE = (
     Row(r"vllm-ascend-pd doctor --(port .*|hardware)", "tests/integration/test_doctor.py::test_a_machine"),
     Row(r"vllm-ascend-pd doctor --proxy .*", "tests/integration/test_doctor.py::test_a_pair"),
     Row(r"vllm-ascend-pd proxy --host .*", opens_the_front_door),
-    Row(r"vllm-ascend-pd proxy \.\.\. .*", opens_the_front_door),
     Row(r"vllm-ascend-pd timeline .*", "tests/e2e/test_timeline.py::test_the_command_draws_a_request"),
     Row(r"curl .*", curls),
     Row(
@@ -243,7 +242,7 @@ TABLE = (
         r"ASCEND_RT_VISIBLE_DEVICES=(0,1|2) vllm serve .*",
         "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme",
     ),
-    Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_and_proxy_are_told_as_documented"),
+    Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_are_told_as_documented"),
     Row(r"scripts/run_1p1d\.sh", "tests/e2e/test_run_1p1d.py::test_what_the_readme_begins_with"),
     Row(r"scripts/soak\.sh", starts_what_is_there, "half an hour: tests/soak runs scripts/soak.py for 300 requests"),
     Row(r"scripts/test\.sh", starts_what_is_there, "it is what runs this test"),

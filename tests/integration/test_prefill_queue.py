@@ -134,7 +134,7 @@ def test_a_prefill_engine_that_stops_with_a_queue_loses_it_to_another() -> None:
     settings = MetaserverSettings(deadline_s=30.0)
     with real_client(settings) as client, Servers() as others:
         urls = (others.start(lambda _: stops.app),)
-        limits = {"max_per_prefill": 2, "probe_timeout": 0.5, "strategy": "round-robin"}
+        limits = {"max_per_prefill": 2, "probe_timeout": 0.5}
         with (
             running_cluster(other_prefill=urls, decode_engine=RealClientDecode(client), **limits) as cluster,
             ThreadPoolExecutor(8) as clients,

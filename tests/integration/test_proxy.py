@@ -363,15 +363,15 @@ def test_health_lists_every_engine(refusing_url: str) -> None:
         response = cluster.client.get("/health")
         assert response.status_code == 200
         states = response.json()
-        assert states["status"] == "ok"
-        assert states["prefill"].pop(refusing_url).startswith("ConnectError")
-        assert [*states["prefill"].values(), *states["decode"].values()] == ["ok", "ok"]
+        assert states["status"] == "degraded"
+        assert states["prefill"].pop(refusing_url).startswith("failing: ConnectError")
+        assert [*states["prefill"].values(), *states["decode"].values()] == ["healthy", "healthy"]
 
 
 def test_health_needs_both_roles() -> None:
     engine = DecodeEngine()
     engine.healthy = False
-    with running_cluster(decode_engine=engine) as cluster:
+    with running_cluster(decode_engine=engine, eject_after=1) as cluster:
         response = cluster.client.get("/health")
-        assert response.status_code == 503
-        assert list(response.json()["decode"].values()) == ["HTTP 503"]
+        assert (response.status_code, response.json()["status"]) == (503, "unavailable")
+        assert list(response.json()["decode"].values()) == ["ejected: HTTP 503"]

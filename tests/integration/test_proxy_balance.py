@@ -6,7 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from engine_standin import DecodeEngine, PrefillEngine
-from proxy_cluster import CHAT, Cluster, beside, eventually, running_cluster
+from proxy_cluster import CHAT, beside, eventually, running_cluster, withheld
 
 OFTEN = {"check_interval": 0.1}
 
@@ -16,10 +16,6 @@ def metrics(running: int, waiting: int, kv_use: float) -> str:
         f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n"
         f'vllm:kv_cache_usage_perc {kv_use}\nvllm:cache_config_info{{num_gpu_blocks="1000",block_size="128"}} 1\n'
     )
-
-
-def withheld(cluster: Cluster) -> dict[str, dict[str, str]]:
-    return cluster.client.get("/health").json()["withheld"]
 
 
 def test_engines_that_other_proxies_keep_busy_get_fewer_requests() -> None:
@@ -62,14 +58,6 @@ def test_conversations_stay_at_the_engine_with_their_prefix() -> None:
             assert cluster.client.post("/v1/chat/completions", json=body).status_code == 200
         for one, other in ((prefill, cluster.prefill), (decode, cluster.decode)):
             assert sorted((len(one.received), len(other.received))) == [0, 4]
-
-
-def test_round_robin_by_name() -> None:
-    prefill = PrefillEngine()
-    with beside(prefill, strategy="round-robin") as cluster:
-        for _ in range(4):
-            assert cluster.complete(prompt="the same long prompt " * 100).status_code == 200
-        assert len(prefill.received) == len(cluster.prefill.received) == 2
 
 
 def test_ejection_and_return() -> None:
@@ -134,10 +122,7 @@ def test_health_counts_only_engines_that_may_get_requests() -> None:
         assert health.status_code == 200
         assert health.json() == {
             "status": "ok",
-            "prefill": {cluster.prefill_url: "ok"},
-            "decode": {cluster.decode_url: "ok"},
-            "withheld": {"prefill": {}, "decode": {}},
+            "prefill": {cluster.prefill_url: "healthy"},
+            "decode": {cluster.decode_url: "healthy"},
             "problems": [],
-            "retries": {"prefill": 0, "decode": 0},
-            "failures": {"prefill": {}, "decode": {}},
         }

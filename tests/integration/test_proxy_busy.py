@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_standin import BUSY, PrefillEngine
-from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster
+from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster, withheld
 
 
 def complete_all(cluster: Cluster, number: int, **fields: object) -> list[int]:
@@ -40,7 +40,7 @@ def test_f22_another_engine_takes_what_a_busy_one_does_not() -> None:
     with beside(prefill=small, eject_after=1) as cluster:
         assert complete_all(cluster, 40) == [200] * 40
         assert small.served > 0
-        assert cluster.client.get("/health").json()["withheld"]["prefill"] == {}
+        assert withheld(cluster)["prefill"] == {}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -63,7 +63,7 @@ def test_f22_a_stream_that_is_refused_in_its_first_event_waits() -> None:
         cluster.decode.stream_room, cluster.decode.waits = 4, 0.05
         assert complete_all(cluster, 40, **STREAM) == [200] * 40
         assert counted(cluster) == ({"prefill": 0, "decode": 0}, {"prefill": {}, "decode": {}})
-        assert cluster.client.get("/health").json()["withheld"]["decode"] == {}
+        assert withheld(cluster)["decode"] == {}
         assert cluster.decode.most_streams == 4
 
 
@@ -94,6 +94,6 @@ def test_f22_a_503_of_an_engine_that_is_not_well_is_a_failure(healthy: bool, bod
         cluster.decode.refusal = (503, body)
         cluster.decode.healthy = healthy
         if not healthy:
-            eventually(lambda: cluster.client.get("/health").json()["withheld"]["decode"])
+            eventually(lambda: withheld(cluster)["decode"])
         assert cluster.complete().status_code == 503
         assert counted(cluster)[1]["decode"] == {"server error": 1}

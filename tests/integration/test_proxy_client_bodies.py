@@ -1,63 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invalid bodies of clients: decode answers them in its own words, and no JSON that only an engine accepts passes the
-proxy's checks."""
+"""Invalid bodies of clients: none that only an engine reads passes the proxy's checks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
 from engine_standin import NO_OBJECT
 from proxy_cluster import Cluster, running_cluster
 
+DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+# Python's `json`, with which engines read, accepts these and finds the field that is not the client's.
+HIDDEN = (
+    b"\xef\xbb\xbf" + b'{"prompt": "a", "kv_transfer_params": {}}',
+    '{"prompt": "a", "kv_transfer_params": {}}'.encode("utf-16"),
+    b'{"prompt": "a", "temperature": NaN, "kv_transfer_params": {}}',
+    b'{"prompt": "\\ud800", "\\u006bv_transfer_params": {}}',
+)
+
 
 @pytest.fixture(scope="module")
 def idle_cluster() -> Iterator[Cluster]:
-    """For tests whose requests no engine computes."""
+    """For tests whose requests no engine gets."""
     with running_cluster() as cluster:
         yield cluster
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"text"', b'{"prompt": }', b"null", b"\xff\xfe"])
-def test_decode_answers_malformed_bodies(idle_cluster: Cluster, body: bytes) -> None:
-    response = idle_cluster.client.post("/v1/completions", content=body)
-    assert (response.status_code, response.json()) == (400, NO_OBJECT)
-
-
 @pytest.mark.parametrize(
-    "body",
-    [
-        b"\xef\xbb\xbf" + b'{"prompt": "a", "kv_transfer_params": {}}',
-        '{"prompt": "a", "kv_transfer_params": {}}'.encode("utf-16"),
-        b'{"prompt": "a", "temperature": NaN, "kv_transfer_params": {}}',
-        b'{"temperature": NaN, "kv_transfer_params": 0}',
-        b'{"prompt": "\\ud800", "\\u006bv_transfer_params": {}}',
-    ],
+    "body", [b"", b"{", b"[]", b'"text"', b'{"prompt": }', b"null", b"\xff\xfe", *HIDDEN, DEEP], ids=range(12)
 )
-def test_transfer_parameters_cannot_hide_in_json_that_only_python_accepts(cluster: Cluster, body: bytes) -> None:
-    for path in ("/v1/completions", "/tokenize"):
-        response = cluster.client.post(path, content=body)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "kv_transfer_params")
-    assert cluster.decode.received == []
-
-
-def test_json_that_engines_may_read_differently_is_refused(cluster: Cluster) -> None:
-    deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    large = b'{"prompt": "a", "temperature": NaN, "user": "%s"}' % (b"a" * (1 << 20))
-    digits = b'{"prompt": "a", "temperature": NaN, "user": %s}' % (b"1" * 5000)
-    for body in (deep, large, digits):
-        response = cluster.client.post("/v1/completions", content=body)
-        assert response.status_code == 400
-        assert response.json()["error"]["message"].startswith("the request body is not a JSON object: ")
-    assert cluster.decode.received == []
-
-
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
-def test_encodings_that_engines_read(cluster: Cluster, encoding: str) -> None:
-    body = json.dumps({"prompt": "layer by layer", "max_tokens": 4}).encode(encoding)
-    assert cluster.client.post("/v1/completions", content=body).status_code == 200
-    assert len(cluster.prefill.received) == 1
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_body_that_is_not_a_json_object_is_refused(idle_cluster: Cluster, path: str, body: bytes) -> None:
+    response = idle_cluster.client.post(path, content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("the request body is not a JSON object: ")
+    assert idle_cluster.decode.received == []
 
 
 def test_a_request_without_a_prompt_reaches_decode_as_it_came(cluster: Cluster) -> None:

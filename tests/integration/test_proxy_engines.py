@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import Cluster, beside, eventually, running_cluster
+from proxy_cluster import Cluster, beside, eventually, running_cluster, withheld
 
 ENGINES = "/admin/engines"
 TOKEN = {"Authorization": "Bearer a-secret"}
@@ -68,7 +68,7 @@ def test_the_admin_api_needs_the_token(cluster: Cluster, given: dict[str, str]) 
         answer = cluster.client.request(method, ENGINES + path, headers=given)
         assert answer.status_code == 401
         assert "a-secret" not in answer.text
-    assert listed(cluster)[cluster.decode_url]["state"] == "serving"
+    assert listed(cluster)[cluster.decode_url]["state"] == "healthy"
 
 
 def test_engine_is_added_and_removed_while_it_answers(cluster: Cluster, servers: Servers) -> None:
@@ -102,16 +102,16 @@ def test_a_new_engine_gets_requests_after_a_good_check(token_file: str, servers:
     new = PrefillEngine()
     new.healthy = False
     url = servers.start(lambda _: new.app)
-    settings = {"strategy": "round-robin", "check_interval": 0.05, "eject_after": 10_000}
+    settings = {"check_interval": 0.05, "eject_after": 10_000}
     with running_cluster(admin_token_file=token_file, **settings) as cluster:
         assert admin(cluster, "POST", json={"role": "prefill", "url": url}).json()["state"] == "new"
         eventually(lambda: listed(cluster)[url]["reason"] == "HTTP 503")
         for _ in range(3):
             assert cluster.complete().status_code == 200
         assert not new.received
-        assert cluster.client.get("/health").json()["withheld"]["prefill"] == {url: "new: no health check was good yet"}
+        assert withheld(cluster)["prefill"] == {url: "new: HTTP 503"}
         new.healthy = True
-        eventually(lambda: listed(cluster)[url]["state"] == "serving")
+        eventually(lambda: listed(cluster)[url]["state"] == "healthy")
         for _ in range(2):
             assert cluster.complete().status_code == 200
         assert len(new.received) == 1
@@ -131,8 +131,8 @@ def test_a_drained_engine_finishes_its_requests(token_file: str) -> None:
         for _ in range(3):
             assert cluster.complete().status_code == 200
         assert len(other.received) == 1
-        assert cluster.client.get("/health").json()["withheld"]["prefill"] == {url: "draining"}
-        assert admin(cluster, "POST", f"/{engine}:undrain").json()["state"] == "serving"
+        assert withheld(cluster)["prefill"] == {url: "draining"}
+        assert admin(cluster, "POST", f"/{engine}:undrain").json()["state"] == "healthy"
         for _ in range(3):
             assert cluster.complete().status_code == 200
         assert len(other.received) > 1

@@ -108,8 +108,8 @@ def test_a_waiting_request_is_served_by_an_engine_added_meanwhile(tmp_path: Path
         headers = {"Authorization": "Bearer a-secret"}
 
         def waiting() -> int:
-            answer = cluster.client.get("/admin/engines", headers=headers)
-            return int(answer.json()["waiting"]["prefill"])
+            answer = cluster.client.get("/status.json", headers=headers)
+            return int(answer.json()["roles"][0]["waiting"])
 
         eventually(lambda: waiting() == 1)
         engine = {"role": "prefill", "url": servers.start(lambda _: new.app)}
@@ -132,13 +132,13 @@ def test_a_request_is_refused_at_once_when_all_engines_are_removed(tmp_path: Pat
         second = clients.submit(cluster.complete)
         headers = {"Authorization": "Bearer a-secret"}
 
-        def listed() -> dict[str, Any]:
-            answer: dict[str, Any] = cluster.client.get("/admin/engines", headers=headers).json()
-            return answer
+        def decode() -> dict[str, Any]:
+            role: dict[str, Any] = cluster.client.get("/status.json", headers=headers).json()["roles"][1]
+            return role
 
-        eventually(lambda: listed()["waiting"]["decode"] == 1)
-        (decode,) = (engine["id"] for engine in listed()["engines"] if engine["role"] == "decode")
-        path = f"/admin/engines/{decode}"
+        eventually(lambda: decode()["waiting"] == 1)
+        [engine] = decode()["engines"]
+        path = f"/admin/engines/{engine['id']}"
         method, path = ("DELETE", path) if how == "removed" else ("POST", f"{path}:drain")
         assert cluster.client.request(method, path, headers=headers).status_code == 200
         refused = second.result(timeout=10)

@@ -180,13 +180,8 @@ def test_proxy_that_cannot_start_ends() -> None:
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--host", "0.0.0.0"), "--metaserver-url"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--attempts", "0"), "--attempts must be"),
         (("--prefil", "http://p:1"), "--prefil"),
-        (("--prefill", "http://p:1", "--decode", "http://d:1", "--allowed-origins", "*"), "must be a JSON list"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--metaserver-token-file", "/"), "not a regular file"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--admin-token-file", "/none"), "cannot be read"),
-        (
-            ("--prefill", "http://p:1", "--decode", "http://d:1", "--strategy", "best"),
-            "none of round-robin, least-load",
-        ),
         (("--prefill", "dns+http://p", "--decode", "http://d:1"), "give the port"),
         (("--engines-file", "/none"), "there is no option --engines-file any more"),
         (("--media-hosts=[]",), "each engine fetches images"),

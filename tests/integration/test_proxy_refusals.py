@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster
+from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster, withheld
 
 Engine = PrefillEngine | DecodeEngine
 EITHER_ROLE = pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -33,11 +33,6 @@ def good_one(role: str, cluster: Cluster) -> Engine:
     return cluster.prefill if role == "prefill" else cluster.decode
 
 
-def withheld(cluster: Cluster, role: str) -> dict[str, str]:
-    shown: dict[str, str] = cluster.client.get("/health").json()["withheld"][role]
-    return shown
-
-
 FAULTS = {
     **{f"HTTP {status}": partial(answers, status) for status in (400, 401, 403, 404, 408, 421, 429)},
     "a page": partial(shows_a_page, 200),
@@ -45,26 +40,16 @@ FAULTS = {
 }
 
 
-CASES = [
-    *(pytest.param(fault, "prefix-affinity", id=name) for name, fault in FAULTS.items()),
-    pytest.param(FAULTS["HTTP 400"], "least-load", id="HTTP 400, by load"),
-]
-
-
 @EITHER_ROLE
-@pytest.mark.parametrize(("fault", "strategy"), CASES)
-def test_f19_an_engine_that_refuses_everything_costs_no_answer_and_is_ejected(
-    fault: Callable[[Engine], None],
-    strategy: str,
-    role: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_f19_an_engine_that_refuses_everything_costs_no_answer_and_is_passed_over(
+    fault: Callable[[Engine], None], role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It looks as if it had nothing to do. It comes back when it serves again."""
-    monkeypatch.setattr("vllm_ascend_pd.proxy.routing.engine._FIRST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr("vllm_ascend_pd.proxy.routing.engine._PASSED_OVER_SECONDS", 3.0)
     refuser = engine_of(role)
     fault(refuser)
-    with caplog.at_level("INFO"), beside(**{role: refuser}, strategy=strategy) as cluster:
+    with caplog.at_level("INFO"), beside(**{role: refuser}) as cluster:
         cluster.prefill.takes = 0.02
         with ThreadPoolExecutor(16) as clients:
 
@@ -72,22 +57,22 @@ def test_f19_an_engine_that_refuses_everything_costs_no_answer_and_is_ejected(
                 return cluster.complete(prompt=f"{number} is a prompt").status_code
 
             assert list(clients.map(ask, range(160))).count(200) >= 159
-        eventually(lambda: withheld(cluster, role))
-        [why] = withheld(cluster, role).values()
-        assert "requests that others took: HTTP" in why
+        eventually(lambda: withheld(cluster)[role])
+        [why] = withheld(cluster)[role].values()
+        assert "requests in a row failed there: refused what others took: HTTP" in why
         assert len(refuser.received) < 60
         [of_role] = (each for each in cluster.client.get("/status.json").json()["roles"] if each["role"] == role)
-        [ejected] = (engine for engine in of_role["engines"] if engine["state"] == "ejected")
-        assert ejected["reason"] == why.removeprefix("ejected: ")
-        metric = f'vllm:kv_pd_proxy_engine_ejected{{engine="{ejected["url"]}",role="{role}"}} 1.0'
+        [refusing] = (engine for engine in of_role["engines"] if engine["state"] == "passed over")
+        assert refusing["reason"] == why.removeprefix("passed over: ")
+        metric = f'vllm:kv_pd_proxy_engine_ejected{{engine="{refusing["url"]}",role="{role}"}} 1.0'
         assert metric in cluster.client.get("/metrics").text
         said = [record.getMessage() for record in caplog.records]
-        assert any(f"{role} engine {ejected['url']} is ejected: refused " in message for message in said)
-        # A trial fails, and costs no answer; later ones succeed.
+        assert any(f"{role} engine {refusing['url']} is passed over for a while: " in message for message in said)
+        # It is tried again, which costs no answer.
         asked = len(refuser.received)
         eventually(lambda: ask(1) == 200 and len(refuser.received) > asked)
         refuser.refusal = refuser.page = None
-        eventually(lambda: ask(2) == 200 and not withheld(cluster, role))
+        eventually(lambda: ask(2) == 200 and not withheld(cluster)[role])
 
 
 @EITHER_ROLE
@@ -103,7 +88,7 @@ def test_f19_a_wrong_request_is_asked_of_two_engines_and_counts_against_none(rol
                 response = cluster.complete()
                 assert (response.status_code, response.json()) == (400, NO)
                 assert sum(len(engine.received) for engine in everyone) == 2 * number
-            assert withheld(cluster, role) == {}
+            assert withheld(cluster)[role] == {}
             roles = cluster.client.get("/status.json").json()["roles"]
             assert {engine["state"] for each in roles for engine in each["engines"]} == {"healthy"}
 
@@ -117,7 +102,7 @@ def test_f19_the_only_engines_own_error_goes_to_the_client(role: str) -> None:
             assert (response.status_code, response.json()) == good_one(role, cluster).refusal
         good_one(role, cluster).refusal = None
         assert cluster.complete().status_code == 200
-        assert withheld(cluster, role) == {}
+        assert withheld(cluster)[role] == {}
 
 
 def test_f19_what_prefill_denies_is_not_the_clients_fault() -> None:
@@ -185,7 +170,7 @@ def test_f23_an_adapter_that_one_prefill_engine_lacks_is_computed_by_another() -
             assert cluster.complete(model="an-adapter").status_code == 200
         assert lacking.received
         assert all(sent.body["model"] == "an-adapter" for sent in cluster.prefill.received)
-        assert withheld(cluster, "prefill") == {}
+        assert withheld(cluster)["prefill"] == {}
 
 
 @pytest.mark.parametrize("computes", [True, False])

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 from engine_standin import DecodeEngine, Servers
 from proxy_cluster import eventually, running_proxy
 
 from harness.certificates import Authority
+from harness.proxy_state import engine_states
 
 
 def withheld(engine: str, monkeypatch: pytest.MonkeyPatch, trusted: Path | None = None) -> str:
@@ -20,8 +20,8 @@ def withheld(engine: str, monkeypatch: pytest.MonkeyPatch, trusted: Path | None 
     with running_proxy("http://127.0.0.1:9", engine) as (_, port):
 
         def said() -> dict[str, str]:
-            health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).json()
-            return {**health["withheld"]["decode"], **({engine: ""} if health["decode"][engine] == "ok" else {})}
+            states = engine_states(f"http://127.0.0.1:{port}")["decode"]
+            return {url: state for url, state in states.items() if not state.startswith(("new", "failing"))}
 
         eventually(said)
         return said()[engine]
@@ -34,7 +34,7 @@ def test_an_engine_behind_an_authority_of_ones_own(
         engine = servers.start(lambda _: DecodeEngine().app, certificate=ours.issue("engine", "IP:127.0.0.1"))
         unknown = withheld(engine, monkeypatch, others.cert)
         assert unknown.endswith("no TLS connection: its certificate is of an unknown authority (SSL_CERT_FILE)")
-        assert withheld(engine, monkeypatch, ours.cert) == ""
+        assert withheld(engine, monkeypatch, ours.cert) == "healthy"
         assert withheld(engine.replace("https", "http"), monkeypatch).endswith(": does it want https://?")
 
 

@@ -187,7 +187,7 @@ def test_prompt_of_an_engine_that_dies_goes_to_decode_if_no_other_is_there() -> 
     with (
         closing_server() as (dies, seen),
         nobody() as gone,
-        running_cluster(only_prefill=(dies, gone), decode_engine=decode, strategy="round-robin") as cluster,
+        running_cluster(only_prefill=(dies, gone), decode_engine=decode) as cluster,
     ):
         assert cluster.complete().status_code == 200
         assert len(seen) == 1

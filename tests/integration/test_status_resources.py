@@ -82,10 +82,6 @@ def test_requests_are_followed_from_phase_to_phase() -> None:
         eventually(lambda: phases(cluster) == {"answering": 1})
         second.close()
         eventually(lambda: phases(cluster) == {})
-        for name, count in (("first_token", 2), ("prefill", 2), ("prefill_to_first_token", 2)):
-            found = status(cluster)["latency"][name]
-            assert found["count"] == count
-            assert 0 < found["p50"] <= found["p90"] <= found["p99"] < 60
 
 
 def refuse(engine: Any) -> None:

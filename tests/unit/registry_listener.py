@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine registries, and a record of what they tell their limiter and their strategy."""
+"""Engine registries, and a record of what they tell their limiter and their prefix affinity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
-from vllm_ascend_pd.proxy.routing.strategies import RoundRobin, Strategy
+from vllm_ascend_pd.proxy.routing.strategies import PrefixAffinity
 
 
 class RegistryListener:
@@ -31,7 +31,9 @@ class RegistryListener:
 def registry(
     role: EngineRole, listener: RegistryListener | None = None, limiter: ConcurrencyLimiter | None = None, **limits: int
 ) -> EngineRegistry:
-    """An empty registry. `listener` is its limiter and its strategy; without one, its strategy is round robin."""
-    if listener is not None:
-        return EngineRegistry(role, cast(ConcurrencyLimiter, listener), cast(Strategy, listener), **limits)
-    return EngineRegistry(role, limiter or ConcurrencyLimiter(None, 0, 0.0), RoundRobin(), **limits)
+    """An empty registry. `listener` is its limiter and its prefix affinity."""
+    if listener is None:
+        return EngineRegistry(role, limiter or ConcurrencyLimiter(None, 0, 0.0), **limits)
+    engines = EngineRegistry(role, cast(ConcurrencyLimiter, listener), **limits)
+    engines.affinity = cast(PrefixAffinity, listener)
+    return engines

@@ -110,10 +110,10 @@ def engine(
     return CheckedServer(role, 0, f"http://{role}:1", answers)
 
 
-def proxy(state: str = "ok", prefill: str = "http://prefill:1") -> CheckedServer:
-    body = {"status": "ok", "prefill": {prefill: "ok"}, "decode": {"http://decode:1": state}, "retries": {}}
+def proxy(state: str = "healthy", prefill: str = "http://prefill:1") -> CheckedServer:
+    body = {"status": "ok", "prefill": {prefill: "healthy"}, "decode": {"http://decode:1": state}, "problems": []}
     answers = {
-        "/health": answer(body, 200 if state == "ok" else 503),
+        "/health": answer(body, 200 if state == "healthy" else 503),
         "/v1/models": engine().answers["/v1/models"],
         "/metrics": METRICS["proxy"],
     }
@@ -193,7 +193,7 @@ def test_what_is_given_in_a_wrong_role_is_said_to_be_what_it_is(given: str, kind
 
 
 def test_a_proxy_whose_engines_are_exchanged_is_told_to_correct_that() -> None:
-    turned = {"status": "ok", "prefill": {"http://decode:1": "ok"}, "decode": {"http://prefill:1": "ok"}}
+    turned = {"status": "ok", "prefill": {"http://decode:1": "healthy"}, "decode": {"http://prefill:1": "healthy"}}
     wrong = changed(proxy(), "/health", answer(turned))
     found = roles(wrong, given_as("decode", engine()), given_as("prefill", engine("decode")))
     assert found["proxy.0.role"][0] is Level.OK

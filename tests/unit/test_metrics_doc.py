@@ -83,7 +83,6 @@ async def _exposed() -> str:
     pool = EnginePool(
         EngineRole.PREFILL,
         ConcurrencyLimiter(1, 1, 1.0),
-        strategy="least-load",
         max_connections=1,
         connect_timeout=1.0,
         read_timeout=1.0,

@@ -275,7 +275,6 @@ def pool_of(role: EngineRole, timeout: float = FOREVER, eject_after: int = 3) ->
     return EnginePool(
         role,
         ConcurrencyLimiter(1, 3, timeout),
-        strategy="least-load",
         max_connections=1,
         connect_timeout=1,
         read_timeout=1,

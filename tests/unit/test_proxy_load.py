@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from registry_listener import RegistryListener, registry
 
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import EngineState, HealthGate, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import (
     MAX_WAIT_SECONDS,
     EngineLoad,
@@ -235,17 +235,20 @@ def test_an_engine_added_later_needs_a_good_check_first() -> None:
 
 def test_an_engine_that_fails_all_requests_is_passed_over_for_a_while() -> None:
     gate = HealthGate(eject_after=3, return_after=1)
+    gate.checked(None)
     for now in (0.0, 1.0):
-        gate.ended(False, now)
+        assert not gate.ended("it broke off", now)
         assert not gate.passed_over(now)
-    gate.ended(False, 2.0)
+    assert gate.ended("it refused", 2.0)
     assert gate.passed_over(11.9)
     assert gate.doubtful(11.9)
+    assert gate.state(11.9) == (EngineState.PASSED_OVER, "3 requests in a row failed there: it refused")
     assert not gate.passed_over(12.0)
-    gate.ended(False, 13.0)
+    assert gate.ended("it refused", 13.0), "one is enough now"
     assert gate.passed_over(14.0)
-    gate.ended(True, 15.0)
+    assert not gate.ended(None, 15.0)
     assert not gate.passed_over(15.0)
+    assert gate.state(15.0) == (EngineState.HEALTHY, None)
 
 
 def test_engines_are_added_and_removed_as_their_sources_list_them() -> None:

@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from typing import Any
 
 import anyio
 import msgspec
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 from proxied import proxied_request
 from starlette.responses import Response
 
-from vllm_ascend_pd.proxy.operate.status import EngineState, Status, Verdict, snapshot
-from vllm_ascend_pd.proxy.rendezvous.observer import (
-    MAX_RECENT,
-    MAX_SAMPLES,
-    WINDOW_SECONDS,
-    Observer,
-    Percentiles,
-    RecentSamples,
-)
+from vllm_ascend_pd import __version__
+from vllm_ascend_pd.proxy.operate.status import Status, StatusPage, Verdict
+from vllm_ascend_pd.proxy.rendezvous.observer import MAX_RECENT, Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
+from vllm_ascend_pd.proxy.routing.engine import EngineState
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot
 
@@ -50,7 +45,6 @@ class Proxy:
         return EnginePool(
             role,
             ConcurrencyLimiter(limit, 4, 1.0),
-            strategy="least-load",
             max_connections=1,
             eject_after=2,
             return_after=2,
@@ -63,16 +57,13 @@ class Proxy:
         url = (self.p if role is EngineRole.PREFILL else self.d).url
         self.observer.attempt_failed(role, Failure(kind, reason, url, Response(), unquoted), "0123456789abcdef")
 
-    def status(self, now: float = NOW) -> Status:
-        return snapshot(
-            (self.prefill, self.decode),
-            self.request_table,
-            self.observer,
-            self.problems,
-            version="1",
-            now=now,
-            wall=WALL,
-        )
+    def status(self, after: float = 0.0) -> Status:
+        """The status when so many seconds have passed."""
+        page = StatusPage((self.prefill, self.decode), self.request_table, self.observer, lambda: self.problems, None)
+        with pytest.MonkeyPatch.context() as clock:
+            clock.setattr(time, "monotonic", lambda: NOW + after)
+            clock.setattr(time, "time", lambda: WALL)
+            return page.status()
 
     def shown(self) -> dict[str, Any]:
         """As the page reads it."""
@@ -81,9 +72,8 @@ class Proxy:
 
 def test_idle_proxy() -> None:
     shown = Proxy().shown()
-    nothing = {"count": 0, "p50": None, "p90": None, "p99": None}
     assert {name: shown[name] for name in ("version", "time", "verdict", "problems", "failures")} == {
-        "version": "1",
+        "version": __version__,
         "time": WALL,
         "verdict": "ok",
         "problems": [],
@@ -95,21 +85,16 @@ def test_idle_proxy() -> None:
         "waiting": 0,
         "phases": {phase.value: 0 for phase in RequestPhase},
     }
-    assert shown["latency"] == {
-        "window_seconds": 600.0,
-        "first_token": nothing,
-        "prefill": nothing,
-        "prefill_to_first_token": nothing,
-    }
     assert [role["role"] for role in shown["roles"]] == ["prefill", "decode"]
     [engine] = shown["roles"][0].pop("engines")
     assert shown["roles"][0] == {"role": "prefill", "seats_per_engine": None, "waiting": 0, "retries": 0, "failures": 0}
     assert engine.pop("id").startswith("prefill-")
     assert engine == {
+        "role": "prefill",
         "url": "http://p:1",
         "state": "healthy",
         "reason": None,
-        "draining": False,
+        "listed_by": ["test"],
         "in_flight": 0,
         "seats_taken": 0,
         "tokens": 0,
@@ -135,7 +120,7 @@ def test_shown_load_is_the_load_used_for_routing() -> None:
             assert (role.seats_per_engine, role.waiting) == (3, 0)
             assert (engine.in_flight, engine.seats_taken, engine.tokens) == (2, 2, 750)
             assert (engine.running, engine.queued, engine.kv_tokens, engine.kv_capacity) == (4, 1, 700, 1000)
-            [stale] = proxy.status(NOW + FRESH_SECONDS + 1).roles[1].engines
+            [stale] = proxy.status(FRESH_SECONDS + 1).roles[1].engines
             assert (stale.running, stale.kv_tokens, stale.tokens) == (None, None, 50)
         [after] = proxy.status().roles[1].engines
         assert (after.in_flight, after.seats_taken) == (0, 0)
@@ -143,8 +128,8 @@ def test_shown_load_is_the_load_used_for_routing() -> None:
     anyio.run(run)
 
 
-def state_of_prefill(proxy: Proxy, now: float = NOW) -> tuple[EngineState, str | None, Verdict]:
-    status = proxy.status(now)
+def state_of_prefill(proxy: Proxy, after: float = 0.0) -> tuple[EngineState, str | None, Verdict]:
+    status = proxy.status(after)
     [engine] = status.roles[0].engines
     return engine.state, engine.reason, status.verdict
 
@@ -161,20 +146,21 @@ def test_states_of_an_engine() -> None:
     gate.checked(None)
     assert state_of_prefill(proxy) == (EngineState.HEALTHY, None, Verdict.OK)
     for _ in range(2):
-        proxy.p.served(False, NOW)
-    assert state_of_prefill(proxy) == (EngineState.PASSED_OVER, None, Verdict.UNAVAILABLE)
-    assert state_of_prefill(proxy, NOW + 60) == (EngineState.HEALTHY, None, Verdict.OK)
+        gate.ended("silence", NOW)
+    why = "2 requests in a row failed there: silence"
+    assert state_of_prefill(proxy) == (EngineState.PASSED_OVER, why, Verdict.DEGRADED)
+    assert state_of_prefill(proxy, after=60) == (EngineState.HEALTHY, None, Verdict.OK)
 
 
 def test_the_verdict_counts_engines_that_may_get_requests() -> None:
     proxy = Proxy()
     new = proxy.prefill.engines.add("http://p:2", "test")
-    assert proxy.status().roles[0].engines[1].state is EngineState.UNKNOWN
+    assert proxy.status().roles[0].engines[1].state is EngineState.NEW
     assert proxy.status().verdict is Verdict.DEGRADED
     new.gate.checked(None)
     assert proxy.status().verdict is Verdict.OK
     proxy.prefill.engines.drain(proxy.p)
-    assert proxy.status().roles[0].engines[0].draining
+    assert proxy.status().roles[0].engines[0].state is EngineState.DRAINING
     assert proxy.status().verdict is Verdict.OK, "draining is what the operator wants"
     proxy.prefill.engines.drain(new)
     assert proxy.status().verdict is Verdict.UNAVAILABLE
@@ -187,14 +173,14 @@ def test_the_verdict_counts_engines_that_may_get_requests() -> None:
     assert proxy.status().verdict is Verdict.UNAVAILABLE
 
 
-def test_an_engine_without_a_good_check_is_unknown() -> None:
+def test_an_engine_without_a_good_check_is_new() -> None:
     proxy = Proxy()
     proxy.prefill.engines.remove(proxy.p)
     proxy.prefill.engines.require_checks()
     new = proxy.prefill.engines.add("http://p:2", "test")
-    assert state_of_prefill(proxy) == (EngineState.UNKNOWN, None, Verdict.UNAVAILABLE)
+    assert state_of_prefill(proxy) == (EngineState.NEW, "not checked yet", Verdict.UNAVAILABLE)
     new.gate.checked("HTTP 503")
-    assert state_of_prefill(proxy) == (EngineState.UNKNOWN, "HTTP 503", Verdict.UNAVAILABLE)
+    assert state_of_prefill(proxy) == (EngineState.NEW, "HTTP 503", Verdict.UNAVAILABLE)
     new.gate.checked(None)
     assert state_of_prefill(proxy) == (EngineState.HEALTHY, None, Verdict.OK)
 
@@ -256,43 +242,3 @@ def test_phases_of_a_request() -> None:
         assert sum(request_table.phases().values()) == request_table.in_flight == 0
 
     anyio.run(run)
-
-
-# --- percentiles of the last minutes -------------------------------------------------------------------------
-
-
-def percentiles(samples: list[float]) -> Percentiles:
-    recent = RecentSamples()
-    for each in samples:
-        recent.add(each, now=0.0)
-    return recent.percentiles(0.0)
-
-
-SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=250)
-
-
-@given(SECONDS)
-def test_a_percentile_is_the_smallest_sample_with_enough_samples_at_or_below_it(samples: list[float]) -> None:
-    found = percentiles(samples)
-    for part, value in ((50, found.p50), (90, found.p90), (99, found.p99)):
-        assert value in samples
-        assert 100 * sum(sample <= value for sample in samples) >= part * len(samples)
-        smaller = [sample for sample in samples if sample < value]
-        assert 100 * len(smaller) < part * len(samples)
-
-
-def test_old_samples_do_not_count() -> None:
-    recent = RecentSamples()
-    recent.add(9.0, now=0.0)
-    recent.add(1.0, now=1.0)
-    assert recent.percentiles(WINDOW_SECONDS).count == 2
-    assert recent.percentiles(WINDOW_SECONDS + 0.5) == Percentiles(1, 1.0, 1.0, 1.0)
-    assert recent.percentiles(WINDOW_SECONDS + 2.0).count == 0
-
-
-def test_samples_are_bounded_and_the_newest_stay() -> None:
-    recent = RecentSamples()
-    for number in range(MAX_SAMPLES + 10):
-        recent.add(float(number), now=0.0)
-    found = recent.percentiles(0.0)
-    assert (found.count, found.p50) == (MAX_SAMPLES, 9.0 + MAX_SAMPLES / 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing strategies: what each prefers, and what they know of a prompt."""
+"""Routing: which engine is preferred, and what is known of a prompt."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
 from vllm_ascend_pd.proxy.routing.load import EngineLoad
 from vllm_ascend_pd.proxy.routing.strategies import (
     NO_PROMPT,
-    STRATEGIES,
     Costs,
-    LeastLoad,
     PrefixAffinity,
     PromptEstimate,
-    RoundRobin,
-    Strategy,
     decode_costs,
     prefill_costs,
     prompt_of,
@@ -54,13 +50,10 @@ def prompt(tokens: int, group: int) -> PromptEstimate:
 
 
 @COSTS
-@pytest.mark.parametrize("name", STRATEGIES)
 @settings(max_examples=40)
 @given(st.lists(st.tuples(prompts, loads), min_size=1, max_size=5))
-def test_each_engine_comes_exactly_once(
-    name: str, costs: Costs, requests: list[tuple[PromptEstimate, list[EngineLoad]]]
-) -> None:
-    strategy = STRATEGIES[name](costs)
+def test_each_engine_comes_exactly_once(costs: Costs, requests: list[tuple[PromptEstimate, list[EngineLoad]]]) -> None:
+    strategy = PrefixAffinity(costs)
     for each, engines in requests:
         order = strategy.order(each, engines)
         assert sorted(order) == sorted(engine.url for engine in engines)
@@ -74,7 +67,7 @@ def test_the_engine_with_less_of_everything_comes_first(
     costs: Costs, each: PromptEstimate, engines: list[EngineLoad]
 ) -> None:
     engines = [engine._replace(capacity=ROOM) for engine in engines]
-    place = {url: number for number, url in enumerate(LeastLoad(costs).order(each, engines))}
+    place = {url: number for number, url in enumerate(PrefixAffinity(costs).order(each, engines))}
     for one in engines:
         for other in engines:
             if one.requests < other.requests and one.tokens < other.tokens:
@@ -92,8 +85,8 @@ def test_prefix_affinity_ends_where_waiting_costs_more(each: PromptEstimate, her
         assert (first == "here") == (here + new < there + each.tokens)
 
 
-@pytest.mark.parametrize("strategy", [RoundRobin(), LeastLoad(prefill_costs), PrefixAffinity(prefill_costs)])
-def test_engines_with_equal_costs_take_turns(strategy: Strategy) -> None:
+def test_engines_with_equal_costs_take_turns() -> None:
+    strategy = PrefixAffinity(prefill_costs)
     engines = [EngineLoad(url) for url in "abc"]
     assert [strategy.order(NO_PROMPT, engines)[0] for _ in range(6)] == list("abcabc")
 
@@ -125,8 +118,8 @@ def test_remembered_prefixes_are_bounded() -> None:
 def test_decode_goes_where_the_kv_fits() -> None:
     full = EngineLoad("full", requests=1, tokens=900, capacity=1000)
     busy = EngineLoad("busy", requests=50, tokens=9_000, capacity=10_000)
-    assert LeastLoad(decode_costs).order(PromptEstimate(200), [full, busy]) == ["busy", "full"]
-    assert LeastLoad(decode_costs).order(PromptEstimate(50), [full, busy]) == ["full", "busy"]
+    assert PrefixAffinity(decode_costs).order(PromptEstimate(200), [full, busy]) == ["busy", "full"]
+    assert PrefixAffinity(decode_costs).order(PromptEstimate(50), [full, busy]) == ["full", "busy"]
 
 
 # --- what is known of a prompt ----------------------------------------------------------------------------

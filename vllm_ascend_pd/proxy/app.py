@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,14 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.background import Background
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
-from vllm_ascend_pd.proxy.http.messages import BoundedBodies, CrossOrigin, error_response
+from vllm_ascend_pd.proxy.http.messages import BoundedBodies, error_response
 from vllm_ascend_pd.proxy.operate.admin import Admin
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.operate.status import Health, Status, StatusPage, snapshot
+from vllm_ascend_pd.proxy.operate.status import StatusPage
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientEndpoint, DecodeRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
@@ -55,10 +53,9 @@ class ProxyApp:
         self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
         self._background = Background(settings, *self._pools)
         self._observer = Observer()
-        self._health = Health(self._pools, self._observer, self._background.problems)
         self._metrics = Metrics(self._observer, self._request_table, self._pools)
         self.asgi = Starlette(
-            middleware=[_cross_origin(settings), Middleware(BoundedBodies)],
+            middleware=[Middleware(BoundedBodies)],
             routes=self._client_routes(settings) + self._operator_routes(settings) + self._metaserver_routes(settings),
             exception_handlers={HTTPException: _http_error},
             lifespan=self._lifespan,
@@ -122,43 +119,22 @@ class ProxyApp:
     def _operator_routes(self, settings: ProxySettings) -> list[BaseRoute]:
         token = settings.admin_token()
         return [
-            Route("/health", self._health.get, methods=["GET"]),
             Route("/metrics", self._metrics.get, methods=["GET"]),
-            *StatusPage(self._status, token).routes(),
+            *StatusPage(self._pools, self._request_table, self._observer, self._background.problems, token).routes(),
             *([] if token is None else Admin(self._pools, self._request_table, token).routes()),
         ]
-
-    def _status(self) -> Status:
-        return snapshot(
-            self._pools,
-            self._request_table,
-            self._observer,
-            self._background.problems(),
-            version=__version__,
-            now=time.monotonic(),
-            wall=time.time(),
-        )
 
 
 def _pool(settings: ProxySettings, role: EngineRole, max_connections: int, per_engine: int | None) -> EnginePool:
     return EnginePool(
         role,
         ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout),
-        strategy=settings.strategy,
         eject_after=settings.eject_after,
         return_after=settings.return_after,
         max_connections=max_connections,
         connect_timeout=settings.connect_timeout,
         read_timeout=settings.silence_timeout,
         fresh_for=_MISSED_CHECKS * settings.check_interval + 2 * settings.health_timeout,
-    )
-
-
-def _cross_origin(settings: ProxySettings) -> Middleware:
-    return Middleware(
-        CrossOrigin,
-        paths=(*(each.value for each in Endpoint), *DECODE_ALONE_GET, *DECODE_ALONE_POST, *NOT_SERVED),
-        allow_origins=settings.origins(),
     )
 
 

@@ -53,7 +53,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill: failed prefills after which a sample of a prompt fails. The count covers all tickets of the sample, those
     at earlier decode engines included. A prefill whose KV did not arrive failed, too. A prefill that worked does not
     count: if decode fails by itself, the next attempt needs another prefill. Retries prefer another engine."""
-    strategy: Annotated[str, Option(help="Routing: round-robin, least-load or prefix-affinity.")] = "prefix-affinity"
     max_concurrent: Annotated[int, Option(help="Maximum number of requests in flight. Further ones wait.")] = 1024
     max_waiting: Annotated[int, Option(help="Maximum number of waiting requests. Further ones get status 429.")] = 32768
     keep_alive_timeout: Annotated[float, Option(help="Time after which an idle client connection is closed.")] = 3900.0
@@ -72,9 +71,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """For `max_concurrent`, or for a slot at an engine. It does not apply to a request's prefills after its first
     one."""
     max_body_mib: Annotated[int, Option(help="Maximum size of a request body in MiB, images included.")] = 64
-    allowed_origins: Annotated[
-        str, Option(help="Origins whose pages may use the API (CORS), as a JSON list, as in vLLM.")
-    ] = "[]"
     metaserver_token_file: Annotated[
         str | None, Option(help="File with the bearer token that decode engines must send with tickets.")
     ] = None
@@ -108,9 +104,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     ticket of 1 Mi tokens takes 7 MiB until its prefill ends."""
 
     def __post_init__(self) -> None:
-        # Imported here so that other commands do not load a web server.
-        from vllm_ascend_pd.proxy.routing.strategies import STRATEGIES
-
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if not (urls or self.admin_token_file):
                 raise ValueError(
@@ -125,11 +118,8 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             if value < 0 or (value == 0 and not may_be_0):
                 least = "not be less than 0" if may_be_0 else "be greater than 0"
                 raise ValueError(f"--{name.replace('_', '-')} must {least}")
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"the strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
         url = _with_path(self.metaserver_url or _default_metaserver_url(self.host, self.port))
         msgspec.structs.force_setattr(self, "metaserver_url", url)
-        self.origins()
         self.metaserver_token()
         self.admin_token()
 
@@ -141,12 +131,6 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         if both := sorted({*prefill} & {*decode}):
             raise ValueError(f"{both[0]} is given as a prefill and as a decode engine")
         return prefill, decode
-
-    def origins(self) -> list[str]:
-        try:
-            return msgspec.json.decode(self.allowed_origins, type=list[str])
-        except msgspec.MsgspecError:
-            raise ValueError('--allowed-origins must be a JSON list of strings, such as ["*"]') from None
 
     def metaserver_token(self) -> str | None:
         return None if self.metaserver_token_file is None else read_text_secret(self.metaserver_token_file)

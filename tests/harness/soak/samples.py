@@ -129,10 +129,10 @@ async def busy(engine: Engine, http: httpx.AsyncClient) -> float | None:
 async def retries(proxy: Proxy, http: httpx.AsyncClient) -> int | None:
     """Returns the retries of both roles."""
     try:
-        health = (await http.get(f"{proxy.url}/health", timeout=METRICS_SECONDS)).json()
+        text = (await http.get(f"{proxy.url}/metrics", timeout=METRICS_SECONDS)).text
     except httpx.TransportError:
         return None
-    return sum(health.get("retries", {}).values())
+    return round(_value(text, "vllm:kv_pd_proxy_retries_total") or 0)
 
 
 async def metrics(engine: Engine, http: httpx.AsyncClient) -> str:

@@ -6,7 +6,6 @@ Only fields that the proxy needs are decoded. All others keep their bytes, so no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from http import HTTPStatus
 
@@ -19,8 +18,6 @@ from vllm_ascend_pd.proxy.http.messages import RequestRefused
 
 Fields = dict[str, msgspec.Raw]
 
-_MAX_OTHER_BYTES = 1024 * 1024
-"""The longest body that Python's `json` reads here. It is slow, and the event loop waits for it."""
 MAX_PROMPTS = 4096
 """In one request. Each prompt is a request of its own to both engines, with a ticket and a connection, so more of them
 would keep other clients out. vLLM 0.32 itself accepts 1,024 (VLLM_MAX_COMPLETION_PROMPTS)."""
@@ -28,28 +25,21 @@ _MAX_SAMPLES = 16384
 """vLLM's own limit (VLLM_MAX_N_SEQUENCES)."""
 
 
-class ForDecodeAlone(Exception):
-    """A request that decode answers without a ticket, in most cases with an error that says what is wrong.
-
-    `body` is for decode. It contains no `kv_transfer_params`."""
-
-    def __init__(self, body: bytes) -> None:
-        super().__init__("decode answers this request alone")
-        self.body = body
+class LacksFieldError(Exception):
+    """A body without a field that its route requires: decode answers with an error that says what is wrong."""
 
 
 def read_fields(body: bytes) -> Fields:
-    """The fields of a body, without `kv_transfer_params`, as an engine reads them.
+    """The fields of a body, without `kv_transfer_params`.
 
-    An engine uses Python's `json`, which accepts more than JSON: UTF-16, a byte order mark, NaN, lone surrogates. It
-    could read such a body although msgspec cannot, so the fields are checked before an engine gets it.
+    An engine reads bodies by Python's `json`, which accepts more than JSON: UTF-16, a byte order mark, NaN, lone
+    surrogates. No such body passes: an engine would find fields that were not checked here.
 
-    Raises RequestRefused (400) if the client gave `kv_transfer_params`, and ForDecodeAlone if the body is not an object
-    or a value is not JSON."""
+    Raises RequestRefused (400) if the body is not a JSON object, or if the client gave `kv_transfer_params`."""
     try:
         fields = msgspec.json.decode(body, type=Fields)
     except UNREADABLE as error:
-        fields = _read_as_python(body, str(error))
+        raise bad_request(f"the request body is not a JSON object: {error}") from None
     if is_given(fields.pop("kv_transfer_params", None)):
         raise bad_request("kv_transfer_params is set by the proxy, not by clients", "kv_transfer_params")
     return fields
@@ -62,28 +52,6 @@ def is_given(value: msgspec.Raw | None) -> bool:
 
 def bad_request(message: str, param: str | None = None) -> RequestRefused:
     return RequestRefused(HTTPStatus.BAD_REQUEST, message, param)
-
-
-def _read_as_python(body: bytes, why_not: str) -> Fields:
-    refused = bad_request(f"the request body is not a JSON object: {why_not}")
-    if len(body) > _MAX_OTHER_BYTES:
-        raise refused
-    try:
-        value = json.loads(body)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ForDecodeAlone(body) from None
-    except (RecursionError, ValueError):  # a limit of this process; an engine may have another one
-        raise refused from None
-    if not isinstance(value, dict):
-        raise ForDecodeAlone(body)
-    if value.get("kv_transfer_params") is not None:
-        return {"kv_transfer_params": msgspec.Raw(b"{}")}
-    try:
-        return msgspec.json.decode(json.dumps(value), type=Fields)
-    except RecursionError:
-        raise refused from None
-    except UNREADABLE:
-        raise ForDecodeAlone(body) from None
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
@@ -102,12 +70,11 @@ _NOT_GIVEN = (b"null", b"false")
 
 
 def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
-    """Raises RequestRefused (400) for a request that a separate prefill cannot serve, and ForDecodeAlone for one that
-    decode itself refuses."""
+    """Raises RequestRefused (400) for a request that a separate prefill cannot serve, and LacksFieldError."""
     fields = read_fields(body)
     request_format = REQUEST_FORMATS[endpoint]
     if not request_format.required <= fields.keys():
-        raise ForDecodeAlone(body)  # vLLM's error about a missing field counts the fields
+        raise LacksFieldError
     for name, reason in request_format.refused.items():
         if name in fields and bytes(fields[name]) not in _NOT_GIVEN:
             raise bad_request(f"{name} does not work here: {reason}", name)

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for every HTTP message at the proxy's port: bodies with bounds, error answers in vLLM's format, bearer
-tokens, pages of other origins (CORS), and which headers pass on (RFC 9110, section 7.6.1)."""
+tokens, and which headers pass on (RFC 9110, section 7.6.1)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
-import re
-from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_ascend_pd.core.text import one_line
@@ -203,25 +200,6 @@ def guarded(token: BearerToken, action: Action) -> Action:
     return endpoint
 
 
-class CrossOrigin(CORSMiddleware):
-    """Applies CORS to the routes for clients. Pages of other origins cannot use the remaining routes: those for
-    operators and for decode engines, and the status page."""
-
-    def __init__(self, app: ASGIApp, *, paths: Collection[str], allow_origins: Sequence[str]) -> None:
-        """`paths`: those of the routes for clients, which may have parameters in braces."""
-        # Methods and headers as vLLM's defaults. Credentials would need origins by name.
-        super().__init__(app, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
-        # One expression for all: each request is matched.
-        each = (re.sub(r"\?P<\w+>", "?:", compile_path(path)[0].pattern) for path in paths)
-        self._paths = re.compile("|".join(each))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._paths.match(scope["path"]):
-            await super().__call__(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-
 Headers = list[tuple[bytes, bytes]]
 
 REQUEST_ID = b"x-request-id"
@@ -246,7 +224,7 @@ _OF_THE_CLIENTS_MESSAGE = frozenset(
 )
 # For the engine that answers the client. Prefill's answer never leaves the proxy, and prefill has its own ranks.
 _ONLY_FOR_DECODE = frozenset({b"accept-encoding", b"content-type", b"x-data-parallel-rank"})
-# uvicorn and the proxy's CORS settings add their own.
+# uvicorn and the gateway add their own. Which pages may use an engine (CORS) says nothing about this proxy.
 _OF_THE_ENGINES_SERVER = frozenset(
     {
         b"date",

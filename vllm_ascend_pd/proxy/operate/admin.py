@@ -10,14 +10,15 @@ from http import HTTPStatus
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.proxy.http.messages import BearerToken, RequestRefused, TooLarge, guarded, read_all
+from vllm_ascend_pd.proxy.operate.status import EngineStatus, engine_status
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.discovery import check_engine_url
+from vllm_ascend_pd.proxy.routing.discovery import COMMAND_LINE, check_engine_url
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
@@ -25,7 +26,6 @@ from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEngines
 log = logging.getLogger(__name__)
 
 PATH = "/admin/engines"
-COMMAND_LINE = "the command line"
 ADMIN = "the admin API"
 _MAX_BODY_BYTES = 64 * 1024
 
@@ -51,13 +51,10 @@ class Admin:
         ]
 
     async def list(self, _: Request) -> Response:
-        """200: `{"engines": [...], "waiting": {...}}`: each engine as `_shown`, and by role the requests that wait."""
-        return JSONResponse(
-            {
-                "engines": [self._shown(each) for pool in self._pools.values() for each in pool.engines],
-                "waiting": {role.value: pool.limiter.waiting for role, pool in self._pools.items()},
-            }
-        )
+        """200: `{"engines": [...]}`, each as `EngineStatus`."""
+        now = time.monotonic()
+        engines = [engine_status(pool, each, now) for pool in self._pools.values() for each in pool.engines]
+        return _json({"engines": engines})
 
     async def add(self, request: Request) -> Response:
         """Takes `{"role": "prefill", "url": "http://..."}`. 201 with the engine; 400; 409 if the engine exists already,
@@ -81,34 +78,34 @@ class Admin:
         except TooManyEnginesError as full:
             raise RequestRefused(HTTPStatus.CONFLICT, str(full)) from None
         log.info("%s engine %s: added by %s", engine.role.value, url, ADMIN)
-        return JSONResponse(self._shown(engine), status_code=HTTPStatus.CREATED)
+        return _json(self._status(engine), HTTPStatus.CREATED)
 
     async def drain(self, request: Request) -> Response:
         """200 with the engine. It gets no more requests; those that it has go on."""
         engines, engine = self._find(request)
         engines.drain(engine)
         log.info("%s engine %s: drains", engine.role.value, engine.url)
-        return JSONResponse(self._shown(engine))
+        return _json(self._status(engine))
 
     async def undrain(self, request: Request) -> Response:
         engines, engine = self._find(request)
         engines.undrain(engine)
         log.info("%s engine %s: gets requests again", engine.role.value, engine.url)
-        return JSONResponse(self._shown(engine))
+        return _json(self._status(engine))
 
     async def remove(self, request: Request) -> Response:
-        """200 with the engine as it was. Its requests go on. 409 if the engine would come back, because a file or a DNS
-        name lists it."""
+        """200 with the engine as it was. Its requests go on. 409 if the engine would come back, because a DNS name
+        lists it."""
         engines, engine = self._find(request)
         listed = engine.sources - {COMMAND_LINE, ADMIN}
         if listed:
             raise RequestRefused(
                 HTTPStatus.CONFLICT, f"{', '.join(sorted(listed))} lists this engine: drain it here, or remove it there"
             )
-        shown = self._shown(engine)
+        shown = self._status(engine)
         engines.remove(engine)
         log.info("%s engine %s: removed by %s", engine.role.value, engine.url, ADMIN)
-        return JSONResponse(shown)
+        return _json(shown)
 
     def _find(self, request: Request) -> tuple[EngineRegistry, RegisteredEngine]:
         for pool in self._pools.values():
@@ -117,23 +114,9 @@ class Admin:
                 return pool.engines, engine
         raise RequestRefused(HTTPStatus.NOT_FOUND, "no engine has this id")
 
-    def _shown(self, engine: RegisteredEngine) -> dict[str, object]:
-        load = self._pools[engine.role].engines.load(engine, time.monotonic())
-        return {
-            "id": engine.id,
-            "role": engine.role.value,
-            "url": engine.url,
-            "state": _state(engine),
-            "reason": engine.gate.reason or None if engine.gate.shut else None,
-            "listed_by": sorted(engine.sources),
-            "in_flight": engine.sent.requests,
-            "load": {"requests": load.requests, "tokens": load.tokens, "capacity_tokens": load.capacity},
-        }
+    def _status(self, engine: RegisteredEngine) -> EngineStatus:
+        return engine_status(self._pools[engine.role], engine, time.monotonic())
 
 
-def _state(engine: RegisteredEngine) -> str:
-    if engine.draining:
-        return "draining"
-    if engine.gate.ejected:
-        return "ejected"
-    return "serving" if engine.gate.proven else "new"
+def _json(body: object, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import Gauge, generate_latest
@@ -53,14 +54,15 @@ class _EngineCollector(Collector):
         )
         ejected = GaugeMetricFamily(
             PREFIX + "engine_ejected",
-            "1 for an engine whose checks fail or which refuses what others take: others come first.",
+            "1 for an engine that gets requests only if no other is left.",
             labels=of_engine,
         )
+        now = time.monotonic()
         for pool in self._pools:
             for engine in pool.engines:
                 labels = (pool.role.value, engine.url)
                 at_engine.add_metric(labels, engine.sent.requests)
-                up.add_metric(labels, engine.gate.last_check == "ok")
-                ejected.add_metric(labels, engine.gate.ejected)
+                up.add_metric(labels, engine.gate.answers)
+                ejected.add_metric(labels, engine.gate.doubtful(now))
             waiting.add_metric((pool.role.value,), pool.limiter.waiting)
         yield from (at_engine, up, ejected, waiting)

@@ -7,6 +7,7 @@ that leaves, and the proxy's shutdown.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from vllm_ascend_pd.core.ticket import PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
-from vllm_ascend_pd.proxy.http.bodies import ForDecodeAlone, decode_body, parse_client_request, read_fields
+from vllm_ascend_pd.proxy.http.bodies import LacksFieldError, decode_body, parse_client_request, read_fields
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, error_event
 from vllm_ascend_pd.proxy.http.messages import RequestRefused, error_response, when_disconnected, who_computes
 from vllm_ascend_pd.proxy.http.streams import Renaming, Reply
@@ -127,17 +128,13 @@ class ClientEndpoint:
         proxied.end(refused.response())
 
     def _parse(self, proxied: ProxiedRequest, body: bytes) -> None:
-        """Sets `proxied.request` if the body has prompts for prefill, and `proxied.content` otherwise. Raises
-        RequestRefused."""
-        try:
-            if self._endpoint is not None:
+        """Sets `proxied.content`, and `proxied.request` if the body has prompts for prefill. Raises RequestRefused."""
+        if self._endpoint is not None:
+            with contextlib.suppress(LacksFieldError):
                 proxied.request = parse_client_request(self._endpoint, body)
-                return
-            if proxied.method == "POST":
-                read_fields(body)
-            proxied.content = body
-        except ForDecodeAlone as alone:
-            proxied.content = alone.body
+        elif proxied.method == "POST":
+            read_fields(body)
+        proxied.content = body
 
     async def _finish(self, proxied: ProxiedRequest, scope: Scope, receive: Receive) -> None:
         """Answers a request that no decode engine has answered completely."""

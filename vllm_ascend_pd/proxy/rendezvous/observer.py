@@ -7,9 +7,8 @@ The modules of this folder report here; `operate/` shows it.
 from __future__ import annotations
 
 import collections
-import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from http import HTTPStatus
 
@@ -25,8 +24,6 @@ PREFIX = "vllm:kv_pd_proxy_"
 CLIENT_LEFT = 499
 """nginx's status of requests whose client left before the answer."""
 MAX_RECENT = 50
-MAX_SAMPLES = 2000
-WINDOW_SECONDS = 600.0
 _MAX_REASON_CHARS = 300
 _SHOWN_ID_CHARS = 8
 """Enough to find a log line. With the whole id of a running request, a client could post tickets for it."""
@@ -53,38 +50,6 @@ class RecentFailure(msgspec.Struct, frozen=True):
     """The beginning of the attempt's request id."""
 
 
-class Percentiles(msgspec.Struct, frozen=True):
-    """Percentiles in seconds; None without samples."""
-
-    count: int
-    p50: float | None = None
-    p90: float | None = None
-    p99: float | None = None
-
-
-class RecentSamples:
-    """The samples of the last `WINDOW_SECONDS`, at most `MAX_SAMPLES`: a histogram's buckets are too coarse for
-    percentiles. The event loop's thread owns it."""
-
-    def __init__(self) -> None:
-        self._samples: collections.deque[tuple[float, float]] = collections.deque(maxlen=MAX_SAMPLES)
-
-    @owned
-    def add(self, seconds: float, now: float) -> None:
-        """`now`: on the monotonic clock that `percentiles` gets, too."""
-        self._samples.append((now, seconds))
-
-    @owned
-    def percentiles(self, now: float) -> Percentiles:
-        """By nearest rank: the smallest sample that is at least as large as so many percent of the samples."""
-        while self._samples and now - self._samples[0][0] > WINDOW_SECONDS:
-            self._samples.popleft()
-        ranked = sorted(seconds for _, seconds in self._samples)
-        if not ranked:
-            return Percentiles(0)
-        return Percentiles(len(ranked), *(ranked[math.ceil(len(ranked) * part / 100) - 1] for part in (50, 90, 99)))
-
-
 class Observer:
     """Receives reports about client requests and attempts at engines. The event loop's thread owns it."""
 
@@ -93,15 +58,10 @@ class Observer:
         """This proxy's metrics. Each proxy in a process has its own."""
         self.retries: collections.Counter[EngineRole] = collections.Counter()
         """Attempts that followed a failed one."""
-        self.failures: Mapping[EngineRole, collections.Counter[FailureKind]] = {
-            role: collections.Counter() for role in EngineRole
-        }
+        self.failures: collections.Counter[EngineRole] = collections.Counter()
         """Failed attempts at engines."""
         self.recent_failures: collections.deque[RecentFailure] = collections.deque(maxlen=MAX_RECENT)
         """The last failures, newest first."""
-        self.recent_first_token = RecentSamples()
-        self.recent_prefill = RecentSamples()
-        self.recent_after_prefill = RecentSamples()
         self._requests = Counter(
             PREFIX + "requests",
             f"Completed requests by path and HTTP status. {CLIENT_LEFT}: the client left before the answer.",
@@ -174,13 +134,11 @@ class Observer:
         try:
             yield
         finally:
-            now = time.monotonic()
             status = CLIENT_LEFT if reply.status is None else reply.status
             self._requests.labels(route, str(status)).inc()
-            self._duration.labels(route).observe(now - begun)
+            self._duration.labels(route).observe(time.monotonic() - begun)
             if reply.first_event_at is not None:
                 self._first_token.labels(route).observe(reply.first_event_at - begun)
-                self.recent_first_token.add(reply.first_event_at - begun, now)
 
     def request_refused(self, status: HTTPStatus) -> None:
         """A client's request was refused before any engine was asked."""
@@ -190,10 +148,10 @@ class Observer:
     def attempt_failed(self, role: EngineRole, failure: Failure, request_id: str) -> None:
         """An attempt at an engine of `role` failed. `request_id`: of the decode attempt."""
         self._failures.labels(role.value, failure.kind.label).inc()
-        self.failures[role][failure.kind] += 1
+        self.failures[role] += 1
         self.recent_failures.appendleft(
             RecentFailure(
-                sum(counted.total() for counted in self.failures.values()),
+                self.failures.total(),
                 time.time(),
                 role,
                 failure.url,
@@ -220,10 +178,8 @@ class Observer:
     def prefilled(self, seconds: float) -> None:
         """A prefill succeeded and took `seconds`, the engine's queue included."""
         self._prefill.observe(seconds)
-        self.recent_prefill.add(seconds, time.monotonic())
 
     def first_token_after_prefill(self, seconds: float) -> None:
         """A stream's first token came `seconds` after the first prefill had ended: the time of the remaining transfer
         and of decode's first step."""
         self._after_prefill.observe(seconds)
-        self.recent_after_prefill.add(seconds, time.monotonic())

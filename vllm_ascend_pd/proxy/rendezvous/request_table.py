@@ -68,7 +68,7 @@ class ProxiedRequest:
         self.request: ClientRequest | None = None
         """The parsed body. None until it has arrived, and for requests that need no prefill: no ticket matches them."""
         self.content = b""
-        """The body, if the request needs no prefill. Otherwise the body is made for each attempt."""
+        """The body, which decode gets as it is if the request needs no prefill."""
         self.request_id = ""
         """The id of the last attempt. `RequestTable.attempt` sets it."""
         self.scope = anyio.CancelScope()

@@ -90,7 +90,7 @@ class Counts(enum.Enum):
     NO = "no"
     YES = "yes"
     IF_TAKEN = "if another engine takes it"
-    """The engine refused what another engine took. A few of these in a row eject it (`HealthGate.refused`)."""
+    """The engine refused what another engine took. A few of these in a row pass it over (`HealthGate.ended`)."""
     IF_IDLE = "if it has no other request, and another engine takes it"
 
 

@@ -64,7 +64,7 @@ class HealthChecks:
     async def first_results(self) -> None:
         """Waits until `run` has checked each engine once, but no longer than for one answer."""
         with anyio.move_on_after(self._timeout):
-            while not all(engine.gate.known for engines in self._roles for engine in engines):
+            while not all(engine.gate.checked_once for engines in self._roles for engine in engines):
                 await anyio.sleep(_FIRST_LOOK_SECONDS)
 
     def _look(self, tasks: TaskGroup) -> None:
@@ -133,12 +133,13 @@ def _why(error: Exception) -> str:
 
 
 def _log_change(engine: RegisteredEngine) -> None:
-    if not engine.gate.well:
+    if engine.gate.ejected:
+        _, reason = engine.gate.state(time.monotonic())
         log.warning(
             "%s engine %s is ejected: %s: it gets requests only if no other engine is left, until its checks are good",
             engine.role.value,
             engine.url,
-            engine.gate.reason,
+            reason,
         )
     else:
         log.info("%s engine %s is healthy again", engine.role.value, engine.url)

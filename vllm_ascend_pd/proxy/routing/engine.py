@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,48 +14,56 @@ from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadReport, LoadSnap
 _PASSED_OVER_SECONDS = 10.0
 """After this time an engine that was passed over gets requests again. One more failure then passes it over for as long
 again."""
-_FIRST_PAUSE_SECONDS = 10.0
-"""An engine that refuses what others take gets one request after this pause. Each refusal of one doubles the pause."""
-_LONGEST_PAUSE_SECONDS = 300.0
-_NOT_CHECKED = "not checked yet"
+
+
+class EngineState(enum.Enum):
+    """The state of an engine, in `/health`, in the admin API and on the status page."""
+
+    NEW = "new"
+    """No check has ended yet. Or the engine was added while the proxy runs, and no check was good: others come
+    first."""
+    HEALTHY = "healthy"
+    FAILING = "failing"
+    """The last check failed. It still gets requests, until more checks fail."""
+    PASSED_OVER = "passed over"
+    """Checks are good, but requests failed there, or were refused and taken by others. Others come first for a
+    while."""
+    EJECTED = "ejected"
+    """Its checks fail. Others come first."""
+    DRAINING = "draining"
+    """An operator drains it: it gets no requests."""
+
+
+USABLE = (EngineState.HEALTHY, EngineState.FAILING, EngineState.PASSED_OVER)
+"""States of an engine that can be expected to answer."""
 
 
 class HealthGate:
-    """Ejects an engine after `eject_after` failed checks in a row, and returns it after `return_after` good ones.
+    """Ejects an engine after `eject_after` failed checks in a row, and returns it after `return_after` good ones. An
+    engine that was added while the proxy runs comes last until a check is good.
 
-    It also ejects an engine that refuses `eject_after` requests in a row which other engines take. Checks do not end
-    that: after a pause, one request tries whether the engine takes requests again.
-
-    An engine at which `eject_after` requests in a row fail is passed over for a while. Its checks may be good, and it
-    looks idle, so it would otherwise get the next request, too.
+    An engine at which `eject_after` requests in a row fail, or which refuses them while other engines take them, is
+    passed over for a while. Its checks may be good, and it looks idle, so it would otherwise get the next request, too.
     """
 
     def __init__(self, eject_after: int, return_after: int, proven: bool = True) -> None:
         """`proven`: False for an engine that needs a good check before it is treated like the others."""
+        self.checked_once = False
+        """Whether any check has ended."""
         self.proven = proven
         """Whether a check was good, or none was needed."""
-        self.last_check = _NOT_CHECKED
-        """"ok", or why the last check failed."""
-        self._unhealthy = False
+        self.ejected = False
         """Whether too many checks in a row have failed."""
-        self._check_reason = ""
+        self._check_reason = "not checked yet"
         """Why the last failed check failed."""
         self._limits = {False: eject_after, True: return_after}
-        """Number of checks in a row that change `_unhealthy`, by its current value."""
+        """Number of checks in a row that change `ejected`, by its current value."""
         self._against = 0
-        """Number of the latest checks in a row that contradict `_unhealthy`."""
-        self._refusals = 0
-        """Number of requests in a row that it refused and others took."""
-        self._refusal = ""
-        """How it refused the last of them."""
-        self._pause = 0.0
-        """Seconds between two trials; 0 unless it is ejected for its refusals."""
-        self._closed_until = 0.0
-        """When the next trial may begin, on the clock of `refused`."""
-        self._on_trial = False
-        """Whether a trial was sent and not answered yet."""
+        """Number of the latest checks in a row that contradict `ejected`."""
         self._failures = 0
-        """Number of the latest requests that failed in a row."""
+        """Number of the latest requests that failed in a row, or were refused and taken by others."""
+        self._how = ""
+        """How the last of them failed."""
         self._passed_over_until = float("-inf")
         """On the clock of `ended`."""
 
@@ -68,47 +77,31 @@ class HealthGate:
 
         Returns whether this check ejected the engine or returned it.
         """
-        self.last_check = reason or "ok"
+        self.checked_once = True
         if reason is None:
             self.proven = True
         else:
             self._check_reason = reason
-        if (reason is None) is not self._unhealthy:
+        if (reason is None) is not self.ejected:
             self._against = 0
             return False
         self._against += 1
-        if self._against < self._limits[self._unhealthy] and not at_once:
+        if self._against < self._limits[self.ejected] and not at_once:
             return False
-        self._unhealthy, self._against = not self._unhealthy, 0
+        self.ejected, self._against = not self.ejected, 0
         return True
 
-    def refused(self, how: str, now: float) -> bool:
-        """Records that it refused a request which another engine took. `now`: seconds of a steady clock.
+    def ended(self, how: str | None, now: float) -> bool:
+        """Records the end of a request, or one that it refused and another engine took.
 
-        Returns whether that ejected it.
+        `how`: how it failed; None if it did not. `now`: seconds of a steady clock. Returns whether other engines are
+        asked first from now on, and were not before.
         """
-        self._refusals += 1
-        self._refusal = how
-        ejects = not self._pause and self._refusals >= self._limits[False]
-        if ejects:
-            self._pause = _FIRST_PAUSE_SECONDS
-        elif self._on_trial:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
-        self._on_trial = False
-        self._closed_until = now + self._pause
-        return ejects
-
-    def took(self) -> bool:
-        """Records that it took a request. Returns whether that ended its ejection for refusals."""
-        returned = self._pause > 0
-        self._refusals, self._pause, self._on_trial = 0, 0.0, False
-        return returned
-
-    def ended(self, well: bool, now: float) -> None:
-        """Records the end of a request that it took. `now`: seconds of a steady clock."""
-        self._failures = 0 if well else self._failures + 1
+        were = self.passed_over(now)
+        self._failures, self._how = (0, "") if how is None else (self._failures + 1, how)
         passes = self._failures >= self._limits[False]
         self._passed_over_until = now + _PASSED_OVER_SECONDS if passes else float("-inf")
+        return passes and not were
 
     def passed_over(self, now: float) -> bool:
         """Whether other engines are asked first because many requests in a row failed here."""
@@ -116,49 +109,34 @@ class HealthGate:
 
     def doubtful(self, now: float) -> bool:
         """Whether healthy engines should be asked first."""
-        return (self.shut and not self.trial_due(now)) or self.passed_over(now)
-
-    def trial_due(self, now: float) -> bool:
-        """Whether the next request should try if it takes requests again."""
-        return self._pause > 0 and now >= self._closed_until and not self._unhealthy
-
-    def sent(self, now: float) -> None:
-        """Records that it gets a request. If a trial was due, the next one is due after another pause."""
-        if self.trial_due(now):
-            self._on_trial = True
-            self._closed_until = now + self._pause
-
-    @property
-    def ejected(self) -> bool:
-        """Whether too many checks or requests in a row have failed."""
-        return self._unhealthy or self._pause > 0
-
-    @property
-    def reason(self) -> str:
-        """Why it is ejected, or why the last failed check failed."""
-        if self._pause and not self._unhealthy:
-            return f"refused {self._refusals} requests that others took: {self._refusal}"
-        return self._check_reason
+        return self.shut or self.passed_over(now)
 
     @property
     def shut(self) -> bool:
-        """Whether the engine gets requests only if no other engine is left, trials apart."""
+        """Whether its checks keep requests from it while another engine is left."""
         return self.ejected or not self.proven
-
-    @property
-    def known(self) -> bool:
-        """Whether any check has ended."""
-        return self.last_check != _NOT_CHECKED
-
-    @property
-    def failing(self) -> bool:
-        """Whether the last check failed but the engine is not ejected."""
-        return not self.ejected and self._against > 0
 
     @property
     def well(self) -> bool:
         """Whether no check speaks against it."""
-        return not self._unhealthy and self._against == 0
+        return not self.ejected and self._against == 0
+
+    @property
+    def answers(self) -> bool:
+        """Whether the last check was good."""
+        return self.checked_once and (self._against > 0) is self.ejected
+
+    def state(self, now: float) -> tuple[EngineState, str | None]:
+        """The state by checks and requests, and the reason if it is not healthy."""
+        if self.ejected:
+            return EngineState.EJECTED, self._check_reason
+        if not (self.proven and self.checked_once):
+            return EngineState.NEW, self._check_reason
+        if self._against:
+            return EngineState.FAILING, self._check_reason
+        if self.passed_over(now):
+            return EngineState.PASSED_OVER, f"{self._failures} requests in a row failed there: {self._how}"
+        return EngineState.HEALTHY, None
 
 
 class RegisteredEngine:
@@ -170,7 +148,7 @@ class RegisteredEngine:
         self.id = f"{role.value}-{hashlib.blake2b(url.encode(), digest_size=6).hexdigest()}"
         """The same in every proxy and after every start."""
         self.gate = gate
-        """State of its health checks, refusals and failures."""
+        """What its health checks and its requests say."""
         self.draining = False
         """Whether an operator drains it. Only the registry changes it."""
         self.removed = False
@@ -189,9 +167,9 @@ class RegisteredEngine:
         """Whether it may get requests."""
         return not (self.draining or self.removed)
 
-    def served(self, well: bool, now: float) -> None:
-        """Records the end of a request. Failures that are not the engine's fault are not recorded."""
-        self.gate.ended(well, now)
+    def state(self, now: float) -> tuple[EngineState, str | None]:
+        """Its state, and the reason if it is neither healthy nor draining."""
+        return (EngineState.DRAINING, None) if self.draining else self.gate.state(now)
 
     @contextmanager
     def serving(self, sent: InFlightLoad) -> Iterator[None]:

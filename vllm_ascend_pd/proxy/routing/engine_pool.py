@@ -38,7 +38,6 @@ from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeS
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRanking, EngineRegistry
-from vllm_ascend_pd.proxy.routing.strategies import STRATEGIES, decode_costs, prefill_costs
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +152,6 @@ class EnginePool:
         role: EngineRole,
         limiter: ConcurrencyLimiter,
         *,
-        strategy: str,
         max_connections: int,
         connect_timeout: float,
         read_timeout: float,
@@ -166,7 +164,6 @@ class EnginePool:
         Args:
             role: of the engines.
             limiter: slots and queue of this pool alone.
-            strategy: a name of `STRATEGIES`.
             max_connections: requests in flight.
             connect_timeout: seconds to open a connection.
             read_timeout: seconds without a byte from the engine.
@@ -177,12 +174,7 @@ class EnginePool:
         self.role = role
         self.limiter = limiter
         self.engines = EngineRegistry(
-            role,
-            limiter,
-            STRATEGIES[strategy](prefill_costs if role is EngineRole.PREFILL else decode_costs),
-            eject_after=eject_after,
-            return_after=return_after,
-            fresh_for=fresh_for,
+            role, limiter, eject_after=eject_after, return_after=return_after, fresh_for=fresh_for
         )
         self._client = EngineClient(
             max_connections=max_connections + MAX_ENGINES,  # one more for each engine's health probe
@@ -209,7 +201,12 @@ class EnginePool:
         """Records how a request to an engine ended. `kind`: None if it succeeded."""
         engine = self.engines.get(url)
         if engine is not None and (kind is None or RULES[self.role, kind].counts is Counts.YES):
-            engine.served(kind is None, time.monotonic())
+            self._ended(engine, kind and kind.value)
+
+    def _ended(self, engine: RegisteredEngine, how: str | None) -> None:
+        if engine.gate.ended(how, time.monotonic()):
+            _, reason = engine.gate.state(time.monotonic())
+            log.warning("%s engine %s is passed over for a while: %s", self.role.value, engine.url, reason)
 
     def busy(self, url: str, why: str, request_id: str) -> EngineError:
         """An engine has said in a stream, which is still open, that it is busy. Others wait until it has room. Returns
@@ -270,7 +267,6 @@ class EnginePool:
                 slot.enter_context(engine.serving(self.engines.count_sent(ranking.prompt, url)))
                 call.sent_at = time.monotonic()
                 call.work = self.engines.load(engine, call.sent_at).tokens
-                engine.gate.sent(call.sent_at)
                 try:
                     response = await self._client.send(
                         request.method, url + request.path, request.headers, request.content
@@ -346,20 +342,12 @@ class EnginePool:
         return self.limiter.in_use(engine) <= 1 and not elsewhere
 
     def _note_taken(self, engine: RegisteredEngine, refusals: Sequence[_Refusal]) -> None:
-        """Notes that an engine has taken a request, and which engines had refused it before."""
-        if self.engines.took(engine):
-            log.info("%s engine %s takes requests again", self.role.value, engine.url)
+        """Notes that an engine has taken a request that others refused before."""
         for each in refusals:
             counts = RULES[self.role, each.kind].counts
             if counts is Counts.NO or each.engine is engine or (counts is Counts.IF_IDLE and not each.is_idle):
                 continue
-            if self.engines.refused(each.engine, each.how, time.monotonic()):
-                log.warning(
-                    "%s engine %s is ejected: %s: a single request tries it now and then",
-                    self.role.value,
-                    each.engine.url,
-                    each.engine.gate.reason,
-                )
+            self._ended(each.engine, f"refused what others took: {each.how}")
 
     async def acquire(
         self, ranking: EngineRanking, tried: Collection[str], begun: float | None = None

@@ -22,7 +22,7 @@ from vllm_ascend_pd.proxy.routing.load import (
     decode_load,
     prefill_load,
 )
-from vllm_ascend_pd.proxy.routing.strategies import PromptEstimate, Strategy
+from vllm_ascend_pd.proxy.routing.strategies import PrefixAffinity, PromptEstimate, decode_costs, prefill_costs
 
 MAX_ENGINES = 512
 """Engines per role. Each one is polled, which takes a connection."""
@@ -76,7 +76,6 @@ class EngineRegistry:
         self,
         role: EngineRole,
         limiter: ConcurrencyLimiter,
-        strategy: Strategy,
         *,
         eject_after: int = 3,
         return_after: int = 2,
@@ -86,7 +85,6 @@ class EngineRegistry:
         Args:
             role: of the engines.
             limiter: has their slots. It is told which engines may get requests.
-            strategy: ranks them. It is told which engines may have lost their prefix cache.
             eject_after: as in HealthGate.
             return_after: as in HealthGate.
             fresh_for: seconds for which an engine's own load report is used.
@@ -95,7 +93,8 @@ class EngineRegistry:
         self.mean_tokens = _FIRST_MEAN_TOKENS
         """Mean length of the prompts sent so far. Only `count_sent` changes it."""
         self._limiter = limiter
-        self._strategy = strategy
+        self.affinity = PrefixAffinity(prefill_costs if role is EngineRole.PREFILL else decode_costs)
+        """Ranks them. It is told which engines may have lost their prefix cache."""
         self._eject_after = eject_after
         self._return_after = return_after
         self._fresh_for = fresh_for
@@ -148,7 +147,7 @@ class EngineRegistry:
         if self._engines.get(engine.url) is engine:
             del self._engines[engine.url]
             engine.removed = True
-            self._strategy.forget(engine.url)
+            self.affinity.forget(engine.url)
             self._limiter.engine_closed(engine)
 
     def replace(self, source: str, urls: Collection[str]) -> tuple[list[str], list[str]]:
@@ -189,26 +188,10 @@ class EngineRegistry:
         was_shut = engine.gate.shut
         changed = engine.gate.checked(reason, at_once)
         if changed and not engine.removed:  # it may have been restarted
-            self._strategy.forget(engine.url)
+            self.affinity.forget(engine.url)
         if was_shut and not engine.gate.shut:
             self._limiter.engine_opened(engine)
         return changed
-
-    @owned
-    def refused(self, engine: RegisteredEngine, how: str, now: float) -> bool:
-        """Records a refused request. Arguments and result: as for `HealthGate.refused`."""
-        ejected = engine.gate.refused(how, now)
-        if ejected and not engine.removed:
-            self._strategy.forget(engine.url)
-        return ejected
-
-    @owned
-    def took(self, engine: RegisteredEngine) -> bool:
-        """Records a request that was taken. Result: as for `HealthGate.took`."""
-        returned = engine.gate.took()
-        if returned and not engine.gate.shut:
-            self._limiter.engine_opened(engine)
-        return returned
 
     # Which one gets a prompt.
 
@@ -216,18 +199,13 @@ class EngineRegistry:
     def rank(
         self, prompt: PromptEstimate, avoid: Collection[str] = (), group: RequestGroup | None = None
     ) -> EngineRanking:
-        """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines form the last tier.
-
-        An engine whose trial is due comes first: otherwise it might never get one.
-        """
+        """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines form the last tier."""
         now = time.monotonic()
         engines = {engine.url: engine for engine in self if engine.open and engine.url not in avoid}
-        ranked = self._strategy.order(prompt, [self.load(engine, now) for engine in engines.values()])
+        ranked = self.affinity.order(prompt, [self.load(engine, now) for engine in engines.values()])
         doubtful = tuple(url for url in ranked if engines[url].gate.doubtful(now))
-        well = sorted(
-            (url for url in ranked if url not in doubtful), key=lambda url: not engines[url].gate.trial_due(now)
-        )
-        return EngineRanking(prompt, (tuple(well), doubtful), avoid, group=group)
+        well = tuple(url for url in ranked if url not in doubtful)
+        return EngineRanking(prompt, (well, doubtful), avoid, group=group)
 
     def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
         """The load of an engine, from its own report and from what this proxy has sent."""
@@ -243,4 +221,4 @@ class EngineRegistry:
         """Notes that a prompt goes to an engine. Returns what that adds to the engine's load."""
         if prompt.sequences:
             self.mean_tokens += (prompt.tokens - self.mean_tokens) / _MEAN_OVER_PROMPTS
-        return InFlightLoad(prompt.sequences, self._strategy.sent(prompt, url))
+        return InFlightLoad(prompt.sequences, self.affinity.sent(prompt, url))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing strategies: what a prompt costs at each engine, and which one gets it. No I/O.
+"""Routing: what a prompt costs at each engine, and which one gets it. No I/O.
 
 Prompts are estimated before they are tokenised: their length, and keys of their prefixes.
 """
@@ -10,7 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest, Fields, samples_of
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
@@ -163,76 +163,34 @@ def decode_costs(prompt: PromptEstimate, engines: Sequence[EngineLoad], new: Seq
     ]
 
 
-class Strategy(Protocol):
-    """A way to choose engines."""
-
-    def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
-        """Returns the URL of each engine once, best first."""
-
-    def sent(self, prompt: PromptEstimate, url: str) -> int:
-        """Notes that a prompt goes to an engine. Returns how many of its tokens that engine has not cached."""
-
-    def forget(self, url: str) -> None:
-        """Notes that an engine is gone or was restarted, so nothing is cached there."""
-
-
-class RoundRobin:
-    """Uses the engines in turn, whatever their load."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-        """Number of rankings so far."""
-
-    def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
-        return [engine.url for engine in self._rotated(engines)]
-
-    def _rotated(self, engines: Sequence[EngineLoad]) -> list[EngineLoad]:
-        first = self._turn % len(engines) if engines else 0
-        self._turn += 1
-        return [*engines[first:], *engines[:first]]
-
-    def sent(self, prompt: PromptEstimate, url: str) -> int:
-        return prompt.tokens
-
-    def forget(self, url: str) -> None:
-        pass
-
-
-class LeastLoad(RoundRobin):
-    """Prefers the engine with the lowest cost. Engines with equal costs are used in turn."""
-
-    def __init__(self, costs: Costs) -> None:
-        super().__init__()
-        self._costs = costs
-
-    def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
-        turns = self._rotated(engines)
-        costs = self._costs(prompt, turns, [self._new_tokens(prompt, engine.url) for engine in turns])
-        ranked = sorted(zip(costs, self._ties(prompt, turns), turns, strict=True), key=itemgetter(0, 1))
-        return [engine.url for _, _, engine in ranked]
-
-    def _new_tokens(self, prompt: PromptEstimate, url: str) -> int:
-        return prompt.tokens
-
-    def _ties(self, prompt: PromptEstimate, turns: Sequence[EngineLoad]) -> Sequence[int]:
-        return range(len(turns))
-
-
-class PrefixAffinity(LeastLoad):
-    """As `LeastLoad`, but tokens that an engine has computed lately cost nothing there.
+class PrefixAffinity:
+    """Prefers the engine with the lowest cost. Tokens that an engine has computed lately cost nothing there.
 
     Requests with a common prefix so go to the same engine, unless the work that waits there costs more than computing
     the prefix elsewhere. Engines with equal costs are ordered by rendezvous hashing of the prompt's first block, so
-    that several proxies choose the same.
+    that several proxies choose the same. For a prompt shorter than a block they are used in turn.
     """
 
     def __init__(self, costs: Costs, max_keys: int = MAX_CACHED_KEYS) -> None:
-        super().__init__(costs)
+        self._costs = costs
         self._max_keys = max_keys
+        self._turn = 0
+        """Number of rankings so far."""
         self._cached: dict[str, OrderedDict[int, None]] = {}
         """Keys of the prefix blocks that an engine has computed, by its URL; least recently used first."""
 
+    def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
+        """Returns the URL of each engine once, best first."""
+        first = self._turn % len(engines) if engines else 0
+        self._turn += 1
+        turns = [*engines[first:], *engines[:first]]
+        costs = self._costs(prompt, turns, [self._new_tokens(prompt, engine.url) for engine in turns])
+        ties = [_rendezvous(prompt.keys[0], engine.url) for engine in turns] if prompt.keys else range(len(turns))
+        ranked = sorted(zip(costs, ties, turns, strict=True), key=itemgetter(0, 1))
+        return [engine.url for _, _, engine in ranked]
+
     def sent(self, prompt: PromptEstimate, url: str) -> int:
+        """Notes that a prompt goes to an engine. Returns how many of its tokens that engine has not cached."""
         new = self._new_tokens(prompt, url)
         cached = self._cached.setdefault(url, OrderedDict())
         # Later blocks are forgotten before earlier ones, as in engines: without its beginning a prefix is useless.
@@ -244,6 +202,7 @@ class PrefixAffinity(LeastLoad):
         return new
 
     def forget(self, url: str) -> None:
+        """Notes that an engine is gone or was restarted, so nothing is cached there."""
         self._cached.pop(url, None)
 
     def _new_tokens(self, prompt: PromptEstimate, url: str) -> int:
@@ -251,19 +210,6 @@ class PrefixAffinity(LeastLoad):
         known = next((index for index, key in enumerate(prompt.keys) if key not in cached), len(prompt.keys))
         return prompt.new_tokens(known)
 
-    def _ties(self, prompt: PromptEstimate, turns: Sequence[EngineLoad]) -> Sequence[int]:
-        if not prompt.keys:
-            return super()._ties(prompt, turns)
-        return [_rendezvous(prompt.keys[0], engine.url) for engine in turns]
-
 
 def _rendezvous(key: int, url: str) -> int:
     return int.from_bytes(hashlib.blake2b(b"%d " % key + url.encode(), digest_size=8).digest(), "little")
-
-
-STRATEGIES: dict[str, Callable[[Costs], Strategy]] = {
-    "round-robin": lambda _: RoundRobin(),
-    "least-load": LeastLoad,
-    "prefix-affinity": PrefixAffinity,
-}
-DEFAULT_STRATEGY = "prefix-affinity"

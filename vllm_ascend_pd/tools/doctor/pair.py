@@ -122,7 +122,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 class _ProxyHealth(msgspec.Struct, frozen=True):
-    """The answer of `proxy/operate/health.py`: each engine's state by its URL."""
+    """The answer of the proxy's `/health` (`proxy/operate/status.py`): each engine's state by its URL."""
 
     status: str
     prefill: dict[str, str]
@@ -302,7 +302,7 @@ def _judge_engines_of(proxy: CheckedServer, engines: Sequence[CheckedServer]) ->
     used = {"prefill": health.prefill, "decode": health.decode}
     for role, states in used.items():
         for url, state in states.items():
-            if state != "ok":
+            if state != "healthy":
                 found = f"{proxy.named} finds {role} {one_line(url, _CHARS)}: {one_line(state, _CHARS)}"
                 findings.append(error(check, found, "check that engine, and the network from the proxy's host to it"))
     for engine in engines:

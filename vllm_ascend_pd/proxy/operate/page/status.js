@@ -11,8 +11,6 @@ const VERDICTS = {
   unavailable: "Requests cannot be served",
 };
 const ROLES = { prefill: "Prefill engines", decode: "Decode engines" };
-const PASSED_OVER = "Requests have failed here: for some seconds others are asked first.";
-const LATENCY_COLUMNS = ["p50", "p90", "p99", "Samples"];
 const NOTHING = "–";
 
 // Kept nowhere else: answers of engines come from the page's own origin, and could read a browser's storage.
@@ -41,13 +39,6 @@ function plural(number, one, many) {
   return `${whole.format(number)} ${number === 1 ? one : many}`;
 }
 
-function duration(seconds) {
-  if (seconds === null) return NOTHING;
-  if (seconds < 0.01) return `${(seconds * 1000).toFixed(1)} ms`;
-  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
-  return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
-}
-
 function ago(seconds) {
   if (seconds < 60) return `${Math.max(0, Math.round(seconds))} s ago`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min ago`;
@@ -73,12 +64,11 @@ function keep(parent, items, key, make, show) {
 }
 
 function showEngine(row, engine, role) {
-  const [badge, draining] = row.querySelectorAll(".badge");
+  const badge = row.querySelector(".badge");
   row.dataset.state = badge.dataset.state = engine.state;
   say(badge, engine.state);
-  draining.hidden = !engine.draining;
   say(row.querySelector(".url"), engine.url);
-  say(row.querySelector("small"), engine.state === "passed over" ? PASSED_OVER : (engine.reason ?? ""));
+  say(row.querySelector("small"), engine.reason ?? "");
   for (const field of ["in_flight", "running", "queued"]) count(row.querySelector(`[data-field=${field}]`), engine[field]);
   count(row.querySelector("[data-field=tokens]"), engine.tokens, compact);
   say(row.querySelector("[data-field=places]"), `${engine.seats_taken} of ${role.seats_per_engine}`);
@@ -119,21 +109,6 @@ function showRole(section, role) {
   for (const cell of section.querySelectorAll("[data-column=tokens]")) cell.hidden = role.role !== "prefill";
 }
 
-function showLatency(row, percentiles) {
-  const values = [...["p50", "p90", "p99"].map((name) => duration(percentiles[name])), whole.format(percentiles.count)];
-  while (row.cells.length <= values.length) {
-    const cell = row.insertCell();
-    cell.className = "number";
-    cell.dataset.label = LATENCY_COLUMNS[cell.cellIndex - 1];
-    cell.setAttribute("role", "cell");
-  }
-  values.forEach((value, index) => {
-    const cell = row.cells[index + 1];
-    say(cell, value);
-    cell.toggleAttribute("data-none", percentiles.count === 0);
-  });
-}
-
 function showFailure(item, failure, now) {
   const at = new Date(failure.at * 1000);
   const time = item.querySelector("time");
@@ -157,8 +132,6 @@ function show(status) {
   say(byId("waiting"), whole.format(status.requests.waiting));
   for (const cell of document.querySelectorAll("[data-phase]")) count(cell, status.requests.phases[cell.dataset.phase]);
   keep(byId("roles"), status.roles, (role) => role.role, makeRole, showRole);
-  say(byId("window"), whole.format(status.latency.window_seconds / 60));
-  for (const row of byId("latency").rows) showLatency(row, status.latency[row.dataset.latency]);
   byId("no-failures").hidden = status.failures.length > 0;
   byId("failures").hidden = status.failures.length === 0;
   keep(
