@@ -107,11 +107,6 @@ def test_nothing_of_a_failed_write_rests(monkeypatch: pytest.MonkeyPatch) -> Non
     assert over_tcp.rest_s == over_tcp.settle_s > 0
 
 
-@pytest.mark.parametrize("device", [0, 1, 2, 12])
-def test_an_address_is_found(device: int) -> None:
-    assert ascend.check_entry(HCCN_CONF, device) is None
-
-
 @pytest.mark.parametrize("device", [3, 4])
 def test_an_entry_that_is_no_address_is_refused(device: int) -> None:
     finding = ascend.check_entry(HCCN_CONF, device)
@@ -126,13 +121,6 @@ def test_without_an_address_there_is_hccs() -> None:
     assert finding is not None
     assert not finding.fatal
     assert "no address_7" in finding.message
-
-
-def test_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "hccn.conf"
-    path.write_text(HCCN_CONF)
-    assert ascend.check_address(path, 1, has_tool=False) == []
-    assert [finding.fatal for finding in ascend.check_address(path, 3, has_tool=True)] == [True]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -55,34 +55,10 @@ def received(ticket: str, cached: int) -> WorkerReport:
     return WorkerReport(received={ticket: (1000, 500)}, cached={ticket: cached})
 
 
-def test_an_engine_that_reports_nothing_counts_as_one_that_had_nothing(decode, all_prefilled):
-    decode.add("r", range(PROMPT), all_prefilled)
-    ticket = ticket_id(decode)
-    assert arrives(decode, "r", WorkerReport(received={ticket: (1000, 500)})) == 0
-
-
 def test_the_last_token_never_counts_as_cached(decode, all_prefilled):
     decode.add("r", range(PROMPT), all_prefilled)
     ticket = ticket_id(decode)
     assert arrives(decode, "r", received(ticket, 1 << 30)) == PROMPT - 1
-
-
-def test_the_other_figures_are_those_of_a_single_engine(decode, all_prefilled, scheduled_model):
-    """vLLM from 0.30 on also says how many tokens it has put into its cache."""
-    decode.add("r", range(PROMPT), all_prefilled)
-    decode.step(received(ticket_id(decode), 2 * BLOCK), finished_recving={"r"})
-    _, [output] = decode.step()
-    single = RealScheduler(Role.DECODE, scheduled_model)
-    try:
-        single.add("before", range(2 * BLOCK))
-        single.step()
-        single.add("r", range(PROMPT))
-        _, [expected] = single.step()
-    finally:
-        single.close()
-    for figure in ("num_prompt_tokens", "num_cached_tokens", "num_cache_creation_tokens"):
-        got = getattr(output.prefill_stats, figure, None)
-        assert got == getattr(expected.prefill_stats, figure, None), figure
 
 
 def test_a_prompt_that_decode_computes_after_a_failed_transfer(scheduled_model, all_prefilled):

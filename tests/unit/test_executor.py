@@ -16,7 +16,6 @@ from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Route, make_route
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RunningTime
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
-from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
@@ -149,14 +148,6 @@ def test_nothing_is_written_without_a_lease(engine, executor):
     assert expired.failure == "the lease for decode rank (0, 0) ran out"
 
 
-def test_a_request_that_has_failed_is_left_out(engine, executor, transfers):
-    first, second = pushes(transfers)
-    executor.execute(first)
-    transfers[0].fail("aborted", PushFailure.ABORTED)
-    executor.execute(second)
-    assert sorted(engine.arrived) == [copy_of(0, 1, 7), copy_of(0, 3, 9), copy_of(1, 3, 9)]
-
-
 def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, executor, transfers):
     """The write for both fails with nothing on its way, then that of the first request alone."""
     engine.lost = {copy_of(0, 1, 7)[1]}
@@ -235,28 +226,6 @@ def test_layers_that_come_while_one_waits_for_its_turn_leave_in_one_batch(execut
     executor.pipeline.drain()
     assert engine.calls == [destinations(0, 1)]
     assert [transfer.written[KEY][0] for transfer in transfers] == [2 * BLOCK_BYTES] * 2
-
-
-def test_a_joined_batch_keeps_to_the_limits(executor, transfers):
-    executor.pipeline._engine = executor._engine = engine = Calls()
-    engine.limits = TransferLimits(max_descriptors=3)
-    engine.proceed.set()
-    first, second = pushes(transfers)
-    executor.execute(first, lambda: [second])
-    executor.pipeline.drain()
-    assert engine.calls == [destinations(0), destinations(1)]
-
-
-def test_only_alike_layers_that_can_be_read_leave_together(executor, transfers):
-    class Later(Done):
-        def wait(self, timeout_s: float) -> None:
-            raise TimeoutError
-
-    first, second = pushes(transfers)
-    [of_another_step, _] = pushes(transfers)
-    assert not executor.can_join(first, of_another_step)
-    second.ready = Later()
-    assert not executor.can_join(first, second)
 
 
 def test_of_layers_that_left_together_each_is_written_again_by_itself(executor, engine, transfers):

@@ -1,13 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a route makes of a unit."""
+"""Sizes, routes and units that are refused, and what a route needs. `test_plan.py` carries routes out for all sizes."""
 
 import msgspec
+import numpy as np
 import pytest
-from simulate import all_sizes
+from simulate import all_sizes, sizes
 
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, Order, RankCaches
-from vllm_ascend_pd.core.plan import make_route, slot_bytes, why_slow
-from vllm_ascend_pd.core.topology import Sharding, TopologyError, regroup_groups, sharding
+from vllm_ascend_pd.core.plan import Units, make_route, slot_bytes, why_slow
+from vllm_ascend_pd.core.topology import (
+    Sharding,
+    TopologyError,
+    holders,
+    owned_heads,
+    regroup_groups,
+    replicas,
+    sharding,
+    writers_to,
+)
+
+NOT_FITTING = [(tp, heads) for heads in range(1, 9) for tp in range(1, 9) if tp not in sizes(heads)]
+
+
+@pytest.mark.parametrize(("tp", "heads"), [*NOT_FITTING, (0, 1), (1, 0), (-1, 2), (2, -1)])
+def test_sizes_that_do_not_fit(tp, heads):
+    for use in (
+        lambda: replicas(tp, heads),
+        lambda: owned_heads(0, tp, heads),
+        lambda: holders(0, tp, heads),
+        lambda: regroup_groups(sharding(tp), heads),
+        lambda: writers_to(0, sharding(tp), sharding(1), heads, 0, True),
+        lambda: writers_to(0, sharding(1), sharding(tp), heads, 0, True),
+    ):
+        with pytest.raises(TopologyError):
+            use()
+
+
+def test_replicas_take_turns():
+    """Over as many consecutive hashes as there are replicas, every prefill rank writes exactly once."""
+    for heads, tp, _ in all_sizes():
+        hashes = range(replicas(tp, heads))
+        turns = [rank for each in hashes for rank in writers_to(0, sharding(1), sharding(tp), heads, each, True)]
+        assert sorted(turns) == [*range(tp)]
+
+
+@pytest.mark.parametrize(
+    ("dealt", "heads"),
+    [
+        (sharding(4, dcp=2), 4),  # no two ranks hold the same heads
+        (sharding(12, dcp=4), 2),  # a group of 4 among 6 ranks
+        (Sharding(2, (0, 0, 1)), 1),  # half a tensor-parallel group
+        (Sharding(2, (0, 2)), 1),  # a share that nobody holds
+        (Sharding(4, (0, 0, 0, 1)), 1),
+        (Sharding(1, (2**31 - 1,)), 1),
+    ],
+)
+@pytest.mark.timeout(10)
+def test_tokens_that_are_not_shared_evenly(dealt, heads):
+    for use in (
+        lambda: dealt.replicas(heads),
+        lambda: regroup_groups(dealt, heads),
+        lambda: writers_to(0, sharding(1), dealt, heads, 0, True),
+    ):
+        with pytest.raises(TopologyError):
+            use()
+
+
+@pytest.mark.parametrize("sizes", [(0,), (2, 0), (2, 2, 0), (2, 2, 16, 0), (2, -2)])
+def test_sizes_below_one(sizes):
+    with pytest.raises(TopologyError, match="parallel sizes"):
+        sharding(*sizes)
 
 
 def geometry(heads: int, total: int, *, block_size: int = 4, order: Order = Order.TOKEN_MAJOR) -> Geometry:
@@ -53,12 +115,6 @@ def test_head_major_needs_equal_block_sizes():
         make_route(geometry(2, 2, block_size=4, order=Order.HEAD_MAJOR), 0, sharding(1), sharding(1), 8)
 
 
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 4), (4, 1)])
-def test_sizes_that_heads_do_not_allow(p_tp, d_tp):
-    with pytest.raises(TopologyError):
-        make_route(geometry(6, 6), 0, sharding(p_tp), sharding(d_tp), 4)
-
-
 # --- context parallelism -------------------------------------------------------------------------------------
 
 
@@ -96,3 +152,20 @@ def test_what_is_right_but_slow(heads, prefill, decode, slow):
     route = make_route(source, 0, prefill, decode, 16)
     said = why_slow(route, source, prefill, decode, 16)
     assert (said is None) if slow is None else (said is not None and slow in said and "correct but slow" in said)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(3, 4), (-2, 2), (4, 2)])
+def test_units_begin_on_their_boundary(start, stop):
+    with pytest.raises(ValueError, match=rf"tokens \[{start}, {stop}\) do not begin a unit of 2 tokens"):
+        Units.of(2, [(0, 2), (start, stop)])
+
+
+@pytest.mark.parametrize(
+    ("first_block", "start", "stop", "token"),
+    [(0, 0, 5, 4), (0, 4, 5, 4), (1, 0, 4, 0), (1, 0, 8, 0), (1, 4, 9, 8), (0, 0, 2**20, 4)],
+)
+def test_units_outside_the_blocks(first_block, start, stop, token):
+    """Though a neighbour has blocks there."""
+    units, others = Units.of(4, [(0, 4), (start, stop), (0, 4)]), np.array([7, 1, 3])
+    with pytest.raises(ValueError, match=f"token {token} is not in 1 blocks from block {first_block} on"):
+        units.blocks([others, np.array([0]), others], [0, first_block, 0], 4)

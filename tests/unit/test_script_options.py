@@ -64,14 +64,6 @@ def test_wrong_options_are_refused_first(name: str, options: tuple[str, ...], re
     assert done.stderr.startswith(f"{name}: {reason}")
 
 
-@pytest.mark.parametrize("options", [("--quick", "--npu"), ("--hostile", "-k", "x", "--e2e")])
-def test_one_kind_of_tests_at_a_time(options: tuple[str, ...], tmp_path: Path) -> None:
-    done = run("test", tmp_path, *options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"test: {options[0]} and {options[-1]}: which?\n"
-    assert run("test", tmp_path, options[0], options[0]).returncode == 9
-
-
 def test_values(tmp_path: Path) -> None:
     assert "--port needs a value" in run("run_1p1d", tmp_path, "--port").stderr
     assert "--keep takes no value" in run("run_1p1d", tmp_path, "--keep=1").stderr

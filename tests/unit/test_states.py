@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ascend_pd.core.caches import RegisteredCaches, StateGroup, StateSpec, TokenGroup, describe
+from vllm_ascend_pd.core.caches import RegisteredCaches, StateGroup, StateSpec, describe
 from vllm_ascend_pd.core.layout import (
-    BlockKind,
     LayerSpec,
     LayerState,
     LayoutError,
-    Order,
     Section,
     StatePartition,
     partition_states,
@@ -123,13 +121,6 @@ def _copy(destination: int, source: int, nbytes: int) -> None:
     ctypes.memmove(int(destination), int(source), int(nbytes))
 
 
-def test_a_state_is_a_block_of_one_token() -> None:
-    registered, _ = MAMBA2.rank(0, 2, 1, together=True)
-    for geometry in registered.description.geometries:
-        assert (geometry.kind, geometry.order, geometry.block_size) == (BlockKind.STATE, Order.HEAD_MAJOR, 1)
-    assert len(registered.layers["mamba"]) == 3 * ROWS + 1
-
-
 def test_states_of_an_unknown_kind_fit_equal_sizes_only() -> None:
     dealt = partition_states(StatePartition("SOMETHING_NEW", 4, None, 0), [(3, 5), (7, 2)])
     assert dealt == [(0, (Section(1, 4, 3),)), (0, (Section(1, 4, 7),))]
@@ -196,11 +187,6 @@ def test_blocks_that_are_several_of_the_kernels() -> None:
         describe({"layer": k[:, ::2]}, {"layer": LayerSpec(0, kernel * per_block, heads, 4)}, heads_first=False)
     with pytest.raises(LayoutError, match="layer: "):
         describe({"layer": k[1:]}, {"layer": LayerSpec(0, kernel * per_block, heads, 4)}, heads_first=False)
-
-
-@pytest.mark.parametrize(("start", "stop", "held"), [(0, 5, [10, 11]), (4, 8, [11]), (4, 9, [11, 12]), (8, 8, [])])
-def test_blocks_of_a_group_of_tokens(start: int, stop: int, held: list[int]) -> None:
-    assert TokenGroup(4).holding([10, 11, 12], start, stop, last=False) == held
 
 
 def test_blocks_of_a_group_of_states() -> None:

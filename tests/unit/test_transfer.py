@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What threads share of a transfer: the control thread publishes views, others read them and report failures."""
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, Message, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
-from vllm_ascend_pd.core.threads import hand_over
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 
 KEY = (0, 0)
@@ -87,26 +85,3 @@ def test_a_lease_that_has_run_out_fails_it_though_a_renewal_crosses() -> None:
     with transfer.changing() as state:
         assert state.finish(time.monotonic()) is False
     assert state.failure == "the lease for decode rank (0, 0) ran out"
-
-
-def test_readers_never_wait_for_the_control_thread() -> None:
-    transfer = make_transfer()
-    contact(transfer)
-    answer(transfer, Granted(30.0))
-    inside, leave = threading.Event(), threading.Event()
-
-    def hold_the_state() -> None:
-        hand_over(transfer.state)
-        with transfer.changing():
-            inside.set()
-            leave.wait(10)
-
-    with ThreadPoolExecutor(1) as control:
-        held = control.submit(hold_the_state)
-        assert inside.wait(10)
-        assert transfer.await_grant(KEY)
-        assert transfer.writable_until(KEY) > time.monotonic()
-        transfer.fail("for the test", PushFailure.ABORTED)
-        leave.set()
-        held.result(10)
-    assert transfer.failure == "for the test"
