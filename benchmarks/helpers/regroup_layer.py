@@ -84,7 +84,7 @@ def our_side(
     ring: StagingRing[StepSend] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(route.ranks, group)
-    regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s, PrefillObserver())
+    regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s, PrefillObserver(), {})
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     units = Units.of(BLOCK, [(0, layer.num_blocks * BLOCK)]).cut(own)
     nowhere = np.empty(0, dtype=np.int64)

@@ -331,6 +331,18 @@ def _npu_matmul_add_fp32(x: Tensor, weight: Tensor, c: Tensor) -> None:
     c.add_(x.t().float() @ weight.float())
 
 
+def npu_quantize(
+    x: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: torch.dtype, axis: int = 1, div_mode: bool = True
+) -> Tensor:
+    """aclnnAscendQuantV3 without square roots: int8 of `x * scale + offset`, rounded to even."""
+    takes.types("npu_quantize", takes.HALF, x=x)
+    assert (dtype, axis, div_mode) == (torch.qint8, -1, False)
+    y = x.float() * scales.float()
+    if zero_points is not None:
+        y = y + zero_points.float()
+    return y.round().clamp(-128, 127).to(torch.int8)
+
+
 def npu_paged_cache_load(
     key_cache: Tensor,
     value_cache: Tensor,
@@ -373,4 +385,5 @@ FUSED: tuple[Callable[..., Any], ...] = (
     npu_transpose_batchmatmul,
     _npu_paged_attention,
     _npu_matmul_add_fp32,
+    npu_quantize,
 )

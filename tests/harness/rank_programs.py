@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, truth
-from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.caches import Quantize, describe
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import LayerSpec, Order
 from vllm_ascend_pd.core.observer import DecodeObserver, PrefillObserver, tell_all
@@ -98,6 +98,7 @@ class _RankBase:
             specs,
             heads_first=self.model.order is Order.HEAD_MAJOR,
             readers=() if self.side.buffers else None,
+            quantize=self.quantize(),
         )
         protocol = self.device.transfer_protocol
         limits = TransferLimits.over(protocol, timeout_s=self.parsed.write_timeout_s)
@@ -128,6 +129,10 @@ class _RankBase:
         for layer in self.model.draft_layers:
             specs[layer_name(layer)] = replace(spec, draft=DRAFT)
         return caches, specs
+
+    def quantize(self) -> dict[tuple[str, int], Quantize]:
+        """Returns what quantizes tensors on their way to decode, as `describe` takes it."""
+        return {}
 
     def _heads(self) -> range:
         return self.model.heads_of(self.rank % self.side.tp, self.side.tp)
@@ -369,6 +374,14 @@ class DecodeRank(_RankBase):
         self.cached_tokens |= report.cached if report else {}
         return arrivals.finished, arrivals.failed, report.failed if report else {}
 
+    def kept(self, layer: int, part: int, cache: torch.Tensor) -> torch.Tensor:
+        """Returns what a cache holds: `[num_blocks, tokens, heads, width]`."""
+        return by_token(self.model, cache)
+
+    def expected(self, layer: int, part: int, prompt: Prompt) -> torch.Tensor:
+        """Returns what a cache must hold of a prompt: `[num_tokens, heads of the model, width]`."""
+        return truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
+
     def differences(self, prompts: list[Prompt]) -> list[str]:
         """Returns every place where the cache is wrong.
 
@@ -379,10 +392,10 @@ class DecodeRank(_RankBase):
         own = self._heads()
         for layer in self.side.layers_of(self.pp_rank, self.model):
             for part, cache in enumerate(self.caches[layer_name(layer)]):
-                view = by_token(self.model, cache).cpu()
+                view = self.kept(layer, part, cache).cpu()
                 used = set()
                 for prompt in prompts:
-                    values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
+                    values = self.expected(layer, part, prompt)
                     places = self.side.places(self.rank, prompt.cached, prompt.num_tokens)
                     used |= {prompt.d_blocks[block] for block in places}
                     for block, tokens in places.items():

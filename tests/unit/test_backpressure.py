@@ -51,7 +51,7 @@ class Regrouping:
         self.waits = Waits()
         self.device: Any = OnTheModelsThread()
         self.ring: StagingRing[Any] = StagingRing(self.device.allocate(SLOT_BYTES), SLOT_BYTES, 1, RunningTime())
-        self.regrouper = Regrouper(self.device, self.ring, {}, SLOT_TIMEOUT_S, GRANT_WAIT_S, self.waits)
+        self.regrouper = Regrouper(self.device, self.ring, {}, SLOT_TIMEOUT_S, GRANT_WAIT_S, self.waits, {})
 
     def submit(self, **state: bool) -> float:
         """Returns for how long the model waited."""
@@ -62,7 +62,7 @@ class Regrouping:
 
 
 def layer(has_failed: bool = False, waits_for_grant: bool = False) -> Any:
-    route = SimpleNamespace(planes=1, entries=1, plane_row=SLOT_BYTES, ranks=())
+    route = SimpleNamespace(planes=1, entries=1, plane_row=SLOT_BYTES, ranks=(), packs=False)
     return SimpleNamespace(
         route=route,
         share=1,

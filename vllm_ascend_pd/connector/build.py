@@ -26,6 +26,7 @@ from vllm_ascend_pd.connector.caches import (
     lost_blocks_say_all,
     readers_of_others,
 )
+from vllm_ascend_pd.connector.int8_caches import int8_caches
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.model import (
     draft_summary,
@@ -306,8 +307,9 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
         rank = _rank_info(setup)
         is_first = (rank.pp_rank, rank.rank) == (0, 0)
         specs = layer_specs(setup.caches, vllm_config, rank.share)
+        specs, quantize = int8_caches(specs, vllm_config, setup.prefills)
         readers = readers_of_others(vllm_config)
-        caches = describe(kv_caches, specs, heads_first=device.name == "cpu", readers=readers)
+        caches = describe(kv_caches, specs, heads_first=device.name == "cpu", readers=readers, quantize=quantize)
         if not setup.prefills:
             _check_buffers(caches)
         _check_declared_sizes(config, "prefill" if setup.prefills else "decode", rank)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import torch
 
 from vllm_ascend_pd.core.ascend import Region, aligned, merge
@@ -18,6 +19,8 @@ from vllm_ascend_pd.core.layout import (
     LayerSpec,
     LayerState,
     LayoutError,
+    Order,
+    Packing,
     RankCaches,
     block_geometry,
     state_geometries,
@@ -115,6 +118,9 @@ _SMALL_GAP = 4096
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
+Quantize: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Returns KV `[tokens, heads, head size]` in int8, by the scales of one layer's tensor."""
+
 
 @dataclass(frozen=True)
 class StateSpec:
@@ -149,6 +155,8 @@ class RegisteredCaches:
     layers: dict[str, tuple[int, ...]]
     # Pairs of layers that overwrite each other's KV in each step, because they use a buffer in turn.
     in_turn: tuple[tuple[str, str], ...] = ()
+    # By layer and part: what quantizes a tensor on its way to decode.
+    quantize: Mapping[tuple[str, int], Quantize] = field(default_factory=dict)
 
     def regions(self) -> list[Region]:
         """Returns the memory of all tensors.
@@ -182,6 +190,7 @@ def describe(
     *,
     heads_first: bool,
     readers: Container[str] | None = None,
+    quantize: Mapping[tuple[str, int], Quantize] | None = None,
 ) -> RegisteredCaches:
     """Describes the KV caches of a rank.
 
@@ -190,6 +199,7 @@ def describe(
     `heads_first`: whether heads come before tokens if a tensor's shape does not decide it.
     `readers`: layers that read another layer's cache. Other layers of one group at one address use it in turn. None:
         all layers at one address share a cache.
+    `quantize`: on prefill, what quantizes tensors that decode keeps in int8, by layer and part.
 
     Raises LayoutError.
     """
@@ -221,10 +231,12 @@ def describe(
                     continue  # the cache of an earlier layer, which this one shares
                 in_turn.append((earlier, layer))
             known[base, index] = layer
-            described.append(CacheTensor(layer, part, base, tensor.shape[0], index))
+            scales = spec.scales[part] if isinstance(spec, LayerSpec) and spec.scales else ""
+            described.append(CacheTensor(layer, part, base, tensor.shape[0], index, scales))
             tensors.append(tensor)
         layers[layer] = tuple(range(first, len(tensors)))
-    return RegisteredCaches(RankCaches(tuple(geometries), tuple(described)), tuple(tensors), layers, tuple(in_turn))
+    caches = RankCaches(tuple(geometries), tuple(described))
+    return RegisteredCaches(caches, tuple(tensors), layers, tuple(in_turn), quantize or {})
 
 
 # A tensor, an offset in bytes from its start, and the geometry of the blocks from there on.
@@ -233,12 +245,29 @@ _Run: TypeAlias = tuple[torch.Tensor, int, Geometry]
 
 def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -> list[_Run]:
     runs: list[_Run] = []
-    for whole in cache:
+    if spec.packings and len(spec.packings) != len(cache):
+        raise LayoutError(f"{len(cache)} tensors where decode keeps {len(spec.packings)} in NZ order")
+    for part, whole in enumerate(cache):
         tensor = _by_blocks(whole, spec.block_size // spec.tokens_per_entry, heads_first)
         shape, strides, dtype = tensor.shape, tensor.stride(), _dtype(tensor, spec.encoding)
         geometry = block_geometry(shape, strides, tensor.element_size(), dtype, spec, heads_first=heads_first)
+        if spec.packings:
+            geometry = _packed(geometry, tensor, spec.packings[part], spec.is_packed)
         runs.append((tensor, 0, geometry))
     return runs
+
+
+def _packed(geometry: Geometry, tensor: torch.Tensor, packing: Packing, is_packed: bool) -> Geometry:
+    """Returns the geometry of a tensor that decode keeps in the form `packing`. `is_packed`: it is decode's."""
+    in_8_bits = is_packed and packing is Packing.INT8_NZ
+    if tensor.dtype not in ((torch.int8,) if in_8_bits else (torch.bfloat16, torch.float16)):
+        expected = "int8" if in_8_bits else "bfloat16 or float16"
+        raise LayoutError(f"a cache of {tensor.dtype} is not supported where decode keeps int8: expected {expected}")
+    if geometry.order is not Order.TOKEN_MAJOR:
+        raise LayoutError("a head-major cache, which decode would keep in NZ order")
+    return msgspec.structs.replace(
+        geometry, packing=packing, order=Order.HEAD_MAJOR if is_packed else Order.TOKEN_MAJOR
+    )
 
 
 def _dtype(tensor: torch.Tensor, encoding: str | None) -> str:

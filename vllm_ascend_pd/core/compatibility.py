@@ -28,12 +28,15 @@ def mismatch(
     if model != decode.model:
         return f"prefill serves {model}, decode serves {decode.model}"
     our_draft, their_draft = caches.draft, decode.draft
-    theirs: dict[tuple[str, int], dict[Geometry, None]] = {}  # by tensor, from all ranks that have it
+    # By tensor, from all ranks that have it.
+    theirs: dict[tuple[str, int], dict[Geometry, None]] = {}
+    scales: dict[tuple[str, int], set[str]] = {}
     for described in decode.ranks:
         for tensor in described.caches.tensors:
             geometry = described.caches.geometry_of(tensor)
             if geometry.is_known_to(our_draft):
                 theirs.setdefault((tensor.layer, tensor.part), {})[geometry] = None
+                scales.setdefault((tensor.layer, tensor.part), set()).add(tensor.scales)
     ours = {
         name: index
         for name, index in caches.by_name().items()
@@ -44,11 +47,12 @@ def mismatch(
     if whole_model and (missing := sorted(theirs.keys() - ours.keys())):
         return f"decode has cache {missing[0]} that prefill lacks ({len(theirs)} against {len(ours)} tensors)"
     for (layer, part), index in ours.items():
+        tensor = caches.tensors[index]
         for other in theirs[layer, part]:
-            if (
-                reason := _unequal(caches.geometry_of(caches.tensors[index]), rank, prefill, other, decode)
-            ) is not None:
+            if (reason := _unequal(caches.geometry_of(tensor), rank, prefill, other, decode)) is not None:
                 return f"{layer}: {reason}"
+        if scales[layer, part] != {tensor.scales}:
+            return f"{layer}: prefill and decode have other scales for KV in int8: they need the same checkpoint"
     return None
 
 
@@ -102,9 +106,10 @@ def different_settings(prefill: Mapping[str, str], decode: Mapping[str, str]) ->
 
 def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, decode: EngineDescription) -> str | None:
     """Returns why blocks of `mine` cannot be written into blocks of `other`; None if they can."""
-    for what in ("kind", "dtype", "order", "total_heads", "head_bytes", "group", "tokens_per_entry"):
-        if getattr(mine, what) != getattr(other, what):
-            values = [getattr(g, what) for g in (mine, other)]
+    sent = mine.sent
+    for what in ("kind", "packing", "dtype", "order", "total_heads", "head_bytes", "group", "tokens_per_entry"):
+        if getattr(sent, what) != getattr(other, what):
+            values = [getattr(g, what) for g in (sent, other)]
             named = [getattr(value, "value", value) for value in values]
             return f"{what} is {named[0]} on prefill, {named[1]} on decode"
     try:
@@ -148,7 +153,7 @@ def _names(description: EngineDescription) -> Iterator[str]:
     yield from (text for setting in description.settings.items() for text in setting)
     for rank in description.ranks:
         yield from msgspec.structs.astuple(rank.transport)
-        yield from (tensor.layer for tensor in rank.caches.tensors)
+        yield from (name for tensor in rank.caches.tensors for name in (tensor.layer, tensor.scales))
         for geometry in rank.caches.geometries:
             yield from (geometry.dtype, geometry.draft)
 

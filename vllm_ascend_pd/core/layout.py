@@ -38,6 +38,27 @@ class BlockKind(enum.Enum):
     STATE = "state"
 
 
+class Packing(enum.Enum):
+    """In which form decode keeps KV that prefill keeps token-major, in elements of 16 bits.
+
+    vllm-ascend's int8 caches (C8 for dense attention, FAKQuant for MLA) are in NZ order. A block of KV has a row for
+    each token. In NZ order it is cut into columns of 32 bytes, which follow each other. So each head's part of a block
+    is one run of bytes.
+    """
+
+    NONE = "none"
+    # Both tensors of dense attention, and MLA's latent.
+    INT8_NZ = "int8_nz"
+    # MLA's rope, which keeps its type.
+    NZ = "nz"
+
+
+NZ_COLUMN_BYTES = 32
+"""Bytes of a row that are in one column in NZ order."""
+
+_NZ_ROWS = 16  # rows in a piece of a column: a block must have whole ones
+
+
 class TokenShare(msgspec.Struct, frozen=True):
     """Which of a request's tokens a rank holds: all of them, or with context parallelism the share of one rank.
 
@@ -99,8 +120,12 @@ class Geometry(msgspec.Struct, frozen=True):
     draft: str = ""
     # Tokens that one entry of a block is computed from. More than 1 for the compressed caches of DeepSeek V4.
     tokens_per_entry: _Size = 1
+    # In which form decode keeps this cache. Decode's order is HEAD_MAJOR then, prefill's TOKEN_MAJOR.
+    packing: Packing = Packing.NONE
 
     def __post_init__(self) -> None:
+        if self.packing is not Packing.NONE:
+            self._check_packing()
         if self.block_size % self.share.interleave:
             raise LayoutError(f"blocks of {self.block_size} tokens, interleaved by {self.share.interleave}")
         if self.block_size % self.tokens_per_entry:
@@ -110,6 +135,40 @@ class Geometry(msgspec.Struct, frozen=True):
                 f"context parallelism with caches that keep one entry for {self.tokens_per_entry} tokens is not "
                 "supported"
             )
+
+    def _check_packing(self) -> None:
+        if self.share.ranks > 1:
+            raise LayoutError("context parallelism with caches that decode keeps in int8 is not supported")
+        head_bytes = self._sent_head_bytes
+        if self.block_size % _NZ_ROWS or head_bytes % NZ_COLUMN_BYTES:
+            raise LayoutError(
+                f"blocks of {self.block_size} tokens with heads of {head_bytes} bytes cannot lie in NZ order: these "
+                f"must be multiples of {_NZ_ROWS} and {NZ_COLUMN_BYTES}"
+            )
+
+    @property
+    def is_packed_on_the_way(self) -> bool:
+        """Whether this is a cache of prefill that decode keeps in another form."""
+        return self.packing is not Packing.NONE and self.order is Order.TOKEN_MAJOR
+
+    @property
+    def sent(self) -> "Geometry":
+        """The form in which blocks of this cache reach decode."""
+        if not self.is_packed_on_the_way:
+            return self
+        head_bytes = self._sent_head_bytes
+        return msgspec.structs.replace(
+            self,
+            order=Order.HEAD_MAJOR,
+            dtype="int8" if self.packing is Packing.INT8_NZ else self.dtype,
+            head_bytes=head_bytes,
+            block_stride=self.block_size * self.heads * head_bytes,
+        )
+
+    @property
+    def _sent_head_bytes(self) -> int:
+        shrinks = self.is_packed_on_the_way and self.packing is Packing.INT8_NZ
+        return self.head_bytes // 2 if shrinks else self.head_bytes
 
     @property
     def span(self) -> int:
@@ -154,6 +213,8 @@ class CacheTensor(msgspec.Struct, frozen=True):
     num_blocks: _Index
     # Index into the rank's geometries.
     geometry: _Index
+    # A fingerprint of what it is quantized by. "" unless decode keeps it in int8.
+    scales: str = ""
 
 
 class RankCaches(msgspec.Struct, frozen=True):
@@ -192,6 +253,12 @@ class LayerSpec:
     share: TokenShare = ALL_TOKENS
     draft: str = ""
     tokens_per_entry: int = 1
+    # By tensor, in which form decode keeps it. Empty: in the same as prefill.
+    packings: tuple[Packing, ...] = ()
+    # Whether the tensors are in that form already, because they are decode's.
+    is_packed: bool = False
+    # By tensor, as in `CacheTensor`.
+    scales: tuple[str, ...] = ()
 
 
 def block_geometry(

@@ -149,6 +149,8 @@ class Route:
     source_row: int = 0
     # Bytes of one entry in a plane, and in decode's cache.
     plane_row: int = 0
+    # Whether staging only brings units into the form in which decode keeps them (`Packing`). All heads stay together.
+    packs: bool = False
 
     @cached_property
     def is_staged(self) -> bool:
@@ -175,6 +177,8 @@ class Route:
 
     def slot_units(self, slot_bytes: int, tensors: int) -> int:
         """Returns how many units of `tensors` a group regroups at a time, so that each rank's share fits its slot."""
+        if self.packs:  # one tensor at a time is gathered as it is
+            return slot_bytes // max(self.source_bytes, tensors * self.staged_bytes)
         return slot_bytes // (tensors * self.source_bytes) // self.ratio * self.ratio
 
     def share(self, count: int) -> tuple[int, slice]:
@@ -191,6 +195,7 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
 
     `d_block_size`: tokens in decode's blocks. Raises LayoutError or TopologyError if the two sides cannot fit.
     """
+    kept, source = source, source.sent
     total = source.total_heads
     lanes = Lanes.between(prefill, decode, total)
     replica = prefill.replica_index(rank, total)
@@ -208,6 +213,9 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
     if source.order is Order.HEAD_MAJOR or d_heads == source.heads:
         overlaps = (_overlap(source, entries, own, d_rank, decode.heads(d_rank, total)) for d_rank in d_ranks)
         targets = tuple(target for target in overlaps if target is not None)
+        if kept.is_packed_on_the_way:
+            rows = kept.entry_bytes, source.entry_bytes
+            return Route(unit, targets, turn, lanes.writers, (), 0, 1, entries, *rows, packs=True)
         return Route(unit, targets, turn, lanes.writers)
     group = exchanged_heads(own.start, source.heads, d_heads)
     owners = range(group.start, group.stop, source.heads)
@@ -233,25 +241,30 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
 
 def regroupable(geometries: Iterable[Geometry]) -> list[Geometry]:
     """Returns the geometries that a rank must regroup for some shapes of a decode engine."""
-    return [g for g in geometries if g.order is Order.TOKEN_MAJOR and g.total_heads > 1]
+    return [g for g in geometries if g.sent.order is Order.TOKEN_MAJOR and g.total_heads > 1]
 
 
 def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
-    """Returns the bytes that one layer of a step of `step_tokens` takes after regrouping; 0 if no layer can need it.
+    """Returns the bytes of staging that one layer of a step of `step_tokens` takes; 0 if no layer can need it.
+
+    That is what it takes after regrouping. Of a cache that is packed on the way it is what is sent, or one tensor as
+    prefill keeps it if that is more.
 
     The result has a little room to spare: every request may end in a unit that is filled only in part, and the ranks
     of a group get equally many units. A step that does not fit is sent in several transfers.
     """
     movable = regroupable(caches.geometries)
+    packed = [g for g in caches.geometries if g.is_packed_on_the_way]
     layers: dict[str, int] = {}
     for tensor in caches.tensors:
         geometry = caches.geometry_of(tensor)
-        if geometry in movable:
-            layers[tensor.layer] = layers.get(tensor.layer, 0) + geometry.entry_bytes
-    largest_block = max((g.block_size for g in movable), default=0)
+        if geometry in movable or geometry in packed:
+            layers[tensor.layer] = layers.get(tensor.layer, 0) + geometry.sent.entry_bytes
+    largest_entry = max([*layers.values(), *(g.entry_bytes for g in packed)], default=0)
+    largest_block = max((g.block_size for g in movable + packed), default=0)
     largest_group = max((g.total_heads // g.heads for g in movable), default=1)
     ranks = max((g.share.ranks for g in movable), default=1)  # all the same
-    return (step_tokens // ranks + (1 + largest_group) * largest_block) * max(layers.values(), default=0)
+    return (step_tokens // ranks + (1 + largest_group) * largest_block) * largest_entry
 
 
 def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding, d_block_size: int) -> str | None:

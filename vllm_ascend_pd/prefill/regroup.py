@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regroups KV into decode's layout before it is written: gather, all-to-all and interleave; or split.
+"""Regroups KV into decode's layout before it is written: gather, all-to-all and interleave; or split; or pack.
 
 The model's thread submits layers. The rest runs in order on the device's side stream. Every rank of a group runs the
 same step sends in the same order, even if their requests have failed, so collectives stay aligned (R5). After a
@@ -9,14 +9,14 @@ collective has failed, its group runs no more of them (R9, `prefill/regroup.py`)
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
 
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.caches import RegisteredCaches
+from vllm_ascend_pd.core.caches import Quantize, RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import regroupable, slot_bytes
@@ -24,6 +24,7 @@ from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device import ops, ops_fallback
 from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group
+from vllm_ascend_pd.device.packing import pack
 from vllm_ascend_pd.prefill.staging import Slot, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -112,13 +113,16 @@ class Regrouper:
         slot_timeout_s: float,
         grant_wait_s: float,
         observer: PrefillObserver,
+        quantize: Mapping[tuple[str, int], Quantize],
     ) -> None:
         """Allocates two more buffers of the size of a slot.
 
         groups: all-to-all groups by the tensor-parallel ranks in them.
         slot_timeout_s: how long a slot may take to become free.
         grant_wait_s: how long a layer without a slot waits while holders of slots wait for grants.
+        quantize: what quantizes tensors, by layer and part.
         """
+        self._quantize = quantize
         self._slot_timeout_s = slot_timeout_s
         self._grant_wait_s = grant_wait_s
         self._observer = observer
@@ -157,7 +161,12 @@ class Regrouper:
         """
 
         def regroup() -> None:
-            slot = self.run(push.step_send, tensors)
+            if push.step_send.route.packs:
+                quantize = [self._quantize.get((tensor.layer, tensor.part)) for tensor in push.tensors]
+                pack_into = partial(self._pack, push.step_send, tensors, quantize)
+                slot: Slot | None = self._filled(push.step_send, pack_into)
+            else:
+                slot = self.run(push.step_send, tensors)
             if slot is not None and not push.fill(slot):  # the sender has stopped waiting for it
                 self._ring.release(slot)
 
@@ -204,6 +213,24 @@ class Regrouper:
                 step_send.plane_bytes,
             ),
         )
+
+    def _pack(
+        self,
+        step_send: StepSend,
+        tensors: Sequence[torch.Tensor],
+        quantize: Sequence[Quantize | None],
+        slot: Slot,
+    ) -> None:
+        """Fills `slot` with the units of tensors in the form in which decode keeps them. Runs on the side stream."""
+        route, offsets = step_send.route, step_send.unit_offsets
+        assert offsets is not None
+        units = len(offsets)
+        gathered = self._send[: units * route.source_bytes]
+        for n, (tensor, function) in enumerate(zip(tensors, quantize, strict=True)):
+            ops.gather_units([tensor], offsets, route.source_bytes, units, self._send, 0, len(gathered), len(gathered))
+            rows = gathered.view(tensor.dtype).view(units * route.entries, *tensor.shape[2:])
+            out = self._ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
+            pack(rows if function is None else function(rows), route.entries, out)
 
     def _exchange_heads(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> int:
         """Receives the group's heads of this rank's share of units. Returns how many bytes each rank has sent."""
@@ -294,7 +321,8 @@ def make_regrouper(
     ring: StagingRing[StepSend] = StagingRing(buffer, size, slots, running_time)
     # A slot may rest after a failed write.
     slot_timeout_s = config.write_timeout_s + engine.limits.rest_s
-    return ring, Regrouper(device, ring, mine, slot_timeout_s, config.control_timeout_s, observer)
+    grant_wait_s = config.control_timeout_s
+    return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_wait_s, observer, caches.quantize)
 
 
 def _world_groups(rank_info: RankInfo, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

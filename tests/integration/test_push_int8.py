@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode keeps KV in int8, in NZ order, and prefill quantizes what it sends: bytes on decode equal the right ones.
+
+Layer 1 is not quantized. `tests/npu/test_push_int8.py` compares with vllm-ascend's own functions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from harness.int8 import FAKQUANT, Int8DecodeRank, Int8Model, Int8PrefillRank
+from harness.kv import Side
+from harness.rank_programs import DecodeRank
+from harness.ranks import Pair, expect_delivery, prompts, run
+
+C8 = Int8Model()
+MLA = Int8Model(widths=(128, 16), replicated=True, packings=FAKQUANT)
+PROGRAMS = (Int8PrefillRank, Int8DecodeRank)
+
+SHAPES = {
+    "C8_TP1_TO_TP1": (C8, Side(1), Side(1)),
+    "C8_TP2_TO_TP2": (C8, Side(2), Side(2)),
+    "C8_TP2_TO_TP1": (C8, Side(2), Side(1)),
+    "C8_TP4_TO_TP1": (C8, Side(4), Side(1)),
+    "C8_TP1_TO_TP2": (C8, Side(1), Side(2)),
+    "C8_K_AND_V_DIFFER_TP2_TO_TP1": (replace(C8, widths=(64, 32)), Side(2), Side(1)),
+    "C8_REPLICAS_TP4_TO_TP1": (replace(C8, heads=2), Side(4), Side(1)),
+    "C8_TP3_TO_TP2": (replace(C8, heads=6), Side(3), Side(2)),
+    "C8_PP2_TP1_TO_TP2": (C8, Side(1, stages=(1, 2)), Side(2)),
+    "C8_IN_TURN_TP2_TO_TP1": (replace(C8, layers=6, plain=(1, 3, 5)), Side(2, buffers=2), Side(1)),
+    "FAKQUANT_TP1_TO_TP1": (MLA, Side(1), Side(1)),
+    "FAKQUANT_TP2_TO_TP1": (MLA, Side(2), Side(1)),
+    "FAKQUANT_TP4_TO_TP1": (MLA, Side(4), Side(1)),
+    "FAKQUANT_TP1_TO_TP2": (MLA, Side(1), Side(2)),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES.keys())
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(*request.param, programs=PROGRAMS)
+    yield made
+    assert made.close() == []
+
+
+@pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
+def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
+    pair.each(pair.d_ranks, "clear")
+    requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
+    run(pair, requests, chunk)
+    expect_delivery(pair, requests)
+    assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)
+
+
+ONE = Side(1)
+# By case: prefill's model, both engines' blocks, decode's program, and what prefill says.
+REFUSED = {
+    "other-scales": (
+        replace(C8, salt=1),
+        16,
+        16,
+        Int8DecodeRank,
+        "prefill and decode have other scales for KV in int8",
+    ),
+    "decode-in-16-bits": (C8, 16, 16, DecodeRank, "packing is int8_nz on prefill, none on decode"),
+    "other-layers": (replace(C8, plain=()), 16, 16, Int8DecodeRank, "packing is int8_nz on prefill, none on decode"),
+    "other-blocks": (C8, 32, 16, Int8DecodeRank, "so both sides need the same block size"),
+}
+
+
+@pytest.mark.parametrize(("p_model", "p_block", "d_block", "program", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_does_not_fit_is_refused(
+    p_model: Int8Model, p_block: int, d_block: int, program: type[DecodeRank], reason: str
+) -> None:
+    sides = replace(ONE, block_size=p_block), replace(ONE, block_size=d_block)
+    pair = Pair(C8, *sides, p_model=p_model, programs=(Int8PrefillRank, program))
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    [said] = pair.wait_sent(1).values()
+    assert reason in said
+    received, _ = pair.wait_arrivals(1)
+    assert received == set()
+    assert pair.close() == []
