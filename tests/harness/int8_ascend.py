@@ -39,6 +39,7 @@ class _AscendRank:
         config = SimpleNamespace(
             quant_config=AscendModelSlimConfig(described),
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"who_computes": "never"}),
         )
         found, self.functions = int8_caches(specs, config, prefills=not self.is_packed)
         return found

@@ -186,9 +186,21 @@ def test_a_model_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
     assert "give --model" in result.engines[0].stops[0].why
 
 
-def test_int8_caches_of_the_latent_stop_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"recompute_scheduler_enable": True}])
+def test_decode_with_a_latent_in_int8_computes_no_prompts(tmp_path: Path, settings: dict[str, bool]) -> None:
     make_model("deepseek-v3-c8", tmp_path)
-    assert [change.subject for change in migrated(serve(), model=tmp_path).engines[0].stops] == ["int8 caches"]
+    additional = f"--additional-config '{json.dumps(settings)}'"
+    for role, never in (("kv_producer", None), ("kv_consumer", None if settings else "never")):
+        result = migrated(serve(additional, kv_role=role), model=tmp_path)
+        assert result.ok
+        extra = result.engines[0].kv_transfer_config.get("kv_connector_extra_config", {})
+        assert extra.get("who_computes") == never
+
+
+def test_int8_caches_with_context_parallelism_stop_it(tmp_path: Path) -> None:
+    make_model("deepseek-v3-c8", tmp_path)
+    result = migrated(serve("--decode-context-parallel-size 2"), model=tmp_path)
+    assert [change.subject for change in result.engines[0].stops] == ["--decode-context-parallel-size"]
 
 
 @pytest.mark.parametrize(("host", "url"), [("::1", "http://[::1]:8200"), ("::", "http://HOST:8200")])

@@ -2,6 +2,7 @@
 """A plan's figures: of known models against values worked out by hand, of any shape against the core."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -68,6 +69,40 @@ def test_qwen3_235b_tp16_to_tp8():
     assert plan.staging.slot_bytes == (8192 + 5 * 128) * 512
     assert plan.staging.total_bytes == (4 + 2) * plan.staging.slot_bytes
     assert_conserved(plan, [True] * 94, 2)
+
+
+def int8_model(folder: Path, config: Path, **described: str) -> ModelShape:
+    text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    (folder / "quant_model_description.json").write_text(json.dumps(described), encoding="utf-8")
+    return read_model(folder)
+
+
+def test_llama_70b_in_int8_on_decode_tp8_to_tp4(tmp_path: Path) -> None:
+    scales = {f"model.layers.{layer}.self_attn.k_proj.kv_cache_scale": "FLOAT" for layer in range(80)}
+    model = int8_model(tmp_path, LLAMA, kv_cache_type="C8", **scales)
+    plan = _plan(model, (8, 1), (4, 1), 128, 128, 1000)
+    # Each rank writes its own head: no heads are exchanged.
+    assert (plan.all_to_all, plan.groups_created) == ((), 0)
+    for sender in plan.senders:
+        assert sender.regroup == "quantize"
+        assert sender.pieces == tuple(Piece(tensor, sender.tp_rank // 2, 128 * 128) for tensor in (0, 1))
+    assert (plan.prefill.bytes_per_token, plan.decode.bytes_per_token) == ((80 * 512,), (80 * 512,))
+    assert plan.prompt.nbytes == SENT_TOKENS * 80 * 8 * 2 * 128
+    # K and V of one head in int8, or one of them in 16 bits, for a step of 64 tokens and two blocks.
+    assert plan.staging.slot_bytes == (64 + 2 * 128) * 256
+
+
+def test_a_latent_in_int8_on_decode(tmp_path: Path) -> None:
+    scales = {f"model.layers.{layer}.self_attn.fa_k.scale": "FLOAT" for layer in range(1, 61)}
+    model = int8_model(tmp_path, DEEPSEEK, fa_quant_type="FAKQuant", **scales)
+    plan = _plan(model, (4, 1), (1, 1), 128, 128, 1000)
+    assert plan.prefill.bytes_per_token == (61 * 1152,)
+    assert plan.decode.bytes_per_token == (1152 + 60 * (512 + 128),)
+    assert plan.prompt.nbytes == SENT_TOKENS * (1152 + 60 * (512 + 128))
+    assert plan.staging.slot_bytes == (64 + 2 * 128) * 1024
+    with pytest.raises(PlanError, match="so both sides need the same block size"):
+        _plan(model, (4, 1), (1, 1), 128, 64, 1000)
 
 
 def test_llama_70b_tp8_to_tp4():

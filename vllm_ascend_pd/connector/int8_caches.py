@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose KV vllm-ascend's decode engines keep in int8: C8 (dense attention) and FAKQuant (MLA).
 
-A prefill engine of the same checkpoint keeps 16 bits and has the same scales, so it quantizes what it sends.
+A prefill engine of the same checkpoint keeps 16 bits and has the same scales, so it quantizes what it sends. Decode
+engines with FAKQuant cannot compute prompts: vllm-ascend's code for that takes the latent as 16 bits.
 
-Read in vllm-ascend 0.23.0 and 0.30.0rc2: `quantization/modelslim_config.py`, `quantization/methods/kv_c8.py`,
+Read in vllm-ascend 0.23.0 and 0.30.0rc2: `modelslim_config.py` and `kv_c8.py` in `quantization/`,
 `attention/attention_v1.py`, `attention/mla_v1.py`.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_ascend_pd.connector.model import NO_PROMPTS_WITH_FAKQUANT, computes_prompts
 from vllm_ascend_pd.core.caches import Quantize, StateSpec
 from vllm_ascend_pd.core.layout import LayerSpec, LayoutError, Packing
 from vllm_ascend_pd.device.packing import quantize_c8
@@ -32,13 +34,16 @@ def int8_caches(
 ) -> tuple[dict[str, LayerSpec | StateSpec], dict[tuple[str, int], Quantize]]:
     """Returns the specs with what decode keeps in int8, and on prefill what quantizes it, by layer and part.
 
-    Call it when the weights are loaded. Raises LayoutError for layers whose scales are not where they are expected.
+    Call it when the weights are loaded. Raises LayoutError for layers whose scales are not where they are expected, and
+    for a decode engine that would compute prompts and cannot.
     """
     found, quantize = dict(specs), dict[tuple[str, int], Quantize]()
     for name, spec in specs.items():
         packings = _packings(name, vllm_config.quant_config)
         if not packings or not isinstance(spec, LayerSpec):
             continue
+        if packings is _FAKQUANT and not prefills and computes_prompts(vllm_config):
+            raise LayoutError(f"{name}: {NO_PROMPTS_WITH_FAKQUANT}")
         layer = vllm_config.compilation_config.static_forward_context[name]
         try:
             if packings is _C8:

@@ -313,6 +313,13 @@ def unsupported_weights(vllm_config: "VllmConfig") -> str | None:
     return None
 
 
+NO_PROMPTS_WITH_FAKQUANT = (
+    "a decode engine whose latent is in int8 (FAKQuant) cannot compute prompts: set who_computes to never, or "
+    "recompute_scheduler_enable in additional_config"
+)
+"""Why such a decode engine is refused if `computes_prompts`."""
+
+
 # Faults of other packages' versions that make answers wrong, and what to install instead.
 
 logger = logging.getLogger(__name__)

@@ -105,7 +105,7 @@ def test_blocks_beside_states_are_several_of_the_kernels(plugins: None) -> None:
 def test_dense_attention_is_quantized_on_decode_alone(
     plugins: None, dense_model: Path, role: str, stored: torch.dtype | None
 ) -> None:
-    """So prefill cannot push to decode there: both keep different numbers. It is refused at first contact."""
+    """So prefill must quantize what it sends. `test_push_int8.py` compares the bytes."""
     from vllm.config import set_current_vllm_config
     from vllm_ascend.quantization.methods.kv_c8 import AscendC8KVCacheAttentionMethod
 
@@ -113,5 +113,5 @@ def test_dense_attention_is_quantized_on_decode_alone(
     with set_current_vllm_config(engine_config(dense_model, kv_role=role)):
         AscendC8KVCacheAttentionMethod({}, "model.layers.0").create_weights(layer)
     assert getattr(layer, "kv_cache_torch_dtype", None) is stored, (
-        "both sides keep the same now: say so in docs/support-matrix.md"
+        "both sides keep the same now: prefill must not quantize"
     )

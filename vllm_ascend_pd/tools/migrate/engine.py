@@ -44,7 +44,7 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
             why = "was no valid JSON, perhaps for a comma too many: the new one is"
             changes.append(Change(ChangeKind.CHANGED, f"--{_OPTION}", why))
         ours = _own_entry(config)
-        changes += [*_of_words(old), *_of_model(served), *_compressed(old, served)]
+        changes += [*_of_words(old), *_of_model(served), *_compressed(old, served), *_int8_caches(old, served)]
         arguments, apart = _external_engines(arguments, served)
         changes += apart
         arguments, raised = _too_few_tokens(arguments)
@@ -53,7 +53,7 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
         changes += stated
         ours, moved = _clear_of_mooncake(ours, arguments)
         changes += moved
-        arguments, changed, said = _accepted(arguments, ours, served.shape)
+        arguments, changed, said = _accepted(arguments, ours, served)
         changes += said
         config = _with_own_entry(config, changed)
         arguments = arguments.with_json(_OPTION, config)
@@ -124,13 +124,16 @@ def _of_model(served: ModelFacts) -> list[Change]:
             "answers first"
         )
         changes.append(Change(ChangeKind.CHECK, "model", why))
-    if served.int8_caches is not None:
-        why = (
-            f"{served.int8_caches}: only decode keeps these caches in int8, and prefill quantizes nothing, so the "
-            "sides do not fit. Serve the checkpoint without it"
-        )
-        changes.append(Change(ChangeKind.STOPS, "int8 caches", why))
     return changes
+
+
+def _int8_caches(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
+    """Caches that decode keeps in int8 are refused with context parallelism."""
+    names = [f"{which}-context-parallel-size" for which in ("prefill", "decode")]
+    if served.int8_caches is None:
+        return []
+    why = "context parallelism is not supported where decode keeps caches in int8 (C8, FAKQuant)"
+    return [Change(ChangeKind.STOPS, f"--{name}", why) for name in names if arguments.number(name, 1) > 1]
 
 
 def _compressed(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
@@ -211,7 +214,7 @@ def _states(
 
 
 def _accepted(
-    arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None
+    arguments: EngineArguments, ours: dict[str, Any], served: ModelFacts
 ) -> tuple[EngineArguments, dict[str, Any], list[Change]]:
     """Returns the least change that the connector does not refuse, or the refusal."""
     never = {
@@ -222,9 +225,9 @@ def _accepted(
     promised = [Change(ChangeKind.CHANGED, "who_computes", why)]
     for changed, graphs in ((arguments, []), _piecewise(arguments)):
         for entry, said in ((ours, _recompute(arguments, ours)), (never, promised)):
-            if refusal(changed, entry, model) is None:
+            if refusal(changed, entry, served) is None:
                 return changed, entry, [*graphs, *said]
-    return arguments, ours, [Change(ChangeKind.STOPS, "the engine's settings", refusal(arguments, ours, model) or "")]
+    return arguments, ours, [Change(ChangeKind.STOPS, "the engine's settings", refusal(arguments, ours, served) or "")]
 
 
 def _recompute(arguments: EngineArguments, ours: dict[str, Any]) -> list[Change]:

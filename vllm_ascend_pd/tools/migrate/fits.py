@@ -11,17 +11,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_ascend_pd.connector.model import unsupported, unsupported_weights
+from vllm_ascend_pd.connector.model import (
+    NO_PROMPTS_WITH_FAKQUANT,
+    computes_prompts,
+    unsupported,
+    unsupported_weights,
+)
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
 from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.model import CacheDtype, ModelShape, PlanError, read_model
+from vllm_ascend_pd.tools.plan.model import INT8_KEYS, QUANTIZATION, CacheDtype, ModelShape, PlanError, read_model
 
 # The model that an engine serves: its `config.json`, and how its caches are quantized.
 
-_QUANTIZATION = "quant_model_description.json"  # ModelSlim's, as vllm-ascend reads it
+_FAKQUANT = "fa_quant_type"
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
@@ -30,7 +35,8 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exp
 class ModelFacts:
     shape: ModelShape | None  # None if it cannot be described
     problem: str | None = None  # why not, if that means that the engine may be refused
-    int8_caches: str | None = None  # the setting by which vllm-ascend keeps decode's caches in int8
+    # The key of the setting by which vllm-ascend keeps decode's caches in int8: one of `INT8_KEYS`.
+    int8_caches: str | None = None
     experts: bool = True  # whether it has experts (MoE)
     media: bool = False  # whether it takes images
 
@@ -57,7 +63,7 @@ def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
         return ModelFacts(None, problem)
     text = config.get("text_config") or config
     experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
-    int8 = _int8_caches(folder / _QUANTIZATION)
+    int8 = _int8_caches(folder / QUANTIZATION)
     return ModelFacts(shape, problem, int8, experts, "vision_config" in config)
 
 
@@ -73,13 +79,12 @@ def _dtype(name: str | None) -> CacheDtype:
 
 
 def _int8_caches(file: Path) -> str | None:
-    """vllm-ascend: `quantization/modelslim_config.py`."""
+    """Returns which of `INT8_KEYS` the checkpoint has. vllm-ascend: `quantization/modelslim_config.py`."""
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    names = [name for name in ("fa_quant_type", "kv_cache_type") if described.get(name)]
-    return f"{names[0]} {described[names[0]]} in {file.name}" if names else None
+    return next((name for name in INT8_KEYS if described.get(name)), None)
 
 
 # Whether the connector would refuse an engine: its own checks run, on objects that have what they read of vLLM's
@@ -99,16 +104,18 @@ class _Graphs:
         return self.name.startswith("FULL")
 
 
-def refusal(arguments: EngineArguments, ours: Mapping[str, Any], model: ModelShape | None) -> str | None:
+def refusal(arguments: EngineArguments, ours: Mapping[str, Any], served: ModelFacts) -> str | None:
     """Returns why an engine with these arguments would be refused; None if it would not be.
 
     ours: this connector's entry of `--kv-transfer-config`.
-    model: the model's shape, None if unknown.
     """
-    config = _vllm_config(arguments, ours)
+    config, model = _vllm_config(arguments, ours), served.shape
+    decodes = ours.get("kv_role") == "kv_consumer"
     if (reason := unsupported(config)) is not None:
         return reason
-    if ours.get("kv_role") == "kv_consumer" and model is not None and _drops_prefill_weights(arguments, model):
+    if decodes and served.int8_caches == _FAKQUANT and computes_prompts(config):
+        return NO_PROMPTS_WITH_FAKQUANT
+    if decodes and model is not None and _drops_prefill_weights(arguments, model):
         dropped = SimpleNamespace(impl=SimpleNamespace(fused_qkv_a_proj=SimpleNamespace(weight=None)))
         config.compilation_config.static_forward_context = {"attention (W8A8)": dropped}
         return unsupported_weights(config)

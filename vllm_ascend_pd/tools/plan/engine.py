@@ -3,9 +3,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
 
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayerSpec, RankCaches, block_geometry
+from vllm_ascend_pd.core.layout import (
+    CacheTensor,
+    Geometry,
+    LayerSpec,
+    LayoutError,
+    Packing,
+    RankCaches,
+    block_geometry,
+)
 from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, LayerCache, ModelShape, PlanError, TensorEntry
 
 DEFAULT_BLOCK_SIZE = 128
@@ -66,11 +77,16 @@ def rank_caches(model: ModelShape, engine: PlannedEngine, pp_rank: int, tp_rank:
     heads = len(topology.owned_heads(tp_rank, engine.tp, model.kv_heads))
     kinds = [_kind(model, layer) for layer in range(len(model.cached))]
     geometries: list[Geometry] = []
-    first: dict[tuple[str, tuple[int, ...]], int] = {}
-    # The caches with most tensors come first: they stand for all in the table of prefill's ranks.
-    for group, kind in enumerate(sorted({kind for kind in kinds if kind}, key=lambda kind: (-len(kind[1]), kind))):
+    first: dict[_Kind, int] = {}
+    # The caches with most tensors come first, and of these the ones in int8: they stand for all in the table of
+    # prefill's ranks.
+    for group, kind in enumerate(sorted({kind for kind in kinds if kind}, key=lambda k: (-len(k[1]), not k[2], k))):
         first[kind] = len(geometries)
-        geometries += [_geometry(model, engine.block_size, heads, group, width) for width in kind[1]]
+        packings = _packings(model) if kind[2] else (Packing.NONE,) * len(kind[1])
+        geometries += [
+            _geometry(model, engine, heads, group, width, packing)
+            for width, packing in zip(kind[1], packings, strict=True)
+        ]
     tensors = []
     for layer in stage_layers(len(model.cached), engine.pp)[pp_rank]:
         if (own := kinds[layer]) is not None:
@@ -79,11 +95,20 @@ def rank_caches(model: ModelShape, engine: PlannedEngine, pp_rank: int, tp_rank:
     return RankCaches(tuple(geometries), tuple(tensors))
 
 
-def _kind(model: ModelShape, layer: int) -> tuple[str, tuple[int, ...]] | None:
-    """Returns what the cache of a layer is, and the widths of its tensors. None: it has none."""
+_Kind: TypeAlias = tuple[str, tuple[int, ...], bool]
+"""What the cache of a layer is, the widths of its tensors, and whether decode keeps it in int8."""
+
+
+def _kind(model: ModelShape, layer: int) -> _Kind | None:
+    """Returns the kind of a layer's cache. None: it has none."""
     if model.cached[layer] not in (Cached.FULL, Cached.WINDOW):
         return None
-    return model.cached[layer].name, model.widths[:-1] if layer in model.without_key else model.widths
+    widths = model.widths[:-1] if layer in model.without_key else model.widths
+    return model.cached[layer].name, widths, layer in model.int8_layers
+
+
+def _packings(model: ModelShape) -> tuple[Packing, ...]:
+    return (Packing.INT8_NZ, Packing.NZ if model.mla else Packing.INT8_NZ)
 
 
 def _compressed_caches(model: ModelShape, engine: PlannedEngine, pp_rank: int, num_blocks: int) -> RankCaches:
@@ -110,10 +135,17 @@ def _entries(kind: LayerCache, tensor: TensorEntry, group: int, block_size: int)
     return block_geometry(shape, _contiguous(shape), tensor.itemsize, tensor.dtype, spec, heads_first=False)
 
 
-def _geometry(model: ModelShape, block_size: int, heads: int, group: int, width: int) -> Geometry:
-    shape = (1, block_size, heads, width)
-    spec, dtype = LayerSpec(group, block_size, heads, model.kv_heads), model.dtype
-    return block_geometry(shape, _contiguous(shape), dtype.itemsize, dtype.torch_name, spec, heads_first=False)
+def _geometry(
+    model: ModelShape, engine: PlannedEngine, heads: int, group: int, width: int, packing: Packing
+) -> Geometry:
+    shape = (1, engine.block_size, heads, width)
+    spec, dtype = LayerSpec(group, engine.block_size, heads, model.kv_heads), model.dtype
+    kept = block_geometry(shape, _contiguous(shape), dtype.itemsize, dtype.torch_name, spec, heads_first=False)
+    try:
+        packed = msgspec.structs.replace(kept, packing=packing)
+    except LayoutError as error:
+        raise PlanError(f"{engine.side}: {error}") from None
+    return packed.sent if engine.side == "decode" else packed
 
 
 def _contiguous(shape: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.ascend import communicator_bytes
 from vllm_ascend_pd.core.compatibility import mismatch
-from vllm_ascend_pd.core.layout import Geometry, RankCaches
+from vllm_ascend_pd.core.layout import Geometry, Order, RankCaches
 from vllm_ascend_pd.core.plan import Route, Target, Units, descriptors, make_route, slot_bytes
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.tools.plan.engine import (
@@ -78,7 +78,8 @@ def make_plan(
             flows += _flows(model, source, caches, routes[source.tp_rank], stage, theirs, tokens)
     senders = tuple(_sender(rank, prefill.tp, model, of_rank) for rank, of_rank in enumerate(routes))
     unit = routes[0][0].unit
-    groups = topology.regroup_groups(prefill.sharding, model.kv_heads)
+    exchange = any(geometry.sent.order is Order.TOKEN_MAJOR for geometry in p_ranks[RankPosition(0, 0)].geometries)
+    groups = topology.regroup_groups(prefill.sharding, model.kv_heads) if exchange else []
     staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
     return PlanFigures(
         model=_model_figures(model, step_tokens),
@@ -247,7 +248,7 @@ def _sender(rank: int, tp: int, model: ModelShape, routes: Sequence[Route]) -> S
         stop_head=heads.stop,
         lane=first.replica_index,
         lanes=first.replicas,
-        regroup="gather" if first.ranks else "split" if first.is_staged else "none",
+        regroup="gather" if first.ranks else "quantize" if first.packs else "split" if first.is_staged else "none",
         exchanges_with=first.ranks,
         pieces=tuple(
             Piece(part, target.tp_rank, target.nbytes)

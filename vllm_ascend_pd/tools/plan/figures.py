@@ -71,7 +71,7 @@ class SenderFigures(msgspec.Struct, frozen=True):
     stop_head: int
     lane: int  # index among the ranks with the same heads and decode ranks; it serves the requests of this index
     lanes: int  # number of these ranks
-    regroup: str
+    regroup: str  # none, gather, split or quantize: how units become decode's
     exchanges_with: tuple[int, ...]  # ranks of its all-to-all, including itself
     pieces: tuple[Piece, ...]
 

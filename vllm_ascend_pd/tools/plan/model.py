@@ -7,8 +7,9 @@ A2 and A3 (`models/deepseek_v4.py`, `models/layer/attention/layer.py`).
 
 import enum
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,8 @@ class ModelShape:
     compressed: tuple[tuple[LayerCache, ...], ...] = ()
     # Layers that take the indices of an earlier layer, so they have no indexer of their own.
     without_key: frozenset[int] = frozenset()
+    # Layers whose K and V (with MLA: whose latent) decode keeps in int8, and prefill does not (C8, FAKQuant).
+    int8_layers: frozenset[int] = frozenset()
 
     @cached_property
     def kinds(self) -> tuple[LayerCache, ...]:
@@ -214,7 +217,41 @@ def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
         raise PlanError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise PlanError(f"{file} is not a JSON object")
-    return parse_model(config, dtype)
+    shape = parse_model(config, dtype)
+    described = file.with_name(QUANTIZATION)
+    return shape if shape.compressed or not described.exists() else _quantized(shape, described)
+
+
+QUANTIZATION = "quant_model_description.json"
+"""Where ModelSlim says how a checkpoint is quantized. It lies beside `config.json`."""
+
+INT8_KEYS = {"fa_quant_type": "fa_k.scale", "kv_cache_type": "k_proj.kv_cache_scale"}
+"""Keys there by which vllm-ascend keeps decode's caches in int8, of MLA (FAKQuant) and of dense attention (C8), and a
+part of the names of its layers' scales (`quantization/modelslim_config.py`)."""
+
+
+def _quantized(shape: ModelShape, file: Path) -> ModelShape:
+    """Returns the shape with the layers that are in int8 on decode. Raises PlanError or OSError."""
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PlanError(f"{file} is not JSON: {error}") from None
+    if not isinstance(described, dict):
+        raise PlanError(f"{file} is not a JSON object")
+    scales = [scale for key, scale in INT8_KEYS.items() if described.get(key)]
+    found = {
+        int(number[1]) for name in described for scale in scales if scale in name and (number := _IN_NAME.search(name))
+    }
+    layers = frozenset(found & set(range(len(shape.cached))))
+    if not layers:
+        return shape
+    if len(shape.widths) > 2 or shape.dtype.itemsize != 2:
+        raise PlanError(f"{file} has layers in int8, of an attention or a type that is not supported with them")
+    note = f"{len(layers)} layers are in int8 on decode; prefill keeps 16 bits and quantizes what it sends"
+    return replace(shape, int8_layers=layers, notes=(*shape.notes, note))
+
+
+_IN_NAME = re.compile(r"\.(\d+)\.")
 
 
 def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:

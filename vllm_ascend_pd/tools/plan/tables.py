@@ -93,6 +93,7 @@ def _senders(plan: PlanFigures) -> Table:
             "none": "none",
             "gather": f"all-to-all of [{_ranks(first.exchanges_with)}], of 1/{len(first.exchanges_with)} of the units",
             "split": "dealt out",
+            "quantize": "quantized",
         }[first.regroup]
         table.add_row(
             f"one of {ranks}" if len(senders) > 1 else ranks,
