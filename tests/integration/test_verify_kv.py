@@ -4,15 +4,18 @@
 import ctypes
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from harness.kv import Prompt, layer_name
+from harness.int8 import Int8DecodeRank, Int8Model, Int8PrefillRank
+from harness.kv import Prompt, Side, layer_name
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from test_push import SHAPES
+from test_push_int8 import C8, MLA
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode import checksums
@@ -62,12 +65,18 @@ VERIFIED = {
         "GATHERED_PP2_PCP2_TP2_TO_TP1",
         "SPARSE_C8_TP2_TO_TP1",
     )
+} | {  # quantized on the way: prefill takes the checksums of what it sends
+    "C8_TP2_TO_TP1": (replace(C8, plain=(0,)), Side(2), Side(1)),
+    "C8_TP1_TO_TP2": (replace(C8, plain=(0,)), Side(1), Side(2)),
+    "FAKQUANT_TP2_TO_TP1": (replace(MLA, plain=(0,)), Side(2), Side(1)),
 }
 
 
 @pytest.fixture(scope="module", params=VERIFIED.values(), ids=VERIFIED.keys())
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(*request.param, config=ALL)
+    is_int8 = isinstance(request.param[0], Int8Model)
+    programs = (Int8PrefillRank, Int8DecodeRank) if is_int8 else (PrefillRank, DecodeRank)
+    made = Pair(*request.param, config=ALL, programs=programs)
     made.each(made.d_ranks, "do", count_verified)
     yield made
     assert made.close() == []

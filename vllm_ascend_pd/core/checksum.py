@@ -120,7 +120,7 @@ class SummedUnits:
             units, places = units.cut(places != NULL_BLOCK), places[places != NULL_BLOCK]
         first = units.tokens // geometry.tokens_per_entry
         stops = np.array([stop for _, stop in ranges], dtype=np.int64)[units.owner, None]
-        if geometry.order is Order.HEAD_MAJOR:
+        if geometry.sent.order is Order.HEAD_MAJOR:
             weights = _odd(_C, first)[:, None]
             if geometry.draft:  # it writes the KV of drafted tokens, which is not sent, after the prompt's
                 weights = weights * (units.tokens[:, None] + unit <= stops).astype(np.uint64)

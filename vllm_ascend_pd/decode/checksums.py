@@ -18,7 +18,7 @@ import torch
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.checksum import SummedUnits, Tally, common_heads, is_summed
-from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.layout import Order, Packing
 from vllm_ascend_pd.core.protocol import WriterId
 from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.threads import owned
@@ -219,6 +219,8 @@ class Verifier:
         for index in geometries:
             geometry = self._caches.description.geometries[index]
             theirs = len(prefill.heads(0, geometry.total_heads))
+            if geometry.packing is not Packing.NONE:
+                return "brought into decode's form"
             if geometry.order is Order.TOKEN_MAJOR and theirs != geometry.heads:
                 return "regrouped"
         return "written straight from the cache"

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_ascend_pd.core.caches import Quantize
 from vllm_ascend_pd.core.checksum import SummedUnits, Sums, place_weights, word_bytes
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.packing import packed
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -24,26 +26,29 @@ class UnitSummer:
 
     def __init__(self, device: Device, summed: SummedUnits) -> None:
         """Uploads what all tensors share. The model's thread calls it. Raises `DeviceError`."""
-        geometry = summed.geometry
+        geometry, sent = summed.geometry, summed.geometry.sent
         self._geometry = geometry
         self._unit_bytes = summed.unit_bytes
         # Rows of a tensor begin every so many bytes: all units begin with one.
         self._step = math.gcd(geometry.block_stride, self._unit_bytes)
         self._rows = device.upload(torch.from_numpy(summed.offsets // self._step))
         self._entry_weights = device.upload(_signed(summed.entry_weights))
-        self._place_weights = device.upload(_signed(place_weights(geometry)))
-        self._words = _WORDS[word_bytes(geometry)]
+        self._place_weights = device.upload(_signed(place_weights(sent)))
+        self._words = _WORDS[word_bytes(sent)]
 
-    def sums(self, tensor: torch.Tensor, base: int) -> torch.Tensor:
-        """Returns the checksums of the units, `[units, heads]`, of int64, without the heads' weights.
+    def sums(self, tensor: torch.Tensor, base: int, quantize: Quantize | None = None) -> torch.Tensor:
+        """Returns the checksums of the units as they are sent, `[units, heads]`, of int64, without the heads' weights.
 
-        `base`: address of block 0. Call it in submitted work.
+        `base`: address of block 0. `quantize`: what quantizes the tensor on its way. Call it in submitted work.
         """
         units, heads = len(self._rows), self._geometry.heads
         entries = self._entry_weights.shape[1]
-        found = self._bytes(tensor, base).index_select(0, self._rows).view(self._words).to(torch.int64)
-        by_head = _dot(found.view(-1, len(self._place_weights)), self._place_weights)
-        if self._geometry.order is Order.HEAD_MAJOR:
+        found = self._bytes(tensor, base).index_select(0, self._rows)
+        if self._geometry.is_packed_on_the_way:
+            found = packed(found, tensor, self._geometry.block_size, quantize).contiguous()
+        words = found.view(-1).view(self._words).to(torch.int64)
+        by_head = _dot(words.view(-1, len(self._place_weights)), self._place_weights)
+        if self._geometry.sent.order is Order.HEAD_MAJOR:
             return by_head.view(units, heads) * self._entry_weights
         return (by_head.view(units, entries, heads) * self._entry_weights[:, :, None]).sum(1)
 

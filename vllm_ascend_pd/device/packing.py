@@ -3,6 +3,7 @@
 
 import torch
 
+from vllm_ascend_pd.core.caches import Quantize
 from vllm_ascend_pd.core.layout import NZ_COLUMN_BYTES
 
 
@@ -16,13 +17,17 @@ def quantize_c8(kv: torch.Tensor, inverse_scale: torch.Tensor, offset: torch.Ten
     return torch.clamp(torch.round(kv * inverse_scale + offset), -128, 127).to(torch.int8)
 
 
-def pack(rows: torch.Tensor, tokens: int, out: torch.Tensor) -> None:
-    """Writes blocks in NZ order.
+def packed(gathered: torch.Tensor, cache: torch.Tensor, tokens: int, quantize: Quantize | None) -> torch.Tensor:
+    """Returns blocks as decode keeps them: quantized if `quantize` is given, and in NZ order.
 
     Args:
-        rows: `[blocks * tokens, heads, head size]`, contiguous. The row of a token is a multiple of 32 bytes.
+        gathered: contiguous uint8, the blocks of `cache` that are wanted, one after another.
+        cache: `[num_blocks, tokens, heads, head size]`.
         tokens: tokens in a block.
-        out: contiguous uint8, of as many bytes. Receives `[blocks, columns, tokens, 32]`.
+
+    Returns uint8 `[blocks, columns, tokens, 32]`, not contiguous.
     """
+    rows = gathered.view(-1).view(cache.dtype).view(-1, *cache.shape[2:])
+    rows = rows if quantize is None else quantize(rows)
     columns = rows.view(torch.uint8).view(-1, tokens, rows[0].nbytes // NZ_COLUMN_BYTES, NZ_COLUMN_BYTES)
-    out.view(len(columns), -1, tokens, NZ_COLUMN_BYTES).copy_(columns.transpose(1, 2))
+    return columns.transpose(1, 2)

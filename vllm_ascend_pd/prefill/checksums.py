@@ -9,10 +9,11 @@ adds up those that it reports to a decode rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from vllm_ascend_pd.core.caches import Quantize
 from vllm_ascend_pd.core.checksum import (
     MAX_ROWS,
     SummedUnits,
@@ -33,8 +34,16 @@ logger = logging.getLogger(__name__)
 class StepChecksums:
     """Checksums of what one step completes of some requests, in caches of one geometry."""
 
-    def __init__(self, device: Device, own_heads: range, summed: SummedUnits, ticket_ids: Sequence[str]) -> None:
-        """`own_heads`: this rank's, of the whole model. `ticket_ids`: of the requests that units belong to.
+    def __init__(
+        self,
+        device: Device,
+        own_heads: range,
+        summed: SummedUnits,
+        ticket_ids: Sequence[str],
+        quantize: Mapping[tuple[str, int], Quantize],
+    ) -> None:
+        """`own_heads`: this rank's, of the whole model. `ticket_ids`: of the requests that units belong to. `quantize`:
+        as in `RegisteredCaches`.
 
         Raises `DeviceError`.
         """
@@ -43,6 +52,7 @@ class StepChecksums:
         self.ticket_ids = tuple(ticket_ids)
         self._device = device
         self._summer = UnitSummer(device, summed)
+        self._quantize = quantize
         # By layer and part: `[units, heads]` on the host. The side stream adds to it, the control thread reads it when
         # all writes are over.
         self.taken: dict[tuple[str, int], torch.Tensor] = {}
@@ -53,9 +63,12 @@ class StepChecksums:
 
         def take() -> None:
             try:
-                pairs = zip(described, tensors, strict=True)
-                sums = stack_on_host([self._summer.sums(tensor, each.base) for each, tensor in pairs])
-                self.taken.update(((each.layer, each.part), sums[n]) for n, each in enumerate(described))
+                names = [(each.layer, each.part) for each in described]
+                of_each = zip(names, described, tensors, strict=True)
+                sums = stack_on_host(
+                    [self._summer.sums(tensor, each.base, self._quantize.get(name)) for name, each, tensor in of_each]
+                )
+                self.taken.update((name, sums[n]) for n, name in enumerate(names))
             except Exception:
                 logger.exception("verify_kv: no checksums of layer %s", described[0].layer)
 
@@ -72,11 +85,13 @@ def plan_checksums(
     unit: int,
     own_heads: range,
     parts: Sequence[tuple[Ticket, tuple[int, int], Sequence[int]]],
+    quantize: Mapping[tuple[str, int], Quantize],
 ) -> StepChecksums | None:
     """Returns the checksums of what a step sends to one decode engine; None if this rank has nothing of it.
 
     `unit`: tokens of a unit of the route. `parts`: for each verified request its ticket, the tokens `[start, stop)`
-    that become complete, and our blocks from that of the first one on. Raises `DeviceError`.
+    that become complete, and our blocks from that of the first one on. `quantize`: as in `RegisteredCaches`. Raises
+    `DeviceError`.
     """
     group = geometry.group
     summed = SummedUnits.of(
@@ -88,7 +103,7 @@ def plan_checksums(
     )
     if len(summed.units) == 0:
         return None
-    return StepChecksums(device, own_heads, summed, [ticket.ticket_id for ticket, _, _ in parts])
+    return StepChecksums(device, own_heads, summed, [ticket.ticket_id for ticket, _, _ in parts], quantize)
 
 
 def report_checksums(ticket: Ticket, steps: Sequence[StepChecksums], destination: Destination) -> bytes | None:

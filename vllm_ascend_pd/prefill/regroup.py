@@ -24,7 +24,7 @@ from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device import ops, ops_fallback
 from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group
-from vllm_ascend_pd.device.packing import pack
+from vllm_ascend_pd.device.packing import packed
 from vllm_ascend_pd.prefill.staging import Slot, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -228,9 +228,9 @@ class Regrouper:
         gathered = self._send[: units * route.source_bytes]
         for n, (tensor, function) in enumerate(zip(tensors, quantize, strict=True)):
             ops.gather_units([tensor], offsets, route.source_bytes, units, self._send, 0, len(gathered), len(gathered))
-            rows = gathered.view(tensor.dtype).view(units * route.entries, *tensor.shape[2:])
+            blocks = packed(gathered, tensor, route.entries, function)
             out = self._ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
-            pack(rows if function is None else function(rows), route.entries, out)
+            out.view(blocks.shape).copy_(blocks)
 
     def _exchange_heads(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> int:
         """Receives the group's heads of this rank's share of units. Returns how many bytes each rank has sent."""

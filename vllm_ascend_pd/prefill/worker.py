@@ -171,7 +171,7 @@ class Planner:
         geometry = self._geometries[index]
         parts = [(each.transfer.ticket, each.tokens(geometry), each.send.blocks[geometry.group]) for each in verified]
         heads = self._rank_info.sharding.heads(self._rank_info.rank, geometry.total_heads)
-        checksums = plan_checksums(self._device, geometry, unit, heads, parts)
+        checksums = plan_checksums(self._device, geometry, unit, heads, parts, self._caches.quantize)
         if checksums is not None:
             plan.checksums.setdefault(index, []).append(checksums)
             for each in verified:
