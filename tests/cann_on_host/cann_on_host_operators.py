@@ -334,8 +334,9 @@ def _npu_matmul_add_fp32(x: Tensor, weight: Tensor, c: Tensor) -> None:
 def npu_quantize(
     x: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: torch.dtype, axis: int = 1, div_mode: bool = True
 ) -> Tensor:
-    """aclnnAscendQuantV3 without square roots: int8 of `x * scale + offset`, rounded to even."""
-    takes.types("npu_quantize", takes.HALF, x=x)
+    """Int8 of `x * scales + zero_points`, as torch_npu's documentation has it without `div_mode`, rounded to even."""
+    takes.types("npu_quantize", takes.FLOAT, x=x, scales=scales)
+    takes.same_type("npu_quantize", scales=scales, zero_points=zero_points)
     assert (dtype, axis, div_mode) == (torch.qint8, -1, False)
     y = x.float() * scales.float()
     if zero_points is not None:

@@ -27,6 +27,9 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.transport.keys import load_keys
 
+START_TIMEOUT_S = 240.0
+"""How long a rank may take to start. On busy cores, importing vllm-ascend in several ranks takes minutes."""
+
 
 def run(pair: "Pair", requests: list[Prompt], chunk: int | None = None, hooks: Hooks = ONCE) -> dict[str, Ticket]:
     """Prefills all requests at once, each step computing up to `chunk` tokens of each; returns their tickets."""
@@ -141,7 +144,7 @@ class Pair:
         self.p_ranks = _start(programs[0], "prefill", p_model or model, prefill, *self._options, self._p_host)
         self.d_ranks = _start(programs[1], "decode", model, decode, *self._options, self._d_host, self._d_first)
         for rank in self.p_ranks + self.d_ranks:
-            rank.receive(120.0)
+            rank.receive(START_TIMEOUT_S)
         self._listen("decode", port=0)
 
     def _listen(self, engine_id: str, port: int) -> None:
@@ -165,7 +168,7 @@ class Pair:
             DecodeRank, engine_id, self.model, self.decode, *self._options, self._d_host, self._d_first
         )
         for rank in self.d_ranks:
-            rank.receive(120.0)
+            rank.receive(START_TIMEOUT_S)
         self._listen(engine_id, self.port)
 
     def restart_prefill(self, engine_id: str) -> None:
@@ -174,7 +177,7 @@ class Pair:
             rank.kill()
         self.p_ranks = _start(PrefillRank, engine_id, self.model, self.prefill, *self._options, self._p_host)
         for rank in self.p_ranks:
-            rank.receive(120.0)
+            rank.receive(START_TIMEOUT_S)
 
     def ticket(self, prompt: Prompt) -> Ticket:
         return Ticket(

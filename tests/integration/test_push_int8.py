@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from harness.int8 import FAKQUANT, Int8DecodeRank, Int8Model, Int8PrefillRank
-from harness.kv import Side
-from harness.rank_programs import DecodeRank
+from harness.kv import Prompt, Side
+from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
+from vllm_ascend_pd.core.step import Send
 
 C8 = Int8Model()
 MLA = Int8Model(widths=(128, 16), replicated=True, packings=FAKQUANT)
@@ -50,6 +52,34 @@ def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
     run(pair, requests, chunk)
     expect_delivery(pair, requests)
     assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)
+
+
+def compute_from(rank: PrefillRank, start: int) -> None:
+    """Computes no tokens before `start` from now on."""
+    compute = type(rank)._values
+
+    def computed(layer: int, prompt: Prompt, send: Send) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return compute(
+            rank, layer, prompt, Send(send.request_id, max(start, send.start), send.stop, send.blocks, send.last)
+        )
+
+    rank._values = computed
+
+
+@pytest.mark.parametrize("cached", [0, 32])
+def test_prefixes_that_prefill_has(pair: Pair, cached: int) -> None:
+    """With 32, both engines have one: prefill a longer one."""
+    if pair.prefill.buffers:
+        pytest.skip("layers that use a buffer in turn keep no prefix")
+    pair.each(pair.d_ranks, "clear")
+    requests = prompts(pair, [64, 100], cached)
+    by_id = {prompt.request_id: prompt for prompt in requests}
+    sends = [Send(p.request_id, 0, 48, (p.p_blocks,), last=False) for p in requests]
+    pair.each(pair.p_ranks, "compute_unsent", sends, by_id)
+    pair.each(pair.p_ranks, "do", compute_from, 48)
+    run(pair, requests)
+    pair.each(pair.p_ranks, "do", compute_from, 0)
+    expect_delivery(pair, requests)
 
 
 ONE = Side(1)
