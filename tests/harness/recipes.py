@@ -47,7 +47,7 @@ _ARCHITECTURES = {
 _SET = {"KV_PORT": "30000", "mooncake_port": "20001", "ENGINE_ID": "1"}
 _PORTS = {"3": "dp", "4": "0", "7": "tp", "dp_size": "dp", "dp_rank": "0", "tp_size": "tp"}
 # vllm-ascend's int8 caches of MLA: the key of the checkpoint's description.
-_INT8 = {"deepseek-v3-c8": {"fa_quant_type": "FAKQuant"}}
+_INT8 = {"deepseek-v3-c8": {"fa_quant_type": "FAKQuant", "model.layers.0.self_attn.fa_k.scale": "FLOAT"}}
 
 
 STARTED = {

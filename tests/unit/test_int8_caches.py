@@ -16,7 +16,7 @@ NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
 SPEC = LayerSpec(0, BLOCK, HEADS, HEADS)
 
 
-def config(layer: Any, *, fakquant: bool = False, who_computes: str = "auto") -> Any:
+def config(layer: Any, *, fakquant: bool = False, who_computes: str = "never") -> Any:
     """Of an engine whose first layer is quantized."""
     quantized = NAMES[0].__eq__
     return SimpleNamespace(
@@ -53,13 +53,19 @@ def test_only_quantized_layers_are_packed_and_by_their_scales() -> None:
     assert int8_caches(specs, SimpleNamespace(quant_config=None), prefills=True) == (specs, {})
 
 
-def test_a_decode_engine_with_a_latent_in_int8_must_not_compute_prompts() -> None:
+@pytest.mark.parametrize("fakquant", [False, True])
+def test_a_decode_engine_that_keeps_int8_must_not_compute_prompts(fakquant: bool) -> None:
     specs: dict[str, LayerSpec | StateSpec] = {NAMES[0]: SPEC}
+    computes = config(LATENT if fakquant else dense(), fakquant=fakquant, who_computes="auto")
     with pytest.raises(LayoutError, match="cannot compute prompts: set who_computes to never"):
-        int8_caches(specs, config(LATENT, fakquant=True), prefills=False)
-    found, _ = int8_caches(specs, config(LATENT, fakquant=True, who_computes="never"), prefills=False)
+        int8_caches(specs, computes, prefills=False)
+    int8_caches(specs, computes, prefills=True)
+
+
+def test_mla_has_its_latent_in_int8_and_its_rope_in_16_bits() -> None:
+    specs: dict[str, LayerSpec | StateSpec] = {NAMES[0]: SPEC}
+    found, functions = int8_caches(specs, config(LATENT, fakquant=True), prefills=True)
     assert found[NAMES[0]].packings == (Packing.INT8_NZ, Packing.NZ)  # type: ignore[union-attr]
-    _, functions = int8_caches(specs, config(LATENT, fakquant=True), prefills=True)
     assert set(functions) == {(NAMES[0], 0)}
 
 

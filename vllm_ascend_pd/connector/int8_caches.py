@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose KV vllm-ascend's decode engines keep in int8: C8 (dense attention) and FAKQuant (MLA).
 
-A prefill engine of the same checkpoint keeps 16 bits and has the same scales, so it quantizes what it sends. Decode
-engines with FAKQuant cannot compute prompts: vllm-ascend's code for that takes the latent as 16 bits.
+A prefill engine of the same checkpoint keeps 16 bits and has the same scales, so it quantizes what it sends. The decode
+engines cannot compute prompts.
 
 Read in vllm-ascend 0.23.0 and 0.30.0rc2: `modelslim_config.py` and `kv_c8.py` in `quantization/`,
 `attention/attention_v1.py`, `attention/mla_v1.py`.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_ascend_pd.connector.model import NO_PROMPTS_WITH_FAKQUANT, computes_prompts
+from vllm_ascend_pd.connector.model import NO_PROMPTS_WITH_INT8, computes_prompts
 from vllm_ascend_pd.core.caches import Quantize, StateSpec
 from vllm_ascend_pd.core.layout import LayerSpec, LayoutError, Packing
 from vllm_ascend_pd.device.packing import quantize_c8
@@ -42,8 +42,8 @@ def int8_caches(
         packings = _packings(name, vllm_config.quant_config)
         if not packings or not isinstance(spec, LayerSpec):
             continue
-        if packings is _FAKQUANT and not prefills and computes_prompts(vllm_config):
-            raise LayoutError(f"{name}: {NO_PROMPTS_WITH_FAKQUANT}")
+        if not prefills and computes_prompts(vllm_config):
+            raise LayoutError(f"{name}: {NO_PROMPTS_WITH_INT8}")
         layer = vllm_config.compilation_config.static_forward_context[name]
         try:
             if packings is _C8:

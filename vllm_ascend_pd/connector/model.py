@@ -313,11 +313,12 @@ def unsupported_weights(vllm_config: "VllmConfig") -> str | None:
     return None
 
 
-NO_PROMPTS_WITH_FAKQUANT = (
-    "a decode engine whose latent is in int8 (FAKQuant) cannot compute prompts: set who_computes to never, or "
+NO_PROMPTS_WITH_INT8 = (
+    "a decode engine that keeps KV in int8 (C8, FAKQuant) cannot compute prompts: set who_computes to never, or "
     "recompute_scheduler_enable in additional_config"
 )
-"""Why such a decode engine is refused if `computes_prompts`."""
+"""Why such a decode engine is refused if `computes_prompts`. vllm-ascend's prefill of MLA takes the latent as 16 bits.
+On such an engine, its attention for C8 computes nothing in a step that has more than decodes."""
 
 
 # Faults of other packages' versions that make answers wrong, and what to install instead.

@@ -130,7 +130,7 @@ def _of_model(served: ModelFacts) -> list[Change]:
 def _int8_caches(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
     """Caches that decode keeps in int8 are refused with context parallelism."""
     names = [f"{which}-context-parallel-size" for which in ("prefill", "decode")]
-    if served.int8_caches is None:
+    if not served.int8_caches:
         return []
     why = "context parallelism is not supported where decode keeps caches in int8 (C8, FAKQuant)"
     return [Change(ChangeKind.STOPS, f"--{name}", why) for name in names if arguments.number(name, 1) > 1]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_ascend_pd.connector.model import (
-    NO_PROMPTS_WITH_FAKQUANT,
+    NO_PROMPTS_WITH_INT8,
     computes_prompts,
     unsupported,
     unsupported_weights,
@@ -22,11 +22,9 @@ from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
 from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.model import INT8_KEYS, QUANTIZATION, CacheDtype, ModelShape, PlanError, read_model
+from vllm_ascend_pd.tools.plan.model import CacheDtype, ModelShape, PlanError, read_model
 
 # The model that an engine serves: its `config.json`, and how its caches are quantized.
-
-_FAKQUANT = "fa_quant_type"
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
@@ -35,8 +33,6 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exp
 class ModelFacts:
     shape: ModelShape | None  # None if it cannot be described
     problem: str | None = None  # why not, if that means that the engine may be refused
-    # The key of the setting by which vllm-ascend keeps decode's caches in int8: one of `INT8_KEYS`.
-    int8_caches: str | None = None
     experts: bool = True  # whether it has experts (MoE)
     media: bool = False  # whether it takes images
 
@@ -45,11 +41,15 @@ class ModelFacts:
         """Whether its caches have one entry for several tokens."""
         return self.shape is not None and bool(self.shape.compressed)
 
+    @property
+    def int8_caches(self) -> bool:
+        """Whether decode keeps caches in int8, and prefill does not."""
+        return self.shape is not None and bool(self.shape.int8_layers)
+
 
 def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
     """`path`: a folder with config.json, or that file. `kv_cache_dtype`: of the engine."""
     given = Path(path)
-    folder = given if given.is_dir() else given.parent
     shape, problem = None, None
     try:
         shape = read_model(given, _dtype(kv_cache_dtype))
@@ -63,8 +63,7 @@ def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
         return ModelFacts(None, problem)
     text = config.get("text_config") or config
     experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
-    int8 = _int8_caches(folder / QUANTIZATION)
-    return ModelFacts(shape, problem, int8, experts, "vision_config" in config)
+    return ModelFacts(shape, problem, experts, "vision_config" in config)
 
 
 def _dtype(name: str | None) -> CacheDtype:
@@ -76,15 +75,6 @@ def _dtype(name: str | None) -> CacheDtype:
         return CacheDtype(name)
     except ValueError:
         raise PlanError(f"--kv-cache-dtype {name}: not known to this command") from None
-
-
-def _int8_caches(file: Path) -> str | None:
-    """Returns which of `INT8_KEYS` the checkpoint has. vllm-ascend: `quantization/modelslim_config.py`."""
-    try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return next((name for name in INT8_KEYS if described.get(name)), None)
 
 
 # Whether the connector would refuse an engine: its own checks run, on objects that have what they read of vLLM's
@@ -113,8 +103,8 @@ def refusal(arguments: EngineArguments, ours: Mapping[str, Any], served: ModelFa
     decodes = ours.get("kv_role") == "kv_consumer"
     if (reason := unsupported(config)) is not None:
         return reason
-    if decodes and served.int8_caches == _FAKQUANT and computes_prompts(config):
-        return NO_PROMPTS_WITH_FAKQUANT
+    if decodes and served.int8_caches and computes_prompts(config):
+        return NO_PROMPTS_WITH_INT8
     if decodes and model is not None and _drops_prefill_weights(arguments, model):
         dropped = SimpleNamespace(impl=SimpleNamespace(fused_qkv_a_proj=SimpleNamespace(weight=None)))
         config.compilation_config.static_forward_context = {"attention (W8A8)": dropped}
