@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caches of sparse attention (DeepSeek V3.2, GLM-5), allocated by vllm-ascend's own code from its own specs."""
+"""The caches of MLA and of sparse attention (DeepSeek V3.2, GLM-5), allocated by vllm-ascend's own code."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -58,11 +58,15 @@ def cache_config(specs: dict[str, Any], num_blocks: int) -> Any:
     )
 
 
-def allocate(caches: Any, device: str) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Returns what vllm-ascend's model runner registers for `caches` on an engine with a connector."""
+def allocate(caches: Any, device: str, quantized: Any = None) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Returns what vllm-ascend's model runner registers for `caches` on a decode engine.
+
+    `quantized`: of MLA without sparse attention, how its checkpoint is quantized. None: sparse attention.
+    """
     import vllm_ascend.ops  # noqa: F401  # the modules below import each other in a circle otherwise
     import vllm_ascend.worker.model_runner_v1 as runner
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm_ascend.attention.mla_v1 import AscendMLABackend
     from vllm_ascend.attention.sfa_v1 import AscendSFABackend
 
     [group] = caches.kv_cache_groups
@@ -70,11 +74,13 @@ def allocate(caches: Any, device: str) -> dict[str, tuple[torch.Tensor, ...]]:
     first = next(iter(specs.values()))
     attention = MLAAttention.__new__(MLAAttention)
     vars(attention).update(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(index_head_dim=INDEX, model_type="glm_moe_dsa"))
+    text = SimpleNamespace(index_head_dim=INDEX, model_type="glm_moe_dsa")
+    model = SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16, use_mla=True)
+    backend = AscendSFABackend if quantized is None else AscendMLABackend
     config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=False),
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(specs, attention)),
-        quant_config=None,
+        quant_config=quantized,
         model_config=model,
     )
     itself = runner.NPUModelRunner.__new__(runner.NPUModelRunner)
@@ -84,16 +90,15 @@ def allocate(caches: Any, device: str) -> dict[str, tuple[torch.Tensor, ...]]:
         kv_cache_config=caches,
         device=device,
         use_compress=False,
-        use_sparse=True,
+        use_sparse=quantized is None,
         use_hybrid_blocks=False,
         hybrid_with_attn_and_mamba=False,
         runner_only_attn_layers=set(),
-        attn_backend=AscendSFABackend,
+        attn_backend=backend,
         c8_k_cache_dtype=first.c8_k_cache_dtype,
         c8_k_scale_cache_dtype=first.c8_k_scale_cache_dtype,
         _kv_cache_spec_attn_group_iterator=lambda: (
-            SimpleNamespace(backend=AscendSFABackend, kv_cache_spec=spec, layer_names=[layer])
-            for layer, spec in specs.items()
+            SimpleNamespace(backend=backend, kv_cache_spec=spec, layer_names=[layer]) for layer, spec in specs.items()
         ),
     )
     return itself._reshape_kv_cache_tensors(caches, itself._allocate_kv_cache_tensors(caches))

@@ -187,8 +187,12 @@ def test_a_model_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"recompute_scheduler_enable": True}])
-def test_decode_with_a_latent_in_int8_computes_no_prompts(tmp_path: Path, settings: dict[str, bool]) -> None:
-    make_model("deepseek-v3-c8", tmp_path)
+@pytest.mark.parametrize("model", ["deepseek-v3-c8", "qwen3-moe"])
+def test_decode_that_keeps_int8_computes_no_prompts(tmp_path: Path, model: str, settings: dict[str, bool]) -> None:
+    make_model(model, tmp_path)
+    if model == "qwen3-moe":
+        described = {"kv_cache_type": "C8", "model.layers.0.self_attn.k_proj.kv_cache_scale": "FLOAT"}
+        (tmp_path / "quant_model_description.json").write_text(json.dumps(described), encoding="utf-8")
     additional = f"--additional-config '{json.dumps(settings)}'"
     for role, never in (("kv_producer", None), ("kv_consumer", None if settings else "never")):
         result = migrated(serve(additional, kv_role=role), model=tmp_path)

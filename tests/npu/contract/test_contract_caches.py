@@ -12,7 +12,9 @@ from vllm_ascend_contract import BLOCK, engine_config
 from harness.hybrid_caches import allocate as allocate_hybrid
 from harness.sparse_caches import allocate, cache_config, sparse_spec
 from vllm_ascend_pd.connector import caches as caches_module
+from vllm_ascend_pd.connector.int8_caches import int8_caches
 from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.layout import Order, Packing
 
 pytestmark = pytest.mark.npu
 
@@ -54,6 +56,37 @@ def test_quantized_caches_of_sparse_attention(
         for width, dtype in expected[layer]
     ]
     assert {address % ALIGNMENT for address, _ in described.regions()} == {0}, "HCCS needs multiples of 2 MiB"
+
+
+def test_a_latent_in_int8_lies_beside_a_rope_in_16_bits(plugins: None, mla_model: Path) -> None:
+    """On decode, of a checkpoint with FAKQuant in its first layer. tests/npu/test_push_int8.py sends such caches."""
+    from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
+    from vllm_ascend.quantization.modelslim_config import AscendModelSlimConfig
+
+    def spec(width: int, dtype: torch.dtype) -> AscendMLAAttentionSpec:
+        return AscendMLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=width, dtype=dtype)
+
+    quantized, plain = (f"model.layers.{i}.self_attn.attn" for i in range(2))
+    # As the model runner's `get_kv_cache_spec` has them: a rope in 16 bits counts twice beside int8.
+    caches = cache_config({quantized: spec(512 + 2 * 64, INT8), plain: spec(512 + 64, BF16)}, num_blocks=4)
+    description = {"fa_quant_type": "FAKQuant", "model.layers.0.self_attn.fa_k.scale": "FLOAT"}
+    config = SimpleNamespace(
+        quant_config=AscendModelSlimConfig(description),
+        compilation_config=SimpleNamespace(
+            static_forward_context={quantized: SimpleNamespace(fak_descale=torch.ones(1), fak_offset=torch.zeros(1))}
+        ),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"who_computes": "never"}),
+    )
+    tensors = allocate(caches, "npu", config.quant_config)
+    specs, _ = int8_caches(caches_module.layer_specs(caches, engine_config(mla_model)), config, prefills=False)
+    described = describe(tensors, specs, heads_first=False).description
+    kept = [described.geometry_of(tensor) for tensor in described.tensors]
+    assert [(g.dtype, g.head_bytes, g.packing, g.order) for g in kept] == [
+        ("int8", 512, Packing.INT8_NZ, Order.HEAD_MAJOR),
+        ("bfloat16", 128, Packing.NZ, Order.HEAD_MAJOR),
+        ("bfloat16", 1024, Packing.NONE, Order.TOKEN_MAJOR),
+        ("bfloat16", 128, Packing.NONE, Order.TOKEN_MAJOR),
+    ]
 
 
 def test_blocks_beside_states_are_several_of_the_kernels(plugins: None) -> None:
