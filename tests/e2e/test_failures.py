@@ -131,10 +131,3 @@ def test_made_up_ticket(cluster: Cluster, client: Client) -> None:
     }
     # Prefill itself is fine: the push comes to nothing, and its blocks come back.
     assert ask_prefill(cluster, client, ticket).status_code == 200
-
-
-def test_prompt_longer_than_the_model_takes(client: Client) -> None:
-    with pytest.raises(httpx.HTTPStatusError) as refused:
-        client.complete(random_prompt(5000, "too long"))
-    assert refused.value.response.status_code == 400
-    assert "4096" in refused.value.response.json()["error"]["message"]

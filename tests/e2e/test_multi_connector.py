@@ -12,14 +12,13 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from harness.client import Client, at_once, random_prompt
+from harness.client import Client, random_prompt
 from harness.clusters import POISONED_TOKENS, Cluster, ClusterConfig, one_to_one
 from harness.engines import Engine, EngineConfig
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import TINY
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import ClusterPool, Reference, long
-from harness.scheduling import FOR_A_PULLING_CONNECTOR
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -80,12 +79,6 @@ def test_ours_pushes(client: Client, reference: Reference) -> None:
     assert received == {n: -(-n // BLOCK) * BLOCK * TINY.kv_bytes_per_token for n in prompts}
 
 
-def test_eight_at_a_time(client: Client, reference: Reference) -> None:
-    prompts = [random_prompt(tokens, f"eight-{i}") for i, tokens in enumerate(4 * (5, 129, 400))]
-    completions = at_once(lambda prompt: client.complete(prompt, stream=True), prompts, concurrency=8)
-    assert [c.token_ids for c in completions] == [reference.complete(prompt) for prompt in prompts]
-
-
 def test_requests_for_the_other(cluster: Cluster, reference: Reference) -> None:
     for engine in (*cluster.prefill, *cluster.decode):
         prompt = random_prompt(PROMPT, engine.name)
@@ -124,13 +117,6 @@ def test_ours_pushes_what_the_other_restored(cluster: Cluster, client: Client, r
     assert completion.token_ids == reference.complete(prompt)
     assert completion.kv_transfer_params is not None
     assert completion.kv_transfer_params["received_bytes"] == RECEIVED
-
-
-def test_parameters_of_another_kind_are_left_alone(cluster: Cluster, reference: Reference) -> None:
-    prompt = random_prompt(PROMPT, "another kind")
-    for side, engines in (("prefill", cluster.prefill), ("decode", cluster.decode)):
-        answer = ask(engines[0], cluster, prompt, kv_transfer_params=FOR_A_PULLING_CONNECTOR[side])
-        assert answer == reference.complete(prompt)
 
 
 def test_a_request_that_ours_cannot_deliver_fails_alone(client: Client, reference: Reference) -> None:

@@ -2,20 +2,18 @@
 """One prefill and one decode engine give, token by token, what a single vLLM instance gives.
 
 Greedy, float32, prefill in chunks of 512 tokens. Prefix caching is on, as it is by default; each test has
-prompts of its own, so that only those that mean to find cached blocks do.
+prompts of its own, so that only those that mean to find cached blocks do. Text, chats, lists and samples are in
+`test_kinds_of_requests.py`.
 """
 
 import pytest
 
-from harness.client import Client, Messages, at_once, random_prompt
+from harness.client import Client, at_once, random_prompt
 from harness.clusters import AT_IPV6, TP2_TO_TP1, TRACED, one_to_one
 from harness.pool import long
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 """Around a block's end (128), several blocks, several chunks (512)."""
-
-STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-
 
 CLUSTERS = [
     TP2_TO_TP1,
@@ -61,29 +59,3 @@ def test_cached_blocks_are_not_fetched_again(client: Client, reference) -> None:
     # 8 blocks of 128 tokens, of which 7 are full and therefore found again; `longer` ends in block 10.
     assert again == pytest.approx(first / 8)
     assert extended == pytest.approx(first * 3 / 8)
-
-
-def test_list_of_prompts(client: Client, reference) -> None:
-    prompts = [random_prompt(tokens, "list") for tokens in (5, 300, 129)]
-    outputs = [completion.token_ids for completion in client.complete_many(prompts)]
-    assert outputs == [reference.complete(prompt) for prompt in prompts]
-
-
-def test_two_choices(client: Client, reference) -> None:
-    prompts = [random_prompt(300, "two")]
-    outputs = [completion.token_ids for completion in client.complete_many(prompts, n=2)]
-    assert outputs == reference.complete_many(prompts, n=2)
-
-
-@STREAM
-def test_chat(client: Client, reference, stream: bool) -> None:
-    messages: Messages = [
-        {"role": "system", "content": "Answer in one word."},
-        {"role": "user", "content": f"Which layer comes {'after' if stream else 'before'} layer 7? " * 10},
-    ]
-    assert client.chat(messages, stream=stream).token_ids == reference.chat(messages)
-
-
-def test_text_prompt(client: Client, reference) -> None:
-    prompt = "While layer two is computed, layer one is on its way. " * 5
-    assert client.complete(prompt).token_ids == reference.complete(prompt)

@@ -28,8 +28,8 @@ UNPINNED = (("CANN_ON_HOST_PINNED_ONLY", "0"),)
 which tokens a request allows."""
 
 WITH_IMAGES = (*UNPINNED, (METHOD, "spawn"))
-"""Environment of engines that load images. A forked engine core may be aborted at its start: PyTorch says "Invalid
-thread pool!"."""
+"""Environment of engines that load images. An engine core that is forked from its API server may be aborted at its
+start: PyTorch says "Invalid thread pool!"."""
 
 
 def problems() -> list[str]:

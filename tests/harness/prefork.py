@@ -19,9 +19,10 @@ from pathlib import Path
 from unittest import mock
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-"""vLLM's own. "fork" has engine cores and workers forked, and here the API server, too."""
+"""vLLM's own. "fork" has engine cores and workers forked. Where the tests' own environment has it, the API server is,
+too, whatever the engine's says."""
 
-_READ_LATE = ("VLLM_", "TMPDIR", "PYTEST_CURRENT_TEST", "CANN_ON_HOST_FIRST_DEVICE")
+_READ_LATE = ("VLLM_", "TMPDIR", "PYTEST_CURRENT_TEST", "CANN_ON_HOST_FIRST_DEVICE", "CANN_ON_HOST_PINNED_ONLY")
 """What may differ from the server's environment: prefixes of what nothing reads before it is used. vLLM looks its own
 variables up each time, its logging's aside."""
 _READ_EARLY = ("VLLM_LOGGING", "VLLM_CONFIGURE_LOGGING", "VLLM_PLUGINS")
@@ -65,7 +66,7 @@ class Prefork:
 def can_fork(env: Mapping[str, str]) -> bool:
     """Whether an engine of this environment would be the same if it was forked. The first one's environment is what the
     process that imports vLLM is started with."""
-    if env.get(METHOD) != "fork":
+    if os.environ.get(METHOD) != "fork":
         return False
     if not _made_for:
         with mock.patch.dict(os.environ, env):

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import test_launch_examples as examples
-import typer
 import yaml
 from page_commands import COMMANDS, ENVIRONMENT, Command
 from proxy_cluster import eventually
@@ -26,9 +25,9 @@ from proxy_commands import curls, opens_the_front_door
 
 from harness.documented import PAGES, REPOSITORY, fences, lines, taken_by
 from harness.ports import is_free, release_port, reserve_port
-from vllm_ascend_pd.cli import app
 from vllm_ascend_pd.transport.keys import load_keys, read_text_secret, read_ticket_secret
 
+DECODE_SH = "bash decode.sh 4"
 MODELS = {"Llama-3.1-70B": "llama-3.1-70b.json", "DeepSeek-R1-W8A8": "deepseek-r1.json"}
 
 # --- run as they are, in a folder of their own -------------------------------------------------------------
@@ -63,22 +62,26 @@ def plans(command: Command, folder: Path) -> None:
 
 
 def migrates(command: Command, folder: Path) -> None:
-    """The script that the page shows prints what it shows next."""
+    """The script that the page shows prints what it shows next, and is judged with prefill's."""
     [page] = command.pages
     script, printed, *_ = (textwrap.dedent(body) for language, body in fences(page) if language == "text")
     (folder / "model").mkdir()
     shutil.copy(REPOSITORY / "tests/unit/data" / MODELS["DeepSeek-R1-W8A8"], folder / "model/config.json")
     script = script.replace("/models/DeepSeek-R1", f"{folder}/model")
     (folder / "decode.sh").write_text(script)
-    if command.line.startswith("bash "):
-        all_of_it = command.run(folder).replace(f"{folder}/model", "/models/DeepSeek-R1")
-        assert all_of_it[: all_of_it.index("\n== proxy ==")] == printed
-    else:
-        prefill = script.replace("kv_consumer", "kv_producer").replace("decode.json", "prefill.json")
-        (folder / "prefill.sh").write_text(prefill.replace("8200", "8100"))
-        all_of_it = command._replace(line=f"bash decode.sh 4; bash prefill.sh 8; {command.line}").run(folder)
-        assert "== prefill and decode ==\nthey fit\n" in all_of_it
-    assert all_of_it.endswith("works with these changes\n")
+    prefill = script.replace("kv_consumer", "kv_producer").replace("decode.json", "prefill.json")
+    (folder / "prefill.sh").write_text(prefill.replace("8200", "8100"))
+    alone = command._replace(line=DECODE_SH).run(folder).replace(f"{folder}/model", "/models/DeepSeek-R1")
+    assert alone[: alone.index("\n== proxy ==")] == printed
+    both = command._replace(line=f"bash prefill.sh 8; {command.line}").run(folder)
+    assert "== prefill and decode ==\nthey fit\n" in both
+    assert alone.endswith("works with these changes\n")
+    assert both.endswith("works with these changes\n")
+
+
+def is_run_before(command: Command, folder: Path) -> None:
+    """The test of another command of the page runs it."""
+    assert any(rows_of(other)[0].how is migrates for other in COMMANDS if other.pages == command.pages)
 
 
 def makes_the_model(command: Command, folder: Path) -> None:
@@ -214,7 +217,8 @@ TABLE = (
     Row(r"vllm-ascend-pd keygen .*", makes_a_secret),
     Row(r"\(umask 077; openssl .*", makes_a_secret),
     Row(r"vllm-ascend-pd plan .*", plans),
-    Row(r"vllm-ascend-pd migrate .*|bash decode\.sh 4", migrates),
+    Row(r"vllm-ascend-pd migrate .*", migrates),
+    Row(re.escape(DECODE_SH), is_run_before),
     Row(r"vllm-ascend-pd doctor", examines_this_machine),
     Row(r"vllm-ascend-pd doctor --(port .*|hardware)", "tests/integration/test_doctor.py::test_a_machine"),
     Row(r"vllm-ascend-pd doctor --proxy .*", "tests/integration/test_doctor.py::test_a_pair"),
@@ -228,11 +232,10 @@ TABLE = (
     ),
     Row(r"python benchmarks/proxy_overhead\.py", "tests/integration/test_benchmarks.py::test_proxy_overhead"),
     Row(
-        r"python benchmarks/(?!proxy_overhead)\w+\.py|CANN_ON_HOST=1 .* benchmarks/(?!descriptors)\w+\.py( --npu)?",
+        r"python benchmarks/(?!proxy_overhead)\w+\.py|CANN_ON_HOST=1 .* benchmarks/\w+\.py( --npu)?",
         is_one_of_all,
         "minutes each",
     ),
-    Row(r"CANN_ON_HOST=1 .* benchmarks/descriptors\.py", "tests/npu/test_descriptors_benchmark.py::test_the_bars_hold"),
     Row(
         r"(VLLM_MOONCAKE_BOOTSTRAP_PORT=8998 ASCEND_RT_VISIBLE_DEVICES=0|ASCEND_RT_VISIBLE_DEVICES=1) vllm serve .*",
         "tests/e2e/test_routers.py::test_the_engines_are_those_of_the_page",
@@ -289,31 +292,3 @@ def test_no_row_is_without_a_command(row: Row) -> None:
 def test_every_fence_names_its_language(page: Path) -> None:
     """So no command is overlooked."""
     assert {language for language, _ in fences(page)} <= {"sh", "text", "json"}
-
-
-@pytest.mark.parametrize("page", ["operations.md", "proxy.md", "security.md"])
-def test_options_that_a_page_names_are_the_proxys(page: str) -> None:
-    text = (REPOSITORY / "docs" / page).read_text()
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    known = {
-        name
-        for command in ("proxy", "doctor", "keygen")
-        for param in commands[command].params
-        for name in (*param.opts, *param.secondary_opts)  # the second: --no-...
-    }
-    known |= {  # vLLM's, and every command's
-        "--api-key",
-        "--chat-template",
-        "--disable-log-stats",
-        "--dtype",
-        "--help",
-        "--hf-overrides",
-        "--max-model-len",
-        "--max-num-queued-reqs",
-        "--max-num-queued-tokens",
-        "--max-num-seqs",
-        "--media-io-kwargs",
-        "--mm-hasher-algorithm",
-        "--mm-processor-kwargs",
-    }
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known

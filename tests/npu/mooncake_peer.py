@@ -8,7 +8,6 @@ import ctypes
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -54,28 +53,8 @@ class Engine:
     def get_at(self, address: int, nbytes: int) -> str:
         return ctypes.string_at(address, nbytes).decode("latin-1")
 
-    def put(self, text: str) -> None:
-        ctypes.memmove(self.memory, text.encode(), len(text))
-
     def get(self, offset: int, nbytes: int) -> str:
         return ctypes.string_at(self.memory + offset, nbytes).decode("latin-1")
-
-    def write(self, session: str, address: int, nbytes: int, pieces: int) -> list[Any]:
-        """One batch of equal pieces. Returns its code, and how many seconds it took until Mooncake's task was over."""
-        begun = time.monotonic()
-        here = [self.memory + i * nbytes for i in range(pieces)]
-        there = [address + i * nbytes for i in range(pieces)]
-        batch = self.mooncake.batch_transfer_async_write(session, here, there, [nbytes] * pieces)
-        if batch == 0:
-            return [-1, 0.0]
-        while (code := self.mooncake.transfer_check_status(batch)) == 0:
-            time.sleep(0.001)
-        if pieces > 1:  # that looked at the first piece alone
-            code = 1 if self.mooncake.get_batch_transfer_status([batch]) == 0 else -1
-        return [code, time.monotonic() - begun]
-
-    def counters(self) -> dict[str, int]:
-        return cann_on_host.counters()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from harness.models import inspect_here
 from harness.recipes import Recipe, make_draft, make_model, recipes
 from vllm_ascend_pd.connector.model import unsupported
 from vllm_ascend_pd.connector.serve_options import serve_parser
@@ -40,6 +41,7 @@ def configured(recipe: Recipe, command: list[list[str]], parser: Any) -> Any:
     """Returns vLLM's configuration for a command."""
     from vllm_ascend.ascend_config import clear_ascend_config
 
+    inspect_here()
     clear_ascend_config()
     before = dict(os.environ)
     options = {words[0]: words[1:] for words in command[1:] if words[0] not in FRONT_END}

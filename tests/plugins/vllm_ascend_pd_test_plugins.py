@@ -26,7 +26,7 @@ seconds later: of all sockets that processes beside it bind meanwhile, one may h
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's own. "fork" holds on vLLM's CPU platform, too, which has engine cores and workers spawned whatever is set:
-each then imports vLLM anew, 10 s of a core."""
+each then imports vLLM anew, 10 s of a core. Nor is it imported anew to look at a model's class."""
 
 POISON_TOKENS = "VLLM_ASCEND_PD_TEST_POISON_TOKENS"
 """A number: prompts of that many tokens cannot be sent by prefill, see `faults.py`. Unset: no faults."""
@@ -78,6 +78,8 @@ def register() -> None:
         _hold_ports()
     if os.environ.get(METHOD) == "fork":
         _fork_on_cpu()
+    if METHOD in os.environ:
+        _inspect_models_here()
     if tokens := os.environ.get(POISON_TOKENS):
         from faults import poison_prompts_of
 
@@ -137,12 +139,23 @@ def _shorten_spin(seconds: float) -> None:
     shm_broadcast.SpinCondition = functools.partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
 
 
-def _hold_ports() -> None:
-    from vllm.utils import network_utils
-
+def _find_harness() -> None:
     tests = str(Path(__file__).resolve().parents[1])
     if tests not in sys.path:
         sys.path.append(tests)
+
+
+def _inspect_models_here() -> None:
+    _find_harness()
+    from harness.models import inspect_here
+
+    inspect_here()
+
+
+def _hold_ports() -> None:
+    from vllm.utils import network_utils
+
+    _find_harness()
     from harness.ports import reserve_port
 
     def reserve(start_port: int | None = None, max_attempts: int | None = None) -> int:
