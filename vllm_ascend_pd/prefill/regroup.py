@@ -162,9 +162,7 @@ class Regrouper:
 
         def regroup() -> None:
             if push.step_send.route.packs:
-                quantize = [self._quantize.get((tensor.layer, tensor.part)) for tensor in push.tensors]
-                pack_into = partial(self._pack, push.step_send, tensors, quantize)
-                slot: Slot | None = self._filled(push.step_send, pack_into)
+                slot: Slot | None = self._filled(push.step_send, partial(self._pack, push, tensors))
             else:
                 slot = self.run(push.step_send, tensors)
             if slot is not None and not push.fill(slot):  # the sender has stopped waiting for it
@@ -214,21 +212,17 @@ class Regrouper:
             ),
         )
 
-    def _pack(
-        self,
-        step_send: StepSend,
-        tensors: Sequence[torch.Tensor],
-        quantize: Sequence[Quantize | None],
-        slot: Slot,
-    ) -> None:
+    def _pack(self, push: LayerPush, tensors: Sequence[torch.Tensor], slot: Slot) -> None:
         """Fills `slot` with the units of tensors in the form in which decode keeps them. Runs on the side stream."""
+        step_send = push.step_send
         route, offsets = step_send.route, step_send.unit_offsets
         assert offsets is not None
         units = len(offsets)
         gathered = self._send[: units * route.source_bytes]
-        for n, (tensor, function) in enumerate(zip(tensors, quantize, strict=True)):
+        for n, (described, tensor) in enumerate(zip(push.tensors, tensors, strict=True)):
             ops.gather_units([tensor], offsets, route.source_bytes, units, self._send, 0, len(gathered), len(gathered))
-            blocks = packed(gathered, tensor, route.entries, function)
+            quantize = self._quantize.get((described.layer, described.part))
+            blocks = packed(gathered, tensor, route.entries, quantize)
             out = self._ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
             out.view(blocks.shape).copy_(blocks)
 
