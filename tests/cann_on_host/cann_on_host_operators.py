@@ -89,6 +89,13 @@ def install(torch_npu: ModuleType, library: Path) -> None:
     _library = torch.library.Library("_C_ascend", "FRAGMENT")
     _library.define("npu_gemma_rms_norm(Tensor x, Tensor weight, float epsilon) -> (Tensor, Tensor)")
     _library.impl("npu_gemma_rms_norm", lambda x, w, epsilon: npu_rms_norm(x, 1.0 + w, epsilon), "PrivateUse1")
+    _library.define(
+        "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta, float epsilon)"
+        " -> (Tensor, Tensor, Tensor)"
+    )
+    _library.impl("npu_add_rms_norm_bias", _npu_add_rms_norm_bias, "PrivateUse1")
+    _library.define("get_physical_device_id(int device) -> int")
+    _library.impl("get_physical_device_id", lambda device: device, "CompositeExplicitAutograd")
     # The plugin library of ATB's operators needs libatb; those that are used are replaced above.
     import torch_npu.op_plugin.atb._atb_ops as atb
 
@@ -108,6 +115,13 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
     takes.types("npu_add_rms_norm", takes.FLOAT, x1=x1)
     takes.same_type("npu_add_rms_norm", x1=x1, x2=x2, gamma=gamma)
     return torch.ops.cann_on_host.add_rms_norm(x1, x2, gamma, epsilon)
+
+
+def _npu_add_rms_norm_bias(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, rstd, x = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    return (y if beta is None else y + beta), rstd, x
 
 
 def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
@@ -130,6 +144,19 @@ def _npu_reshape_and_cache(
     torch.ops.cann_on_host.reshape_and_cache(key, value, key_cache, value_cache, slot_indices)
 
 
+def npu_scatter_pa_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cache_mode: str = "PA_NZ",
+) -> None:
+    assert cache_mode == "Norm", f"cache mode {cache_mode} is not emulated"
+    _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+
+
 def _npu_rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
 ) -> None:
@@ -137,6 +164,27 @@ def _npu_rotary_embedding(
     if cos_sin_cache.dtype != torch.float32 or query.dtype != torch.float16:
         takes.same_type("npu_rotary_embedding", query=query, key=key, cos_sin_cache=cos_sin_cache)
     torch.ops.cann_on_host.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+
+
+def npu_mrope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    *,
+    mrope_section: Sequence[int] | None = None,
+    rotary_mode: str = "half",
+    cache_mode: str = "default",
+) -> tuple[Tensor, Tensor]:
+    """vllm-ascend 0.30 rotates by it where it has no Triton. One position per token only."""
+    assert not any(mrope_section or ()), "sections of positions are not emulated"
+    assert cache_mode == "default", f"cache mode {cache_mode} is not emulated"
+    takes.types("npu_mrope", takes.FLOAT, query=query, key=key)
+    takes.same_type("npu_mrope", query=query, key=key, cos_sin_cache=cos_sin_cache)
+    query, key = query.clone(), key.clone()
+    torch.ops.cann_on_host.rotary_embedding(positions, query, key, head_size, cos_sin_cache, rotary_mode == "half")
+    return query, key
 
 
 def npu_fused_infer_attention_score(
@@ -370,13 +418,31 @@ def npu_paged_cache_load(
     return key, value
 
 
+def npu_gather_pa_kv_cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    seq_offset: Tensor | None = None,
+    is_seq_lens_cumsum: bool = False,
+) -> None:
+    assert not is_seq_lens_cumsum, "sums of lengths are not emulated"
+    npu_paged_cache_load(key_cache, value_cache, block_tables, seq_lens, seq_starts=seq_offset, key=key, value=value)
+
+
 FUSED: tuple[Callable[..., Any], ...] = (
     npu_rms_norm,
     npu_add_rms_norm,
     npu_swiglu,
     npu_format_cast,
     _npu_reshape_and_cache,
+    npu_scatter_pa_kv_cache,
+    npu_gather_pa_kv_cache,
     _npu_rotary_embedding,
+    npu_mrope,
     npu_fused_infer_attention_score,
     npu_fused_infer_attention_score_v2,
     npu_attention_update,

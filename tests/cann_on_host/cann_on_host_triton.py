@@ -10,7 +10,11 @@ from torch import Tensor
 
 
 class SlotMappingKernel:
-    """vLLM's Triton kernel `_compute_slot_mapping_kernel[grid](...)`, for the whole grid at once."""
+    """The Triton kernel `_compute_slot_mapping_kernel[grid](...)`, for the whole grid at once.
+
+    vLLM's, which vllm-ascend 0.23 calls, and vllm-ascend 0.30's own, whose `BLOCKS_PER_KV_BLOCK` counts the kernels'
+    blocks in one of the cache. The table that it gets here is in the kernels' blocks already.
+    """
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(
@@ -27,9 +31,11 @@ class SlotMappingKernel:
             TOTAL_CP_RANK: int,
             CP_KV_CACHE_INTERLEAVE_SIZE: int,
             PAD_ID: int,
-            BLOCK_SIZE: int,
+            IS_CIRCULAR: bool = False,
+            **tiles: int,
         ) -> None:
             assert TOTAL_CP_WORLD_SIZE == 1, "context parallelism is not emulated"
+            assert not IS_CIRCULAR, "rings of tokens are not emulated"
             requests = grid[0] - 1  # the last program pads
             torch.ops.cann_on_host.slot_mapping(
                 requests,

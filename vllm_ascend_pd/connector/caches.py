@@ -47,6 +47,7 @@ _KINDS = frozenset(
         "FullAttentionSpec",
         "MLAAttentionSpec",
         "AscendMLAAttentionSpec",
+        "AscendSFAIndexerCacheSpec",
         "SlidingWindowSpec",
         "SlidingWindowMLASpec",
         "AscendSlidingWindowMLASpec",
@@ -189,6 +190,9 @@ _GROUPS_OF_B_AND_C = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 # A cache of DeepSeek V4: the name of the attention that it belongs to, and what it is.
 _CACHE_OF_V4 = re.compile(r"(.+?)\.(?:attn|swa_cache|compressor|indexer)(?:\.|$)")
 
+# The keys of sparse attention's index, which vllm-ascend keeps in a cache of its own from version 0.30 on.
+_INDEX_OF_SPARSE = re.compile(r"(.+)\.indexer\.k_cache")
+
 _MTP_INDEX = re.compile(r"(?:^|\.)mtp(?:\.layers)?\.(\d+)(?:\.|$)")
 
 _LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -250,7 +254,7 @@ def layer_specs(
                 continue
             heads = spec.num_kv_heads
             whose = draft if _is_of_draft(layer, vllm_config) else ""
-            if "MLA" in type(spec).__name__:
+            if any("MLA" in kind.__name__ for kind in type(spec).__mro__):
                 total = 1
             else:
                 model_heads = models[whose].get_total_num_kv_heads()
@@ -261,15 +265,18 @@ def layer_specs(
 
 
 def caches_of_layers(specs: Mapping[str, LayerSpec | StateSpec]) -> dict[str, list[str]]:
-    """Returns the caches of layers that have several, by the name that vllm-ascend announces: those of DeepSeek V4.
+    """Returns the caches of layers that have several, by the name that vllm-ascend announces.
 
-    It announces a layer once, when all of them are written (`AscendDSAImpl.forward` in `attention/dsa_v1.py`).
+    It announces such a layer once, when all of them are written: DeepSeek V4's (`AscendDSAImpl.forward` in
+    `attention/dsa_v1.py`), and from 0.30 on sparse attention with its index (`attention/sfa_v1.py`).
     """
     found: dict[str, list[str]] = {}
-    if any(isinstance(spec, LayerSpec) and spec.tokens_per_entry > 1 for spec in specs.values()):
-        for name in specs:
-            if of_v4 := _CACHE_OF_V4.match(name):
-                found.setdefault(f"{of_v4[1]}.attn", []).append(name)
+    compressed = any(isinstance(spec, LayerSpec) and spec.tokens_per_entry > 1 for spec in specs.values())
+    for name in specs:
+        if compressed and (of_v4 := _CACHE_OF_V4.match(name)):
+            found.setdefault(f"{of_v4[1]}.attn", []).append(name)
+        elif (index := _INDEX_OF_SPARSE.fullmatch(name)) and (attention := f"{index[1]}.attn") in specs:
+            found[attention] = [attention, name]
     return found
 
 

@@ -75,7 +75,9 @@ void reshape_and_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, 
            const Tensor chosen = all.index_select(0, used);
            const auto store = [&](const Tensor& tokens, Tensor& cache) {
              const Tensor rows = tokens.index_select(0, used).to(cache.scalar_type());
-             cache.flatten(0, 1).index_copy_(0, chosen, rows.reshape({-1, cache.size(2), cache.size(3)}));
+             // Not by a flat view: blocks of K and V may alternate in memory.
+             const Tensor blocks = chosen.div(cache.size(1), "floor"), offsets = chosen.remainder(cache.size(1));
+             cache.index_put_({blocks, offsets}, rows.reshape({-1, cache.size(2), cache.size(3)}));
            };
            store(k, k_cache);
            store(v, v_cache);

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints as JSON what the connector makes of sparse attention's caches, in vllm-ascend 0.30's own specs and allocation.
+
+Two layers of DeepSeek V3.2: the second one uses the first one's index. `quantized`: the index in 8 bits.
+"""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+
+import vllm_ascend.worker.model_runner_v1 as runner  # noqa: E402
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention  # noqa: E402
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs  # noqa: E402
+from vllm_ascend.attention.indexer import AscendSFAIndexerBackend  # noqa: E402
+from vllm_ascend.attention.sfa_v1 import AscendSFABackend  # noqa: E402
+from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec, AscendSFAIndexerCacheSpec  # noqa: E402
+
+from vllm_ascend_pd.connector import caches  # noqa: E402
+from vllm_ascend_pd.core.caches import describe  # noqa: E402
+from vllm_ascend_pd.core.layout import LayoutError  # noqa: E402
+
+BLOCK, BLOCKS, LATENT, ROPE, INDEX = 128, 4, 512, 64, 128
+FIRST, SECOND = (f"model.layers.{number}.self_attn" for number in range(2))
+MAIN = AscendMLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.bfloat16)
+KEYS = AscendSFAIndexerCacheSpec(block_size=BLOCK, num_kv_heads=1, head_size=INDEX, dtype=torch.bfloat16)
+INT8_KEYS = dataclasses.replace(KEYS, dtype=torch.int8, scale_dim=1, scale_dtype=torch.float16, cache_sparse_li_c8=True)
+REFUSED = {
+    "cache_sparse_sfa_turboquant": dataclasses.replace(MAIN, cache_sparse_sfa_turboquant=True),
+    "store_on_host": dataclasses.replace(MAIN, store_on_host=True),
+    "indexes_kv_by_block_stride": dataclasses.replace(MAIN, indexes_kv_by_block_stride=True),
+    "cache_sparse_li_c4": dataclasses.replace(KEYS, cache_sparse_li_c4=True),
+}
+
+
+def of(specs: dict[str, Any]) -> Any:
+    group = KVCacheGroupSpec([*specs], UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs))
+    return SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
+
+
+def allocate(specs: dict[str, Any], kv_cache_config: Any) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The views by vllm-ascend's `_reshape_kv_cache_tensors`; each layer's bytes as its `_allocate` cuts them."""
+    raw: dict[str, tuple[torch.Tensor, ...]] = {}
+    for layer, spec in specs.items():
+        if isinstance(spec, AscendSFAIndexerCacheSpec):
+            sizes = [spec.head_size * spec.dtype.itemsize, spec.scale_dim * spec.scale_dtype.itemsize]
+        else:
+            sizes = [LATENT * 2, ROPE * 2]
+        raw[layer] = tuple(torch.zeros(BLOCKS * BLOCK * size, dtype=torch.int8) for size in sizes if size)
+    text = SimpleNamespace(index_head_dim=INDEX, model_type="deepseek_v32", kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
+    model = SimpleNamespace(hf_text_config=text, hf_config=text, use_mla=True)
+    attention = MLAAttention.__new__(MLAAttention)
+    vars(attention).update(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, get_kv_cache_spec=lambda config: MAIN)
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(specs, attention)),
+        model_config=model,
+        quant_config=None,
+    )
+    itself = runner.NPUModelRunner.__new__(runner.NPUModelRunner)
+    vars(itself).update(
+        vllm_config=config,
+        model_config=model,
+        kv_cache_config=kv_cache_config,
+        use_compress=False,
+        use_sparse=True,
+        use_hybrid_blocks=False,
+        hybrid_with_attn_and_mamba=False,
+        sparse_kv_offload_enabled=False,
+        runner_only_attn_layers=set(),
+        _kv_cache_spec_attn_group_iterator=lambda: (
+            SimpleNamespace(
+                backend=AscendSFAIndexerBackend if "indexer" in layer else AscendSFABackend,
+                kv_cache_spec=spec,
+                layer_names=[layer],
+                kv_cache_group_id=0,
+            )
+            for layer, spec in specs.items()
+        ),
+    )
+    return itself._reshape_kv_cache_tensors(kv_cache_config, raw, [BLOCK])
+
+
+def described(keys: Any) -> dict[str, Any]:
+    specs = {f"{FIRST}.attn": MAIN, f"{FIRST}.indexer.k_cache": keys, f"{SECOND}.attn": MAIN}
+    kv_cache_config = of(specs)
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=8),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+        quant_config=None,
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: 128, hf_text_config=SimpleNamespace(num_hidden_layers=2)
+        ),
+    )
+    ours = caches.layer_specs(kv_cache_config, config)
+    registered = describe(allocate(specs, kv_cache_config), ours, heads_first=False).description
+    geometries = [registered.geometry_of(tensor) for tensor in registered.tensors]
+    return {
+        "tensors": [(each.dtype, each.head_bytes, each.total_heads, each.block_size) for each in geometries],
+        "announced": caches.caches_of_layers(ours),
+        "groups": [group.block_size for group in caches.cache_groups(kv_cache_config)],
+    }
+
+
+def refusal(spec: Any) -> str:
+    try:
+        caches.check_kinds(of({f"{FIRST}.attn": spec}))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps(
+            {
+                "plain": described(KEYS),
+                "quantized": described(INT8_KEYS),
+                "refused": {field: refusal(spec) for field, spec in REFUSED.items()},
+            }
+        )
+    )
