@@ -32,7 +32,8 @@ HOSTS = """
 ## hosts.yaml
 
 The cluster that `scripts/launch_cluster.sh` starts. `examples/` has several. An unknown key, or a value that cannot
-work, is refused with its line before anything starts.
+work, is refused by name before anything starts. The launch scripts' own options say more: `--help` of
+`scripts/launch_prefill.sh` and `scripts/launch_decode.sh`.
 """
 
 _TYPES = {
@@ -47,20 +48,14 @@ _TYPES = {
     "PeerParallel | None": "object",
     "TlsConfig | None": "object",
     "str": "string",
-    "tuple[int, ...] | None": "list of whole numbers",
-    "dict[str, Any]": "object",
     "dict[str, str]": "object of strings",
     "dict[str, Host]": "object of hosts",
     "Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]": "list of strings",
     "Annotated[tuple[EngineEntry, ...], msgspec.Meta(min_length=1)]": "list of engines",
     "Proxy": "object",
-    "Port": "whole number",
-    "Port | None": "whole number",
-    "Size": "whole number",
-    "Executor": "`mp` or `ray`",
-    "Literal['fail', 'recompute'] | None": "`fail` or `recompute`",
+    "Annotated[int, msgspec.Meta(ge=1, le=65535)]": "whole number",
+    "Words": "list of words",
     "Literal['auto', 'prefill', 'never']": "`auto`, `prefill` or `never`",
-    "DeviceType": "`a2`, `a3` or `cpu`",
 }
 
 

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Starts a prefill/decode cluster on its hosts over ssh, in the foreground. --help shows the options
-# (vllm_ascend_pd/tools/launch/cluster.py).
+# Starts a prefill/decode cluster on its hosts over ssh, in the foreground (vllm_ascend_pd/tools/launch/cluster.py).
 set -euo pipefail
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)

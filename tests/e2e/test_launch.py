@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -48,12 +49,13 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     cluster_pool.stop()
     ports = reserve_ports(4)
     hosts = yaml.safe_load((REPOSITORY / EXAMPLE).read_text())
-    hosts |= {"model": str(make_model(TINY, models))}
-    hosts["prefill"][0] |= {"tp": 1, "port": ports[0]}
-    hosts["decode"][0] |= {"port": ports[1], "kv_port": ports[2]}
-    hosts["proxy"]["port"] = ports[3]
-    secret_files = make_secrets(tmp_path)
-    hosts |= secret_files
+    model = make_model(TINY, models)
+    keys, tickets, token = map(str, secret_files := make_secrets(tmp_path))
+    hosts["args"] = ["--model", str(model), "--device", "cpu", "--side-channel-keys", keys, "--ticket-secret", tickets]
+    prefill, decode, proxy = hosts["prefill"][0], hosts["decode"][0], hosts["proxy"]
+    prefill["args"] = ["--port", ports[0], *prefill["args"][prefill["args"].index("--") :]]
+    decode["args"] = ["--port", ports[1], "--kv-port", ports[2], "--metaserver-token", token, *decode["args"]]
+    proxy |= {"port": ports[3], "args": ["--metaserver-token-file", token]}
     file = tmp_path / "hosts.yaml"
     file.write_text(yaml.safe_dump(hosts))
     environment = os.environ | {
@@ -67,13 +69,12 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     command = ["env", *documented("examples/single-node-1p1d/README.md", "VENV=$PWD/.venv", values)]
     launcher = ManagedProcess("launcher", command, environment, tmp_path / "launcher.log")
     try:
+        launched = Launched(launcher, f"http://127.0.0.1:{ports[3]}", model, secret_files)
         deadline = time.monotonic() + 480
-        while "serving at" not in launcher.log.read_text():
+        while not is_healthy(launched.url):
             assert launcher.exit_code is None, launcher.tail()
             assert time.monotonic() < deadline, launcher.tail()
             time.sleep(0.2)
-        files = tuple(map(Path, secret_files.values()))
-        launched = Launched(launcher, f"http://127.0.0.1:{ports[3]}", Path(hosts["model"]), files)
         launcher.note_shared_memory(process.pid for process in launched.processes())  # none of its own session
         yield launched
     finally:
@@ -82,14 +83,21 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
             release_port(port)
 
 
-def make_secrets(folder: Path) -> dict[str, str]:
-    """Their keys in hosts.yaml, made as the README says."""
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def make_secrets(folder: Path) -> tuple[Path, Path, Path]:
+    """Side channel keys, ticket secret and the metaserver's token, made as the README says."""
     keys, tickets, token = folder / "side-channel.json", folder / "tickets.secret", folder / "metaserver.token"
     for options in ([str(keys)], ["--ticket-secret", str(tickets)]):
         subprocess.run([script("vllm-ascend-pd"), "keygen", *options], check=True, capture_output=True, timeout=60)
     token.touch(0o600)
     token.write_text(secrets.token_hex(32))
-    return {"side_channel_keys": str(keys), "ticket_secret": str(tickets), "metaserver_token": str(token)}
+    return keys, tickets, token
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from harness.documented import REPOSITORY
 from harness.ports import release_port, reserve_ports
 from harness.waiting import wait_until
 from vllm_ascend_pd.tools.launch import cluster
-from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan
+from vllm_ascend_pd.tools.launch.hosts import LaunchedProcess
 
 HOST, HOST_B = "127.0.0.1", "127.0.0.2"
 WAIT_SECONDS = 120.0
@@ -95,16 +96,15 @@ class Site:
         http, kv, proxy, head = self._ports[0:2], self._ports[3:5], self._ports[2], self._ports[5]
         vllm = json.dumps(str(self.folder / "vllm"))
         self.hosts.write_text(f"""\
-model: "a model's $(touch {self.folder}/owned); name"
-device: cpu
+args: [--model, "a model's $(touch {self.folder}/owned); name", --device, cpu]
 python: {sys.executable}
 hosts:
   a: {{address: {HOST}, {a}}}
   b: {{address: {HOST_B}, {b}}}
 prefill:
-  - {{hosts: [a], port: {http[0]}, env: {{VLLM: {vllm}, LOADS: "a  'b' \\"$HOME"}}}}
+  - {{hosts: [a], args: [--port, {http[0]}], env: {{VLLM: {vllm}, LOADS: "a  'b' \\"$HOME"}}}}
 decode:
-  - {{hosts: [a, b], head_port: {head}, dp: 2, port: {http[1]}, kv_port: {kv[0]},
+  - {{hosts: [a, b], args: [--head-port, {head}, --dp, 2, --port, {http[1]}, --kv-port, {kv[0]}],
      env: {{VLLM: {vllm}, LOADS: "", STANDIN: "{decode}"}}}}
 proxy: {{host: b, port: {proxy}}}
 """)
@@ -131,10 +131,16 @@ proxy: {{host: b, port: {proxy}}}
 
     def serving(self) -> list[str]:
         """What has been printed when the cluster serves."""
-        eventually(lambda: "\nserving at " in self.log.read_text() or "ended" in self.log.read_text())
-        lines = self.log.read_text().splitlines()
-        assert f"serving at {self.endpoint}; Ctrl-C stops it" in lines, "\n".join(lines)
-        return lines
+
+        def is_healthy() -> bool:
+            assert "ended" not in self.log.read_text(), self.log.read_text()
+            try:
+                return httpx.get(f"{self.endpoint}/health", trust_env=False).status_code == httpx.codes.OK
+            except httpx.HTTPError:
+                return False
+
+        eventually(is_healthy)
+        return self.log.read_text().splitlines()
 
     def ended(self, launcher: subprocess.Popen[bytes], code: int) -> str:
         """What it has printed at its end."""
@@ -242,7 +248,7 @@ def test_start_and_ctrl_c(reached: Site) -> None:
 
     launcher.send_signal(signal.SIGINT)
     output = reached.ended(launcher, 130)
-    assert output.count("| ended in order") == 3
+    assert output.count("ended in order") == 3  # behind the terminal's "^C"
     assert output.splitlines()[-1] == "all stopped"
     eventually(lambda: reached.alive() == [])
 
@@ -260,8 +266,8 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(reached: Site, ignores_
 def test_a_process_that_cannot_start_ends_all(site: Site) -> None:
     site.write(decode="dies")
     output = site.ended(site.launch(), 1)
-    last = r"error: decode-0-node-. ended with code 1; its last lines:\n.*\nout of NPU memory"
-    assert re.search(last, output, re.DOTALL)
+    assert re.search(r"^error: decode-0-node-. ended with code 1; stopping all others$", output, re.MULTILINE)
+    assert re.search(r"^decode-0-node-. \| out of NPU memory$", output, re.MULTILINE)
     assert output.splitlines()[-1] == "all stopped"
     eventually(lambda: site.alive() == [])
 
@@ -276,14 +282,15 @@ def test_a_process_that_ends_later_ends_all(site: Site, b: str) -> None:
     for process in site.alive(*node):
         process.kill()
     output = site.ended(launcher, 1)
-    assert f"error: decode-0-node-1 ended with code {-9 if b == 'local: true' else 137}; its last lines:" in output
+    assert f"error: decode-0-node-1 ended with code {-9 if b == 'local: true' else 137}; stopping all others" in output
     eventually(lambda: site.alive() == [])
 
 
 def test_a_host_that_cannot_be_reached(site: Site) -> None:
     site.write(b="ssh: gone")
     output = site.ended(site.launch(), 1)
-    assert re.search(r"error: (decode-0-node-1|proxy) ended with code 1; its last lines:\n.*No route to host", output)
+    assert re.search(r"^error: (decode-0-node-1|proxy) ended with code 1", output, re.MULTILINE)
+    assert "decode-0-node-1 | ssh: connect to host gone port 22: No route to host" in output
     eventually(lambda: site.alive() == [])
 
 
@@ -292,7 +299,7 @@ def test_a_second_ctrl_c_kills_what_does_not_end(site: Site) -> None:
     launcher = site.launch()
     site.serving()
     launcher.send_signal(signal.SIGTERM)
-    eventually(lambda: "| ended in order" in site.log.read_text())
+    eventually(lambda: "ended in order" in site.log.read_text())
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     output = site.ended(launcher, 130)
@@ -303,23 +310,23 @@ def test_a_second_ctrl_c_kills_what_does_not_end(site: Site) -> None:
 def test_waiting_for_the_end_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "STOP_SECONDS", 0.5)
     stubborn = ("sh", "-c", "trap '' INT TERM HUP; while :; do sleep 0.1; done")
-    plan = LaunchPlan((LaunchedProcess("p", "a", None, stubborn),), "http://127.0.0.1:1")
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    launcher = cluster.Launcher(plan)
+    began = time.monotonic()
     try:
-        assert launcher.run() is cluster.End.INTERRUPTED
+        assert cluster.run([LaunchedProcess("p", None, stubborn)]) == 130
     finally:
         timer.cancel()
+    assert 1.5 < time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(
     ("old", "new", "options", "message"),
     [
-        ("dp: 2", "dp: 3", (), "hosts.yaml: decode[0].hosts:"),
-        ("proxy: ", "proxi: ", (), "hosts.yaml: proxi: unknown key"),
-        ("", "", ("--stop",), "--stop was removed: press Ctrl-C"),
-        ("", "", ("--detach",), "--detach was removed: run the launcher in"),
+        ("--dp, 2", "--dp, 3", (), "hosts.yaml: decode[0].args: tensor x pipeline"),
+        ("proxy: ", "proxi: ", (), "hosts.yaml: Object contains unknown field `proxi`"),
+        ("", "", ("--stop",), "--stop was removed: Ctrl-C or SIGTERM stops"),
+        ("", "", ("--detach",), "--detach was removed: Ctrl-C or SIGTERM stops the launcher; use tmux"),
         ("", "", ("--bogus",), "No such option"),
     ],
 )

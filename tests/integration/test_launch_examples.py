@@ -25,8 +25,7 @@ from vllm_ascend_pd.connector.serve_options import option_lines, serve_parser
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.tools.launch.engine import REFUSED, refused_argument
-from vllm_ascend_pd.tools.launch.hosts import read_hosts
-from vllm_ascend_pd.tools.launch.plan import make_plan
+from vllm_ascend_pd.tools.launch.hosts import make_plan, parse_hosts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -39,6 +38,7 @@ ENVIRONMENT = {
     "PYTHON": sys.executable,
     "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     "HOME": "/nonexistent",
+    "GLOO_SOCKET_IFNAME": "eth0",  # this machine has no interface with the examples' addresses
 }
 
 
@@ -110,15 +110,16 @@ def understood(words: list[str], role: str) -> None:
 @pytest.mark.parametrize("path", HOSTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_hosts_become_commands_that_are_understood(path: Path, tmp_path: Path) -> None:
     shown = run(str(REPOSITORY / "scripts/launch_cluster.sh"), str(path), "--dry-run")
-    plan = make_plan(read_hosts(path), sys.executable, str(REPOSITORY))
+    cluster = parse_hosts(path.read_text())
+    plan = make_plan(cluster, sys.executable, str(REPOSITORY))
     assert [line for line in shown.splitlines() if not line.startswith("#")] == [
-        shlex.join(process.command) for process in plan.processes
+        shlex.join(process.command) for process in plan
     ]
     # Files of other connectors are on the hosts; the example has them beside it.
-    commands = [tuple(_here(word, path.parent) for word in process.command) for process in plan.processes]
-    *engines, proxy = plan.processes
+    commands = [tuple(_here(word, path.parent) for word in process.command) for process in plan]
+    *engines, proxy = plan
     assert proxy.name == "proxy"
-    assert proxy_options(proxy.command)["metaserver_url"] == plan.endpoint
+    assert proxy_options(proxy.command)["metaserver_url"] == cluster.proxy_url()
     with ThreadPoolExecutor(4) as pool:
         printed = list(pool.map(dry_run, commands[:-1]))
     for process, words in zip(engines, printed, strict=True):

@@ -4,7 +4,6 @@
 The launcher of a cluster checks its engines by the same options.
 """
 
-import dataclasses
 import enum
 import json
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import typer
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, parse_config
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, new_app
 from vllm_ascend_pd.tools.launch.shape import (
     DEFAULT_KV_PORT,
     HEAD_PORT,
@@ -158,19 +158,15 @@ class EngineOptions:
     def http_port(self) -> int:
         return self.port or self.role.default_port
 
-    def script_words(self) -> list[str]:
-        """Returns the words by which a launch script gets these options."""
-        words = []
-        for each in dataclasses.fields(self):
-            value, option = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
-            if each.name == "role" or value == each.default:
-                continue
-            if value is True:
-                words.append(option)
-            else:
-                for one in value if isinstance(value, list) else [value]:
-                    words += [option, str(one)]
-        return words
+    def check(self, arguments: Sequence[str]) -> None:
+        """Raises EngineOptionsError for options that cannot work. `arguments`: the operator's own of `vllm serve`."""
+        if not self.model or self.model.startswith("-"):
+            raise EngineOptionsError(f"--model {self.model!r} is empty or begins with a dash")
+        self.shape.check_rank(self.node_rank)
+        self.transfer_config()
+        for argument in arguments:
+            if (reason := refused_argument(argument)) is not None:
+                raise EngineOptionsError(reason)
 
     def transfer_config(self, beside: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the value of `--kv-transfer-config`, checked by the connector's own configuration.
@@ -235,8 +231,7 @@ class EngineOptions:
 
     def serve_words(self, arguments: Sequence[str]) -> list[str]:
         """Returns the words behind `vllm`. `arguments`: the operator's own. Raises EngineOptionsError."""
-        if not self.model or self.model.startswith("-"):
-            raise EngineOptionsError(f"--model {self.model!r} is empty or begins with a dash")
+        self.check(arguments)
         address = self.address or ""
         words = ["serve", self.model]
         serves_http = self.node_rank == 0 or self.nodes == 1
@@ -252,9 +247,6 @@ class EngineOptions:
         given = [word.option.name for each in arguments if (word := table().read(each)) is not None and word.option]
         if serves_http and _QUIET not in given:
             words += [f"--{_QUIET}", "/health,/metrics"]
-        for argument in arguments:
-            if (reason := refused_argument(argument)) is not None:
-                raise EngineOptionsError(reason)
         words += arguments
         if broken := next((word for word in words if "\n" in word), None):
             raise EngineOptionsError(f"{broken[:40]!r} has more than one line")
@@ -271,6 +263,21 @@ class EngineOptions:
         if self.head_address is None:
             raise EngineOptionsError("all nodes but the first need its address: --head-address")
         return ["start", f"--address={self.head_address}:{self.head_port}", *common]
+
+
+def parse_options(side: EngineSide, words: Sequence[str]) -> EngineOptions:
+    """Parses and checks all words of a launch script, with those behind `--`. Raises EngineOptionsError."""
+    app = new_app()
+    app.command()(EngineOptions)
+    end = words.index("--") if "--" in words else len(words)
+    try:
+        options = app(["--role", side, *words[:end]], standalone_mode=False)
+    except USAGE_ERROR as error:
+        raise EngineOptionsError(" ".join(error.format_message().split())) from None
+    if not isinstance(options, EngineOptions) or options.dry_run:
+        raise EngineOptionsError("--help and --dry-run start no engine")
+    options.check(words[end + 1 :])
+    return options
 
 
 def _parse_extra(entries: list[str]) -> dict[str, Any]:
