@@ -227,7 +227,7 @@ older_vllm_tests() {
   local running vllm=vllm-0.23
   mapfile -t running < <(tests_that_run_vllm)
   PYTHONPATH="$VENV/$vllm${PYTHONPATH:+:$PYTHONPATH}" \
-    run_pytest "$VENV" "${running[@]}" -m "not long" "${at_once[@]}"
+    run_pytest "$VENV" "${running[@]}" -m "not long" --numprocesses 2 --dist worksteal # a third would mostly import
 }
 npu_tests() {
   scripts/setup_npu_emulation.sh --install-system-packages || return 1

@@ -93,9 +93,7 @@ def _schema(**properties: Any) -> dict[str, Any]:
 LAYER = _schema(layer={"type": "integer", "minimum": 0, "maximum": 9}, kind={"enum": ["full", "sliding"]})
 TOOL = {"name": "layer", "description": "Says what a layer does.", "parameters": LAYER}
 FUNCTION = {"type": "function", "function": TOOL}
-NAMED = {"type": "function", "function": {"name": "layer"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "layer", "schema": LAYER}}
-CALLED = {"id": "call-1", "type": "function", "function": {"name": "layer", "arguments": '{"layer": 3}'}}
 ASSISTANT = {"role": "assistant", "content": "The layer before it is"}
 
 
@@ -200,14 +198,6 @@ CHATS: dict[str, dict[str, Any]] = {
     },
     "arguments for the template": {"chat_template_kwargs": {"style": "Briefly: "}},
     "a tool that is required": {"tools": [FUNCTION], "tool_choice": "required", "max_tokens": 64},
-    "a tool's answer": {
-        "messages": [
-            *conversation("tool"),
-            {"role": "assistant", "content": None, "tool_calls": [CALLED]},
-            {"role": "tool", "tool_call_id": "call-1", "content": "full"},
-        ],
-        "tools": [FUNCTION],
-    },
     "reasoning, then JSON": {
         "chat_template_kwargs": {"thinking": True},
         "logit_bias": {str(END_ID): 100},
@@ -229,14 +219,6 @@ RESPONSES_OF: dict[str, dict[str, Any]] = {
 MESSAGES_OF: dict[str, dict[str, Any]] = {
     "a system prompt": {"system": "Answer in one word."},
     "stop sequences": {"stop_sequences": ["a", "e", "i", "o"], "max_tokens": 24},
-    "a tool's result": {
-        "messages": [
-            {"role": "user", "content": about("result")},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "layer", "input": {"layer": 3}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "full"}]},
-        ],
-        "tools": [{"name": "layer", "input_schema": LAYER}],
-    },
 }
 
 GENERATES: dict[str, dict[str, Any]] = {
@@ -278,14 +260,11 @@ ODD_COMPLETIONS: dict[str, dict[str, Any]] = {
     "no prompt": {"prompt": ...},
     "a list of an empty prompt": {"prompt": [""]},
     "text, then token ids": {"prompt": ["a", 5]},
-    "token ids beyond the vocabulary": {"prompt": [*ids("beyond"), 99999]},
     "a prompt that is too long": {"prompt": ids("too long", MAX_MODEL_LEN + 1)},
     "no tokens": {"max_tokens": 0},
 }
 
 ODD_CHATS: dict[str, dict[str, Any]] = {
-    "no messages": {"messages": ...},
-    "a message as text": {"messages": ["hello"]},
     "an image": {
         "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png,"}}]}]
     },

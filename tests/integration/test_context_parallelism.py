@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the connector reads vLLM's context parallelism: the numbers of ranks, and unsupported combinations."""
 
-from dataclasses import dataclass, fields
+import multiprocessing
+import os
+import traceback
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,34 +43,48 @@ def read(config: ParallelConfig) -> Sharding:
     return setup.sharding(SimpleNamespace(parallel_config=config))  # type: ignore[arg-type]
 
 
-@dataclass
-class RankOfGroups:
-    """A rank's process with only vLLM's own parallel groups."""
+def place(sizes: dict[str, int], rank: int, world: int, init: str) -> tuple[int, tuple[int, ...], int, int]:
+    """Returns our view of a rank in vLLM's own parallel groups (rank in the stage, ranks of the stage), and its rank in
+    each context parallelism."""
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(world, rank, init, rank, "gloo")
+        tp, dcp, pcp = (sizes[name] for name in ("tp", "dcp", "pcp"))
+        parallel_state.initialize_model_parallel(
+            tp,
+            world // (tp * pcp),
+            prefill_context_model_parallel_size=pcp,
+            decode_context_model_parallel_size=dcp,
+        )
+    found = (
+        *setup.place_in_stage(),
+        parallel_state.get_dcp_group().rank_in_group,
+        parallel_state.get_pcp_group().rank_in_group,
+    )
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    return found
 
-    sizes: dict[str, int]
-    rank: int
-    world: int
-    init: str
 
-    def __post_init__(self) -> None:
-        with set_current_vllm_config(VllmConfig()):
-            parallel_state.init_distributed_environment(self.world, self.rank, self.init, self.rank, "gloo")
-            tp, dcp, pcp = (self.sizes[name] for name in ("tp", "dcp", "pcp"))
-            parallel_state.initialize_model_parallel(
-                tp,
-                self.world // (tp * pcp),
-                prefill_context_model_parallel_size=pcp,
-                decode_context_model_parallel_size=dcp,
-            )
+class Forking:
+    """A process that imports vLLM once, and runs ranks in forks of it."""
 
-    def places(self) -> tuple[int, tuple[int, ...], int, int]:
-        """Returns our view (rank in the stage, ranks of the stage), and its rank in each context parallelism."""
-        dcp, pcp = parallel_state.get_dcp_group(), parallel_state.get_pcp_group()
-        return *setup.place_in_stage(), dcp.rank_in_group, pcp.rank_in_group
+    def places(self, *ranks: tuple[Any, ...]) -> list[Any]:
+        """Returns each rank's `place`. Raises EOFError if one has none."""
+        pipes = []
+        for rank in ranks:
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            if os.fork() == 0:
+                try:
+                    theirs.send(place(*rank))
+                except Exception:  # noqa: BLE001 - the test gets an EOFError
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+            theirs.close()
+            pipes.append(ours)
+        return [pipe.recv() for pipe in pipes]
 
     def stop(self, reusable: bool) -> list[str]:
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
         return []
 
 
@@ -85,15 +102,11 @@ def test_ranks_hold_the_tokens_that_vllm_gives_them(sizes: dict[str, int]) -> No
     parallelism; before 0.32 by the rank in prefill's first."""
     world, dealt = 4, read(parallel(**sizes))
     init = f"tcp://127.0.0.1:{reserve_port()}"
-    ranks = [Rank(RankOfGroups, sizes, rank, world, init, device="cpu") for rank in range(world)]
-    try:
-        for rank in ranks:
-            rank.receive(120.0)
-        places = [rank.call("places") for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.stop()
-        assert [rank.stopped() for rank in ranks] == [[]] * world
+    forking = Rank(Forking, device="cpu")
+    forking.receive(120.0)
+    places = forking.call("places", *((sizes, rank, world, init) for rank in range(world)))
+    forking.stop()
+    assert forking.stopped() == []
     stage = sizes["tp"] * sizes["pcp"]
     for number, (place, stage_ranks, dcp_rank, pcp_rank) in enumerate(places):
         assert stage_ranks[place] == number

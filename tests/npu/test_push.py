@@ -81,12 +81,14 @@ WITH_KERNELS = {
 
 
 # Others show the same with the same work: more ranks of it, another type of as many bytes. Each rank of C8 imports
-# vllm-ascend.
+# vllm-ascend: the short form compares what it allocates with the description (contract/test_contract_caches.py), and
+# sends such caches on CPUs (tests/integration/test_push.py).
 LONG = (
     "tp4-to-tp1",
     "tp2-to-tp4",
     "mla-tp1-to-tp1",
     "float16-tp2-to-tp1",
+    "sparse-c8-tp2-to-tp1",
     "packed-c8-tp2-to-tp1",
     "in-turn-tp1-to-tp2",
 )
