@@ -120,7 +120,7 @@ begin() {
 stage() {
   local name=$1 title=$2 stamp=$VENV/.setup/$1 key start=$SECONDS status
   shift 2
-  key=$(printf '%s\n' "$interpreter" "$root" && cd "$root" && find "$@" -type f -exec sha256sum {} + | LC_ALL=C sort)
+  key=$(printf '%s\n' "$interpreter" "$root" && cd "$root" && find "$@" -type f ! -path '*/__pycache__/*' -exec sha256sum {} + | LC_ALL=C sort)
   if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then
     return
   fi
