@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 from harness.clock import Clock
 from harness.engines import Role
 from harness.real_scheduler import BLOCK, RealScheduler
+from harness.scheduling import FOR_A_PULLING_CONNECTOR
 from harness.tickets import ticket_with
 from vllm_ascend_pd.connector.vllm_view import VllmRequests
 from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt, TicketRefused
@@ -22,14 +23,7 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.observe.stats import Data, merged
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
 
-PREFILL_FIRST = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+PREFILL_FIRST = FOR_A_PULLING_CONNECTOR["prefill"]
 """As vLLM's NixlConnector has it, and its routers send it."""
 
 PROMPT = list(range(100, 140))

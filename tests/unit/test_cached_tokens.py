@@ -61,6 +61,13 @@ def test_the_last_token_never_counts_as_cached(decode, all_prefilled):
     assert arrives(decode, "r", received(ticket, 1 << 30)) == PROMPT - 1
 
 
+def test_of_several_ranks_the_least_counts(decode, all_prefilled):
+    decode.add("r", range(PROMPT), all_prefilled)
+    ticket = ticket_id(decode)
+    decode.step(received(ticket, 64))  # a rank that is done before the others
+    assert arrives(decode, "r", received(ticket, 48), received(ticket, 80)) == 48
+
+
 def test_a_prompt_that_decode_computes_after_a_failed_transfer(scheduled_model, all_prefilled):
     decode = RealScheduler(Role.DECODE, scheduled_model, load_failure_policy="recompute")
     try:

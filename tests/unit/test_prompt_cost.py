@@ -17,20 +17,10 @@ def line_of(*samples: tuple[float, float]) -> CostLine:
     return line
 
 
-def test_too_few_samples_tell_nothing():
-    assert line_of((8, 0.1), (8, 0.1)).fit(0.0) is None
-    assert line_of((8, 0.1), (8, 0.1), (8, 0.1)).fit(0.0) == pytest.approx((0.1, 0.0))
-
-
 def test_samples_are_forgotten():
     line = line_of(*[(8, 0.1)] * 32)
     assert line.fit(600.0) is not None
     assert line.fit(900.0) is None
-
-
-def test_a_change_is_followed():
-    line = line_of(*[(8, 0.1)] * 100, *[(8, 0.3)] * 150)
-    assert line.fit(0.0) == pytest.approx((0.3, 0.0), rel=0.1)
 
 
 @pytest.mark.parametrize("at", [0, 10, 30])
@@ -62,13 +52,6 @@ def test_the_largest_sample_fades(samples):
         lately = [tokens for at, tokens in seen if now - at <= 900.0]
         assert max(lately) // 2 <= line.largest(now) <= max(tokens for _, tokens in seen)
     assert line.largest(now + 9000.0) <= 1
-
-
-def test_steps_one_at_a_time():
-    steps = StepTimes(in_flight=1)
-    assert steps.built(1.0, {"a"}, 40) is None
-    assert steps.built(1.5, {"a"}, 0) == (40, 0.5)
-    assert steps.built(1.75, {"a", "b"}, 8) == (0, 0.25)
 
 
 def test_with_two_steps_in_flight_a_step_is_over_when_the_second_one_after_it_is_built():

@@ -128,6 +128,13 @@ def test_a_release(listener, ask):
     assert messages(listener) == [release]
 
 
+def test_another_start_of_the_engine(listener, ask):
+    for message in (offer(ticket()), fate(ticket())):
+        answer = ask(msgspec.structs.replace(message, engine_id="prefill-0-0"))
+        assert answer == TicketRefused(f"engine prefill-0-0 is not here; this is {ENGINE}", retry=False)
+    assert messages(listener) == []
+
+
 def test_unsigned_tickets_do_not_even_wait(client):
     secret = Secret(b"s" * 32)
     listener = TicketListener(ENGINE, "127.0.0.1", 0, TicketAdmission(AnyHost(), secret).check)
