@@ -124,3 +124,11 @@ def test_a_hub_repository_that_is_not_here_is_not_downloaded(monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert adapter_digest(Adapter("nobody/no-such-adapter")) == "unread:sql"
+
+
+def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_module, "_MAX_CACHED", 2)
+    folder = str(save(tmp_path / "adapter"))
+    for number in range(1, 9):
+        adapter_digest(Adapter(folder, lora_int_id=number))
+    assert len(weights_module._loaded) == 2

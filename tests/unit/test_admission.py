@@ -126,6 +126,11 @@ def test_engines_that_may_be_made_up_are_few_at_a_time(monkeypatch):
     assert not prefill.admission._open
 
 
+def test_engines_of_signed_tickets_are_not_made_up(monkeypatch):
+    monkeypatch.setattr(admission_module, "MAX_UNPROVEN", 0)
+    assert Prefill().error(signed(ticket(), SECRET, int(NOW) + LIFE_S)) is None
+
+
 def test_clocks_may_differ_by_so_much():
     prefill = Prefill()
     prefill.now = NOW + CLOCK_SKEW_S - 0.1

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from vllm_ascend_pd.core.protocol import Connects, EngineKind, TransportInfo
@@ -52,6 +53,24 @@ def test_how_long_roce_repairs(timeout: str | None, count: str | None, seconds: 
 
 
 PARALLEL = TransportInfo("ascend", "", EngineKind.CLIENT_SERVER, Connects.AUTO)
+
+
+ONE_BY_ONE = TransportInfo("ascend", "", EngineKind.COMM, Connects.BEFORE)
+
+
+def test_a_batch_takes_as_long_as_two_attempts_with_every_step_at_its_limit() -> None:
+    chosen = ascend.settings(10, QUICK)
+    assert ascend.settle_s(10, chosen, PARALLEL) == 2 * (60 + 7 * 10 + 10 + 1)
+    assert ascend.settle_s(10, {**chosen, "ASCEND_TRANSFER_TIMEOUT": "20000"}, PARALLEL) == 2 * (60 + 7 * 20 + 20 + 1)
+    assert ascend.settle_s(10, {**chosen, "ASCEND_CONNECT_TIMEOUT": "20000"}, PARALLEL) == 2 * (60 + 7 * 20 + 10 + 1)
+    assert ascend.settle_s(10, {**chosen, "ASCEND_CONNECT_TIMEOUT": "x"}, PARALLEL) == 2 * (60 + 7 * 10 + 10 + 1)
+
+
+def test_a_batch_may_wait_for_the_connections_of_all_others() -> None:
+    chosen = {**ascend.settings(10, QUICK), "ASCEND_TRANSFER_TIMEOUT": "20000"}
+    assert ascend.settle_s(10, chosen, ONE_BY_ONE) == 2 * (60 + 4 * 7 * 10 + 20 + 1)
+    with_auto_connect = msgspec.structs.replace(ONE_BY_ONE, connects=Connects.AUTO)
+    assert ascend.settle_s(10, chosen, with_auto_connect) == 2 * (60 + 4 * 7 * 20 + 20 + 1)
 
 
 @pytest.mark.parametrize(
@@ -148,3 +167,24 @@ print(sorted(name.rpartition(".")[2] for name in sys.modules if name.startswith(
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "ascend_writer" in ran.stdout
     assert "'tcp'" not in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("engine", "connects", "expected"),
+    [
+        ("client/server", "AutoConnect", False),
+        ("client/server", "Connect", True),
+        ("comm", "AutoConnect", True),
+        ("comm", "Connect", True),
+        ("", "", True),
+    ],
+)
+def test_which_engines_connect_to_peers_one_by_one(engine: str, connects: str, expected: bool) -> None:
+    assert ascend.connects_one_by_one(TransportInfo("ascend", "", engine, connects)) == expected
+
+
+def test_where_connecting_holds_up_all_writes_few_are_under_way() -> None:
+    assert ascend.slots(ascend.settings(10, {}), one_by_one=False) == (16, 8)
+    assert ascend.slots(ascend.settings(10, {}), one_by_one=True) == (4, 1)
+    assert ascend.slots({"ASCEND_THREAD_POOL_SIZE": "1"}, one_by_one=False) == (1, 1)
+    assert ascend.slots({"ASCEND_THREAD_POOL_SIZE": "2"}, one_by_one=True) == (2, 1)

@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 
 from harness.engines import Role
 from harness.real_scheduler import *  # noqa: F403
-from harness.real_scheduler import BLOCK, RealScheduler
+from harness.real_scheduler import BLOCK, TOKEN, RealScheduler
 from vllm_ascend_pd.connector import weights
 from vllm_ascend_pd.connector.vllm_view import VllmBlocks, salt_of_client
 from vllm_ascend_pd.core.step import WorkerReport
@@ -94,6 +94,19 @@ def test_a_request_that_runs_during_the_update_leaves_nothing_in_the_cache(engin
     while "b" in engine.scheduler.requests:
         engine.step()
     assert run(engine, "c") == 64, "of the request after the update, and none of the one before"
+
+
+def test_a_short_request_that_runs_during_the_update_does_not_either(engine: RealScheduler) -> None:
+    """Its first block fills up after the update."""
+    engine.add("a", range(BLOCK - 1), max_tokens=BLOCK)
+    engine.step(updated(rank=2))
+    while "a" in engine.scheduler.requests:
+        engine.step()
+    assert cached_blocks(engine) > 0, "under hashes of its own"
+    request = engine.add("b", [*range(BLOCK - 1), *[TOKEN] * BLOCK])
+    step = engine.schedule()
+    assert request.prefill_stats.num_cached_tokens == 0
+    engine.end(step)
 
 
 HIT = FULL * BLOCK
@@ -178,3 +191,12 @@ def test_salts_keep_prompts_of_a_replaced_adapter_apart(engine: RealScheduler, a
     assert request.cache_salt != salt_of_client(request) == "x", "tickets compare the client's"
     while "f" in engine.scheduler.requests:
         engine.step()
+
+
+def test_names_beyond_the_bound_go_by_content(
+    engine: RealScheduler, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_MAX_NAMES", 0)
+    for content in ("one", "another"):
+        assert [run(engine, f"{content} {i}", lora=adapter.load(content)) for i in range(2)] == [0, HIT]
+    assert not weights._first_contents

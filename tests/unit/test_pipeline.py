@@ -89,6 +89,17 @@ def test_nothing_is_under_way_while_it_waits_for_room_that_others_take(engine, p
     assert engine.log == ["begin a1", "arrived a1", "done a: well", "begin b1"]
 
 
+def test_what_is_to_follow_waits_for_the_writes_before_it(engine, pipeline):
+    pipeline.then(lambda: engine.log.append("at once"))
+    assert pipeline.is_empty
+    write(pipeline, engine, "a1")
+    pipeline.then(lambda: engine.log.append("finished"))
+    write(pipeline, engine, "b1")
+    assert engine.log == ["at once", "begin a1", "begin b1"]
+    pipeline.drain()
+    assert engine.log[3:] == ["arrived a1", "done a: well", "finished", "arrived b1", "done b: well"]
+
+
 def test_after_a_failure_the_rest_of_a_write_is_not_begun_but_others_are(engine, pipeline):
     engine.lost = {"a1"}
     write(pipeline, engine, "a1", "a2", "a3", "a4")

@@ -4,7 +4,7 @@
 import pytest
 
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
+from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Problem, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
 
@@ -28,23 +28,6 @@ def granted(at=0.0):
     return state
 
 
-def test_writes_under_its_grants_and_reports_success_once_to_each_rank():
-    state = granted()
-    assert state.may_write(LEFT, 1.0)
-    assert state.finish(2.0)
-    assert not state.may_write(LEFT, 2.0)
-    assert state.notify(2.0)
-    assert not state.notify(2.0)
-    assert (list(state.notify_pending()), state.settle_s(2.0)) == ([LEFT, RIGHT], 0.0)
-    assert not state.end()
-    state.acked(LEFT)
-    assert list(state.notify_pending()) == [RIGHT]
-    state.acked(RIGHT)
-    assert not state.notify_pending()
-    assert state.end()
-    assert (state.phase, state.failure, state.end()) == (Phase.ENDED, None, False)
-
-
 def test_waits_for_decodes_description_until_the_grant_deadline():
     state = PrefillTicket(GRANT_DEADLINE)
     assert (state.known(19.9), state.finish(19.9), state.due(19.9)) == (None, None, [])
@@ -58,14 +41,6 @@ def test_waits_for_decodes_description_until_the_grant_deadline():
     assert state.end()
 
 
-def test_nothing_is_written_to_an_engine_that_did_not_describe_itself():
-    state = PrefillTicket(GRANT_DEADLINE)
-    assert state.known(GRANT_DEADLINE) is False
-    assert state.may_write(LEFT, GRANT_DEADLINE) is False
-    state.contacted({})
-    assert state.may_write(LEFT, GRANT_DEADLINE) is False
-
-
 def test_waits_for_a_grant_until_the_grant_deadline():
     state = contacted()
     state.asked(LEFT, 0.0)
@@ -73,24 +48,6 @@ def test_waits_for_a_grant_until_the_grant_deadline():
     assert (state.may_write(LEFT, 19.9), state.may_write(RIGHT, 19.9), state.finish(19.9)) == (True, None, None)
     assert state.finish(GRANT_DEADLINE) is False
     assert state.failure == "decode rank (0, 1) gave no grant in time"
-
-
-def test_a_lease_counts_from_the_grant_request():
-    state = contacted()
-    state.asked(LEFT, 1.0)
-    state.answered(LEFT, 1.0, Granted(LEASE_S))  # whenever that is
-    assert state.may_write(LEFT, 9.9)
-    assert state.holds(LEFT, 9.9)
-    assert not state.holds(LEFT, 10.0)
-    assert not state.may_write(LEFT, 10.0)
-    assert state.failure == "the lease for decode rank (0, 0) ran out"
-    assert state.may_write(RIGHT, 10.0) is False  # nothing more, anywhere
-
-
-def test_a_late_answer_does_not_shorten_the_lease():
-    state = granted(at=5.0)
-    state.answered(LEFT, 1.0, Granted(LEASE_S))
-    assert state.holds(LEFT, 13.9)
 
 
 def test_asks_again_soon_without_a_grant_and_rarely_with_one():

@@ -2,6 +2,7 @@
 """What ranks count adds up, whatever is merged first: nothing is lost, nothing grows."""
 
 import math
+import pickle
 from bisect import bisect_left
 from collections import Counter as Tally
 from functools import reduce
@@ -97,6 +98,25 @@ def test_single_values_make_the_same_histogram(histogram: Histogram, values: lis
     assert replayed == counts
     assert sum(counts) == len(values)
     assert total == pytest.approx(math.fsum(values), rel=1e-9)
+
+
+def test_the_size_does_not_depend_on_how_much_was_recorded() -> None:
+    def size(times: int) -> int:
+        stats = Stats("0/0")
+        for i in range(times):
+            for metric in (*PREFILL_METRICS, *DECODE_METRICS):
+                if isinstance(metric, Counter):
+                    for reason in metric.reasons:
+                        stats.add(metric, 1, reason)
+                elif isinstance(metric, Histogram):
+                    for bound in (*metric.bounds, 1e6):
+                        stats.observe(metric, bound)
+            assert i < times
+        return len(pickle.dumps(stats.take(lambda: {PUSH_QUEUE_DEPTH: times, GRANTS_WAITING: times})))
+
+    once = size(1)
+    assert once < 8192
+    assert size(300) < 1.2 * once  # the numbers have more digits
 
 
 def test_gauges_are_told_when_they_change() -> None:

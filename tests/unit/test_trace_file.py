@@ -35,6 +35,19 @@ def test_off_is_decided_once(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
+def test_on_makes_a_file_each_with_the_name_of_its_process(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    began = time.time()
+    makers = (prefill_trace, RANK_INFO), (decode_trace, RANK_INFO), (decode_scheduler_trace, "engine")
+    for make, of in makers:
+        trace = make(str(folder), of)
+        assert trace is not None
+        trace.close(5.0)
+    names = [is_chrome_trace(path, began)[0]["args"]["name"] for path in sorted(folder.iterdir())]
+    assert names == ["decode rank 0/0 of engine", "decode scheduler of engine", "prefill rank 0/0 of engine"]
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
 def work(name: str, end: object, begin: object = 0.0, row: str = "compute") -> Traced:
     return Traced(name, "X", "layer", {}, row=row, begin=begin, end=end, on_stream=True)
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
 from vllm_ascend_pd.connector import metrics as spans_module
-from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
+from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans, TransferSpan
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.step import WorkerReport
@@ -145,6 +145,17 @@ def test_why_prefill_failed_is_not_quoted(decode: DecodeScheduler, spans: InMemo
     decode.update(None, {"r"})
     span = the(spans, "kv_receive")
     assert span.attributes["error.type"] == span.status.description == "prefill"
+
+
+@pytest.mark.parametrize("headers", [None, {}, {"tracestate": "a=1"}, {"traceparent": "00-zz"}])
+def test_without_a_trace_there_is_no_span(headers: object, spans: InMemorySpanExporter) -> None:
+    TransferSpan("kv_push", headers).end({}, "write")
+    assert not spans.get_finished_spans()
+
+
+def test_what_is_not_sampled_is_not_recorded(spans: InMemorySpanExporter) -> None:
+    TransferSpan("kv_push", {"traceparent": f"00-{TRACE}-{PARENT}-00"}).end({})
+    assert not spans.get_finished_spans()
 
 
 def test_attributes_are_documented() -> None:
