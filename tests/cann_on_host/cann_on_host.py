@@ -245,6 +245,12 @@ def _after_vllm_ascend_utils(utils: ModuleType) -> None:
     sys.modules.setdefault("vllm_ascend.vllm_ascend_C", ModuleType("vllm_ascend.vllm_ascend_C"))
 
 
+def _after_gated_delta(kernels: ModuleType) -> None:
+    import cann_on_host_gated_delta
+
+    cann_on_host_gated_delta.replace(kernels)
+
+
 def _after_torchvision_extension(extension: ModuleType) -> None:
     """vllm-ascend imports transformers' image processors, and those torchvision; a build of torchvision for another
     torch or for CUDA has no operators here, but its Python part wants to register a fake one."""
@@ -268,6 +274,11 @@ _AROUND: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None]
     "vllm.v1.worker.block_table": (None, _after_block_table),
     "vllm_ascend.worker.block_table": (None, _after_block_table),
     "vllm_ascend.utils": (None, _after_vllm_ascend_utils),
+    "vllm.model_executor.layers.fla.ops.l2norm": (None, _after_gated_delta),
+    "vllm_ascend.ops.triton.fla.l2norm": (None, _after_gated_delta),
+    "vllm_ascend.ops.triton.fla.chunk": (None, _after_gated_delta),
+    "vllm_ascend.ops.triton.fla.utils": (None, _after_gated_delta),
+    "vllm_ascend.ops.triton.layernorm_gated": (None, _after_gated_delta),
     "torchvision.extension": (None, _after_torchvision_extension),
     "mooncake.engine": (_before_mooncake, None),
     "mooncake.store": (_before_mooncake, None),

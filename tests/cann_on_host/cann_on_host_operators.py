@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import cann_on_host_gated_delta as gated_delta
 import cann_on_host_takes as takes
 
 MEMORY = [
@@ -96,6 +97,7 @@ def install(torch_npu: ModuleType, library: Path) -> None:
     _library.impl("npu_add_rms_norm_bias", _npu_add_rms_norm_bias, "PrivateUse1")
     _library.define("get_physical_device_id(int device) -> int")
     _library.impl("get_physical_device_id", lambda device: device, "CompositeExplicitAutograd")
+    gated_delta.install(_library)
     # The plugin library of ATB's operators needs libatb; those that are used are replaced above.
     import torch_npu.op_plugin.atb._atb_ops as atb
 

@@ -68,15 +68,13 @@ def split_qkv_rmsnorm_mrope(
     k_bias: Tensor | None = None,
     has_gate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """vllm-ascend's kernel of that name: Q and K of Qwen3-VL normalized by head and rotated, and V.
+    """vllm-ascend's kernel of that name: Q and K of Qwen3-VL and Qwen3.5 normalized by head and rotated, V, and the
+    gate, which Qwen3.5 has beside each head of Q.
 
-    `cos_sin`: [3, tokens, rope_dim], for positions in time, height and width. The last tensor returned is empty: the
-    gate of Qwen3.5.
+    `cos_sin`: [3, tokens, rope_dim], for positions in time, height and width. Of a head, `rope_dim` elements rotate.
     """
     assert is_interleaved, "sections one after another are not emulated"
-    assert not has_gate, "a gate is not emulated"
     assert q_bias is None, "biases are not emulated"
-    assert rope_dim in (None, head_size), "rotating a part of each head is not emulated"
     time, height, width = cos_sin.float().unbind(0)
     chosen = time.unflatten(-1, (2, -1)).clone()  # cosines, then sines
     for offset, other in ((1, height), (2, width)):
@@ -86,11 +84,15 @@ def split_qkv_rmsnorm_mrope(
 
     def rotated(heads: Tensor, weight: Tensor) -> Tensor:
         heads = torch.nn.functional.rms_norm(heads.float(), (head_size,), weight.float(), eps)
-        low, high = heads.chunk(2, -1)
-        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).flatten(1).to(qkv.dtype)
+        low, high, rest = heads.tensor_split((half := cos.shape[-1], 2 * half), -1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1).flatten(1).to(qkv.dtype)
 
-    q, k, v = qkv.unflatten(-1, (-1, head_size)).split([num_q_heads, num_kv_heads, num_kv_heads], 1)
-    return rotated(q, q_weight), rotated(k, k_weight), v.flatten(1).contiguous(), qkv.new_empty(qkv.shape[0], 0)
+    gates = num_q_heads if has_gate else 0
+    q, k, v = qkv.unflatten(-1, (-1, head_size)).split([num_q_heads + gates, num_kv_heads, num_kv_heads], 1)
+    gate = q[:, :0]
+    if has_gate:
+        q, gate = q.unflatten(1, (num_q_heads, 2)).unbind(2)
+    return rotated(q, q_weight), rotated(k, k_weight), v.flatten(1).contiguous(), gate.flatten(1).contiguous()
 
 
 def install() -> None:

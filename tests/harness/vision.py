@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small Qwen3-VL with random weights, images for it, and chats about them."""
+"""Small Qwen3-VL and Qwen3.5 models with random weights, images for them, and chats about them."""
 
 import base64
 import io
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.client import Messages
-from harness.models import BOS, EOS, NPU_HEAD_SIZE, NPU_INITIALIZER_RANGE, PAD, ModelSpec
+from harness.models import BOS, EOS, NPU_HEAD_SIZE, NPU_INITIALIZER_RANGE, PAD, SLOW_DECAY, ModelSpec
 
 IMAGE_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PATCH = 16
@@ -43,6 +43,31 @@ VISION = ModelSpec(
 """Rotates Q and K by three positions (time, height, width), and adds what the vision tower's first layer computes to
 the text model's first layer."""
 
+QWEN3_5 = ModelSpec(
+    "qwen3.5",
+    "qwen3_5",
+    layers=6,
+    kv_heads=2,
+    head_size=NPU_HEAD_SIZE,
+    hidden=256,
+    dtype="bfloat16",
+    initializer_range=NPU_INITIALIZER_RANGE,
+    words=IMAGE_WORDS,
+    config=(
+        ("layer_types", 2 * ("linear_attention", "linear_attention", "full_attention")),
+        ("linear_num_key_heads", 2),
+        ("linear_num_value_heads", 4),
+        ("linear_key_head_dim", NPU_HEAD_SIZE),
+        ("linear_value_head_dim", NPU_HEAD_SIZE),
+        ("partial_rotary_factor", 0.25),
+    ),
+    vision=tuple(each for each in VISION.vision if each[0] != "deepstack_visual_indexes"),
+)
+"""Four layers with linear attention, whose cache is a state per request, and two with full attention. vllm-ascend wants
+a state as large as K of a multiple of 128 tokens."""
+
+LANGUAGE_ONLY = ("--language-model-only",)
+"""An engine's option: without the part that sees images."""
 
 ONE_IMAGE = ("--limit-mm-per-prompt", '{"image": 1, "video": 0}')
 """An engine's options. vLLM reserves memory for the largest input that they allow."""
@@ -51,11 +76,14 @@ ONE_IMAGE = ("--limit-mm-per-prompt", '{"image": 1, "video": 0}')
 def save_vision_model(spec: ModelSpec, folder: Path) -> None:
     """Saves a model of `spec` and how images are processed for it; the tokenizer is saved by `make_model`."""
     import torch
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     first = spec.vocab_size - len(IMAGE_WORDS)
+    more = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.config}
+    rotated = more.pop("partial_rotary_factor", 1.0)
+    frequencies = round(spec.head_size * rotated) // 2
     text = {
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
@@ -69,16 +97,19 @@ def save_vision_model(spec: ModelSpec, folder: Path) -> None:
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
-            "mrope_section": [12, 10, 10],
+            "mrope_section": [frequencies - 2 * (frequencies // 3), frequencies // 3, frequencies // 3],
             "mrope_interleaved": True,
+            "partial_rotary_factor": rotated,
         },
         "pad_token_id": PAD,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "dtype": spec.dtype,
+        **more,
     }
     vision = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.vision}
-    config = Qwen3VLConfig(
+    config = AutoConfig.for_model(
+        spec.family,
         text_config=text,
         vision_config=vision | {"out_hidden_size": spec.hidden_size, "dtype": spec.dtype},
         **{f"{name}_token_id": first + i for i, name in enumerate(("vision_start", "vision_end", "image", "video"))},
@@ -87,7 +118,10 @@ def save_vision_model(spec: ModelSpec, folder: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = Qwen3VLForConditionalGeneration(config)
+        model = AutoModelForImageTextToText.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.fill_(SLOW_DECAY)
     model.to(getattr(torch, spec.dtype)).save_pretrained(folder)
     sizes = {
         "processor_class": "Qwen3VLProcessor",

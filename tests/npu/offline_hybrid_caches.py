@@ -2,7 +2,7 @@
 """Program: allocates the caches of recipes whose models have linear attention and an MTP layer, and registers them.
 
 vLLM's own code groups the layers, vllm-ascend's allocates and views the tensors, Mooncake registers the memory with
-protocol `ascend`. The models' published layer counts are used. Their operators need Triton, so no engine is started.
+protocol `ascend`. The models' published layer counts are used. No engine is started.
 
 Arguments: numbers of recipes. Prints a line of JSON for each: its number, the layers in each group, the tensors that
 attention has for itself, the regions, and why they are refused, or null.

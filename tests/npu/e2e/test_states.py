@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of linear attention: Qwen3.5 on vllm-ascend, which announces its gated delta nets without a name."""
+
+import dataclasses
+
+import pytest
+
+from harness.agreement import assert_agree
+from harness.ascend import UNPINNED
+from harness.client import Client, at_once, random_prompt
+from harness.clusters import Cluster, ClusterConfig
+from harness.engines import EngineConfig
+from harness.models import ModelSpec
+from harness.pool import long
+from harness.timelines import prefill_ranks, steps, traced_requests
+from harness.vision import LANGUAGE_ONLY, QWEN3_5
+from npu_engines import on_npu, one_to_one
+
+PROMPT_TOKENS = (1, 129, 300, 700)
+"""The last one takes two steps. A state that is sent before its layer has run is that of the first 512 tokens."""
+
+pytestmark = [pytest.mark.npu, pytest.mark.timeout(600)]
+
+
+def qwen3_5(name: str, prefill_tp: int, model: ModelSpec = QWEN3_5) -> ClusterConfig:
+    """Without prefix caching, which is not supported for states."""
+    config = one_to_one(name, prefill_tp, 1, args=LANGUAGE_ONLY, env=UNPINNED, model=model)
+    [prefill], [decode] = config.prefill, config.decode
+    return dataclasses.replace(
+        config,
+        prefill=(dataclasses.replace(prefill, prefix_caching=False, traces=name),),
+        decode=(dataclasses.replace(decode, prefix_caching=False),),
+        single=on_npu(EngineConfig(prefix_caching=False, args=LANGUAGE_ONLY, env=UNPINNED)),
+    )
+
+
+ENDS_WITH_A_STATE = dataclasses.replace(
+    QWEN3_5,
+    name="qwen3.5-ends-with-a-state",
+    config=(("layer_types", 2 * ("linear_attention", "full_attention", "linear_attention")), *QWEN3_5.config[1:]),
+)
+CLUSTERS = [
+    qwen3_5("qwen3.5-tp1-to-tp1", 1),
+    long(qwen3_5("qwen3.5-tp2-to-tp1", 2)),
+    long(qwen3_5("qwen3.5-ends-with-a-state", 1, ENDS_WITH_A_STATE)),
+]
+all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True)
+
+
+def sent(cluster: Cluster, client: Client, tokens: int, seed: str) -> list[tuple[int, ...]]:
+    """Returns for each rank the numbers of layers in the order in which they left, in a prompt's last step."""
+    body = {"model": str(cluster.model), "prompt": random_prompt(tokens, seed), "max_tokens": 2, "temperature": 0}
+    name = f"{client.http.post('/v1/completions', json=body).raise_for_status().json()['id']}-0"
+    recordings, requests = traced_requests(
+        cluster.prefill[0].traces, lambda all: any(name in request.names and request.bytes for request in all)
+    )
+    [transfer] = [request.transfer for request in requests if name in request.names]
+    orders = []
+    for rank in prefill_ranks(recordings):
+        *_, last = (
+            layers for begin, _, layers in steps(rank) if any(part.transfer == transfer for part in begin.args.parts)
+        )
+        orders.append(tuple(int(event.args.layer.split(".layers.")[1].split(".")[0]) for event in last))
+    return orders
+
+
+@all_clusters
+def test_answers_are_those_of_a_single_engine(client: Client, reference) -> None:
+    """From the second step on, states leave when they are computed."""
+    for n in range(2):
+        prompts = [random_prompt(tokens, f"state {n}") for tokens in PROMPT_TOKENS]
+        assert_agree(reference, prompts, at_once(client.complete, prompts, concurrency=2))
+
+
+@all_clusters
+def test_states_leave_in_the_order_of_layers(cluster: Cluster, client: Client) -> None:
+    """Where a layer with a name comes last. Elsewhere they leave when the step ends."""
+    kinds = dict(cluster.config.model.config)["layer_types"]
+    assert isinstance(kinds, tuple)
+    sent(cluster, client, 200, "the first step shows the order")
+    for order in sent(cluster, client, 700, "states"):
+        assert sorted(order) == [*range(len(kinds))]
+        expected = sorted(kinds) if kinds[-1] == "linear_attention" else [*kinds]  # "full_attention" is the lesser
+        assert [kinds[layer] for layer in order] == expected
+        assert kinds[-1] == "linear_attention" or order == tuple(sorted(order))
