@@ -99,7 +99,7 @@ def save_vision_model(spec: ModelSpec, folder: Path) -> None:
             "rope_theta": 10000.0,
             "mrope_section": [frequencies - 2 * (frequencies // 3), frequencies // 3, frequencies // 3],
             "mrope_interleaved": True,
-            "partial_rotary_factor": rotated,
+            **({"partial_rotary_factor": rotated} if rotated < 1 else {}),
         },
         "pad_token_id": PAD,
         "bos_token_id": BOS,

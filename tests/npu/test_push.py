@@ -54,6 +54,7 @@ SHAPES = {f"tp{p}-to-tp{d}": (GQA, side(p), side(d)) for p, d in [(1, 1), (2, 1)
     "sparse-c8-tp2-to-tp1": (SPARSE_C8, side(2), side(1)),
     "packed-c8-tp2-to-tp1": (PACKED_C8, side(2), side(1)),
     "int8-tp2-to-tp1": (Model(dtype=torch.int8), side(2), side(1)),
+    "tp3-to-tp2": (Model(heads=6), side(3), side(2)),  # heads are exchanged and divided
 }
 # Prefill keeps the KV of 4 layers: 12 layers use these buffers in turn, as vllm-ascend 0.30 lets them.
 SHAPES |= {
@@ -77,6 +78,7 @@ WITH_KERNELS = {
     "tp4-to-tp2": "vllm_ascend_pd_interleave",
     "tp1-to-tp2": "vllm_ascend_pd_split",
     "int8-tp2-to-tp1": "vllm_ascend_pd_interleave",
+    "tp3-to-tp2": "vllm_ascend_pd_split",
 }
 
 
