@@ -36,6 +36,15 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    """A file with the bearer token `a-secret`."""
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text("a-secret\n")
+    return str(file)
+
+
+@pytest.fixture
 def keys() -> Keys | None:
     """The keys of side channels: none, unless a module overrides this."""
     return None

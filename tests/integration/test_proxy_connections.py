@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -88,14 +87,11 @@ def test_a_client_that_reads_nothing_loses_its_connection_and_a_slow_one_gets_al
 @pytest.mark.parametrize("waits", [False, True], ids=["served", "waiting"])
 @pytest.mark.parametrize("path", ["/v1/completions", METASERVER_PATH, "/admin/engines"])
 def test_a_body_that_does_not_arrive_is_answered_408(
-    path: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, waits: bool, token_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request frees its place."""
     monkeypatch.setattr(messages, "_BODY_SECONDS", 0.5)
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text("a-secret")
-    with running_cluster(max_concurrent=1, admin_token_file=str(token)) as cluster, ThreadPoolExecutor(1) as client:
+    with running_cluster(max_concurrent=1, admin_token_file=token_file) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = waits
         first = client.submit(cluster.complete)
         assert cluster.decode.working.wait(10)
@@ -111,9 +107,9 @@ def test_a_body_that_does_not_arrive_is_answered_408(
 
 
 def test_a_large_body_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_BODY_SECONDS", 1.0)
+    monkeypatch.setattr(messages, "_BODY_SECONDS", 2.0)
     monkeypatch.setattr(messages, "_BYTES_PER_SECOND", 10_000)
-    body = b'{"prompt": "' + b"x" * 19_986 + b'"}'
+    body = b'{"prompt": "' + b"x" * 39_986 + b'"}'
     with running_cluster() as cluster, closing(connected(cluster)) as connection:
         connection.sendall(post("/v1/completions", len(body), b"Connection: close"))
         for at in range(0, len(body), 5000):

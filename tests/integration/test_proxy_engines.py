@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,14 +14,6 @@ from proxy_cluster import Cluster, beside, eventually, running_cluster, withheld
 
 ENGINES = "/admin/engines"
 TOKEN = {"Authorization": "Bearer a-secret"}
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> str:
-    file = tmp_path / "token"
-    file.touch(mode=0o600)
-    file.write_text("a-secret\n")
-    return str(file)
 
 
 @pytest.fixture

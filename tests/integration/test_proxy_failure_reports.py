@@ -39,18 +39,6 @@ def test_decode_reports_a_prefill_that_hangs(stream: dict[str, Any]) -> None:
         assert counted(cluster)[0] == {"prefill": 0, "decode": 1}
 
 
-def test_the_client_gets_the_reason_that_decode_reports() -> None:
-    with running_cluster(attempts=1) as cluster, ThreadPoolExecutor(1) as client:
-        hang(cluster.prefill)
-        answer = client.submit(cluster.complete)
-        assert cluster.prefill.working.wait(5)
-        failure = make_failure(cluster.decode.tickets[0], "prefill rank 0 went\nsilent")
-        assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
-        assert answer.result().status_code == 502
-        message = answer.result().json()["error"]["message"]
-        assert message == "KV transfer failed: prefill rank 0 went silent"
-
-
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -78,17 +66,6 @@ def test_failure_of_another_ticket_changes_nothing() -> None:
             assert not answer.done()
             assert cluster.client.post(FAILURE_PATH, json=make_failure(ticket, "over")).status_code == 200
             assert answer.result().status_code == 502
-
-
-@EITHER
-def test_reason_that_comes_after_decodes_error(stream: dict[str, Any]) -> None:
-    with running_cluster(attempts=1) as cluster:
-        cluster.decode.fails = True
-        cluster.decode.explains = "prefill rank 1 went silent"
-        response = cluster.complete(**stream)
-        assert response.status_code == 502
-        assert response.json()["error"]["message"] == "KV transfer failed: prefill rank 1 went silent"
-        assert counted(cluster)[1]["decode"] == {"prefill failed": 1}
 
 
 def test_reason_in_the_middle_of_a_stream() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,13 +91,11 @@ def test_a_client_that_leaves_the_queue_takes_no_slot() -> None:
         assert len(cluster.decode.received) == 2
 
 
-def test_a_waiting_request_is_served_by_an_engine_added_meanwhile(tmp_path: Path) -> None:
-    token, new = tmp_path / "token", PrefillEngine()
-    token.touch(mode=0o600)
-    token.write_text("a-secret")
+def test_a_waiting_request_is_served_by_an_engine_added_meanwhile(token_file: str) -> None:
+    new = PrefillEngine()
     with (
         Servers() as servers,
-        running_cluster(max_per_prefill=1, admin_token_file=str(token)) as cluster,
+        running_cluster(max_per_prefill=1, admin_token_file=token_file) as cluster,
         ThreadPoolExecutor(2) as clients,
     ):
         cluster.prefill.holds = True
@@ -121,11 +118,8 @@ def test_a_waiting_request_is_served_by_an_engine_added_meanwhile(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", ["removed", "drained"])
-def test_a_request_is_refused_at_once_when_all_engines_are_removed(tmp_path: Path, how: str) -> None:
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text("a-secret")
-    with running_cluster(max_per_decode=1, admin_token_file=str(token)) as cluster, ThreadPoolExecutor(2) as clients:
+def test_a_request_is_refused_at_once_when_all_engines_are_removed(token_file: str, how: str) -> None:
+    with running_cluster(max_per_decode=1, admin_token_file=token_file) as cluster, ThreadPoolExecutor(2) as clients:
         cluster.prefill.holds = True
         first = clients.submit(cluster.complete)
         assert cluster.prefill.working.wait(10)

@@ -103,7 +103,7 @@ def test_a_request_lost_by_a_healthy_decode_engine_goes_to_another(stream: dict[
 
 
 def test_a_lost_request_names_its_reason() -> None:
-    with running_cluster(attempts=1, **SHORT) as cluster:
+    with running_cluster(attempts=1, **{**SHORT, "probe_timeout": 2.0}) as cluster:
         cluster.decode.hangs = True
         cluster.decode.metrics = computed(5, running=0)
         answer = cluster.complete()

@@ -98,7 +98,7 @@ def test_slots_in_use_and_the_queue_are_shown() -> None:
         when(cluster, lambda s: not any(value for key, value in s.items() if key[0] == "engine_requests"))
 
 
-def test_failures_and_retries_equal_those_of_health() -> None:
+def test_failures_and_retries_are_counted() -> None:
     failing = PrefillEngine()
     failing.refusal = (500, {"error": "out of memory"})
     failing.healthy = False

@@ -184,8 +184,6 @@ def test_proxy_that_cannot_start_ends() -> None:
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--admin-token-file", "/none"), "cannot be read"),
         (("--prefill", "dns+http://p", "--decode", "http://d:1"), "give the port"),
         (("--engines-file", "/none"), "there is no option --engines-file any more"),
-        (("--media-hosts=[]",), "each engine fetches images"),
-        (("--metaserver-port", "1"), "--port serves tickets, too"),
         (("--prefill", "http://p:1", "--decode", "http://p:1/"), "http://p:1 is given as a prefill and as a decode"),
     ],
 )

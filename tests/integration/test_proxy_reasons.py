@@ -58,6 +58,7 @@ def test_reason_when_decode_reported_none() -> None:
         request_id = cluster.decode.received[0].headers["x-request-id"]
         message = f"decode engine: it failed without a reason: see its log, request {request_id}"
         assert response.json()["error"]["message"] == message
+        assert len(cluster.decode.received) == 1, "the only engine is not asked again"
 
 
 @pytest.mark.usefixtures("no_reason_comes")
@@ -118,14 +119,16 @@ def test_a_failure_after_tokens_is_passed_on_as_it_is_and_counts(caplog: pytest.
     assert line.endswith(": the client gets 500")
 
 
-def test_a_reported_failure_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reported_failure_is_the_clients_reason_and_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), running_cluster(attempts=1) as cluster:
         cluster.prefill.hangs = True
         answer = cluster.send_only("/v1/completions", COMPLETION)
         assert cluster.prefill.working.wait(10)
-        failure = make_failure(cluster.decode.tickets[0], "went silent")
+        failure = make_failure(cluster.decode.tickets[0], "went\nsilent")
         assert cluster.client.post(METASERVER_PATH + FAILURE_SUFFIX, json=failure).status_code == 200
-        assert answer.getresponse().status == 502
+        response = answer.getresponse()
+        assert response.status == 502
+        assert json.loads(response.read())["error"]["message"] == "KV transfer failed: went silent"
         request_id = cluster.decode.received[0].headers["x-request-id"]
     [line] = [record.getMessage() for record in caplog.records if "went silent" in record.getMessage()]
     assert line == f"request {request_id}: decode at {cluster.decode_url} failed: went silent: the client gets 502"

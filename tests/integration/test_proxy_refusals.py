@@ -94,14 +94,17 @@ def test_f19_a_wrong_request_is_asked_of_two_engines_and_counts_against_none(rol
 
 
 @EITHER_ROLE
-def test_f19_the_only_engines_own_error_goes_to_the_client(role: str) -> None:
+@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+def test_f19_the_only_engines_own_error_goes_to_the_client(role: str, stream: dict[str, Any]) -> None:
+    """Decode's 401 and its 503, which is not in vLLM's form, too."""
     with running_cluster() as cluster:
-        for status in (400, 404, 413, 422):
-            good_one(role, cluster).refusal = (status, {"error": {"message": "it is wrong", "code": status}})
-            response = cluster.complete()
+        for status in (400, 404, 413, 422, *((401, 503) if role == "decode" else ())):
+            good_one(role, cluster).refusal = (status, {"error": {"message": "it is wrong", "param": None}})
+            response = cluster.complete(**stream)
             assert (response.status_code, response.json()) == good_one(role, cluster).refusal
+            assert response.headers["content-type"] == "application/json"
         good_one(role, cluster).refusal = None
-        assert cluster.complete().status_code == 200
+        assert cluster.complete(**stream).status_code == 200
         assert withheld(cluster)[role] == {}
 
 

@@ -35,11 +35,7 @@ def test_no_more_tickets_than_samples(samples: int) -> None:
         assert len(cluster.prefill.received) == samples
 
 
-def test_the_log_tells_who_may_post_tickets(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text("a-secret")
-
+def test_the_log_tells_who_may_post_tickets(token_file: str) -> None:
     def log(*options: str) -> str:
         nobody = "http://127.0.0.1:9"
         with running_proxy(nobody, "http://127.0.0.1:7", *options) as (process, port):
@@ -50,7 +46,7 @@ def test_the_log_tells_who_may_post_tickets(tmp_path: Path) -> None:
 
     warning = "WARNING vllm_ascend_pd.proxy.server: any client that reaches this port may post tickets"
     assert warning in log()
-    assert warning not in log("--metaserver-token-file", str(token))
+    assert warning not in log("--metaserver-token-file", token_file)
 
 
 @pytest.mark.parametrize("request_id", ["cmpl-00000000-0000-4000-8000-000000000000-0", "chatcmpl-", "cmpl-x-0", ""])

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,12 +146,9 @@ def test_fallback_can_be_switched_off() -> None:
         assert asked_without_prefill(cluster) == 0
 
 
-def test_without_engines_decode_is_told_until_one_is_back(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("t" * 32)
-    token.chmod(0o600)
-    admin = {"Authorization": f"Bearer {token.read_text()}"}
-    with running_cluster(admin_token_file=str(token)) as cluster:
+def test_without_engines_decode_is_told_until_one_is_back(token_file: str) -> None:
+    admin = {"Authorization": "Bearer a-secret"}
+    with running_cluster(admin_token_file=token_file) as cluster:
         listed = cluster.client.get("/admin/engines", headers=admin).json()["engines"]
         (prefill,) = (engine["id"] for engine in listed if engine["role"] == "prefill")
         assert cluster.client.post(f"/admin/engines/{prefill}:drain", headers=admin).status_code == 200

@@ -8,7 +8,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,11 +180,8 @@ def test_the_page_says_that_the_proxy_has_gone(page: Page) -> None:
     assert page.text("#prefill-title"), "what was known last stays"
 
 
-def test_the_page_asks_for_the_token_and_does_not_store_it(page: Page, tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.touch(mode=0o600)
-    file.write_text("a-secret\n")
-    with running_cluster(admin_token_file=str(file)) as cluster:
+def test_the_page_asks_for_the_token_and_does_not_store_it(page: Page, token_file: str) -> None:
+    with running_cluster(admin_token_file=token_file) as cluster:
         page.open(cluster)
         eventually(lambda: page.text("#sign-in h2") == "Admin token")
         assert page.text("main") == ""

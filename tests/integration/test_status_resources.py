@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,11 +44,8 @@ def test_browser_loads_nothing_from_elsewhere_and_guesses_nothing() -> None:
         assert cluster.client.post("/status.json").status_code == 405
 
 
-def test_with_an_admin_token_the_figures_need_it(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.touch(mode=0o600)
-    file.write_text("a-secret\n")
-    with running_cluster(admin_token_file=str(file)) as cluster:
+def test_with_an_admin_token_the_figures_need_it(token_file: str) -> None:
+    with running_cluster(admin_token_file=token_file) as cluster:
         for path in FILES:
             answer = cluster.client.get(path)
             assert answer.status_code == 200

@@ -7,7 +7,7 @@ from typing import cast
 
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import EngineBounds, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
 from vllm_ascend_pd.proxy.routing.strategies import PrefixAffinity
 
@@ -33,7 +33,7 @@ def registry(
 ) -> EngineRegistry:
     """An empty registry. `listener` is its limiter and its prefix affinity."""
     if listener is None:
-        return EngineRegistry(role, limiter or ConcurrencyLimiter(None, 0, 0.0), **limits)
-    engines = EngineRegistry(role, cast(ConcurrencyLimiter, listener), **limits)
+        return EngineRegistry(role, limiter or ConcurrencyLimiter(None, 0, 0.0), EngineBounds(**limits))
+    engines = EngineRegistry(role, cast(ConcurrencyLimiter, listener), EngineBounds(**limits))
     engines.affinity = cast(PrefixAffinity, listener)
     return engines

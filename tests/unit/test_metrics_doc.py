@@ -26,6 +26,7 @@ from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
+from vllm_ascend_pd.proxy.routing.engine import EngineBounds
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -80,14 +81,7 @@ async def _exposed() -> str:
     async def send(_: Message) -> None:
         pass
 
-    pool = EnginePool(
-        EngineRole.PREFILL,
-        ConcurrencyLimiter(1, 1, 1.0),
-        max_connections=1,
-        connect_timeout=1.0,
-        read_timeout=1.0,
-        fresh_for=1.0,
-    )
+    pool = EnginePool(EngineRole.PREFILL, ConcurrencyLimiter(1, 1, 1.0), EngineBounds())
     pool.engines.add("http://10.0.0.1:8100", "test")
     observer = Observer()
     metrics = Metrics(observer, RequestTable(limit=1), (pool,))

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 
 import anyio
@@ -19,7 +19,6 @@ from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import FailureKind
-from vllm_ascend_pd.proxy.routing.checks import StallWatch
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
@@ -34,6 +33,11 @@ class Pool:
         self.breaks_off = anyio.Event()
         self.asked: list[str] = []
         self.engines = self
+        self.watch = self
+
+    @contextmanager
+    def over(self, _: EngineCall) -> Iterator[None]:
+        yield
 
     def rank(self, *_: object) -> EngineRanking:
         return EngineRanking(NO_PROMPT, (self.urls,))
@@ -70,7 +74,6 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
     metaserver = Metaserver(
         request_table,
         engines,
-        StallWatch(engines, probe_timeout=1.0, stall_timeout=1.0),
         Observer(),
         token=None,
         max_ticket_bytes=1 << 20,

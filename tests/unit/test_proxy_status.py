@@ -19,7 +19,7 @@ from vllm_ascend_pd.proxy.rendezvous.observer import MAX_RECENT, Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine import EngineState
+from vllm_ascend_pd.proxy.routing.engine import EngineBounds, EngineState
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot
 
@@ -41,14 +41,8 @@ class Proxy:
 
     @staticmethod
     def _pool(role: EngineRole, limit: int | None) -> EnginePool:
-        timeouts = {"connect_timeout": 1.0, "read_timeout": 1.0, "fresh_for": FRESH_SECONDS}
         return EnginePool(
-            role,
-            ConcurrencyLimiter(limit, 4, 1.0),
-            max_connections=1,
-            eject_after=2,
-            return_after=2,
-            **timeouts,
+            role, ConcurrencyLimiter(limit, 4, 1.0), EngineBounds(fresh=FRESH_SECONDS, eject_after=2, return_after=2)
         )
 
     def fail(

@@ -7,8 +7,8 @@ Rooms, from the bottom up. Each imports only rooms below it; pyproject.toml has 
 - `routing/`: which engines there are, and which one gets a request.
 - `rendezvous/`: brings a client's request, its tickets and its prefills together, and retries what fails.
 - `operate/`: health, status, metrics and the admin API.
-- `settings`, `background`, `app`, `server`: options, work beside requests, the ASGI applications with all routes, and
-  the servers that run them.
+- `settings`, `app`, `server`: options, the ASGI application with all routes and the work beside requests, and the
+  server that runs it.
 
 A client's request, file by file:
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 
+import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,7 +18,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.background import Background
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
 from vllm_ascend_pd.proxy.http.messages import BoundedBodies, error_response
 from vllm_ascend_pd.proxy.operate.admin import Admin
@@ -28,7 +28,10 @@ from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.checks import HealthChecks
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
+from vllm_ascend_pd.proxy.routing.discovery import Discovery
+from vllm_ascend_pd.proxy.routing.engine import EngineBounds
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
 
@@ -51,7 +54,13 @@ class ProxyApp:
         self._decode = _pool(settings, EngineRole.DECODE, settings.max_concurrent, settings.max_per_decode)
         self._pools = (self._prefill, self._decode)
         self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
-        self._background = Background(settings, *self._pools)
+        roles = {pool.role: pool.engines for pool in self._pools}
+        self._checks = HealthChecks(
+            tuple(roles.values()), interval=settings.check_interval, timeout=settings.health_timeout
+        )
+        self._discovery = Discovery(roles, dict(zip(roles, settings.engines(), strict=True)), settings.dns_interval)
+        self.ended = asyncio.Event()
+        """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
         self._observer = Observer()
         self._metrics = Metrics(self._observer, self._request_table, self._pools)
         self.asgi = Starlette(
@@ -62,21 +71,25 @@ class ProxyApp:
         )
         """The application. Its lifespan runs the background tasks."""
 
-    @property
-    def ended(self) -> asyncio.Event:
-        """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
-        return self._background.ended
-
     def shut_down(self) -> None:
         """Ends all requests with an error, and refuses further ones."""
         self._request_table.shut_down()
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Does the work beside requests. A task that fails ends the proxy."""
         try:
-            async with self._background.running():
+            await self._discovery.look()
+            for pool in self._pools:
+                pool.engines.require_checks()
+            async with anyio.create_task_group() as tasks:
+                for run in (self._discovery.run, *(pool.watch.run for pool in self._pools), self._checks.run):
+                    tasks.start_soon(run)
+                await self._checks.first_results()  # so `/health` is right from the first request on
                 yield
+                tasks.cancel_scope.cancel()
         finally:
+            self.ended.set()
             self.shut_down()
             for pool in self._pools:
                 await pool.aclose()
@@ -89,7 +102,6 @@ class ProxyApp:
                 self._request_table,
                 self._decode,
                 self._prefill,
-                self._background.decode_watch,
                 self._observer,
                 attempts=settings.attempts,
                 metaserver_url=settings.metaserver_url,
@@ -108,7 +120,6 @@ class ProxyApp:
         metaserver = Metaserver(
             self._request_table,
             self._prefill,
-            self._background.prefill_watch,
             self._observer,
             token=settings.metaserver_token(),
             max_ticket_bytes=settings.max_ticket_bytes,
@@ -120,22 +131,28 @@ class ProxyApp:
         token = settings.admin_token()
         return [
             Route("/metrics", self._metrics.get, methods=["GET"]),
-            *StatusPage(self._pools, self._request_table, self._observer, self._background.problems, token).routes(),
+            *StatusPage(self._pools, self._request_table, self._observer, self._problems, token).routes(),
             *([] if token is None else Admin(self._pools, self._request_table, token).routes()),
         ]
 
+    def _problems(self) -> list[str]:
+        """Problems with the lists of engines, one line each."""
+        return [f"{source}: {problem}" for source, problem in self._discovery.problems.items()]
+
 
 def _pool(settings: ProxySettings, role: EngineRole, max_connections: int, per_engine: int | None) -> EnginePool:
-    return EnginePool(
-        role,
-        ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout),
+    bounds = EngineBounds(
+        connect=settings.connect_timeout,
+        silence=settings.silence_timeout,
+        probe=settings.probe_timeout,
+        stall=settings.read_timeout,
+        quiet=settings.probe_timeout if role is EngineRole.DECODE else 0.0,
+        fresh=_MISSED_CHECKS * settings.check_interval + 2 * settings.health_timeout,
         eject_after=settings.eject_after,
         return_after=settings.return_after,
-        max_connections=max_connections,
-        connect_timeout=settings.connect_timeout,
-        read_timeout=settings.silence_timeout,
-        fresh_for=_MISSED_CHECKS * settings.check_interval + 2 * settings.health_timeout,
     )
+    limiter = ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout)
+    return EnginePool(role, limiter, bounds, max_connections)
 
 
 async def _not_served(reason: str, _: Request) -> Response:

@@ -265,15 +265,8 @@ def prefill_request_headers(decode_headers: Headers) -> Headers:
 
 
 def client_response_headers(engine: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """The engine's headers, without those that the proxy sets. The CORS headers are such, and `Origin` in `Vary`."""
-    headers = _end_to_end(engine, without=_OF_THE_ENGINES_SERVER)
-    headers = [(name, _without_origin(value) if name == b"vary" else value) for name, value in headers]
-    return [(name, value) for name, value in headers if value or name != b"vary"]
-
-
-def _without_origin(vary: bytes) -> bytes:
-    names = (each.strip() for each in vary.split(b","))
-    return b", ".join(each for each in names if each.lower() != b"origin")
+    """The engine's headers, without those that the proxy sets, and without those of CORS."""
+    return _end_to_end(engine, without=_OF_THE_ENGINES_SERVER)
 
 
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]], without: frozenset[bytes]) -> Headers:

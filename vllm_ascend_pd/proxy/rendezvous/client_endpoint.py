@@ -33,7 +33,6 @@ from vllm_ascend_pd.proxy.routing.answers import (
     last_resorts,
     may_follow,
 )
-from vllm_ascend_pd.proxy.routing.checks import StallWatch
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
@@ -156,7 +155,6 @@ class DecodeRequests:
         request_table: RequestTable,
         pool: EnginePool,
         prefill: EnginePool,
-        watch: StallWatch,
         observer: Observer,
         *,
         attempts: int,
@@ -167,7 +165,6 @@ class DecodeRequests:
             request_table: registers each attempt, so that tickets find it.
             pool: the decode engines.
             prefill: the prefill engines. Decode is told whether any is well.
-            watch: ends attempts at engines that have stopped.
             observer: receives reports about attempts.
             attempts: how many engines may be asked for one request.
             metaserver_url: where decode engines post their tickets.
@@ -175,7 +172,6 @@ class DecodeRequests:
         self._request_table = request_table
         self._pool = pool
         self._prefill = prefill
-        self._watch = watch
         self._observer = observer
         self._attempts = attempts
         self._metaserver_url = metaserver_url
@@ -231,7 +227,7 @@ class DecodeRequests:
         relay = ResponseRelay(attempt, self._observer)
         failure: Failure | None = None
         responded = False
-        with self._watch.over(attempt), attempt.scope:
+        with self._pool.watch.over(attempt), attempt.scope:
             try:
                 async with self._pool.open(ranking, sent, attempt) as response:
                     responded = True

@@ -46,7 +46,6 @@ from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import ParsedTicket, PrefillRequests, failed, read_ticket
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketMatch, TicketProgress
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind, Then, lacks_prefill, summary
-from vllm_ascend_pd.proxy.routing.checks import StallWatch
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class Metaserver:
         self,
         request_table: RequestTable,
         pool: EnginePool,
-        watch: StallWatch,
         observer: Observer,
         *,
         token: str | None,
@@ -80,14 +78,13 @@ class Metaserver:
         Args:
             request_table: the client requests that tickets are matched with.
             pool: the prefill engines.
-            watch: ends prefills at engines that have stopped.
             observer: receives reports about tickets and prefills.
             token: bearer token of decode engines; None if they need none.
             max_ticket_bytes: limit of a ticket.
             prefill_attempts: how many prefills one prompt may have.
         """
         self._request_table = request_table
-        self._prefill_requests = PrefillRequests(pool, watch, observer, attempts=prefill_attempts)
+        self._prefill_requests = PrefillRequests(pool, observer, attempts=prefill_attempts)
         self._observer = observer
         self._token = None if token is None else BearerToken(token)
         self._max_ticket_bytes = max_ticket_bytes

@@ -32,7 +32,6 @@ from vllm_ascend_pd.proxy.routing.answers import (
     kind_of,
     last_resorts,
 )
-from vllm_ascend_pd.proxy.routing.checks import StallWatch
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import prompt_of
@@ -98,22 +97,20 @@ def read_ticket(body: bytes) -> ParsedTicket:
 class PrefillRequests:
     """The prefill side of all tickets. It holds no state of single tickets."""
 
-    def __init__(self, pool: EnginePool, watch: StallWatch, observer: Observer, *, attempts: int) -> None:
+    def __init__(self, pool: EnginePool, observer: Observer, *, attempts: int) -> None:
         """
         Args:
             pool: the prefill engines.
-            watch: ends prefills at engines that have stopped.
             observer: receives reports about attempts.
             attempts: how many prefills one prompt may have, over all decode attempts.
         """
         self._pool = pool
-        self._watch = watch
         self._observer = observer
         self._attempts = attempts
 
     def in_flight(self, call: EngineCall) -> bool:
         """Whether a prefill is at an engine, or waits for one."""
-        return call in self._watch
+        return call in self._pool.watch
 
     def used_up(self, progress: TicketProgress) -> bool:
         """Whether all allowed prefills of a ticket's prompt have failed."""
@@ -166,7 +163,7 @@ class PrefillRequests:
         failure: Failure | None = None
         call = progress.call = EngineCall()
         begun = time.monotonic()
-        with self._watch.over(call), call.scope:
+        with self._pool.watch.over(call), call.scope:
             failure = await self._send(request, ticket, progress, ranking)
         if call.cut is not None:
             failure = failed(*call.cut, call.engine)

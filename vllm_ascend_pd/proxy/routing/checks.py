@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks engines how they are: health and load of all at an interval, and whether one that sends nothing has stopped."""
+"""Asks all engines for their health and their load at an interval."""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http import HTTPStatus
 
 import anyio
@@ -15,9 +13,7 @@ from anyio.abc import TaskGroup
 
 from vllm_ascend_pd.proxy.http.engine_client import ConnectionLost, EngineClient, HttpError
 from vllm_ascend_pd.proxy.http.messages import TooLarge, read_all
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EnginePool
 from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, parse_metrics
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry
 
@@ -29,7 +25,6 @@ _NEW_ENGINE_SECONDS = 0.5
 """Limit of the time until a new engine is asked."""
 _FIRST_LOOK_SECONDS = 0.01
 """Between two looks whether all engines have been checked, when the proxy starts."""
-_STALL_LOOK_SECONDS = 1.0
 
 
 class HealthChecks:
@@ -143,89 +138,3 @@ def _log_change(engine: RegisteredEngine) -> None:
         )
     else:
         log.info("%s engine %s is healthy again", engine.role.value, engine.url)
-
-
-class StallWatch:
-    """Probes the engines of one role while requests wait for their bytes, and ends the requests at those that stopped.
-
-    A request at an engine that answers and computes may take any time. A stopped process keeps its connections open, so
-    only a probe tells it from one that computes.
-    """
-
-    def __init__(
-        self,
-        pool: EnginePool,
-        *,
-        probe_timeout: float,
-        stall_timeout: float,
-        quiet: float = 0.0,
-    ) -> None:
-        """
-        Args:
-            pool: the engines.
-            probe_timeout: seconds in which an engine must answer a health probe.
-            stall_timeout: seconds without a byte, and without a new token in the engine's own metrics, after which a
-                request ends.
-            quiet: seconds without a byte before an engine is probed.
-        """
-        self._pool = pool
-        self._probe_timeout = probe_timeout
-        self._stall_timeout = stall_timeout
-        self._quiet = quiet
-        self._calls: dict[EngineCall, int] = {}
-        """Calls being watched, each with the number of engines it had asked at the last look."""
-
-    def __contains__(self, call: EngineCall) -> bool:
-        return call in self._calls
-
-    @contextmanager
-    def over(self, call: EngineCall) -> Iterator[None]:
-        """Watches a call for the time of the `with` block."""
-        self._calls[call] = 0
-        try:
-            yield
-        finally:
-            del self._calls[call]
-
-    async def run(self) -> None:
-        """Looks at all calls once a second, until cancelled."""
-        while True:
-            await anyio.sleep(_STALL_LOOK_SECONDS)
-            now = time.monotonic()
-            silent = self._silent_engines(now)
-            async with anyio.create_task_group() as tasks:
-                for url in silent:
-                    tasks.start_soon(self._look_at, url)
-
-    def _silent_engines(self, now: float) -> set[str]:
-        """URLs of the engines to probe."""
-        urls = set()
-        for call, asked in self._calls.items():
-            if len(call.engines) != asked:  # until now it waited for a slot, or for a connection
-                self._calls[call] = len(call.engines)
-                call.heard()
-            if call.engine and now - call.silent_since >= self._quiet:
-                urls.add(call.engine)
-        return urls
-
-    def _computed_nothing(self, url: str, since: float) -> float:
-        engine = self._pool.engines.get(url)
-        return 0.0 if engine is None else engine.computed_nothing(since)
-
-    async def _look_at(self, url: str) -> None:
-        """Probes an engine, and ends its calls if it has stopped."""
-        asked = {call: call.silent_since for call in self._calls if call.engine == url}
-        name = self._pool.role.value
-        if await self._pool.is_silent(url, self._probe_timeout):
-            reason = f"{name} engine: no answer to a health probe within {self._probe_timeout:g} s"
-            stopped = [call for call, since in asked.items() if time.monotonic() - since >= self._quiet]
-        else:
-            reason = f"{name} engine: its metrics show no new token for {self._stall_timeout:g} s"
-            stopped = [
-                call
-                for call, since in asked.items()
-                if call.may_stall and self._computed_nothing(url, since) >= self._stall_timeout
-            ]
-        for call in stopped:
-            if call in self._calls and call.engine == url and call.silent_since == asked[call]:
-                call.cut_short(FailureKind.TIMEOUT, reason)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests to the engines of one role: picks an engine, waits for a slot, and bounds every wait on HTTP."""
+"""Sends requests to the engines of one role: picks an engine, waits for a slot, bounds every wait on HTTP, and ends
+requests at engines that have stopped."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from vllm_ascend_pd.proxy.routing.answers import (
     may_refuse,
 )
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
-from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import EngineBounds, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRanking, EngineRegistry
 
@@ -63,6 +64,7 @@ _STATUS = {
 }
 _UNREACHABLE = (ConnectError, ConnectTimeout)
 _MAX_REFUSAL_BYTES = 1024 * 1024
+_STALL_LOOK_SECONDS = 1.0
 
 
 class OutgoingRequest(NamedTuple):
@@ -144,43 +146,103 @@ class EngineCall:
             self.scope.cancel()
 
 
+class StallWatch:
+    """Probes the engines of one role while requests wait for their bytes, and ends the requests at those that stopped.
+
+    A request at an engine that answers and computes may take any time. A stopped process keeps its connections open, so
+    only a probe tells it from one that computes.
+    """
+
+    def __init__(self, engines: EngineRegistry, client: EngineClient, bounds: EngineBounds) -> None:
+        self._engines = engines
+        self._client = client
+        self._bounds = bounds
+        self._calls: dict[EngineCall, int] = {}
+        """Calls being watched, each with the number of engines it had asked at the last look."""
+
+    def __contains__(self, call: EngineCall) -> bool:
+        return call in self._calls
+
+    @contextmanager
+    def over(self, call: EngineCall) -> Iterator[None]:
+        """Watches a call for the time of the `with` block."""
+        self._calls[call] = 0
+        try:
+            yield
+        finally:
+            del self._calls[call]
+
+    async def run(self) -> None:
+        """Looks at all calls once a second, until cancelled."""
+        while True:
+            await anyio.sleep(_STALL_LOOK_SECONDS)
+            now = time.monotonic()
+            silent = self._silent_engines(now)
+            async with anyio.create_task_group() as tasks:
+                for url in silent:
+                    tasks.start_soon(self._look_at, url)
+
+    def _silent_engines(self, now: float) -> set[str]:
+        """URLs of the engines to probe."""
+        urls = set()
+        for call, asked in self._calls.items():
+            if len(call.engines) != asked:  # until now it waited for a slot, or for a connection
+                self._calls[call] = len(call.engines)
+                call.heard()
+            if call.engine and now - call.silent_since >= self._bounds.quiet:
+                urls.add(call.engine)
+        return urls
+
+    def _computed_nothing(self, url: str, since: float) -> float:
+        engine = self._engines.get(url)
+        return 0.0 if engine is None else engine.computed_nothing(since)
+
+    async def _look_at(self, url: str) -> None:
+        """Probes an engine, and ends its calls if it has stopped."""
+        asked = {call: call.silent_since for call in self._calls if call.engine == url}
+        name, bounds = self._engines.role.value, self._bounds
+        if await self._is_silent(url):
+            reason = f"{name} engine: no answer to a health probe within {bounds.probe:g} s"
+            stopped = [call for call, since in asked.items() if time.monotonic() - since >= bounds.quiet]
+        else:
+            reason = f"{name} engine: its metrics show no new token for {bounds.stall:g} s"
+            stopped = [
+                call
+                for call, since in asked.items()
+                if call.may_stall and self._computed_nothing(url, since) >= bounds.stall
+            ]
+        for call in stopped:
+            if call in self._calls and call.engine == url and call.silent_since == asked[call]:
+                call.cut_short(FailureKind.TIMEOUT, reason)
+
+    async def _is_silent(self, url: str) -> bool:
+        """Whether an engine neither answers a health probe nor refuses it. An engine that breaks the connection off is
+        not silent: its requests end by themselves."""
+        try:
+            async with self._client.get(f"{url}/health", self._bounds.probe):
+                return False
+        except HttpError as error:
+            return isinstance(error, (ConnectTimeout, ReadTimeout))
+
+
 class EnginePool:
     """The engines of one role as the rest of the proxy uses them."""
 
     def __init__(
-        self,
-        role: EngineRole,
-        limiter: ConcurrencyLimiter,
-        *,
-        max_connections: int,
-        connect_timeout: float,
-        read_timeout: float,
-        fresh_for: float,
-        eject_after: int = 3,
-        return_after: int = 2,
+        self, role: EngineRole, limiter: ConcurrencyLimiter, bounds: EngineBounds, max_connections: int = 1
     ) -> None:
-        """A pool without engines.
-
-        Args:
-            role: of the engines.
-            limiter: slots and queue of this pool alone.
-            max_connections: requests in flight.
-            connect_timeout: seconds to open a connection.
-            read_timeout: seconds without a byte from the engine.
-            fresh_for: as in EngineRegistry.
-            eject_after: as in EngineRegistry.
-            return_after: as in EngineRegistry.
-        """
+        """A pool without engines. `limiter`: slots and queue of this pool alone. `max_connections`: requests in
+        flight."""
         self.role = role
         self.limiter = limiter
-        self.engines = EngineRegistry(
-            role, limiter, eject_after=eject_after, return_after=return_after, fresh_for=fresh_for
-        )
+        self.engines = EngineRegistry(role, limiter, bounds)
         self._client = EngineClient(
             max_connections=max_connections + MAX_ENGINES,  # one more for each engine's health probe
-            connect_timeout=connect_timeout,
-            read_timeout=read_timeout,
+            connect_timeout=bounds.connect,
+            read_timeout=bounds.silence,
         )
+        self.watch = StallWatch(self.engines, self._client, bounds)
+        """Ends requests at engines that have stopped."""
         self._pace = PrefillPace()
 
     def any_well(self) -> bool:
@@ -227,9 +289,8 @@ class EnginePool:
         """Sends a request; yields the response as soon as its headers have arrived, with the body still unread.
 
         If an engine of `ranking` cannot be connected to, or does not take the request, others are asked, as `RULES`
-        says; if none takes it, the first refusal is the response. Engines where connecting took too long are then tried
-        once more, and a request for which all engines are busy waits. Once an engine may have begun with the request,
-        no other is asked.
+        says; if none takes it, the first refusal is the response. A request for which all engines are busy waits. Once
+        an engine may have begun with the request, no other is asked.
 
         Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
         """
@@ -249,15 +310,9 @@ class EnginePool:
         failure = EngineError(FailureKind.NO_ENGINE, "", f"no {self.role.value} engine is available")
         begun = time.monotonic()
         tried: set[str] = set()
-        # Engines that took too long to connect to. This process, or the whole machine, may have been stopped meanwhile.
-        late: set[str] = set()
         refusals: list[_Refusal] = []
-        while (
-            engine := await self.acquire(ranking, tried, begun) or await self.acquire(ranking, tried - late, begun)
-        ) is not None:
+        while (engine := await self.acquire(ranking, tried, begun)) is not None:
             url = engine.url
-            late.discard(url)
-            first_time = url not in tried
             tried.add(url)
             with ExitStack() as slot:
                 slot.enter_context(self.limiter.releasing(engine))
@@ -273,8 +328,6 @@ class EnginePool:
                     )
                     kind = await self._refused(engine, response)
                 except _UNREACHABLE as error:
-                    if first_time and isinstance(error, ConnectTimeout):
-                        late.add(url)
                     failure = self._error(url, error)
                     log.warning(
                         "request %s: cannot connect to %s engine %s (%s): trying the next engine, if there is one",
@@ -393,15 +446,6 @@ class EnginePool:
 
     def _busy(self, url: str, why: str) -> EngineError:
         return EngineError(FailureKind.BUSY, url, f"all {self.role.value} engines are busy: {why}: retry later")
-
-    async def is_silent(self, url: str, timeout: float) -> bool:
-        """Whether an engine neither answers a health probe nor refuses it. An engine that breaks the connection off is
-        not silent: its requests end by themselves."""
-        try:
-            async with self._client.get(f"{url}/health", timeout):
-                return False
-        except HttpError as error:
-            return isinstance(error, (ConnectTimeout, ReadTimeout))
 
     async def aclose(self) -> None:
         await self._client.aclose()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, RequestGroup
-from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import EngineBounds, HealthGate, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import (
     EngineLoad,
     InFlightLoad,
@@ -72,32 +72,15 @@ class EngineRegistry:
     The event loop's thread owns it. Engines of the command line are added before the loop runs.
     """
 
-    def __init__(
-        self,
-        role: EngineRole,
-        limiter: ConcurrencyLimiter,
-        *,
-        eject_after: int = 3,
-        return_after: int = 2,
-        fresh_for: float = 1.0,
-    ) -> None:
-        """
-        Args:
-            role: of the engines.
-            limiter: has their slots. It is told which engines may get requests.
-            eject_after: as in HealthGate.
-            return_after: as in HealthGate.
-            fresh_for: seconds for which an engine's own load report is used.
-        """
+    def __init__(self, role: EngineRole, limiter: ConcurrencyLimiter, bounds: EngineBounds) -> None:
+        """`limiter`: has the engines' slots. It is told which of them may get requests."""
         self.role = role
         self.mean_tokens = _FIRST_MEAN_TOKENS
         """Mean length of the prompts sent so far. Only `count_sent` changes it."""
         self._limiter = limiter
         self.affinity = PrefixAffinity(prefill_costs if role is EngineRole.PREFILL else decode_costs)
         """Ranks them. It is told which engines may have lost their prefix cache."""
-        self._eject_after = eject_after
-        self._return_after = return_after
-        self._fresh_for = fresh_for
+        self._bounds = bounds
         self._load = prefill_load if role is EngineRole.PREFILL else decode_load
         self._new_need_check = False
         """Whether engines added from now on are asked last until a check is good."""
@@ -138,7 +121,7 @@ class EngineRegistry:
         if engine is None:
             if len(self._engines) >= MAX_ENGINES:
                 raise TooManyEnginesError(f"there are {MAX_ENGINES} {self.role.value} engines already")
-            gate = HealthGate(self._eject_after, self._return_after, proven=not self._new_need_check)
+            gate = HealthGate(self._bounds.eject_after, self._bounds.return_after, proven=not self._new_need_check)
             engine = self._engines[url] = RegisteredEngine(self.role, url, gate)
         engine.sources.add(source)
         return engine
@@ -209,11 +192,11 @@ class EngineRegistry:
 
     def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
         """The load of an engine, from its own report and from what this proxy has sent."""
-        return self._load(engine.url, engine.sent, engine.report(now, self._fresh_for), self.mean_tokens)
+        return self._load(engine.url, engine.sent, engine.report(now, self._bounds.fresh), self.mean_tokens)
 
     def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot | None:
         """What the engine itself reports of its load; None if it has reported nothing lately."""
-        report = engine.report(now, self._fresh_for)
+        report = engine.report(now, self._bounds.fresh)
         return None if report is None else report.snapshot
 
     @owned
