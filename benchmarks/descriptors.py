@@ -8,7 +8,6 @@ them. Nothing is sent. A row has the busiest prefill rank of either side.
     CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/descriptors.py --check
 """
 
-import argparse
 import json
 import os
 import random
@@ -16,29 +15,26 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "tests")]
+from helpers import vllm_ascend_producer
+from helpers.plan_step import BLOCK, our_ticket
+from helpers.report import options
 
-from helpers import vllm_ascend_producer  # noqa: E402
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
+from vllm_ascend_pd.core.plan import make_route, slot_bytes
+from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
+from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
+from vllm_ascend_pd.core.step import Send
+from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
+from vllm_ascend_pd.prefill.step_send import RequestSlice, plan_sends, resolve
+from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.tools.write_costs import HIXL
+from vllm_ascend_pd.transport.batches import TransferLimits
 
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches  # noqa: E402
-from vllm_ascend_pd.core.plan import make_route, slot_bytes  # noqa: E402
-from vllm_ascend_pd.core.prefill_ticket import PrefillTicket  # noqa: E402
-from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription  # noqa: E402
-from vllm_ascend_pd.core.step import Send  # noqa: E402
-from vllm_ascend_pd.core.ticket import Ticket  # noqa: E402
-from vllm_ascend_pd.core.topology import sharding  # noqa: E402
-from vllm_ascend_pd.prefill.decode_layout import DecodeLayout  # noqa: E402
-from vllm_ascend_pd.prefill.step_send import RequestSlice, plan_sends, resolve  # noqa: E402
-from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals  # noqa: E402
-from vllm_ascend_pd.tools.write_costs import HIXL  # noqa: E402
-from vllm_ascend_pd.transport.batches import TransferLimits  # noqa: E402
-
-BLOCK, STEP = 128, 8192
+STEP = 8192
 LAYER = "model.layers.0.self_attn.attn"
 BASES = (1 << 40, 1 << 41)
 PLACES = ("contiguous", "runs of 4", "scattered")
@@ -112,20 +108,9 @@ def ours(case: Case) -> list[Writes]:
     ranks = tuple(RankDescription(0, rank, "", str(rank), case.caches(case.d_tp)) for rank in range(case.d_tp))
     layout = DecodeLayout(EngineDescription("decode", "model", case.d_tp, 1, ranks))
     blocks, device = case.blocks(1), SimpleNamespace(upload=lambda tensor: tensor)
-    ticket = Ticket(
-        request_id="request",
-        remote_block_ids=[case.blocks(2)],
-        remote_block_size=[BLOCK],
-        remote_engine_id="decode",
-        remote_host="127.0.0.1",
-        remote_port=1,
-        remote_tp_size=case.d_tp,
-        remote_cached_tokens=0,
-        ticket_id="0" * 32,
-        num_tokens=case.tokens,
-    )
+    issued = our_ticket("request", case.blocks(2), case.d_tp, port=1)
     sender: Any = None
-    transfer = Transfer("request", ticket, sender, PrefillTicket(0.0), Withdrawals())
+    transfer = Transfer("request", issued, sender, PrefillTicket(0.0), Withdrawals())
     written: list[Writes] = []
     for rank in range(case.p_tp):
         lengths: Writes = []
@@ -133,7 +118,7 @@ def ours(case: Case) -> list[Writes]:
             route = make_route(geometry, rank, prefill, decode, BLOCK)
             tensors = [tensor for tensor in caches.tensors if tensor.geometry == index]
             units = route.slot_units(slot_bytes(caches, STEP), len(tensors)) if route.is_staged else 0
-            for start, stop in case.steps() if route.serves(ticket.replica_hash) else ():
+            for start, stop in case.steps() if route.serves(issued.replica_hash) else ():
                 send = Send("request", start, stop, (blocks[start // BLOCK : stop // BLOCK],), stop == case.tokens)
                 chosen: Any = device
                 for step_send in plan_sends(route, geometry, [RequestSlice(transfer, send)], chosen, units, 1):
@@ -269,11 +254,9 @@ def measure(case: Case) -> Result:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--models", nargs="+", choices=[model.name for model in MODELS])
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 32768], help=f"multiples of {4 * BLOCK}")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     args = parser.parse_args()
     if any(tokens < 1 or tokens % (4 * BLOCK) for tokens in args.tokens):
         parser.error(f"--tokens must be multiples of {4 * BLOCK}")

@@ -24,20 +24,15 @@ longer than pushing two layers.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent / "tests")]
+from helpers.push_pair import FIRST_LAYER_S, Cache, PushPair, Times
+from helpers.report import need_emulated_npu, options, show
 
-from helpers.push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
-from helpers.report import line, need_emulated_npu  # noqa: E402
-
-from harness.kv import Prompt  # noqa: E402
+from harness.kv import Prompt
 
 MIB = 1 << 20
 LATE_LAYERS = 2
@@ -130,15 +125,13 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--mib", type=int, default=128, help="of the prompt's KV")
     parser.add_argument("--heads", type=int, default=8, help="KV heads of a rank, of 128 bfloat16")
     parser.add_argument("--compute", type=float, nargs="+", default=[2.0, 1.0, 0.5], help="times a layer's push time")
     parser.add_argument("--rounds", type=int, default=9, help="of each row")
     parser.add_argument("--npu", action="store_true", help="on emulated CANN libraries")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()
     if min(*args.compute, args.mib, args.heads, args.rounds) <= 0 or args.layers <= LATE_LAYERS:
         parser.error(f"all numbers must be positive, and --layers above {LATE_LAYERS}")
@@ -148,15 +141,7 @@ def main() -> int:
         parser.error(f"--mib {args.mib}: {error}")
     if args.npu:
         need_emulated_npu(parser)
-    missed = False
-    if not args.json:
-        print(HEADER)
-    for result in results(args):
-        missed |= not result.holds
-        print(line(result, result.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
-    if not args.json:
-        print(f"load average {os.getloadavg()[0]:.1f}, {args.layers} layers, {args.mib} MiB, {args.rounds} rounds")
-    return 1 if missed and args.check else 0
+    return show(results(args), HEADER, args, f"{args.layers} layers, {args.mib} MiB, {args.rounds} rounds")
 
 
 if __name__ == "__main__":

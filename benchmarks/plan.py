@@ -29,7 +29,6 @@ rounds' own ratios, with their `quartiles`; `calls`: ours into Mooncake, for a l
 --check exits with 1 where a bar is missed.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -38,15 +37,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "tests")]
-
-from helpers.plan_sides import Ours, Reference, reference_without_kernels  # noqa: E402
-from helpers.plan_step import BLOCK, HEAD_SIZE, PARTS, Case, Cost, Decode, Handed, layer_names  # noqa: E402
-from helpers.report import quartiles  # noqa: E402
+from helpers.plan_sides import Ours, Reference, reference_without_kernels
+from helpers.plan_step import BLOCK, HEAD_SIZE, PARTS, Case, Cost, Decode, Handed, layer_names
+from helpers.report import options, quartiles
 
 MODEL_BAR_MS = 0.2
 DEFAULT = (
@@ -185,12 +180,10 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case.parse(text) for text in DEFAULT])
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     args = parser.parse_args()
     if min(args.layers, args.rounds) < 1:
         parser.error("--layers and --rounds must be positive")

@@ -31,7 +31,7 @@ from typing import Any
 
 import aiohttp
 import psutil
-from helpers.report import line
+from helpers.report import line, options
 
 HERE = Path(__file__).resolve().parent
 MAX_ADDED_MS, MAX_CPU_SHARE = 3.0, 0.10
@@ -277,13 +277,11 @@ async def show(setup: Setup, args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--requests", type=int, default=300, help="one after the other, for each way")
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second, for the CPU")
     parser.add_argument("--seconds", type=float, default=10.0, help="of that")
     parser.add_argument("--streams", type=int, default=2000, help="at once")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()
     if min(args.requests - 1, args.rate, args.seconds, args.streams) <= 0:
         parser.error("--requests must be at least 2, the others greater than 0")

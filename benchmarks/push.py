@@ -8,9 +8,8 @@ ours   our PrefillWorker and DecodeWorker in a process each, over Mooncake's TCP
        of all prompts: from when KV can be sent, which is all layers' at once, until decode's worker says that the last
        request is there, so with all writes and reports. Tickets come to prefill FIRST_LAYER_S earlier, when a model
        would begin with the first layer; grants are asked for meanwhile
-best   Mooncake's engine alone with its default settings: the same number of bytes in one buffer, in descriptors of the
-       fastest of SIZES, which is measured first. Each size has two processes of its own: connections that have moved
-       long descriptors are slower with short ones, too
+alone  Mooncake's engine alone with its default settings: the same number of bytes in one buffer, in descriptors of
+       ALONE_BYTES, the longest that ours uses
 
 Sides take turns; medians, of the ratios too, and quartiles of the one that has a bar. A scattered prompt's blocks are
 each by themselves, so a descriptor is one block of K or V; a contiguous one's are merged. Bytes are compared on arrival
@@ -20,76 +19,64 @@ With --npu, on emulated CANN libraries, one step's work is counted, and nothing 
 descriptors that Mooncake gets, and what prefill's NPUs have to do beside the model's work (helpers/push_counts.py). The
 regrouping kernels are those of tests/ascendc_twin.
 
-With --check, exits with 1 where ours is slower than MIN_OF_BEST of Mooncake at its best for BIG_MIB or more; with
+With --check, exits with 1 where ours is slower than MIN_OF_ALONE of Mooncake alone for BIG_MIB or more; with
 --npu, where a device does anything for KV that decode wants as it is, more than MAX_LAUNCHES launches a layer or
 MAX_PASSES passes over what is regrouped, or where a thread waits for it.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent / "tests")]
+from helpers.push_floor import Floor
+from helpers.push_pair import FIRST_LAYER_S, Cache, PushPair
+from helpers.report import need_emulated_npu, options, quartiles, show
 
-from helpers.push_floor import Floors  # noqa: E402
-from helpers.push_pair import FIRST_LAYER_S, Cache, PushPair  # noqa: E402
-from helpers.report import line, need_emulated_npu, quartiles  # noqa: E402
-
-from vllm_ascend_pd.transport.batches import TransferLimits  # noqa: E402
+from vllm_ascend_pd.transport.batches import TransferLimits
 
 MIB = 1 << 20
-SIZES = (MIB // 16, MIB // 8, MIB // 4, MIB // 2, MIB, 4 * MIB, 16 * MIB)
-MIN_OF_BEST, BIG_MIB = 0.9, 64
+ALONE_BYTES = MIB // 4
+MIN_OF_ALONE, BIG_MIB = 0.9, 64
 
 
 @dataclass(frozen=True)
 class Result:
-    """Speeds are GB/s. `descriptor_kib` is ours, `best_kib` the one that Mooncake is fastest with. `of_best`: ours by
-    theirs, in the median round; `of_best_quartiles`: in the first and the third quartile."""
+    """Speeds are GB/s. `of_alone`: ours by Mooncake's alone, in the median round; `of_alone_quartiles`: in the first
+    and the third quartile."""
 
     requests: int
     mib: int
     scattered: bool
     descriptor_kib: int
-    best_kib: int
     rounds: int
     ours: float
-    best: float
-    of_best: float
-    of_best_quartiles: tuple[float, float]
+    alone: float
+    of_alone: float
+    of_alone_quartiles: tuple[float, float]
 
     @property
     def holds(self) -> bool:
-        return self.mib < BIG_MIB or self.of_best >= MIN_OF_BEST
+        return self.mib < BIG_MIB or self.of_alone >= MIN_OF_ALONE
 
     def row(self) -> str:
         placed = "scattered" if self.scattered else "contiguous"
-        low, high = self.of_best_quartiles
+        low, high = self.of_alone_quartiles
         return (
             f"{self.requests:>8}{self.mib:>6} {placed:<11}{self.descriptor_kib:>6}{self.ours:>8.2f}"
-            f"{self.best:>8.2f} ({self.best_kib:>5} KiB){self.of_best:>9.0%}{f'{low:.0%} to {high:.0%}':>15}"
+            f"{self.alone:>8.2f}{self.of_alone:>9.0%}{f'{low:.0%} to {high:.0%}':>15}"
         )
 
 
 HEADER = (
-    f"{'':40}{'GB/s':>8}{'':12}{'ours':>9}{'quartiles':>15}\n"
-    f"{'requests':>8}{'MiB':>6} {'blocks':<11}{'KiB':>6}{'ours':>8}{'best':>8}{'':12}{'of best':>9}{'of it':>15}"
+    f"{'':40}{'GB/s':>8}{'ours':>9}{'quartiles':>15}\n"
+    f"{'requests':>8}{'MiB':>6} {'blocks':<11}{'KiB':>6}{'ours':>8}{'alone':>8}{'of it':>9}{'of that':>15}"
 )
 
 
-def best_descriptor(floors: Floors, num_bytes: int, rounds: int) -> int:
-    sizes = [size for size in SIZES if size <= num_bytes]
-    taken = {size: median(floors.of(size).mooncake(num_bytes, size) for _ in range(rounds)) for size in sizes}
-    return min(taken, key=lambda size: taken[size])
-
-
-def measure(pair: PushPair, floors: Floors, mib: int, count: int, scattered: bool, best: int, rounds: int) -> Result:
+def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool, rounds: int) -> Result:
     num_bytes = mib * MIB
     cache = pair.cache
     blocks = cache.blocks_for(num_bytes)
@@ -107,7 +94,7 @@ def measure(pair: PushPair, floors: Floors, mib: int, count: int, scattered: boo
 
     sides: dict[str, Callable[[], float]] = {
         "ours": ours,
-        "best": lambda: floors.of(best).mooncake(num_bytes, best),
+        "alone": lambda: floor.mooncake(num_bytes, ALONE_BYTES),
     }
     samples: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds):
@@ -115,51 +102,48 @@ def measure(pair: PushPair, floors: Floors, mib: int, count: int, scattered: boo
             samples[side].append(sides[side]())
     speeds = {side: num_bytes / median(seconds) / 1e9 for side, seconds in samples.items()}
     # Round by round: how fast the machine is changes more slowly than that.
-    of_best = [other / mine for mine, other in zip(samples["ours"], samples["best"], strict=True)]
+    of_alone = [other / mine for mine, other in zip(samples["ours"], samples["alone"], strict=True)]
     return Result(
-        *(count, mib, scattered, length // 1024, best // 1024, rounds),
+        *(count, mib, scattered, length // 1024, rounds),
         **speeds,
-        of_best=median(of_best),
-        of_best_quartiles=quartiles(of_best),
+        of_alone=median(of_alone),
+        of_alone_quartiles=quartiles(of_alone),
     )
 
 
 def results(args: argparse.Namespace) -> Iterator[Result]:
     cache = Cache(args.layers, args.heads)
     largest = max(args.mib) * MIB
-    floors, pair = Floors(largest), PushPair(cache, cache.blocks_for(largest))
+    floor, pair = Floor(largest), PushPair(cache, cache.blocks_for(largest))
     try:
+        floor.mooncake(largest, ALONE_BYTES)
+        floor.check(largest)
         for mib in args.mib:
-            best = best_descriptor(floors, mib * MIB, min(args.rounds, 5))
             for count in args.requests:
                 for scattered in (False, True):
                     if cache.blocks_for(mib * MIB) >= count:
-                        yield measure(pair, floors, mib, count, scattered, best, args.rounds)
+                        yield measure(pair, floor, mib, count, scattered, args.rounds)
     finally:
         pair.close()
-        floors.close()
+        floor.close()
 
 
 def npu_results(args: argparse.Namespace) -> Iterator[Any]:
     from helpers import push_counts
 
-    if not args.json:
-        print(push_counts.HEADER)
     with push_counts.kernels_on_the_twin() as kernels:
         for prefill_tp in (1, 2):
             yield from push_counts.counts(Cache(args.layers, args.heads), prefill_tp, args.mib, args.requests, kernels)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--mib", type=int, nargs="+", default=[16, 64, 256], help="of all requests together")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="in the step")
     parser.add_argument("--layers", type=int, default=16, help="that the bytes are dealt out to")
     parser.add_argument("--heads", type=int, default=8, help="KV heads of a rank, of 128 bfloat16")
     parser.add_argument("--rounds", type=int, default=11, help="of each row")
     parser.add_argument("--npu", action="store_true", help="count, on emulated CANN libraries")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()
     if min(*args.mib, *args.requests, args.layers, args.heads, args.rounds) < 1:
         parser.error("all numbers must be positive")
@@ -172,15 +156,10 @@ def main() -> int:
         need_emulated_npu(parser)
         if args.heads % 2:
             parser.error("--heads must be even: prefill with TP 2 has half of them")
-    missed = False
-    if not args.npu and not args.json:
-        print(HEADER)
-    for result in npu_results(args) if args.npu else results(args):
-        missed |= not result.holds
-        print(line(result, result.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
-    if not args.npu and not args.json:
-        print(f"load average {os.getloadavg()[0]:.1f}, {args.layers} layers, {args.rounds} rounds")
-    return 1 if missed and args.check else 0
+        from helpers import push_counts
+
+        return show(npu_results(args), push_counts.HEADER, args)
+    return show(results(args), HEADER, args, f"{args.layers} layers, {args.rounds} rounds")
 
 
 if __name__ == "__main__":

@@ -17,29 +17,22 @@ collective, which no connector can save. (For fewer tokens than a block, both si
 With --check, exits with 1 where the reference takes less than MIN_GAIN times as long at 1024 tokens or more.
 """
 
-import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.regroup_layer import BLOCK, HEAD_SIZE, HEADS, Layer, check_bytes, our_side
+from helpers.report import options, show
 
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent / "tests")]
-
-from helpers.regroup_layer import BLOCK, HEAD_SIZE, HEADS, Layer, check_bytes, our_side  # noqa: E402
-from helpers.report import line  # noqa: E402
-
-from harness.rank_processes import run_ranks  # noqa: E402
-from vllm_ascend_pd.device.cpu import CpuDevice  # noqa: E402
+from harness.rank_processes import run_ranks
+from vllm_ascend_pd.device.cpu import CpuDevice
 
 MIN_GAIN, BIG_TOKENS = 2.0, 1024
 TIMEOUT_S = 60.0
@@ -159,25 +152,17 @@ def reference(layer: Layer, caches: Sequence[torch.Tensor], blocks: list[int], t
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help=f"of prefill, divisors of {HEADS}")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096], help="of one step")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()
     if min(args.tokens) <= 0 or any(tokens > BLOCK and tokens % BLOCK for tokens in args.tokens):
         parser.error(f"--tokens must be positive, and multiples of {BLOCK} above it")
     if any(ranks < 2 or HEADS % ranks for ranks in args.ranks):
         parser.error(f"--ranks must divide {HEADS}, and be 2 or more")
-    missed = False
-    if not args.json:
-        print(HEADER)
-    for ranks, tokens in product(args.ranks, args.tokens):
-        result = measure(Layer(ranks, tokens), args.seconds)
-        missed |= not result.holds
-        print(line(result, result.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
-    return 1 if missed and args.check else 0
+    cases = (Layer(ranks, tokens) for ranks, tokens in product(args.ranks, args.tokens))
+    return show((measure(layer, args.seconds) for layer in cases), HEADER, args)
 
 
 if __name__ == "__main__":

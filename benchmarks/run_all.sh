@@ -86,8 +86,6 @@ in_short --seconds 0.3 --tokens 1024 4096
 run "$VENV" regroup "${short[@]}" "${check[@]}"
 in_short --mib 64 --rounds 5
 run "$VENV" push "${short[@]}" "${check[@]}"
-in_short --tokens 1024 32768 --rounds 3
-run "$VENV" token_ids "${short[@]}" "${check[@]}"
 in_short --rounds 3
 run "$VENV" overlap "${short[@]}" "${check[@]}"
 in_short --requests 1 8 64 --engines 1 16 --rounds 2

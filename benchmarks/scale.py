@@ -32,7 +32,6 @@ nor with the most engines as with the fewest; nor does an empty step.
 --check exits with 1 where a bar is missed.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -49,11 +48,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from helpers.scale_parts import BLOCKS, HOST, TIMEOUT_S, Configs, Memory, find_tests
+from helpers.report import options
+from helpers.scale_parts import BLOCKS, HOST, TIMEOUT_S, Configs, Memory
 
-find_tests()
-
-from harness.waiting import wait_until  # noqa: E402
+from harness.waiting import wait_until
 
 BAR = 1.25
 EMPTY_STEPS = 20
@@ -336,14 +334,12 @@ def table(results: list[Result], columns: tuple[str, ...]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 64, 256], help="open at once, one engine")
     parser.add_argument("--engines", nargs="+", type=int, default=[1, 4, 16, 64], help="decode engines known")
     parser.add_argument("--at", type=int, default=64, help="requests where engines differ")
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of tables")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     args = parser.parse_args()
     if min(*args.requests, *args.engines, args.at, args.layers, args.rounds) < 1:
         parser.error("all numbers must be positive")

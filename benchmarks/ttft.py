@@ -26,7 +26,6 @@ is 1. With --check it is also 1 if a bar is missed or could not be measured. Bar
 *mooncake* by what each takes of the single instance's time beside it.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -38,16 +37,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "tests")]
+from helpers.report import options, quartiles
+from helpers.ttft_sides import MODELS, SIDES, Pair, Setting, Side, SideFailedError, single
 
-from helpers.report import quartiles  # noqa: E402
-from helpers.ttft_sides import MODELS, SIDES, Pair, Setting, Side, SideFailedError, single  # noqa: E402
-
-from harness import agreement  # noqa: E402
-from harness.client import Completion, at_once, random_prompt  # noqa: E402
-from harness.models import make_model  # noqa: E402
-from harness.processes import StartupError, interrupt_on_sigterm  # noqa: E402
+from harness import agreement
+from harness.client import Completion, at_once, random_prompt
+from harness.models import make_model
+from harness.processes import StartupError, interrupt_on_sigterm
 
 TTFT_BARS = {"1/1": {128: 1.15, 1024: 1.08, 4096: 1.08}, "2/1": {128: 1.2, 1024: 1.15, 4096: 1.15}}
 """Most of *bare*'s time, by pair and prompt tokens. The single instance is no measure: two engines take longer than it
@@ -277,7 +273,7 @@ def misses(rows: Sequence[Row], sides: Sequence[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--quick", action="store_true", help="the small model, prompts of 128 and 1024 tokens")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--pairs", nargs="+", type=Pair.parse, default=[Pair(1, 1), Pair(2, 1)], metavar="P/D")
@@ -287,8 +283,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="after which a side begins no new round")
     parser.add_argument("--requests", type=int, default=48, help="of the load; 0: none")
     parser.add_argument("--folder", type=Path, help="keeps the checkpoints and the engines' logs")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     args = parser.parse_args()
     if args.quick:
         args.models, args.prompts = ["small"], [128, 1024]

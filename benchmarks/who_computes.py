@@ -26,7 +26,6 @@ quartile of the rounds' ratios. `by decode` is the share of auto's prompts that 
 With --check, the exit code is 1 if a bar is missed. It is also 1 if a side fails.
 """
 
-import argparse
 import json
 import math
 import os
@@ -39,19 +38,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "tests")]
+import aiohttp
+from helpers.mixed_load import LoadResult, MixedLoad, arrivals
+from helpers.report import options, quartiles
+from helpers.ttft_sides import SideFailedError
+from helpers.who_computes_sides import SPECS, Side, Stand, Way, running_stand
 
-import aiohttp  # noqa: E402
-from helpers.mixed_load import LoadResult, MixedLoad, arrivals  # noqa: E402
-from helpers.report import quartiles  # noqa: E402
-from helpers.ttft_sides import SideFailedError  # noqa: E402
-from helpers.who_computes_sides import SPECS, Side, Stand, Way, running_stand  # noqa: E402
-
-from harness import agreement  # noqa: E402
-from harness.client import Completion, StreamError, random_prompt  # noqa: E402
-from harness.models import make_model  # noqa: E402
-from harness.processes import StartupError, interrupt_on_sigterm  # noqa: E402
+from harness import agreement
+from harness.client import Completion, StreamError, random_prompt
+from harness.models import make_model
+from harness.processes import StartupError, interrupt_on_sigterm
 
 FIRST_TOKEN_BAR = 1.3
 """Most of the time of decode alone."""
@@ -283,7 +279,7 @@ def measure(model: str, parts: Sequence[str], amount: Amount, folder: Path) -> I
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: 2 minutes")
     parser.add_argument("--models", nargs="+", choices=SPECS, default=list(SPECS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
@@ -291,8 +287,6 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--loads", type=int, default=4, help=f"turns of {LOAD_SECONDS:g} s under load, for each side")
     parser.add_argument("--folder", type=Path, help="keeps the checkpoint and the engines' logs")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     interrupt_on_sigterm()
     amount = Amount(args.rounds, args.conversations, args.loads)

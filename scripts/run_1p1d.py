@@ -35,6 +35,7 @@ from vllm_ascend_pd.observe.trace_file import TraceError
 from vllm_ascend_pd.tools.timeline.command import show_timeline
 
 T = TypeVar("T")
+Size = tuple[int, int]  # of tensor and pipeline parallelism
 
 PROMPT_TOKENS = (16, 128, 500, 1000, 2000)
 OUTPUT_TOKENS = 32
@@ -52,18 +53,6 @@ class Device(enum.StrEnum):
 
 class DemoError(RuntimeError):
     """Ends the program with this message."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Parallel:
-    """Sizes of one engine."""
-
-    tp: int
-    pp: int
-
-    @property
-    def devices(self) -> int:
-        return self.tp * self.pp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +122,7 @@ def main(
             device,
             emulate=emulate,
             tiny=model is None,
-            sizes=(Parallel(prefill_tp, prefill_pp), Parallel(decode_tp, decode_pp)),
+            sizes=((prefill_tp, prefill_pp), (decode_tp, decode_pp)),
             port=port,
             args=(prefill_args, decode_args),
         )
@@ -163,7 +152,7 @@ def own_model(device: Device, *, emulate: bool) -> ModelSpec:
 
 
 def engine_configs(
-    device: Device, *, emulate: bool, tiny: bool, sizes: tuple[Parallel, Parallel], port: int, args: tuple[str, str]
+    device: Device, *, emulate: bool, tiny: bool, sizes: tuple[Size, Size], port: int, args: tuple[str, str]
 ) -> tuple[EngineConfig, EngineConfig]:
     """Returns the prefill and the decode engine."""
     if emulate and device is not Device.NPU:
@@ -171,13 +160,13 @@ def engine_configs(
     if device is Device.NPU and not emulate and (problems := ascend.problems()):
         raise DemoError("cannot run on NPUs here:\n" + "\n".join(f"- {problem}" for problem in problems))
     configs = []
-    first_devices = ascend.first_devices([EngineConfig(tp=size.tp, pp=size.pp) for size in sizes])
+    first_devices = ascend.first_devices([EngineConfig(tp=tp, pp=pp) for tp, pp in sizes])
     roles = (Role.PREFILL, Role.DECODE)
-    for i, (role, size, first_device) in enumerate(zip(roles, sizes, first_devices, strict=True)):
+    for i, (role, (tp, pp), first_device) in enumerate(zip(roles, sizes, first_devices, strict=True)):
         config = EngineConfig(
             role=role,
-            tp=size.tp,
-            pp=size.pp,
+            tp=tp,
+            pp=pp,
             device=device.value,
             port=port + 100 * (i + 1),
             kv_port=port + 14001 + 100 * i,
@@ -190,7 +179,7 @@ def engine_configs(
         if emulate:
             config = ascend.emulated(config, first_device)
         elif device is Device.NPU:
-            env = tuple(ascend.engine_env(first_device, size.devices).items())
+            env = tuple(ascend.engine_env(first_device, tp * pp).items())
             config = dataclasses.replace(
                 config, dtype=ascend.DTYPE if tiny else config.dtype, block_size=None, kv_cache_bytes=None, env=env
             )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """For benchmarks/plan.py: a prefill rank's threads without a model, ours and vllm-ascend's, one step at a time."""
 
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from helpers.plan_step import (
     Decode,
     Handed,
     Stopwatch,
+    our_ticket,
 )
 
 
@@ -57,7 +57,9 @@ class Ours:
         from vllm_ascend_pd.core.step import PrefillStep, Send
 
         case, worker = self._case, self._worker
-        tickets = {f"request-{i}": self._ticket(i) for i in range(case.requests)}
+        names = [f"request-{i}" for i in range(case.requests)]
+        port = self._decode.port
+        tickets = {name: our_ticket(name, ids, 1, port) for name, ids in zip(names, self._d_blocks, strict=True)}
         self._decode.expect(tickets)
         tokens = case.blocks * BLOCK
         sends = [
@@ -79,22 +81,6 @@ class Ours:
             worker.start_step(PrefillStep(finished=dict.fromkeys(tickets)))
         self._await_sent(set(tickets))
         return watch.cost(len(self._layers))
-
-    def _ticket(self, i: int) -> Any:
-        from vllm_ascend_pd.core.ticket import Ticket
-
-        return Ticket(
-            request_id=f"request-{i}",
-            remote_block_ids=[self._d_blocks[i]],
-            remote_block_size=[BLOCK],
-            remote_engine_id="decode",
-            remote_host="127.0.0.1",
-            remote_port=self._decode.port,
-            remote_tp_size=1,
-            remote_cached_tokens=0,
-            ticket_id=secrets.token_hex(16),
-            num_tokens=self._case.blocks * BLOCK,
-        )
 
     def _await_sent(self, requests: set[str]) -> None:
         deadline = time.monotonic() + TIMEOUT_S

@@ -5,6 +5,7 @@ engine that does nothing."""
 import argparse
 import random
 import re
+import secrets
 import statistics
 import threading
 import time
@@ -147,6 +148,24 @@ class Handed(vllm_ascend_producer.NoTransfer):
         if time.monotonic() > deadline:
             raise RuntimeError(f"{self.count} descriptors of a layer were handed to Mooncake, and no more")
         time.sleep(POLL_S)
+
+
+def our_ticket(request_id: str, blocks: list[int], tp: int, port: int) -> Any:
+    """Returns a decode engine's ticket for a prompt that fills `blocks`."""
+    from vllm_ascend_pd.core.ticket import Ticket
+
+    return Ticket(
+        request_id=request_id,
+        remote_block_ids=[blocks],
+        remote_block_size=[BLOCK],
+        remote_engine_id="decode",
+        remote_host="127.0.0.1",
+        remote_port=port,
+        remote_tp_size=tp,
+        remote_cached_tokens=0,
+        ticket_id=secrets.token_hex(16),
+        num_tokens=len(blocks) * BLOCK,
+    )
 
 
 def layer_names(layers: int) -> list[str]:

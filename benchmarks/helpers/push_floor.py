@@ -26,9 +26,9 @@ class Floor:
         self._session, self._address = self._to.call("where")
         self._from.call("fill", 1)
 
-    def mooncake(self, num_bytes: int, descriptor_bytes: int, batch: int = BATCH) -> float:
-        """Returns the seconds for `num_bytes`, in calls of up to `batch` descriptors."""
-        return float(self._from.call("write", self._session, self._address, num_bytes, descriptor_bytes, batch))
+    def mooncake(self, num_bytes: int, descriptor_bytes: int) -> float:
+        """Returns the seconds for `num_bytes`, in calls of up to `BATCH` descriptors."""
+        return float(self._from.call("write", self._session, self._address, num_bytes, descriptor_bytes))
 
     def check(self, num_bytes: int) -> None:
         """Raises RuntimeError unless the bytes have arrived; then clears them."""
@@ -41,25 +41,6 @@ class Floor:
             rank.stop()
         if left := [what for rank in (self._from, self._to) for what in rank.stopped()]:
             raise RuntimeError(f"the processes left {left}")
-
-
-class Floors:
-    """A `Floor` for each length of descriptors. Each was checked once."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._of: dict[int, Floor] = {}
-
-    def of(self, descriptor_bytes: int) -> Floor:
-        if descriptor_bytes not in self._of:
-            floor = self._of[descriptor_bytes] = Floor(self._num_bytes)
-            floor.mooncake(self._num_bytes, descriptor_bytes)
-            floor.check(self._num_bytes)
-        return self._of[descriptor_bytes]
-
-    def close(self) -> None:
-        for floor in self._of.values():
-            floor.close()
 
 
 class FloorRank:
@@ -90,11 +71,11 @@ class FloorRank:
         words = self._buffer[:num_bytes].view(torch.int64)
         return int(words.sum()), int((words * torch.arange(1, len(words) + 1)).sum())
 
-    def write(self, session: str, address: int, num_bytes: int, descriptor_bytes: int, batch: int) -> float:
+    def write(self, session: str, address: int, num_bytes: int, descriptor_bytes: int) -> float:
         offsets = range(0, num_bytes, descriptor_bytes)
         begun = time.monotonic()
-        for first in range(0, len(offsets), batch):
-            part = offsets[first : first + batch]
+        for first in range(0, len(offsets), BATCH):
+            part = offsets[first : first + BATCH]
             sources = [self._buffer.data_ptr() + offset for offset in part]
             destinations = [address + offset for offset in part]
             lengths = [min(descriptor_bytes, num_bytes - offset) for offset in part]

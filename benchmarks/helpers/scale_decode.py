@@ -5,11 +5,8 @@ rank and its threads, and a listener."""
 from collections import Counter
 from typing import Any
 
-from helpers.scale_parts import TIMEOUT_S, TOKENS, Blocks, Configs, Memory, Meter, blocks_of, find_tests
-
-find_tests()
-
-from harness.waiting import wait_until  # noqa: E402
+from harness.waiting import wait_until
+from helpers.scale_parts import TIMEOUT_S, TOKENS, Blocks, Configs, Memory, Meter, blocks_of
 
 
 class DecodeEngine:

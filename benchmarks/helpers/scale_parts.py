@@ -4,14 +4,12 @@
 import copy
 import gc
 import pickle
-import sys
 import threading
 import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -183,8 +181,3 @@ class Memory:
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return held
-
-
-def find_tests() -> None:
-    root = Path(__file__).resolve().parents[2]
-    sys.path += [path for path in (str(root), str(root / "tests")) if path not in sys.path]

@@ -3,7 +3,7 @@
 
 `kind_of` reads an HTTP answer that refuses a request. `RULES` has one row for each role and kind: which other engines
 are asked, what follows then, and whether it counts against the engine. All of the proxy uses these rows, and
-scripts/answers_table.py writes them into docs/proxy.md. The last functions apply them to all failures of a request:
+scripts/page_tables.py writes them into docs/proxy.md. The last functions apply them to all failures of a request:
 whether it is tried again, and at which engines.
 """
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/performance.md and CONTRIBUTING.md are made of benchmarks/results, where every benchmark has its
-results."""
+"""The tables of pages are as scripts/page_tables.py makes them. Every benchmark has its results."""
 
 import datetime
 import json
@@ -13,12 +12,12 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY / "scripts"))
 
-from performance_tables import ORDER, PAGE, RESULTS, STAGES_PAGE, filled  # noqa: E402
+from page_tables import ORDER, PAGES, RESULTS, filled  # noqa: E402
 
 
-@pytest.mark.parametrize("page", [PAGE, STAGES_PAGE], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_page_has_what_the_files_have(page: Path) -> None:
-    assert page.read_text() == filled(page), "run python scripts/performance_tables.py"
+    assert page.read_text() == filled(page), "run python scripts/page_tables.py"
 
 
 def test_every_benchmark_has_results_that_say_when_and_where() -> None:
