@@ -21,7 +21,8 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.sender import LayerExecutor, Sender
+from vllm_ascend_pd.prefill.layer_writes import LayerExecutor
+from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.transport.batches import TransferLimits

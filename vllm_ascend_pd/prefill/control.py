@@ -150,21 +150,17 @@ class ControlPlane:
         self._retired: list[Sender] = []
         # When to tidy up, on the monotonic clock.
         self._tidy_at = 0.0
-
-        def make_sender(name: str) -> Sender:
-            return Sender(
-                name,
-                engine,
-                ring,
-                self.finish,
-                loaded,
-                running_time,
-                observer,
-                queue_size=config.push_queue_size,
-                ready_timeout_s=config.collective_timeout_s + config.write_timeout_s,
-            )
-
-        self._make_sender = make_sender
+        self._make_sender = partial(
+            Sender,
+            engine=engine,
+            ring=ring,
+            finished=self.finish,
+            loaded=loaded,
+            running_time=running_time,
+            observer=observer,
+            queue_size=config.push_queue_size,
+            ready_timeout_s=config.collective_timeout_s + config.write_timeout_s,
+        )
         # The thread may tick before this constructor returns. Without a peer, a tick does not use the client.
         keys = load_keys(config.side_channel_key_file)
         self._client = SideChannelClient(self._on_unasked, self._on_tick, name="pd-control", keys=keys)
@@ -211,8 +207,7 @@ class ControlPlane:
             closing.callback(self._client.close, timeout_s)
 
     def _close_senders(self, timeout_s: float) -> None:
-        """Call it when the control thread, which retires senders, has ended."""
-        with ExitStack() as closing:
+        with ExitStack() as closing:  # the control thread, which retires senders, has ended
             for sender in [*self._retired, *(peer.sender for peer in self._all() if peer.sender is not None)]:
                 closing.callback(sender.close, timeout_s)
 

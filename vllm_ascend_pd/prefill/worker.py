@@ -4,178 +4,34 @@
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
-from vllm_ascend_pd.core.checksum import is_selected, is_summed
 from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import BlockKind
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
-from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport, rank_address
+from vllm_ascend_pd.core.step import PrefillStep, WorkerReport, rank_address
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.core.topology import RankInfo, Sharding
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.buffer_turns import BufferTurns
-from vllm_ascend_pd.prefill.checksums import StepChecksums, plan_checksums
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import Routes
-from vllm_ascend_pd.prefill.regroup import Regrouper, make_regrouper
+from vllm_ascend_pd.prefill.regroup import make_regrouper
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, plan_sends
+from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
+from vllm_ascend_pd.prefill.step_send import LayerPush
 from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue, Withdrawals
 from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.transport.engine import TransferEngine
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What this rank does in one step. The model's thread owns it."""
-
-    # The number of the step, which is the same on all ranks.
-    number: int = 0
-    # What is sent, and by which sender. By the index of the geometry that is read.
-    sends: dict[int, list[tuple[Sender, StepSend]]] = field(default_factory=dict)
-    # Layers that were not pushed yet, in order.
-    unsaved: dict[str, None] = field(default_factory=dict)
-    # What takes checksums, by the index of the geometry. Empty without `verify_kv`.
-    checksums: dict[int, list[StepChecksums]] = field(default_factory=dict)
-    # Transfers whose prompt ends in this step.
-    last: list[Transfer] = field(default_factory=list)
-
-    @property
-    def all_sends(self) -> list[StepSend]:
-        return [step_send for of in self.sends.values() for _, step_send in of]
-
-
-class TicketShape(NamedTuple):
-    """A decode engine as its tickets describe it.
-
-    Plans use this instead of the engine's description, because all ranks must make the same plan (R5), and a rank may
-    not have the description yet.
-    """
-
-    issuer: tuple[str, str]
-    sharding: Sharding
-    block_sizes: tuple[int, ...]
-    draft: str
-
-    @classmethod
-    def of(cls, ticket: Ticket) -> "TicketShape":
-        block_sizes = tuple(ticket.remote_block_size)
-        return cls(ticket.issuer, ticket.sharding, block_sizes, ticket.remote_draft)
-
-
-class Planner:
-    """Plans steps. The model's thread owns it."""
-
-    def __init__(
-        self,
-        routes: Routes,
-        caches: RegisteredCaches,
-        device: Device,
-        regrouper: Regrouper | None,
-        rank_info: RankInfo,
-        verified_share: float,
-    ) -> None:
-        """`regrouper`: None if this engine's layout never needs regrouping."""
-        self._rank_info = rank_info
-        self._verified_share = verified_share
-        self._routes = routes
-        self._caches = caches
-        self._geometries = caches.description.geometries
-        self._device = device
-        self._regrouper = regrouper
-        layers = caches.layers_by_geometry.values()
-        # By geometry: the most tensors of it that a layer has.
-        self._tensors_of_a_layer = [
-            max((len(of[g].described) for of in layers if g in of), default=0) for g in range(len(self._geometries))
-        ]
-        # By geometry: how many layers have tensors of it.
-        self._layers = [sum(g in of for of in layers) for g in range(len(self._geometries))]
-        # The number of steps so far. It is the same on all ranks.
-        self._steps = 0
-
-    @owned
-    def plan(
-        self, sends: list[Send], transfers: Mapping[str, Transfer], senders: Mapping[tuple[str, str], Sender]
-    ) -> StepPlan:
-        """Returns the plan of a step that completes `sends`.
-
-        transfers: by request id.
-        senders: by the issuer of the tickets.
-        """
-        self._steps += 1
-        plan = StepPlan(self._steps)
-        if not sends:
-            return plan
-        plan.unsaved.update(dict.fromkeys(self._caches.layers))
-        slices: dict[TicketShape, list[RequestSlice]] = {}
-        for send in sends:
-            transfer = transfers[send.request_id]
-            if send.last:
-                plan.last.append(transfer)
-            if send.start < send.stop:
-                shape = TicketShape.of(transfer.ticket)
-                slices.setdefault(shape, []).append(RequestSlice(transfer, send))
-        for decode, group in slices.items():
-            sender = senders[decode.issuer]
-            for index, geometry in enumerate(self._geometries):
-                if geometry.is_known_to(decode.draft):
-                    for step_send in self._plan_geometry(plan, index, decode, group):
-                        plan.sends.setdefault(index, []).append((sender, step_send))
-        return plan
-
-    def _plan_geometry(
-        self, plan: StepPlan, index: int, decode: TicketShape, slices: list[RequestSlice]
-    ) -> list[StepSend]:
-        try:
-            route = self._routes.route(index, decode.sharding, decode.block_sizes)
-        except ValueError as error:  # the two sides cannot fit
-            for each in slices:
-                each.transfer.fail(str(error), PushFailure.UNFIT)
-            return []
-        served = [each for each in slices if route.serves(each.transfer.ticket.replica_hash)]
-        if not served:
-            return []
-        slot_units = 0
-        if route.is_staged:
-            assert self._regrouper is not None
-            slot_units = route.slot_units(self._regrouper.slot_bytes, self._tensors_of_a_layer[index])
-            assert slot_units > 0
-        geometry = self._geometries[index]
-        try:
-            if self._verified_share and is_summed(geometry):
-                self._plan_checksums(plan, index, route.unit, served)
-            return plan_sends(route, geometry, served, self._device, slot_units, self._layers[index])
-        except DeviceError as error:  # the side stream is broken
-            if self._regrouper is not None:
-                self._regrouper.missed(route.ranks, str(error))
-            for each in served:
-                each.transfer.fail(str(error), PushFailure.DEVICE)
-            return []
-
-    def _plan_checksums(self, plan: StepPlan, index: int, unit: int, slices: list[RequestSlice]) -> None:
-        verified = [each for each in slices if is_selected(self._verified_share, each.transfer.ticket.ticket_id)]
-        if not verified:
-            return
-        geometry = self._geometries[index]
-        parts = [(each.transfer.ticket, each.tokens(geometry), each.send.blocks[geometry.group]) for each in verified]
-        heads = self._rank_info.sharding.heads(self._rank_info.rank, geometry.total_heads)
-        checksums = plan_checksums(self._device, geometry, unit, heads, parts, self._caches.quantize)
-        if checksums is not None:
-            plan.checksums.setdefault(index, []).append(checksums)
-            for each in verified:
-                each.transfer.checksums.append(checksums)
 
 
 class PrefillWorker:
