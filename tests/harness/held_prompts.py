@@ -20,7 +20,6 @@ from vllm_ascend_pd.connector.vllm_view import VllmRequests
 from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt, TicketRefused
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.observe.stats import Data, merged
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
 
 PREFILL_FIRST = FOR_A_PULLING_CONNECTOR["prefill"]
@@ -38,9 +37,6 @@ class Prefill(RealScheduler):
         self.client = SideChannelClient()
         self.held = self.scheduler.connector._role.scheduler._held
         self.all_free = self.pool.get_num_free_blocks()
-        role = self.scheduler.connector._role
-        self.told: Data = {}  # all that was measured so far
-        self._take, role.take_stats = role.take_stats, self._measure  # vLLM 0.30 asks in every step, 0.23 need not
 
     def ask(self, message: Message) -> Any:
         """What prefill's listener answers."""
@@ -67,13 +63,7 @@ class Prefill(RealScheduler):
         """A step of vLLM: what the ranks are told, and its outputs."""
         said = {"finished_sending": sent} if sent else {}
         output, outputs = self.step(report, **said)
-        self._measure()
         return output.kv_connector_metadata.step, outputs
-
-    def _measure(self) -> Data | None:
-        taken = self._take()
-        self.told = merged(self.told, taken or {})
-        return taken
 
     def answered(self, request_id: str, prompt: list[int] = PROMPT, params: Any = PREFILL_FIRST) -> dict[str, Any]:
         """Computes a prompt in one step, and returns the `kv_transfer_params` of its response."""

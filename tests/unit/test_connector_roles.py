@@ -29,7 +29,6 @@ def test_what_a_worker_has_opened_is_closed_if_it_cannot_be_built(monkeypatch: p
     monkeypatch.setattr(build_worker, "layer_specs", lambda *args: {})
     monkeypatch.setattr(build_worker, "describe", lambda *args, **kwargs: SimpleNamespace(regions=list, in_turn=()))
     monkeypatch.setattr(build_worker, "readers_of_others", lambda config: None)
-    monkeypatch.setattr(build_worker, "_check_declared_sizes", lambda *args: None)
     monkeypatch.setattr(build_worker, "TransferEngine", Engine)
     config: Any = SimpleNamespace()
     setup = EngineSetup(config, config, ConnectorConfig(), "p", "p-1", "127.0.0.1", 1, prefills=True)

@@ -88,13 +88,10 @@ def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     transfer_id = prefill.answered("r")["transfer_id"]
     clock.now += held_prompts.HOLD_TIMEOUT_S - 0.1
     assert prefill.run()[0].unsent == set()
-    assert list(prefill.told["gauges"]["held_prompts"].values()) == [1]
     clock.now += 0.1
     step, _ = prefill.run()
     assert (step.unsent, step.awaits_tickets) == ({"r"}, False)
     assert prefill.free == prefill.all_free - 3, "the ranks have not said so"
-    assert prefill.told["counters"] == {"held_prompts_expired": {"": 1}}
-    assert list(prefill.told["gauges"]["held_prompts"].values()) == [0]
     late = ticket_for(PROMPT)
     prefill.offer(transfer_id, late)
     assert prefill.run()[0].tickets == {}

@@ -24,4 +24,4 @@ def test_the_old_configuration_is_refused_by_name_and_the_new_one_is_taken() -> 
     declared = parse_config(kept)
     assert declared.prefill is not None
     assert declared.decode is not None
-    assert (declared.prefill.tp_size, declared.decode.dp_size) == (8, 2)
+    assert (declared.prefill["tp_size"], declared.decode["dp_size"]) == (8, 2)

@@ -194,6 +194,10 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(body({"type": "Granted", "lease_s": float("nan")}), id="lease of nan"),
         pytest.param(altered(OFFER, ticket=None), id="offer without a ticket"),
         pytest.param(altered(OFFER, ticket={**OFFER["ticket"], "remote_block_ids": [[-1]]}), id="negative block id"),
+        pytest.param(altered(OFFER, ticket={**OFFER["ticket"], "ticket_id": "x" * 100_000}), id="unusable ticket id"),
+        pytest.param(
+            altered(OFFER, ticket={**OFFER["ticket"], "ticket_id": "0" * 32 + "\n"}), id="ticket id of two lines"
+        ),
         pytest.param(altered(OFFER, transfer_id="x" * 129), id="transfer id that is too long"),
         pytest.param(altered(OFFER, transfer_id="two\nlines"), id="transfer id of two lines"),
         pytest.param(described("geometries", block_size=0), id="empty blocks"),

@@ -98,7 +98,7 @@ def test_a_tickets_life(listener, ask):
     assert messages(listener) == [offer(one)]
     settle(listener, Fate.SERVED)
     assert [ask(offer(one)), ask(fate(one))] == [TicketTaken(), TicketTaken()]
-    assert ask(ReleasePrompt(ENGINE, "xfer-1", "the client left", one.ticket_id)) == Acknowledged()
+    assert ask(ReleasePrompt(ENGINE, "xfer-1", "the client left", one.ticket_id, 48)) == Acknowledged()
     assert messages(listener) == []
     listener.ended(one.ticket_id)
     assert ask(fate(one)).retry
@@ -112,7 +112,7 @@ def test_a_ticket_that_is_refused_and_then_released(listener, ask):
     settle(listener, Fate.REFUSED, "it is for another prompt")
     assert ask(fate(one)) == ask(offer(one)) == TicketRefused("it is for another prompt", retry=False)
     assert messages(listener) == []
-    release = ReleasePrompt(ENGINE, "xfer-1", "the client left", one.ticket_id)
+    release = ReleasePrompt(ENGINE, "xfer-1", "the client left", one.ticket_id, 48)
     assert [ask(release), ask(release)] == [Acknowledged(), Acknowledged()]
     assert messages(listener) == [release]
     assert ask(offer(one)) == TicketTaken(), "without effect"
@@ -155,7 +155,7 @@ def test_only_so_many_tickets_and_releases_wait(listener, ask, monkeypatch):
     assert [ask(offer(each)) for each in tickets[:2]] == [TicketTaken()] * 2
     assert ask(offer(tickets[2])).retry
     settle(listener, Fate.SERVED, most=1)
-    releases = [ReleasePrompt(ENGINE, "xfer-1", "", str(n) * 32) for n in range(2)]
+    releases = [ReleasePrompt(ENGINE, "xfer-1", "", str(n) * 32, 48) for n in range(2)]
     assert [ask(each) for each in releases] == [Acknowledged(), TicketRefused("too many messages wait", retry=True)]
     assert ask(offer(tickets[2])).retry
     settle(listener, Fate.SERVED)

@@ -10,16 +10,12 @@ uvicorn's servers wait for a request's headers without a limit.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import threading
 
 import msgspec
 from vllm import envs
 
 from vllm_ascend_pd.core.hosts import authority
-
-logger = logging.getLogger(__name__)
+from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
 
 PATH = "/query"
 
@@ -68,35 +64,24 @@ class BootstrapServer:
         """Listens, and starts the thread. `port`: 0 picks a free one. Raises BootstrapServerError."""
         self._answer = answer
         self._open = 0  # connections; the thread changes it
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._thread = EventLoopThread("pd-bootstrap", self._close)
+        starting = asyncio.start_server(self._serve, host, port, limit=_MAX_REQUEST_BYTES)
         try:
-            self._server = self._loop.run_until_complete(
-                asyncio.start_server(self._serve, host, port, limit=_MAX_REQUEST_BYTES)
-            )
+            self._server = asyncio.run_coroutine_threadsafe(starting, self._thread.loop).result()
         except OSError as error:
-            self._loop.close()
+            self._thread.close(_TIMEOUT_S)
             raise BootstrapServerError(f"cannot listen on {authority(host, port)}: {error}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
-        self._thread = threading.Thread(target=self._run, name="pd-bootstrap", daemon=True)
-        self._thread.start()
 
     def close(self, timeout_s: float) -> None:
         """Closes all connections and ends the thread. A second call does nothing."""
-        with contextlib.suppress(RuntimeError):  # closed already
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout_s)
+        self._thread.close(timeout_s)
 
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve_until_stopped())
-        finally:
-            self._loop.close()
-
-    async def _serve_until_stopped(self) -> None:
-        await self._stop.wait()
-        self._server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    async def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # of connections, and of those being accepted
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

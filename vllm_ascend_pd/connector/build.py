@@ -312,7 +312,6 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
         caches = describe(kv_caches, specs, heads_first=device.name == "cpu", readers=readers, quantize=quantize)
         if not setup.prefills:
             _check_buffers(caches)
-        _check_declared_sizes(config, "prefill" if setup.prefills else "decode", rank)
         protocol = config.transfer_protocol or device.transfer_protocol
         limits = TransferLimits.over(protocol, config.write_timeout_s)
         engine = TransferEngine(setup.host, protocol, limits, SharedEngine.find(protocol))
@@ -362,13 +361,3 @@ def _check_buffers(caches: RegisteredCaches) -> None:
             f"{one} and {other} use one buffer in turn, which decode cannot: remove "
             "layerwise_num_shared_buffers from AscendStoreConnector's kv_connector_extra_config"
         )
-
-
-def _check_declared_sizes(config: ConnectorConfig, side: str, rank: RankInfo) -> None:
-    """Raises ConfigError if the engine's own parallel sizes are declared, and others."""
-    declared = getattr(config, side)
-    for name, actual in (("tp_size", rank.tp), ("pp_size", rank.pp)):
-        if declared is not None and getattr(declared, name) not in (None, actual):
-            raise ConfigError(
-                f"kv_connector_extra_config: {side}.{name} is {getattr(declared, name)}, this engine's is {actual}"
-            )

@@ -20,7 +20,7 @@ from vllm_ascend_pd.connector.build import build_scheduler_role, build_worker_ro
 from vllm_ascend_pd.connector.metrics import LayerwisePushPromMetrics, LayerwisePushStats, ReportMetadata, StepMetadata
 from vllm_ascend_pd.connector.registration import log_as_vllm_does
 from vllm_ascend_pd.connector.roles import ConnectorRole
-from vllm_ascend_pd.connector.setup import read_setup, warn_if_asked_later
+from vllm_ascend_pd.connector.setup import read_setup
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS, transfer_results
 from vllm_ascend_pd.core.caches import KVCache
 
@@ -42,8 +42,6 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm_does()  # a library may have changed the root logger since the plugin was loaded
         self._setup = read_setup(vllm_config, kv_cache_config)
-        if role is KVConnectorRole.WORKER and not self._setup.prefills:
-            warn_if_asked_later()
         self._is_worker = role is KVConnectorRole.WORKER
         # A worker gets its role when its KV caches are registered.
         self._role = build_scheduler_role(self._setup) if role is KVConnectorRole.SCHEDULER else ConnectorRole()

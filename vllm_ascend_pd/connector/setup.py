@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import sys
@@ -204,8 +203,6 @@ class SharedEngine(ExistingEngine):
 # vLLM takes the first connector that has any token of a prompt. If a pool before this connector has 1 % of a prompt,
 # decode computes the other 99 % itself, and prefill is not asked.
 
-logger = logging.getLogger(__name__)
-
 
 def is_being_built() -> bool:
     """Whether a MultiConnector's constructor is running in this thread, so that other connectors may be beside ours.
@@ -238,19 +235,3 @@ def warning(before: Sequence[str]) -> str:
         f"prompt, decode computes the rest, and prefill computes nothing. Put {CONNECTOR} first in `connectors` on "
         "decode"
     )
-
-
-def warn_if_asked_later() -> None:
-    """Logs the warning if it applies, once per engine.
-
-    Call it while vLLM builds a decode engine's worker. Only then can a connector read the whole engine's configuration,
-    with the MultiConnector's.
-    """
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    transfer = None if config is None else config.kv_transfer_config
-    if config is None or transfer is None or config.parallel_config.rank != 0:
-        return
-    if before := asked_before(transfer.kv_connector, transfer.kv_connector_extra_config):
-        logger.warning("%s", warning(before))

@@ -13,7 +13,7 @@ from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, RankC
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription, TransportInfo
 from vllm_ascend_pd.core.text import is_name, one_line
-from vllm_ascend_pd.core.ticket import MAX_TP, Ticket
+from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo, Sharding, TopologyError
 
 
@@ -121,8 +121,6 @@ def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, deco
 
 # Checks a decode engine's description before anything of it is used (R6).
 
-MAX_PP = 1024
-
 
 def unsound(description: EngineDescription, hosts: HostList) -> str | None:
     """Returns why nothing of `description` may be used; None if all of it may.
@@ -130,8 +128,6 @@ def unsound(description: EngineDescription, hosts: HostList) -> str | None:
     Decoding has checked each field by itself. This checks how they fit together. `hosts`: where ranks may be.
     """
     tp, pp = description.tp, description.pp
-    if not (0 < tp <= MAX_TP and 0 < pp <= MAX_PP):
-        return f"decode's description has tp {tp}, pp {pp}"
     ranks = {(rank.pp_rank, rank.tp_rank) for rank in description.ranks}
     in_range = all(0 <= pp_rank < pp and 0 <= tp_rank < tp for pp_rank, tp_rank in ranks)
     if not in_range or not len(ranks) == len(description.ranks) == tp * pp:
@@ -231,11 +227,7 @@ class FitCheck:
 
         Warns of differences that are allowed but cost something.
         """
-        declared, rank_info = self.config.decode, self.rank_info
-        if declared is not None and declared.tp_size not in (None, description.tp):
-            return f"config says decode's tp_size is {declared.tp_size}, decode's is {description.tp}"
-        if declared is not None and declared.pp_size not in (None, description.pp):
-            return f"config says decode's pp_size is {declared.pp_size}, decode's is {description.pp}"
+        rank_info = self.rank_info
         if description.draft not in ("", rank_info.draft):
             logger.warning(
                 "decode engine %s drafts with %s, prefill with %s: the draft's KV of prompts is not sent, and fewer of "

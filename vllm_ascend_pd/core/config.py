@@ -40,26 +40,6 @@ REMOVED = {
 _MAY_BE_ZERO = ("decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens")
 
 
-class PeerParallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parallel sizes of an engine, as vllm-ascend's connector wants them declared. This connector discovers them at
-    first contact and only checks declared ones: an engine checks its own when it starts, prefill checks decode's."""
-
-    tp_size: int | None = None
-    """Tensor-parallel size."""
-    dp_size: int | None = None
-    """Data-parallel size. Not checked: every data-parallel rank is its own engine here."""
-    pp_size: int | None = None
-    """Pipeline-parallel size."""
-    pp_layer_partition: str | None = None
-    """Layers of each pipeline stage. Not checked: each stage describes its layers."""
-
-    def __post_init__(self) -> None:
-        for name in ("tp_size", "dp_size", "pp_size"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"`{name}` must be positive, not {size}")
-
-
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """TLS to the metaserver, with vllm-ascend's names. Paths name PEM files. Used only with `ssl_enable`."""
 
@@ -156,10 +136,10 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which requests' KV is compared with what prefill computed ([garbled.md](garbled.md)): `off`, `all`, or a share of
     them from 0 to 1. The smaller share of prefill and decode counts. A request whose KV differs fails, or decode
     computes it (`kv_load_failure_policy`)."""
-    prefill: PeerParallel | None = None
-    """Parallel sizes of prefill engines, as vllm-ascend's connector needs them: `tp_size`, `dp_size`, `pp_size` and
-    `pp_layer_partition`. This connector discovers them, and only checks `tp_size` and `pp_size`."""
-    decode: PeerParallel | None = None
+    prefill: dict[str, Any] | None = None
+    """Parallel sizes of prefill engines, as vllm-ascend's connector needs them and vllm-ascend checks them. This
+    connector discovers sizes, and does not read these."""
+    decode: dict[str, Any] | None = None
     """The same of decode engines."""
     ascend_local_comm_res_path: str | None = None
     """Folder with the network endpoints of A5 NPUs. vllm-ascend's workers read it."""

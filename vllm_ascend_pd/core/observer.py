@@ -105,12 +105,6 @@ class PrefillSchedulerObserver:
     def transfer_ended(self, request_id: str, ticket: Ticket, failure: str | None) -> None:
         """All ranks are done with the request."""
 
-    def prompts_held(self, count: int) -> None:
-        """So many computed prompts wait for a ticket. Called in each step of an engine that keeps such prompts."""
-
-    def prompt_expired(self, request_id: str) -> None:
-        """Blocks are freed of a prompt that no ticket came for."""
-
 
 class DecodeObserver:
     """Observes a decode rank. The control thread calls all methods but `close`, which is called when it has ended."""

@@ -275,31 +275,29 @@ class Revoke(msgspec.Struct, frozen=True, tag=True):
         _shorten_reason(self)
 
 
-class OfferTicket(msgspec.Struct, frozen=True, tag=True):
-    """Decode's ticket for a prompt that prefill computes without one. Sending it again changes nothing."""
+class _AboutPrompt(msgspec.Struct, frozen=True):
+    """A message about a prompt that prefill computes without a ticket."""
 
     # The prefill engine that the router's parameters name, in this start of it.
     engine_id: str
-    # Names the prompt: `TRANSFER_ID` of both requests.
+    # Names the prompt: `TRANSFER_ID` of both requests. Several prompts may share it.
     transfer_id: _TransferId
+
+    def __post_init__(self) -> None:
+        _check_name(self.engine_id)
+        _check_name(self.transfer_id)
+
+
+class OfferTicket(_AboutPrompt, frozen=True, tag=True):
+    """Decode's ticket for the prompt. Sending it again changes nothing."""
+
     ticket: Ticket
 
-    def __post_init__(self) -> None:
-        _check_name(self.engine_id)
-        _check_name(self.transfer_id)
 
-
-class AskTicket(msgspec.Struct, frozen=True, tag=True):
+class AskTicket(_AboutPrompt, frozen=True, tag=True):
     """Asks what has become of a ticket that was offered."""
 
-    # These three as in `OfferTicket`.
-    engine_id: str
-    transfer_id: _TransferId
     ticket_id: _Id
-
-    def __post_init__(self) -> None:
-        _check_name(self.engine_id)
-        _check_name(self.transfer_id)
 
 
 class TicketTaken(msgspec.Struct, frozen=True, tag=True):
@@ -317,24 +315,18 @@ class TicketRefused(msgspec.Struct, frozen=True, tag=True):
         _shorten_reason(self)
 
 
-class ReleasePrompt(msgspec.Struct, frozen=True, tag=True):
+class ReleasePrompt(_AboutPrompt, frozen=True, tag=True):
     """No ticket will come for a prompt: prefill frees its blocks at once. Without effect on a ticket that is served."""
 
-    # These two as in `OfferTicket`. Several prompts may share a transfer id.
-    engine_id: str
-    transfer_id: _TransferId
     reason: str
-    # Which of them: these three as in the prompt's ticket, or as they would be. If none was issued, the id is new.
-    # Older decode engines send the id alone.
-    ticket_id: _TransferId = ""
-    num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    # Which of the prompts: these three as in its ticket, or as they would be. If none was issued, the id is new.
+    ticket_id: _TransferId
+    num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     prompt: PromptDigest | None = None
 
     def __post_init__(self) -> None:
-        _check_name(self.engine_id)
-        _check_name(self.transfer_id)
-        if self.ticket_id:
-            _check_name(self.ticket_id)
+        super().__post_init__()
+        _check_name(self.ticket_id)
         _shorten_reason(self)
 
 

@@ -17,6 +17,7 @@ from vllm_ascend_pd.core.topology import Sharding, sharding
 
 # Numbers of blocks and tokens from outside. Within this range they fit offset arithmetic and messages.
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 MAX_TP = 1024
 """More ranks than any engine has. It limits what a ticket or a grant request can make us compute."""
@@ -83,27 +84,27 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     # Per cache group: decode's blocks for the whole prompt.
     remote_block_ids: list[list[_Count]]
     # Per cache group: tokens in a block on one rank.
-    remote_block_size: list[_Count]
+    remote_block_size: list[_Size]
     remote_engine_id: str
     # Decode's listener.
     remote_host: str
-    remote_port: int
+    remote_port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
     # Decode's parallel sizes. A block id stands for a block on each of `remote_dcp_size` ranks.
-    remote_tp_size: int
+    remote_tp_size: Annotated[int, msgspec.Meta(gt=0, le=MAX_TP)]
     remote_pcp_size: int = 1
-    remote_dcp_size: _Count = 1
+    remote_dcp_size: _Size = 1
     # Tokens that decode has in its own prefix cache.
     remote_cached_tokens: _Count
 
     # These names are our own.
 
-    # 32 hexadecimal digits, drawn at random.
-    ticket_id: str
+    # Drawn at random.
+    ticket_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
     # Tokens whose KV decode needs: all tokens of the request, or one less. These are the prompt's, unless the request
     # goes on after a preemption: then the tokens generated before it count as part of the prompt.
     num_tokens: _Count
     # Tokens in a run, as in `TokenShare`.
-    remote_interleave_size: _Count = 1
+    remote_interleave_size: _Size = 1
     # Decode's draft model (`Geometry.draft`). Prefill writes draft layers only if it is its own, too.
     remote_draft: str = ""
     # The prompt that the KV is for. None from versions that do not send it.
@@ -249,14 +250,10 @@ def parse_ticket(
         ticket = msgspec.convert(params, Ticket)
     except msgspec.ValidationError as error:
         raise TicketError(f"kv_transfer_params is not a ticket: {error}") from None
-    if len(ticket.ticket_id) != 32 or not set(ticket.ticket_id) <= set("0123456789abcdef"):
-        raise TicketError("ticket_id is not 32 hexadecimal digits")
     if not all(map(is_name, (ticket.request_id, ticket.remote_engine_id, ticket.remote_draft))):
         raise TicketError("request_id, remote_engine_id or remote_draft is too long or has unprintable characters")
     if not is_host(ticket.remote_host):
         raise TicketError("remote_host is neither an address nor a host's name")
-    if not (0 < ticket.remote_port < 65536 and 0 < ticket.remote_tp_size <= MAX_TP):
-        raise TicketError("remote_port or remote_tp_size is out of range")
     if not max(1, num_tokens - 1) <= ticket.num_tokens <= num_tokens:
         raise TicketError(f"the ticket is for {ticket.num_tokens} prompt tokens, the prompt has {num_tokens}")
     if not len(ticket.remote_block_ids) == len(ticket.remote_block_size) == num_groups:
@@ -266,10 +263,8 @@ def parse_ticket(
     if ticket.remote_pcp_size != 1:
         raise TicketError(f"remote_pcp_size is {ticket.remote_pcp_size}: prefill context parallelism on decode")
     dcp, interleave = ticket.remote_dcp_size, ticket.remote_interleave_size
-    if dcp < 1 or ticket.remote_tp_size % dcp:
+    if ticket.remote_tp_size % dcp:
         raise TicketError(f"remote_dcp_size {dcp} does not divide remote_tp_size {ticket.remote_tp_size}")
-    if interleave < 1:
-        raise TicketError(f"remote_interleave_size {interleave} is not positive")
     if dcp > 1 and state_groups:
         raise TicketError(f"remote_dcp_size {dcp}: states are not shared by context parallelism")
     for group, (blocks, size) in enumerate(zip(ticket.remote_block_ids, ticket.remote_block_size, strict=True)):
@@ -277,14 +272,14 @@ def parse_ticket(
             if size != 1 or len(blocks) != 1:
                 raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {size} for the state in group {group}")
             continue
-        if size < 1 or ticket.remote_cached_tokens % (span := ticket.span(group)):
+        if ticket.remote_cached_tokens % (span := ticket.span(group)):
             raise TicketError(f"remote_block_size {size} does not fit remote_cached_tokens")
         if size % interleave:
             raise TicketError(f"remote_interleave_size {interleave} does not divide remote_block_size {size}")
         per_entry = tokens_per_entry.get(group, 1)
         if size % per_entry:
             raise TicketError(f"remote_block_size {size} in group {group}, which has an entry for {per_entry} tokens")
-        if len(blocks) * span < ticket.num_tokens - ticket.num_tokens % per_entry or any(block < 0 for block in blocks):
+        if len(blocks) * span < ticket.num_tokens - ticket.num_tokens % per_entry:
             raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {span} for {ticket.num_tokens} tokens")
     return msgspec.structs.replace(ticket, token_ids=[], replaces="") if ticket.token_ids or ticket.replaces else ticket
 

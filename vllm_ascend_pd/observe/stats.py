@@ -153,14 +153,6 @@ DECODE_PROMPT_THRESHOLD = Gauge(
     "Decode computes prompts of at most so many tokens, beyond its cache.",
     by_rank=False,
 )
-HELD_PROMPTS = Gauge(
-    "held_prompts",
-    "Prompts that a router asked prefill for first, computed, whose blocks wait for decode's ticket.",
-    by_rank=False,
-)
-HELD_PROMPTS_EXPIRED = Counter(
-    "held_prompts_expired", "Such prompts whose blocks were freed because no ticket came in time."
-)
 
 PREFILL_METRICS: tuple[Metric, ...] = (
     PUSHED_BYTES,
@@ -173,8 +165,6 @@ PREFILL_METRICS: tuple[Metric, ...] = (
     OVERLAP_RATIO,
     WRITE_RETRIES,
     PUSH_FAILURES,
-    HELD_PROMPTS,
-    HELD_PROMPTS_EXPIRED,
 )
 DECODE_METRICS: tuple[Metric, ...] = (
     TICKET_TO_READY_SECONDS,
@@ -341,17 +331,10 @@ class PrefillSchedulerStats(PrefillSchedulerObserver):
 
     def __init__(self) -> None:
         self._stats = Stats()
-        self._held = 0
 
     def take(self) -> Data:
         """Returns what was recorded since the last call."""
-        return self._stats.take(lambda: {HELD_PROMPTS: self._held})
-
-    def prompts_held(self, count: int) -> None:
-        self._held = count
-
-    def prompt_expired(self, request_id: str) -> None:
-        self._stats.add(HELD_PROMPTS_EXPIRED)
+        return self._stats.take()
 
     def ticket_refused(self, request_id: str, reason: str) -> None:
         self._stats.add(PUSH_FAILURES, reason=PushFailure.TICKET.value)

@@ -54,9 +54,9 @@ class HeldPrompts:
         self._prompts: dict[str, list[ComputedPrompt]] = {}
 
     @property
-    def num_ended(self) -> int:
-        """How many requests have ended whose blocks wait for a ticket."""
-        return sum(prompt.hold_until is not None for prompt in self._all())
+    def any_ended(self) -> bool:
+        """Whether a request has ended whose blocks wait for a ticket."""
+        return any(prompt.hold_until is not None for prompt in self._all())
 
     def transfer_id_of(self, request: str) -> str:
         """Makes a transfer id for what the API server knows as `request`. Prompts of one request share it."""

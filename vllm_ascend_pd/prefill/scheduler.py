@@ -211,9 +211,7 @@ class PrefillScheduler:
         if self._held is not None:
             self._take_tickets(step, self._held)
             self._free_expired(step, self._held)
-            num_held = self._held.num_ended
-            self._observer.prompts_held(num_held)
-            step.awaits_tickets = num_held > 0
+            step.awaits_tickets = self._held.any_ended
             step.wakeup_address = self._held.inbox.wakeup_address if step.awaits_tickets else ""
         step.wait_s = self._idle.next(step.computes, news=step.has_news)
         return step
@@ -309,13 +307,10 @@ class PrefillScheduler:
 
     def _free_expired(self, step: PrefillStep, held: HeldPrompts) -> None:
         for prompt, reason in held.ended():
-            request_id, expected = prompt.request.request_id, prompt.given_up is not None
-            level = logging.DEBUG if expected else logging.WARNING
-            logger.log(level, "request %s: prefill frees its blocks: %s", request_id, reason)
+            level = logging.WARNING if prompt.given_up is None else logging.DEBUG
+            logger.log(level, "request %s: prefill frees its blocks: %s", prompt.request.request_id, reason)
             held.remove(prompt)
-            step.unsent.add(request_id)
-            if not expected:
-                self._observer.prompt_expired(request_id)
+            step.unsent.add(prompt.request.request_id)
 
     @owned
     def update(self, report: WorkerReport | None, finished_sending: set[str]) -> None:

@@ -173,8 +173,6 @@ class TicketListener:
         ticket = offer.ticket
         if (known := self._tickets.get(ticket.ticket_id)) is not None:
             return self._answer(known)
-        if len(ticket.ticket_id) != 32:
-            return TicketRefused("ticket_id is not 32 hexadecimal digits", retry=False)
         try:
             self._check(ticket)
         except TicketError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from vllm_ascend_contract import LAYERWISE, constants, engine_config
 
-from vllm_ascend_pd.core.config import ConnectorConfig, PeerParallel, TlsConfig, UserConfig, parse_config
+from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig, UserConfig, parse_config
 
 pytestmark = pytest.mark.npu
 
@@ -23,8 +23,7 @@ def test_declared_sizes(plugins: None, dense_model: Path, role: str, tp: int, pr
     }
     config = engine_config(dense_model, tp, kv_role=role, kv_connector_extra_config=extra)
     parsed = parse_config(config.kv_transfer_config.kv_connector_extra_config)
-    assert parsed.prefill == PeerParallel(tp_size=prefill_tp, dp_size=1)
-    assert parsed.decode == PeerParallel(tp_size=decode_tp, dp_size=1)
+    assert (parsed.prefill, parsed.decode) == (extra["prefill"], extra["decode"])
     suffix = config.kv_transfer_config.engine_id.removeprefix("an-engine-")
     assert len(suffix) == 32, f"the platform makes another engine id: {config.kv_transfer_config.engine_id}"
 
