@@ -29,11 +29,7 @@ def performance() -> str:
         question = each["question"]
         for row in each["latest"]:
             state = row["state"] if isinstance(row["state"], str) else _STATES[row["state"]]
-            lines.append(
-                f"| {question} | {row['case']} | {row['figure']} | {row['bar']} | {state} | {row['date']} |".replace(
-                    "|  |", "| |"
-                )
-            )
+            lines.append(f"| {question} | {row['case']} | {row['figure']} | {row['bar']} | {state} | {row['date']} |")
             question = ""
     return "\n".join(lines)
 

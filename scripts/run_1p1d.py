@@ -252,21 +252,16 @@ class Demo:
 
     def prompts(self, url: str) -> list[tuple[list[int], list[int]]]:
         """Returns two prompts of each length that the model supports."""
+        from transformers import AutoConfig
+
         card = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()["data"][0]
         longest = card["max_model_len"] - OUTPUT_TOKENS
-        vocabulary = vocab_size(self.model)
+        vocabulary = AutoConfig.from_pretrained(self.model).get_text_config().vocab_size
         return [
             (random_prompt(tokens, "streamed", vocabulary), random_prompt(tokens, "whole", vocabulary))
             for tokens in PROMPT_TOKENS
             if tokens <= longest
         ]
-
-
-def vocab_size(model: Path) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model)
-    return config.get_text_config().vocab_size
 
 
 def measure(
