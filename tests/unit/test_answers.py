@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's answer means: the table, how answers are told apart, and the ejection of engines that refuse."""
+"""What an engine's answer means: the table, and how answers are told apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import pytest
 
 from vllm_ascend_pd.proxy.routing.answers import RULES, Asks, EngineRole, FailureKind, Then, kind_of, may_refuse
-from vllm_ascend_pd.proxy.routing.engine import HealthGate
 
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 
@@ -68,56 +67,3 @@ def test_f19_how_answers_are_told_apart(
 
 def test_f22_a_503_of_an_engine_that_is_not_well_is_no_busy_engines() -> None:
     assert kind_of(EngineRole.DECODE, 503, JSON, error(503), well=False) is None
-
-
-def test_f19_an_engine_that_refuses_what_others_take_gets_one_request_after_each_pause() -> None:
-    gate = HealthGate(eject_after=3, return_after=1)
-    assert not gate.refused("HTTP 403", 0.0)
-    assert not gate.refused("HTTP 403", 0.0)
-    assert not gate.ejected
-    assert gate.refused("HTTP 403", 1.0)
-    assert (gate.ejected, gate.reason) == (True, "refused 3 requests that others took: HTTP 403")
-    gate.checked(None)  # its checks are good all the time
-    assert gate.ejected
-    assert not gate.refused("HTTP 403", 1.0)  # sent before
-    assert not gate.trial_due(10.9)
-    assert gate.trial_due(11.0)
-    gate.sent(11.0)
-    assert not gate.trial_due(12.0)
-    gate.refused("HTTP 403", 12.0)
-    assert not gate.trial_due(31.9)
-    assert gate.trial_due(32.0)
-    gate.sent(32.0)
-    assert gate.took()
-    assert not gate.ejected
-    assert not gate.took()
-
-
-def test_f19_the_pause_is_bounded() -> None:
-    gate = HealthGate(eject_after=1, return_after=1)
-    now = 0.0
-    gate.refused("", now)
-    for _ in range(20):
-        now += 300.0
-        assert gate.trial_due(now)
-        gate.sent(now)
-        gate.refused("", now)
-
-
-def test_f19_refusals_count_only_in_a_row() -> None:
-    gate = HealthGate(eject_after=2, return_after=1)
-    for _ in range(5):
-        gate.refused("", 0.0)
-        gate.took()
-    assert not gate.ejected
-
-
-def test_f19_no_trial_while_checks_fail() -> None:
-    gate = HealthGate(eject_after=1, return_after=1)
-    gate.refused("HTTP 403", 0.0)
-    gate.checked("HTTP 503")
-    assert not gate.trial_due(100.0)
-    assert gate.reason == "HTTP 503"
-    gate.checked(None)
-    assert gate.trial_due(100.0)
-    assert gate.ejected
