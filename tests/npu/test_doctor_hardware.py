@@ -43,7 +43,6 @@ HCCN_TOOL = """\
 case "$*" in
   *"-link -g") echo "link status: UP" ;;
   *"-ip -g") echo "ipaddr:192.0.2.1$2" ;;
-  *"-net_health -g") echo "net health status: Success" ;;
 esac
 """
 

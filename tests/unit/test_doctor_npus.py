@@ -137,8 +137,6 @@ TOOL = """\
 case "$*" in
   "-i 1 -link -g") echo "link status: DOWN" ;;
   *"-link -g") echo "link status: UP" ;;
-  "-i 0 -net_health -g") echo "net health status: Success" ;;
-  "-i 1 -net_health -g") echo "net health status: Fault" ;;
   "-i 0 -ip -g") printf 'ipaddr:192.0.2.10\\nnetmask:255.255.255.0\\n' ;;
   "-i 1 -ip -g") printf 'ipaddr:192.0.2.77\\nnetmask:255.255.255.0\\n' ;;
   *) echo "hccn_tool is busy, please try again" >&2; exit 1 ;;
@@ -156,17 +154,12 @@ def test_no_output_however_garbled_is_an_exception(data: st.DataObject) -> None:
     assert findings
     assert all(device < 10_000 for device in devices)
     npus.judge_link(0, ran)
-    npus.judge_health(0, ran)
     npus.judge_addresses(0, ["192.0.2.10"], ran)
 
 
 @pytest.mark.parametrize(
     ("judged", "text", "level"),
     [
-        (partial(npus.judge_health, 3), "net health status: Success\n", Level.OK),
-        (partial(npus.judge_health, 3), "net health status: Init\n", Level.NOTE),
-        (partial(npus.judge_health, 3), "net health status: Receive timeout\n", Level.WARNING),
-        (partial(npus.judge_health, 3), "", Level.NOTE),
         (partial(npus.judge_link, 3), "link status: UP\n", Level.OK),
         (partial(npus.judge_link, 3), "link status: DOWN", Level.WARNING),
         (partial(npus.judge_link, 3), "", Level.WARNING),
@@ -216,9 +209,6 @@ def test_each_device_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "hccn.link.0": Level.OK,
         "hccn.link.1": Level.WARNING,
         "hccn.link.2": Level.OK,
-        "hccn.health.0": Level.OK,
-        "hccn.health.1": Level.WARNING,
-        "hccn.health.2": Level.NOTE,
         "hccn.address.0": Level.OK,
         "hccn.address.1": Level.ERROR,
     }

@@ -6,8 +6,7 @@ Formats, from vllm-ascend's and CANN's guides and published outputs:
 - `npu-smi info` prints a table with two lines for each chip: `NPU Name | Health | Power Temp Hugepages`, then
   `Chip [Phy-ID] | Bus-Id | AICore Memory HBM`. Its `Version:` is the driver's. The driver and `hccn_tool` number chips
   by `Phy-ID` if an NPU has several (Atlas A3; some headers call it Device), else by the NPU's own number.
-- `hccn_tool -link -g` prints `link status: UP`; `-net_health -g` prints `net health status: Success` (`Init` where no
-  address to probe is set, `Fault` and others); `-ip -g` prints `ipaddr:A`.
+- `hccn_tool -link -g` prints `link status: UP`; `-ip -g` prints `ipaddr:A`.
 - If hccn.conf has another address for a device than the device itself, others cannot reach the NPU, and errors do not
   name the cause (vllm-ascend's pull request 16847).
 """
@@ -134,7 +133,6 @@ def check_network(devices: Sequence[int]) -> list[Finding]:
     asked: list[tuple[str, Callable[[Ran], Finding]]] = []
     for device in devices:
         asked.append((f"-i {device} -link -g", partial(judge_link, device)))
-        asked.append((f"-i {device} -net_health -g", partial(judge_health, device)))
         configured = [address for address in conf.get(device, []) if ":" not in address]
         if configured or device not in conf:  # a device with only IPv6 is skipped
             asked.append((f"-i {device} -ip -g", partial(judge_addresses, device, configured)))
@@ -175,17 +173,6 @@ def judge_link(device: int, ran: Ran) -> Finding:
         "because they reach each other over HCCS"
     )
     return warning(check, found, action)
-
-
-def judge_health(device: int, ran: Ran) -> Finding:
-    """Judges whether the device reaches its detect address, which is its gateway or switch."""
-    check, found = f"hccn.health.{device}", f"device {device}: {_said(ran)}"
-    health = re.search(r"net health status:\s*(\w+)", ran.said, re.IGNORECASE)
-    if health is None or health[1] == "Init":
-        return note(check, found, f"to have an address probed: hccn_tool -i {device} -netdetect -s address GATEWAY")
-    if health[1] == "Success":
-        return ok(check, found)
-    return warning(check, found, f"check that hccn_tool -i {device} -netdetect -g names an address that it reaches")
 
 
 def judge_addresses(device: int, configured: Sequence[str], ran: Ran) -> Finding:

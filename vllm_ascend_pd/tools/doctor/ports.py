@@ -8,12 +8,10 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok
+from vllm_ascend_pd.tools.doctor.report import Finding, error, ok
 
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ASCEND_BASE_PORT = 20000
 _ASCEND_PORTS = 100
 """Mooncake, ascend_direct_transport/utils.cpp (`FindAdxlListenPort`): an NPU's listener takes any free port of
@@ -44,7 +42,7 @@ def check_ports(
     ports = [] if api_port is None else [Port(api_port, "the API server")]
     if kv_port is not None:
         ports += [Port(kv_port + i, f"the listener of data-parallel engine {i}", host) for i in range(engines)]
-    ephemeral, taken = _ephemeral(), ascend_ports(devices, environment)
+    taken = ascend_ports(devices, environment)
     findings = []
     for number in dict.fromkeys(port.number for port in ports):
         port, *others = [port for port in ports if port.number == number]
@@ -52,7 +50,7 @@ def check_ports(
             found = f"port {number} is used twice, for {port.what} and for {others[0].what}"
             findings.append(error(f"ports.{number}", found, "choose another --port or kv_port"))
         else:
-            findings.append(judge_port(port, taken, ephemeral, try_port(port)))
+            findings.append(judge_port(port, taken, try_port(port)))
     return findings
 
 
@@ -63,11 +61,10 @@ def ascend_ports(devices: Iterable[int], environment: Mapping[str, str]) -> dict
     return {n: range(base + _ASCEND_PORTS * n, base + _ASCEND_PORTS * (n + 1) + 1) for n in devices}
 
 
-def judge_port(port: Port, ascend: Mapping[int, range], ephemeral: range | None, problem: int | None) -> Finding:
+def judge_port(port: Port, ascend: Mapping[int, range], problem: int | None) -> Finding:
     """Judges one port.
 
     ascend: Mooncake's ports by NPU.
-    ephemeral: ports of outgoing connections.
     problem: the error number of listening there now, None if it works.
     """
     check = f"ports.{port.number}"
@@ -84,10 +81,6 @@ def judge_port(port: Port, ascend: Mapping[int, range], ephemeral: range | None,
         own = problem in (errno.EADDRNOTAVAIL, errno.EINVAL)
         action = "set VLLM_HOST_IP to an address of this host" if own else "choose another port"
         return error(check, f"{named} cannot be used: {os.strerror(problem)}", action)
-    if ephemeral is not None and port.number in ephemeral:
-        found = f"{named} is free now, but outgoing connections may take it ({ephemeral[0]}-{ephemeral[-1]})"
-        reserve = f"sysctl net.ipv4.ip_local_reserved_ports={port.number}"
-        return note(check, found, f"choose a port below {ephemeral[0]}, or reserve it: {reserve}")
     return ok(check, f"{named} is free")
 
 
@@ -102,11 +95,3 @@ def try_port(port: Port) -> int | None:
     except OSError as problem:
         return problem.errno or errno.EINVAL
     return None
-
-
-def _ephemeral() -> range | None:
-    try:
-        first, last = _EPHEMERAL.read_text().split()
-        return range(int(first), int(last) + 1)
-    except (OSError, ValueError):
-        return None

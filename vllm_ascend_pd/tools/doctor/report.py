@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import enum
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterable
 from functools import partial
 from typing import Literal
 
 import msgspec
-import typer
 
 from vllm_ascend_pd.core.text import one_line
 
@@ -31,8 +28,6 @@ class Level(enum.Enum):
     ERROR = "error"
     """Does not work."""
 
-
-_COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "red"}
 
 Figure = int | float | str | bool
 
@@ -82,15 +77,12 @@ error = partial(finding, Level.ERROR)
 
 
 def show(report: DoctorReport) -> None:
-    """Prints to standard output. On a terminal, levels have colours and texts are wrapped."""
+    """Prints to standard output."""
     width = max(len(each.check) for each in report.findings)
-    room = max(20, shutil.get_terminal_size().columns - width - 11) if sys.stdout.isatty() else 2 * _CHARS
     for each in report.findings:
-        start = f"{typer.style(f'{each.level.value:<7}', fg=_COLOURS[each.level])}  {each.check:<{width}}  "
-        action = textwrap.wrap(f"-> {each.action}", room) if each.action else []
-        for line in [*textwrap.wrap(each.found, room), *action]:
-            typer.echo(start + line)
-            start = " " * (width + 11)
+        print(f"{each.level.value:<7}  {each.check:<{width}}  {each.found}")
+        if each.action:
+            print(f"{'':<{width + 11}}-> {each.action}")
     errors, warnings, notes = (_many(report.counts, level) for level in (Level.ERROR, Level.WARNING, Level.NOTE))
     print(f"\n{errors}, {warnings}, {notes}; {report.counts[Level.OK]} ok")
 

@@ -225,7 +225,7 @@ class EngineOptions:
             check_kv_port(self.device, self.kv_port or DEFAULT_KV_PORT, self.shape, self.http_port)
         for option, value in given.items():
             if value:
-                raise EngineOptionsError(f"{option}: {reason}", option.removeprefix("--").replace("-", "_"))
+                raise EngineOptionsError(f"{option}: {reason}")
         if self.load_failure_policy not in (None, "fail", "recompute"):
             raise EngineOptionsError(f"--load-failure-policy {self.load_failure_policy}: must be fail or recompute")
 

@@ -28,11 +28,6 @@ HEAD_PORT = 13345
 class EngineOptionsError(ValueError):
     """Options of an engine contradict each other. The message is for the operator."""
 
-    def __init__(self, message: str, key: str = "extra") -> None:
-        super().__init__(message)
-        self.key = key
-        """The key of an engine in hosts.yaml that sets the option."""
-
 
 class Executor(enum.StrEnum):
     """What starts an engine's ranks: vLLM itself (`mp`), or a Ray cluster that already runs."""
@@ -77,19 +72,16 @@ class ParallelSizes:
             raise EngineOptionsError(
                 f"tensor x pipeline x data parallel is {self.tp} x {self.pp} x {self.dp} = {self.devices} devices, "
                 f"which is not a multiple of {self.nodes} nodes",
-                "hosts",
             )
         if self.replica % self.per_node and self.per_node % self.replica:
             raise EngineOptionsError(
                 f"a node has {self.per_node} devices, a data-parallel replica {self.replica}: neither is a multiple of "
                 "the other",
-                "hosts",
             )
         if self.spans_nodes and self.dp > 1 and self.executor is Executor.MP:
             raise EngineOptionsError(
                 f"each of {self.dp} data-parallel replicas would span {self.replica // self.per_node} nodes: start "
                 "them as engines of their own",
-                "hosts",
             )
 
     @property
@@ -109,15 +101,6 @@ class ParallelSizes:
     def spans_nodes(self) -> bool:
         """Whether one replica is on several nodes."""
         return self.replica > self.per_node
-
-    def listeners(self, rank: int) -> range:
-        """Data-parallel indices of the engine cores on node `rank`. With Ray, vLLM places them, so all are returned."""
-        if self.executor is Executor.RAY:
-            return range(self.dp)
-        if self.spans_nodes:
-            return range(1 if rank == 0 else 0)
-        local = self.dp // self.nodes
-        return range(rank * local, (rank + 1) * local)
 
     def check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.nodes:
@@ -163,4 +146,4 @@ def check_kv_port(device: DeviceType, kv_port: int, shape: ParallelSizes, port: 
     elif port in ports:
         reason = f"--port {port} is a side-channel port of decode ({ports.start} to {ports.stop - 1})"
     if reason is not None:
-        raise EngineOptionsError(reason, "kv_port")
+        raise EngineOptionsError(reason)
