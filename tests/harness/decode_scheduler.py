@@ -18,7 +18,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -38,6 +44,8 @@ BLOCK = 16
 MAX_MODEL_LEN = 128
 LONGEST = MAX_MODEL_LEN // BLOCK
 """Blocks of the longest request."""
+DRAFTS = 3
+"""Tokens that are drafted for a step, where some are."""
 METASERVER = "http://127.0.0.1:9/v1/metaserver"
 OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
 
@@ -81,7 +89,7 @@ def decode_config(engine_config: VllmConfig, policy: str = "fail", who_computes:
 
 class EngineScheduler:
     """The scheduler. `blocks`: the blocks for requests. `windowed`: there is a group of a sliding window beside full
-    attention's.
+    attention's. `states`: there is a group of cached states beside it.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class EngineScheduler:
         config: VllmConfig,
         blocks: int,
         windowed: bool = False,
+        states: bool = False,
         max_loras: int | None = None,
         scheduler_class: type[Scheduler] = Scheduler,
         seed: int = 0,
@@ -96,6 +105,11 @@ class EngineScheduler:
         specs: list[Any] = [FullAttentionSpec(**OF_A_BLOCK)]
         if windowed:
             specs.append(SlidingWindowSpec(**OF_A_BLOCK, sliding_window=2 * BLOCK))
+        if states:
+            config.cache_config.mamba_cache_mode = "align"
+            drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+            state: Any = {"block_size": BLOCK, "shapes": ((2, 2),), "dtypes": (torch.float32,)}
+            specs.append(MambaSpec(**state, mamba_cache_mode="align", num_speculative_blocks=drafts))
         groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
         caches = KVCacheConfig(num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups)
         config.cache_config.num_gpu_blocks = blocks + 1

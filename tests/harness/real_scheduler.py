@@ -20,7 +20,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -51,7 +57,9 @@ def _parse_config(extra: dict[str, Any]) -> ConnectorConfig:
 
 
 class RealScheduler:
-    """`windows`: how many tokens each further cache group sees; the first sees all. `extra`: the connector's keys."""
+    """`windows`: how many tokens each further cache group sees; the first sees all. `states`: how many groups of
+    states there are, cached in mode "align". `drafts`: for how many drafted tokens they have blocks. `extra`: the
+    connector's keys."""
 
     def __init__(
         self,
@@ -61,6 +69,8 @@ class RealScheduler:
         *,
         step_tokens: int = 512,
         windows: Sequence[int] = (),
+        states: int = 0,
+        drafts: int = 0,
         load_failure_policy: str = "fail",
         extra: Mapping[str, object] = MappingProxyType({"who_computes": "prefill"}),
     ) -> None:
@@ -87,7 +97,20 @@ class RealScheduler:
         )
         config.cache_config.num_gpu_blocks = blocks
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
-        specs = [FullAttentionSpec(**shape), *(SlidingWindowSpec(**shape, sliding_window=size) for size in windows)]
+        specs: list[Any] = [
+            FullAttentionSpec(**shape),
+            *(SlidingWindowSpec(**shape, sliding_window=size) for size in windows),
+        ]
+        if states:
+            config.cache_config.mamba_cache_mode = "align"
+            state = MambaSpec(
+                block_size=BLOCK,
+                shapes=((2, 2),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
+                num_speculative_blocks=drafts,
+            )
+            specs += states * [state]
         groups = [KVCacheGroupSpec([f"layers.{index}.attn"], spec) for index, spec in enumerate(specs)]
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)

@@ -109,11 +109,11 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of an engine with a head that drafts."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from harness.decode_scheduler import BLOCK, MAX_MODEL_LEN
+    from harness.decode_scheduler import BLOCK, DRAFTS, MAX_MODEL_LEN
     from harness.models import EAGLE, ONE_LAYER
 
     folder = tmp_path_factory.mktemp("models")
-    head = {"method": "eagle", "model": str(make_model(EAGLE, folder)), "num_speculative_tokens": 3}
+    head = {"method": "eagle", "model": str(make_model(EAGLE, folder)), "num_speculative_tokens": DRAFTS}
     return EngineArgs(
         model=str(make_model(ONE_LAYER, folder)),
         dtype="float32",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, EngineScheduler
+from harness.decode_scheduler import BLOCK, DRAFTS, LONGEST, MAX_MODEL_LEN, EngineScheduler
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.config import ConfigError
 
@@ -48,6 +48,26 @@ def test_a_request_that_has_arrived_finds_a_block_for_its_last_token(make: MakeS
     for name in "abcd":
         decode.add(name, 2 * BLOCK + 1)
     decode.run()
+
+
+@orders
+@with_and_without_drafts
+def test_a_request_that_has_arrived_finds_blocks_for_its_state(make: MakeScheduler, drafts: bool, order: str) -> None:
+    """Four transfers fill all blocks. Each request's last token begins a block, and its state before stays cached."""
+    blocks = 4 * (3 + 1 + (DRAFTS if drafts else 0))
+    decode = make(blocks=blocks, states=True, caching=True, drafts=drafts, order=order)
+    for number, name in enumerate("abcd"):
+        decode.add(name, 2 * BLOCK + 1, first=1000 * number)
+    decode.run()
+
+
+@orders
+def test_a_cached_state_needs_no_block_beside_a_transfers(make: MakeScheduler, order: str) -> None:
+    """The prompt takes all blocks there are, and begins with one whose state is cached."""
+    decode = make(blocks=LONGEST + 2, states=True, caching=True, order=order)
+    for name, tokens in (("cached", 2 * BLOCK + 1), ("long", 7 * BLOCK + 1)):
+        decode.add(name, tokens)
+        decode.run()
 
 
 @orders

@@ -46,7 +46,7 @@ def wants_a_state(num_tokens=PROMPT):
 
 def test_a_state_is_sent_once_the_prompt_is_computed():
     scheduler, request = with_states(), wants_a_state()
-    scheduler.prepare(request)
+    scheduler.arrived(request)
     step = starts(scheduler, request, 6, ([7, 1], [30]))
     assert step.sends == [Send("r", 0, 4, ([7], []), last=False)]
     assert goes_on(scheduler, request, 6, 3, ([5], [])).sends == [Send("r", 4, 9, ([1, 5], [30]), last=True)]
@@ -54,14 +54,12 @@ def test_a_state_is_sent_once_the_prompt_is_computed():
 
 def test_prefill_leaves_the_last_token_to_decode_where_there_are_states(scheduler):
     request = wants_a_state()
-    for _ in range(2):  # vLLM asks again for a request that could not be allocated or was preempted
-        scheduler_with_states = with_states()
-        scheduler_with_states.prepare(request)
-        assert (request.num_prompt_tokens, request.num_tokens, len(request.prompt_token_ids)) == (9, 9, 9)
+    with_states().arrived(request)
+    assert (request.num_prompt_tokens, request.num_tokens, len(request.prompt_token_ids)) == (9, 9, 9)
     whole = ticketed()
-    scheduler.prepare(whole)
+    scheduler.arrived(whole)
     plain = make_request("c", PROMPT, None)
-    with_states().prepare(plain)
+    with_states().arrived(plain)
     assert whole.num_prompt_tokens == plain.num_prompt_tokens == PROMPT
 
 
@@ -69,7 +67,7 @@ def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the
     """Where decode's window ends before the last token. Prefill computes all of the prompt."""
     fields = msgspec.structs.replace(ticket(), num_tokens=PROMPT - 1)
     request = make_request("r", PROMPT, msgspec.to_builtins(fields))
-    scheduler.prepare(request)
+    scheduler.arrived(request)
     assert starts(scheduler, request, 8, ([7, 1],)).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
     assert goes_on(scheduler, request, 8, 1, ([5],)).sends == [Send("r", 8, 9, ([5],), last=True)]
     assert goes_on(scheduler, request, 9, 1).sends == []
@@ -80,7 +78,7 @@ def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the
 def test_a_state_stays_as_it_is_while_it_is_sent(max_tokens, complaint):
     scheduler, request = with_states(), wants_a_state()
     request.max_tokens = max_tokens
-    scheduler.prepare(request)
+    scheduler.arrived(request)
     starts(scheduler, request, 9, ([7, 1, 5], [30]))
     sends, params = scheduler.finished(request)
     assert sends == (complaint is None)

@@ -81,7 +81,7 @@ def refusal_of_prefill(posted, groups=None, media_hashing=HASHING, allow_other_m
         groups or [TokenGroup(BLOCK)], media_hashing=media_hashing, allow_other_media=allow_other_media
     )
     asked = request({name: value for name, value in posted.items() if name != "token_ids"}, **fields)
-    scheduler.prepare(asked)
+    scheduler.arrived(asked)
     blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
     scheduler.allocated(asked, blocks)
     step = scheduler.build_step(make_output(new=[Scheduled(asked, blocks, 0, asked.num_prompt_tokens)]))

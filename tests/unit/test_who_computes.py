@@ -111,9 +111,11 @@ def test_a_prompt_whose_blocks_have_no_hashes():
     assert not is_cached(request, 0, PLAIN, pool_with(0))
 
 
-def test_states_are_cached_by_no_engine():
-    groups = [TokenGroup(BLOCK), StateGroup(4096)]
-    assert not is_cached(prompt_of(WHOLE), 0, groups, pool_with(*range(6)))
+def test_a_state_is_not_computed_once_more_from_a_later_one():
+    """Only a state before the last token has all that is needed."""
+    groups = [TokenGroup(BLOCK), StateGroup(BLOCK)]
+    assert is_cached(prompt_of(WHOLE + 1), WHOLE, groups, pool_with(*range(6)))
+    assert not is_cached(prompt_of(WHOLE), WHOLE - BLOCK, groups, pool_with(*range(6)))
     assert not is_cached(prompt_of(WHOLE), 0, [StateGroup(4096)], pool_with(*range(6)))
 
 

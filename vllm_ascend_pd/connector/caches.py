@@ -404,18 +404,7 @@ def _holds_state(spec: Any) -> bool:
 
 
 def _states(layer: str, spec: Any, vllm_config: "VllmConfig") -> tuple[LayerState, ...]:
-    if spec.mamba_cache_mode != "none":
-        if vllm_config.cache_config.enable_prefix_caching:
-            remedy = "start prefill and decode with --no-enable-prefix-caching, and without AscendStoreConnector"
-        else:
-            remedy = (
-                "leave AscendStoreConnector out of the MultiConnector: vllm-ascend sets this mode for it, even with "
-                "--no-enable-prefix-caching"
-            )
-        raise LayoutError(
-            f"{layer}: its states are kept in mamba_cache_mode {spec.mamba_cache_mode!r}, for prefix caching, which is "
-            f"not supported: {remedy}"
-        )
+    _check_mode(layer, spec, vllm_config)
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     replicated = getattr(spec, "tp_replicated", False)
@@ -429,3 +418,22 @@ def _states(layer: str, spec: Any, vllm_config: "VllmConfig") -> tuple[LayerStat
             spec.shapes, spec.dtypes, partition_states(partition, spec.shapes), strict=True
         )
     )
+
+
+def _check_mode(layer: str, spec: Any, vllm_config: "VllmConfig") -> None:
+    """Raises LayoutError unless states are cached as here or not at all: whole blocks, in `mamba_cache_mode` align."""
+    cache, mode = vllm_config.cache_config, spec.mamba_cache_mode
+    if mode == "none":
+        return
+    remedy = None
+    if mode != "align":
+        remedy = f"in mamba_cache_mode {mode!r}: use --mamba-cache-mode align, or --no-enable-prefix-caching"
+    elif not cache.enable_prefix_caching:
+        remedy = (
+            "in mamba_cache_mode 'align' without prefix caching: leave AscendStoreConnector out of the MultiConnector, "
+            "for which vllm-ascend sets this mode even with --no-enable-prefix-caching"
+        )
+    elif getattr(cache, "prefix_match_unit", None) not in (None, spec.block_size):
+        remedy = "for prefixes that end within a block: leave out --prefix-match-unit"
+    if remedy is not None:
+        raise LayoutError(f"{layer}: its states are cached in a way that is not supported, {remedy}")

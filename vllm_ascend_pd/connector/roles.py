@@ -308,10 +308,7 @@ class PrefillSchedulerRole(ConnectorRole):
         self.scheduler.arrived(request)
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
-        if not self._blocks.is_ready(request):
-            return None
-        self.scheduler.prepare(request)
-        return 0
+        return 0 if self._blocks.is_ready(request) else None
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks)

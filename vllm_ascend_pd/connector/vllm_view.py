@@ -193,8 +193,10 @@ class VllmBlocks:
         if prompt - num_computed_tokens <= 1:
             return True
         # Windows are left out if there are other groups. For a window, vLLM keeps the blocks that the tokens after a
-        # hit see, and not the prompt's last one. These are there, or the hit would end earlier. States have no prefix
-        # cache.
+        # hit see, and not the prompt's last one. These are there, or the hit would end earlier. A state cannot be
+        # computed once more from the one at the prompt's end, so for states the second case does not count.
+        if any(group.holds_state for group in self._groups):
+            return False
         tokens = [(index, group) for index, group in enumerate(self._groups) if isinstance(group, TokenGroup)]
         decisive = [(index, group) for index, group in tokens if not group.windowed] or tokens
         if not decisive:
@@ -354,6 +356,9 @@ class VllmRequests:
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
         request.num_prompt_tokens -= 1
+        if request.block_hashes:  # the last one may cover that token
+            request.block_hashes.pop()
+            request.update_block_hashes()
 
 
 def external_request_id(request_id: str) -> str:

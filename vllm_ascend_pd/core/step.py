@@ -224,7 +224,7 @@ class EngineRequests(Protocol):
         """Returns the prompt's token ids if the prompt is nothing but text, else None."""
 
     def drop_last_prompt_token(self, request: ScheduledRequest) -> None:
-        """Shortens the prompt by a token. Call it before the request is allocated."""
+        """Shortens the prompt by a token. Call it before the prompt is looked up in the prefix cache."""
 
 
 class EngineBlocks(Protocol):

@@ -84,12 +84,19 @@ class PrefillScheduler:
 
     @owned
     def arrived(self, request: ScheduledRequest) -> None:
-        """Takes note of a new request, before its prompt is looked up in the prefix cache."""
+        """Takes note of a new request, before its prompt is looked up in the prefix cache.
+
+        Drops the prompt's last token if decode must compute that itself: a state must be the one before it. A prompt
+        without a ticket is cut as well, because it is computed before decode has said anything.
+        """
         params = request.kv_transfer_params
-        if self._windows and carries_ticket(params):
-            with suppress(TicketError):  # `allocated` reports it
-                if self._windows.need_whole_prompt(self._parse(request, params)):
-                    request.skip_reading_prefix_cache = True
+        if carries_ticket(params):
+            if self._state_groups and params.get("num_tokens") == request.num_prompt_tokens - 1 > 0:
+                self._requests.drop_last_prompt_token(request)
+            if self._windows:
+                with suppress(TicketError):  # `allocated` reports it
+                    if self._windows.need_whole_prompt(self._parse(request, params)):
+                        request.skip_reading_prefix_cache = True
         elif self._held is not None and expects_ticket(params):
             self._expect_ticket(self._held, request, params.get(TRANSFER_ID))
 
@@ -110,27 +117,11 @@ class PrefillScheduler:
             self._refuse(request, reason)
             return
         assert isinstance(transfer_id, str)
-        prompt = ComputedPrompt(request, self._requests.preemptions(request))
+        prompt = ComputedPrompt(request, self._requests.preemptions(request), is_cut=bool(self._state_groups))
+        if prompt.is_cut:
+            self._requests.drop_last_prompt_token(request)
         self._prompts[request.request_id] = prompt
         held.add(prompt, transfer_id)
-
-    @owned
-    def prepare(self, request: ScheduledRequest) -> None:
-        """Drops the prompt's last token if decode must compute that itself. Called before the request is allocated.
-
-        A state must be the one before the last token: decode computes that token again. A prompt without a ticket is
-        cut as well, because it is computed before decode has said anything.
-        """
-        if not self._state_groups:
-            return
-        params, length = request.kv_transfer_params, request.num_prompt_tokens
-        prompt = self._prompts.get(request.request_id)
-        if prompt is not None and prompt.transfer_id is not None:
-            if not prompt.is_cut:
-                prompt.is_cut = True
-                self._requests.drop_last_prompt_token(request)
-        elif carries_ticket(params) and params.get("num_tokens") == length - 1 > 0:
-            self._requests.drop_last_prompt_token(request)
 
     @owned
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...]) -> None:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why some of vllm-ascend's settings are refused (vllm_ascend_pd/connector/model.py): what it does under them."""
 
+import dataclasses
 import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +174,23 @@ def test_f30_what_helps_where_ascend_store_forces_a_mode_on_states(plugins: None
 
     with pytest.raises(LayoutError, match=r"leave AscendStoreConnector out .* even with --no-enable-prefix-caching"):
         describe(made(False, "AscendStoreConnector"))
-    with pytest.raises(LayoutError, match="with --no-enable-prefix-caching, and without AscendStoreConnector"):
-        describe(made(True, "AscendStoreConnector"))
     describe(made(False))
+
+
+def test_how_states_are_cached(plugins: None, tmp_path: Path) -> None:
+    """In mode align; "all" is refused by name."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    make_model("qwen3.5", tmp_path)
+    config = engine_config(tmp_path, engine={"enable_prefix_caching": True})
+
+    def described(**changes: Any) -> None:
+        states = [each for each in specs_of(config, layers=2).items() if hasattr(each[1], "mamba_type")]
+        groups = [KVCacheGroupSpec([name], dataclasses.replace(spec, **changes)) for name, spec in states]
+        assert groups
+        caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        caches_module.layer_specs(caches, config)
+
+    described()
+    with pytest.raises(LayoutError, match=r"in mamba_cache_mode 'all': use --mamba-cache-mode align"):
+        described(mamba_cache_mode="all")

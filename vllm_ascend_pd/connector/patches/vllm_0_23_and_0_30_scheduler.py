@@ -14,11 +14,13 @@ are scheduled before those that hold no blocks.
 
 Before a transfer starts, vLLM also wants more free blocks than its own: those that other requests will need. It counts
 a request whose transfer failed and which has lost its blocks, although that one waits like any other. So a transfer
-before it in the queue may never start, nor may requests behind that transfer. The patch counts it no more.
+before it in the queue may never start, nor may requests behind that transfer. The patch counts it no more. Nor does it
+count a request with more blocks of cached states than its tokens need as one that gives blocks back.
 
 vllm-ascend's schedulers call the patched methods from their own `schedule()`, too, so the patch holds for all of them.
 """
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LOOKAHEAD = "lookahead_of_first_steps"
-"""Attribute of a scheduler's `KVCacheManager`: how many tokens behind its last one a step needs blocks for."""
+"""Attribute of a scheduler's `KVCacheManager`: how many tokens behind a request's last one its first step needs blocks
+for, without those that it computes, and how many it computes."""
 
 
 class _Candidate:
@@ -61,6 +64,7 @@ def install() -> None:
         return
     _schedule_arrived_requests_first(original)
     _release_reservations_of_failed_transfers(original)
+    _reserve_no_negative_blocks(original)
     _allocate_first_steps_with_transfers(KVCacheManager)
 
 
@@ -68,7 +72,7 @@ def _schedule_arrived_requests_first(scheduler: Any) -> None:
     by_vllm = scheduler._select_waiting_queue_for_scheduling
 
     def select_waiting_queue_for_scheduling(self: Any) -> Any:
-        setattr(self.kv_cache_manager, _LOOKAHEAD, self.num_lookahead_tokens + _padding(self))
+        setattr(self.kv_cache_manager, _LOOKAHEAD, (self.num_lookahead_tokens, _padding(self)))
         queue = by_vllm(self)
         if queue is None or not self.skipped_waiting:
             return queue
@@ -130,6 +134,7 @@ def _allocate_first_steps_with_transfers(manager: Any) -> None:
         request: "Request",
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
+        new_computed_blocks: Any = None,
         *args: Any,
         num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
@@ -139,12 +144,22 @@ def _allocate_first_steps_with_transfers(manager: Any) -> None:
         lookahead = getattr(self, _LOOKAHEAD, None)
         if delay_cache_blocks and lookahead is not None:  # a transfer
             known = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
-            num_lookahead_tokens = max(0, request.num_tokens - known - num_new_tokens) + lookahead
+            num_lookahead_tokens, padding = lookahead
+            num_new_tokens += max(0, request.num_tokens - known - num_new_tokens) + padding
+            # Of cached states, vLLM counts one block for all tokens, and one that was found in the prefix cache. But a
+            # transfer has one of its own in the place of that, and its first step another one where a block begins.
+            for index, each in enumerate(self.coordinator.single_type_managers):
+                if getattr(each, "mamba_cache_mode", "") == "align":
+                    begun = math.ceil((known + num_new_tokens) / each.block_size) - math.ceil(known / each.block_size)
+                    found = new_computed_blocks.blocks[index] if new_computed_blocks else ()
+                    counted = each._get_num_evictable_blocks(found)
+                    kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + begun - counted
         return by_vllm(
             self,
             request,
             num_new_tokens,
             num_new_computed_tokens,
+            new_computed_blocks,
             *args,
             num_lookahead_tokens=num_lookahead_tokens,
             num_external_computed_tokens=num_external_computed_tokens,
@@ -165,6 +180,15 @@ def _release_reservations_of_failed_transfers(scheduler: Any) -> None:
             self._inflight_prefills.discard(request)
 
     scheduler._update_waiting_for_remote_kv = update_waiting_for_remote_kv
+
+
+def _reserve_no_negative_blocks(scheduler: Any) -> None:
+    by_vllm = scheduler._request_remaining_blocks
+
+    def request_remaining_blocks(self: Any, request: "Request") -> int:
+        return max(0, int(by_vllm(self, request)))
+
+    scheduler._request_remaining_blocks = request_remaining_blocks
 
 
 def _has_blocks(scheduler: Any, request: "Request") -> bool:

@@ -193,23 +193,20 @@ def _too_few_tokens(arguments: EngineArguments) -> tuple[EngineArguments, list[C
 def _states(
     arguments: EngineArguments, model: ModelShape | None, connectors: Sequence[str]
 ) -> tuple[EngineArguments, list[Change]]:
-    """States of Mamba and linear attention have no prefix cache here. `connectors`: the old ones."""
+    """Says what this connector does not do with states of Mamba and linear attention. `connectors`: the old ones."""
     if model is None or Cached.STATE not in model.cached:
         return arguments, []
     changes = []
     if _STORE in connectors:
         why = (
-            "with it vllm-ascend keeps states of linear attention in mamba_cache_mode align, even without prefix "
-            "caching, and this connector refuses that. Leave the pool out of the MultiConnector on both sides"
+            "with it vllm-ascend caches states of linear attention even without prefix caching, and a pool that loads "
+            "states has not run beside this connector. Leave the pool out of the MultiConnector on both sides"
         )
         changes.append(Change(ChangeKind.STOPS, _STORE, why))
-    if arguments.switch("enable-prefix-caching") is not False:
-        why = "states of linear attention have no prefix cache here: every prompt is computed as a whole"
-        changes.append(Change(ChangeKind.MEANING, "--enable-prefix-caching", why))
-        arguments = arguments.with_option("enable-prefix-caching", "--no-enable-prefix-caching")
-    if arguments.text("mamba-cache-mode") not in (None, "none"):
-        changes.append(Change(ChangeKind.LEFT_OUT, "--mamba-cache-mode", "it is for prefix caching"))
-        arguments = arguments.without("mamba-cache-mode")
+    if arguments.text("mamba-cache-mode") == "all":
+        arguments = arguments.with_option("mamba-cache-mode", "--mamba-cache-mode", "align")
+        why = "align: this connector sends no states that are cached in mode all"
+        changes.append(Change(ChangeKind.CHANGED, "--mamba-cache-mode", why))
     return arguments, changes
 
 
