@@ -84,10 +84,12 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
 
 
 def is_healthy(url: str) -> bool:
+    """Whether the proxy lists both engines as `ok`. Before its first checks it lists no failures."""
     try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK
+        health = httpx.get(f"{url}/health", trust_env=False).json()
     except httpx.HTTPError:
         return False
+    return {*health["prefill"].values(), *health["decode"].values()} == {"ok"}
 
 
 def make_secrets(folder: Path) -> tuple[Path, Path, Path]:
