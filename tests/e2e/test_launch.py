@@ -84,12 +84,12 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
 
 
 def is_healthy(url: str) -> bool:
-    """Whether the proxy lists both engines as `ok`. Before its first checks it lists no failures."""
+    """Whether the proxy lists both engines as `healthy`. Before its first checks it lists no failures."""
     try:
         health = httpx.get(f"{url}/health", trust_env=False).json()
     except httpx.HTTPError:
         return False
-    return {*health["prefill"].values(), *health["decode"].values()} == {"ok"}
+    return {*health["prefill"].values(), *health["decode"].values()} == {"healthy"}
 
 
 def make_secrets(folder: Path) -> tuple[Path, Path, Path]:
