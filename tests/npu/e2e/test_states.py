@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.npu, pytest.mark.timeout(600)]
 
 
 def qwen3_5(name: str, prefill_tp: int, model: ModelSpec = QWEN3_5) -> ClusterConfig:
-    """Without prefix caching, which is not supported for states."""
+    """Without prefix caching: the emulation lacks the kernel by which vllm-ascend copies cached states."""
     config = one_to_one(name, prefill_tp, 1, args=LANGUAGE_ONLY, env=UNPINNED, model=model)
     [prefill], [decode] = config.prefill, config.decode
     return dataclasses.replace(
