@@ -74,6 +74,8 @@ def _ask(client: Client, request: Ask, expected: tuple[int, ...]) -> tuple[Outco
     except httpx.HTTPStatusError as error:
         return _judge_error(error.response)
     except StreamError as error:
+        if "without a finish reason" in str(error):
+            return Outcome.UNCLEAR, str(error)  # vLLM leaves out the error of a stream of completions without a token
         if "ended without" in str(error):
             return Outcome.BROKEN_OFF, str(error)
         return _judge_message(json.loads(str(error)).get("message"))
