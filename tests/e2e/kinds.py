@@ -60,6 +60,8 @@ class Kind:
     status: int | None = 200
     headers: dict[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
     method: str = "POST"
+    own_words: bool = False
+    """The proxy refuses it as an engine does, with another message."""
     times: int = 1
     """How often it is sent; the later ones find cached blocks."""
     transfers: bool = False
@@ -273,13 +275,16 @@ ODD_CHATS: dict[str, dict[str, Any]] = {
 
 _JSON = {"Content-Type": "application/json"}
 _HELLO = b'{"prompt": "hello hello", "max_tokens": 2, "temperature": 0}'
-_CONTENTS = {
+_NO_OBJECTS = {
     "nothing": b"",
     "what ends early": b'{"prompt": "hello',
     "a list": b"[" + _HELLO + b"]",
-    "not UTF-8": b'{"prompt": "\xff\xfe"}',
     "a lone surrogate": b'{"prompt": "\\ud800 hello", "max_tokens": 2, "temperature": 0}',
     "NaN": b'{"prompt": "hello nan", "temperature": NaN, "max_tokens": 2}',
+}
+"""Bodies that are no JSON objects. The proxy refuses them itself, an engine some words later."""
+_CONTENTS = {
+    "not UTF-8": b'{"prompt": "\xff\xfe"}',
     "a field twice": b'{"prompt": "hello twice", "max_tokens": 1, "temperature": 0, "max_tokens": 3}',
 }
 _HEADERS = {
@@ -291,6 +296,7 @@ ODD = {
     **kinds(COMPLETIONS, completion_fields, ODD_SAMPLING | ODD_COMPLETIONS, status=None),
     **kinds(CHAT, chat_fields, ODD_CHATS, status=None),
     **{f"contents: {name}": Kind(COMPLETIONS, content, None) for name, content in _CONTENTS.items()},
+    **{f"contents: {name}": Kind(COMPLETIONS, content, 400, own_words=True) for name, content in _NO_OBJECTS.items()},
     **{f"headers: {name}": Kind(COMPLETIONS, _HELLO, None, headers) for name, headers in _HEADERS.items()},
 }
 """Requests that a single engine may refuse."""

@@ -86,7 +86,8 @@ def is_run_before(command: Command, folder: Path) -> None:
 
 def makes_the_model(command: Command, folder: Path) -> None:
     """The command makes the model that examples/single-node-1p1d/hosts-cpu.yaml names."""
-    model = yaml.safe_load((REPOSITORY / "examples/single-node-1p1d/hosts-cpu.yaml").read_text())["model"]
+    words = yaml.safe_load((REPOSITORY / "examples/single-node-1p1d/hosts-cpu.yaml").read_text())["args"]
+    model = words[words.index("--model") + 1]
     assert model in command.line
     for _ in range(2):  # the second time it is there
         command.with_values({"/tmp": str(folder), ".venv/bin/python": sys.executable}).run(REPOSITORY)
