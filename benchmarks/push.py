@@ -19,9 +19,9 @@ With --npu, on emulated CANN libraries, one step's work is counted, and nothing 
 descriptors that Mooncake gets, and what prefill's NPUs have to do beside the model's work (helpers/push_counts.py). The
 regrouping kernels are those of tests/ascendc_twin.
 
-With --check, exits with 1 where ours is slower than MIN_OF_ALONE of Mooncake alone for BIG_MIB or more; with
---npu, where a device does anything for KV that decode wants as it is, more than MAX_LAUNCHES launches a layer or
-MAX_PASSES passes over what is regrouped, or where a thread waits for it.
+With --check, exits with 1 if a bar is missed. For BIG_MIB or more, ours must reach MIN_OF_ALONE of Mooncake alone.
+With --npu, a device must do nothing for KV that decode wants as it is. What is regrouped may take MAX_LAUNCHES
+launches a layer and MAX_PASSES passes over the bytes. No thread may wait for it.
 """
 
 import argparse

@@ -7,6 +7,7 @@ it runs until a test needs another one: two cores carry no more than one cluster
 
 import pytest
 
+from harness.client import Client
 from harness.cluster_fixtures import *  # noqa: F403
 from harness.clusters import PLAIN
 from harness.engines import EngineConfig
@@ -15,3 +16,9 @@ from harness.engines import EngineConfig
 @pytest.fixture(scope="session")
 def single_engine() -> EngineConfig:
     return PLAIN
+
+
+@pytest.fixture
+def prefill_computes(client: Client) -> None:
+    """Prefill computes the client's prompts, also those that decode would compute itself."""
+    client.http.headers["X-Who-Computes"] = "prefill"

@@ -50,16 +50,9 @@ CLUSTERS = [
     long(FP8_TP1),
 ]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("prefill_computes")]
 
 all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True)
-
-
-@pytest.fixture
-def client(client: Client) -> Client:
-    """Prefill computes its prompts, also those that decode would compute itself."""
-    client.http.headers["X-Who-Computes"] = "prefill"
-    return client
 
 
 BFLOAT16_TIE = 1.0

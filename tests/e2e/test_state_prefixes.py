@@ -35,16 +35,9 @@ CLUSTERS = [
     long(caching(2, GATED_DELTA, IN_BFLOAT16, 2 * BLOCK)),
 ]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("prefill_computes")]
 
 all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True)
-
-
-@pytest.fixture
-def client(client: Client) -> Client:
-    """Prefill computes its prompts, also those that decode would compute itself."""
-    client.http.headers["X-Who-Computes"] = "prefill"
-    return client
 
 
 def hits(cluster: Cluster) -> tuple[float, float]:

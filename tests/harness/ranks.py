@@ -101,6 +101,15 @@ def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) ->
     return made
 
 
+def deliver(pair: "Pair", chunk: int | None, cached: int) -> None:
+    """Sends prompts of several lengths into empty caches, and checks that all arrive and nothing is left open."""
+    pair.each(pair.d_ranks, "clear")
+    requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
+    run(pair, requests, chunk)
+    expect_delivery(pair, requests)
+    assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)
+
+
 def expect_delivery(pair: "Pair", requests: list[Prompt], timeout_s: float = 30.0) -> None:
     """Checks that every request ends well on all ranks, and that decode has the right bytes."""
     received, failed = pair.wait_arrivals(len(requests), timeout_s)

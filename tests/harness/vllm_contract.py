@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints as JSON what `vllm_ascend_pd/connector` uses that the vLLM on PYTHONPATH does not have. A test runs this.
+"""Compares what `vllm_ascend_pd/connector` uses with the vLLM on PYTHONPATH. Prints JSON, which a test reads.
 
 `imports`: names that it imports, in functions and for types, too. `hooks`: hooks of the connector that vLLM would call
 with arguments that they do not take. `inherited`: hooks of vLLM's base class that the connector leaves as they are.

@@ -9,7 +9,7 @@ import torch
 
 from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank, Hooks
-from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.ranks import Pair, deliver, expect_delivery, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.observe.stats import OVERLAP_RATIO, merged
@@ -74,11 +74,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 # than three blocks; decode has two blocks of most prompts already.
 @pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
 def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
-    pair.each(pair.d_ranks, "clear")
-    requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
-    run(pair, requests, chunk)
-    expect_delivery(pair, requests)
-    assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)
+    deliver(pair, chunk, cached)
 
 
 def test_parts_of_blocks_are_named_once(pair: Pair) -> None:

@@ -13,7 +13,7 @@ import torch
 from harness.int8 import FAKQUANT, Int8DecodeRank, Int8Model, Int8PrefillRank
 from harness.kv import Prompt, Side
 from harness.rank_programs import DecodeRank, PrefillRank
-from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.ranks import Pair, deliver, expect_delivery, prompts, run
 from vllm_ascend_pd.core.step import Send
 
 C8 = Int8Model()
@@ -47,11 +47,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
 def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
-    pair.each(pair.d_ranks, "clear")
-    requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
-    run(pair, requests, chunk)
-    expect_delivery(pair, requests)
-    assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)
+    deliver(pair, chunk, cached)
 
 
 def compute_from(rank: PrefillRank, start: int) -> None:

@@ -68,8 +68,8 @@ class BootstrapServer:
         self._thread = EventLoopThread("pd-bootstrap", self._close)
         starting = asyncio.start_server(self._serve, host, port, limit=_MAX_REQUEST_BYTES)
         try:
-            self._server = asyncio.run_coroutine_threadsafe(starting, self._thread.loop).result()
-        except OSError as error:
+            self._server = asyncio.run_coroutine_threadsafe(starting, self._thread.loop).result(_TIMEOUT_S)
+        except OSError as error:  # a TimeoutError is one, too
             self._thread.close(_TIMEOUT_S)
             raise BootstrapServerError(f"cannot listen on {authority(host, port)}: {error}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
