@@ -3,15 +3,16 @@
 
 import json
 import typing
-from pathlib import Path
+from collections.abc import Iterator
 
 import msgspec
 import pytest
+from wire_messages import BODIES_SENT, ID, MESSAGES, SECRET, SEQ, bodies, frames
 
 from harness.tickets import ticket_with
 from vllm_ascend_pd.core import protocol
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
-from vllm_ascend_pd.core.prompt_digest import PromptDigest
+from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_names, digest_of_tokens
 from vllm_ascend_pd.core.protocol import (
     MAX_CHECKSUM_BYTES,
     MAX_DESCRIPTION_BYTES,
@@ -26,12 +27,17 @@ from vllm_ascend_pd.core.protocol import (
     OfferTicket,
     ProtocolError,
     RankDescription,
+    TransferFailure,
+    WaitingAnswer,
+    WaitingQuestion,
     WriteReport,
     WriterId,
     decode,
     encode,
 )
+from vllm_ascend_pd.core.ticket import Ticket, verify
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.decode.bootstrap import Engine
 
 WRITER = WriterId("prefill-0", 1, 3)
 CACHES = RankCaches(
@@ -104,7 +110,7 @@ def test_a_frame_of_version_1_reads_the_range_of_this_one():
     assert (newest, seq, oldest) == (PROTOCOL_VERSION, 5, protocol.OLDEST_PROTOCOL_VERSION)
 
 
-WIRE = sorted((Path(__file__).parent / "data" / "wire").glob("version-*.json"))
+# --- what releases have sent, and what later ones may send ------------------------------------------------------
 
 
 def says(message, known):
@@ -116,22 +122,98 @@ def says(message, known):
     return message == known
 
 
-@pytest.mark.parametrize("path", WIRE, ids=lambda path: path.stem)
-def test_what_engines_of_each_version_that_is_spoken_have_sent_is_read(path):
-    """The frames are those of releases. Add those of a new version by `encode`; change none."""
-    recorded = json.loads(path.read_text())
-    for frame_hex, known in recorded:
-        seq, message = decode(bytes.fromhex(frame_hex))
-        assert seq == 7
-        assert says(json.loads(msgspec.json.encode(message)), known)
+def filled(value: object) -> Iterator[tuple[type, str]]:
+    """The fields of all structs in `value` that have another value than the default."""
+    if isinstance(value, msgspec.Struct):
+        for field in msgspec.structs.fields(value):
+            inner = getattr(value, field.name)
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            if inner != default:
+                yield type(value), field.name
+            yield from filled(inner)
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from filled(inner)
 
 
-def test_every_version_that_is_spoken_is_recorded_with_every_message():
-    spoken = range(protocol.OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
-    assert [path.stem for path in WIRE] == [f"version-{version}" for version in spoken]
-    tags = {message["type"] for _, message in json.loads(WIRE[-1].read_text())}
-    assert tags == {kind.__struct_config__.tag for kind in typing.get_args(Message)}
+SPOKEN = range(protocol.OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
+FRAMES = [pytest.param(*kept, id=f"{n}-{kept[1]['type']}") for v in SPOKEN for n, kept in enumerate(frames(v))]
+READERS = {
+    "Ticket": Ticket,
+    "TransferFailure": TransferFailure,
+    "WaitingQuestion": WaitingQuestion,
+    "WaitingAnswer": WaitingAnswer,
+    "bootstrap": dict[str, Engine],
+}
 
+
+@pytest.mark.parametrize(("frame_hex", "known"), FRAMES)
+def test_what_engines_of_each_version_that_is_spoken_have_sent_is_read(frame_hex, known):
+    seq, message = decode(bytes.fromhex(frame_hex))
+    assert seq == SEQ
+    assert says(json.loads(msgspec.json.encode(message)), known)
+
+
+@pytest.mark.parametrize(("kind", "body"), bodies())
+def test_what_has_been_sent_as_json_is_read(kind, body):
+    read = msgspec.json.decode(body, type=READERS[kind])
+    assert says(msgspec.to_builtins(read), json.loads(body))
+    if kind == "Ticket":
+        verify(read, SECRET)  # whatever fields it has gained
+        assert read.digest() == "738f65e90183a7555fac6346b8d895f1"
+
+
+def test_digests_of_prompts_stay_as_releases_compute_them():
+    assert digest_of_tokens(ID, [1, 2, 3]) == "3b7f17c71ffd01e67e81a167f22ffb7c"
+    assert digest_of_names(ID, ["salt", "hash"]) == "00ac07a1254d124e85a17d0fc6611e2e"
+
+
+def test_everything_that_this_version_sends_is_kept():
+    """`python tests/unit/wire_messages.py` adds what is missing."""
+    kept = dict(frames(PROTOCOL_VERSION))
+    assert [message for message in MESSAGES if encode(SEQ, message).hex() not in kept] == []
+    assert {kind: body.decode() for kind, body in BODIES_SENT.items()}.items() <= set(bodies())
+    assert {type(message) for message in MESSAGES} == set(typing.get_args(Message))
+    sent = [*MESSAGES, *(msgspec.json.decode(body, type=READERS[kind]) for kind, body in BODIES_SENT.items())]
+    said = set(filled(sent))
+    kinds = {kind for kind, _ in said}
+    assert {(kind, field) for kind in kinds for field in kind.__struct_fields__} - said == set()
+
+
+def extended(value: object, name: str = "") -> object:
+    """A message as a later version may send it: each struct has a field more. `name`: the field that holds it."""
+    if isinstance(value, dict):
+        later = {} if name == "settings" else {"later": [1]}
+        return {**{key: extended(inner, key) for key, inner in value.items()}, **later}
+    if isinstance(value, list):
+        return [extended(inner) for inner in value] + (["later"] if name in ("writer", "sharding") else [])
+    return value
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_of_a_later_version_with_more_fields_is_read(message):
+    later = extended(msgspec.to_builtins(message, builtin_types=[bytes]))
+    newest = PROTOCOL_VERSION + 3
+    sent = msgspec.msgpack.encode((newest, SEQ, msgspec.Raw(body(later)), PROTOCOL_VERSION, "later"))
+    assert decode(sent) == (SEQ, message)
+    refused = msgspec.msgpack.encode((newest, SEQ, msgspec.Raw(body(later)), PROTOCOL_VERSION + 1))
+    with pytest.raises(ProtocolError, match=f"version {PROTOCOL_VERSION + 1} to {newest}, this side speaks"):
+        decode(refused)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_json_of_a_later_version_with_more_fields_is_read(kind):
+    if kind == "bootstrap":  # a mapping of names
+        later = {rank: extended(engine) for rank, engine in json.loads(BODIES_SENT[kind]).items()}
+        for engine in later.values():
+            del engine["worker_addr"]["later"], engine["worker_addr"]["0"]["later"]
+    else:
+        later = extended(json.loads(BODIES_SENT[kind]))
+    now = msgspec.json.decode(BODIES_SENT[kind], type=READERS[kind])
+    assert msgspec.json.decode(msgspec.json.encode(later), type=READERS[kind]) == now
+
+
+# --- ranges ------------------------------------------------------------------------------------------------------
 
 GRANT_REQUEST = msgspec.to_builtins(ASKED)
 OFFER = msgspec.to_builtins(OfferTicket("prefill-0", "xfer-0", TICKET))

@@ -295,6 +295,7 @@ CLOCK_SKEW_S = 30
 
 _PURPOSE = b"vllm-ascend-pd ticket 1\0"
 # `token_ids` are used only after a comparison with `prompt`, which is signed. `replaces` is for the metaserver alone.
+# Add a new field here, too, while prefill engines may run that do not know it: they would refuse its signature.
 _NOT_SIGNED = ("signature", "token_ids", "replaces")
 _encoder = msgspec.msgpack.Encoder(order="sorted")
 

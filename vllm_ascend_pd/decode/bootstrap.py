@@ -112,7 +112,7 @@ class BootstrapError(Exception):
         self.final = final
 
 
-class _Engine(msgspec.Struct, frozen=True):
+class Engine(msgspec.Struct, frozen=True):
     """One data-parallel engine."""
 
     # The id that routers know it by.
@@ -171,7 +171,7 @@ class PrefillAddresses:
     def _engines(self, body: bytes) -> dict[str, tuple[str, str]]:
         """Returns endpoint and id of the start, by engine id. Leaves out engines of other connectors."""
         try:
-            answer = msgspec.json.decode(body, type=dict[str, _Engine])
+            answer = msgspec.json.decode(body, type=dict[str, Engine])
         except UNREADABLE as error:
             raise BootstrapError("the prefill host's bootstrap server sent no list of engines") from error
         engines, refused = {}, None
