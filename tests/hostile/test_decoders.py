@@ -37,9 +37,9 @@ from vllm_ascend_pd.proxy.http.bodies import (
 )
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.messages import RequestRefused
-from vllm_ascend_pd.proxy.rendezvous import prefill_requests
-from vllm_ascend_pd.proxy.rendezvous.prefill_requests import read_ticket
+from vllm_ascend_pd.proxy.rendezvous import tickets
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.rendezvous.tickets import read_ticket
 
 pytestmark = pytest.mark.timeout(7200)  # the long form
 
@@ -134,7 +134,7 @@ def _posted_ticket(data: bytes) -> None:
 
 def _prefill_answer(data: bytes) -> None:
     for status in (200, 400, 500):
-        prefill_requests.judge(status, "application/json", data, "http://127.0.0.1:1")
+        tickets.judge(status, "application/json", data, "http://127.0.0.1:1")
 
 
 def _metaserver_answer(data: bytes) -> None:

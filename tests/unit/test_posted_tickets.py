@@ -12,7 +12,7 @@ from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import Ticket as WholeTicket
 from vllm_ascend_pd.core.ticket import parse_ticket
-from vllm_ascend_pd.proxy.rendezvous.prefill_requests import read_ticket
+from vllm_ascend_pd.proxy.rendezvous.tickets import read_ticket
 
 PROMPT = 10
 WHOLE = ticket_with(

@@ -22,6 +22,7 @@ from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
+from vllm_ascend_pd.proxy.settings import ProxySettings
 
 
 class Pool:
@@ -71,14 +72,8 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
     """The failure counts nevertheless."""
     request_table, pool = RequestTable(1), Pool()
     engines = cast(EnginePool, pool)
-    metaserver = Metaserver(
-        request_table,
-        engines,
-        Observer(),
-        token=None,
-        max_ticket_bytes=1 << 20,
-        prefill_attempts=3,
-    )
+    settings = ProxySettings(prefill=["http://a"], decode=["http://d"], attempts=3)
+    metaserver = Metaserver(request_table, engines, Observer(), settings)
 
     async def run() -> None:
         statuses: list[int] = []

@@ -1,54 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's X-Request-Id in the body of its answer, however the engine's answer is cut into chunks."""
 
-import itertools
-import random
-import uuid
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
 
+import anyio
 import pytest
+from starlette.types import Message
 
-from vllm_ascend_pd.proxy.http.streams import Renaming
+from vllm_ascend_pd.proxy.http.endpoints import Endpoint
+from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
+from vllm_ascend_pd.proxy.http.streams import Renaming, Reply
+from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest
+from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
 
 ID = "01234567-89ab-4def-8123-456789abcdef"
+BODY = b'{"id":"chatcmpl-%s","choices":[{"text":"%s"}]}' % (ID.encode(), b"x" * 400)
 
 
-def renamed(body: bytes, cuts: list[int], name: str = "abc") -> bytes:
-    renaming = Renaming.to(name, ID)
-    assert renaming is not None
-    edges = [0, *sorted(cuts), len(body)]
-    parts = [renaming.feed(body[start:stop]) for start, stop in itertools.pairwise(edges)]
-    return b"".join([*parts, renaming.end()])
+def relayed(chunks: list[bytes], content_type: str, given: str = "abc") -> bytes:
+    """Returns what the client gets of an engine's answer."""
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    async def run() -> None:
+        async def body() -> AsyncIterator[bytes]:
+            for chunk in chunks:
+                yield chunk
+
+        answer: Any = SimpleNamespace(status=200, headers=[], chunks=body)
+        answer.header = {"Content-Type": content_type}.get
+        answer.is_event_stream = content_type == "text/event-stream"
+        reply = Reply(send, request_id=given)
+        reply.renaming = Renaming.to(given, ID)
+        proxied = ProxiedRequest("POST", Endpoint.CHAT.value, Endpoint.CHAT, [], reply)
+        attempt = DecodeAttempt(proxied, ID, lambda: False)
+        assert await ResponseRelay(attempt, Observer()).run(cast(EngineResponse, answer)) is None
+
+    anyio.run(run)
+    return b"".join(sent)
 
 
-BODY = b'{"id":"chatcmpl-%s","x":"0123-0123","y":"%s%s"}%s' % (ID.encode(), ID.encode(), ID.encode(), ID.encode()[:20])
-
-
-def test_wherever_a_body_is_cut() -> None:
-    expected = BODY.replace(ID.encode(), b"abc")
-    for cut in range(len(BODY)):
-        assert renamed(BODY, [cut]) == expected
-    some = random.Random(1)
-    for _ in range(500):
-        assert renamed(BODY, some.sample(range(len(BODY)), 12)) == expected
-
-
-def test_events_are_not_held_back() -> None:
-    renaming = Renaming.to("abc", ID)
-    assert renaming is not None
-    for _ in range(2):
-        assert renaming.feed(b'data: {"id":"cmpl-%s"}\n\n' % ID.encode()) == b'data: {"id":"cmpl-abc"}\n\n'
-
-
-@pytest.mark.parametrize(
-    ("given", "written"), [('a"b\\', b'a\\"b\\\\'), ("\xe9", "\u00e9".encode()), ("\x01", b"\\u0001")]
-)
-def test_a_name_is_written_as_json(given: str, written: bytes) -> None:
-    assert renamed(b'{"id":"cmpl-%s"}' % ID.encode(), [], given) == b'{"id":"cmpl-%s"}' % written
+@pytest.mark.parametrize("given", ["abc", ID[::-1], 'a"b\\', "\xe9", "\x01"])
+@pytest.mark.parametrize("events", [False, True], ids=["json", "stream"])
+def test_wherever_an_answer_is_cut(given: str, events: bool) -> None:
+    """The name is written as JSON writes it."""
+    content_type = "text/event-stream" if events else "application/json"
+    body = b"data: %s\n\ndata: %s\n\n" % (BODY, BODY) if events else BODY
+    renamed = body.replace(ID.encode(), json.dumps(given, ensure_ascii=False)[1:-1].encode())
+    for cut in range(0, len(body), 7):
+        assert relayed([body[:cut], body[cut:]], content_type, given) == renamed
+    assert relayed([body[at : at + 1] for at in range(len(body))], content_type, given) == renamed
 
 
 def test_names_that_are_not_put_in() -> None:
     assert Renaming.to(ID, ID) is None
     assert Renaming.to("x" * 257, ID) is None
-    same = Renaming.to(str(uuid.uuid4()), ID)
-    assert same is not None
-    assert same.keeps_length

@@ -15,9 +15,9 @@ A client's request, file by file:
 1. `rendezvous/client_endpoint` admits it (`routing/concurrency`) and reads its body (`http/bodies`).
 2. It ranks the decode engines (`routing/registry`) and asks the best one (`routing/engine_pool`), once that has a free
    slot (`routing/concurrency`).
-3. The decode engine posts a ticket per prompt. `rendezvous/metaserver` finds the request that waits for it
-   (`rendezvous/request_table`).
-4. `rendezvous/prefill_requests` has a prefill engine compute the prompt, then the ticket is answered.
+3. The decode engine posts a ticket per prompt (`rendezvous/tickets`). `rendezvous/metaserver` finds the request that
+   waits for it (`rendezvous/request_table`).
+4. It has a prefill engine compute the prompt, then the ticket is answered.
 5. `rendezvous/response_relay` passes the decode engine's response on to the client.
 
 `routing/answers` says what follows a failure; `rendezvous/observer` counts what `operate/` shows.

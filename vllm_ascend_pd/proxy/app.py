@@ -18,12 +18,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
+from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
 from vllm_ascend_pd.proxy.http.messages import BoundedBodies, error_response
 from vllm_ascend_pd.proxy.operate.admin import Admin
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.status import StatusPage
-from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientEndpoint, DecodeRequests
+from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
@@ -33,7 +33,7 @@ from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.discovery import Discovery
 from vllm_ascend_pd.proxy.routing.engine import EngineBounds
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
+from vllm_ascend_pd.proxy.settings import ProxySettings
 
 _PREFILLS_PER_REQUEST = 4
 """A request with several prompts or samples (n) has several prefills. If there are more per request, on average,
@@ -65,7 +65,7 @@ class ProxyApp:
         self._metrics = Metrics(self._observer, self._request_table, self._pools)
         self.asgi = Starlette(
             middleware=[Middleware(BoundedBodies)],
-            routes=self._client_routes(settings) + self._operator_routes(settings) + self._metaserver_routes(settings),
+            routes=self._routes(settings),
             exception_handlers={HTTPException: _http_error},
             lifespan=self._lifespan,
         )
@@ -94,45 +94,15 @@ class ProxyApp:
             for pool in self._pools:
                 await pool.aclose()
 
-    def _client_routes(self, settings: ProxySettings) -> list[BaseRoute]:
-        endpoint = partial(
-            ClientEndpoint,
-            request_table=self._request_table,
-            decode_requests=DecodeRequests(
-                self._request_table,
-                self._decode,
-                self._prefill,
-                self._observer,
-                attempts=settings.attempts,
-                metaserver_url=settings.metaserver_url,
-            ),
-            observer=self._observer,
-            max_body_bytes=settings.max_body_mib * MIB,
-        )
+    def _routes(self, settings: ProxySettings) -> list[BaseRoute]:
+        table, observer, token = self._request_table, self._observer, settings.admin_token()
         return [
-            *(Route(each.value, endpoint(each.value, each), methods=["POST"]) for each in Endpoint),
-            *(Route(path, endpoint(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),
-            *(Route(path, endpoint(path, None), methods=["POST"]) for path in DECODE_ALONE_POST),
+            *ClientRequests(table, self._decode, self._prefill, observer, settings).routes(),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
-        ]
-
-    def _metaserver_routes(self, settings: ProxySettings) -> list[BaseRoute]:
-        metaserver = Metaserver(
-            self._request_table,
-            self._prefill,
-            self._observer,
-            token=settings.metaserver_token(),
-            max_ticket_bytes=settings.max_ticket_bytes,
-            prefill_attempts=settings.attempts,
-        )
-        return [*metaserver.routes()]
-
-    def _operator_routes(self, settings: ProxySettings) -> list[BaseRoute]:
-        token = settings.admin_token()
-        return [
             Route("/metrics", self._metrics.get, methods=["GET"]),
-            *StatusPage(self._pools, self._request_table, self._observer, self._problems, token).routes(),
-            *([] if token is None else Admin(self._pools, self._request_table, token).routes()),
+            *StatusPage(self._pools, table, observer, self._problems, token).routes(),
+            *([] if token is None else Admin(self._pools, table, token).routes()),
+            *Metaserver(table, self._prefill, observer, settings).routes(),
         ]
 
     def _problems(self) -> list[str]:

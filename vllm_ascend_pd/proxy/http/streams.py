@@ -8,7 +8,7 @@ import enum
 import re
 import time
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -148,55 +148,25 @@ def _says(choice: dict[str, Any]) -> bool:
 
 _MAX_NAME_BYTES = 256
 """Of a client's name. Every event of a stream repeats it."""
-_IN_ID = frozenset(bytes([each]) for each in b"0123456789abcdef-")
-_PART_OF_ID = re.compile(rb"[0-9a-f-]{1,35}\Z")
-"""What may be the beginning of an id, at the end of a chunk."""
+NAMED_WITHIN_BYTES = 256
+"""vLLM's answers begin with their id."""
 
 
-class Renaming:
-    """Replaces the engine's id of a request by the client's, in the chunks of an answer, also where two chunks share
-    it.
+class Renaming(NamedTuple):
+    """Replaces the engine's id of a request by the client's in an answer.
 
     Engines and tickets need an id that is unique and hard to guess, and the client's may be neither. A single engine
     names an answer after the client's `X-Request-Id`, so this does, too.
     """
 
-    def __init__(self, engine_id: str, name: bytes) -> None:
-        """`engine_id`: a UUID. `name`: as it is written within a JSON string."""
-        self._old = engine_id.encode()
-        self._new = name
-        self._rest = b""
-        """The end of the last chunk, if an id may begin there."""
+    old: bytes
+    new: bytes
 
     @classmethod
     def to(cls, given: str, engine_id: str) -> Renaming | None:
         """Returns a renaming to the client's `given`. None if that is the engine's id, or too long to repeat."""
         name = msgspec.json.encode(given)[1:-1]
-        return None if given == engine_id or len(name) > _MAX_NAME_BYTES else cls(engine_id, name)
-
-    @property
-    def keeps_length(self) -> bool:
-        return len(self._new) == len(self._old)
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Returns what is complete now."""
-        body, self._rest = self._rest + chunk, b""
-        if body[-1:] not in _IN_ID:  # the usual end of an event or a body
-            return body.replace(self._old, self._new)
-        last = body.rfind(self._old)
-        behind = 0 if last < 0 else last + len(self._old)
-        found = _PART_OF_ID.search(body, max(behind, len(body) - len(self._old) + 1))
-        cut = len(body)
-        if found is not None:
-            starts = (at for at in range(found.start(), cut) if self._old.startswith(body[at:]))
-            cut = next(starts, cut)
-        self._rest = body[cut:]
-        return body[:cut].replace(self._old, self._new)
-
-    def end(self) -> bytes:
-        """Returns what was held back."""
-        rest, self._rest = self._rest, b""
-        return rest
+        return None if given == engine_id or len(name) > _MAX_NAME_BYTES else cls(engine_id.encode(), name)
 
 
 _BREAK_OFF_SECONDS = 1.0
@@ -234,7 +204,7 @@ class Reply:
         self._is_event_stream = answer.is_event_stream
         headers = client_response_headers(answer.headers)
         # A failure adds an event to a stream or ends it early. And the length of a 304 is not that of its body.
-        other_length = self.renaming is not None and not self.renaming.keeps_length
+        other_length = self.renaming is not None and len(self.renaming.new) != len(self.renaming.old)
         if self._is_event_stream or answer.status == HTTPStatus.NOT_MODIFIED or other_length:
             headers = [header for header in headers if header[0] != b"content-length"]
         await self.send(
@@ -246,17 +216,17 @@ class Reply:
         )
 
     async def write(self, chunk: bytes) -> None:
-        if self.renaming is not None:
-            chunk = self.renaming.feed(chunk)
+        """`chunk`: whole events of a stream. Of other bodies the first one has `NAMED_WITHIN_BYTES`."""
         if not chunk:
             return
+        if self.renaming is not None:
+            chunk = chunk.replace(*self.renaming)
         if self._is_event_stream and self.first_event_at is None:
             self.first_event_at = time.monotonic()
         await self.send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self) -> None:
-        rest = b"" if self.renaming is None else self.renaming.end()
-        await self.send({"type": "http.response.body", "body": rest, "more_body": False})
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def break_off(self, error_event: bytes) -> None:
         """Ends an answer that cannot be completed. A stream gets an error event, as from vLLM. Any other body stays

@@ -11,15 +11,23 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import anyio
 from starlette.requests import ClientDisconnect, Request
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from vllm_ascend_pd.core.ticket import PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
 from vllm_ascend_pd.proxy.http.bodies import LacksFieldError, decode_body, parse_client_request, read_fields
-from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, error_event
+from vllm_ascend_pd.proxy.http.endpoints import (
+    DECODE_ALONE_GET,
+    DECODE_ALONE_POST,
+    REQUEST_FORMATS,
+    Endpoint,
+    error_event,
+)
 from vllm_ascend_pd.proxy.http.messages import RequestRefused, error_response, when_disconnected, who_computes
 from vllm_ascend_pd.proxy.http.streams import Renaming, Reply
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
@@ -37,6 +45,7 @@ from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT, prompts_of
+from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
 
 log = logging.getLogger(__name__)
 
@@ -44,47 +53,46 @@ _LEAST_WAIT_SECONDS = 0.001
 """Shorter waits for prefill are not told to decode: they change no decision."""
 
 
-class ClientEndpoint:
-    """ASGI endpoint for one path: answers a client with a decode engine's response to the same path."""
+class ClientRequests:
+    """Answers clients with decode engines' responses to the same path, and decides about further attempts."""
 
     def __init__(
         self,
-        path: str,
-        endpoint: Endpoint | None,
-        *,
         request_table: RequestTable,
-        decode_requests: DecodeRequests,
+        decode: EnginePool,
+        prefill: EnginePool,
         observer: Observer,
-        max_body_bytes: int,
+        settings: ProxySettings,
     ) -> None:
-        """
-        Args:
-            path: the route.
-            endpoint: what the route's requests look like; None if decode answers them without prefill.
-            request_table: of all endpoints together.
-            decode_requests: sends requests to decode engines.
-            observer: receives reports about each request.
-            max_body_bytes: limit of a client's body.
-        """
-        self._path = path
-        self._endpoint = endpoint
+        """`request_table`: registers each attempt, so that tickets find it. `prefill`: decode is told whether any of
+        its engines is well."""
         self._request_table = request_table
-        self._decode_requests = decode_requests
+        self._pool = decode
+        self._prefill = prefill
         self._observer = observer
-        self._max_body_bytes = max_body_bytes
+        self._attempts = settings.attempts
+        """How many engines may be asked for one request."""
+        self._metaserver_url = settings.metaserver_url
+        self._max_body_bytes = settings.max_body_mib * MIB
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        headers = request.headers.raw
+    def routes(self) -> list[BaseRoute]:
+        return [
+            *(Route(each.value, _AtPath(self, each.value, each), methods=["POST"]) for each in Endpoint),
+            *(Route(path, _AtPath(self, path, None), methods=["GET"]) for path in DECODE_ALONE_GET),
+            *(Route(path, _AtPath(self, path, None), methods=["POST"]) for path in DECODE_ALONE_POST),
+        ]
+
+    async def answer(self, request: Request, path: str, endpoint: Endpoint | None, send: Send) -> None:
+        """Answers a client. `endpoint`: as in ProxiedRequest."""
         reply = Reply(send, request_id=request.headers.get("x-request-id"))
-        with self._observer.request(self._path, reply):
-            proxied = ProxiedRequest(request.method, self._path, self._endpoint, headers, reply)
+        with self._observer.request(path, reply):
+            proxied = ProxiedRequest(request.method, path, endpoint, request.headers.raw, reply)
             try:
                 with self._request_table.open(proxied) as place, proxied.scope:
                     await self._serve(proxied, request, place)
             except RequestRefused as refused:
                 self._refuse(proxied, refused)
-            await self._finish(proxied, scope, receive)
+            await _finish(proxied, request)
 
     async def _serve(self, proxied: ProxiedRequest, request: Request, place: AdmittedRequest) -> None:
         """Reads the body and passes it to decode. Returns when a decode engine has answered, or after
@@ -97,7 +105,7 @@ class ClientEndpoint:
             proxied.end(None)
 
         try:
-            if self._endpoint is not None:
+            if proxied.endpoint is not None:
                 proxied.who_computes = who_computes(proxied.headers)
             body = await self._read_body(request, place)
         except ClientDisconnect:
@@ -109,11 +117,11 @@ class ClientEndpoint:
             tasks.start_soon(when_disconnected, request.receive, client_left)
             try:
                 await place.wait()
-                self._parse(proxied, body)
+                _parse(proxied, body)
             except RequestRefused as refused:
                 self._refuse(proxied, refused)
                 return
-            await self._decode_requests.run(proxied)
+            await self._run(proxied)
             tasks.cancel_scope.cancel()
 
     async def _read_body(self, request: Request, place: AdmittedRequest) -> bytes:
@@ -126,57 +134,7 @@ class ClientEndpoint:
             self._observer.request_refused(refused.status)
         proxied.end(refused.response())
 
-    def _parse(self, proxied: ProxiedRequest, body: bytes) -> None:
-        """Sets `proxied.content`, and `proxied.request` if the body has prompts for prefill. Raises RequestRefused."""
-        if self._endpoint is not None:
-            with contextlib.suppress(LacksFieldError):
-                proxied.request = parse_client_request(self._endpoint, body)
-        elif proxied.method == "POST":
-            read_fields(body)
-        proxied.content = body
-
-    async def _finish(self, proxied: ProxiedRequest, scope: Scope, receive: Receive) -> None:
-        """Answers a request that no decode engine has answered completely."""
-        reply, response = proxied.reply, proxied.final_response
-        if response is None or reply.finished:
-            return
-        if reply.started:
-            await reply.break_off(error_event(self._path, bytes(response.body)))
-        else:
-            await response(scope, receive, reply.send)
-
-
-class DecodeRequests:
-    """Sends clients' requests to decode engines, and decides about further attempts. It holds no state of single
-    requests."""
-
-    def __init__(
-        self,
-        request_table: RequestTable,
-        pool: EnginePool,
-        prefill: EnginePool,
-        observer: Observer,
-        *,
-        attempts: int,
-        metaserver_url: str,
-    ) -> None:
-        """
-        Args:
-            request_table: registers each attempt, so that tickets find it.
-            pool: the decode engines.
-            prefill: the prefill engines. Decode is told whether any is well.
-            observer: receives reports about attempts.
-            attempts: how many engines may be asked for one request.
-            metaserver_url: where decode engines post their tickets.
-        """
-        self._request_table = request_table
-        self._pool = pool
-        self._prefill = prefill
-        self._observer = observer
-        self._attempts = attempts
-        self._metaserver_url = metaserver_url
-
-    async def run(self, proxied: ProxiedRequest) -> None:
+    async def _run(self, proxied: ProxiedRequest) -> None:
         """Asks one engine after the other, until one answers or no attempt is left. Returns when the client has got a
         response, or after `proxied.end` with an error."""
         pool, engines, reply = self._pool, self._pool.engines, proxied.reply
@@ -294,6 +252,39 @@ class DecodeRequests:
             number,
             next_url,
         )
+
+
+@dataclass(frozen=True)
+class _AtPath:
+    """The ASGI endpoint of one path. `path` and `endpoint`: as in ProxiedRequest."""
+
+    requests: ClientRequests
+    path: str
+    endpoint: Endpoint | None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.requests.answer(Request(scope, receive), self.path, self.endpoint, send)
+
+
+def _parse(proxied: ProxiedRequest, body: bytes) -> None:
+    """Sets `proxied.content`, and `proxied.request` if the body has prompts for prefill. Raises RequestRefused."""
+    if proxied.endpoint is not None:
+        with contextlib.suppress(LacksFieldError):
+            proxied.request = parse_client_request(proxied.endpoint, body)
+    elif proxied.method == "POST":
+        read_fields(body)
+    proxied.content = body
+
+
+async def _finish(proxied: ProxiedRequest, request: Request) -> None:
+    """Answers a request that no decode engine has answered completely."""
+    reply, response = proxied.reply, proxied.final_response
+    if response is None or reply.finished:
+        return
+    if reply.started:
+        await reply.break_off(error_event(proxied.path, bytes(response.body)))
+    else:
+        await response(request.scope, request.receive, reply.send)
 
 
 def _renaming(clients_id: str | None, attempt: DecodeAttempt) -> Renaming | None:

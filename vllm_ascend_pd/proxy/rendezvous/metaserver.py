@@ -2,19 +2,23 @@
 """The metaserver: decode engines post tickets, failures, and questions about open tickets.
 
 A ticket is answered when its prefill has ended. The client request that it is for waits at the decode engine meanwhile.
+A ticket has one prefill engine: others are asked only as long as none may have begun with it (`EnginePool.open`). If it
+fails, a new decode request follows, with a ticket of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -32,7 +36,8 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.http.bodies import ClientRequest, samples_of
+from vllm_ascend_pd.proxy.http.bodies import prefill_body, samples_of, tokens_body
+from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.messages import (
     Action,
     BearerToken,
@@ -43,10 +48,22 @@ from vllm_ascend_pd.proxy.http.messages import (
     when_disconnected,
 )
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
-from vllm_ascend_pd.proxy.rendezvous.prefill_requests import ParsedTicket, PrefillRequests, failed, read_ticket
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketMatch, TicketProgress
-from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind, Then, lacks_prefill, summary
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, failed, judge, read_ticket
+from vllm_ascend_pd.proxy.routing.answers import (
+    EngineRole,
+    Failure,
+    FailureKind,
+    Then,
+    engines_to_avoid,
+    lacks_prefill,
+    last_resorts,
+    summary,
+)
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
+from vllm_ascend_pd.proxy.routing.registry import EngineRanking
+from vllm_ascend_pd.proxy.routing.strategies import prompt_of
+from vllm_ascend_pd.proxy.settings import ProxySettings
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +72,8 @@ _REJOIN_SECONDS = 5.0
 _MAX_FAILURE_BYTES = 64 * 1024
 _MAX_QUESTION_BYTES = 128 * 1024
 """`MAX_ASKED` ids of 64 characters each, and the JSON around them."""
+_MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
+"""A prefill engine answers with one token. A longer answer is no completion."""
 
 _read_failure = partial(msgspec.json.decode, type=TransferFailure)
 _read_question = partial(msgspec.json.decode, type=WaitingQuestion)
@@ -65,29 +84,18 @@ class Metaserver:
     """Serves the decode engines' posts. The event loop's thread owns it."""
 
     def __init__(
-        self,
-        request_table: RequestTable,
-        pool: EnginePool,
-        observer: Observer,
-        *,
-        token: str | None,
-        max_ticket_bytes: int,
-        prefill_attempts: int,
+        self, request_table: RequestTable, pool: EnginePool, observer: Observer, settings: ProxySettings
     ) -> None:
-        """
-        Args:
-            request_table: the client requests that tickets are matched with.
-            pool: the prefill engines.
-            observer: receives reports about tickets and prefills.
-            token: bearer token of decode engines; None if they need none.
-            max_ticket_bytes: limit of a ticket.
-            prefill_attempts: how many prefills one prompt may have.
-        """
+        """`request_table`: the client requests that tickets are matched with. `pool`: the prefill engines."""
         self._request_table = request_table
-        self._prefill_requests = PrefillRequests(pool, observer, attempts=prefill_attempts)
+        self._pool = pool
         self._observer = observer
+        token = settings.metaserver_token()
         self._token = None if token is None else BearerToken(token)
-        self._max_ticket_bytes = max_ticket_bytes
+        """Of decode engines; None if they need none."""
+        self._max_ticket_bytes = settings.max_ticket_bytes
+        self._attempts = settings.attempts
+        """How many prefills one prompt may have, over all decode attempts."""
         self._open: Counter[str] = Counter()
         """Number of posts that wait, by ticket id. A ticket posted again may count twice."""
 
@@ -110,7 +118,7 @@ class Metaserver:
         succeed.
         """
         ticket = await self._read(request, self._max_ticket_bytes, read_ticket, "ticket")
-        progress, client = self._register(ticket)
+        progress = self._register(ticket)
         progress.recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
         progress.waits()
         with self._waiting(ticket.header.ticket_id):
@@ -119,42 +127,113 @@ class Metaserver:
                 if progress.begun:  # decode lost its connection, and posts the ticket again
                     await progress.ended.wait()
                 else:
-                    await self._prefill(client, ticket, progress)
+                    await self._prefill(ticket, progress)
                 tasks.cancel_scope.cancel()
         if progress.answer is None or progress.attempt.over:
             return _error(HTTPStatus.GONE, "the client's request has ended or was retried")
         return progress.answer
 
-    def _register(self, ticket: ParsedTicket) -> tuple[TicketProgress, ClientRequest]:
-        """Registers a ticket with its attempt. Also returns the client's request. Raises RequestRefused."""
+    def _register(self, ticket: ParsedTicket) -> TicketProgress:
+        """Registers a ticket with its attempt. Raises RequestRefused."""
         header = ticket.header
         attempt, prompt, is_sample = self._find(header.request_id)
-        client = attempt.proxied.request
-        assert client is not None
         if not header.ticket_id and (prompt or is_sample):
             raise _unmatched(attempt)
-        progress = attempt.ticket(prompt, header.ticket_id, samples_of(client), header.replaces)
+        progress = attempt.ticket(prompt, header.ticket_id, samples_of(attempt.request), header.replaces)
         if progress is None:
             raise RequestRefused(
                 HTTPStatus.CONFLICT, "this request_id has all its tickets already, under other ticket ids"
             )
-        return progress, client
+        return progress
 
-    async def _prefill(self, client: ClientRequest, ticket: ParsedTicket, progress: TicketProgress) -> None:
+    async def _prefill(self, ticket: ParsedTicket, progress: TicketProgress) -> None:
         """Prefills until that has succeeded or failed, or is cancelled. Sets the answer for decode."""
         try:
             with progress.attempt.prefill() as scope, self._observer.ticket_waits():
                 progress.begin(scope)
-                failures = await self._prefill_requests.run(client, ticket, progress)
+                failures = await self._run(ticket, progress)
                 if failures:
-                    may_follow = self._prefill_requests.may_follow(failures)
-                    progress.answer = _prefill_failed(ticket, progress, failures, may_follow)
+                    progress.answer = _prefill_failed(ticket, progress, failures, self._may_follow(failures))
                 else:
                     progress.answered = True
                     progress.attempt.prefilled()
                     progress.answer = JSONResponse({"status": "ok"})
         finally:
             progress.ended.set()
+
+    async def _run(self, ticket: ParsedTicket, progress: TicketProgress) -> list[Failure]:
+        """Prefills the ticket's prompt. Returns nothing if that succeeded, else why all prefills of the prompt failed,
+        those under earlier decode attempts included. The decode attempt has ended if another one follows."""
+        attempt, failures, engines = progress.attempt, progress.failures, self._pool.engines
+        proxied = attempt.proxied
+        if len(failures) >= self._attempts:
+            return failures
+        failed_before = frozenset(proxied.failed_prefill)
+        avoid = failed_before if set(engines.urls) - failed_before else frozenset[str]()
+        ranking = engines.rank(prompt_of(attempt.request, progress.prompt), avoid, proxied.prefills)
+        # Where decode computes the prompt at last, an engine that may have died of it is not asked twice.
+        accidents = [failure for failure in failures if failure.then(EngineRole.PREFILL) is Then.ANEW]
+        ranking = ranking.then(last_resorts(EngineRole.PREFILL, accidents, avoid))
+        failure = await self._attempt(ticket, progress, ranking)
+        self._pool.judge(progress.call.engine, failure and failure.kind)
+        if failure is None:
+            return []
+        self._observer.attempt_failed(EngineRole.PREFILL, failure, attempt.request_id)
+        if progress.given_up:  # decode reported a failure, which was recorded if an engine had been asked
+            return failures or [failure]
+        proxied.prefill_failed(progress, failure)
+        if attempt.over:
+            proxied.inherit(progress)
+            return failures
+        # A task that is cancelled just as it resumes would otherwise continue.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if attempt.may_begin_anew and self._may_follow(failures):
+            # Only the log gets the prefill engine's address.
+            before = f"prefill at {failure.url} failed: "
+            reason, unquoted = before + failure.reason, before + failure.for_all
+            attempt.note_transfer_failure(
+                Failure(FailureKind.TRANSFER, reason, attempt.engine, failure.answer, unquoted)
+            )
+            proxied.begin_anew(progress)
+        return failures
+
+    async def _attempt(self, ticket: ParsedTicket, progress: TicketProgress, ranking: EngineRanking) -> Failure | None:
+        """Prefills at one engine. The stall watch, or a report from decode, may end it early."""
+        failure: Failure | None = None
+        call = progress.call = EngineCall()
+        begun = time.monotonic()
+        with self._pool.watch.over(call), call.scope:
+            failure = await self._send(ticket, progress, ranking)
+        if call.cut is not None:
+            failure = failed(*call.cut, call.engine)
+        if failure is None:
+            self._observer.prefilled(time.monotonic() - begun)
+            self._pool.prefilled(call)
+        return failure
+
+    async def _send(self, ticket: ParsedTicket, progress: TicketProgress, ranking: EngineRanking) -> Failure | None:
+        attempt, call, base = progress.attempt, progress.call, ticket.header.is_for_base_model
+        request = attempt.request
+        if ticket.token_ids is None:
+            path = request.endpoint.value
+            body = prefill_body(request, progress.prompt, ticket.encoded, attempt.request_id, base)
+        else:
+            path, body = Endpoint.COMPLETIONS.value, tokens_body(request, ticket.token_ids, ticket.encoded, base)
+        sent = OutgoingRequest("POST", path, attempt.prefill_headers, body, attempt.request_id)
+        try:
+            async with self._pool.open(ranking, sent, call) as response:
+                answer = await read_all(response.chunks(), _MAX_PREFILL_ANSWER_BYTES)
+        except EngineError as error:
+            for_client = error_response(error.status, f"prefill failed: {error}")
+            return Failure(error.kind, str(error), error.url, for_client)
+        except TooLarge:
+            reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
+            return failed(FailureKind.GARBAGE, reason, call.engine)
+        return judge(response.status, response.header("Content-Type"), answer, call.engine)
+
+    def _may_follow(self, failures: Sequence[Failure]) -> bool:
+        """Whether another prefill of a prompt may succeed. `failures`: of all so far."""
+        return engines_to_avoid(EngineRole.PREFILL, self._pool.engines.urls, failures, self._attempts) is not None
 
     # Failures.
 
@@ -178,11 +257,11 @@ class Metaserver:
 
     def _transfer_failed(self, progress: TicketProgress, reason: str) -> None:
         attempt, call = progress.attempt, progress.call
-        in_flight = self._prefill_requests.in_flight(call)
+        in_flight = call in self._pool.watch
         if call.engines and not progress.given_up:
             attempt.proxied.prefill_failed(progress, failed(FailureKind.TRANSFER, reason, call.engine))
         progress.given_up = True
-        used_up = self._prefill_requests.used_up(progress)
+        used_up = len(progress.failures) >= self._attempts
         kind = FailureKind.PREFILL if used_up else FailureKind.TRANSFER
         attempt.note_transfer_failure(_transfer_failure(kind, reason, attempt), progress)
         begin_anew = in_flight and attempt.may_begin_anew and not used_up

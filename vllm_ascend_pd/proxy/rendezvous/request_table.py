@@ -224,6 +224,12 @@ class DecodeAttempt(EngineCall):
         """Prefills of tickets."""
 
     @property
+    def request(self) -> ClientRequest:
+        """The client's request, of an attempt that tickets match."""
+        assert self.proxied.request is not None
+        return self.proxied.request
+
+    @property
     def begun(self) -> bool:
         """Another engine's tickets would be taken for this one's."""
         return bool(self.tickets)

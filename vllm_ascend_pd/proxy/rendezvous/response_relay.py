@@ -14,7 +14,15 @@ from starlette.responses import Response
 from vllm_ascend_pd.proxy.http.endpoints import error_event
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.messages import TooLarge, client_response_headers, error_response, excerpt, read_all
-from vllm_ascend_pd.proxy.http.streams import Events, Opening, error_of, names_no_reason, opening, split_errors
+from vllm_ascend_pd.proxy.http.streams import (
+    NAMED_WITHIN_BYTES,
+    Events,
+    Opening,
+    error_of,
+    names_no_reason,
+    opening,
+    split_errors,
+)
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind, is_page, kind_of
@@ -55,7 +63,12 @@ class ResponseRelay:
         # The headers may come long before the body. They are held back with it, so that a failed prefill can still
         # become the client's status.
         chunks = self._chunks(response)
-        await self._begin(response, await anext(chunks, b""))
+        first = b""
+        async for chunk in chunks:
+            first += chunk
+            if len(first) >= NAMED_WITHIN_BYTES:
+                break
+        await self._begin(response, first)
         async for chunk in chunks:
             await self._reply.write(chunk)
         await self._reply.finish()

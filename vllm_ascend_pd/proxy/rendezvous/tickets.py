@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the tickets that decode engines post, and judges prefill's answers to them. No I/O."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, NamedTuple
+
+import msgspec
+from starlette.responses import Response
+
+from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
+from vllm_ascend_pd.core.text import UNREADABLE, is_name, one_line
+from vllm_ascend_pd.proxy.http.messages import error_response, excerpt
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind, kind_of
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    adapter: str = ""
+
+
+class TicketHeader(msgspec.Struct, frozen=True):
+    """The fields of a ticket that the proxy reads. Raises ValueError for names that cannot be logged."""
+
+    request_id: str
+    """The decode engine's name for its request."""
+    remote_engine_id: str
+    """The decode engine's id."""
+    ticket_id: str = ""
+    """Empty for tickets of other connectors."""
+    prompt: _Prompt | None = None
+    """What decides the prompt's KV. None if the ticket does not tell it."""
+    replaces: str = ""
+    """The id of an earlier ticket of the same request, whose transfer has ended. Decode lost the KV again, by a
+    preemption for instance. So this ticket is for the prompt and all tokens generated since. Empty for first ones."""
+
+    @property
+    def is_for_base_model(self) -> bool:
+        """Whether the request uses no adapter, by whatever name the client called the model."""
+        return self.prompt is not None and not self.prompt.adapter
+
+    def __post_init__(self) -> None:
+        if not (is_name(self.request_id) and is_name(self.remote_engine_id)):
+            raise ValueError("request_id or remote_engine_id is too long or has unprintable characters")
+
+
+class ParsedTicket(NamedTuple):
+    """A ticket as the decode engine posted it, taken apart."""
+
+    header: TicketHeader
+    encoded: bytes
+    """The ticket as prefill gets it: byte for byte, without the token ids."""
+    token_ids: msgspec.Raw | None = None
+    """The prompt's token ids as an encoded JSON list: a Python int takes more memory than its digits."""
+
+
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]
+
+
+def read_ticket(body: bytes) -> ParsedTicket:
+    """Reads a posted ticket. Raises msgspec.DecodeError, or another error of `UNREADABLE`, if it is none."""
+    header = msgspec.json.decode(body, type=TicketHeader)
+    if not header.ticket_id:  # another connector's ticket: its engines use all of it
+        return ParsedTicket(header, body)
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    token_ids = fields.pop("token_ids", None)
+    if token_ids is None or not msgspec.json.decode(token_ids, type=_TokenIds):
+        return ParsedTicket(header, body)
+    return ParsedTicket(header, msgspec.json.encode(fields), token_ids)
+
+
+class _TransferResult(msgspec.Struct, frozen=True):
+    error: str | None = None
+    """Why the transfer failed."""
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    output_tokens: int = 0
+
+
+class _PrefillAnswer(msgspec.Struct, frozen=True):
+    kv_transfer_params: _TransferResult | None = None
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    """Tells about answers without `choices`: those of /v1/responses and /v1/messages."""
+
+    @property
+    def is_completion(self) -> bool:
+        return bool(self.choices) or (self.choices is None and self.usage is not None)
+
+    @property
+    def is_aborted(self) -> bool:
+        if self.choices is not None:
+            return any(choice.finish_reason == "abort" for choice in self.choices)
+        return self.usage is not None and self.usage.output_tokens == 0
+
+
+def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failure | None:
+    """Returns how a prefill failed, or None.
+
+    A refusal of a bad request is in words for the client, who gets it unchanged. A failed transfer comes with HTTP 200,
+    and so does a prefill that was aborted.
+    """
+    reason = f"HTTP {status} from the prefill engine"
+    kind = kind_of(EngineRole.PREFILL, status, content_type, body, well=False)
+    if kind is FailureKind.REFUSED:
+        return Failure(kind, reason, url, Response(body, status_code=status, media_type=content_type))
+    if kind is not None or not 200 <= status < 300:
+        return failed(kind or FailureKind.ERROR, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
+    try:
+        answer = msgspec.json.decode(body, type=_PrefillAnswer)
+    except UNREADABLE as error:
+        return failed(FailureKind.GARBAGE, f"the prefill engine's answer is no completion: {error}", url)
+    transfer = answer.kv_transfer_params
+    if transfer is not None and transfer.error is not None:
+        return failed(FailureKind.TRANSFER, one_line(transfer.error, MAX_FAILURE_CHARS), url)
+    if not answer.is_completion:
+        return failed(FailureKind.GARBAGE, "the prefill engine's answer is no completion: it has no choices", url)
+    if answer.is_aborted:
+        return failed(FailureKind.ABORTED, "the prefill engine aborted the request", url)
+    return None
+
+
+def failed(kind: FailureKind, reason: str, url: str) -> Failure:
+    """A failed prefill. The client gets HTTP 502 with the reason."""
+    return Failure(kind, reason, url, error_response(HTTPStatus.BAD_GATEWAY, f"prefill failed: {reason}"))
