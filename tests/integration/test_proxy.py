@@ -292,7 +292,7 @@ def test_health_lists_every_engine(refusing_url: str) -> None:
         assert response.status_code == 200
         states = response.json()
         assert states["status"] == "degraded"
-        assert states["prefill"].pop(refusing_url).startswith("failing: ConnectError")
+        assert states["prefill"].pop(refusing_url).startswith("new: ConnectError")
         assert [*states["prefill"].values(), *states["decode"].values()] == ["healthy", "healthy"]
 
 

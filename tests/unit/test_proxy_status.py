@@ -167,10 +167,13 @@ def test_the_verdict_counts_engines_that_may_get_requests() -> None:
     assert proxy.status().verdict is Verdict.UNAVAILABLE
 
 
-def test_an_engine_without_a_good_check_is_new() -> None:
+@pytest.mark.parametrize("runs", [True, False])
+def test_an_engine_without_a_good_check_is_new(runs: bool) -> None:
+    """Also where the proxy starts before its engines: a probe for readiness gets no 200 until they answer."""
     proxy = Proxy()
     proxy.prefill.engines.remove(proxy.p)
-    proxy.prefill.engines.require_checks()
+    if runs:
+        proxy.prefill.engines.require_checks()
     new = proxy.prefill.engines.add("http://p:2", "test")
     assert state_of_prefill(proxy) == (EngineState.NEW, "not checked yet", Verdict.UNAVAILABLE)
     new.gate.checked("HTTP 503")

@@ -43,8 +43,7 @@ class EngineState(enum.Enum):
     """The state of an engine, in `/health`, in the admin API and on the status page."""
 
     NEW = "new"
-    """No check has ended yet. Or the engine was added while the proxy runs, and no check was good: others come
-    first."""
+    """No check has been good yet. If it was added while the proxy runs, others come first."""
     HEALTHY = "healthy"
     FAILING = "failing"
     """The last check failed. It still gets requests, until more checks fail."""
@@ -73,8 +72,9 @@ class HealthGate:
         """`proven`: False for an engine that needs a good check before it is treated like the others."""
         self.checked_once = False
         """Whether any check has ended."""
-        self.proven = proven
-        """Whether a check was good, or none was needed."""
+        self.answered_once = False
+        """Whether any check was good."""
+        self._needs_answer = not proven
         self.ejected = False
         """Whether too many checks in a row have failed."""
         self._check_reason = "not checked yet"
@@ -102,7 +102,7 @@ class HealthGate:
         """
         self.checked_once = True
         if reason is None:
-            self.proven = True
+            self.answered_once = True
         else:
             self._check_reason = reason
         if (reason is None) is not self.ejected:
@@ -137,7 +137,7 @@ class HealthGate:
     @property
     def shut(self) -> bool:
         """Whether its checks keep requests from it while another engine is left."""
-        return self.ejected or not self.proven
+        return self.ejected or (self._needs_answer and not self.answered_once)
 
     @property
     def well(self) -> bool:
@@ -153,7 +153,7 @@ class HealthGate:
         """The state by checks and requests, and the reason if it is not healthy."""
         if self.ejected:
             return EngineState.EJECTED, self._check_reason
-        if not (self.proven and self.checked_once):
+        if not self.answered_once:
             return EngineState.NEW, self._check_reason
         if self._against:
             return EngineState.FAILING, self._check_reason
