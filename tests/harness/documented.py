@@ -46,7 +46,8 @@ def filled(line: str, replaced: Mapping[str, str]) -> str:
 
 
 def the_line(page: str, beginning: str) -> str:
-    found = {line for line in lines(REPOSITORY / page) if line.startswith(beginning)}
+    known = lines(REPOSITORY / page)
+    found = {line for line in known if line == beginning} or {line for line in known if line.startswith(beginning)}
     assert len(found) == 1, f"{page} has {len(found)} commands that begin with {beginning!r}"
     return found.pop()
 

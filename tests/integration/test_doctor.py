@@ -25,7 +25,7 @@ from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.proxy.app import ProxyApp
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.tools.doctor import loopback
-from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Receiver
+from vllm_ascend_pd.tools.doctor.loopback import Receiver
 from vllm_ascend_pd.tools.doctor.report import DoctorReport, Level
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -80,6 +80,7 @@ def test_a_machine(tmp_path: Path) -> None:
             "docs/doctor.md", "vllm-ascend-pd doctor --port", {"8200": str(api_port), "19000": str(port)}
         )
         [*_, hardware] = documented("docs/doctor.md", "vllm-ascend-pd doctor --hardware")
+        assert documented("docs/quick-start.md", "vllm-ascend-pd doctor") == words[:2], "with no option it checks less"
         done = run(
             *words[2:],
             "--json",
@@ -100,11 +101,6 @@ def test_a_machine(tmp_path: Path) -> None:
     assert transfer.figures["bytes"] == 64 << 20
     assert transfer.figures["bytes_per_second"] > 0
     assert "every byte right" in transfer.found
-    costs = {each.check: each.figures for each in report.findings if each.check.startswith("descriptors.")}
-    assert list(costs) == [f"descriptors.tcp.{size}" for size in DESCRIPTOR_BYTES]
-    for size, figures in zip(DESCRIPTOR_BYTES, costs.values(), strict=True):
-        assert (figures["protocol"], figures["bytes"]) == ("tcp", size)
-        assert size / float(figures["seconds"]) == pytest.approx(float(figures["bytes_per_second"]), rel=0.01)
     assert found["hardware.devices"] is Level.ERROR, "npu-smi lists one, and no torch_npu is installed"
     assert report.counts[Level.ERROR] == sum(level is Level.ERROR for level in found.values())
     assert "loading torch, Mooncake, vLLM and the compiled ops ..." in done.stderr
@@ -171,7 +167,6 @@ def test_a_pair() -> None:
         assert [each.headers.get("authorization") for each in asked] == ["Bearer geheim"]
         assert "geheim" not in done.stdout + done.stderr
         assert f"proxy {proxy} finds all 2 engines healthy" in done.stdout
-        assert "no two of 3 clocks are certainly" in done.stdout
         assert "0 errors, 0 warnings, 0 notes" in done.stdout
         report = msgspec.json.decode(
             run("--decode", proxy, "--proxy", prefill, "--prefill", decode, "--json").stdout, type=DoctorReport

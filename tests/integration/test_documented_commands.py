@@ -94,13 +94,6 @@ def makes_the_model(command: Command, folder: Path) -> None:
     assert (folder / Path(model).name / "config.json").exists()
 
 
-def examines_this_machine(command: Command, folder: Path) -> None:
-    """Errors among the findings are allowed, because limits differ between machines."""
-    printed = command.run(folder, codes=(0, 1))
-    assert re.search(r"\d+ errors?, \d+ warnings?, \d+ notes?", printed)
-    assert "every byte right" in printed
-
-
 def serves_a_pool(command: Command, folder: Path) -> None:
     port, metrics = reserve_port(), reserve_port()
     assert f":{command.words[-1]}" in (REPOSITORY / "examples/kv-pool/mooncake.json").read_text()
@@ -220,8 +213,7 @@ TABLE = (
     Row(r"vllm-ascend-pd plan .*", plans),
     Row(r"vllm-ascend-pd migrate .*", migrates),
     Row(re.escape(DECODE_SH), is_run_before),
-    Row(r"vllm-ascend-pd doctor", examines_this_machine),
-    Row(r"vllm-ascend-pd doctor --(port .*|hardware)", "tests/integration/test_doctor.py::test_a_machine"),
+    Row(r"vllm-ascend-pd doctor( --port .*| --hardware)?", "tests/integration/test_doctor.py::test_a_machine"),
     Row(r"vllm-ascend-pd doctor --proxy .*", "tests/integration/test_doctor.py::test_a_pair"),
     Row(r"vllm-ascend-pd proxy --host .*", opens_the_front_door),
     Row(r"vllm-ascend-pd timeline .*", "tests/e2e/test_timeline.py::test_the_command_draws_a_request"),

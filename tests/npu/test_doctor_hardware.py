@@ -97,8 +97,12 @@ def test_a_healthy_server() -> None:
     assert communicator_bytes(1) <= int(collective["group_bytes"]) < 2 * communicator_bytes(1)
     assert collective["all_to_all_bytes_per_second"] > 0
     sizes = [f"descriptors.{way}.{size}" for way in ("ascend.0-1", "roce.1-0") for size in loopback.DESCRIPTOR_BYTES]
-    assert {*sizes} < {*of(report, "descriptors.")}
-    assert all(of(report, "descriptors.")[size].figures["protocol"] == "ascend" for size in sizes)
+    assert sizes == [*of(report, "descriptors.")]
+    for check in sizes:
+        figures = of(report, "descriptors.")[check].figures
+        assert figures["protocol"] == "ascend"
+        assert check.endswith(f".{figures['bytes']}")
+        assert int(figures["bytes"]) / float(figures["seconds"]) == pytest.approx(figures["bytes_per_second"], rel=0.01)
     assert of(report, "hccn.link").keys() == {"hccn.link.0", "hccn.link.1"}
     assert (report.ok, code) == (True, 0), [each for each in report.findings if each.level is Level.ERROR]
 
@@ -187,7 +191,7 @@ def test_a_link_that_fails_is_a_finding(
 @pytest.mark.usefixtures("machine")
 def test_one_npu_leaves_out_what_needs_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CANN_ON_HOST_DEVICES", "1")
-    left_out, done = hardware.check(["0"], "127.0.0.1", wanted=True)
+    left_out, done = hardware.check(["0"], "127.0.0.1")
     assert (left_out.check, left_out.level) == ("hardware.devices", Level.NOTE)
     assert "left out" in left_out.found
     assert (done.check, done.level) == ("hardware.kernels", Level.WARNING)

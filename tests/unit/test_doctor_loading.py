@@ -10,8 +10,8 @@ import pytest
 from vllm_ascend_pd.connector import setup
 from vllm_ascend_pd.tools.doctor import loading
 from vllm_ascend_pd.tools.doctor.loading import PARTS
-from vllm_ascend_pd.tools.doctor.process import Ran
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, ok
+from vllm_ascend_pd.tools.programs import Ran
 
 GONE = "libibverbs.so.1: cannot open shared object file: No such file or directory\nmore"
 

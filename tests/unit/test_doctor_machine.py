@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from harness.waiting import wait_until
+from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.tools.doctor import ports
 from vllm_ascend_pd.tools.doctor.loopback import compare
 from vllm_ascend_pd.tools.doctor.ports import Port
-from vllm_ascend_pd.tools.doctor.process import MAX_OUTPUT_BYTES, Ran, run, run_all
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, make_report, note, ok, warning
+from vllm_ascend_pd.tools.programs import MAX_OUTPUT_BYTES, Ran, run, run_all
 
 
 def python(program: str) -> list[str]:
@@ -67,7 +68,7 @@ def test_a_finding_is_one_line_and_says_what_to_do(level: str, found: str, actio
     [
         ("print('out')", None),
         ("import sys; sys.exit(7)", "ended with code 7"),
-        ("import os; os.kill(os.getpid(), 11)", "was ended by SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 11)", "was ended by signal 11 (Segmentation fault)"),
         ("while True: print('x' * 10000)", "printed more than 256 KiB and was stopped"),
     ],
 )
@@ -127,7 +128,7 @@ def test_others_are_stopped_when_one_has_failed() -> None:
     ],
 )
 def test_choice_of_a_port(number: int, problem: int | None, level: Level, says: str) -> None:
-    taken = ports.ascend_ports([0, 3], {})
+    taken = ascend_ports([0, 3], {})
     finding = ports.judge_port(Port(number, "the API server"), taken, problem)
     assert finding.level is level
     assert says in f"{finding.found} {finding.action}"
@@ -144,8 +145,8 @@ def test_a_port_that_is_wanted_twice() -> None:
 
 
 def test_where_mooncake_looks_for_ports() -> None:
-    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "30000"}) == {1: range(30100, 30201)}
-    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "x"}) == {1: range(20100, 20201)}
+    assert ascend_ports([1], {"ASCEND_BASE_PORT": "30000"}) == {1: range(30100, 30201)}
+    assert ascend_ports([1], {"ASCEND_BASE_PORT": "x"}) == {1: range(20100, 20201)}
 
 
 def test_ports_are_tried() -> None:

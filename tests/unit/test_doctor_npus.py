@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.tools.doctor import npus
 from vllm_ascend_pd.tools.doctor.npus import Chip, judge, parse
-from vllm_ascend_pd.tools.doctor.process import Ran
 from vllm_ascend_pd.tools.doctor.report import Finding, Level
+from vllm_ascend_pd.tools.programs import Ran
 from vllm_ascend_pd.transport import ascend
 
 A2 = """\

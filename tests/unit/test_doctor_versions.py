@@ -138,7 +138,7 @@ def test_hixls_engine(kind: str, driver: str | None, cann: str | None, buffer_po
     assert (finding.level, finding.figures["kind"]) == (level, kind)
     assert ("ASCEND_BUFFER_POOL=4:8" in finding.found) == (kind == "client/server" and buffer_pool == "4:8")
     if kind == "comm":
-        assert "32 KiB over RoCE takes 3.7 (A3) to 16 times (A2) as long" in finding.found
+        assert "over RoCE its descriptors take several times as long" in finding.found
         assert ("update to driver" in finding.action) == (driver == "25.2.0")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CANN's libraries take: memory regions for Mooncake's protocol `ascend`, and HCCL communicators. Pure.
+"""What CANN's libraries and Mooncake's protocol `ascend` take: memory regions, HCCL communicators and ports. Pure.
 
 Where the limits are from:
 
@@ -11,7 +11,8 @@ Where the limits are from:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 Region: TypeAlias = tuple[int, int]
@@ -27,6 +28,11 @@ MAX_DEVICE_BYTES = 50 << 30
 """Bytes of device memory that one process may register on Atlas A2 and A3."""
 
 _A2_AND_A3 = ("Ascend910B", "Ascend910_93")
+
+_BASE_PORT = 20000
+_PORTS = 100
+"""Mooncake, ascend_direct_transport/utils.cpp (`FindAdxlListenPort`): an NPU's listener takes any free port of
+base + 100 * its physical number to base + 100 * (that + 1), both included."""
 
 
 def merge(regions: Iterable[Region], gap: int = -1) -> list[Region]:
@@ -118,3 +124,10 @@ def hccl_config(ranks: Sequence[int], chip: str) -> dict[str, int | str]:
 def communicator_bytes(groups: int) -> int:
     """Returns the NPU memory of a rank's communicators in that many groups: each has a send and a receive buffer."""
     return groups * 2 * BUFFER_MB * 1024 * 1024
+
+
+def ascend_ports(devices: Iterable[int], environment: Mapping[str, str]) -> dict[int, range]:
+    """Returns by device the ports among which Mooncake's protocol `ascend` chooses a free one."""
+    preset = environment.get("ASCEND_BASE_PORT", "")
+    base = int(preset) if re.fullmatch("[0-9]{1,5}", preset) else _BASE_PORT
+    return {n: range(base + _PORTS * n, base + _PORTS * (n + 1) + 1) for n in devices}

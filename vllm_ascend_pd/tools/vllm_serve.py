@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.tools.programs import run
 
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 """vLLM's name for each side."""
@@ -147,14 +146,10 @@ def installed() -> ServeOptions | None:
     print("vllm-ascend-pd: importing vLLM to read its options, which can take a minute", file=sys.stderr, flush=True)
     # A process of its own, since importing vLLM prints, loads native libraries and may crash. -P: not from this folder.
     command = [sys.executable, "-P", "-m", "vllm_ascend_pd.connector.serve_options"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnknownOptionsError(str(error)) from None
-    if done.returncode != 0:
-        *_, last = done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"]
-        raise UnknownOptionsError(one_line(last, 300))
-    return ServeOptions(done.stdout.decode().splitlines(), of_installed_vllm=True)
+    ran = run(command, _TIMEOUT_S)
+    if ran.problem is not None:
+        raise UnknownOptionsError(ran.ending)
+    return ServeOptions(ran.output.splitlines(), of_installed_vllm=True)
 
 
 def plugins_with_ours(environment: Mapping[str, str]) -> str | None:

@@ -67,14 +67,3 @@ HIXL = (
     WriteCosts("A2", "RoCE, one machine", "comm", (0.72, 1.42, 2.84, 5.74), 23.7, _A2),
     WriteCosts("A2", "RoCE, one machine", "cs", (18.3, 22.7, 23.4, 23.5, 23.6, 23.6, 23.6, 23.7), 23.7, _A2),
 )
-
-
-def slowdowns(num_bytes: int) -> list[float]:
-    """Returns how many times as long a descriptor of `num_bytes` takes with HIXL's engine "comm" as with "cs", for each
-    chip and link that both were measured on."""
-    by_way = {(each.chip, each.link, each.engine): each.seconds(num_bytes) for each in HIXL}
-    return [
-        seconds / by_way[chip, link, "cs"]
-        for (chip, link, engine), seconds in by_way.items()
-        if engine == "comm" and (chip, link, "cs") in by_way
-    ]

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm-ascend-pd doctor` and its options."""
+"""The command `vllm-ascend-pd doctor`: its options, and its checks in their order."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import ssl
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
+
+# The checks are imported where they run, so that other commands start faster.
+if TYPE_CHECKING:
+    from vllm_ascend_pd.tools.doctor.report import DoctorReport
 
 Several = list[str] | None
 
@@ -50,26 +58,20 @@ def doctor(
 
     Each problem comes with what to do about it. The exit code is 1 if there is an error.
     """
-    # Imported here so that other commands start faster.
-    from vllm_ascend_pd.tools.doctor import command
     from vllm_ascend_pd.tools.doctor.report import show
 
     this_machine = (kv_transfer_config, port, data_parallel_size, hardware or None)
     try:
         if proxy is None and not prefill and not decode:
-            examine = command.read_machine(kv_transfer_config, port, data_parallel_size, hardware)
+            report = _examine_machine(kv_transfer_config, port, data_parallel_size, hardware)
         elif any(value is not None for value in this_machine):
-            raise ValueError(
+            raise USAGE_ERROR(
                 "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, "
                 "--data-parallel-size and --hardware at this machine: give one kind"
             )
         else:
             proxies = () if proxy is None else (proxy,)
-            examine = command.read_pair({"proxy": proxies, "prefill": prefill or (), "decode": decode or ()})
-    except ValueError as problem:
-        raise USAGE_ERROR(str(problem)) from None
-    try:
-        report = examine()
+            report = _examine_pair({"proxy": proxies, "prefill": prefill or (), "decode": decode or ()})
     except KeyboardInterrupt:
         print("vllm-ascend-pd: interrupted: nothing is left running, and there is no report", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -79,3 +81,77 @@ def doctor(
         show(report)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _examine_machine(
+    kv_transfer_config: str | None, api_port: int | None, data_parallel: int | None, on_hardware: bool
+) -> DoctorReport:
+    """Checks what is planned to run on this machine. `on_hardware`: whether its NPUs are tried, too."""
+    import msgspec
+
+    from vllm_ascend_pd.core.protocol import TransportInfo
+    from vllm_ascend_pd.tools.doctor import configuration, hardware, loading, loopback, npus, ports, versions
+    from vllm_ascend_pd.tools.doctor.report import make_report, note, progress
+
+    try:
+        config = None if kv_transfer_config is None else configuration.read(kv_transfer_config)
+    except ValueError as problem:
+        raise USAGE_ERROR(str(problem)) from None
+    first = configuration.listening_port(config)
+    if data_parallel is not None and first is None:
+        raise USAGE_ERROR("--data-parallel-size is for a decode engine's --kv-transfer-config: give that, too")
+    if data_parallel is not None and first is not None and first + data_parallel > 65536:
+        raise USAGE_ERROR(
+            f"--data-parallel-size {data_parallel}: kv_port {first} leaves ports for {65536 - first} engines"
+        )
+    installed = versions.installed_versions()
+    for_npus = versions.stack_of(installed) is versions.NPU
+    findings = versions.judge(installed)
+    progress("loading torch, Mooncake, vLLM and the compiled ops")
+    loaded = loading.check()
+    figures = {finding.check: finding.figures for finding in loaded}
+    host = str(figures.get("loading.host", {}).get("host", ""))
+    seen = figures.get("loading.npus", {}).get("npus")
+    npu_names = [name for name in str(seen or "").split(",") if name]
+    mooncake = figures.get("loading.mooncake", {})
+    findings += [*loaded, *configuration.judge_plugins(os.environ)]
+    configured, extra = configuration.judge(config)
+    protocol = extra.transfer_protocol or ("ascend" if for_npus else "tcp")
+    findings += [*configured, configuration.judge_protocol(protocol, for_npus, mooncake)]
+    progress("asking npu-smi")
+    asked, driver, devices = npus.check_npus(for_npus, None if seen is None else npu_names)
+    findings += asked
+    if for_npus:
+        cann = versions.installed_cann(os.environ)
+        findings.append(versions.judge_cann(os.environ, cann))
+        if "kind" in mooncake:
+            transport = msgspec.convert(mooncake, TransportInfo)
+            findings.append(versions.judge_engine(transport, driver, cann, os.environ))
+    if devices:
+        progress("asking hccn_tool")
+        findings += npus.check_network(devices)
+    findings += ports.check_ports(first, data_parallel or 1, host, api_port, devices, os.environ)
+    if (reason := mooncake.get("no_tcp")) is None:
+        progress("transferring from one Mooncake engine to another")
+        findings += loopback.check(loopback.over_tcp())
+    else:
+        findings.append(note("transfer.loopback", f"not tried: {reason}"))
+    if on_hardware:
+        findings += hardware.check(npu_names, host or "127.0.0.1")
+    return make_report("machine", findings)
+
+
+def _examine_pair(given: Mapping[str, Sequence[str]]) -> DoctorReport:
+    """Checks running servers. `given`: their root URLs, by option."""
+    from vllm_ascend_pd.tools.doctor import pair
+    from vllm_ascend_pd.tools.doctor.report import make_report, progress
+
+    try:
+        urls = {option: [pair.root_url(option, url) for url in each] for option, each in given.items()}
+        key = pair.api_key(os.environ)
+    except ValueError as problem:
+        raise USAGE_ERROR(str(problem)) from None
+    progress("asking proxy and engines")
+    # Trusts the CAs of this host, or those of SSL_CERT_FILE, which OpenSSL reads.
+    answers = asyncio.run(pair.ask(urls, key, ssl.create_default_context()))
+    return make_report("pair", pair.judge(answers))

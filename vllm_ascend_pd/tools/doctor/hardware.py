@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_ascend_pd.tools.doctor import loopback
+from vllm_ascend_pd.tools.doctor.child import child, reported
 from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Way
-from vllm_ascend_pd.tools.doctor.process import Ran, child, run, run_all
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, progress
+from vllm_ascend_pd.tools.programs import Ran, run, run_all
 
 STEP_TIMEOUT_S = 180.0
 """A step takes some seconds on NPUs, and more where processes share cores."""
@@ -36,16 +37,13 @@ _ROCE = (
 )
 
 
-def check(npus: Sequence[str], host: str, wanted: bool) -> list[Finding]:
+def check(npus: Sequence[str], host: str) -> list[Finding]:
     """Runs the steps one after the other.
 
     npus: the machine's numbers of the NPUs that processes see, in their order; "?" if ACL does not tell a number.
     host: where engines listen.
-    wanted: whether this machine has NPUs, or software for them.
     """
     name = "hardware.devices"
-    if find_spec("torch_npu") is None and not wanted:
-        return [note(name, "no NPUs, and no software for them: only descriptors over TCP were measured")]
     if find_spec("torch_npu") is None:
         action = "run it on a machine with NPUs, in the engines' environment (requirements/npu.txt)"
         return [error(name, "torch_npu is not installed: no step of --hardware can run on NPUs", action)]
@@ -99,7 +97,7 @@ WITHOUT_KERNELS = "try again without vllm_ascend_pd/libvllm_ascend_pd_npu.so whe
 
 def check_kernels(timeout_s: float = STEP_TIMEOUT_S) -> Finding:
     ran = run(child("on_npu", "kernels"), timeout_s)
-    findings = ran.reports(Finding)
+    findings = reported(ran)
     if ran.problem is None and findings:
         return findings[0]
     return error("hardware.kernels", ran.ending, WITHOUT_KERNELS)
@@ -136,7 +134,7 @@ def check_collectives(size: int, timeout_s: float = STEP_TIMEOUT_S) -> Finding:
 
 def judge_collectives(ranks: Sequence[Ran], mode: str) -> Finding:
     """Returns the first rank's last report, or what has failed."""
-    reached = [rank.reports(Finding) for rank in ranks]
+    reached = [reported(rank) for rank in ranks]
     failed = next((each for reports in reached for each in reports if each.level is Level.ERROR), None)
     if failed is not None:
         return failed

@@ -21,8 +21,9 @@ import msgspec
 from vllm_ascend_pd.connector import setup
 from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.tools.doctor.process import Ran, child, run, say
+from vllm_ascend_pd.tools.doctor.child import child, reported, say
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, ok, warning
+from vllm_ascend_pd.tools.programs import Ran, run
 from vllm_ascend_pd.transport import ascend, mooncake_library
 
 TIMEOUT_S = 240.0
@@ -199,7 +200,7 @@ def check() -> list[Finding]:
 
 def judge(ran: Ran) -> list[Finding]:
     """Returns what the child has found. If it did not reach its end, adds the part at which it stopped."""
-    findings = ran.reports(Finding)
+    findings = reported(ran)
     if ran.problem is not None:
         reached = {each.check for each in findings}
         at = next((name for name in expected_parts() if f"loading.{name}" not in reached), None)

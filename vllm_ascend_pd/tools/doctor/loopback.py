@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from vllm_ascend_pd.tools.doctor.process import child, end_with, run, say
+from vllm_ascend_pd.tools.doctor.child import child, end_with, reported, say
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, ok
+from vllm_ascend_pd.tools.programs import run
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 
@@ -60,7 +61,7 @@ class Way(msgspec.Struct, frozen=True):
     seed: int = 0  # the bytes follow from it
 
 
-def over_tcp(descriptor_bytes: tuple[int, ...] = ()) -> Way:
+def over_tcp() -> Way:
     """Returns the way over TCP, from the host memory of one process to another's."""
     # With this variable, Mooncake does not support IPv4.
     host = "::1" if "MC_USE_IPV6" in os.environ else "127.0.0.1"
@@ -72,7 +73,6 @@ def over_tcp(descriptor_bytes: tuple[int, ...] = ()) -> Way:
         "connections from 127.0.0.1 to itself (with MC_USE_IPV6: ::1)",
         protocol="tcp",
         host=host,
-        descriptor_bytes=descriptor_bytes,
     )
 
 
@@ -80,7 +80,7 @@ def check(way: Way, timeout_s: float = TIMEOUT_S) -> list[Finding]:
     """Returns the finding about the transfer, and one for each measured size of descriptors."""
     seeded = msgspec.structs.replace(way, seed=secrets.randbits(63))
     ran = run(child("loopback", msgspec.json.encode(seeded).decode()), timeout_s, way.environment)
-    findings = ran.reports(Finding)
+    findings = reported(ran)
     if ran.problem is None and findings:
         return findings
     return [finding(way.failed, way.check, f"a transfer {way.between} failed: {ran.ending}", way.action)]

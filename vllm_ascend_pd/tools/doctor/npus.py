@@ -13,7 +13,6 @@ Formats, from vllm-ascend's and CANN's guides and published outputs:
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,9 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from vllm_ascend_pd.core.hosts import normal_host
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.tools.doctor.process import NOT_STARTED, Ran, run, run_all
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.programs import NOT_STARTED, Ran, run, run_all
 from vllm_ascend_pd.transport import ascend
 
 SMI_TIMEOUT_S = 30.0
@@ -152,7 +152,7 @@ def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> tuple[list
             findings.append((error if wrong.fatal else warning)(f"hccn.conf.{device}", wrong.message, action))
     try:
         with conf.open(errors="replace") as file:
-            lines = re.findall(r"^(?:IPv6)?address_(\d{1,4})=(.*)$", file.read(_MAX_CONF_BYTES), re.MULTILINE)
+            lines = re.findall(r"^(?:IPv6)?address_(\d{1,4})=(\S*)", file.read(_MAX_CONF_BYTES), re.MULTILINE)
     except OSError:
         lines = []
     found: dict[int, list[str]] = {}
@@ -181,7 +181,7 @@ def judge_addresses(device: int, configured: Sequence[str], ran: Ran) -> Finding
     repair = f"hccn_tool -i {device} -ip -s address ADDRESS netmask MASK"
     if not own:
         return warning(check, f"device {device} has no address: {_said(ran)}", f"for RoCE, set it with {repair}")
-    if configured and not {*map(_normal, own)} & {*map(_normal, configured)}:
+    if configured and not {*map(normal_host, own)} & {*map(normal_host, configured)}:
         listed = one_line(", ".join(configured), _CHARS)
         found = f"device {device} has the address {', '.join(own)}, and {listed} in {ascend.HCCN_CONF}"
         action = f"make both the same ({repair}), and start engines again: until then others cannot reach it"
@@ -192,10 +192,3 @@ def judge_addresses(device: int, configured: Sequence[str], ran: Ran) -> Finding
 def _said(ran: Ran) -> str:
     reason = f"hccn_tool {ran.problem}" if ran.problem else "hccn_tool says"
     return f"{reason}: {one_line(ran.said, _CHARS) or 'nothing'}"
-
-
-def _normal(address: str) -> str:
-    try:
-        return str(ipaddress.ip_address(address.strip()))
-    except ValueError:
-        return address.strip()

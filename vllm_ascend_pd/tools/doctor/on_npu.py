@@ -24,8 +24,8 @@ from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.device.base import Event, Group
 from vllm_ascend_pd.device.npu import NpuDevice
+from vllm_ascend_pd.tools.doctor.child import say
 from vllm_ascend_pd.tools.doctor.hardware import MODE, WITHOUT_KERNELS, stage_failed
-from vllm_ascend_pd.tools.doctor.process import say
 from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, ok, warning
 
 BLOCKS, UNITS, TOKENS = 64, 32, 128

@@ -46,6 +46,8 @@ _MAX_BYTES = {"/health": 1 << 20, "/version": 1 << 20, "/v1/models": 1 << 20, "/
 
 _AT_ONCE = 16
 _CHARS = 200
+_MAX_SKEW_S = CLOCK_SKEW_S / 2
+"""From this host's clock. Of two clocks that are too far apart, one is further from it than half of that."""
 
 _T = TypeVar("_T")
 Judge = Callable[[str, str, str], Finding]
@@ -129,14 +131,17 @@ class _ProxyHealth(msgspec.Struct, frozen=True):
     decode: dict[str, str]
 
 
-def root_url(text: str) -> str:
-    """Returns `text` without a slash at its end. Raises ValueError if it is not the root URL of an HTTP server."""
+def root_url(option: str, text: str) -> str:
+    """Returns `text` without a slash at its end. Raises ValueError if it is not the root URL of an HTTP server.
+
+    The error is without the text, which may hold a password.
+    """
     try:
         parsed = parse_url(text)
     except ValueError as problem:
-        raise ValueError(f"{problem}; it must be a URL such as http://10.0.0.1:8100") from None
+        raise ValueError(f"--{option}: {problem}; it must be a URL such as http://10.0.0.1:8100") from None
     if parsed.path not in ("", "/"):
-        raise ValueError("give only scheme, host and port of the URL, without a path")
+        raise ValueError(f"--{option}: give only scheme, host and port of the URL, without a path")
     return text.rstrip("/")
 
 
@@ -212,7 +217,8 @@ def judge(servers: Sequence[CheckedServer]) -> list[Finding]:
         findings.append(_judge_models(server))
         if server.given == "proxy" and kind_of(server) == "proxy":
             findings += _judge_engines_of(server, engines)
-    return [*findings, *_compare_servers(servers, engines), *_compare_clocks(servers)]
+        findings += _judge_clock(server)
+    return [*findings, *_compare_servers(servers, engines)]
 
 
 def _judge_health(server: CheckedServer) -> Finding:
@@ -341,37 +347,15 @@ def _compare_servers(servers: Sequence[CheckedServer], engines: Sequence[Checked
     return findings
 
 
-NOTICEABLE_S = 5.0
-"""NTP keeps clocks within a fraction of a second. A larger difference means that it does not run."""
-
-
-def clock_offset(answer: HttpAnswer) -> tuple[float, float] | None:
-    """Returns by how many seconds, at least and at most, the server's clock is ahead of this host's. None: unknown.
-
-    A Date is a whole second. uvicorn, which vLLM and our proxy are served by, writes it anew once a second, so when it
-    is read the server's clock is between that second and two later; the way there and back adds to that.
-    """
+def _judge_clock(server: CheckedServer) -> list[Finding]:
+    """Compares the clock of the server's host with this host's. A Date is a whole second, and one or two old."""
+    answer = server.answers["/health"]
     try:
-        second = parsedate_to_datetime(answer.date or "").timestamp()
+        ahead = parsedate_to_datetime(answer.date or "").timestamp() - answer.received
     except (ValueError, TypeError, OverflowError):
-        return None
-    return second - answer.received, second + 2 - answer.sent
-
-
-def _compare_clocks(servers: Sequence[CheckedServer]) -> list[Finding]:
-    """Compares the servers' clocks, which signed tickets depend on, by what is certain."""
-    known = {each.named: offset for each in servers if (offset := clock_offset(each.answers["/health"])) is not None}
-    if not known:
         return []
-    if len(known) == 1:
-        known["this host"] = (0.0, 0.0)
-    ahead, behind = max(known, key=lambda name: known[name][0]), min(known, key=lambda name: known[name][1])
-    apart = known[ahead][0] - known[behind][1]
-    if apart <= NOTICEABLE_S:
-        return [ok("pair.clocks", f"no two of {len(known)} clocks are certainly more than {NOTICEABLE_S:g} s apart")]
-    found = f"the clock of {ahead} is at least {apart:.1f} s ahead of that of {behind}"
-    action = "synchronise the hosts' clocks (chrony, ntpd)"
-    if apart > CLOCK_SKEW_S:
-        action += f": signed tickets are refused beyond {CLOCK_SKEW_S} s"
-        return [error("pair.clocks", found, action, seconds=round(apart, 3))]
-    return [warning("pair.clocks", found, action, seconds=round(apart, 3))]
+    if abs(ahead) <= _MAX_SKEW_S:
+        return []
+    found = f"the clock of {server.named} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
+    action = f"synchronise the hosts' clocks (chrony, ntpd): signed tickets are refused beyond {CLOCK_SKEW_S} s"
+    return [error(f"{server.check}.clock", found, action, seconds=round(ahead, 3))]

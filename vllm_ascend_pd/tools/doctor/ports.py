@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.tools.doctor.report import Finding, error, ok
-
-_ASCEND_BASE_PORT = 20000
-_ASCEND_PORTS = 100
-"""Mooncake, ascend_direct_transport/utils.cpp (`FindAdxlListenPort`): an NPU's listener takes any free port of
-base + 100 * its physical number to base + 100 * (that + 1), both included."""
 
 
 class Port(NamedTuple):
@@ -52,13 +47,6 @@ def check_ports(
         else:
             findings.append(judge_port(port, taken, try_port(port)))
     return findings
-
-
-def ascend_ports(devices: Iterable[int], environment: Mapping[str, str]) -> dict[int, range]:
-    """Returns by device the ports among which Mooncake's protocol `ascend` chooses a free one."""
-    preset = environment.get("ASCEND_BASE_PORT", "")
-    base = int(preset) if re.fullmatch("[0-9]{1,5}", preset) else _ASCEND_BASE_PORT
-    return {n: range(base + _ASCEND_PORTS * n, base + _ASCEND_PORTS * (n + 1) + 1) for n in devices}
 
 
 def judge_port(port: Port, ascend: Mapping[int, range], problem: int | None) -> Finding:

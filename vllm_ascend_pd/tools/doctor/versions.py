@@ -16,7 +16,6 @@ from pathlib import Path
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.protocol import EngineKind, TransportInfo
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.write_costs import slowdowns
 from vllm_ascend_pd.transport import ascend
 
 VLLM = ("0.23.0", "0.30.0")
@@ -165,8 +164,6 @@ def judge_cann(environment: Mapping[str, str], found: str | None) -> Finding:
 
 LEAST_DRIVER, LEAST_CANN = "25.5.0", "9.1.0"
 """The minimum versions for the client/server engine."""
-_TYPICAL_DESCRIPTOR = 32 << 10
-"""Bytes of a block of 128 tokens with one KV head of 128 in bfloat16."""
 
 
 def version_key(text: str) -> tuple[int, ...]:
@@ -188,27 +185,22 @@ def judge_engine(
     driver, cann: the installed versions, None if unknown.
     environment: has the settings that the engine will start with.
     """
-    check = "versions.hixl"
+    check, figures = "versions.hixl", {"kind": transport.kind, "connects": transport.connects, "wheel": transport.wheel}
     starts = f"{transport.wheel} starts HIXL's {transport.kind} engine ({transport.connects})"
-    figures = {"kind": transport.kind, "connects": transport.connects, "wheel": transport.wheel}
     if transport.kind == EngineKind.UNKNOWN:
         found = f"{transport.wheel}: ASCEND_* settings do not say which of HIXL's engines starts"
         return note(check, found, "use the same settings and the same Mooncake on prefill and decode", **figures)
+    installed = (("driver", driver, LEAST_DRIVER), ("CANN", cann, LEAST_CANN))
     too_old = [
         f"{name} {found}"
-        for name, found, least in (("driver", driver, LEAST_DRIVER), ("CANN", cann, LEAST_CANN))
+        for name, found, least in installed
         if found is not None and version_key(found) < version_key(least)
     ]
+    update = f"update to driver {LEAST_DRIVER} (Ascend HDK) and CANN {LEAST_CANN}"
     if transport.kind == EngineKind.COMM:
-        ratios = slowdowns(_TYPICAL_DESCRIPTOR)
-        found = (
-            f"{starts}: by HIXL's figures a descriptor of {_TYPICAL_DESCRIPTOR >> 10} KiB over RoCE takes "
-            f"{min(ratios):.1f} (A3) to {max(ratios):.0f} times (A2) as long as with its client/server engine"
-        )
+        found = f"{starts}: over RoCE its descriptors take several times as long as the client/server engine's"
         action = f"install {MOONCAKE_NPU} {MOONCAKE_NPU_TESTED[-1]} on prefill and decode"
-        if too_old:
-            action += f", and update to driver {LEAST_DRIVER} (Ascend HDK) and CANN {LEAST_CANN}"
-        return warning(check, found, action, **figures)
+        return warning(check, found, f"{action}, and {update}" if too_old else action, **figures)
     if transport.kind != EngineKind.CLIENT_SERVER:
         return ok(check, starts, **figures)
     if ascend.has_buffer_pool(environment):
@@ -216,11 +208,10 @@ def judge_engine(
         return error(check, found, f"unset {ascend.BUFFER_POOL} on prefill and decode", **figures)
     needs = f"{starts}, which needs driver {LEAST_DRIVER} and CANN {LEAST_CANN} at least"
     if too_old:
-        action = (
-            f"update to driver {LEAST_DRIVER} (Ascend HDK) and CANN {LEAST_CANN}, or install {MOONCAKE_NPU} "
-            f"{MOONCAKE_NPU_TESTED[0]} on prefill and decode, which starts the older engine"
+        older = (
+            f"or install {MOONCAKE_NPU} {MOONCAKE_NPU_TESTED[0]} on prefill and decode, which starts the older engine"
         )
-        return error(check, f"{needs}; this machine has {' and '.join(too_old)}", action, **figures)
+        return error(check, f"{needs}; this machine has {' and '.join(too_old)}", f"{update}, {older}", **figures)
     if driver is None or cann is None:
         action = "see the findings versions.cann and npu.devices"
         return note(check, f"{needs}; not all versions can be read here", action, **figures)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from vllm_ascend_pd.tools.doctor.ports import ascend_ports
+from vllm_ascend_pd.core.ascend import ascend_ports
 
 DEFAULT_KV_PORT = 19000
 """Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""

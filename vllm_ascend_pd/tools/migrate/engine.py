@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.core.config import CONNECTOR
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.doctor.configuration import DEFAULT_KV_PORT
-from vllm_ascend_pd.tools.doctor.ports import ascend_ports
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
 from vllm_ascend_pd.tools.migrate.connectors import translate

@@ -1,39 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs programs with a time limit and bounded output, and ends all processes that they start.
 
-What can crash, hang or print as it likes (drivers' tools, other people's native libraries) runs outside the doctor's
-own process. A child of the doctor is a Python process that reports JSON lines on its standard output, most of them
-findings.
+What can crash, hang or print as it likes (drivers' tools, other people's native libraries) runs outside this process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TypeVar
-
-import msgspec
+from typing import IO
 
 from vllm_ascend_pd.core.text import one_line
 
 MAX_OUTPUT_BYTES = 256 << 10
-"""Maximum per stream of a program. `npu-smi info` prints about 10 KiB for 16 chips."""
+"""Maximum per stream of a program. `npu-smi info` prints about 10 KiB for 16 chips, a vLLM its options in as much."""
 
 NOT_STARTED = "cannot be started"
 
 _POLL_S = 0.02
 _LAST_CHARS = 300
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
@@ -56,11 +47,6 @@ class Ran:
         """How it ended, and the end of what it wrote to standard error, as one line."""
         last = one_line(self.errors[-_LAST_CHARS:], _LAST_CHARS)
         return f"the process {self.problem or 'reported nothing'}" + (f" ({last})" if last else "")
-
-    def reports(self, kind: type[Line]) -> list[Line]:
-        """Parses the reports of a child of the doctor. Ignores an incomplete last line."""
-        whole, _, _ = self.output.rpartition("\n")
-        return [msgspec.json.decode(line, type=kind) for line in whole.splitlines()]
 
 
 def run(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> Ran:
@@ -131,7 +117,8 @@ class _Program:
             return False
         code = self._process.poll()
         if code:
-            self.problem = _how_it_ended(code)
+            by_itself = f"ended with code {code}"
+            self.problem = by_itself if code > 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
         return code is None
 
     def stop(self, problem: str) -> None:
@@ -139,12 +126,10 @@ class _Program:
         self._kill()
 
     def ran(self) -> Ran:
-        output, errors = (self._read(stream) for stream in self._streams)
+        for stream in self._streams:
+            stream.seek(0)
+        output, errors = (stream.read(MAX_OUTPUT_BYTES).decode(errors="replace") for stream in self._streams)
         return Ran(output, errors, self.problem)
-
-    def _read(self, stream: IO[bytes]) -> str:
-        stream.seek(0)
-        return stream.read(MAX_OUTPUT_BYTES).decode(errors="replace")
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -152,45 +137,3 @@ class _Program:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-
-def _how_it_ended(code: int) -> str:
-    if code > 0:
-        return f"ended with code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"was ended by signal {-code}"
-
-
-def child(module: str, *arguments: str) -> list[str]:
-    """Returns the command that runs `main` of `vllm_ascend_pd.tools.doctor.<module>` with this process's import path.
-
-    `-m` would add the current folder to that path. Run the command in the thread that calls this.
-    """
-    program = (
-        f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import begin_child; begin_child({os.getpid()}); "
-        f"from {__package__}.{module} import main; main()"
-    )
-    return [sys.executable, "-c", program, *arguments]
-
-
-_reports: list[int] = []  # in a child: the file descriptor for `say`
-
-
-def begin_child(parent: int) -> None:
-    """Lets this process end with its parent, and keeps its standard output for `say`: imports may print."""
-    end_with(parent)
-    _reports.append(os.dup(1))
-    os.dup2(2, 1)
-
-
-def end_with(parent: int) -> None:
-    """Lets this process end with its parent, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent has already ended
-        os._exit(1)
-
-
-def say(report: msgspec.Struct) -> None:
-    """In a child: reports to the doctor."""
-    os.write(_reports[0], msgspec.json.encode(report) + b"\n")
