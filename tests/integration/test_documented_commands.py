@@ -73,7 +73,8 @@ def migrates(command: Command, folder: Path) -> None:
     (folder / "prefill.sh").write_text(prefill.replace("8200", "8100"))
     alone = command._replace(line=DECODE_SH).run(folder).replace(f"{folder}/model", "/models/DeepSeek-R1")
     assert alone[: alone.index("\n== proxy ==")] == printed
-    both = command._replace(line=f"bash prefill.sh 8; {command.line}").run(folder)
+    (folder / "vllm.py").write_text("raise ImportError('prefill takes the table of options, to import vLLM but once')")
+    both = command._replace(line=f'PYTHONPATH="{folder}:$PYTHONPATH" bash prefill.sh 8; {command.line}').run(folder)
     assert "== prefill and decode ==\nthey fit\n" in both
     assert alone.endswith("works with these changes\n")
     assert both.endswith("works with these changes\n")

@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from vllm_ascend_pd.tools.migrate.changes import MigrateError
-from vllm_ascend_pd.tools.migrate.plain import ADVICE
 from vllm_ascend_pd.tools.vllm_serve import CommandPart, Option, ServeOptions, Word, nested, whole_number
 
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
@@ -172,4 +171,6 @@ def _first_argument(words: Sequence[str]) -> int:
             return index + 2
         if word == "-m" and after in _MODULES:
             return index + 2 + (words[index + 2 : index + 3] == ["serve"])
-    raise MigrateError(f"there is no `vllm serve` in it: {ADVICE}")
+    raise MigrateError(
+        "there is no `vllm serve` in it: put `vllm-ascend-pd migrate --` before `vllm serve` in the script, and run it"
+    )

@@ -54,7 +54,7 @@ class EngineMigration(msgspec.Struct, frozen=True):
     was: tuple[str, ...]  # the connectors of the given command
     kv_transfer_config: dict[str, Any]  # ours; empty if there is none
     command: list[list[str]]  # the new command, one list per option
-    environment: dict[str, str]  # set before the command: what has to change, and what a pasted command sets itself
+    environment: dict[str, str]  # what has to change of it, set before the command
     url: str  # where the engine serves, for the proxy
     changes: tuple[Change, ...]
 

@@ -18,8 +18,7 @@ def migrate(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            help="-- and the `vllm serve` command of an engine. Or one plain command as text, a file with it, or - for "
-            "standard input.",
+            help="-- and the `vllm serve` command of an engine.",
             show_default=False,
         ),
     ] = None,
@@ -46,6 +45,7 @@ def migrate(
     """
     # Imported here so that other commands start faster.
     from vllm_ascend_pd.tools.migrate import command as commands
+    from vllm_ascend_pd.tools.migrate.arguments import read_arguments
     from vllm_ascend_pd.tools.migrate.changes import MigrateError, render
 
     if (pair is None) is (not command):
@@ -56,7 +56,7 @@ def migrate(
         if pair is not None:
             result = commands.migrate_pair([commands.read_result(file) for file in pair], model, proxy)
         else:
-            arguments = commands.read_command(command or [], _options(), os.environ)
+            arguments = read_arguments(command or [], _options(), os.environ)
             result = commands.migrate_command(arguments, model, proxy)
         if save is not None:
             save.write_text(as_json(result), encoding="utf-8")

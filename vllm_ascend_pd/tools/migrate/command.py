@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -27,30 +27,7 @@ from vllm_ascend_pd.tools.migrate.changes import (
 )
 from vllm_ascend_pd.tools.migrate.engine import migrate_engine
 from vllm_ascend_pd.tools.migrate.fits import check_pair, read_facts
-from vllm_ascend_pd.tools.migrate.plain import ADVICE, read_plain
-from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, ServeOptions, table
-
-
-def read_command(given: Sequence[str], options: ServeOptions, environment: Mapping[str, str]) -> EngineArguments:
-    """Returns the command that starts an engine.
-
-    given: the words of the command. Or one word: a command as text, a file with it, or `-` for standard input.
-    environment: of this process, which a command given in words gets.
-
-    Raises MigrateError or OSError.
-    """
-    if len(given) > 1:
-        return read_arguments(given, options, environment, {})
-    [text] = given
-    if text == "-":
-        text = sys.stdin.read()
-    elif len(text.split()) == 1:
-        text = Path(text).read_text(encoding="utf-8")
-    assigned, words = read_plain(text)
-    arguments = read_arguments(words, options, assigned, assigned)
-    if not PurePosixPath(arguments.start[0]).name.startswith(("vllm", "python")):
-        raise MigrateError(f"the command begins with {arguments.start[0]!r}, not with `vllm serve`: {ADVICE}")
-    return arguments
+from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, table
 
 
 def migrate_command(arguments: EngineArguments, model: str | None, proxy_url: str | None) -> Migration:
