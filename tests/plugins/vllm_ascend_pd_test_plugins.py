@@ -57,6 +57,9 @@ not use these kernels, and cannot be packed."""
 WITHOUT_TRITON = "VLLM_ASCEND_PD_TEST_WITHOUT_TRITON"
 """DeepSeek V4 runs on vLLM's CPU backend, which needs Triton for it, see `without_triton.py`."""
 
+INSTALLED_KERNELS = "VLLM_ASCEND_PD_TEST_INSTALLED_KERNELS"
+"""vLLM 0.23 runs with what is compiled of the installed vLLM, see `older_vllm.py`."""
+
 FIXED = "VLLM_ASCEND_PD_TEST_FIXED"
 """JSON: fields of `ConnectorConfig` that users cannot set, with other values than theirs."""
 
@@ -110,6 +113,10 @@ def register() -> None:
         replace_kernels_of_drafts()
     if os.environ.get(FLOAT32_STATES) == "1":
         _leave_convolutions_unpacked()
+    if os.environ.get(INSTALLED_KERNELS) == "1":
+        from older_vllm import use_installed_kernels
+
+        use_installed_kernels()
     if fixed := os.environ.get(FIXED):
         change_fixed(json.loads(fixed))
     if folder := os.environ.get(CONTROL):

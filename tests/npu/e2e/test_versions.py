@@ -5,21 +5,17 @@ They answer as a single engine of 0.23 does.
 """
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
-from harness.agreement import assert_agree
-from harness.client import Client, at_once, random_prompt
+from harness.client import Client
 from harness.clusters import Cluster
-from harness.engines import PATIENT, PLUGINS, EngineConfig, Role
+from harness.engines import PATIENT, EngineConfig, Role
 from harness.pool import long
+from harness.versions import assert_versions_answer_as_one_engine, with_vllm_in
 from npu_engines import cluster_of
-
-PROMPT_TOKENS = (1, 127, 128, 129, 700, 2500)
 
 NEXT = Path(sys.prefix) / "vllm-0.30"
 """Where scripts/setup_npu_emulation.sh puts vLLM 0.30 and vllm-ascend 0.30."""
@@ -28,8 +24,7 @@ DECODE = EngineConfig(Role.DECODE, connector_extra=PATIENT)
 
 
 def of_0_30(config: EngineConfig, tp: int = 1) -> EngineConfig:
-    path = os.pathsep.join(filter(None, [str(NEXT), str(PLUGINS), os.environ.get("PYTHONPATH")]))
-    return dataclasses.replace(config, tp=tp, env=(*config.env, ("PYTHONPATH", path)))
+    return with_vllm_in(NEXT, dataclasses.replace(config, tp=tp))
 
 
 CLUSTERS = [
@@ -46,9 +41,5 @@ pytestmark = [
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True)
 def test_both_versions_answer_as_one_engine(cluster: Cluster, client: Client, reference) -> None:
-    versions = [httpx.get(f"{engine.url}/version").json()["version"] for engine in (*cluster.prefill, *cluster.decode)]
-    assert versions == ["0.30.0" if side.startswith("0.30") else "0.23.0" for side in cluster.config.name.split("-to-")]
-    prompts = [random_prompt(tokens, "versions") for tokens in PROMPT_TOKENS]
-    assert_agree(reference, prompts, at_once(client.complete, prompts, concurrency=4))
-    again = [client.complete(prompt) for prompt in prompts]  # with what both sides have cached
-    assert_agree(reference, prompts, again)
+    versions = ["0.30.0" if side.startswith("0.30") else "0.23.0" for side in cluster.config.name.split("-to-")]
+    assert_versions_answer_as_one_engine(cluster, versions, client, reference)
