@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from engine_standin import DecodeEngine, PrefillEngine
 from proxy_cluster import CHAT, beside, eventually, running_cluster, withheld
 
@@ -104,6 +105,23 @@ def test_a_prefill_engine_that_must_be_restarted_is_avoided() -> None:
         assert cluster.complete().status_code == 200
         assert len(broken.received) == 1
         broken.metrics = metrics(0, 0, 0.0)  # it was restarted
+        eventually(lambda: withheld(cluster) == {"prefill": {}, "decode": {}})
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_sleeps_is_avoided_until_it_is_awake(role: str) -> None:
+    """Its `/health` stays good. vLLM would keep the requests until it is awake."""
+    dozing = PrefillEngine() if role == "prefill" else DecodeEngine()
+    awake = dozing.metrics = metrics(0, 0, 0.0) + 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 1.0\n'
+    with beside(**{role: dozing}, eject_after=10_000, return_after=2, **OFTEN) as cluster:
+        eventually(lambda: withheld(cluster) == {"prefill": {}, "decode": {}})
+        dozing.metrics = awake.replace("1.0", "0.0")
+        eventually(lambda: list(withheld(cluster)[role].values()) == ["ejected: it sleeps"])
+        dozing.received.clear()
+        for _ in range(3):
+            assert cluster.complete().status_code == 200
+        assert dozing.received == []
+        dozing.metrics = awake
         eventually(lambda: withheld(cluster) == {"prefill": {}, "decode": {}})
 
 

@@ -21,7 +21,8 @@ _KV_USE = "vllm:kv_cache_usage_perc"
 _CACHE_INFO = "vllm:cache_config_info"
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
-_WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED)
+_SLEEP_STATE = "vllm:engine_sleep_state"
+_WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, _SLEEP_STATE)
 _MAX_LINES = 2048
 """Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank."""
 _NONSENSE = 1e12
@@ -47,6 +48,8 @@ class LoadSnapshot(NamedTuple):
     """Tokens computed since the engine started: finished prompts and generated tokens."""
     broken_ranks: int | None = None
     """Ranks whose metric `restart_needed` is 1."""
+    asleep: bool = False
+    """Whether a part of the engine sleeps (`/sleep`)."""
 
 
 def parse_metrics(text: str) -> LoadSnapshot:
@@ -57,9 +60,12 @@ def parse_metrics(text: str) -> LoadSnapshot:
         raise ValueError(f"{len(lines)} lines of metrics about load")
     values: dict[str, list[float]] = {}
     capacities: list[int] = []
+    asleep = False
     for family in _families("\n".join(lines) + "\n"):
         for sample in family.samples:
-            if sample.name == _CACHE_INFO:
+            if sample.name == _SLEEP_STATE:
+                asleep |= sample.labels.get("sleep_state") == "awake" and sample.value == 0
+            elif sample.name == _CACHE_INFO:
                 capacities.append(_capacity(sample.labels))
             elif not 0 <= sample.value < _NONSENSE:  # also for NaN
                 continue
@@ -79,6 +85,7 @@ def parse_metrics(text: str) -> LoadSnapshot:
         capacity,
         _total(tokens or None),
         _total(values.get(_RESTART_NEEDED)),
+        asleep,
     )
 
 
