@@ -2,7 +2,7 @@
 """KV caches without a model: their shapes, and the right value of every byte in them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +26,7 @@ class Model:
     replicated: bool = False  # MLA: every rank holds everything
     dtypes: tuple[torch.dtype, ...] = ()
     encoding: str | None = None
+    copied_from: int | None = None  # the first part that each rank of decode context parallelism has all tokens of
     drafts: int = 0  # how many of the layers, the last ones, are those of a draft
     allocate: Callable[[Sequence[str], int, int, str], dict[str, tuple[torch.Tensor, ...]]] | None = None
     """Makes the caches of layers, with so many blocks of so many tokens, on a device. None: `make_caches` does.
@@ -77,6 +78,11 @@ class Side:
     def span(self) -> int:
         """Tokens that a block id stands for."""
         return self.block_size * self.pcp * self.dcp
+
+    def of_part(self, model: Model, part: int) -> "Side":
+        """The shape that one part has: without context parallelism and with longer blocks, if ranks have copies."""
+        copied = model.copied_from is not None and part >= model.copied_from and self.pcp == 1
+        return replace(self, dcp=1, block_size=self.span) if copied else self
 
     def places(self, rank: int, start: int, stop: int) -> dict[int, list[tuple[int, int]]]:
         """Where `rank` keeps those of tokens `[start, stop)` that it holds: number of the request's block ->
@@ -137,6 +143,10 @@ def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) 
                 else (side.num_blocks, heads, side.block_size, width)
             )
             dtype = model.dtype_of(part)
+            whole = (
+                side.of_part(model, part).block_size // side.block_size
+            )  # vllm-ascend has more blocks, not longer ones
+            shape = (side.num_blocks * whole, *shape[1:])
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             buffer = aligned_buffer(alignment + nbytes, alignment, device).zero_()
             parts.append(buffer[alignment:].view(dtype).view(shape))
@@ -144,6 +154,9 @@ def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) 
     return caches
 
 
-def by_token(model: Model, cache: torch.Tensor) -> torch.Tensor:
-    """Returns a view `[num_blocks, tokens, heads, width]`, whatever the order in memory."""
+def by_token(model: Model, cache: torch.Tensor, block_size: int = 0) -> torch.Tensor:
+    """Returns a view `[num_blocks, tokens, heads, width]`, whatever the order in memory. `block_size`: tokens of a
+    block, where blocks of the tensor are shorter."""
+    if block_size > cache.shape[1] and model.order is Order.TOKEN_MAJOR:
+        return cache.view(-1, block_size, *cache.shape[2:])
     return cache if model.order is Order.TOKEN_MAJOR else cache.transpose(1, 2)

@@ -125,6 +125,8 @@ class _RankBase:
         heads = len(self._heads())
         total = 1 if self.model.replicated else self.model.heads
         spec = LayerSpec(0, side.block_size, heads, total, self.model.encoding, dealt.share(self.rank))
+        copies = side.dcp if side.pcp == 1 else 1
+        spec = replace(spec, copied_from=self.model.copied_from, copies=copies)
         specs = dict.fromkeys(caches, spec)
         for layer in self.model.draft_layers:
             specs[layer_name(layer)] = replace(spec, draft=DRAFT)
@@ -241,13 +243,14 @@ class PrefillRank(_RankBase):
     def _values(self, layer: int, prompt: Prompt, send: Send) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The KV of a send's tokens on the device, cut at the cache's blocks."""
         own = self._heads()
-        held = self.side.places(self.rank, send.start, send.stop)
         copies = []
         for part, cache in enumerate(self.caches[layer_name(layer)]):
+            side = self.side.of_part(self.model, part)
+            held = side.places(self.rank, send.start, send.stop)
             values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
             order = [token for tokens in held.values() for token, _ in tokens]
             values = values[order, own.start : own.stop].to(self.on)
-            view = by_token(self.model, cache)
+            view = by_token(self.model, cache, side.block_size)
             done = 0
             for block, tokens in held.items():
                 first = tokens[0][1]  # what a block holds of a send lies together
@@ -376,7 +379,7 @@ class DecodeRank(_RankBase):
 
     def kept(self, layer: int, part: int, cache: torch.Tensor) -> torch.Tensor:
         """Returns what a cache holds: `[num_blocks, tokens, heads, width]`."""
-        return by_token(self.model, cache)
+        return by_token(self.model, cache, self.side.of_part(self.model, part).block_size)
 
     def expected(self, layer: int, part: int, prompt: Prompt) -> torch.Tensor:
         """Returns what a cache must hold of a prompt: `[num_tokens, heads of the model, width]`."""
@@ -396,7 +399,7 @@ class DecodeRank(_RankBase):
                 used = set()
                 for prompt in prompts:
                     values = self.expected(layer, part, prompt)
-                    places = self.side.places(self.rank, prompt.cached, prompt.num_tokens)
+                    places = self.side.of_part(self.model, part).places(self.rank, prompt.cached, prompt.num_tokens)
                     used |= {prompt.d_blocks[block] for block in places}
                     for block, tokens in places.items():
                         wrong = [

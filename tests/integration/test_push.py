@@ -24,6 +24,7 @@ SPARSE_C8 = Model(
     widths=(128, 16, 32, 1),
     dtypes=(torch.bfloat16, torch.bfloat16, torch.int8, torch.float16),
     replicated=True,
+    copied_from=2,
 )
 
 SHAPES = {
@@ -59,6 +60,11 @@ SHAPES = {
     "GATHERED_PP2_PCP2_TP2_TO_TP1": (GQA, Side(2, pcp=2, interleave=16, stages=(1, 2)), Side(1)),
     "INT8_TP2_TO_TP1": (Model(dtype=torch.int8), Side(2), Side(1)),
     "SPARSE_C8_TP2_TO_TP1": (SPARSE_C8, Side(2), Side(1)),
+    # Each rank of decode context parallelism has the whole index.
+    "SPARSE_C8_DCP2_TO_DCP2": (SPARSE_C8, Side(2, dcp=2, interleave=16), Side(2, dcp=2, interleave=16)),
+    "SPARSE_C8_DCP2_TO_TP1": (SPARSE_C8, Side(2, dcp=2, interleave=16), Side(1)),
+    "SPARSE_C8_TP1_TO_DCP2": (SPARSE_C8, Side(1), Side(2, dcp=2, interleave=4)),
+    "SPARSE_C8_PCP2_TO_DCP2": (SPARSE_C8, Side(1, pcp=2, interleave=16), Side(2, dcp=2, interleave=16)),
     "FLOAT32_TP2_TO_TP1": (Model(dtype=torch.float32), Side(2), Side(1)),
 }
 

@@ -64,6 +64,7 @@ VERIFIED = {
         "SPLIT_PCP2_TO_DCP2",
         "GATHERED_PP2_PCP2_TP2_TO_TP1",
         "SPARSE_C8_TP2_TO_TP1",
+        "SPARSE_C8_DCP2_TO_DCP2",
     )
 } | {  # quantized on the way: prefill takes the checksums of what it sends
     "C8_TP2_TO_TP1": (replace(C8, plain=(0,)), Side(2), Side(1)),

@@ -84,11 +84,13 @@ MAMBA1 = Model("MAMBA1", [(32, 1)], (32, STATE_WIDTH))
 @pytest.mark.parametrize("conv_axis", [0, 1], ids=["channels first", "channels last"])
 @pytest.mark.parametrize(("p_tp", "d_tp"), TP_SIZES)
 @pytest.mark.parametrize("model", [MAMBA2, ONE_GROUP, TWO_GROUPS, GATED_DELTA, MAMBA1])
-@pytest.mark.parametrize("replica_hash", [0, 5])
+@pytest.mark.parametrize(("replica_hash", "context"), [(0, False), (5, True)], ids=["", "context parallelism"])
 def test_each_byte_arrives(
-    model: Model, p_tp: int, d_tp: int, conv_axis: int, together: bool, replica_hash: int
+    model: Model, p_tp: int, d_tp: int, conv_axis: int, together: bool, replica_hash: int, context: bool
 ) -> None:
     from_block, to_block = 2, 3
+    # Context parallelism shares tokens: each rank has the states of its own heads.
+    shared = [sharding(tp, 2 if tp > 1 and context else 1, 4) for tp in (p_tp, d_tp)]
     decode = [model.rank(rank, d_tp, conv_axis, together) for rank in range(d_tp)]
     for p_rank in range(p_tp):
         prefill, views = model.rank(p_rank, p_tp, conv_axis, together)
@@ -96,7 +98,7 @@ def test_each_byte_arrives(
             view[from_block] = torch.from_numpy(state)
         for tensor in prefill.description.tensors:
             source = prefill.description.geometry_of(tensor)
-            route = make_route(source, p_rank, sharding(p_tp), sharding(d_tp), 1)
+            route = make_route(source, p_rank, *shared, 1)
             assert not route.is_staged
             if not route.serves(replica_hash):
                 continue

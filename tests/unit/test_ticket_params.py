@@ -48,9 +48,9 @@ def test_a_ticket_with_a_state():
 
 
 def test_a_state_beside_tokens_that_ranks_share():
-    params = {**PARAMS, "remote_block_ids": [[7, 3, 9], [5]], "remote_block_size": [4, 1], "remote_dcp_size": 2}
-    with pytest.raises(TicketError, match="states are not shared by context parallelism"):
-        parse_ticket(params, 10, 2, {1})
+    params = {**PARAMS, "remote_block_ids": [[7, 3], [5]], "remote_block_size": [4, 1], "remote_dcp_size": 2}
+    ticket = parse_ticket({**params, "remote_tp_size": 2, "remote_cached_tokens": 8}, 10, 2, {1})
+    assert ticket.remote_block_ids == [[7, 3], [5]]
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,9 @@ def layer_specs(
                 model_heads = models[whose].get_total_num_kv_heads()
                 total = model_heads if heads == max(1, model_heads // tp) else heads * tp
             ratio = tokens_per_entry(spec)
-            specs[layer] = LayerSpec(index, block_tokens(spec), heads, total, encoding, share, whose, ratio)
+            of = LayerSpec(index, block_tokens(spec), heads, total, encoding, share, whose, ratio)
+            copies = getattr(spec, "sfa_dcp_replicated_indexer_size", 1)
+            specs[layer] = dataclasses.replace(of, copied_from=index_of_sparse(spec), copies=copies)
     return specs
 
 
@@ -364,17 +366,21 @@ def _longest(spec: Any, window: str) -> int:
 
 
 def _is_shared(spec: Any) -> bool:
-    """Whether ranks of context parallelism share all tokens of such a cache.
+    """Whether ranks of context parallelism share the tokens of such a cache, or each has states of its own heads."""
+    return all(tokens_per_entry(member) == 1 and getattr(member, "dcp_sharded", True) for member in _members(spec))
 
-    vllm-ascend may copy the index of sparse attention to every rank.
+
+def index_of_sparse(spec: Any) -> int | None:
+    """Returns which tensor of a layer is the first of sparse attention's index. None if there is no index.
+
+    vllm-ascend keeps all of it on each rank of decode context parallelism (`attention/context_parallel/sfa_cp.py`). It
+    is behind the latent and the rope, which may be one tensor. From 0.30 on, it is a cache of its own.
     """
-    return all(
-        not _holds_state(member)
-        and tokens_per_entry(member) == 1
-        and getattr(member, "dcp_sharded", True)
-        and getattr(member, "sfa_dcp_replicated_indexer_size", 1) == 1
-        for member in _members(spec)
-    )
+    if _name(spec) == "AscendSFAIndexerCacheSpec":
+        return 0
+    if not hasattr(spec, "sfa_dcp_replicated_indexer_size") or spec.sparse_head_dim is None:
+        return None
+    return 1 if spec.cache_sparse_sfa_c8 else 2
 
 
 def _is_of_draft(layer: str, vllm_config: "VllmConfig") -> bool:

@@ -248,9 +248,12 @@ def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -
     if spec.packings and len(spec.packings) != len(cache):
         raise LayoutError(f"{len(cache)} tensors where decode keeps {len(spec.packings)} in NZ order")
     for part, whole in enumerate(cache):
-        tensor = _by_blocks(whole, spec.block_size // spec.tokens_per_entry, heads_first)
+        copied = spec.copied_from is not None and part >= spec.copied_from
+        held = spec.of_copied() if copied else spec
+        tensor = _by_blocks(whole, held.block_size // held.tokens_per_entry, heads_first)
         shape, strides, dtype = tensor.shape, tensor.stride(), _dtype(tensor, spec.encoding)
-        geometry = block_geometry(shape, strides, tensor.element_size(), dtype, spec, heads_first=heads_first)
+        geometry = block_geometry(shape, strides, tensor.element_size(), dtype, held, heads_first=heads_first)
+        geometry = msgspec.structs.replace(geometry, copied=copied)
         if spec.packings:
             geometry = _packed(geometry, tensor, spec.packings[part], spec.is_packed)
         runs.append((tensor, 0, geometry))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_pd.core.layout import BlockKind, Geometry, Order, TokenShare
+from vllm_ascend_pd.core.layout import ALL_TOKENS, BlockKind, Geometry, Order, TokenShare
 from vllm_ascend_pd.core.plan import NULL_BLOCK, Mask, Offsets, Units
 
 Sums = npt.NDArray[np.uint64]
@@ -99,8 +99,11 @@ class SummedUnits:
         ranges: Sequence[tuple[int, int]],
         blocks: Sequence[Sequence[int]],
         wanted: Sequence[tuple[Sequence[int], int]] = (),
+        share: TokenShare = ALL_TOKENS,
     ) -> SummedUnits:
         """Returns the units of `unit` tokens that this rank holds of tokens `[start, stop)` of each request.
+
+        `share`: those that it sends, if it holds more.
 
         `blocks`: each request's blocks in this cache, from the block of its first token on.
         `wanted`: each request's blocks on decode from its token 0 on, and the tokens of one. Units in the null block
@@ -108,7 +111,8 @@ class SummedUnits:
         """
         units = Units.of(unit, ranges)
         span = geometry.span
-        held = units.held(geometry.share) if geometry.share.ranks > 1 else np.ones(len(units), dtype=np.bool_)
+        share = geometry.share if share.ranks == 1 else share
+        held = units.held(share) if share.ranks > 1 else np.ones(len(units), dtype=np.bool_)
         if wanted:
             d_span = wanted[0][1]
             firsts = [start // d_span for start, _ in ranges]

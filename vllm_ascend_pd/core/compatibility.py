@@ -9,12 +9,12 @@ import msgspec
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import HostList, host_of, normal_host
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, RankCaches, TokenShare
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, RankCaches
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription, TransportInfo
 from vllm_ascend_pd.core.text import is_name, one_line
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.core.topology import RankInfo, Sharding, TopologyError
+from vllm_ascend_pd.core.topology import RankInfo, Sharding, TopologyError, held
 
 
 def mismatch(
@@ -107,13 +107,14 @@ def different_settings(prefill: Mapping[str, str], decode: Mapping[str, str]) ->
 def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, decode: EngineDescription) -> str | None:
     """Returns why blocks of `mine` cannot be written into blocks of `other`; None if they can."""
     sent = mine.sent
-    for what in ("kind", "packing", "dtype", "order", "total_heads", "head_bytes", "group", "tokens_per_entry"):
+    compared = ("kind", "packing", "dtype", "order", "total_heads", "head_bytes", "group", "tokens_per_entry")
+    for what in (*compared, "copied") if decode.dcp > 1 else compared:
         if getattr(sent, what) != getattr(other, what):
             values = [getattr(g, what) for g in (sent, other)]
             named = [getattr(value, "value", value) for value in values]
             return f"{what} is {named[0]} on prefill, {named[1]} on decode"
     try:
-        make_route(mine, rank, prefill, decode.sharding, other.block_size)
+        make_route(mine, rank, prefill, decode.sharding, other.ticket_block_size(decode.dcp))
     except (LayoutError, TopologyError) as error:
         return str(error)
     return None
@@ -138,8 +139,7 @@ def unsound(description: EngineDescription, hosts: HostList) -> str | None:
         named = "an engine, a model, a setting, a transport or a layer"
         return f"decode's description has a name of {named} that is too long or unprintable"
     for rank in description.ranks:
-        share = description.sharding.share(rank.tp_rank)
-        if (reason := _misplaced(rank, hosts) or _impossible(rank.caches, tp, share)) is not None:
+        if (reason := _misplaced(rank, hosts) or _impossible(rank, description.sharding)) is not None:
             return f"decode's rank {(rank.pp_rank, rank.tp_rank)}: {reason}"
     return None
 
@@ -167,10 +167,12 @@ def _misplaced(rank: RankDescription, hosts: HostList) -> str | None:
     return hosts.refusal(control)
 
 
-def _impossible(caches: RankCaches, tp: int, share: TokenShare) -> str | None:
-    """Returns what cannot be true of a rank's caches; None if everything can. `share`: as the engine describes it."""
+def _impossible(rank: RankDescription, sharding: Sharding) -> str | None:
+    """Returns what cannot be true of a rank's caches; None if everything can. `sharding`: the engine's."""
+    caches, tp = rank.caches, sharding.tp
     for geometry in caches.geometries:
-        if geometry.share != share:
+        _, ranks = held(geometry, sharding, sharding)
+        if geometry.share != (share := ranks.share(rank.tp_rank)):
             return f"it describes {geometry.share} of the tokens, its engine {share}"
         if geometry.block_bytes > geometry.block_stride:
             return f"blocks of {geometry.block_bytes} bytes, {geometry.block_stride} apart"
@@ -200,11 +202,8 @@ def foreign(
         group = geometry.group
         if group >= len(highest) or highest[group] >= tensor.num_blocks:
             return f"the ticket names blocks that {tensor.layer} on decode does not have"
-        if ticket.remote_block_size[group] != geometry.block_size:
-            return (
-                f"the ticket says decode's block size is {ticket.remote_block_size[group]}, "
-                f"decode says {geometry.block_size}"
-            )
+        if ticket.remote_block_size[group] != (size := geometry.ticket_block_size(description.dcp)):
+            return f"the ticket says decode's block size is {ticket.remote_block_size[group]}, decode says {size}"
     return None
 
 

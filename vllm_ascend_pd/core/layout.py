@@ -4,7 +4,7 @@
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -122,6 +122,9 @@ class Geometry(msgspec.Struct, frozen=True):
     tokens_per_entry: _Size = 1
     # In which form decode keeps this cache. Decode's order is HEAD_MAJOR then, prefill's TOKEN_MAJOR.
     packing: Packing = Packing.NONE
+    # Whether ranks of decode context parallelism each keep all tokens of this cache: the index of sparse attention.
+    # Prefill's ranks then each send their share of the tokens, like that of other caches.
+    copied: bool = False
 
     def __post_init__(self) -> None:
         if self.packing is not Packing.NONE:
@@ -174,6 +177,10 @@ class Geometry(msgspec.Struct, frozen=True):
     def span(self) -> int:
         """Tokens of a request that a block id stands for."""
         return self.block_size * self.share.ranks
+
+    def ticket_block_size(self, parts: int) -> int:
+        """Returns the block size that tickets name for its group. `parts`: how many decode ranks share tokens."""
+        return self.block_size // parts if self.copied else self.block_size
 
     @property
     def run(self) -> int:
@@ -259,6 +266,15 @@ class LayerSpec:
     is_packed: bool = False
     # By tensor, as in `CacheTensor`.
     scales: tuple[str, ...] = ()
+    # The first tensor that is `copied`, as in `Geometry`, like all behind it. None: no tensor is.
+    copied_from: int | None = None
+    # How many ranks of this engine each keep all tokens of those tensors, in blocks so many times as long.
+    copies: int = 1
+
+    def of_copied(self) -> "LayerSpec":
+        """Returns the spec of the tensors that are `copied`."""
+        share = ALL_TOKENS if self.copies > 1 else self.share
+        return replace(self, block_size=self.block_size * self.copies, share=share)
 
 
 def block_geometry(

@@ -19,8 +19,8 @@ from itertools import accumulate, chain
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order, RankCaches, TokenShare
-from vllm_ascend_pd.core.topology import Lanes, Sharding, exchanged_heads
+from vllm_ascend_pd.core.layout import ALL_TOKENS, Geometry, LayoutError, Order, RankCaches, TokenShare
+from vllm_ascend_pd.core.topology import Lanes, Sharding, exchanged_heads, held
 
 
 def _integers(values: Sequence[int]) -> Offsets:
@@ -151,6 +151,8 @@ class Route:
     plane_row: int = 0
     # Whether staging only brings units into the form in which decode keeps them (`Packing`). All heads stay together.
     packs: bool = False
+    # The tokens that this rank sends. It may have more of them.
+    token_share: TokenShare = ALL_TOKENS
 
     @cached_property
     def is_staged(self) -> bool:
@@ -197,17 +199,21 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
     """
     kept, source = source, source.sent
     total = source.total_heads
+    if source.copied:
+        d_block_size *= decode.parts
+    prefill, decode = held(source, prefill, decode)
+    share = prefill.share(rank)
     lanes = Lanes.between(prefill, decode, total)
     replica = prefill.replica_index(rank, total)
     lane, turn = lanes.of_writer(replica)
-    unit = _common_unit(source, decode, d_block_size)
+    unit = _common_unit(source, share, decode, d_block_size)
     # Units begin and end with entries: both sides' blocks hold whole ones.
     entries = unit // source.tokens_per_entry
     own = prefill.heads(rank, total)
     d_ranks = [
         d_rank
         for d_rank in range(decode.tp)
-        if source.share.meets(decode.share(d_rank)) and lanes.of_reader(decode.replica_index(d_rank, total)) == lane
+        if share.meets(decode.share(d_rank)) and lanes.of_reader(decode.replica_index(d_rank, total)) == lane
     ]
     d_heads = len(decode.heads(0, total))
     if source.order is Order.HEAD_MAJOR or d_heads == source.heads:
@@ -215,8 +221,8 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
         targets = tuple(target for target in overlaps if target is not None)
         if kept.is_packed_on_the_way:
             rows = kept.entry_bytes, source.entry_bytes
-            return Route(unit, targets, turn, lanes.writers, (), 0, 1, entries, *rows, packs=True)
-        return Route(unit, targets, turn, lanes.writers)
+            return Route(unit, targets, turn, lanes.writers, (), 0, 1, entries, *rows, packs=True, token_share=share)
+        return Route(unit, targets, turn, lanes.writers, token_share=share)
     group = exchanged_heads(own.start, source.heads, d_heads)
     owners = range(group.start, group.stop, source.heads)
     ranks = tuple(prefill.holders(head, total, prefill.shares[rank])[replica] for head in owners)
@@ -236,6 +242,7 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
         entries,
         source.entry_bytes,
         plane_row,
+        token_share=share,
     )
 
 
@@ -280,9 +287,9 @@ def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding
     return None
 
 
-def _common_unit(source: Geometry, decode: Sharding, d_block_size: int) -> int:
-    d_run = decode.part(0).run(d_block_size)
-    unit = math.gcd(source.run, d_run)
+def _common_unit(source: Geometry, share: TokenShare, decode: Sharding, d_block_size: int) -> int:
+    run, d_run = share.run(source.block_size), decode.part(0).run(d_block_size)
+    unit = math.gcd(run, d_run)
     if d_block_size % source.tokens_per_entry:
         raise LayoutError(
             f"decode's blocks are of {d_block_size} tokens, prefill has an entry for {source.tokens_per_entry} tokens"
@@ -294,7 +301,7 @@ def _common_unit(source: Geometry, decode: Sharding, d_block_size: int) -> int:
         )
     if source.order is Order.HEAD_MAJOR and unit != d_block_size:
         raise LayoutError(
-            f"runs of {source.run} (prefill) and {d_run} (decode) tokens in blocks of {d_block_size}: a head-major "
+            f"runs of {run} (prefill) and {d_run} (decode) tokens in blocks of {d_block_size}: a head-major "
             "cache packs each head's tokens together, so cp_kv_cache_interleave_size must be the block size on both "
             "sides"
         )

@@ -265,8 +265,6 @@ def parse_ticket(
     dcp, interleave = ticket.remote_dcp_size, ticket.remote_interleave_size
     if ticket.remote_tp_size % dcp:
         raise TicketError(f"remote_dcp_size {dcp} does not divide remote_tp_size {ticket.remote_tp_size}")
-    if dcp > 1 and state_groups:
-        raise TicketError(f"remote_dcp_size {dcp}: states are not shared by context parallelism")
     for group, (blocks, size) in enumerate(zip(ticket.remote_block_ids, ticket.remote_block_size, strict=True)):
         if group in state_groups:
             if size != 1 or len(blocks) != 1:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_ascend_pd.core.layout import ALL_TOKENS, TokenShare
+from vllm_ascend_pd.core.layout import ALL_TOKENS, BlockKind, Geometry, TokenShare
 
 
 class TopologyError(ValueError):
@@ -58,6 +58,11 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
     shares: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(min_length=1)]
     # As in `TokenShare`.
     interleave: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
+
+    @property
+    def copies(self) -> "Sharding":
+        """The same ranks, if each has all tokens of its heads."""
+        return Sharding(self.tp, (0,) * len(self.shares))
 
     @property
     def parts(self) -> int:
@@ -109,6 +114,17 @@ def sharding(tp: int, dcp: int = 1, interleave: int = 1, pcp: int = 1) -> Shardi
         raise TopologyError(f"parallel sizes: tp {tp}, dcp {dcp}, pcp {pcp}, interleaved by {interleave}")
     shares = tuple(pcp_rank * dcp + tp_rank % dcp for pcp_rank in range(pcp) for tp_rank in range(tp))
     return Sharding(tp, shares, interleave if dcp * pcp > 1 else 1)
+
+
+def held(geometry: Geometry, prefill: Sharding, decode: Sharding) -> tuple[Sharding, Sharding]:
+    """Returns how prefill's and decode's ranks share what is sent of such a cache.
+
+    Context parallelism shares tokens. Each of its ranks has a whole state of its heads. Of a cache that is copied,
+    prefill's ranks send a share each, and decode's ranks want all tokens.
+    """
+    if geometry.kind is BlockKind.STATE:
+        return prefill.copies, decode.copies
+    return prefill, decode.copies if geometry.copied else decode
 
 
 @dataclass(frozen=True)

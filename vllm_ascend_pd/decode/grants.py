@@ -6,6 +6,7 @@ cancellations by `SideChannelServer.call`, and gets what has ended through an `A
 """
 
 import functools
+import itertools
 import logging
 import math
 import threading
@@ -34,7 +35,7 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.step import Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
-from vllm_ascend_pd.core.topology import Sharding, TopologyError, writers_to
+from vllm_ascend_pd.core.topology import Sharding, TopologyError, held, writers_to
 from vllm_ascend_pd.core.weights import LoadedWeights, are_alike
 from vllm_ascend_pd.decode.checksums import Delivered, Reported
 from vllm_ascend_pd.device.base import Event
@@ -72,16 +73,17 @@ class ExpectedWriters:
         return self._known[key]
 
     def _work_out(self, prefill: Sharding, replica_hash: int, draft: str) -> frozenset[tuple[int, int]]:
-        kinds = {
-            index: (geometry.total_heads, geometry.order is Order.TOKEN_MAJOR)
-            for index, tensor in enumerate(self._caches.tensors)
-            if (geometry := self._caches.geometry_of(tensor)).is_known_to(draft)
-        }
-        writers = {
-            kind: writers_to(self._rank, self._sharding, prefill, kind[0], replica_hash, exchange=kind[1])
-            for kind in set(kinds.values())
-        }
-        return frozenset((index, writer) for index, kind in kinds.items() for writer in writers[kind])
+        found: set[tuple[int, int]] = set()
+        for number, geometry in enumerate(self._caches.geometries):
+            if geometry.is_known_to(draft):
+                writing, reading = held(geometry, prefill, self._sharding)
+                exchange = geometry.order is Order.TOKEN_MAJOR
+                writers = writers_to(
+                    self._rank, reading, writing, geometry.total_heads, replica_hash, exchange=exchange
+                )
+                tensors = (i for i, tensor in enumerate(self._caches.tensors) if tensor.geometry == number)
+                found.update(itertools.product(tensors, writers))
+        return frozenset(found)
 
 
 # Hands ended transfers from a decode rank's control thread to its model thread.

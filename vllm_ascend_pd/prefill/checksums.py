@@ -23,8 +23,10 @@ from vllm_ascend_pd.core.checksum import (
     is_summed,
 )
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry
+from vllm_ascend_pd.core.plan import Route
 from vllm_ascend_pd.core.prefill_ticket import Destination
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.topology import held
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.device.checksums import UnitSummer, stack_on_host, to_numpy
 
@@ -82,24 +84,25 @@ class StepChecksums:
 def plan_checksums(
     device: Device,
     geometry: Geometry,
-    unit: int,
+    route: Route,
     own_heads: range,
     parts: Sequence[tuple[Ticket, tuple[int, int], Sequence[int]]],
     quantize: Mapping[tuple[str, int], Quantize],
 ) -> StepChecksums | None:
     """Returns the checksums of what a step sends to one decode engine; None if this rank has nothing of it.
 
-    `unit`: tokens of a unit of the route. `parts`: for each verified request its ticket, the tokens `[start, stop)`
+    `parts`: for each verified request its ticket, the tokens `[start, stop)`
     that become complete, and our blocks from that of the first one on. `quantize`: as in `RegisteredCaches`. Raises
     `DeviceError`.
     """
     group = geometry.group
     summed = SummedUnits.of(
         geometry,
-        unit,
+        route.unit,
         [tokens for _, tokens, _ in parts],
         [blocks for _, _, blocks in parts],
         [(ticket.remote_block_ids[group], ticket.span(group)) for ticket, _, _ in parts],
+        route.token_share,
     )
     if len(summed.units) == 0:
         return None
@@ -122,7 +125,8 @@ def report_checksums(ticket: Ticket, steps: Sequence[StepChecksums], destination
     for step in steps:
         summed = step.summed
         rows = {name: row for name, row in summed_rows.items() if kinds[row].group == summed.geometry.group}
-        chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), decode.share(rank.tp_rank))
+        _, readers = held(summed.geometry, decode, decode)
+        chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), readers.share(rank.tp_rank))
         common = common_heads(step.own_heads, decode.heads(rank.tp_rank, summed.geometry.total_heads))
         of_tensors = {name: step.taken[name] for name in rows if name in step.taken}
         if of_tensors:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.checksum import is_selected, is_summed
+from vllm_ascend_pd.core.plan import Route
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
@@ -139,7 +140,7 @@ class Planner:
         geometry = self._geometries[index]
         try:
             if self._verified_share and is_summed(geometry):
-                self._plan_checksums(plan, index, route.unit, served)
+                self._plan_checksums(plan, index, route, served)
             return plan_sends(route, geometry, served, self._device, slot_units, self._layers[index])
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
@@ -148,14 +149,14 @@ class Planner:
                 each.transfer.fail(str(error), PushFailure.DEVICE)
             return []
 
-    def _plan_checksums(self, plan: StepPlan, index: int, unit: int, slices: list[RequestSlice]) -> None:
+    def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: list[RequestSlice]) -> None:
         verified = [each for each in slices if is_selected(self._verified_share, each.transfer.ticket.ticket_id)]
         if not verified:
             return
         geometry = self._geometries[index]
         parts = [(each.transfer.ticket, each.tokens(geometry), each.send.blocks[geometry.group]) for each in verified]
         heads = self._rank_info.sharding.heads(self._rank_info.rank, geometry.total_heads)
-        checksums = plan_checksums(self._device, geometry, unit, heads, parts, self._caches.quantize)
+        checksums = plan_checksums(self._device, geometry, route, heads, parts, self._caches.quantize)
         if checksums is not None:
             plan.checksums.setdefault(index, []).append(checksums)
             for each in verified:

@@ -234,8 +234,8 @@ def plan_sends(
     d_blocks = units.blocks(d_ids, firsts, span)
     # Decode's block table has the null block for tokens that have left its sliding window.
     wanted = d_blocks != NULL_BLOCK
-    if geometry.share.ranks > 1:
-        wanted &= units.held(geometry.share)
+    if route.token_share.ranks > 1:
+        wanted &= units.held(route.token_share)
     if not wanted.all():
         units, d_blocks = units.cut(wanted), d_blocks[wanted]
     begins = [start // geometry.span for start, _ in ranges]

@@ -142,7 +142,7 @@ def _compressed(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
         return []
     changes = []
     if arguments.number("decode-context-parallel-size", 1) > 1:
-        why = "with context parallelism the compressed caches are refused: ranks hold copies, not shares"
+        why = "vLLM has no decode context parallelism for windows, which this model has"
         changes.append(Change(ChangeKind.STOPS, "--decode-context-parallel-size", why))
     if (size := arguments.number("block-size", 128)) not in BLOCK_SIZES:
         why = f"is {size}: the compressed caches need {', '.join(map(str, BLOCK_SIZES))}"
