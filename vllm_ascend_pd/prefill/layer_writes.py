@@ -112,10 +112,6 @@ class Pipeline:
         else:
             call()
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._entries
-
     @owned
     def await_turn(self, session: str) -> None:
         """Waits until a batch to `session` may begin at once, but not for writes of others."""
@@ -325,13 +321,15 @@ class LayerExecutor:
                 _fail(push, unexpected)
 
     def _end(self, push: LayerPush) -> None:
-        """Gives the layer's staging slot back, after all its writes are over."""
+        """Gives the layer's staging slot and its room in the queue back, after all its writes are over."""
         push.step_send.layer_ended()
         if push.begun:
             self._observer.layer_written(time.monotonic() - push.begun)
         if push.step_send.route.is_staged and (slot := push.take_back()) is not None:
             assert self._ring is not None
             self._ring.release(slot, push.settled_at)
+        if push.room is not None:
+            push.room.put(None)
         if push.over is not None:
             push.over.set()
 

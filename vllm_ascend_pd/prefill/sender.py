@@ -7,7 +7,6 @@ the executor.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -96,8 +95,9 @@ class Sender:
         """
         try:
             self._room.get_nowait()
+            push.room = self._room
         except queue.Empty:
-            push.has_room = self._await_room(push, timeout_s)
+            push.room = self._room if self._await_room(push, timeout_s) else None
         self._tasks.put(push)
 
     def _await_room(self, push: LayerPush, timeout_s: float) -> bool:
@@ -163,7 +163,7 @@ class Sender:
                 except queue.Empty:
                     continue
                 if isinstance(task, LayerPush):
-                    self._push(task)
+                    self._executor.execute(task, partial(self._take_alike, task))
                 else:
                     task()
             self._pipeline.drain()
@@ -176,32 +176,20 @@ class Sender:
         task, self._next = self._next, None
         if task is not None:
             return task
-        if not self._pipeline.is_empty:
-            with contextlib.suppress(queue.Empty):
-                return self._tasks.get_nowait()
+        if self._tasks.empty():
             self._pipeline.drain()
         return self._tasks.get(timeout=LOOK_S if self._slots_rest() else None)
 
-    def _push(self, push: LayerPush) -> None:
-        """Writes a layer, and with it those that have come while it waited for its turn."""
-        layers = [push]
-
-        def take_alike() -> Sequence[LayerPush]:
-            if self._tasks.empty():  # mostly: cheaper than an exception
-                return ()
-            with contextlib.suppress(queue.Empty):
-                while self._next is None and len(layers) < _MOST_JOINED:
-                    task = self._tasks.get_nowait()
-                    if isinstance(task, LayerPush) and self._executor.can_join(push, task):
-                        layers.append(task)
-                    else:
-                        self._next = task
-            return layers[1:]
-
-        self._executor.execute(push, take_alike)
-        for each in layers:
-            if each.has_room:
-                self._pipeline.then(partial(self._room.put, None))
+    def _take_alike(self, push: LayerPush) -> list[LayerPush]:
+        """Takes the layers that have come while `push` waited for its turn, and that leave with it."""
+        layers: list[LayerPush] = []
+        while self._next is None and len(layers) + 1 < _MOST_JOINED and not self._tasks.empty():
+            task = self._tasks.get()
+            if isinstance(task, LayerPush) and self._executor.can_join(push, task):
+                layers.append(task)
+            else:
+                self._next = task
+        return layers
 
     def _finish(self, transfers: Sequence[Transfer]) -> None:
         """Ends `transfers`, of which no write can follow."""

@@ -8,6 +8,7 @@ on its way from the model's thread to the sender's.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -249,28 +250,34 @@ def plan_sends(
     if not route.is_staged:
         return [StepSend(route, geometry, slices, units, src_units, d_blocks, layers)]
     # Staged units may be in any order: in that of decode's blocks, most of them continue each other.
-    order = _by_place(units, d_blocks, slices[0].transfer.ticket.sharding)
-    units, d_blocks = units.cut(order), d_blocks[order]
+    order = _by_place(units, d_blocks, span, slices[0].transfer.ticket.sharding)
     on_device = device.upload(torch.from_numpy(src_units[order]))
     sends = []
     for first in range(0, len(units), slot_units):
         chunk = slice(first, first + slot_units)
         offsets = on_device[chunk]
         most, mine = route.share(len(offsets))
-        own, own_blocks = units.cut(chunk).cut(mine), d_blocks[chunk][mine]
+        own = order[chunk][mine]
         staged = np.arange(len(own), dtype=np.int64) * route.staged_bytes
         split = None
         if route.ranks and route.planes > 1:
             split = device.upload(torch.arange(most) * (route.ratio * route.source_bytes))
-        sends.append(StepSend(route, geometry, slices, own, staged, own_blocks, layers, offsets, most, split))
+        sends.append(
+            StepSend(route, geometry, slices, units.cut(own), staged, d_blocks[own], layers, offsets, most, split)
+        )
     return sends
 
 
-def _by_place(units: Units, d_blocks: Offsets, decode: Sharding) -> Offsets | slice:
-    """Returns the order of units in which each decode rank gets its own by ascending addresses."""
-    if decode.parts == 1 and np.all(d_blocks[1:] >= d_blocks[:-1]):
-        return slice(None)  # units of one block are in order already
-    order: Offsets = np.lexsort((units.tokens, d_blocks, units.tokens // decode.interleave % decode.parts))
+def _by_place(units: Units, d_blocks: Offsets, span: int, decode: Sharding) -> Offsets:
+    """Returns the order of units in which each decode rank gets its own by ascending addresses.
+
+    Every unit has a place of its own among the `span` tokens of a decode block. So no order of equals matters, and
+    NumPy's default sort, three times as fast as its stable one, gives all ranks the same order (R5).
+    """
+    places = d_blocks * span + units.tokens % span
+    if decode.parts == 1:
+        return np.argsort(places)
+    order: Offsets = np.lexsort((places, units.tokens // decode.interleave % decode.parts))
     return order
 
 
@@ -339,8 +346,8 @@ class LayerPush:
     computed: Event
     # When the bytes can be read: they are `computed`, and regrouped if that is needed.
     ready: Event
-    # Whether it took a token of the room in the sender's queue.
-    has_room: bool = True
+    # Where its token of the room in the sender's queue goes when its writes are over. None if it took none.
+    room: queue.SimpleQueue[None] | None = None
     # When its first write began, on the monotonic clock.
     begun: float = 0.0
     # Until when a failed write may still read the bytes, in running time. 0 if no write has failed.
