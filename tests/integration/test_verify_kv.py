@@ -17,6 +17,7 @@ from harness.ranks import Pair, expect_delivery, prompts, run
 from test_push import SHAPES
 from test_push_int8 import C8, MLA
 from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode import checksums
 from vllm_ascend_pd.transport.batches import Batch
@@ -266,3 +267,35 @@ def test_a_write_that_never_arrives_is_found(pair: Pair) -> None:
         assert set(pair.wait_sent(len(requests))) <= {victim.request_id}  # revoked where its writing was not over
     finally:
         pair.each(pair.p_ranks, "do", stop_flipping)
+
+
+def overwritten(rank: DecodeRank, ticket_ids: list[str]) -> dict[str, tuple[str, list[int]]]:
+    """Begins the tickets' first step. Returns what the rank reports of it."""
+    rank.worker.start_step(DecodeStep(begun=ticket_ids))
+    report = rank.worker.take_report()
+    return report.overwritten if report else {}
+
+
+def overwrite(rank: DecodeRank, victim: Prompt) -> None:
+    first_bytes(rank, victim).view(torch.uint8).view(-1)[5] ^= 1
+
+
+def test_a_block_that_is_overwritten_after_arrival_is_found_and_blamed(pair: Pair) -> None:
+    pair.each(pair.d_ranks, "clear")
+    requests = prompts(pair, [40, 70, 60])
+    victim = requests[VICTIM]
+    run(pair, requests)
+    expect_delivery(pair, requests)
+    pair.each(pair.d_ranks, "do", clear_log)
+    holders = [n for n, has in enumerate(pair.each(pair.d_ranks, "do", holds_first, victim)) if has]
+    pair.d_ranks[holders[-1]].call("do", overwrite, victim)
+    begun = list(pair._request_of)[-len(requests) :]
+    for n, found in enumerate(pair.each(pair.d_ranks, "do", overwritten, begun)):
+        assert list(found) == ([victim.request_id] if n == holders[-1] else []), found
+        for reason, blocks in found.values():
+            assert reason.startswith("overwritten later: right on arrival ")
+            assert victim.d_blocks[0] in blocks
+            [place] = re.findall(r"(\S+) tensor 0 in blocks (\d+), from prefill rank (\d+) of stage (\d+)", reason)
+            assert place[:2] == (layer_name(LAYER), str(victim.d_blocks[0]))
+            assert (int(place[3]), int(place[2])) in writers_of(pair, n % pair.decode.ranks, whole=True)
+    assert not any(pair.each(pair.d_ranks, "do", overwritten, begun)), "each is compared again once"

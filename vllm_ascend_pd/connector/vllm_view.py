@@ -182,6 +182,10 @@ class VllmBlocks:
             dropped = len(cached)
         logger.info("weights were updated: %d blocks were dropped from the prefix cache", dropped)
 
+    def evict(self, block_ids: Collection[int]) -> None:
+        if self._pool is not None:
+            self._pool.evict_blocks(set(block_ids))
+
     def have_prompt(self, request: Any, num_computed_tokens: int) -> bool:
         """The whole prompt counts as cached in two cases:
 

@@ -117,5 +117,7 @@ class ReceiveFailure(enum.Enum):
     """The transfer to a rank failed, or took too long."""
     WRONG_BYTES = "wrong_bytes"
     """The KV arrived, and is not what prefill computed (`verify_kv`)."""
+    OVERWRITTEN = "overwritten"
+    """The KV was right on arrival, and is not when the request's first step reads it (`verify_kv`)."""
     ABORTED = "aborted"
     """The request ended before its KV had arrived."""

@@ -4,7 +4,7 @@
 Plain data. `connector/metrics.py` wraps it in the classes that vLLM carries.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -109,6 +109,8 @@ class DecodeStep:
     cancelled: dict[str, str] = field(default_factory=dict)
     # Ids of tickets whose prefill has ended.
     prefilled: list[str] = field(default_factory=list)
+    # Ids of verified tickets whose requests read the KV that has arrived for the first time in this step.
+    begun: list[str] = field(default_factory=list)
     # Seconds that this step waits for KV. 0 if it computes something.
     wait_s: float = 0.0
     # Address that wakes the scheduler (`transport/wakeup.py`). "": none.
@@ -125,6 +127,8 @@ class WorkerReport:
     failed: dict[str, str] = field(default_factory=dict)
     # Those of the failed tickets whose KV has arrived and is not what prefill computed.
     wrong: set[str] = field(default_factory=set)
+    # Id of a request that must end -> why, and its blocks: its KV was right on arrival, and is not when it is read.
+    overwritten: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     # Ticket id -> (bytes, bytes that arrived before prefill ended), summed over ranks.
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
     # For each ticket in `received`: how many tokens prefill had in its prefix cache.
@@ -133,7 +137,7 @@ class WorkerReport:
     weight_updates: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.received or self.weight_updates)
+        return bool(self.failed or self.received or self.overwritten or self.weight_updates)
 
     def merge(self, other: "WorkerReport") -> "WorkerReport":
         """Returns one report for the ranks of both. Changes neither."""
@@ -145,7 +149,8 @@ class WorkerReport:
         for ticket_id, tokens in other.cached.items():
             cached[ticket_id] = min(tokens, cached.get(ticket_id, tokens))
         updates = {**self.weight_updates, **other.weight_updates}  # their ranks differ
-        return WorkerReport({**other.failed, **self.failed}, self.wrong | other.wrong, received, cached, updates)
+        wrong, overwritten = self.wrong | other.wrong, {**other.overwritten, **self.overwritten}
+        return WorkerReport({**other.failed, **self.failed}, wrong, overwritten, received, cached, updates)
 
 
 # What the schedulers of both sides ask of the engine that they run in.
@@ -239,6 +244,9 @@ class EngineBlocks(Protocol):
 
     def allocated(self, request: ScheduledRequest) -> None:
         """Takes note of a request's blocks. After the next weight update no later request may find them."""
+
+    def evict(self, block_ids: Collection[int]) -> None:
+        """Takes blocks out of the prefix cache: their KV is wrong."""
 
     def have_prompt(self, request: ScheduledRequest, num_computed_tokens: int) -> bool:
         """Whether the prefix cache has the whole prompt.

@@ -2,7 +2,8 @@
 """Compares the KV that has arrived with prefill's checksums, for `verify_kv` (docs/garbled.md).
 
 The control thread hands over a request when all prefill ranks have reported. The model's thread owns `Verifier`. It
-submits the checksums to the side stream, and lets the request go on when they are compared.
+submits the checksums to the side stream, and lets the request go on when they are compared. It compares once more before
+the request's first step reads the KV.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 # Layers and blocks that a message names.
 _NAMED = 4
+# Most requests whose second comparison is still to come. Of more, the oldest are not compared again.
+_MAX_WAITING = 1024
+# Seconds that a step waits for the second comparison at most.
+_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -109,20 +114,26 @@ class Verifier:
                 self._tensors.setdefault(tensor.geometry, []).append(index)
         # The oldest first.
         self._pending: deque[_Check] = deque()
+        # By ticket id: what was right on arrival and has not been read, and when it was compared. The oldest first.
+        self._right: dict[str, tuple[Delivered, float]] = {}
 
     @owned
     def begin(self, delivered: Iterable[Delivered]) -> None:
         """Submits the checksums of tickets whose KV has just arrived."""
+        self._pending.extend(self._checks(delivered))
+
+    def _checks(self, delivered: Iterable[Delivered]) -> Iterator[_Check]:
+        """Submits the checksums of delivered tickets."""
         alike: dict[Sharding, list[Delivered]] = {}
         for each in delivered:
             alike.setdefault(each.prefill, []).append(each)
         for prefill, group in alike.items():
             check = _Check(group)
-            self._pending.append(check)
             try:
                 self._submit(check, prefill)
             except (DeviceError, ValueError) as error:
                 check.failure = str(error)
+            yield check
 
     @owned
     def take(self, wait_s: float) -> list[tuple[Delivered, list[Mismatch]]]:
@@ -130,20 +141,51 @@ class Verifier:
         ended: list[tuple[Delivered, list[Mismatch]]] = []
         deadline = time.monotonic() + wait_s
         while self._pending:
-            check = self._pending[0]
-            if check.done is not None:
-                try:
-                    check.done.wait(0.0 if ended else max(0.0, deadline - time.monotonic()))
-                except TimeoutError:
-                    break
-                except DeviceError as error:
-                    check.failure = str(error)
-            self._pending.popleft()
-            if check.failure is not None:
-                logger.error("verify_kv: %d requests are not verified: %s", len(check.delivered), check.failure)
-            for n, each in enumerate(check.delivered):
-                ended.append((each, [] if check.failure is not None else self._compare(check, n, each)))
+            try:
+                found = self._found(self._pending[0], 0.0 if ended else max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                break
+            check = self._pending.popleft()
+            ended += found
+            right = [each for each, mismatches in found if not mismatches and check.failure is None]
+            self._right.update((each.expect.ticket_id, (each, time.monotonic())) for each in right)
+        while len(self._right) > _MAX_WAITING:
+            del self._right[next(iter(self._right))]
         return ended
+
+    @owned
+    def verify_again(self, ticket_ids: Iterable[str]) -> list[tuple[Expect, str]]:
+        """Returns of which of these tickets the KV was right on arrival and is not any more, and why it fails.
+
+        Call it right before a step that reads their KV first. Waits for the comparison, `_AGAIN_S` seconds at most.
+        """
+        arrived = [self._right.pop(ticket_id) for ticket_id in ticket_ids if ticket_id in self._right]
+        compared_at = {each.expect.ticket_id: then for each, then in arrived}
+        overwritten = []
+        for check in list(self._checks(each for each, _ in arrived)):
+            try:
+                found = self._found(check, _AGAIN_S)
+            except TimeoutError:
+                logger.error("verify_kv: %d requests are not compared again: it takes too long", len(check.delivered))
+                continue
+            for each, mismatches in found:
+                if mismatches:
+                    ago = time.monotonic() - compared_at[each.expect.ticket_id]
+                    when = f"overwritten later: right on arrival {ago:.3f} s ago, not before its first step: "
+                    overwritten.append((each.expect, when + describe(mismatches)))
+        return overwritten
+
+    def _found(self, check: _Check, wait_s: float) -> list[tuple[Delivered, list[Mismatch]]]:
+        """Returns a check's tickets, with what differs. Raises TimeoutError if it has not ended in `wait_s` seconds."""
+        if check.done is not None:
+            try:
+                check.done.wait(wait_s)
+            except DeviceError as error:
+                check.failure = str(error)
+        if check.failure is not None:
+            logger.error("verify_kv: %d requests are not verified: %s", len(check.delivered), check.failure)
+            return [(each, []) for each in check.delivered]
+        return [(each, self._compare(check, n, each)) for n, each in enumerate(check.delivered)]
 
     def _submit(self, check: _Check, prefill: Sharding) -> None:
         summers = {}

@@ -167,6 +167,11 @@ class ArrivalQueue:
             received = delivered.received if mismatch is None else None
             self._end(news, expect.ticket_id, expect.request_id, received, delivered.cached_tokens)
 
+    def overwritten(self, expect: Expect, reason: str) -> None:
+        """The KV of a ticket that was received is no longer right."""
+        with self._changed:
+            self._report.overwritten[expect.request_id] = reason, expect.blocks
+
     def wake_at(self, address: str) -> None:
         """Lets later news wake the scheduler at `address` while no step waits. "": it is not woken."""
         with self._changed:

@@ -209,6 +209,8 @@ class DecodeScheduler:
             if earlier.started or earlier.failure is not None:
                 again = Reason.PREEMPTED if earlier.started else Reason.KV_LOST
                 self._placement.allocated(request, True, None if self._placement.computes_no_prompt else again)
+            elif earlier.ranks_ended and self._issuer.verifies(earlier.ticket):
+                self._step.begun.append(earlier.ticket.ticket_id)
             earlier.started = True
             return
         if num_external_tokens == 0:
@@ -291,6 +293,7 @@ class DecodeScheduler:
             self._blocks.weights_updated(report.weight_updates)
             self._take_failures(report)
             self._take_received(report)
+            self._take_overwritten(report)
         for request_id in finished_recving:
             if transfer := self._transfers.get(request_id):
                 self._transfer_ended(transfer)
@@ -302,6 +305,16 @@ class DecodeScheduler:
                 # If one rank has failed, the others need not wait any longer.
                 cause = ReceiveFailure.WRONG_BYTES if ticket_id in report.wrong else ReceiveFailure.TRANSFER
                 self._fail(transfer, reason, cause, may_follow=True)
+
+    def _take_overwritten(self, report: WorkerReport) -> None:
+        """Ends requests whose KV was overwritten, whatever the policy: vLLM may have their next steps under way."""
+        for request_id, (reason, blocks) in report.overwritten.items():
+            self._observer.transfer_failed(ReceiveFailure.OVERWRITTEN)
+            self._blocks.evict(blocks)
+            self._to_end.append(request_id)
+            if transfer := self._transfers.get(request_id):  # otherwise that step has ended it
+                self._report(transfer, reason)
+                self._refused[request_id] = reason
 
     def _take_received(self, report: WorkerReport) -> None:
         for ticket_id, tokens in report.cached.items():

@@ -126,6 +126,10 @@ class TicketIssuer:
         ticket_id, num_tokens = secrets.token_hex(16), self.num_tokens(request)
         return PromptName(ticket_id, num_tokens, self._requests.digest(request, num_tokens, ticket_id))
 
+    def verifies(self, ticket: Ticket) -> bool:
+        """Whether the ticket's KV is compared with prefill's checksums."""
+        return is_selected(self._verified_share, ticket.ticket_id)
+
     def expect(self, request_id: str, ticket: Ticket, blocks: tuple[list[int], ...]) -> Expect:
         """What this engine's ranks are told of the ticket."""
         cached = ticket.remote_cached_tokens
@@ -136,7 +140,7 @@ class TicketIssuer:
         ]
         lost = [block for ids in written for block in ids if block != NULL_BLOCK]
         verified = None
-        if self._verified_share and is_selected(self._verified_share, ticket.ticket_id):
+        if self.verifies(ticket):
             columns = column_tokens(ticket.spans, ticket.num_tokens)
             verified = VerifiedBlocks(tuple(written), ticket.num_tokens, columns)
         return Expect(request_id, ticket.ticket_id, ticket.digest(), lost, cached, verified)

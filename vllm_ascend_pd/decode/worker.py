@@ -115,6 +115,10 @@ class DecodeWorker:
             self._server.call(functools.partial(self._grants.prefill_ended, step.prefilled, now))
         if step.cancelled:
             self._server.call(functools.partial(self._grants.cancel, step.cancelled, now))
+        if self._verifier is not None:
+            for expect, reason in self._verifier.verify_again(step.begun):
+                logger.error("request %s: %s", expect.request_id, reason)
+                self._arrivals.overwritten(expect, reason)
 
     def _open(self, expect: Expect, vacated: Event, step: DecodeStep, now: float) -> OpenTicket:
         ticket = DecodeTicket(

@@ -38,6 +38,19 @@ def _subclasses(of: Any) -> Iterator[Any]:
         yield from _subclasses(each)
 
 
+def _take_back(outputs: Any, request_id: str) -> None:
+    """Takes the tokens that this step has generated for a request, which ends with an error, out of `outputs`."""
+    from vllm.v1.engine import FinishReason
+
+    for of_client in outputs.values():
+        mine = [output for output in of_client.outputs if output.request_id == request_id]
+        for output in mine:
+            if output.finish_reason is None:
+                of_client.outputs.remove(output)
+            else:
+                output.finish_reason, output.new_token_ids, output.new_logprobs = FinishReason.ERROR, [], None
+
+
 def _with_refusals(by_scheduler: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an `update_from_output` that ends refused requests after `by_scheduler`, the scheduler's own."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -47,6 +60,7 @@ def _with_refusals(by_scheduler: Callable[..., Any]) -> Callable[..., Any]:
         outputs = by_scheduler(self, scheduler_output, model_runner_output)
         take = getattr(self.kv_cache_manager.block_pool, _TAKE, None)
         for request_id in take() if take is not None else ():
+            _take_back(outputs, request_id)
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 continue
