@@ -140,6 +140,12 @@ class EngineScheduler:
         self.most_tokens = 0
         """The most tokens of a request that a step computed, drafts not counted."""
         self.tickets = 0
+        self.begun: list[str] = []
+        """Tickets whose KV a step reads first, as ranks were told."""
+        self.overwritten: set[str] = set()
+        """Requests whose KV ranks find overwritten in a step that computes them."""
+        self.tokens_of: list[str] = []
+        """Requests of which a step gave tokens to the client."""
         self.given_up: list[str] = []
         """Requests that ended with an error."""
         extra = config.kv_transfer_config.kv_connector_extra_config
@@ -218,6 +224,7 @@ class EngineScheduler:
         """Takes a step. Returns the requests that it computes tokens of."""
         scheduled = self.vllm.schedule()
         expects = scheduled.kv_connector_metadata.step.expects
+        self.begun += scheduled.kv_connector_metadata.step.begun
         self.expected |= {expect.request_id: expect for expect in expects}
         self.tickets += len(expects)
         drafts = scheduled.scheduled_spec_decode_tokens
@@ -272,11 +279,15 @@ class EngineScheduler:
         ended = self._ended & set(self.expected)
         failed = ended & self._failed
         self._ended -= ended
+        blocks = {name: self.vllm.kv_cache_manager.get_block_ids(name)[0] for name in self.overwritten & set(names)}
+        self.overwritten -= set(blocks)
+        report = WorkerReport(
+            failed={self.expected[name].ticket_id: "it failed, for a test" for name in failed},
+            overwritten={name: ("overwritten, for a test", ids) for name, ids in blocks.items()},
+        )
         output = KVConnectorOutput(
             finished_recving=ended or None,
-            kv_connector_worker_meta=ReportMetadata(
-                WorkerReport(failed={self.expected[name].ticket_id: "it failed, for a test" for name in failed})
-            ),
+            kv_connector_worker_meta=ReportMetadata(report),
             **self._lost(failed),
         )
         for name in ended:
@@ -291,6 +302,7 @@ class EngineScheduler:
             kv_connector_output=output,
         )
         said = [each for outputs in self.vllm.update_from_output(scheduled, ran).values() for each in outputs.outputs]
+        self.tokens_of += [each.request_id for each in said if each.new_token_ids]
         self.given_up += [each.request_id for each in said if each.finish_reason == FinishReason.ERROR]
         drafts = self.vllm.num_spec_tokens
         if drafts and self._steps_under_way == 1:

@@ -274,3 +274,27 @@ def test_a_prompt_of_more_than_text_cannot_go_on_after_a_preemption(make: MakeSc
     decode.run(400)
     assert request.status == RequestStatus.FINISHED_ERROR
     assert 0 < request.num_output_tokens < 4 * BLOCK
+
+
+@schedulers
+@failures
+@pytest.mark.parametrize("generates", [1, 8], ids=["ends in its first step", "goes on"])
+def test_a_request_whose_kv_is_overwritten_ends_without_a_token(
+    make: MakeScheduler, scheduler: type[Scheduler], failures: str, generates: int
+) -> None:
+    """Ranks are told of its first step, once, and nobody finds its blocks in the prefix cache afterwards."""
+    decode = make(blocks=3 * LONGEST, caching=True, scheduler_class=scheduler, failures=failures)
+    decode.connector._role.scheduler._issuer._verified_share = 1.0
+    decode.add("right", 2 * BLOCK + 1, generates=8, first=1000)
+    decode.add("wrong", 2 * BLOCK + 1, generates=generates)
+    decode.step()
+    tickets = {name: expect.ticket_id for name, expect in decode.expected.items()}
+    decode.overwritten.add("wrong")
+    decode.run()
+    assert sorted(decode.begun) == sorted(tickets.values())
+    assert decode.given_up == ["wrong"]
+    assert set(decode.tokens_of) == {"right"}
+    decode.add("same", 2 * BLOCK + 1)
+    decode.step()
+    assert ticket_of(decode, "same").remote_cached_tokens == 0
+    decode.run()

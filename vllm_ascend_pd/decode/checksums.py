@@ -2,8 +2,8 @@
 """Compares the KV that has arrived with prefill's checksums, for `verify_kv` (docs/garbled.md).
 
 The control thread hands over a request when all prefill ranks have reported. The model's thread owns `Verifier`. It
-submits the checksums to the side stream, and lets the request go on when they are compared. It compares once more before
-the request's first step reads the KV.
+submits the checksums to the side stream, and lets the request go on when they are compared. It compares once more
+before the request's first step reads the KV.
 """
 
 from __future__ import annotations
