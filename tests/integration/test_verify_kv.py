@@ -271,8 +271,10 @@ def test_a_write_that_never_arrives_is_found(pair: Pair) -> None:
 
 def overwritten(rank: DecodeRank, ticket_ids: list[str]) -> dict[str, tuple[str, list[int]]]:
     """Begins the tickets' first step. Returns what the rank reports of it."""
+    rank.worker.take_report()
     rank.worker.start_step(DecodeStep(begun=ticket_ids))
     report = rank.worker.take_report()
+    assert (report.verified if report else {}) == ({"overwritten": len(report.overwritten)} if report else {})
     return report.overwritten if report else {}
 
 

@@ -21,7 +21,9 @@ from vllm_ascend_pd.core.checksum import (
 from vllm_ascend_pd.core.layout import Geometry, Order, TokenShare
 from vllm_ascend_pd.core.protocol import MAX_CHECKSUM_BYTES
 from vllm_ascend_pd.core.topology import Sharding, sharding
-from vllm_ascend_pd.device.checksums import UnitSummer, stack_on_host, to_numpy
+from vllm_ascend_pd.device import checksums
+from vllm_ascend_pd.device.base import DeviceError
+from vllm_ascend_pd.device.checksums import UnitSummer, check_exact, stack_on_host, to_numpy
 from vllm_ascend_pd.device.cpu import CpuDevice
 
 
@@ -163,3 +165,11 @@ def test_a_share_of_tickets_is_selected():
     assert 300 < len(few) < 500
     assert all(is_selected(1.0, i) for i in [*ids, "f" * 32])
     assert not any(is_selected(0.0, i) for i in [*ids, "0" * 32])
+
+
+def test_a_device_whose_checksums_are_not_exact_is_refused(device, monkeypatch):
+    check_exact(device)
+    in_floats = lambda rows, weights: (rows.double() @ weights.double()).long()  # noqa: E731
+    monkeypatch.setattr(checksums, "_dot", in_floats)
+    with pytest.raises(DeviceError, match="other checksums than the host"):
+        check_exact(device)

@@ -82,6 +82,8 @@ from vllm_ascend_pd.decode.tickets import EngineInfo, Signer, TicketIssuer, Tick
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device import make_device
+from vllm_ascend_pd.device.base import DeviceError
+from vllm_ascend_pd.device.checksums import check_exact
 from vllm_ascend_pd.observe.stats import DecodeSchedulerStats, PrefillSchedulerStats, PrefillStats
 from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts
@@ -304,6 +306,11 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
     with ExitStack() as opened:
         device = make_device(device_type())
         opened.callback(device.close)
+        if config.verified_share:
+            try:
+                check_exact(device)
+            except (DeviceError, RuntimeError, TimeoutError) as error:
+                raise ConfigError(f"`verify_kv`: the device {device.name} cannot take checksums: {error}") from error
         rank = _rank_info(setup)
         is_first = (rank.pp_rank, rank.rank) == (0, 0)
         specs = layer_specs(setup.caches, vllm_config, rank.share)

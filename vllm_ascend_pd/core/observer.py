@@ -140,6 +140,9 @@ class DecodeSchedulerObserver:
     def post_retried(self) -> None:
         """A ticket is posted to the metaserver again. On the metaserver client's thread."""
 
+    def verified(self, result: str, count: int) -> None:
+        """Ranks have compared KV with prefill's checksums, `count` times with this result (`Verified`)."""
+
     def transfer_failed(self, cause: ReceiveFailure) -> None:
         """The request's KV will not arrive. `transfer_ended` follows."""
 

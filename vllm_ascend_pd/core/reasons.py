@@ -106,6 +106,19 @@ class PushFailure(enum.Enum):
     """A defect of this package: see the log."""
 
 
+class Verified(enum.Enum):
+    """What a comparison of a request's KV with prefill's checksums has found (`verify_kv`)."""
+
+    RIGHT = "right"
+    """It is what prefill computed."""
+    WRONG = "wrong"
+    """It was wrong on arrival."""
+    OVERWRITTEN = "overwritten"
+    """It was right on arrival, and not when the request's first step read it."""
+    UNKNOWN = "unknown"
+    """It was not compared: see the log."""
+
+
 class ReceiveFailure(enum.Enum):
     """Why decode did not get a request's KV."""
 

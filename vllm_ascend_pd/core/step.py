@@ -4,6 +4,7 @@
 Plain data. `connector/metrics.py` wraps it in the classes that vLLM carries.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -129,6 +130,8 @@ class WorkerReport:
     wrong: set[str] = field(default_factory=set)
     # Id of a request that must end -> why, and its blocks: its KV was right on arrival, and is not when it is read.
     overwritten: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    # Results of `verify_kv` (`core/reasons.py`, `Verified`) -> requests, summed over ranks.
+    verified: dict[str, int] = field(default_factory=dict)
     # Ticket id -> (bytes, bytes that arrived before prefill ended), summed over ranks.
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
     # For each ticket in `received`: how many tokens prefill had in its prefix cache.
@@ -137,7 +140,7 @@ class WorkerReport:
     weight_updates: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.received or self.overwritten or self.weight_updates)
+        return bool(self.failed or self.received or self.overwritten or self.verified or self.weight_updates)
 
     def merge(self, other: "WorkerReport") -> "WorkerReport":
         """Returns one report for the ranks of both. Changes neither."""
@@ -150,7 +153,9 @@ class WorkerReport:
             cached[ticket_id] = min(tokens, cached.get(ticket_id, tokens))
         updates = {**self.weight_updates, **other.weight_updates}  # their ranks differ
         wrong, overwritten = self.wrong | other.wrong, {**other.overwritten, **self.overwritten}
-        return WorkerReport({**other.failed, **self.failed}, wrong, overwritten, received, cached, updates)
+        verified = dict(Counter(self.verified) + Counter(other.verified))
+        failed = {**other.failed, **self.failed}
+        return WorkerReport(failed, wrong, overwritten, verified, received, cached, updates)
 
 
 # What the schedulers of both sides ask of the engine that they run in.

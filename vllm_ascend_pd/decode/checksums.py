@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.checksum import SummedUnits, Tally, common_heads, is_summed
 from vllm_ascend_pd.core.layout import Order, Packing
 from vllm_ascend_pd.core.protocol import WriterId
+from vllm_ascend_pd.core.reasons import Verified
 from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo, Sharding
@@ -116,6 +117,8 @@ class Verifier:
         self._pending: deque[_Check] = deque()
         # By ticket id: what was right on arrival and has not been read, and when it was compared. The oldest first.
         self._right: dict[str, tuple[Delivered, float]] = {}
+        # By result, since the last `take_counts`.
+        self._counts: Counter[str] = Counter()
 
     @owned
     def begin(self, delivered: Iterable[Delivered]) -> None:
@@ -136,19 +139,28 @@ class Verifier:
             yield check
 
     @owned
-    def take(self, wait_s: float) -> list[tuple[Delivered, list[Mismatch]]]:
-        """Returns the tickets that are verified, with what differs. Waits `wait_s` seconds at most for the first."""
-        ended: list[tuple[Delivered, list[Mismatch]]] = []
+    def take(self, wait_s: float) -> list[tuple[Delivered, str | None]]:
+        """Returns the tickets that are verified, and why they fail. Waits `wait_s` seconds at most for the first."""
+        ended: list[tuple[Delivered, str | None]] = []
         deadline = time.monotonic() + wait_s
         while self._pending:
             try:
                 found = self._found(self._pending[0], 0.0 if ended else max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 break
-            check = self._pending.popleft()
-            ended += found
-            right = [each for each, mismatches in found if not mismatches and check.failure is None]
-            self._right.update((each.expect.ticket_id, (each, time.monotonic())) for each in right)
+            self._pending.popleft()
+            for each, mismatches in found:
+                reason = None
+                if mismatches is None:
+                    self._counts[Verified.UNKNOWN.value] += 1
+                elif mismatches:
+                    reason = _describe(mismatches)
+                    self._counts[Verified.WRONG.value] += 1
+                    logger.error("request %s: wrong on arrival: %s", each.expect.request_id, reason)
+                else:
+                    self._counts[Verified.RIGHT.value] += 1
+                    self._right[each.expect.ticket_id] = each, time.monotonic()
+                ended.append((each, reason))
         while len(self._right) > _MAX_WAITING:
             del self._right[next(iter(self._right))]
         return ended
@@ -167,16 +179,28 @@ class Verifier:
                 found = self._found(check, _AGAIN_S)
             except TimeoutError:
                 logger.error("verify_kv: %d requests are not compared again: it takes too long", len(check.delivered))
+                self._counts[Verified.UNKNOWN.value] += len(check.delivered)
                 continue
             for each, mismatches in found:
                 if mismatches:
                     ago = time.monotonic() - compared_at[each.expect.ticket_id]
-                    when = f"overwritten later: right on arrival {ago:.3f} s ago, not before its first step: "
-                    overwritten.append((each.expect, when + describe(mismatches)))
+                    reason = f"overwritten later: right on arrival {ago:.3f} s ago: {_describe(mismatches)}"
+                    logger.error("request %s: %s", each.expect.request_id, reason)
+                    self._counts[Verified.OVERWRITTEN.value] += 1
+                    overwritten.append((each.expect, reason))
         return overwritten
 
-    def _found(self, check: _Check, wait_s: float) -> list[tuple[Delivered, list[Mismatch]]]:
-        """Returns a check's tickets, with what differs. Raises TimeoutError if it has not ended in `wait_s` seconds."""
+    @owned
+    def take_counts(self) -> dict[str, int]:
+        """Returns how many tickets were compared since the last call, by result (`Verified`)."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def _found(self, check: _Check, wait_s: float) -> list[tuple[Delivered, list[Mismatch] | None]]:
+        """Returns a check's tickets, with what differs; None if they cannot be compared.
+
+        Raises TimeoutError if the check has not ended in `wait_s` seconds.
+        """
         if check.done is not None:
             try:
                 check.done.wait(wait_s)
@@ -184,7 +208,7 @@ class Verifier:
                 check.failure = str(error)
         if check.failure is not None:
             logger.error("verify_kv: %d requests are not verified: %s", len(check.delivered), check.failure)
-            return [(each, []) for each in check.delivered]
+            return [(each, None) for each in check.delivered]
         return [(each, self._compare(check, n, each)) for n, each in enumerate(check.delivered)]
 
     def _submit(self, check: _Check, prefill: Sharding) -> None:
@@ -214,8 +238,8 @@ class Verifier:
 
         check.done = self._device.submit(take, self._device.record_event())
 
-    def _compare(self, check: _Check, number: int, delivered: Delivered) -> list[Mismatch]:
-        found = []
+    def _compare(self, check: _Check, number: int, delivered: Delivered) -> list[Mismatch] | None:
+        found, is_known = [], True
         of = delivered.verified
         for report in delivered.reports:
             if report.writer.rank >= len(delivered.prefill.shares):
@@ -234,9 +258,10 @@ class Verifier:
             differing = tally.differing(report.checksums)
             if differing is None:
                 logger.warning("verify_kv: checksums of prefill rank %d cannot be compared", report.writer.rank)
+                is_known = False
             elif any(differing):
                 found.append(self._mismatch(delivered, report, *differing))
-        return found
+        return found if found or is_known else None
 
     def _mismatch(
         self, delivered: Delivered, report: Reported, rows: Sequence[int], columns: Sequence[int]
@@ -268,6 +293,6 @@ class Verifier:
         return "written straight from the cache"
 
 
-def describe(mismatches: Sequence[Mismatch]) -> str:
+def _describe(mismatches: Sequence[Mismatch]) -> str:
     """Returns why a request fails, as its client may read it."""
     return "KV differs from what prefill computed (verify_kv): " + "; ".join(map(str, mismatches[:_NAMED]))

@@ -293,7 +293,7 @@ class DecodeScheduler:
             self._blocks.weights_updated(report.weight_updates)
             self._take_failures(report)
             self._take_received(report)
-            self._take_overwritten(report)
+            self._take_verified(report)
         for request_id in finished_recving:
             if transfer := self._transfers.get(request_id):
                 self._transfer_ended(transfer)
@@ -306,8 +306,13 @@ class DecodeScheduler:
                 cause = ReceiveFailure.WRONG_BYTES if ticket_id in report.wrong else ReceiveFailure.TRANSFER
                 self._fail(transfer, reason, cause, may_follow=True)
 
-    def _take_overwritten(self, report: WorkerReport) -> None:
-        """Ends requests whose KV was overwritten, whatever the policy: vLLM may have their next steps under way."""
+    def _take_verified(self, report: WorkerReport) -> None:
+        """Counts comparisons, and ends requests whose KV was overwritten.
+
+        These end whatever the policy: vLLM may have their next steps under way.
+        """
+        for result, count in report.verified.items():
+            self._observer.verified(result, count)
         for request_id, (reason, blocks) in report.overwritten.items():
             self._observer.transfer_failed(ReceiveFailure.OVERWRITTEN)
             self._blocks.evict(blocks)

@@ -26,7 +26,7 @@ from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
-from vllm_ascend_pd.decode.checksums import Verifier, describe
+from vllm_ascend_pd.decode.checksums import Verifier
 from vllm_ascend_pd.decode.grants import (
     UNKNOWN_WEIGHTS,
     ArrivalQueue,
@@ -117,7 +117,6 @@ class DecodeWorker:
             self._server.call(functools.partial(self._grants.cancel, step.cancelled, now))
         if self._verifier is not None:
             for expect, reason in self._verifier.verify_again(step.begun):
-                logger.error("request %s: %s", expect.request_id, reason)
                 self._arrivals.overwritten(expect, reason)
 
     def _open(self, expect: Expect, vacated: Event, step: DecodeStep, now: float) -> OpenTicket:
@@ -152,10 +151,7 @@ class DecodeWorker:
     def _verify(self, verifier: Verifier, arrivals: Arrivals, wait_s: float) -> None:
         """Begins to verify what was delivered, and adds the requests whose KV is verified by now."""
         verifier.begin(arrivals.delivered)
-        for delivered, mismatches in verifier.take(0.0 if arrivals.finished else wait_s):
-            reason = describe(mismatches) if mismatches else None
-            if reason is not None:
-                logger.error("request %s: wrong on arrival: %s", delivered.expect.request_id, reason)
+        for delivered, reason in verifier.take(0.0 if arrivals.finished else wait_s):
             self._arrivals.settle(arrivals, delivered, reason)
 
     @owned
@@ -163,6 +159,8 @@ class DecodeWorker:
         """Returns what the scheduler must hear of this rank; None if there is nothing."""
         report = self._arrivals.take_report()
         report.weight_updates = self._updates.take_news()
+        if self._verifier is not None:
+            report.verified = self._verifier.take_counts()
         return report or None
 
     def close(self, timeout_s: float) -> None:

@@ -11,10 +11,12 @@ import torch
 
 from vllm_ascend_pd.core.caches import Quantize
 from vllm_ascend_pd.core.checksum import SummedUnits, Sums, place_weights, word_bytes
-from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.core.layout import Geometry, Order
+from vllm_ascend_pd.device.base import Device, DeviceError
 from vllm_ascend_pd.device.packing import packed
 
+# Seconds that a device has to show that its checksums are exact: it may compile its operators then.
+_CHECK_S = 300.0
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -60,6 +62,24 @@ class UnitSummer:
         shape = ((num_bytes - self._unit_bytes) // self._step + 1, self._unit_bytes)
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return whole.set_(storage, base - storage.data_ptr(), shape, (self._step, 1))
+
+
+def check_exact(device: Device) -> None:
+    """Takes checksums of some bytes on the device. Raises `DeviceError` unless they are exact."""
+    geometry = Geometry(0, Order.TOKEN_MAJOR, "int8", 16, 16 * 2 * 8, heads=2, total_heads=2, head_bytes=8)
+    summed = SummedUnits.of(geometry, 16, [(0, 32)], [[1, 2]])
+    host = torch.randint(256, (3, geometry.block_stride), dtype=torch.uint8)
+    words = host[1:].numpy().view(np.int32).astype(np.uint64).reshape(2, 16, 2, -1)
+    by_entry = (words * place_weights(geometry)).sum(-1, dtype=np.uint64) * summed.entry_weights[:, :, None]
+    summer, tensor = UnitSummer(device, summed), device.upload(host)
+    got: list[torch.Tensor] = []
+
+    def take() -> None:
+        got.append(stack_on_host([summer.sums(tensor, tensor.data_ptr())]))
+
+    device.submit(take, device.record_event()).wait(_CHECK_S)
+    if not np.array_equal(to_numpy(got[0])[0], by_entry.sum(1, dtype=np.uint64)):
+        raise DeviceError("its operators give other checksums than the host")
 
 
 def to_numpy(sums: torch.Tensor) -> Sums:

@@ -26,7 +26,7 @@ from vllm_ascend_pd.core.observer import (
     PrefillStatus,
     ReceiveEnding,
 )
-from vllm_ascend_pd.core.reasons import BY_DECODE_FOR, BY_PREFILL_FOR, PushFailure, ReceiveFailure
+from vllm_ascend_pd.core.reasons import BY_DECODE_FOR, BY_PREFILL_FOR, PushFailure, ReceiveFailure, Verified
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.core.plan import Offsets
@@ -138,6 +138,12 @@ RECEIVE_FAILURES = Counter(
     "Requests whose KV was not received.",
     tuple(failure.value for failure in ReceiveFailure),
 )
+VERIFIED = Counter(
+    "verified",
+    "Requests whose KV was compared with prefill's checksums, counted on each rank.",
+    tuple(result.value for result in Verified),
+    ("result",),
+)
 
 _PLACES = tuple(
     f"{by},{reason}" for by, reasons in (("decode", BY_DECODE_FOR), ("prefill", BY_PREFILL_FOR)) for reason in reasons
@@ -170,6 +176,7 @@ DECODE_METRICS: tuple[Metric, ...] = (
     TICKET_TO_READY_SECONDS,
     TICKET_POST_RETRIES,
     RECEIVE_FAILURES,
+    VERIFIED,
     PROMPTS,
     PROMPT_TOKENS,
     DECODE_PROMPT_THRESHOLD,
@@ -361,6 +368,9 @@ class DecodeSchedulerStats(DecodeSchedulerObserver):
 
     def post_retried(self) -> None:
         self._stats.add(TICKET_POST_RETRIES)
+
+    def verified(self, result: str, count: int) -> None:
+        self._stats.add(VERIFIED, count, result)
 
     def transfer_failed(self, cause: ReceiveFailure) -> None:
         self._stats.add(RECEIVE_FAILURES, reason=cause.value)

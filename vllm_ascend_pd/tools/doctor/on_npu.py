@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Children of the doctor that run on NPUs.
 
-`kernels`: compares the regroup ops on NPU 0 with the CPU.
+`kernels`: compares the regroup ops and the checksums of `verify_kv` on NPU 0 with the CPU.
 `rank RANK SIZE STORE`: runs a model's all-reduce with the connector's all-to-all beside it. STORE is a new file by
 which the ranks find each other.
 """
@@ -22,7 +22,8 @@ import torch_npu  # noqa: F401 - makes torch.npu
 
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.device import ops
-from vllm_ascend_pd.device.base import Event, Group
+from vllm_ascend_pd.device.base import DeviceError, Event, Group
+from vllm_ascend_pd.device.checksums import check_exact
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.tools.doctor.child import say
 from vllm_ascend_pd.tools.doctor.hardware import MODE, WITHOUT_KERNELS, stage_failed
@@ -60,6 +61,11 @@ def compare_kernels() -> Finding:
             torch.npu.synchronize()
             if row == ROWS[0]:
                 figures[f"{op}_bytes_per_second"] = round(wanted.numel() * _TIMES / (time.monotonic() - began))
+    try:
+        check_exact(NpuDevice())
+    except (DeviceError, RuntimeError, TimeoutError) as failure:
+        found = f"this NPU takes no checksums for verify_kv: {one_line(str(failure), _CHARS)}"
+        return error(check, found, "leave verify_kv off")
     cases = len(ROWS) * len(OPS)
     same = f"give the CPU's bytes in {cases} cases, the slowest at {min(figures.values()) / 1e9:.3g} GB/s"
     if reason := ops.npu_kernels.reason:
