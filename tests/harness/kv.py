@@ -109,6 +109,7 @@ class Prompt:
     p_blocks: list[int]
     d_blocks: list[int]
     cached: int = 0
+    states: tuple[int, int] | None = None  # prefill's and decode's block of its state, in a cache group of its own
 
 
 def layer_name(index: int) -> str:

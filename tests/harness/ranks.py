@@ -6,7 +6,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,10 @@ def prefill(
             if stop <= start and stop < p.num_tokens:
                 continue
             blocks = (p.p_blocks[start // size : -(-stop // size)],)
-            step.sends.append(Send(p.request_id, start, stop, blocks, last=stop == p.num_tokens))
+            last = stop == p.num_tokens
+            if p.states is not None:
+                blocks = (*blocks, [p.states[0]] if last else [])
+            step.sends.append(Send(p.request_id, start, stop, blocks, last=last))
             cursor[p.request_id] = stop
         pair.each(pair.p_ranks, "step", step, by_id, hooks)
     pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
@@ -101,10 +104,12 @@ def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) ->
     return made
 
 
-def deliver(pair: "Pair", chunk: int | None, cached: int) -> None:
+def deliver(
+    pair: "Pair", chunk: int | None, cached: int, change: Callable[[list[Prompt]], list[Prompt]] = list
+) -> None:
     """Sends prompts of several lengths into empty caches, and checks that all arrive and nothing is left open."""
     pair.each(pair.d_ranks, "clear")
-    requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
+    requests = change(prompts(pair, [1, 15, 16, 17, 64, 100], cached))
     run(pair, requests, chunk)
     expect_delivery(pair, requests)
     assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from harness.kv import Model, Side
+from harness.pool import long
 from harness.rank_programs import DecodeRank, Hooks
 from harness.ranks import Pair, deliver, expect_delivery, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
@@ -69,9 +70,12 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES.keys())
+LONG = ("SPARSE_C8_DCP2_TO_TP1", "SPARSE_C8_PCP2_TO_DCP2")
+
+
+@pytest.fixture(scope="module", params=[long(name) if name in LONG else name for name in SHAPES])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(*request.param)
+    made = Pair(*SHAPES[request.param])
     yield made
     assert made.close() == []
 

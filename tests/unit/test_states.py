@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of Mamba and linear attention layers between any tensor-parallel sizes, byte by byte.
 
-The truth is a model's whole state; each rank gets its part as vLLM's layers load their weights.
+tests/integration/test_push_states.py has the same states in real processes.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.states import GATED_DELTA, MAMBA1, MAMBA2, ONE_GROUP, TWO_GROUPS, States
 from vllm_ascend_pd.core.caches import RegisteredCaches, StateGroup, StateSpec, describe
 from vllm_ascend_pd.core.layout import (
     LayerSpec,
@@ -22,62 +23,16 @@ from vllm_ascend_pd.core.layout import (
 from vllm_ascend_pd.core.plan import Units, descriptors, make_route
 from vllm_ascend_pd.core.topology import sharding
 
-ROWS = 3  # of a convolution with 4 taps
-HEADS, HEAD_WIDTH, STATE_WIDTH = 8, 4, 5
 NUM_BLOCKS = 4
-SLACK = 16  # bytes that pad a block to the size of attention's
 
 TP_SIZES = [(1, 1), (2, 2), (2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (8, 2)]
 
 
-class Model:
-    """`pieces` of the convolution's channels: (heads, width) each; a piece with fewer heads than ranks is copied."""
-
-    def __init__(self, kind: str, pieces: list[tuple[int, int]], recurrent: tuple[int, ...], groups: int | None = None):
-        self.kind, self.pieces, self.groups = kind, pieces, groups
-        chance = np.random.default_rng(7)
-        self.conv = [chance.random((ROWS, heads * width), dtype=np.float32) for heads, width in pieces]
-        self.recurrent = chance.random(recurrent, dtype=np.float32)
-
-    def states_of(self, rank: int, tp: int, conv_axis: int) -> list[np.ndarray]:
-        own = []
-        for whole, (heads, width) in zip(self.conv, self.pieces, strict=True):
-            copies = max(1, tp // heads)
-            count = max(1, heads // tp) * width
-            first = rank // copies * count
-            own.append(whole[:, first : first + count])
-        conv = np.concatenate(own, axis=1)
-        heads = len(self.recurrent) // tp
-        recurrent = self.recurrent[rank * heads : (rank + 1) * heads]
-        return [conv if conv_axis == 1 else np.ascontiguousarray(conv.T), recurrent]
-
-    def rank(self, rank: int, tp: int, conv_axis: int, together: bool) -> tuple[RegisteredCaches, list[torch.Tensor]]:
-        """The rank's caches, all zero, and views of each state in them, `[num_blocks, ...]`."""
-        shapes = [state.shape for state in self.states_of(rank, tp, conv_axis)]
-        dealt = partition_states(StatePartition(self.kind, tp, self.groups, conv_axis), shapes)
-        states = tuple(LayerState(shape, "float32", 4, axis, s) for shape, (axis, s) in zip(shapes, dealt, strict=True))
-        page = sum(state.nbytes for state in states) + SLACK
-        memory = torch.zeros(NUM_BLOCKS, 1, 1, page, dtype=torch.int8)
-        views, offset = [], 0
-        for state in states:
-            view = memory[:, 0, 0, offset : offset + state.nbytes].view(torch.float32)
-            views.append(view.unflatten(1, state.shape))
-            offset += state.nbytes
-        registered = describe(
-            {"mamba": memory if together else tuple(views)}, {"mamba": StateSpec(1, states)}, heads_first=True
-        )
-        return registered, views
-
-
-MAMBA2 = Model("MAMBA2", [(HEADS, HEAD_WIDTH), (8, STATE_WIDTH), (8, STATE_WIDTH)], (HEADS, HEAD_WIDTH, STATE_WIDTH), 8)
-ONE_GROUP = Model(
-    "MAMBA2", [(HEADS, HEAD_WIDTH), (1, STATE_WIDTH), (1, STATE_WIDTH)], (HEADS, HEAD_WIDTH, STATE_WIDTH), 1
-)
-TWO_GROUPS = Model(
-    "MAMBA2", [(HEADS, HEAD_WIDTH), (2, STATE_WIDTH), (2, STATE_WIDTH)], (HEADS, HEAD_WIDTH, STATE_WIDTH), 2
-)
-GATED_DELTA = Model("GDN_ATTN", [(8, 6), (8, 6), (16, HEAD_WIDTH)], (16, HEAD_WIDTH, 6))
-MAMBA1 = Model("MAMBA1", [(32, 1)], (32, STATE_WIDTH))
+def caches_of(
+    model: States, rank: int, tp: int, conv_axis: int, together: bool
+) -> tuple[RegisteredCaches, list[torch.Tensor]]:
+    memory, views, spec = model.allocate(rank, tp, NUM_BLOCKS, conv_axis)
+    return describe({"mamba": memory if together else tuple(views)}, {"mamba": spec}, heads_first=True), views
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one tensor", "a tensor per state"])
@@ -86,15 +41,15 @@ MAMBA1 = Model("MAMBA1", [(32, 1)], (32, STATE_WIDTH))
 @pytest.mark.parametrize("model", [MAMBA2, ONE_GROUP, TWO_GROUPS, GATED_DELTA, MAMBA1])
 @pytest.mark.parametrize(("replica_hash", "context"), [(0, False), (5, True)], ids=["", "context parallelism"])
 def test_each_byte_arrives(
-    model: Model, p_tp: int, d_tp: int, conv_axis: int, together: bool, replica_hash: int, context: bool
+    model: States, p_tp: int, d_tp: int, conv_axis: int, together: bool, replica_hash: int, context: bool
 ) -> None:
     from_block, to_block = 2, 3
     # Context parallelism shares tokens: each rank has the states of its own heads.
     shared = [sharding(tp, 2 if tp > 1 and context else 1, 4) for tp in (p_tp, d_tp)]
-    decode = [model.rank(rank, d_tp, conv_axis, together) for rank in range(d_tp)]
+    decode = [caches_of(model, rank, d_tp, conv_axis, together) for rank in range(d_tp)]
     for p_rank in range(p_tp):
-        prefill, views = model.rank(p_rank, p_tp, conv_axis, together)
-        for view, state in zip(views, model.states_of(p_rank, p_tp, conv_axis), strict=True):
+        prefill, views = caches_of(model, p_rank, p_tp, conv_axis, together)
+        for view, state in zip(views, model.of_rank(p_rank, p_tp, conv_axis), strict=True):
             view[from_block] = torch.from_numpy(state)
         for tensor in prefill.description.tensors:
             source = prefill.description.geometry_of(tensor)
@@ -114,7 +69,7 @@ def test_each_byte_arrives(
                 for s, d, n in zip(copies.src, copies.dst, copies.nbytes, strict=True):
                     _copy(remote.base + d, tensor.base + s, n)
     for rank, (_, views) in enumerate(decode):
-        for view, state in zip(views, model.states_of(rank, d_tp, conv_axis), strict=True):
+        for view, state in zip(views, model.of_rank(rank, d_tp, conv_axis), strict=True):
             np.testing.assert_array_equal(view[to_block].numpy(), state)
             assert not view[[0, 1, 2]].any(), "a block that belongs to nobody"
 
