@@ -27,16 +27,19 @@ PAGE = REPOSITORY / "docs/recipes.md"
 # By the name of the served model, the first that fits: its architecture in models.json.
 _ARCHITECTURES = {
     r"w8a8c8_attn": "deepseek-v3-c8",
+    r"V4\.1": "deepseek-v4.1",
     r"V4": "deepseek-v4",
     r"V3\.2": "deepseek-v3.2",
     r"(?i)deepseek": "deepseek-v3",
+    r"GLM-5\.3-Flash": "glm-5-next",
     r"GLM-?5": "glm-5",
     r"GLM-4": "glm-4.7",
     r"Kimi-K2": "kimi-k2",
     r"KIMI_K3": "kimi-k3",
+    r"MiniMax-M3": "minimax-m3",
     r"MiniMax": "minimax-m2",
     r"Qwen3-VL": "qwen3-vl-moe",
-    r"Qwen3-235B": "qwen3-moe",
+    r"Qwen3-235B|Qwen3-30B": "qwen3-moe",
     r"Qwen3\.5-27B": "qwen3.5",
     r"Qwen3\.5-397B": "qwen3.5-moe",
     r"Qwen2\.5-VL": "qwen2.5-vl",
@@ -44,7 +47,7 @@ _ARCHITECTURES = {
     r"": "qwen2",
 }
 # The scripts' arguments and variables, where the old connector's configuration does not say them.
-_SET = {"KV_PORT": "30000", "mooncake_port": "20001", "ENGINE_ID": "1"}
+_SET = {"KV_PORT": "30000", "mooncake_port": "20001", "ENGINE_ID": "1", "8": "1", "node_rank": "0"}
 _PORTS = {"3": "dp", "4": "0", "7": "tp", "dp_size": "dp", "dp_rank": "0", "tp_size": "tp"}
 # vllm-ascend's int8 caches of MLA: the key of the checkpoint's description.
 _INT8 = {"deepseek-v3-c8": {"fa_quant_type": "FAKQuant", "model.layers.0.self_attn.fa_k.scale": "FLOAT"}}
@@ -79,7 +82,7 @@ NOT_STARTED = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """One published command. `number`: its place in recipes.json, from 1."""
+    """One published command. `number`: its place in its version's file, from 1."""
 
     number: int
     data: dict[str, Any]
@@ -152,8 +155,13 @@ class Recipe:
         return [(c.subject, c.why) for c in self.migrated.changes if c.kind in kept and c.subject not in entry]
 
 
-def recipes() -> list[Recipe]:
-    read = json.loads((DATA / "recipes.json").read_text(encoding="utf-8"))
+FILES = {"0.23.0.post1": "recipes.json", "0.30.0rc2": "recipes-0.30.json"}
+"""By vllm-ascend's version."""
+OLDER, NEWER = FILES
+
+
+def recipes(version: str = OLDER) -> list[Recipe]:
+    read = json.loads((DATA / FILES[version]).read_text(encoding="utf-8"))
     return [Recipe(number, data) for number, data in enumerate(read, 1)]
 
 
@@ -180,15 +188,22 @@ def make_draft(architecture: str, folder: Path) -> str:
 
 
 def page() -> str:
-    every = recipes()
+    subjects: dict[str, list[str]] = {}
+    parts = [_of_version(version, subjects) for version in FILES]
+    notes = "".join(f"{number}. {', '.join(each)}: {why}\n" for number, (why, each) in enumerate(subjects.items(), 1))
+    pairs = [recipe for recipe in recipes() if recipe.side != "both"]
+    started = f"{_STARTED_HEAD}{_not_started(pairs)}"
+    return f"{_HEAD}\n{''.join(parts)}## Changes and reasons\n\n{notes}\n## Started\n\n{started}"
+
+
+def _of_version(version: str, subjects: dict[str, list[str]]) -> str:
+    every = recipes(version)
     pairs = [recipe for recipe in every if recipe.side != "both"]
     counts = {verdict: sum(r.verdict == verdict for r in pairs) for verdict in _VERDICTS}
     counted = ", ".join(f"{verdict}: {count}" for verdict, count in counts.items())
-    table, notes = _rows(every)
     return (
-        f"{_HEAD}\nOf {len(pairs)} prefill and decode engines: {counted}. The other {len(every) - len(pairs)} commands "
-        f"use pools or offloading.\n\n{table}\n## Changes and reasons\n\n{notes}\n"
-        f"## Started\n\n{_STARTED_HEAD}{_not_started(pairs)}"
+        f"## vllm-ascend {version}\n\n{len(every)} commands. Of {len(pairs)} prefill and decode engines: {counted}. "
+        f"The other {len(every) - len(pairs)} commands use pools or offloading.\n\n{_rows(every, subjects)}\n"
     )
 
 
@@ -205,30 +220,30 @@ _VERDICTS = ("works", "works with the printed change", "refused")
 _HEAD = """\
 # The guides' recipes
 
-vllm-ascend 0.23.0.post1's guides publish 89 launch commands with a KV role. This page says what becomes of each with
+This page says what becomes of the launch commands with a KV role in vllm-ascend's guides, with
 [`vllm-ascend-pd migrate`](migrating.md). `tests/harness/recipes.py` makes the page, and a
 [test](../tests/unit/test_recipes.py) checks it. [Another](../tests/npu/test_recipes.py) gives the new commands to
-vLLM's and vllm-ascend's own configuration checks on emulated CANN, with a small model of each architecture. Nothing
-here has run on Ascend hardware. The rows of DeepSeek V4 rest on a [test](../tests/npu/test_compressed.py) that compares
-its caches byte by byte, MTP's among them.
+vLLM's and vllm-ascend's own configuration checks on emulated CANN, with a small model of each architecture. It
+leaves out caches of fp8, which need another chip, and commands that vllm-ascend refuses as the guides have them.
+Nothing here has run on Ascend hardware. The rows of DeepSeek V4 rest on a
+[test](../tests/npu/test_compressed.py) that compares its caches byte by byte, MTP's among them.
 
-The table names commands by their place in `tests/unit/data/recipes/recipes.json`. Where it says "works" without a
-number in brackets, only `--kv-transfer-config` changes. Such a number stands for another option that `migrate` changes,
-or for what stops it; its exit code is 1 then.
+The tables name commands by their place in `tests/unit/data/recipes/recipes.json` and `recipes-0.30.json`. Where a table
+says "works" without a number in brackets, only `--kv-transfer-config` changes. Such a number stands for another option
+that `migrate` changes, or for what stops it; its exit code is 1 then.
 """
 _STARTED_PAIRS = ", ".join(f"{prefill} and {decode}" for prefill, decode in STARTED.values())
 _STARTED_HEAD = f"""\
-[A test](../tests/npu/e2e/test_recipe_pairs.py) starts pairs with what `migrate` makes of them: {_STARTED_PAIRS}.
+[A test](../tests/npu/e2e/test_recipe_pairs.py) starts pairs of vllm-ascend {OLDER} with what `migrate` makes of them:
+{_STARTED_PAIRS}.
 Each pair answers as a single engine does, with prefill's KV. The test's docstring says what the small models leave out.
 Other commands of the same models were not started, and these:
 
 """
 
 
-def _rows(every: list[Recipe]) -> tuple[str, str]:
-    """One row for all commands of a guide with the same model and connector."""
-    subjects: dict[str, list[str]] = {}
-    """By reason."""
+def _rows(every: list[Recipe], subjects: dict[str, list[str]]) -> str:
+    """One row for all commands of a guide with the same model and connector. Adds to `subjects`, by reason."""
     rows: dict[tuple[str, ...], dict[str, dict[str, list[int]]]] = {}
     for recipe in every:
         said = [(c.subject, c.why) for c in recipe.migrated.stops] or recipe.changed
@@ -244,9 +259,7 @@ def _rows(every: list[Recipe]) -> tuple[str, str]:
         found = (sides.get(side, {}) for side in ("prefill", "decode", "both"))
         cells = (", ".join(f"{_numbers(commands)}: {result}" for result, commands in each.items()) for each in found)
         lines.append(f"| {' | '.join(row)} |{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|")
-    return "\n".join(lines) + "\n", "".join(
-        f"{number}. {', '.join(each)}: {why}\n" for number, (why, each) in enumerate(subjects.items(), 1)
-    )
+    return "\n".join(lines) + "\n"
 
 
 def _numbers(ascending: list[int]) -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Program: makes vLLM's and vllm-ascend's configuration of recipes, as `vllm serve` does before it starts an engine.
 
-Arguments: numbers of recipes. Prints a line of JSON for each: its number, and why it is refused, or null.
+Arguments: vllm-ascend's version, and numbers of its recipes. Prints a line of JSON for each: its number, and why it is
+refused, or null if it is not, or if the guide's own command is refused with the same words.
 """
 
 from __future__ import annotations
@@ -74,10 +75,15 @@ def stand_in_for_ucm() -> None:
 def main() -> None:
     stand_in_for_ucm()
     parser = serve_parser()
-    by_number = {recipe.number: recipe for recipe in recipes()}
-    for number in map(int, sys.argv[1:]):
+    version, *numbers = sys.argv[1:]
+    by_number = {recipe.number: recipe for recipe in recipes(version)}
+    for number in map(int, numbers):
         recipe = by_number[number]
-        print(json.dumps([number, refused(recipe, recipe.migrated.command, parser)]), flush=True)
+        why = refused(recipe, recipe.migrated.command, parser)
+        if why is not None and refused(recipe, recipe.arguments().words(), parser) == why:
+            print(f"recipe {number} does not run at all: {why}", file=sys.stderr)
+            why = None
+        print(json.dumps([number, why]), flush=True)
 
 
 if __name__ == "__main__":

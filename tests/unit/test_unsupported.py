@@ -96,6 +96,9 @@ def test_what_is_refused(changes: dict[str, Any], refusing: tuple[str, ...], nam
         (RECOMPUTE, "never", False, False),
         (RECOMPUTE, "auto", True, True),
         (RECOMPUTE, "prefill", True, True),
+        ({"scheduler_config": RECOMPUTE}, None, False, False),  # as vllm-ascend 0.30 has it
+        ({"scheduler_config": RECOMPUTE}, "auto", True, True),
+        ({"scheduler_config": {"recompute_scheduler_enable": False}, **RECOMPUTE}, None, False, True),
     ],
 )
 def test_who_computes_beside_the_recompute_scheduler(

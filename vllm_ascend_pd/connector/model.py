@@ -227,7 +227,15 @@ def _who_computes(vllm_config: "VllmConfig") -> Any:
 
 def _plans_without_prompts(vllm_config: "VllmConfig") -> bool:
     additional = getattr(vllm_config, "additional_config", None) or {}
-    return bool(additional.get("recompute_scheduler_enable"))
+    return has_recompute_scheduler(additional)
+
+
+def has_recompute_scheduler(additional: Mapping[str, Any]) -> bool:
+    """Returns whether `additional_config` has vllm-ascend's recompute scheduler. From 0.30 on it is in
+    `scheduler_config` there, which comes first."""
+    name, scheduler = "recompute_scheduler_enable", additional.get("scheduler_config")
+    places = (scheduler, additional) if isinstance(scheduler, Mapping) else (additional,)
+    return bool(next((place[name] for place in places if name in place), False))
 
 
 def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:

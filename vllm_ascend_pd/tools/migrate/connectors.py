@@ -12,7 +12,14 @@ from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, parse_config
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, MigrateError
 
 LAYERWISE = "MooncakeLayerwiseConnector"
-PULLING = ("MooncakeConnectorV1", "MooncakeConnector", "MooncakeHybridConnector")
+PULLING = (
+    "MooncakeConnectorV1",
+    "MooncakeConnector",
+    "MooncakeHybridConnector",
+    # From vllm-ascend 0.30 on.
+    "MooncakeConnectorV2",
+    "MooncakePullConnector",
+)
 REPLACED = (LAYERWISE, *PULLING)
 _MULTI = "MultiConnector"
 
@@ -26,6 +33,9 @@ _OTHERS = {
     "SimpleCPUOffloadConnector": "offloading to host memory",
     "CPUOffloadingConnector": "offloading to host memory",
     "RecomputeCPUOffloadConnector": "offloading of preempted requests to host memory",
+    "PreemptOffloadConnector": "offloading of preempted requests to host memory",
+    "MooncakeD2RHConnectorV1": "KV of prompts in decode's host memory",
+    "SfaRemoteD2HConnector": "KV of prompts in decode's host memory",
 }
 
 # Keys beside kv_connector_extra_config that are not needed, and why.

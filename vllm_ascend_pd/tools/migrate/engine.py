@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_ascend_pd.connector.model import has_recompute_scheduler
 from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.core.config import CONNECTOR
 from vllm_ascend_pd.core.hosts import authority
@@ -30,7 +31,7 @@ _STORE = "AscendStoreConnector"
 
 _ENVIRONMENT_LEFT_OUT = {
     "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "only Mooncake's pulling connectors read it; here KV is pushed under leases",
-    "VLLM_USE_V1": "vLLM 0.23 has nothing else and does not read it",
+    "VLLM_USE_V1": "vLLM has nothing else from 0.23 on, and does not read it",
 }
 
 
@@ -229,7 +230,7 @@ def _accepted(
 
 def _recompute(arguments: EngineArguments, ours: dict[str, Any]) -> list[Change]:
     """Says what vllm-ascend's recompute scheduler does with this connector, if decode has it."""
-    if ours.get("kv_role") != "kv_consumer" or not arguments.json("additional-config").get(_RECOMPUTE):
+    if ours.get("kv_role") != "kv_consumer" or not has_recompute_scheduler(arguments.json("additional-config")):
         return []
     why = (
         "stays: preempted requests go back to prefill and their streams go on, instead of ending for the proxy to retry"

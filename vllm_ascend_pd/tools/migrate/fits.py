@@ -52,7 +52,7 @@ def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
     given = Path(path)
     shape, problem = None, None
     try:
-        shape = read_model(given, _dtype(kv_cache_dtype))
+        shape = _read_shape(given, _dtype(kv_cache_dtype))
     except OSError:
         return ModelFacts(None, f"there is no config.json at {path!r} on this host: give --model FOLDER")
     except PlanError as error:
@@ -64,6 +64,18 @@ def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
     text = config.get("text_config") or config
     experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
     return ModelFacts(shape, problem, experts, "vision_config" in config)
+
+
+def _read_shape(path: Path, dtype: CacheDtype) -> ModelShape:
+    """Raises PlanError or OSError.
+
+    In 8 bits, sparse attention of vllm-ascend 0.30 packs latent, rope and scales in one tensor, which is sent as it is.
+    """
+    if dtype in (CacheDtype.FP8, CacheDtype.INT8):
+        shape = read_model(path, CacheDtype.AUTO)
+        if shape.mla and len(shape.widths) > 2:
+            return shape
+    return read_model(path, dtype)
 
 
 def _dtype(name: str | None) -> CacheDtype:

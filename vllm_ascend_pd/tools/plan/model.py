@@ -160,6 +160,7 @@ _NOT_DESCRIBED = {
     "multi_query": "an older way to say how many KV heads there are",
     "multi_query_group_num": "an older way to say how many KV heads there are",
     "is_encoder_decoder": "an encoder with caches of its own",
+    "index_kpool": "an index with one entry for several tokens",
 }
 
 _COMPRESSING_MODEL = "deepseek_v4"
