@@ -15,6 +15,7 @@ import msgspec
 from vllm import envs
 
 from vllm_ascend_pd.core.hosts import authority
+from vllm_ascend_pd.decode.bootstrap import Engine
 from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
 
 PATH = "/query"
@@ -34,26 +35,15 @@ class BootstrapServerError(RuntimeError):
     """The server cannot listen."""
 
 
-class BootstrapEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One data-parallel engine in the answer."""
-
-    # What routers name it by. It outlives a restart if it is configured.
-    engine_id: str
-    # Tensor-parallel rank -> pipeline rank -> `host:port`. Rank 0, 0 stands for the listener that takes tickets.
-    worker_addr: dict[str, dict[str, str]]
-    # The id of this start of the engine, which tickets are offered to. None: `engine_id`.
-    started_as: str | None = None
-
-
 def answer_of(engine_id: str, started_as: str, host: str, port: int, siblings: int = 0) -> bytes:
     """Returns the JSON for an engine that takes tickets at `host:port`, as `GET /query` answers it.
 
     `siblings`: how many further data-parallel engines are on this host. Each takes tickets on the next port.
     """
-    entries = [BootstrapEntry(engine_id, {"0": {"0": authority(host, port)}}, started_as)]
+    entries = [Engine(engine_id, {"0": {"0": authority(host, port)}}, started_as)]
     for rank in range(1, siblings + 1):
         name = f"{engine_id.removesuffix('_dp0')}_dp{rank}"
-        entries.append(BootstrapEntry(name, {"0": {"0": authority(host, port + rank)}}))
+        entries.append(Engine(name, {"0": {"0": authority(host, port + rank)}}))
     return msgspec.json.encode({str(rank): entry for rank, entry in enumerate(entries)})
 
 

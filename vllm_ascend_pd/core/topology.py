@@ -37,14 +37,6 @@ def owned_heads(rank: int, tp: int, total: int) -> range:
     return range(first, first + count)
 
 
-def holders(head: int, tp: int, total: int) -> range:
-    """Returns the ranks of `tp` that hold `head`."""
-    copies = replicas(tp, total)
-    count = max(1, total // tp)
-    first = (head // count) * copies
-    return range(first, first + copies)
-
-
 class Sharding(msgspec.Struct, frozen=True, array_like=True):
     """How the ranks of a pipeline stage share its KV.
 
@@ -95,8 +87,9 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
 
     def holders(self, head: int, total: int, share: int) -> tuple[int, ...]:
         """Returns the ranks that hold `head` of the tokens in `share`, ascending."""
-        owners = holders(head, self.tp, total)
-        return tuple(rank for rank, held in enumerate(self.shares) if held == share and rank % self.tp in owners)
+        copies, count = replicas(self.tp, total), max(1, total // self.tp)
+        ranks = (rank for rank, held in enumerate(self.shares) if held == share)
+        return tuple(rank for rank in ranks if rank % self.tp // copies == head // count)
 
     def replica_index(self, rank: int, total: int) -> int:
         """Returns the place of `rank` among the ranks that hold the same heads and tokens."""

@@ -112,14 +112,14 @@ class BootstrapError(Exception):
         self.final = final
 
 
-class Engine(msgspec.Struct, frozen=True):
-    """One data-parallel engine."""
+class Engine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One data-parallel engine in the answer."""
 
-    # The id that routers know it by.
+    # The id that routers know it by. It outlives a restart if it is configured.
     engine_id: _Text
-    # Tensor-parallel rank -> pipeline rank -> `host:port`. Ours names the engine's listener as rank 0, 0.
+    # Tensor-parallel rank -> pipeline rank -> `host:port`. Ours names the listener that takes tickets as rank 0, 0.
     worker_addr: dict[_Text, dict[_Text, _Text]]
-    # The id of this start of the engine. None: `engine_id`.
+    # The id of this start of the engine, which tickets are offered to. None: `engine_id`.
     started_as: _Text | None = None
 
 
