@@ -2,7 +2,6 @@
 """`vllm-ascend-pd migrate` with the options of the installed vLLM, and `--exec`."""
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -111,7 +110,6 @@ def test_a_vllm_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: py
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('libascendcl.so: cannot open shared object file')\n")
-    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(vllm_serve.UnknownOptionsError, match="libascendcl"):
         vllm_serve.installed()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Program: prints the options of the installed vLLM's `vllm serve`, one a line.
+"""The options of the installed vLLM's `vllm serve`, one a line. As a program it prints them.
 
 `tools/vllm_serve.py` runs it. `tools/serve_options.txt` is the output for vLLM 0.23, 0.30 and 0.32, by `sort -u`.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 
 _PLACES = (
     "vllm.entrypoints.common.cli_args",  # vLLM 0.33
@@ -46,13 +45,9 @@ def option_lines(parser: argparse.ArgumentParser) -> list[str]:
     return found
 
 
-def main() -> None:
-    pipe = os.dup(1)
-    os.dup2(2, 1)  # imports may print
-    lines = option_lines(serve_parser())
-    with os.fdopen(pipe, "w") as out:
-        out.writelines(f"{line}\n" for line in lines)
+def main() -> list[str]:
+    return option_lines(serve_parser())
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(main()))

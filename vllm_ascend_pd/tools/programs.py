@@ -7,14 +7,19 @@ What can crash, hang or print as it likes (drivers' tools, other people's native
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TypeVar
+
+import msgspec
 
 from vllm_ascend_pd.core.text import one_line
 
@@ -25,6 +30,9 @@ NOT_STARTED = "cannot be started"
 
 _POLL_S = 0.02
 _LAST_CHARS = 300
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+Report = TypeVar("Report")
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,11 @@ class Ran:
     @property
     def said(self) -> str:
         return f"{self.output}\n{self.errors}".strip()
+
+    def reports(self, kind: type[Report]) -> list[Report]:
+        """Returns what a `child` has reported. Ignores an incomplete last line."""
+        whole, _, _ = self.output.rpartition("\n")
+        return [msgspec.json.decode(line, type=kind) for line in whole.splitlines()]
 
     @property
     def ending(self) -> str:
@@ -137,3 +150,30 @@ class _Program:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+
+def child(module: str, *arguments: str) -> list[str]:
+    """Returns the command of a Python process that runs `main` of `module`, with this process's import path.
+
+    `main` yields what it reports. `-m` would add the current folder to the path. Run the command in the thread that
+    calls this.
+    """
+    path, name = f"import sys; sys.path[:] = {sys.path!r}", f"{os.getpid()}, {module!r}"
+    return [sys.executable, "-c", f"{path}; from {__name__} import run_child; run_child({name})", *arguments]
+
+
+def run_child(parent: int, module: str) -> None:
+    """Runs in a child, which ends with its parent. Its standard output is for reports, as JSON lines."""
+    end_with(parent)
+    reports = os.dup(1)
+    os.dup2(2, 1)  # imports may print
+    for report in importlib.import_module(module).main():
+        os.write(reports, msgspec.json.encode(report) + b"\n")
+    os._exit(0)  # without the libraries' shutdown, which is not checked
+
+
+def end_with(parent: int) -> None:
+    """Lets this process end with its parent, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the parent has already ended
+        os._exit(1)

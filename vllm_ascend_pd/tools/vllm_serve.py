@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.tools.programs import run
+from vllm_ascend_pd.tools.programs import child, run
 
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 """vLLM's name for each side."""
@@ -144,12 +144,11 @@ def installed() -> ServeOptions | None:
     if importlib.util.find_spec("vllm") is None:
         return None
     print("vllm-ascend-pd: importing vLLM to read its options, which can take a minute", file=sys.stderr, flush=True)
-    # A process of its own, since importing vLLM prints, loads native libraries and may crash. -P: not from this folder.
-    command = [sys.executable, "-P", "-m", "vllm_ascend_pd.connector.serve_options"]
-    ran = run(command, _TIMEOUT_S)
+    # A process of its own, since importing vLLM prints, loads native libraries and may crash.
+    ran = run(child("vllm_ascend_pd.connector.serve_options"), _TIMEOUT_S)
     if ran.problem is not None:
         raise UnknownOptionsError(ran.ending)
-    return ServeOptions(ran.output.splitlines(), of_installed_vllm=True)
+    return ServeOptions(ran.reports(str), of_installed_vllm=True)
 
 
 def plugins_with_ours(environment: Mapping[str, str]) -> str | None:

@@ -210,17 +210,24 @@ def check_address(hccn_conf: Path, device: int, has_tool: bool) -> list[AscendPr
 def check_entry(hccn_conf: str, device: int) -> AscendProblem | None:
     """Checks the entry of the physical `device` in the text of hccn.conf."""
     repair = f"set it with `hccn_tool -i {device} -ip -s address ADDRESS netmask MASK`"
-    for key in (f"address_{device}=", f"IPv6address_{device}="):
-        for line in hccn_conf.split("\n"):
-            if line.startswith(key):
-                try:
-                    ipaddress.ip_address(line.removeprefix(key))
-                except ValueError:
-                    return AscendProblem(f"hccn.conf has {line!r}, which is not an address: {repair}", fatal=True)
-                return None
-    return AscendProblem(
-        f"hccn.conf has no address_{device}: NPU {device} reaches others only over HCCS; for RoCE {repair}"
-    )
+    listed = addresses(hccn_conf, device)
+    if not listed:
+        return AscendProblem(
+            f"hccn.conf has no address_{device}: NPU {device} reaches others only over HCCS; for RoCE {repair}"
+        )
+    try:
+        ipaddress.ip_address(listed[0])
+    except ValueError:
+        return AscendProblem(
+            f"hccn.conf has address_{device}={listed[0]!r}, which is not an address: {repair}", fatal=True
+        )
+    return None
+
+
+def addresses(hccn_conf: str, device: int) -> list[str]:
+    """Returns the addresses of the physical `device` in the text of hccn.conf, unchecked. IPv4 comes first."""
+    keys = (f"address_{device}=", f"IPv6address_{device}=")
+    return [line.removeprefix(key) for key in keys for line in hccn_conf.split("\n") if line.startswith(key)]
 
 
 def is_loaded(maps: str) -> bool:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_ascend_pd.tools.doctor import loopback
-from vllm_ascend_pd.tools.doctor.child import child, reported
 from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Way
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, progress
-from vllm_ascend_pd.tools.programs import Ran, run, run_all
+from vllm_ascend_pd.tools.programs import Ran, child, run, run_all
 
 STEP_TIMEOUT_S = 180.0
 """A step takes some seconds on NPUs, and more where processes share cores."""
@@ -44,15 +42,12 @@ def check(npus: Sequence[str], host: str) -> list[Finding]:
     host: where engines listen.
     """
     name = "hardware.devices"
-    if find_spec("torch_npu") is None:
-        action = "run it on a machine with NPUs, in the engines' environment (requirements/npu.txt)"
-        return [error(name, "torch_npu is not installed: no step of --hardware can run on NPUs", action)]
     if not npus:
         action = (
-            "see the findings of npu.* and loading.torch_npu above; in a container, pass /dev/davinci<N> of two NPUs "
-            "or more"
+            "run it on a machine with NPUs, in the engines' environment (requirements/npu.txt), and see the findings "
+            "of npu.* and loading.torch_npu above; in a container, pass /dev/davinci<N> of two NPUs or more"
         )
-        return [error(name, "torch_npu finds no NPU: no step of --hardware can run on NPUs", action)]
+        return [error(name, "torch_npu is not installed or finds no NPU: no step of --hardware can run", action)]
     progress("running the regroup ops on an NPU")
     findings = [check_kernels()]
     if len(npus) < 2:
@@ -67,37 +62,37 @@ def check(npus: Sequence[str], host: str) -> list[Finding]:
 
 
 def ways(npus: Sequence[str], host: str) -> list[Way]:
-    """Returns transfers from the first NPU to its neighbour and to the last NPU, and back over RoCE."""
+    """Returns transfers from the first NPU to its neighbour and to the last NPU, and back over RoCE.
+
+    What descriptors take is measured once inside the server and once over RoCE.
+    """
     last = len(npus) - 1
-    to_last = [] if last == 1 else [_way(npus, 0, last, host)]
-    return [_way(npus, 0, 1, host, DESCRIPTOR_BYTES), *to_last, _way(npus, last, 0, host, DESCRIPTOR_BYTES, roce=True)]
-
-
-def _way(
-    npus: Sequence[str], source: int, destination: int, host: str, sizes: tuple[int, ...] = (), roce: bool = False
-) -> Way:
-    name = f"{'roce' if roce else 'ascend'}.{npus[source]}-{npus[destination]}"
-    return Way(
-        check=f"hardware.write.{name}",
-        name=name,
-        between=f"from NPU {npus[source]} to NPU {npus[destination]} by ascend" + (" over RoCE" if roce else ""),
-        action=_ROCE if roce else _LINK,
-        protocol="ascend",
-        host=host,
-        source=source,
-        destination=destination,
-        descriptor_bytes=sizes,
-        environment={**_TIMEOUTS, **(_OVER_ROCE if roce else {})},
-        failed=Level.WARNING if roce else Level.ERROR,
-    )
+    pairs = [(0, 1, False), *([(0, last, False)] if last > 1 else []), (last, 0, True)]
+    return [
+        Way(
+            check=f"hardware.write.{name}",
+            name=name,
+            between=f"from NPU {npus[source]} to NPU {npus[destination]} by ascend" + (" over RoCE" if roce else ""),
+            action=_ROCE if roce else _LINK,
+            protocol="ascend",
+            host=host,
+            source=source,
+            destination=destination,
+            descriptor_bytes=DESCRIPTOR_BYTES if 1 in (destination, roce) else (),
+            environment={**_TIMEOUTS, **(_OVER_ROCE if roce else {})},
+            failed=Level.WARNING if roce else Level.ERROR,
+        )
+        for source, destination, roce in pairs
+        for name in [f"{'roce' if roce else 'ascend'}.{npus[source]}-{npus[destination]}"]
+    ]
 
 
 WITHOUT_KERNELS = "try again without vllm_ascend_pd/libvllm_ascend_pd_npu.so where it exists, and send us both reports"
 
 
 def check_kernels(timeout_s: float = STEP_TIMEOUT_S) -> Finding:
-    ran = run(child("on_npu", "kernels"), timeout_s)
-    findings = reported(ran)
+    ran = run(child(f"{__package__}.on_npu", "kernels"), timeout_s)
+    findings = ran.reports(Finding)
     if ran.problem is None and findings:
         return findings[0]
     return error("hardware.kernels", ran.ending, WITHOUT_KERNELS)
@@ -128,13 +123,13 @@ def check_collectives(size: int, timeout_s: float = STEP_TIMEOUT_S) -> Finding:
     mode = os.environ.get(MODE) or _PRESET_MODE
     with tempfile.TemporaryDirectory(prefix="pd-doctor-") as folder:
         store = str(Path(folder, "store"))
-        commands = [child("on_npu", "rank", str(rank), str(size), store) for rank in range(size)]
+        commands = [child(f"{__package__}.on_npu", "rank", str(rank), str(size), store) for rank in range(size)]
         return judge_collectives(run_all(commands, timeout_s, {MODE: mode}, _GRACE_S), mode)
 
 
 def judge_collectives(ranks: Sequence[Ran], mode: str) -> Finding:
     """Returns the first rank's last report, or what has failed."""
-    reached = [reported(rank) for rank in ranks]
+    reached = [rank.reports(Finding) for rank in ranks]
     failed = next((each for reports in reached for each in reports if each.level is Level.ERROR), None)
     if failed is not None:
         return failed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,9 +21,8 @@ import msgspec
 from vllm_ascend_pd.connector import setup
 from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.tools.doctor.child import child, reported, say
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, ok, warning
-from vllm_ascend_pd.tools.programs import Ran, run
+from vllm_ascend_pd.tools.programs import Ran, child, run
 from vllm_ascend_pd.transport import ascend, mooncake_library
 
 TIMEOUT_S = 240.0
@@ -108,7 +107,6 @@ class Part(NamedTuple):
     load: Callable[[], object]
     what: str
     action: str  # what to do if it cannot be loaded
-    needs: tuple[str, ...] = ()  # parts without which it is not tried
 
 
 PARTS = {
@@ -121,56 +119,52 @@ PARTS = {
         partial(import_module, "torch_npu"),
         "torch_npu",
         f"{_CANN}, and install a torch-npu that fits torch and CANN",
-        ("torch",),
     ),
     "npus": Part(
         _npus,
         "the list of NPUs",
         "check that `npu-smi info` lists this machine's NPUs, and that this user may use them",
-        ("torch", "torch_npu"),
     ),
     "ops": Part(
         _ops,
         "compiled ops",
         "build the compiled ops against this torch: pip install --no-build-isolation -e . in vllm-ascend-pd",
-        ("torch", "torch_npu"),
     ),
     "kernels": Part(
         _kernels,
         "the NPU's kernels",
         f"{_CANN}; if that does not help, build them against this CANN and torch_npu: {_KERNELS}",
-        ("torch", "torch_npu", "ops"),
     ),
     "mooncake": Part(
         _mooncake,
         "Mooncake's engine",
         "install the libraries it names (libibverbs1, librdmacm1; for the NPU wheel CANN's environment)",
     ),
-    "connector": Part(setup.load_connector, "LayerwisePushConnector in vLLM", _VLLM, ("torch", "torch_npu", "ops")),
-    "device": Part(_device, "vLLM's device", _VLLM, ("connector",)),
-    "host": Part(_host, "vLLM's host", _HOST, ("connector",)),
+    "connector": Part(setup.load_connector, "LayerwisePushConnector in vLLM", _VLLM),
+    "device": Part(_device, "vLLM's device", _VLLM),
+    "host": Part(_host, "vLLM's host", _HOST),
 }
 """The parts in the order of loading."""
+
+_ALONE = ("mooncake", "device", "host")
+"""Parts that no later one needs. All others are needed by those behind them, but for Mooncake's engine."""
 
 _ON_NPUS = ("torch_npu", "npus", "kernels")
 """Parts that are loaded only if torch_npu is installed."""
 
 
-def main() -> None:
+def main() -> Iterator[Finding]:
     """Runs in the child."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported next, with better errors
-    failed: set[str] = set()
+    failed = ""
     for name in expected_parts():
-        missing = next((need for need in PARTS[name].needs if need in failed), None)
-        if missing is None:
-            found = load(name)
-        else:
-            found = note(f"loading.{name}", f"not tried, since {PARTS[missing].what} cannot be loaded")
-        if missing is not None or found.level is Level.ERROR:
-            failed.add(name)
-        say(found)
-    os._exit(0)  # skips the libraries' shutdown, which is not checked
+        if failed and name != "mooncake":  # which needs none
+            yield note(f"loading.{name}", f"not tried, since {failed} cannot be loaded")
+            continue
+        yield (found := load(name))
+        if found.level is Level.ERROR and name not in _ALONE:
+            failed = PARTS[name].what
 
 
 def expected_parts() -> list[str]:
@@ -195,12 +189,12 @@ def load(name: str) -> Finding:
 
 def check() -> list[Finding]:
     """Loads everything in a child process."""
-    return judge(run(child("loading"), TIMEOUT_S))
+    return judge(run(child(f"{__package__}.loading"), TIMEOUT_S))
 
 
 def judge(ran: Ran) -> list[Finding]:
     """Returns what the child has found. If it did not reach its end, adds the part at which it stopped."""
-    findings = reported(ran)
+    findings = ran.reports(Finding)
     if ran.problem is not None:
         reached = {each.check for each in findings}
         at = next((name for name in expected_parts() if f"loading.{name}" not in reached), None)

@@ -15,14 +15,14 @@ import secrets
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import msgspec
 
-from vllm_ascend_pd.tools.doctor.child import child, end_with, reported, say
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, ok
-from vllm_ascend_pd.tools.programs import run
+from vllm_ascend_pd.tools.programs import child, end_with, run
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 
@@ -79,8 +79,8 @@ def over_tcp() -> Way:
 def check(way: Way, timeout_s: float = TIMEOUT_S) -> list[Finding]:
     """Returns the finding about the transfer, and one for each measured size of descriptors."""
     seeded = msgspec.structs.replace(way, seed=secrets.randbits(63))
-    ran = run(child("loopback", msgspec.json.encode(seeded).decode()), timeout_s, way.environment)
-    findings = reported(ran)
+    ran = run(child(f"{__package__}.loopback", msgspec.json.encode(seeded).decode()), timeout_s, way.environment)
+    findings = ran.reports(Finding)
     if ran.problem is None and findings:
         return findings
     return [finding(way.failed, way.check, f"a transfer {way.between} failed: {ran.ending}", way.action)]
@@ -128,7 +128,7 @@ class NpuMemory:
         return bytes(self._tensor[:num_bytes].cpu().numpy())
 
 
-def main() -> None:
+def main() -> Iterator[Finding]:
     way = msgspec.json.decode(sys.argv[1], type=Way)
     spawning = multiprocessing.get_context("spawn")
     pipe, theirs = spawning.Pipe()
@@ -144,9 +144,8 @@ def main() -> None:
         wrong, first = pipe.recv()
     except EOFError:
         raise SystemExit("the receiving process ended") from None
-    for each in [_wrong(way, wrong, first)] if wrong else [_right(way, seconds, pieces), *costs]:
-        say(each)
     engine.close()
+    yield from (_verdict(way, wrong, first, seconds, pieces), *costs)
 
 
 class Receiver(NamedTuple):
@@ -186,12 +185,10 @@ def compare(memory: bytes, wanted: bytes) -> tuple[int, int]:
     return len(wrong), wrong[0]
 
 
-def _wrong(way: Way, wrong: int, first: int) -> Finding:
-    found = f"{wrong} of {way.num_bytes} bytes {way.between} arrived wrong, the first at {first}, without an error"
-    return error(way.check, found, "do not use this Mooncake: install the version that requirements/ names")
-
-
-def _right(way: Way, seconds: float, pieces: int) -> Finding:
+def _verdict(way: Way, wrong: int, first: int, seconds: float, pieces: int) -> Finding:
+    if wrong:
+        found = f"{wrong} of {way.num_bytes} bytes {way.between} arrived wrong, the first at {first}, without an error"
+        return error(way.check, found, "do not use this Mooncake: install the version that requirements/ names")
     speed = way.num_bytes / max(seconds, 1e-9)
     size = f"{way.num_bytes / 2**20:g} MiB in {pieces} pieces"
     found = f"{size} {way.between}, every byte right: {speed / 1e9:.3g} GB/s"

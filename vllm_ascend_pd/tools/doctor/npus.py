@@ -13,11 +13,11 @@ Formats, from vllm-ascend's and CANN's guides and published outputs:
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from vllm_ascend_pd.core.hosts import normal_host
@@ -32,7 +32,6 @@ HCCN_TIMEOUT_S = 20.0
 
 _AT_ONCE = 8
 _CHARS = 300
-_MAX_CONF_BYTES = 1 << 20
 
 _HEADER = re.compile(r"npu-smi\s+\S+\s+Version:\s*(\S{1,40})")
 _NPU = re.compile(r"\|\s*(\d{1,4})\s+([^|\s][^|]{0,40}?)\s*\|\s*([^|]{1,40}?)\s*\|")
@@ -126,42 +125,33 @@ def judge(ran: Ran, wanted: bool, seen: Sequence[str] | None) -> tuple[list[Find
 def check_network(devices: Sequence[int]) -> list[Finding]:
     """Asks `hccn_tool` about each device of the machine."""
     tool = shutil.which("hccn_tool") or (str(ascend.HCCN_TOOL) if ascend.HCCN_TOOL.exists() else None)
-    findings, conf = judge_conf(ascend.HCCN_CONF, devices, tool is not None)
+    findings = judge_conf(ascend.HCCN_CONF, devices, tool is not None)
     if tool is None:
         action = f"in a container, mount the host's {ascend.HCCN_TOOL.parent}"
         return [*findings, note("hccn.tool", "no hccn_tool: links and addresses are not checked", action)]
-    asked: list[tuple[str, Callable[[Ran], Finding]]] = []
-    for device in devices:
-        asked.append((f"-i {device} -link -g", partial(judge_link, device)))
-        configured = [address for address in conf.get(device, []) if ":" not in address]
-        if configured or device not in conf:  # a device with only IPv6 is skipped
-            asked.append((f"-i {device} -ip -g", partial(judge_addresses, device, configured)))
-    for first in range(0, len(asked), _AT_ONCE):
-        some = asked[first : first + _AT_ONCE]
-        answers = run_all([[tool, *arguments.split()] for arguments, _ in some], HCCN_TIMEOUT_S)
-        findings += [judge_answer(ran) for (_, judge_answer), ran in zip(some, answers, strict=True)]
+    conf = ascend.HCCN_CONF.read_text(errors="replace") if os.access(ascend.HCCN_CONF, os.R_OK) else ""
+    configured = {device: ascend.addresses(conf, device) for device in devices}
+    asked = [(device, "-link") for device in devices]
+    # A device with only IPv6 is skipped.
+    asked += [(device, "-ip") for device, listed in configured.items() if not listed or ":" not in listed[0]]
+    commands = [[tool, "-i", str(device), option, "-g"] for device, option in asked]
+    some = (commands[first : first + _AT_ONCE] for first in range(0, len(commands), _AT_ONCE))
+    answers = [ran for each in some for ran in run_all(each, HCCN_TIMEOUT_S)]
+    for (device, option), ran in zip(asked, answers, strict=True):
+        listed = configured[device]
+        findings.append(judge_link(device, ran) if option == "-link" else judge_addresses(device, listed, ran))
     return findings
 
 
-def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> tuple[list[Finding], dict[int, list[str]]]:
-    """Returns the findings about hccn.conf for these devices, and the addresses in it by device."""
+def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> list[Finding]:
+    """Returns the findings about hccn.conf for these devices."""
     findings = []
     for device in devices:
         for wrong in ascend.check_address(conf, device, has_tool):
             action = "correct it: an NPU without an address has no RoCE, and reaches others only over HCCS"
             findings.append((error if wrong.fatal else warning)(f"hccn.conf.{device}", wrong.message, action))
-    try:
-        with conf.open(errors="replace") as file:
-            lines = re.findall(r"^(?:IPv6)?address_(\d{1,4})=(\S*)", file.read(_MAX_CONF_BYTES), re.MULTILINE)
-    except OSError:
-        lines = []
-    found: dict[int, list[str]] = {}
-    for device, address in lines:
-        found.setdefault(int(device), []).append(address)
-    if not findings:
-        text = f"{conf} has the addresses of all {len(devices)} devices" if found else f"no {conf}: hccn_tool is asked"
-        findings.append(ok("hccn.conf", text))
-    return findings, found
+    has_all = f"{conf} has the addresses of all {len(devices)} devices"
+    return findings or [ok("hccn.conf", has_all if conf.exists() else f"no {conf}: hccn_tool is asked")]
 
 
 def judge_link(device: int, ran: Ran) -> Finding:
@@ -176,7 +166,7 @@ def judge_link(device: int, ran: Ran) -> Finding:
 
 
 def judge_addresses(device: int, configured: Sequence[str], ran: Ran) -> Finding:
-    """Compares the device's address with hccn.conf."""
+    """Compares the device's IPv4 address with `configured`, the addresses of hccn.conf."""
     check, own = f"hccn.address.{device}", re.findall(r"ipaddr:\s*([0-9.]{1,15})", ran.said)
     repair = f"hccn_tool -i {device} -ip -s address ADDRESS netmask MASK"
     if not own:

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,9 +25,8 @@ from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.device.base import DeviceError, Event, Group
 from vllm_ascend_pd.device.checksums import check_exact
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.tools.doctor.child import say
-from vllm_ascend_pd.tools.doctor.hardware import MODE, WITHOUT_KERNELS, stage_failed
-from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, ok, warning
+from vllm_ascend_pd.tools.doctor.hardware import MODE, STAGES, WITHOUT_KERNELS, stage_failed
+from vllm_ascend_pd.tools.doctor.report import Finding, error, ok, warning
 
 BLOCKS, UNITS, TOKENS = 64, 32, 128
 CACHES, SPLITS = 2, 2
@@ -127,22 +126,17 @@ class CollectiveRank:
     def connect_model(self) -> Finding:
         self._reduce(0)
         self.device.record_event().wait(_TIMEOUT_S)
-        return ok(_CHECK, "the model's group is connected")
+        return ok(_CHECK, STAGES[0])
 
     def connect_exchange(self) -> Finding:
-        """The figures are the memory that the group takes, and the time."""
+        """Measures the memory that the group takes."""
         ranks = tuple(range(self.size))
         before, _ = torch.npu.mem_get_info()
-        began = time.monotonic()
         self.group = self.device.new_groups([ranks], _TIMEOUT_S)[ranks]
         self._exchange(0).wait(_TIMEOUT_S)
-        seconds = time.monotonic() - began
         after, _ = torch.npu.mem_get_info()
-        self.connected: dict[str, Figure] = {
-            "group_bytes": max(0, before - after),
-            "connect_seconds": round(seconds, 3),
-        }
-        return ok(_CHECK, "the connector's group is connected", "", **self.connected)
+        self.group_bytes = max(0, before - after)
+        return ok(_CHECK, STAGES[1])
 
     def together(self) -> Finding:
         """Runs rounds for some seconds. All ranks stop after the same round."""
@@ -172,10 +166,10 @@ class CollectiveRank:
         found = (
             f"{self.size} ranks, {rounds} rounds of {LAYERS} layers, all results right with {MODE}={mode} for the "
             f"model: all-to-all {speed / 1e9:.3g} GB/s a rank beside all-reduce; the connector's group takes "
-            f"{int(self.connected['group_bytes']) >> 20} MiB"
+            f"{self.group_bytes >> 20} MiB"
         )
         figures = {"ranks": self.size, "rounds": rounds, "all_to_all_bytes_per_second": round(speed)}
-        return ok(_CHECK, found, "", mode=mode, **figures, **self.connected)
+        return ok(_CHECK, found, "", mode=mode, group_bytes=self.group_bytes, **figures)
 
     def _reduce(self, layer: int) -> None:
         self.hidden.fill_(float(self.rank + layer))
@@ -213,24 +207,23 @@ class CollectiveRank:
         return ""
 
 
-def run_rank(rank: int, size: int, store: Path) -> None:
+def run_rank(rank: int, size: int, store: Path) -> Iterator[Finding]:
     stage = 0
     try:
         each = CollectiveRank(rank, size, store)
         for run in (each.connect_model, each.connect_exchange, each.together):
-            say(run())
+            yield run()
             stage += 1
         dist.barrier()
     except Exception as problem:  # noqa: BLE001 - torch_npu raises all kinds
         reason = one_line(f"{type(problem).__name__}: {problem}", _CHARS)
-        say(stage_failed(min(stage, 2), f"rank {rank}: {reason}", os.environ[MODE]))
+        yield stage_failed(min(stage, 2), f"rank {rank}: {reason}", os.environ[MODE])
         os._exit(1)
-    os._exit(0)  # without the libraries' shutdown: a failed group may never end
 
 
-def main() -> None:
+def main() -> Iterator[Finding]:
     if sys.argv[1] == "kernels":
-        say(compare_kernels())
+        yield compare_kernels()
     else:
         _, _, rank, size, store = sys.argv
-        run_rank(int(rank), int(size), Path(store))
+        yield from run_rank(int(rank), int(size), Path(store))

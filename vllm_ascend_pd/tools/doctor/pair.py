@@ -22,7 +22,7 @@ import msgspec
 from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
-from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
+from vllm_ascend_pd.observe.stats import PREFIX, PUSHED_BYTES, TICKET_TO_READY_SECONDS
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.doctor.versions import release
 from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR
@@ -164,14 +164,15 @@ def api_key(environment: Mapping[str, str]) -> str | None:
 
 async def ask(urls: Mapping[str, Sequence[str]], key: str | None, trusted: ssl.SSLContext) -> list[CheckedServer]:
     """Asks the servers. `urls` are root URLs, `trusted` the CAs."""
-    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
     limit = asyncio.Semaphore(_AT_ONCE)
     async with open_client(httpx.Limits(), httpx.Timeout(None), trusted) as client:
+        client.headers["Accept-Encoding"] = "identity"
+        if key is not None:
+            client.headers["Authorization"] = f"Bearer {key}"
 
         async def get(url: str, path: str) -> HttpAnswer:
-            request = client.build_request("GET", url + path, headers=headers)
             async with limit:
-                return await _answer(client, request, _MAX_BYTES[path])
+                return await _answer(client, url + path, _MAX_BYTES[path])
 
         async def ask_one(given: str, number: int, url: str) -> CheckedServer:
             answers = await asyncio.gather(*(get(url, path) for path in _MAX_BYTES))
@@ -181,24 +182,18 @@ async def ask(urls: Mapping[str, Sequence[str]], key: str | None, trusted: ssl.S
         return await asyncio.gather(*(ask_one(*server) for server in servers))
 
 
-async def _answer(client: httpx.AsyncClient, request: httpx.Request, max_bytes: int) -> HttpAnswer:
+async def _answer(client: httpx.AsyncClient, url: str, max_bytes: int) -> HttpAnswer:
     """Never raises for what a server does."""
     sent = time.time()
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            response = await client.send(request, stream=True)
-            received = time.time()
-            try:
-                body = await read_at_most(response, max_bytes)
-            finally:
-                await response.aclose()
-        return HttpAnswer(response.status_code, body, response.headers.get("date"), sent, received)
+        async with asyncio.timeout(TIMEOUT_S), client.stream("GET", url) as response:
+            body = await read_at_most(response, max_bytes)
+        return HttpAnswer(response.status_code, body, response.headers.get("date"), sent, time.time())
     except TimeoutError:
         problem = f"did not answer within {TIMEOUT_S:g} s"
     except httpx.ConnectError as failure:
-        cause = innermost(failure)
-        reason = "Connection refused" if isinstance(cause, ConnectionRefusedError) else describe(failure)
-        problem = f"cannot be connected to: {reason}"
+        refused = isinstance(innermost(failure), ConnectionRefusedError)
+        problem = f"cannot be connected to: {'Connection refused' if refused else describe(failure)}"
     except HTTP_FAILURES as failure:
         problem = f"broke off: {describe(failure)}"
     return HttpAnswer(0, b"", None, sent, time.time(), problem)
@@ -234,11 +229,12 @@ def _judge_health(server: CheckedServer) -> Finding:
     return error(check, f"{server.named} answers /health with {answer.status}", action)
 
 
-_OF_BOTH = {*PREFILL_METRICS} & {*DECODE_METRICS}
-_OF_ROLE = {
-    kind: tuple(PREFIX + metric.name for metric in metrics if metric not in _OF_BOTH)
-    for kind, metrics in (("prefill", PREFILL_METRICS), ("decode", DECODE_METRICS))
+_OWN_METRICS = {
+    "proxy": PROXY_PREFIX,
+    "prefill": PREFIX + PUSHED_BYTES.name,
+    "decode": PREFIX + TICKET_TO_READY_SECONDS.name,
 }
+"""How names of metrics begin that only this kind of server has."""
 _NAMES = re.compile(r"^(?:# TYPE )?(vllm:\w+)", re.MULTILINE)
 _OFFLOADS = re.compile(rb'^vllm:cache_config_info\{.*\bkv_offloading_size="(?!None")', re.MULTILINE)
 """vLLM's metric with all settings of its KV cache as labels."""
@@ -247,9 +243,7 @@ _OFFLOADS = re.compile(rb'^vllm:cache_config_info\{.*\bkv_offloading_size="(?!No
 def kind_by_metrics(metrics: bytes) -> str | None:
     """Returns the kind of server that has such metrics, None if they do not show it."""
     names = set(_NAMES.findall(metrics.decode(errors="replace")))
-    if any(name.startswith(PROXY_PREFIX) for name in names):
-        return "proxy"
-    for kind, own in _OF_ROLE.items():
+    for kind, own in _OWN_METRICS.items():
         if any(name.startswith(own) for name in names):
             return kind
     return "other" if names and not any(name.startswith(PREFIX) for name in names) else None
