@@ -237,6 +237,12 @@ def _after_block_table(block_table: ModuleType) -> None:
     block_table._compute_slot_mapping_kernel = cann_on_host_triton.SlotMappingKernel()
 
 
+def _after_batch_memcpy(kernels: ModuleType) -> None:
+    import cann_on_host_triton
+
+    kernels.batch_memcpy_kernel = cann_on_host_triton.BatchMemcpyKernel()
+
+
 def _after_vllm_ascend_utils(utils: ModuleType) -> None:
     """vllm-ascend's own compiled library needs CANN's compiler. Of its operators, `cann_on_host_operators` has those
     that a model needs. vllm-ascend uses torch_npu's in the place of the others, as on a chip that has none of its own.
@@ -273,6 +279,7 @@ _AROUND: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None]
     "torch_npu": (_before_torch_npu, _after_torch_npu),
     "vllm.v1.worker.block_table": (None, _after_block_table),
     "vllm_ascend.worker.block_table": (None, _after_block_table),
+    "vllm_ascend.ops.triton.batch_memcpy": (None, _after_batch_memcpy),
     "vllm_ascend.utils": (None, _after_vllm_ascend_utils),
     "vllm.model_executor.layers.fla.ops.l2norm": (None, _after_gated_delta),
     "vllm_ascend.ops.triton.fla.l2norm": (None, _after_gated_delta),

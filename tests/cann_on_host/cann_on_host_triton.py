@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -48,6 +49,18 @@ class SlotMappingKernel:
                 slot_mapping,
                 PAD_ID,
             )
+
+        return run
+
+
+class BatchMemcpyKernel:
+    """vllm-ascend's `batch_memcpy_kernel[grid](...)`, which copies cached states of linear attention."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, **tiles: int) -> None:
+            copies = [each.tolist() for each in (src_ptrs, dst_ptrs, sizes)]  # waits for what the stream has to do
+            for source, destination, size in zip(*copies, strict=True):
+                ctypes.memmove(destination, source, size)
 
         return run
 

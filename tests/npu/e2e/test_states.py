@@ -23,14 +23,12 @@ pytestmark = [pytest.mark.npu, pytest.mark.timeout(600)]
 
 
 def qwen3_5(name: str, prefill_tp: int, model: ModelSpec = QWEN3_5) -> ClusterConfig:
-    """Without prefix caching: the emulation lacks the kernel by which vllm-ascend copies cached states."""
     config = one_to_one(name, prefill_tp, 1, args=LANGUAGE_ONLY, env=UNPINNED, model=model)
-    [prefill], [decode] = config.prefill, config.decode
+    [prefill] = config.prefill
     return dataclasses.replace(
         config,
-        prefill=(dataclasses.replace(prefill, prefix_caching=False, traces=name),),
-        decode=(dataclasses.replace(decode, prefix_caching=False),),
-        single=on_npu(EngineConfig(prefix_caching=False, args=LANGUAGE_ONLY, env=UNPINNED)),
+        prefill=(dataclasses.replace(prefill, traces=name),),
+        single=on_npu(EngineConfig(args=LANGUAGE_ONLY, env=UNPINNED)),
     )
 
 
@@ -70,6 +68,22 @@ def test_answers_are_those_of_a_single_engine(client: Client, reference) -> None
     for n in range(2):
         prompts = [random_prompt(tokens, f"state {n}") for tokens in PROMPT_TOKENS]
         assert_agree(reference, prompts, at_once(client.complete, prompts, concurrency=2))
+
+
+def cached(cluster: Cluster) -> list[float]:
+    """How many tokens prefill and decode have found in their prefix caches."""
+    return [side[0].metric("vllm:prefix_cache_hits_total") for side in (cluster.prefill, cluster.decode)]
+
+
+@all_clusters
+def test_a_conversation(cluster: Cluster, client: Client, reference) -> None:
+    """Turns start from states that either side has cached at boundaries of blocks."""
+    before, prompt = cached(cluster), random_prompt(505, "conversation")
+    for turn in range(2):
+        answer = client.complete(prompt)
+        assert_agree(reference, [prompt], [answer])
+        prompt = [*prompt, *answer.token_ids, *random_prompt(20, f"turn {turn}")]
+    assert all(now > then for now, then in zip(cached(cluster), before, strict=True))
 
 
 @all_clusters
