@@ -2,6 +2,7 @@
 """States of Mamba and linear attention arrive beside attention's KV: real processes and Mooncake over TCP, no model."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ LINEAR = HybridModel(layers=2, heads=2, states=GATED_DELTA)
 MAMBA = HybridModel(layers=2, heads=2, states=ONE_GROUP)
 
 SHAPES = {
-    "LINEAR_TP2_TO_TP1": (LINEAR, Side(2), Side(1)),
+    "LINEAR_WITH_MTP_TP2_TO_TP1": (replace(LINEAR, layers=3, drafts=1), Side(2), Side(1)),
     "LINEAR_TP1_TO_TP2": (LINEAR, Side(1), Side(2)),
     "MAMBA_TP4_TO_TP1": (MAMBA, Side(4), Side(1)),
     "MAMBA_TP1_TO_TP2": (MAMBA, Side(1), Side(2)),
