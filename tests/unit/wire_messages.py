@@ -77,7 +77,7 @@ _CACHES = RankCaches(
         Geometry(0, Order.TOKEN_MAJOR, "bfloat16", 128, 65536, 2, 8, 256, share=TokenShare(2, 1, 128), draft="eagle3"),
         Geometry(1, Order.HEAD_MAJOR, "int8", 128, 16384, 1, 1, 128, packing=Packing.INT8_NZ),
         Geometry(2, Order.HEAD_MAJOR, "bfloat16", 1, 4096, 1, 4, 1024, BlockKind.STATE),
-        Geometry(3, Order.TOKEN_MAJOR, "bfloat16", 128, 4096, 1, 1, 128, tokens_per_entry=4),
+        Geometry(3, Order.TOKEN_MAJOR, "bfloat16", 128, 4096, 1, 1, 128, tokens_per_entry=4, copied=True),
     ),
     tuple(
         CacheTensor(f"model.layers.{n}.attn", n % 2, 2**47 + n * 2**30, 1000, n, DIGEST if n == 1 else "")
