@@ -44,7 +44,7 @@ def test_decode_reports_a_prefill_that_hangs(stream: dict[str, Any]) -> None:
     [
         (b"{", 400),
         (b'{"request_id": "cmpl-x-0"}', 400),
-        (b" " * 70_000, 400),
+        (b" " * 70_000, 413),
         (json.dumps(make_failure(make_ticket("cmpl-x-0", "t"), "why")).encode(), 404),
     ],
 )

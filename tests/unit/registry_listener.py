@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import cast
 
+from proxied import settings_with
+
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine import EngineBounds, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
 from vllm_ascend_pd.proxy.routing.strategies import PrefixAffinity
 
@@ -33,7 +35,7 @@ def registry(
 ) -> EngineRegistry:
     """An empty registry. `listener` is its limiter and its prefix affinity."""
     if listener is None:
-        return EngineRegistry(role, limiter or ConcurrencyLimiter(None, 0, 0.0), EngineBounds(**limits))
-    engines = EngineRegistry(role, cast(ConcurrencyLimiter, listener), EngineBounds(**limits))
+        return EngineRegistry(role, limiter or ConcurrencyLimiter(None, 0, 0.0), settings_with(**limits))
+    engines = EngineRegistry(role, cast(ConcurrencyLimiter, listener), settings_with(**limits))
     engines.affinity = cast(PrefixAffinity, listener)
     return engines

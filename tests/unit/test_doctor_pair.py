@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Metric
-from vllm_ascend_pd.proxy.operate import metrics as proxy_metrics
+from vllm_ascend_pd.proxy.rendezvous import observer
 from vllm_ascend_pd.tools.doctor.pair import (
     PROXY_PREFIX,
     CheckedServer,
@@ -231,7 +231,7 @@ def test_what_is_neither() -> None:
 
 
 def test_the_names_of_metrics_are_those_that_are_served() -> None:
-    assert PROXY_PREFIX == proxy_metrics.PREFIX
+    assert PROXY_PREFIX == observer.PREFIX
 
 
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda e: st.lists(e) | st.dictionaries(st.text(), e))

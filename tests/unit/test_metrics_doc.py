@@ -8,6 +8,7 @@ from typing import NamedTuple
 import anyio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from proxied import settings_with
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -21,12 +22,9 @@ from vllm_ascend_pd.observe.stats import (
     Metric,
 )
 from vllm_ascend_pd.proxy.http.streams import Reply
-from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine import EngineBounds
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -81,14 +79,14 @@ async def _exposed() -> str:
     async def send(_: Message) -> None:
         pass
 
-    pool = EnginePool(EngineRole.PREFILL, ConcurrencyLimiter(1, 1, 1.0), EngineBounds())
+    pool = EnginePool(EngineRole.PREFILL, settings_with())
     pool.engines.add("http://10.0.0.1:8100", "test")
     observer = Observer()
-    metrics = Metrics(observer, RequestTable(limit=1), (pool,))
+    observer.watch(RequestTable(limit=1), (pool,))
     reply = Reply(send, request_id=None)
     with observer.request("/v1/completions", reply):
         reply.status, reply.first_event_at = 200, float("inf")
-    answer = await metrics.get(Request({"type": "http", "headers": []}))
+    answer = await observer.metrics(Request({"type": "http", "headers": []}))
     await pool.aclose()
     return bytes(answer.body).decode()
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import anyio
 import pytest
+from proxied import settings_with
 from registry_listener import RegistryListener, registry
 
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
-from vllm_ascend_pd.proxy.routing.engine import EngineBounds, HealthGate, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool
 from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
 
@@ -272,7 +273,12 @@ def test_no_slot_is_lost_or_given_twice(seed: int) -> None:
 
 def pool_of(role: EngineRole, timeout: float = FOREVER, eject_after: int = 3) -> EnginePool:
     """Each engine has one slot."""
-    return EnginePool(role, ConcurrencyLimiter(1, 3, timeout), EngineBounds(eject_after=eject_after))
+    return EnginePool(
+        role,
+        settings_with(
+            max_per_prefill=1, max_per_decode=1, queue_per_engine=3, queue_timeout=timeout, eject_after=eject_after
+        ),
+    )
 
 
 @pytest.mark.parametrize("started", [False, True], ids=["first", "after another prompt"])

@@ -9,10 +9,12 @@ import anyio
 import pytest
 from registry_listener import registry
 
+from vllm_ascend_pd.proxy.routing import discovery as module
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.discovery import Discovery, check_engine_url
+from vllm_ascend_pd.proxy.routing.discovery import Discovery
+from vllm_ascend_pd.proxy.settings import ProxySettings, check_engine_url
 
-P, D = "dns+http://p.svc:1", "dns+http://d.svc:2"
+P, D, X = "dns+http://p.svc:1", "dns+http://d.svc:2", "http://x"
 
 
 class Names:
@@ -27,15 +29,16 @@ class Names:
         return self.addresses[name]
 
 
-def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
+def test_engines_follow_names(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     dns, roles = Names(), {role: registry(role) for role in EngineRole}
     prefill, decode = roles[EngineRole.PREFILL], roles[EngineRole.DECODE]
 
     dns.addresses = {P: ["a", "b"]}
-    discovery = Discovery(roles, {EngineRole.PREFILL: [P, "x"], EngineRole.DECODE: [D]}, 60.0, dns)
-    assert prefill.urls == ("x",)
+    monkeypatch.setattr(module, "resolve_url", dns)
+    discovery = Discovery(roles, ProxySettings(prefill=[P, X], decode=[D]))
+    assert prefill.urls == (X,)
     anyio.run(discovery.look)
-    assert (prefill.urls, decode.urls) == (("x", "a", "b"), ())
+    assert (prefill.urls, decode.urls) == ((X, "a", "b"), ())
     assert list(discovery.problems) == [D]
 
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
@@ -44,12 +47,12 @@ def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
 
     dns.addresses = {P: ["b", "c"], D: ["d"]}
     anyio.run(discovery.look)
-    assert (prefill.urls, decode.urls) == (("x", "b", "c"), ("d",))
+    assert (prefill.urls, decode.urls) == ((X, "b", "c"), ("d",))
     assert discovery.problems == {}
 
     dns.addresses = {}
     anyio.run(discovery.look)
-    assert (prefill.urls, decode.urls) == (("x", "b", "c"), ("d",))
+    assert (prefill.urls, decode.urls) == ((X, "b", "c"), ("d",))
     assert set(discovery.problems) == {P, D}
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 
 import anyio
-from proxied import proxied_request
+from proxied import proxied_request, settings_with
 from starlette.requests import Request
 
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
@@ -22,7 +22,6 @@ from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
-from vllm_ascend_pd.proxy.settings import ProxySettings
 
 
 class Pool:
@@ -72,8 +71,7 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
     """The failure counts nevertheless."""
     request_table, pool = RequestTable(1), Pool()
     engines = cast(EnginePool, pool)
-    settings = ProxySettings(prefill=["http://a"], decode=["http://d"], attempts=3)
-    metaserver = Metaserver(request_table, engines, Observer(), settings)
+    metaserver = Metaserver(request_table, engines, Observer(), settings_with(attempts=3))
 
     async def run() -> None:
         statuses: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from proxied import proxied_request
+from proxied import proxied_request, settings_with
 from starlette.responses import Response
 
 from vllm_ascend_pd import __version__
@@ -18,8 +18,7 @@ from vllm_ascend_pd.proxy.operate.status import Status, StatusPage, Verdict
 from vllm_ascend_pd.proxy.rendezvous.observer import MAX_RECENT, Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
-from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine import EngineBounds, EngineState
+from vllm_ascend_pd.proxy.routing.engine import EngineState
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot
 
@@ -41,9 +40,8 @@ class Proxy:
 
     @staticmethod
     def _pool(role: EngineRole, limit: int | None) -> EnginePool:
-        return EnginePool(
-            role, ConcurrencyLimiter(limit, 4, 1.0), EngineBounds(fresh=FRESH_SECONDS, eject_after=2, return_after=2)
-        )
+        limits = {"max_per_prefill": limit, "max_per_decode": limit, "eject_after": 2, "return_after": 2}
+        return EnginePool(role, settings_with(check_interval=1.0, health_timeout=1.0, **limits))
 
     def fail(
         self, role: EngineRole, kind: FailureKind = FailureKind.LOST, reason: str = "why", unquoted: str | None = None

@@ -20,8 +20,6 @@ from starlette.routing import BaseRoute, Route
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
 from vllm_ascend_pd.proxy.http.messages import BoundedBodies, error_response
-from vllm_ascend_pd.proxy.operate.admin import Admin
-from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.status import StatusPage
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
@@ -29,17 +27,9 @@ from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.checks import HealthChecks
-from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.discovery import Discovery
-from vllm_ascend_pd.proxy.routing.engine import EngineBounds
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.settings import ProxySettings
-
-_PREFILLS_PER_REQUEST = 4
-"""A request with several prompts or samples (n) has several prefills. If there are more per request, on average,
-tickets wait for a connection, and fail after `connect_timeout`."""
-_MISSED_CHECKS = 3
-"""After so many failed checks, an engine's last reported load is too old."""
 
 _MAX_ROUTE_CHARS = 200
 """Of a route in an error."""
@@ -49,20 +39,15 @@ class ProxyApp:
     """One proxy: its engines, its requests and its routes. The event loop's thread owns it."""
 
     def __init__(self, settings: ProxySettings) -> None:
-        prefills = settings.max_concurrent * _PREFILLS_PER_REQUEST
-        self._prefill = _pool(settings, EngineRole.PREFILL, prefills, settings.max_per_prefill)
-        self._decode = _pool(settings, EngineRole.DECODE, settings.max_concurrent, settings.max_per_decode)
-        self._pools = (self._prefill, self._decode)
+        self._prefill, self._decode = self._pools = tuple(EnginePool(role, settings) for role in EngineRole)
         self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
         roles = {pool.role: pool.engines for pool in self._pools}
-        self._checks = HealthChecks(
-            tuple(roles.values()), interval=settings.check_interval, timeout=settings.health_timeout
-        )
-        self._discovery = Discovery(roles, dict(zip(roles, settings.engines(), strict=True)), settings.dns_interval)
+        self._checks = HealthChecks(roles.values(), settings)
+        self._discovery = Discovery(roles, settings)
         self.ended = asyncio.Event()
         """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
         self._observer = Observer()
-        self._metrics = Metrics(self._observer, self._request_table, self._pools)
+        self._observer.watch(self._request_table, self._pools)
         self.asgi = Starlette(
             middleware=[Middleware(BoundedBodies)],
             routes=self._routes(settings),
@@ -99,30 +84,14 @@ class ProxyApp:
         return [
             *ClientRequests(table, self._decode, self._prefill, observer, settings).routes(),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
-            Route("/metrics", self._metrics.get, methods=["GET"]),
+            Route("/metrics", observer.metrics, methods=["GET"]),
             *StatusPage(self._pools, table, observer, self._problems, token).routes(),
-            *([] if token is None else Admin(self._pools, table, token).routes()),
             *Metaserver(table, self._prefill, observer, settings).routes(),
         ]
 
     def _problems(self) -> list[str]:
         """Problems with the lists of engines, one line each."""
         return [f"{source}: {problem}" for source, problem in self._discovery.problems.items()]
-
-
-def _pool(settings: ProxySettings, role: EngineRole, max_connections: int, per_engine: int | None) -> EnginePool:
-    bounds = EngineBounds(
-        connect=settings.connect_timeout,
-        silence=settings.silence_timeout,
-        probe=settings.probe_timeout,
-        stall=settings.read_timeout,
-        quiet=settings.probe_timeout if role is EngineRole.DECODE else 0.0,
-        fresh=_MISSED_CHECKS * settings.check_interval + 2 * settings.health_timeout,
-        eject_after=settings.eject_after,
-        return_after=settings.return_after,
-    )
-    limiter = ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout)
-    return EnginePool(role, limiter, bounds, max_connections)
 
 
 async def _not_served(reason: str, _: Request) -> Response:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, get_type_hints
 from urllib.parse import urlsplit
 
@@ -14,6 +16,10 @@ from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.transport.keys import read_text_secret
 
 MIB = 1024 * 1024
+DNS_SCHEME = "dns+http"
+"""`dns+http://NAME:PORT` stands for one engine at each address to which the name resolves, now and later."""
+_EXAMPLE = "http://10.0.0.1:8100"
+_LABEL = re.compile("[A-Za-z0-9_-]{1,63}")
 
 _MAY_BE_0 = ("port", "max_waiting", "queue_per_engine")
 """Numbers that may be 0. All others must be greater."""
@@ -125,9 +131,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def engines(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The prefill and decode engines from the command line."""
-        from vllm_ascend_pd.proxy.routing.discovery import check_engine_urls
-
-        prefill, decode = check_engine_urls("prefill", self.prefill), check_engine_urls("decode", self.decode)
+        prefill, decode = _checked("prefill", self.prefill), _checked("decode", self.decode)
         if both := sorted({*prefill} & {*decode}):
             raise ValueError(f"{both[0]} is given as a prefill and as a decode engine")
         return prefill, decode
@@ -168,10 +172,45 @@ def _default_metaserver_url(host: str, port: int) -> str:
 def _with_path(url: str) -> str:
     """Returns the metaserver's URL with its default path if it has none. Raises ValueError for a URL that every decode
     engine refuses to post to."""
-    from vllm_ascend_pd.proxy.routing.discovery import is_http
-
-    if not is_http(url):
+    if not _has_host(url, ("http", "https")):
         raise ValueError(f"the metaserver URL {url!r} is not an http(s) URL")
     if any(character in url for character in "@#?%\\"):
         raise ValueError(f"the metaserver URL {url!r}: give only scheme, host, port and path")
     return url if urlsplit(url).path.strip("/") else url.rstrip("/") + METASERVER_PATH
+
+
+def check_engine_url(role: str, url: str, schemes: Sequence[str] = ("http", "https", DNS_SCHEME)) -> str:
+    """Returns the URL without a trailing slash, so that a path can be appended, and in lower case, so that a host has
+    one spelling. Raises ValueError with a message for the operator."""
+    if not url.isprintable() or not _has_host(url, schemes):
+        raise ValueError(f"{role} engine {url!r} is not a URL such as {_EXAMPLE}")
+    parts = urlsplit(url)
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"{role} engine {url!r}: give only scheme, host and port, without a path or user")
+    if parts.scheme == DNS_SCHEME and parts.port is None:
+        raise ValueError(f"{role} engine {url!r}: give the port")
+    return url.rstrip("/").lower()
+
+
+def _checked(role: str, urls: Sequence[str]) -> tuple[str, ...]:
+    """Checks each URL by `check_engine_url`, and that no two are the same. Raises ValueError."""
+    roots = tuple(check_engine_url(role, url) for url in urls)
+    if len(set(roots)) < len(roots):
+        raise ValueError(f"the same {role} engine is given twice")
+    return roots
+
+
+def _has_host(url: str, schemes: Sequence[str]) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in schemes and _is_host(parts.hostname or "") and parts.port != 0
+    except ValueError:  # the port is no number, or a bracket is not closed
+        return False
+
+
+def _is_host(host: str) -> bool:
+    """Whether a host is an address or a name that resolvers accept. They fail in various ways on other text."""
+    if ":" in host:
+        ipaddress.IPv6Address(host)
+        return "%" not in host
+    return len(host) <= 253 and all(map(_LABEL.fullmatch, host.removesuffix(".").split(".")))

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /health`, and `GET /`: the status page with the JSON that it polls.
+"""For operators: `GET /health`, the status page with the JSON that it polls, and the admin API, which lists, adds,
+drains and removes engines.
 
-All of it is a snapshot of state that the proxy keeps anyway. The page itself contains nothing about the cluster. The
-JSON has engines' addresses and reasons of failures. If there is an admin token, it needs that token; otherwise every
-client can read it, like `/health` and `/metrics`.
+What is shown is a snapshot of state that the proxy keeps anyway. The page itself contains nothing about the cluster.
+The JSON has engines' addresses and reasons of failures. If there is an admin token, it needs that token; otherwise
+every client can read it, like `/health` and `/metrics`.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
 
@@ -21,13 +24,22 @@ from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.http.messages import Action, BearerToken, guarded
+from vllm_ascend_pd.proxy.http.messages import Action, BearerToken, RequestRefused, guarded
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer, RecentFailure
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.discovery import COMMAND_LINE
 from vllm_ascend_pd.proxy.routing.engine import USABLE, EngineState, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import LoadSnapshot
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
+from vllm_ascend_pd.proxy.settings import check_engine_url
+
+log = logging.getLogger(__name__)
+
+ADMIN_PATH = "/admin/engines"
+ADMIN = "the admin API"
+_MAX_BODY_BYTES = 64 * 1024
 
 # Everything comes from this origin. The last two rules make sure that text is never parsed as HTML.
 _CONTENT_SECURITY_POLICY = "; ".join(
@@ -165,6 +177,14 @@ def engine_status(pool: EnginePool, engine: RegisteredEngine, now: float) -> Eng
     )
 
 
+class _NewEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: EngineRole
+    url: str
+
+
+_read_new = partial(msgspec.json.decode, type=_NewEngine)
+
+
 class StatusPage:
     def __init__(
         self,
@@ -174,18 +194,29 @@ class StatusPage:
         problems: Callable[[], Sequence[str]],
         token: str | None,
     ) -> None:
-        """`problems`: with lists of engines. `token`: the admin API's. None: every client may read the status."""
-        self._pools = pools
+        """`problems`: with lists of engines. `token`: the admin API's. None: there is none, and every client may read
+        the status."""
+        self._pools = {pool.role: pool for pool in pools}
         self._request_table = request_table
         self._observer = observer
         self._problems = problems
-        self._get: Action = self.get if token is None else guarded(BearerToken(token), self.get)
+        self._token = None if token is None else BearerToken(token)
 
     def routes(self) -> list[BaseRoute]:
-        return [
+        routes: list[BaseRoute] = [
             *(Route(path, _file(name, media_type), methods=["GET"]) for path, (name, media_type) in _FILES.items()),
-            Route("/status.json", self._get, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
+        ]
+        if self._token is None:
+            return [*routes, Route("/status.json", self.get, methods=["GET"])]
+        return [
+            *routes,
+            Route("/status.json", guarded(self._token, self.get), methods=["GET"]),
+            Route(ADMIN_PATH, guarded(self._token, self.list), methods=["GET"]),
+            Route(ADMIN_PATH, guarded(self._token, self.add), methods=["POST"]),
+            Route(ADMIN_PATH + "/{id}:drain", guarded(self._token, self.drain), methods=["POST"]),
+            Route(ADMIN_PATH + "/{id}:undrain", guarded(self._token, self.undrain), methods=["POST"]),
+            Route(ADMIN_PATH + "/{id}", guarded(self._token, self.remove), methods=["DELETE"]),
         ]
 
     async def get(self, _: Request) -> Response:
@@ -197,13 +228,12 @@ class StatusPage:
         status = self.status()
         prefill, decode = ({engine.url: engine.line for engine in role.engines} for role in status.roles)
         code = HTTPStatus.SERVICE_UNAVAILABLE if status.verdict is Verdict.UNAVAILABLE else HTTPStatus.OK
-        body = msgspec.json.encode(Health(status.verdict, prefill, decode, status.problems))
-        return Response(body, code, media_type="application/json")
+        return _json(Health(status.verdict, prefill, decode, status.problems), code)
 
     def status(self) -> Status:
         admission, now = self._request_table.admission, time.monotonic()
         problems = tuple(one_line(problem, _MAX_TEXT_CHARS) for problem in self._problems())
-        roles = tuple(self._role(pool, now) for pool in self._pools)
+        roles = tuple(self._role(pool, now) for pool in self._pools.values())
         return Status(
             __version__,
             time.time(),
@@ -225,6 +255,73 @@ class StatusPage:
             self._observer.failures[pool.role],
             tuple(engine_status(pool, engine, now) for engine in pool.engines),
         )
+
+    # The admin API.
+
+    async def list(self, _: Request) -> Response:
+        """200: `{"engines": [...]}`, each as `EngineStatus`."""
+        now = time.monotonic()
+        engines = [engine_status(pool, each, now) for pool in self._pools.values() for each in pool.engines]
+        return _json({"engines": engines})
+
+    async def add(self, request: Request) -> Response:
+        """Takes `{"role": "prefill", "url": "http://..."}`. 201 with the engine; 400; 409 if the engine exists already,
+        or there are too many."""
+        new = await self._request_table.read(request, _MAX_BODY_BYTES, _read_new, "new engine")
+        try:
+            url = check_engine_url(new.role.value, new.url, ("http", "https"))
+        except ValueError as error:
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, str(error)) from None
+        engines = self._pools[new.role].engines
+        if engines.get(url) is not None:
+            raise RequestRefused(HTTPStatus.CONFLICT, f"{new.role.value} engine {url} exists already")
+        try:
+            engine = engines.add(url, ADMIN)
+        except TooManyEnginesError as full:
+            raise RequestRefused(HTTPStatus.CONFLICT, str(full)) from None
+        log.info("%s engine %s: added by %s", engine.role.value, url, ADMIN)
+        return _json(self._status(engine), HTTPStatus.CREATED)
+
+    async def drain(self, request: Request) -> Response:
+        """200 with the engine. It gets no more requests; those that it has go on."""
+        engines, engine = self._find(request)
+        engines.drain(engine)
+        log.info("%s engine %s: drains", engine.role.value, engine.url)
+        return _json(self._status(engine))
+
+    async def undrain(self, request: Request) -> Response:
+        engines, engine = self._find(request)
+        engines.undrain(engine)
+        log.info("%s engine %s: gets requests again", engine.role.value, engine.url)
+        return _json(self._status(engine))
+
+    async def remove(self, request: Request) -> Response:
+        """200 with the engine as it was. Its requests go on. 409 if the engine would come back, because a DNS name
+        lists it."""
+        engines, engine = self._find(request)
+        listed = engine.sources - {COMMAND_LINE, ADMIN}
+        if listed:
+            raise RequestRefused(
+                HTTPStatus.CONFLICT, f"{', '.join(sorted(listed))} lists this engine: drain it here, or remove it there"
+            )
+        shown = self._status(engine)
+        engines.remove(engine)
+        log.info("%s engine %s: removed by %s", engine.role.value, engine.url, ADMIN)
+        return _json(shown)
+
+    def _find(self, request: Request) -> tuple[EngineRegistry, RegisteredEngine]:
+        for pool in self._pools.values():
+            engine = pool.engines.by_id(request.path_params["id"])
+            if engine is not None:
+                return pool.engines, engine
+        raise RequestRefused(HTTPStatus.NOT_FOUND, "no engine has this id")
+
+    def _status(self, engine: RegisteredEngine) -> EngineStatus:
+        return engine_status(self._pools[engine.role], engine, time.monotonic())
+
+
+def _json(body: object, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def _verdict(roles: Sequence[RoleStatus], problems: Sequence[str]) -> Verdict:

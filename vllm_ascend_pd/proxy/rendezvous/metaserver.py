@@ -20,7 +20,7 @@ from typing import TypeVar
 import anyio
 import anyio.lowlevel
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
@@ -34,7 +34,7 @@ from vllm_ascend_pd.core.protocol import (
     WaitingAnswer,
     WaitingQuestion,
 )
-from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.bodies import prefill_body, samples_of, tokens_body
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
@@ -48,7 +48,7 @@ from vllm_ascend_pd.proxy.http.messages import (
     when_disconnected,
 )
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
-from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketMatch, TicketProgress
+from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketProgress
 from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, failed, judge, read_ticket
 from vllm_ascend_pd.proxy.routing.answers import (
     EngineRole,
@@ -100,8 +100,8 @@ class Metaserver:
         """Number of posts that wait, by ticket id. A ticket posted again may count twice."""
 
     def routes(self) -> list[BaseRoute]:
-        """A post that cannot be used is answered 400 (it cannot be read), 401 (the token is missing), 404 (no request
-        waits for it) or 503 (the proxy shuts down). The body of errors is `{"error": reason}`."""
+        """A post that cannot be used is answered 400 or 413 (it cannot be read), 401 (the token is missing), 404 (no
+        request waits for it) or 503 (the proxy shuts down). The body of errors is `{"error": reason}`."""
         return [
             Route(METASERVER_PATH, _refusing(self.post_ticket), methods=["POST"]),
             Route(METASERVER_PATH + FAILURE_SUFFIX, _refusing(self.post_failure), methods=["POST"]),
@@ -136,7 +136,7 @@ class Metaserver:
     def _register(self, ticket: ParsedTicket) -> TicketProgress:
         """Registers a ticket with its attempt. Raises RequestRefused."""
         header = ticket.header
-        attempt, prompt, is_sample = self._find(header.request_id)
+        attempt, prompt, is_sample = self._request_table.find(header.request_id)
         if not header.ticket_id and (prompt or is_sample):
             raise _unmatched(attempt)
         progress = attempt.ticket(prompt, header.ticket_id, samples_of(attempt.request), header.replaces)
@@ -244,7 +244,7 @@ class Metaserver:
         a ticket's id is the whole request's: it gets no ticket, or no further one.
         """
         report = await self._read(request, _MAX_FAILURE_BYTES, _read_failure, "failure")
-        attempt, prompt, _ = self._find(report.request_id)
+        attempt, prompt, _ = self._request_table.find(report.request_id)
         reason = one_line(report.reason, MAX_FAILURE_CHARS)
         if report.ticket_id:
             progress = attempt.tickets.get((prompt, report.ticket_id))
@@ -303,40 +303,13 @@ class Metaserver:
             if not self._open[ticket_id]:
                 del self._open[ticket_id]
 
-    # All posts.
-
     async def _read(self, request: Request, limit: int, decode: Callable[[bytes], _T], name: str) -> _T:
-        """Checks a post's token, and reads and decodes its body.
-
-        Args:
-            request: the post.
-            limit: bytes of the body.
-            decode: decodes the body. Raises one of `UNREADABLE`.
-            name: what the post is called in errors.
-
-        Raises:
-            RequestRefused: 401 without the token, 400 for a body that cannot be read, 503 if the proxy shuts down.
-        """
+        """Checks a post's token, and reads it as `RequestTable.read` does. Raises RequestRefused, with 401 without the
+        token."""
         if self._token is not None and not self._token.is_in(request):
             reason = "the bearer token is missing or wrong (metaserver_token_file)"
             raise RequestRefused(HTTPStatus.UNAUTHORIZED, reason)
-        try:
-            with self._request_table.until_shut_down():
-                body = await read_all(request.stream(), limit)
-            return decode(body)
-        except TooLarge:
-            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the {name} exceeds {limit} bytes") from None
-        except ClientDisconnect:
-            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
-        except UNREADABLE as error:
-            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None
-
-    def _find(self, engine_request_id: str) -> TicketMatch:
-        """Finds the request that a post is about. Raises RequestRefused (404) if there is none."""
-        try:
-            return self._request_table.find(engine_request_id)
-        except LookupError:
-            raise RequestRefused(HTTPStatus.NOT_FOUND, "no request is waiting under this request_id") from None
+        return await self._request_table.read(request, limit, decode, name)
 
 
 def _refusing(action: Action) -> Action:

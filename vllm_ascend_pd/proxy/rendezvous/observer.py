@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the proxy records about its requests: counts and times for Prometheus, and the last failures.
 
-The modules of this folder report here; `operate/` shows it.
+The modules of this folder report here. `GET /metrics` shows it with the state of queues and engines.
 """
 
 from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from http import HTTPStatus
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
 
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.streams import Reply
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 
 PREFIX = "vllm:kv_pd_proxy_"
+_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+"""Not OpenMetrics: prometheus-client 0.26 replaces the colons of names by `_` there."""
 CLIENT_LEFT = 499
 """nginx's status of requests whose client left before the answer."""
 MAX_RECENT = 50
@@ -183,3 +191,50 @@ class Observer:
         """A stream's first token came `seconds` after the first prefill had ended: the time of the remaining transfer
         and of decode's first step."""
         self._after_prefill.observe(seconds)
+
+    def watch(self, request_table: RequestTable, pools: Sequence[EnginePool]) -> None:
+        """Adds the state of queues and engines to the metrics."""
+        self.registry.register(_EngineCollector(pools))
+        in_flight = Gauge(PREFIX + "requests_in_flight", "Client requests being served.", registry=self.registry)
+        in_flight.set_function(lambda: request_table.in_flight)
+        waiting = Gauge(PREFIX + "requests_waiting", "Client requests that wait to be served.", registry=self.registry)
+        waiting.set_function(lambda: request_table.admission.waiting)
+
+    async def metrics(self, _: Request) -> Response:
+        """`GET /metrics`, for Prometheus."""
+        return Response(generate_latest(self.registry), headers={"Content-Type": _TEXT_FORMAT})
+
+
+class _EngineCollector(Collector):
+    """Each engine's health and this proxy's requests there, and the requests that wait for a slot."""
+
+    def __init__(self, pools: Sequence[EnginePool]) -> None:
+        self._pools = pools
+
+    def collect(self) -> Iterator[Metric]:
+        of_engine = ("role", "engine")
+        at_engine = GaugeMetricFamily(
+            PREFIX + "engine_requests",
+            "This proxy's prompts at a prefill engine, or its sequences at a decode engine.",
+            labels=of_engine,
+        )
+        waiting = GaugeMetricFamily(
+            PREFIX + "queue_depth", "Requests that wait for a slot at an engine.", labels=("role",)
+        )
+        up = GaugeMetricFamily(
+            PREFIX + "engine_up", "1 for an engine whose last health check was good, else 0.", labels=of_engine
+        )
+        ejected = GaugeMetricFamily(
+            PREFIX + "engine_ejected",
+            "1 for an engine that gets requests only if no other is left.",
+            labels=of_engine,
+        )
+        now = time.monotonic()
+        for pool in self._pools:
+            for engine in pool.engines:
+                labels = (pool.role.value, engine.url)
+                at_engine.add_metric(labels, engine.sent.requests)
+                up.add_metric(labels, engine.gate.answers)
+                ejected.add_metric(labels, engine.gate.doubtful(now))
+            waiting.add_metric((pool.role.value,), pool.limiter.waiting)
+        yield from (at_engine, up, ejected, waiting)

@@ -14,20 +14,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import TypeVar
 
 import anyio
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint, prompt_number, uuid_in
-from vllm_ascend_pd.proxy.http.messages import Headers, RequestRefused, decode_request_headers, prefill_request_headers
+from vllm_ascend_pd.proxy.http.messages import (
+    Headers,
+    RequestRefused,
+    TooLarge,
+    decode_request_headers,
+    prefill_request_headers,
+    read_all,
+)
 from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.routing.answers import RULES, Counts, EngineRole, Failure
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest, RequestAdmission, RequestGroup
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
+
+_T = TypeVar("_T")
 
 
 class RequestPhase(enum.Enum):
@@ -331,16 +342,6 @@ class DecodeAttempt(EngineCall):
             scope.cancel()
 
 
-class TicketMatch(NamedTuple):
-    """What a ticket is for."""
-
-    attempt: DecodeAttempt
-    prompt: int
-    """The number of the prompt in the request."""
-    is_sample: bool
-    """Whether the ticket is for one of several samples, which each have an id of their own."""
-
-
 class RequestTable:
     """Admits client requests, and holds those that are being served and their current attempts.
 
@@ -403,14 +404,41 @@ class RequestTable:
             attempt.close()
 
     @owned
-    def find(self, engine_request_id: str) -> TicketMatch:
-        """Finds what a ticket is for, by the decode engine's name for its request. Raises LookupError."""
+    def find(self, engine_request_id: str) -> tuple[DecodeAttempt, int, bool]:
+        """Finds what a decode engine's post is about, by that engine's name for its request.
+
+        Returns the attempt, the number of the prompt in the request, and whether it is one of several samples, which
+        each have an id of their own. Raises RequestRefused (404) if there is none.
+        """
         attempt = self._attempts.get(uuid_in(engine_request_id))
         request = None if attempt is None else attempt.proxied.request
         found = None if request is None else prompt_number(request.endpoint, engine_request_id)
         if attempt is None or request is None or found is None or found[0] >= len(request.prompts):
-            raise LookupError(engine_request_id)
-        return TicketMatch(attempt, *found)
+            raise RequestRefused(HTTPStatus.NOT_FOUND, "no request is waiting under this request_id")
+        return attempt, *found
+
+    async def read(self, request: Request, limit: int, decode: Callable[[bytes], _T], name: str) -> _T:
+        """Reads and decodes the body of a post that is no client request.
+
+        Args:
+            request: the post.
+            limit: bytes of the body.
+            decode: decodes the body. Raises one of `UNREADABLE`.
+            name: what the body is called in errors.
+
+        Raises:
+            RequestRefused: 413 for a body that is too large, 400 for one that cannot be read, 503 if the proxy shuts
+                down.
+        """
+        try:
+            with self.until_shut_down():
+                return decode(await read_all(request.stream(), limit))
+        except TooLarge:
+            raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the {name} exceeds {limit} bytes") from None
+        except ClientDisconnect:
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
+        except UNREADABLE as error:
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None
 
     @owned
     @contextmanager

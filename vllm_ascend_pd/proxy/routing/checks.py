@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Collection
 from http import HTTPStatus
 
 import anyio
@@ -16,6 +17,7 @@ from vllm_ascend_pd.proxy.http.messages import TooLarge, read_all
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, parse_metrics
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry
+from vllm_ascend_pd.proxy.settings import ProxySettings
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +32,18 @@ _FIRST_LOOK_SECONDS = 0.01
 class HealthChecks:
     """Runs one loop per engine, for as long as the engine is registered."""
 
-    def __init__(self, roles: tuple[EngineRegistry, ...], *, interval: float, timeout: float) -> None:
-        """`interval`: seconds between two checks of an engine. `timeout`: seconds for each of its two answers."""
+    def __init__(self, roles: Collection[EngineRegistry], settings: ProxySettings) -> None:
         self._roles = roles
-        self._interval = interval
-        self._timeout = timeout
+        self._interval = settings.check_interval
+        self._timeout = settings.health_timeout
+        """For each of an engine's two answers."""
         self._watched: set[RegisteredEngine] = set()
         """Engines that have a loop."""
         # A client of its own, so that checks take no connections from requests. It keeps none open between checks.
         self._client = EngineClient(
             max_connections=len(roles) * MAX_ENGINES,
-            connect_timeout=timeout,
-            read_timeout=timeout,
+            connect_timeout=self._timeout,
+            read_timeout=self._timeout,
             reuse_connections=False,
         )
 

@@ -3,72 +3,22 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 import anyio
 
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
+from vllm_ascend_pd.proxy.settings import DNS_SCHEME, ProxySettings
 
 log = logging.getLogger(__name__)
 
 COMMAND_LINE = "the command line"
-DNS_SCHEME = "dns+http"
-"""`dns+http://NAME:PORT` stands for one engine at each address to which the name resolves, now and later."""
-_EXAMPLE = "http://10.0.0.1:8100"
-_LABEL = re.compile("[A-Za-z0-9_-]{1,63}")
 _LOOKUP_SECONDS = 10.0
 """Resolvers ask each of up to three servers twice, for 5 s each time; that would take longer than useful."""
-
-Resolve = Callable[[str], Awaitable[list[str]]]
-"""Resolves a `dns+http` URL, as `resolve_url` does."""
-
-
-def check_engine_url(role: str, url: str, schemes: Sequence[str] = ("http", "https", DNS_SCHEME)) -> str:
-    """Returns the URL without a trailing slash, so that a path can be appended, and in lower case, so that a host has
-    one spelling. Raises ValueError with a message for the operator."""
-    if not url.isprintable() or not _has_host(url, schemes):
-        raise ValueError(f"{role} engine {url!r} is not a URL such as {_EXAMPLE}")
-    parts = urlsplit(url)
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-        raise ValueError(f"{role} engine {url!r}: give only scheme, host and port, without a path or user")
-    if parts.scheme == DNS_SCHEME and parts.port is None:
-        raise ValueError(f"{role} engine {url!r}: give the port")
-    return url.rstrip("/").lower()
-
-
-def check_engine_urls(role: str, urls: Sequence[str]) -> tuple[str, ...]:
-    """Checks each URL by `check_engine_url`, and that no two are the same. Raises ValueError."""
-    roots = tuple(check_engine_url(role, url) for url in urls)
-    if len(set(roots)) < len(roots):
-        raise ValueError(f"the same {role} engine is given twice")
-    return roots
-
-
-def is_http(url: str) -> bool:
-    """Whether a URL is `http` or `https` and has a usable host."""
-    return _has_host(url, ("http", "https"))
-
-
-def _has_host(url: str, schemes: Sequence[str]) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in schemes and _is_host(parts.hostname or "") and parts.port != 0
-    except ValueError:  # the port is no number, or a bracket is not closed
-        return False
-
-
-def _is_host(host: str) -> bool:
-    """Whether a host is an address or a name that resolvers accept. They fail in various ways on other text."""
-    if ":" in host:
-        ipaddress.IPv6Address(host)
-        return "%" not in host
-    return len(host) <= 253 and all(map(_LABEL.fullmatch, host.removesuffix(".").split(".")))
 
 
 class Discovery:
@@ -77,18 +27,10 @@ class Discovery:
     An engine stays as long as the command line or any name has it.
     """
 
-    def __init__(
-        self,
-        roles: Mapping[EngineRole, EngineRegistry],
-        listed: Mapping[EngineRole, Sequence[str]],
-        interval: float,
-        resolve: Resolve | None = None,
-    ) -> None:
-        """`listed`: the command line's URLs, as `check_engine_url` returns them. `interval`: seconds between two
-        lookups of all names."""
-        self._resolve = resolve or resolve_url
+    def __init__(self, roles: Mapping[EngineRole, EngineRegistry], settings: ProxySettings) -> None:
+        listed = dict(zip(EngineRole, settings.engines(), strict=True))
         self._roles = roles
-        self._interval = interval
+        self._interval = settings.dns_interval
         self._names = {(role, url) for role, urls in listed.items() for url in urls if _is_name(url)}
         self.problems: dict[str, str] = {}
         """Why some engines of the command line or of a name are missing, by `COMMAND_LINE` or name."""
@@ -109,7 +51,7 @@ class Discovery:
     async def _look_up(self, name: str) -> None:
         try:
             with anyio.fail_after(_LOOKUP_SECONDS):
-                urls = await self._resolve(name)
+                urls = await resolve_url(name)
         except (OSError, UnicodeError, TimeoutError) as error:
             self._problem(name, f"the name does not resolve: {str(error) or 'no answer in time'}")
             return

@@ -7,7 +7,6 @@ import enum
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadReport, LoadSnapshot
@@ -15,28 +14,6 @@ from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadReport, LoadSnap
 _PASSED_OVER_SECONDS = 10.0
 """After this time an engine that was passed over gets requests again. One more failure then passes it over for as long
 again."""
-
-
-class EngineBounds(NamedTuple):
-    """How long the engines of one role may take, in seconds, and how often they may fail. `ProxySettings` explains the
-    values."""
-
-    connect: float = 10.0
-    """To open a connection."""
-    silence: float = 24 * 3600.0
-    """Without a byte, whatever an engine says."""
-    probe: float = 15.0
-    """To answer a health probe while a request waits for its bytes."""
-    stall: float = 600.0
-    """Without a byte of a request, and without a new token in the engine's own metrics."""
-    quiet: float = 0.0
-    """Without a byte of a request before the engine is probed."""
-    fresh: float = 7.0
-    """For which an engine's own load report is used."""
-    eject_after: int = 3
-    """As in HealthGate."""
-    return_after: int = 2
-    """As in HealthGate."""
 
 
 class EngineState(enum.Enum):

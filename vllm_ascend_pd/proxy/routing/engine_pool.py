@@ -36,9 +36,10 @@ from vllm_ascend_pd.proxy.routing.answers import (
     may_refuse,
 )
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
-from vllm_ascend_pd.proxy.routing.engine import EngineBounds, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRanking, EngineRegistry
+from vllm_ascend_pd.proxy.settings import ProxySettings
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,9 @@ _STATUS = {
 _UNREACHABLE = (ConnectError, ConnectTimeout)
 _MAX_REFUSAL_BYTES = 1024 * 1024
 _STALL_LOOK_SECONDS = 1.0
+_PREFILLS_PER_REQUEST = 4
+"""A request with several prompts or samples (n) has several prefills. If there are more per request, on average,
+tickets wait for a connection, and fail after `connect_timeout`."""
 
 
 class OutgoingRequest(NamedTuple):
@@ -153,10 +157,15 @@ class StallWatch:
     only a probe tells it from one that computes.
     """
 
-    def __init__(self, engines: EngineRegistry, client: EngineClient, bounds: EngineBounds) -> None:
+    def __init__(self, engines: EngineRegistry, client: EngineClient, settings: ProxySettings) -> None:
         self._engines = engines
         self._client = client
-        self._bounds = bounds
+        self._probe = settings.probe_timeout
+        """Seconds to answer a health probe."""
+        self._stall = settings.read_timeout
+        """Seconds without a byte of a request, and without a new token in the engine's own metrics."""
+        self._quiet = settings.probe_timeout if engines.role is EngineRole.DECODE else 0.0
+        """Seconds without a byte of a request before the engine is probed."""
         self._calls: dict[EngineCall, int] = {}
         """Calls being watched, each with the number of engines it had asked at the last look."""
 
@@ -189,7 +198,7 @@ class StallWatch:
             if len(call.engines) != asked:  # until now it waited for a slot, or for a connection
                 self._calls[call] = len(call.engines)
                 call.heard()
-            if call.engine and now - call.silent_since >= self._bounds.quiet:
+            if call.engine and now - call.silent_since >= self._quiet:
                 urls.add(call.engine)
         return urls
 
@@ -200,16 +209,16 @@ class StallWatch:
     async def _look_at(self, url: str) -> None:
         """Probes an engine, and ends its calls if it has stopped."""
         asked = {call: call.silent_since for call in self._calls if call.engine == url}
-        name, bounds = self._engines.role.value, self._bounds
+        name = self._engines.role.value
         if await self._is_silent(url):
-            reason = f"{name} engine: no answer to a health probe within {bounds.probe:g} s"
-            stopped = [call for call, since in asked.items() if time.monotonic() - since >= bounds.quiet]
+            reason = f"{name} engine: no answer to a health probe within {self._probe:g} s"
+            stopped = [call for call, since in asked.items() if time.monotonic() - since >= self._quiet]
         else:
-            reason = f"{name} engine: its metrics show no new token for {bounds.stall:g} s"
+            reason = f"{name} engine: its metrics show no new token for {self._stall:g} s"
             stopped = [
                 call
                 for call, since in asked.items()
-                if call.may_stall and self._computed_nothing(url, since) >= bounds.stall
+                if call.may_stall and self._computed_nothing(url, since) >= self._stall
             ]
         for call in stopped:
             if call in self._calls and call.engine == url and call.silent_since == asked[call]:
@@ -219,7 +228,7 @@ class StallWatch:
         """Whether an engine neither answers a health probe nor refuses it. An engine that breaks the connection off is
         not silent: its requests end by themselves."""
         try:
-            async with self._client.get(f"{url}/health", self._bounds.probe):
+            async with self._client.get(f"{url}/health", self._probe):
                 return False
         except HttpError as error:
             return isinstance(error, (ConnectTimeout, ReadTimeout))
@@ -228,20 +237,20 @@ class StallWatch:
 class EnginePool:
     """The engines of one role as the rest of the proxy uses them."""
 
-    def __init__(
-        self, role: EngineRole, limiter: ConcurrencyLimiter, bounds: EngineBounds, max_connections: int = 1
-    ) -> None:
-        """A pool without engines. `limiter`: slots and queue of this pool alone. `max_connections`: requests in
-        flight."""
+    def __init__(self, role: EngineRole, settings: ProxySettings) -> None:
+        """A pool without engines."""
+        prefills = role is EngineRole.PREFILL
+        slots = settings.max_per_prefill if prefills else settings.max_per_decode
+        in_flight = settings.max_concurrent * (_PREFILLS_PER_REQUEST if prefills else 1)
         self.role = role
-        self.limiter = limiter
-        self.engines = EngineRegistry(role, limiter, bounds)
+        self.limiter = ConcurrencyLimiter(slots, settings.queue_per_engine, settings.queue_timeout)
+        self.engines = EngineRegistry(role, self.limiter, settings)
         self._client = EngineClient(
-            max_connections=max_connections + MAX_ENGINES,  # one more for each engine's health probe
-            connect_timeout=bounds.connect,
-            read_timeout=bounds.silence,
+            max_connections=in_flight + MAX_ENGINES,  # one more for each engine's health probe
+            connect_timeout=settings.connect_timeout,
+            read_timeout=settings.silence_timeout,
         )
-        self.watch = StallWatch(self.engines, self._client, bounds)
+        self.watch = StallWatch(self.engines, self._client, settings)
         """Ends requests at engines that have stopped."""
         self._pace = PrefillPace()
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, RequestGroup
-from vllm_ascend_pd.proxy.routing.engine import EngineBounds, HealthGate, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import (
     EngineLoad,
     InFlightLoad,
@@ -23,6 +23,7 @@ from vllm_ascend_pd.proxy.routing.load import (
     prefill_load,
 )
 from vllm_ascend_pd.proxy.routing.strategies import PrefixAffinity, PromptEstimate, decode_costs, prefill_costs
+from vllm_ascend_pd.proxy.settings import ProxySettings
 
 MAX_ENGINES = 512
 """Engines per role. Each one is polled, which takes a connection."""
@@ -30,6 +31,10 @@ _MEAN_OVER_PROMPTS = 32
 """The mean prompt length is an exponential average: each prompt counts 1/32."""
 _FIRST_MEAN_TOKENS = 512.0
 """The mean length before the first prompt."""
+
+
+_MISSED_CHECKS = 3
+"""After so many failed checks, an engine's last reported load is too old."""
 
 
 class TooManyEnginesError(Exception):
@@ -72,7 +77,7 @@ class EngineRegistry:
     The event loop's thread owns it. Engines of the command line are added before the loop runs.
     """
 
-    def __init__(self, role: EngineRole, limiter: ConcurrencyLimiter, bounds: EngineBounds) -> None:
+    def __init__(self, role: EngineRole, limiter: ConcurrencyLimiter, settings: ProxySettings) -> None:
         """`limiter`: has the engines' slots. It is told which of them may get requests."""
         self.role = role
         self.mean_tokens = _FIRST_MEAN_TOKENS
@@ -80,7 +85,10 @@ class EngineRegistry:
         self._limiter = limiter
         self.affinity = PrefixAffinity(prefill_costs if role is EngineRole.PREFILL else decode_costs)
         """Ranks them. It is told which engines may have lost their prefix cache."""
-        self._bounds = bounds
+        self._limits = settings.eject_after, settings.return_after
+        """Of each engine's `HealthGate`."""
+        self._fresh = _MISSED_CHECKS * settings.check_interval + 2 * settings.health_timeout
+        """Seconds for which an engine's own load report is used."""
         self._load = prefill_load if role is EngineRole.PREFILL else decode_load
         self._new_need_check = False
         """Whether engines added from now on are asked last until a check is good."""
@@ -121,7 +129,7 @@ class EngineRegistry:
         if engine is None:
             if len(self._engines) >= MAX_ENGINES:
                 raise TooManyEnginesError(f"there are {MAX_ENGINES} {self.role.value} engines already")
-            gate = HealthGate(self._bounds.eject_after, self._bounds.return_after, proven=not self._new_need_check)
+            gate = HealthGate(*self._limits, proven=not self._new_need_check)
             engine = self._engines[url] = RegisteredEngine(self.role, url, gate)
         engine.sources.add(source)
         return engine
@@ -192,11 +200,11 @@ class EngineRegistry:
 
     def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
         """The load of an engine, from its own report and from what this proxy has sent."""
-        return self._load(engine.url, engine.sent, engine.report(now, self._bounds.fresh), self.mean_tokens)
+        return self._load(engine.url, engine.sent, engine.report(now, self._fresh), self.mean_tokens)
 
     def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot | None:
         """What the engine itself reports of its load; None if it has reported nothing lately."""
-        report = engine.report(now, self._bounds.fresh)
+        report = engine.report(now, self._fresh)
         return None if report is None else report.snapshot
 
     @owned

@@ -2,7 +2,7 @@
 """Checks that a running proxy and its prefill and decode engines answer and fit together.
 
 Each server is asked for a few pages, all of them untrusted. What a server is follows from its metrics: each role has
-its own (`observe/stats.py`, `proxy/operate/metrics.py`), all there from the start.
+its own (`observe/stats.py`, `proxy/rendezvous/observer.py`), all there from the start.
 """
 
 from __future__ import annotations
