@@ -32,7 +32,7 @@ SECTIONS = {
     title: text for title, _, text in (part.partition("\n") for part in PAGE.read_text().split("\n## "))
 }  # before the first: the page's title
 
-_ROW = re.compile(r"^\| `(vllm:\w+)` \| (\w+) \| ([\w ]+) \|([^|]*)\| \S[^|]* \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| `(vllm:\w+)` \| (\w+) \|([^|]*)\| \S[^|]* \|$", re.MULTILINE)
 
 
 class Documented(NamedTuple):
@@ -44,11 +44,11 @@ def documented(section: str) -> dict[str, Documented]:
     text = SECTIONS[section]
     rows = _ROW.findall(text)
     assert len(rows) == text.count("| `vllm:"), "a row that is not like the others"
-    for name, type_, unit, _ in rows:
+    for name, type_, _ in rows:
         words = name.removesuffix("_total").split("_")
-        assert unit not in ("bytes", "seconds", "ratio") or words[-1] == unit, "base units end the name"
+        assert type_ != "histogram" or words[-1] in ("seconds", "ratio"), "base units end the name"
         assert name.endswith("_total") == (type_ == "counter")
-    return {name: Documented(type_, frozenset(re.findall(r"`(\w+)`", labels))) for name, type_, _, labels in rows}
+    return {name: Documented(type_, frozenset(re.findall(r"`(\w+)`", labels))) for name, type_, labels in rows}
 
 
 def of_engine(metrics: tuple[Metric, ...]) -> dict[str, Documented]:

@@ -79,9 +79,9 @@ class Then(enum.Enum):
     """What follows if none of these engines took the request."""
 
     END = "the client gets this error"
-    DECODE = "decode is asked to compute the prompt"
-    ANEW = "a new request at decode"
-    ANEW_OR_DECODE = "a new request at decode; at last, decode is asked to compute the prompt"
+    DECODE = "decode is asked to compute"
+    ANEW = "a new request"
+    ANEW_OR_DECODE = "a new request; at last, decode is asked to compute"
 
 
 class Counts(enum.Enum):
@@ -89,9 +89,9 @@ class Counts(enum.Enum):
 
     NO = "no"
     YES = "yes"
-    IF_TAKEN = "if another engine takes it"
+    IF_TAKEN = "if another takes it"
     """The engine refused what another engine took. A few of these in a row pass it over (`HealthGate.ended`)."""
-    IF_IDLE = "if it has no other request, and another engine takes it"
+    IF_IDLE = "if idle, and another takes it"
 
 
 class Rule(NamedTuple):
