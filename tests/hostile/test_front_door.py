@@ -134,7 +134,7 @@ def test_slow_connections(proxy: Proxy) -> None:
     ("head", "body", "status"),
     [
         (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n", b"x" * (1 << 20), 413),
-        (b"POST /v1/metaserver HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n", b"x" * (1 << 20), 400),
+        (b"POST /v1/metaserver HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n", b"x" * (1 << 20), 413),
         (
             b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
             b"10000\r\n" + b"x" * 65536 + b"\r\n",

@@ -263,26 +263,6 @@ def test_decode_giving_up_a_ticket_cancels_its_prefill(cluster: Cluster, monkeyp
         assert not cluster.decode.cancelled.is_set()
 
 
-def test_too_large_body() -> None:
-    with running_cluster(max_body_mib=1) as cluster:
-        assert cluster.complete(prompt="x" * (1 << 20)).status_code == 413
-        assert cluster.complete().status_code == 200
-        assert len(cluster.decode.received) == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
-        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
-    ],
-)
-def test_refused_fields(idle_cluster: Cluster, fields: dict[str, Any], param: str) -> None:
-    response = idle_cluster.complete(**fields)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-
-
 # --- operation --------------------------------------------------------------------------------------------
 
 

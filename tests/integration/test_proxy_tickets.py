@@ -80,11 +80,6 @@ def test_a_malformed_ticket_is_refused(idle_cluster: Cluster, body: bytes) -> No
     assert "not a ticket" in answer.json()["error"]
 
 
-def test_oversized_ticket() -> None:
-    with running_cluster(max_ticket_bytes=1000) as cluster:
-        assert cluster.client.post(METASERVER_PATH, content=b" " * 1001).status_code == 413
-
-
 TOKEN = "the-token-of-this-test"
 
 
