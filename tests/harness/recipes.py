@@ -189,21 +189,22 @@ def make_draft(architecture: str, folder: Path) -> str:
 
 def page() -> str:
     subjects: dict[str, list[str]] = {}
-    parts = [_of_version(version, subjects) for version in FILES]
+    rows = _rows(subjects)
     notes = "".join(f"{number}. {', '.join(each)}: {why}\n" for number, (why, each) in enumerate(subjects.items(), 1))
     pairs = [recipe for recipe in recipes() if recipe.side != "both"]
     started = f"{_STARTED_HEAD}{_not_started(pairs)}"
-    return f"{_HEAD}\n{''.join(parts)}## Changes and reasons\n\n{notes}\n## Started\n\n{started}"
+    counts = "".join(map(_counts, FILES))
+    return f"{_HEAD}\n{counts}\n{rows}\n## Changes and reasons\n\n{notes}\n## Started\n\n{started}"
 
 
-def _of_version(version: str, subjects: dict[str, list[str]]) -> str:
+def _counts(version: str) -> str:
     every = recipes(version)
     pairs = [recipe for recipe in every if recipe.side != "both"]
     counts = {verdict: sum(r.verdict == verdict for r in pairs) for verdict in _VERDICTS}
     counted = ", ".join(f"{verdict}: {count}" for verdict, count in counts.items())
     return (
-        f"## vllm-ascend {version}\n\n{len(every)} commands. Of {len(pairs)} prefill and decode engines: {counted}. "
-        f"The other {len(every) - len(pairs)} commands use pools or offloading.\n\n{_rows(every, subjects)}\n"
+        f"- {version}: {len(every)} commands. Of {len(pairs)} prefill and decode engines: {counted}. "
+        f"The other {len(every) - len(pairs)} commands use pools or offloading.\n"
     )
 
 
@@ -228,9 +229,9 @@ leaves out caches of fp8, which need another chip, and commands that vllm-ascend
 Nothing here has run on Ascend hardware. The rows of DeepSeek V4 rest on a
 [test](../tests/npu/test_compressed.py) that compares its caches byte by byte, MTP's among them.
 
-The tables name commands by their place in `tests/unit/data/recipes/recipes.json` and `recipes-0.30.json`. Where a table
-says "works" without a number in brackets, only `--kv-transfer-config` changes. Such a number stands for another option
-that `migrate` changes, or for what stops it; its exit code is 1 then.
+The table names commands by their place in `tests/unit/data/recipes/recipes.json` and `recipes-0.30.json`. Of a command
+without a number in brackets only `--kv-transfer-config` changes. Such a number stands for another option that `migrate`
+changes, or for why it is refused; the exit code is 1 then.
 """
 _STARTED_PAIRS = ", ".join(f"{prefill} and {decode}" for prefill, decode in STARTED.values())
 _STARTED_HEAD = f"""\
@@ -242,22 +243,23 @@ Other commands of the same models were not started, and these:
 """
 
 
-def _rows(every: list[Recipe], subjects: dict[str, list[str]]) -> str:
+def _rows(subjects: dict[str, list[str]]) -> str:
     """One row for all commands of a guide with the same model and connector. Adds to `subjects`, by reason."""
     rows: dict[tuple[str, ...], dict[str, dict[str, list[int]]]] = {}
-    for recipe in every:
-        said = [(c.subject, c.why) for c in recipe.migrated.stops] or recipe.changed
-        for subject, why in said:
-            if subject not in subjects.setdefault(why, []):
-                subjects[why].append(subject)
-        numbers = " ".join(f"[{list(subjects).index(why) + 1}]" for _, why in said)
-        result = f"{recipe.verdict.partition(' ')[0]} {numbers}".strip()
-        sides = rows.setdefault((Path(recipe.guide).stem, recipe.model, recipe.connector), {})
-        sides.setdefault(recipe.side, {}).setdefault(result, []).append(recipe.number)
-    lines = ["| guide | model | connector | prefill | decode | both |", "|---|---|---|---|---|---|"]
-    for row, sides in rows.items():
-        found = (sides.get(side, {}) for side in ("prefill", "decode", "both"))
-        cells = (", ".join(f"{_numbers(commands)}: {result}" for result, commands in each.items()) for each in found)
+    for version in FILES:
+        for recipe in recipes(version):
+            said = [(c.subject, c.why) for c in recipe.migrated.stops] or recipe.changed
+            for subject, why in said:
+                if subject not in subjects.setdefault(why, []):
+                    subjects[why].append(subject)
+            words = ["refused"] if recipe.migrated.stops else []
+            words += [f"[{list(subjects).index(why) + 1}]" for _, why in said]
+            versions = rows.setdefault((Path(recipe.guide).stem, recipe.model, recipe.connector), {})
+            versions.setdefault(version, {}).setdefault(" ".join(words), []).append(recipe.number)
+    lines = [f"| guide | model | connector | {' | '.join(FILES)} |", "|---|---|---|---|---|"]
+    for row, versions in rows.items():
+        found = (versions.get(version, {}) for version in FILES)
+        cells = ("; ".join(f"{_numbers(numbers)} {said}".strip() for said, numbers in each.items()) for each in found)
         lines.append(f"| {' | '.join(row)} |{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|")
     return "\n".join(lines) + "\n"
 
