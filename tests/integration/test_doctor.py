@@ -128,7 +128,7 @@ def test_bytes_that_are_not_what_was_sent_are_found() -> None:
     process.start()
     assert pipe.poll(60)
     with ProcessPoolExecutor(1, mp_context=spawning) as writer:
-        descriptors = writer.submit(write_other_bytes, way, Receiver(*pipe.recv())).result(60)
+        descriptors = writer.submit(write_other_bytes, way, pipe.recv()).result(60)
     pipe.send("look")
     assert pipe.poll(60)
     wrong, _ = pipe.recv()

@@ -20,6 +20,8 @@ from vllm_ascend_pd.tools.programs import child, run
 
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 """vLLM's name for each side."""
+KV_PORT = 14579
+"""vLLM's default (`vllm/config/kv_transfer.py`)."""
 PLUGIN = "vllm_ascend_pd"
 PLUGINS = "VLLM_PLUGINS"
 REPLACES_CONNECTOR = "kv-offloading-size"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,8 +17,6 @@ from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
 if TYPE_CHECKING:
     from vllm_ascend_pd.tools.doctor.report import DoctorReport
 
-Several = list[str] | None
-
 
 def _option(text: str, metavar: str, **settings: Any) -> Any:
     return typer.Option(help=text, metavar=metavar, **settings)
@@ -27,8 +24,8 @@ def _option(text: str, metavar: str, **settings: Any) -> Any:
 
 def doctor(
     proxy: Annotated[str | None, _option("A running proxy.", "URL")] = None,
-    prefill: Annotated[Several, _option("A running prefill engine. May be repeated.", "URL")] = None,
-    decode: Annotated[Several, _option("A running decode engine. May be repeated.", "URL")] = None,
+    prefill: Annotated[list[str] | None, _option("A running prefill engine. May be repeated.", "URL")] = None,
+    decode: Annotated[list[str] | None, _option("A running decode engine. May be repeated.", "URL")] = None,
     kv_transfer_config: Annotated[
         str | None,
         _option("What `vllm serve` gets on this machine. Checks it and the files and ports it names.", "JSON"),
@@ -92,12 +89,13 @@ def _examine_machine(
     from vllm_ascend_pd.core.protocol import TransportInfo
     from vllm_ascend_pd.tools.doctor import configuration, hardware, loading, loopback, npus, ports, versions
     from vllm_ascend_pd.tools.doctor.report import make_report, note, progress
+    from vllm_ascend_pd.tools.programs import run
 
     try:
         config = None if kv_transfer_config is None else configuration.read(kv_transfer_config)
     except ValueError as problem:
         raise USAGE_ERROR(str(problem)) from None
-    first = configuration.listening_port(config)
+    first = config.kv_port if config is not None and config.kv_role == "kv_consumer" else None  # port of decode
     if data_parallel is not None and first is None:
         raise USAGE_ERROR("--data-parallel-size is for a decode engine's --kv-transfer-config: give that, too")
     if data_parallel is not None and first is not None and first + data_parallel > 65536:
@@ -119,7 +117,8 @@ def _examine_machine(
     protocol = extra.transfer_protocol or ("ascend" if for_npus else "tcp")
     findings += [*configured, configuration.judge_protocol(protocol, for_npus, mooncake)]
     progress("asking npu-smi")
-    asked, driver, devices = npus.check_npus(for_npus, None if seen is None else npu_names)
+    printed = run(["npu-smi", "info"], npus.SMI_TIMEOUT_S)
+    asked, driver, devices = npus.judge(printed, for_npus, None if seen is None else npu_names)
     findings += asked
     if for_npus:
         cann = versions.installed_cann(os.environ)
@@ -152,6 +151,4 @@ def _examine_pair(given: Mapping[str, Sequence[str]]) -> DoctorReport:
     except ValueError as problem:
         raise USAGE_ERROR(str(problem)) from None
     progress("asking proxy and engines")
-    # Trusts the CAs of this host, or those of SSL_CERT_FILE, which OpenSSL reads.
-    answers = asyncio.run(pair.ask(urls, key, ssl.create_default_context()))
-    return make_report("pair", pair.judge(answers))
+    return make_report("pair", pair.judge(asyncio.run(pair.ask(urls, key))))

@@ -15,11 +15,8 @@ from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, PLUGIN, PLUGINS, plugins_with_ours
+from vllm_ascend_pd.tools.vllm_serve import KV_PORT, KV_ROLES, PLUGIN, PLUGINS, plugins_with_ours
 from vllm_ascend_pd.transport.keys import SecretFileError, load_keys, read_text_secret, read_ticket_secret
-
-DEFAULT_KV_PORT = 14579
-"""vLLM's (`vllm/config/kv_transfer.py`)."""
 
 _ACTION = "correct --kv-transfer-config, here and where the engine starts"
 
@@ -29,7 +26,7 @@ class KvTransferConfig(msgspec.Struct, frozen=True):
 
     kv_connector: str = ""
     kv_role: str = ""
-    kv_port: int = DEFAULT_KV_PORT
+    kv_port: int = KV_PORT
     kv_connector_extra_config: dict[str, Any] = {}
     asked_before: tuple[str, ...] = ()
     """Connectors that a MultiConnector asks before this one. `read` sets it."""
@@ -69,10 +66,9 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
     if config.kv_connector != CONNECTOR:
         found = f"kv_connector is {config.kv_connector!r}, which does not have {CONNECTOR}"
         return [error(check, found, _ACTION)], ConnectorConfig()
-    if config.kv_role not in KV_ROLES.values():
-        found = f"kv_role is {config.kv_role!r}: must be {' or '.join(KV_ROLES.values())}"
-        return [error(check, found, _ACTION)], ConnectorConfig()
     try:
+        if config.kv_role not in KV_ROLES.values():
+            raise ConfigError(f"kv_role is {config.kv_role!r}: must be {' or '.join(KV_ROLES.values())}")
         extra = parse_config(config.kv_connector_extra_config)
         Allowlist(extra.metaserver_allowlist, "localhost")
         HostList((*extra.decode_allowlist, *extra.prefill_allowlist), "")
@@ -120,8 +116,3 @@ def judge_protocol(protocol: str, on_npu: bool, mooncake: Mapping[str, Figure]) 
         found = f"engines move bytes by {protocol}, but {'NPU memory needs ascend' if on_npu else 'ascend needs NPUs'}"
         return (warning if on_npu else error)(check, found, leave_out, protocol=protocol)
     return ok(check, f"engines move bytes by {protocol}", protocol=protocol)
-
-
-def listening_port(config: KvTransferConfig | None) -> int | None:
-    """Returns the first port that decode's engines listen on."""
-    return config.kv_port if config is not None and config.kv_role == "kv_consumer" else None

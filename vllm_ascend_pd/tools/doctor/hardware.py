@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_ascend_pd.tools.doctor import loopback
-from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, Way
+from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, WRITE, Way
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, progress
 from vllm_ascend_pd.tools.programs import Ran, child, run, run_all
 
@@ -70,8 +70,7 @@ def ways(npus: Sequence[str], host: str) -> list[Way]:
     pairs = [(0, 1, False), *([(0, last, False)] if last > 1 else []), (last, 0, True)]
     return [
         Way(
-            check=f"hardware.write.{name}",
-            name=name,
+            check=f"{WRITE}{'roce' if roce else 'ascend'}.{npus[source]}-{npus[destination]}",
             between=f"from NPU {npus[source]} to NPU {npus[destination]} by ascend" + (" over RoCE" if roce else ""),
             action=_ROCE if roce else _LINK,
             protocol="ascend",
@@ -83,7 +82,6 @@ def ways(npus: Sequence[str], host: str) -> list[Way]:
             failed=Level.WARNING if roce else Level.ERROR,
         )
         for source, destination, roce in pairs
-        for name in [f"{'roce' if roce else 'ascend'}.{npus[source]}-{npus[destination]}"]
     ]
 
 

@@ -17,7 +17,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import TypeAlias
 
 import msgspec
 
@@ -29,6 +29,7 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 TRANSFER_BYTES = 64 << 20
 TIMEOUT_S = 90.0
 
+WRITE = "hardware.write."
 GUARD_BYTES = 4096
 """Bytes registered after the written ones, which must stay unchanged."""
 
@@ -39,6 +40,8 @@ DESCRIPTOR_BYTES = tuple((16 << 10) << doubled for doubled in range(8))
 """The measured sizes, 16 KiB to 2 MiB. A block of 128 tokens has 16 KiB in the smaller of MLA's tensors, 32 KiB with
 one KV head of 128 in bfloat16; neighbouring blocks become one descriptor."""
 
+Receiver: TypeAlias = tuple[str, int]
+"""The receiving engine's session, and the address of its memory."""
 _BATCH = 2048  # descriptors of a measured batch, as many as the engine puts into one over TCP
 _MEASURED_S = 0.2  # each size is written for at least this long
 
@@ -46,8 +49,7 @@ _MEASURED_S = 0.2  # each size is written for at least this long
 class Way(msgspec.Struct, frozen=True):
     """A way for bytes from one process to another, and what is sent on it."""
 
-    check: str  # the name of the finding
-    name: str  # of the way in the names descriptors.NAME.SIZE
+    check: str  # the name of the finding; the part behind `WRITE` names those about descriptors, too
     between: str  # the way in words: from where to where, and over what
     action: str  # what to do if a transfer fails
     protocol: str  # Mooncake's
@@ -67,7 +69,6 @@ def over_tcp() -> Way:
     host = "::1" if "MC_USE_IPV6" in os.environ else "127.0.0.1"
     return Way(
         check="transfer.loopback",
-        name="tcp",
         between="from one Mooncake engine to another over TCP",
         action="check that Mooncake can be loaded, that no MC_* variable is set by mistake, and that nothing filters "
         "connections from 127.0.0.1 to itself (with MC_USE_IPV6: ::1)",
@@ -137,7 +138,7 @@ def main() -> Iterator[Finding]:
     memory, engine = _start(way, way.source)
     memory.fill(_payload(way))
     try:
-        receiver = Receiver(*pipe.recv())
+        receiver = pipe.recv()
         seconds, pieces = write(engine, memory.address, receiver, way)
         costs = [_cost(engine, memory.address, receiver, way, size) for size in way.descriptor_bytes]
         pipe.send("look")
@@ -146,13 +147,6 @@ def main() -> Iterator[Finding]:
         raise SystemExit("the receiving process ended") from None
     engine.close()
     yield from (_verdict(way, wrong, first, seconds, pieces), *costs)
-
-
-class Receiver(NamedTuple):
-    """The location of the receiver's memory."""
-
-    session: str
-    address: int
 
 
 def receive(way: Way, pipe: Connection, parent: int) -> None:
@@ -199,10 +193,10 @@ def write(engine: TransferEngine, start: int, receiver: Receiver, way: Way) -> t
     """Returns how many seconds the write took, and the number of its descriptors."""
     offsets = range(0, way.num_bytes, PIECE_BYTES)
     lengths = [min(PIECE_BYTES, way.num_bytes - offset) for offset in offsets]
-    sources, destinations = [start + o for o in offsets], [receiver.address + o for o in offsets]
-    engine.write(receiver.session, [start], [receiver.address], [1])  # connects, which must not be measured
+    sources, destinations = [start + o for o in offsets], [receiver[1] + o for o in offsets]
+    engine.write(receiver[0], [start], [receiver[1]], [1])  # connects, which must not be measured
     began = time.monotonic()
-    engine.write(receiver.session, sources, destinations, lengths)
+    engine.write(receiver[0], sources, destinations, lengths)
     return time.monotonic() - began, len(lengths)
 
 
@@ -216,17 +210,17 @@ def _cost(engine: TransferEngine, start: int, receiver: Receiver, way: Way, size
     del offsets[_BATCH:]
     batch = (
         array("q", [start + offset for offset in offsets]),
-        array("q", [receiver.address + offset for offset in offsets]),
+        array("q", [receiver[1] + offset for offset in offsets]),
         [size] * len(offsets),
     )
     batches, began = 0, time.monotonic()
     while (elapsed := time.monotonic() - began) < _MEASURED_S or not batches:
-        engine.write_batches(receiver.session, [batch])
+        engine.write_batches(receiver[0], [batch])
         batches += 1
     seconds = elapsed / (batches * len(offsets))
     speed = size / max(seconds, 1e-9)
     return ok(
-        f"descriptors.{way.name}.{size}",
+        f"descriptors.{way.check.removeprefix(WRITE)}.{size}",
         f"descriptors of {size >> 10} KiB: {seconds * 1e6:.1f} us each, {speed / 1e9:.3g} GB/s",
         protocol=way.protocol,
         bytes=size,

@@ -23,7 +23,7 @@ from pathlib import Path
 from vllm_ascend_pd.core.hosts import normal_host
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.programs import NOT_STARTED, Ran, run, run_all
+from vllm_ascend_pd.tools.programs import NOT_STARTED, Ran, run_all
 from vllm_ascend_pd.transport import ascend
 
 SMI_TIMEOUT_S = 30.0
@@ -70,10 +70,6 @@ def parse(text: str) -> tuple[str, list[Chip]] | None:
         else:
             npu = _NPU.match(line)
     return header[1], chips
-
-
-def check_npus(wanted: bool, seen: Sequence[str] | None) -> tuple[list[Finding], str | None, list[int]]:
-    return judge(run(["npu-smi", "info"], SMI_TIMEOUT_S), wanted, seen)
 
 
 def judge(ran: Ran, wanted: bool, seen: Sequence[str] | None) -> tuple[list[Finding], str | None, list[int]]:

@@ -11,7 +11,7 @@ import asyncio
 import re
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Annotated, TypeVar
@@ -23,7 +23,7 @@ from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
 from vllm_ascend_pd.observe.stats import PREFIX, PUSHED_BYTES, TICKET_TO_READY_SECONDS
-from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, note, ok, warning
 from vllm_ascend_pd.tools.doctor.versions import release
 from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR
 from vllm_ascend_pd.transport.http_client import (
@@ -50,7 +50,6 @@ _MAX_SKEW_S = CLOCK_SKEW_S / 2
 """From this host's clock. Of two clocks that are too far apart, one is further from it than half of that."""
 
 _T = TypeVar("_T")
-Judge = Callable[[str, str, str], Finding]
 
 
 NAMED = {
@@ -162,9 +161,9 @@ def api_key(environment: Mapping[str, str]) -> str | None:
     return key or None
 
 
-async def ask(urls: Mapping[str, Sequence[str]], key: str | None, trusted: ssl.SSLContext) -> list[CheckedServer]:
-    """Asks the servers. `urls` are root URLs, `trusted` the CAs."""
-    limit = asyncio.Semaphore(_AT_ONCE)
+async def ask(urls: Mapping[str, Sequence[str]], key: str | None) -> list[CheckedServer]:
+    """Asks the servers at these root URLs. Trusts this host's CAs, or those of SSL_CERT_FILE, which OpenSSL reads."""
+    limit, trusted = asyncio.Semaphore(_AT_ONCE), ssl.create_default_context()
     async with open_client(httpx.Limits(), httpx.Timeout(None), trusted) as client:
         client.headers["Accept-Encoding"] = "identity"
         if key is not None:
@@ -326,19 +325,20 @@ def _compare_servers(servers: Sequence[CheckedServer], engines: Sequence[Checked
     versions = {each.named: release(v.version) for each in engines if (v := each.decoded("/version", _Version))}
     lengths = {server.named: each.data[0].max_model_len for server, each in models.items() if server in engines}
     names = {server.named: ", ".join(sorted(model.id for model in each.data)) for server, each in models.items()}
-    compared: Sequence[tuple[str, str, Mapping[str, object], Judge, str]] = (
-        ("versions", "versions of vLLM", versions, warning, "run the same vLLM on both sides: caches may differ"),
-        ("models", "models", names, error, "serve the same under the same names everywhere (--served-model-name)"),
-        ("max-model-len", "longest prompts", lengths, warning, "a prompt that only one side takes fails"),
-    )
-    findings = []
-    for name, what, values, level, action in compared:
-        check, listed = f"pair.{name}", "; ".join(f"{server}: {value}" for server, value in values.items())
-        if len(set(values.values())) > 1:
-            findings.append(level(check, f"the {what} differ: {one_line(listed, 2 * _CHARS)}", action))
-        elif len(values) > 1:
-            findings.append(ok(check, f"all servers have the same {what}"))
-    return findings
+    same_models = "serve the same under the same names everywhere (--served-model-name)"
+    return [
+        *_compare("versions", versions, Level.WARNING, "run the same vLLM on both sides: caches may differ"),
+        *_compare("models", names, Level.ERROR, same_models),
+        *_compare("max-model-len", lengths, Level.WARNING, "a prompt that only one side takes fails"),
+    ]
+
+
+def _compare(what: str, values: Mapping[str, object], level: Level, action: str) -> list[Finding]:
+    """`values`: of each server, by its name."""
+    listed = one_line("; ".join(f"{server}: {value}" for server, value in values.items()), 2 * _CHARS)
+    if len(set(values.values())) > 1:
+        return [finding(level, f"pair.{what}", f"the {what} differ: {listed}", action)]
+    return [ok(f"pair.{what}", f"all servers have the same {what}")] if len(values) > 1 else []
 
 
 def _judge_clock(server: CheckedServer) -> list[Finding]:

@@ -34,7 +34,6 @@ MOONCAKE_NPU_TESTED = ("0.3.11.post1", "0.3.13.post1")
 """The versions in vllm-ascend 0.23.0's images and in requirements/npu.txt."""
 
 _MAX_INFO_BYTES = 64 << 10
-_BEFORE_RELEASE = -1  # rank of a version's part `rc1`
 
 
 @dataclass(frozen=True)
@@ -168,13 +167,8 @@ LEAST_DRIVER, LEAST_CANN = "25.5.0", "9.1.0"
 
 def version_key(text: str) -> tuple[int, ...]:
     """A sort key for driver versions: `25.0.rc1.1` < `25.0.0` < `25.5.0`. A part that is not a number counts as 0."""
-    key: list[int] = []
-    for part in text.lower().split("."):
-        if part.startswith("rc"):
-            key.append(_BEFORE_RELEASE)
-            part = part.removeprefix("rc")
-        key.append(int(part) if part.isdecimal() else 0)
-    return tuple(key)
+    parts = text.lower().split(".")
+    return tuple(-1 if part.startswith("rc") else int(part) if part.isdecimal() else 0 for part in parts)
 
 
 def judge_engine(

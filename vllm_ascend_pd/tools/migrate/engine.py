@@ -12,13 +12,19 @@ from vllm_ascend_pd.connector.model import has_recompute_scheduler
 from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.core.config import CONNECTOR
 from vllm_ascend_pd.core.hosts import authority
-from vllm_ascend_pd.tools.doctor.configuration import DEFAULT_KV_PORT
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
 from vllm_ascend_pd.tools.migrate.connectors import translate
 from vllm_ascend_pd.tools.migrate.fits import ModelFacts, refusal
 from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, ModelShape
-from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, REPLACES_CONNECTOR, plugins_with_ours, whole_number
+from vllm_ascend_pd.tools.vllm_serve import (
+    KV_PORT,
+    PLUGIN,
+    PLUGINS,
+    REPLACES_CONNECTOR,
+    plugins_with_ours,
+    whole_number,
+)
 
 _OPTION = "kv-transfer-config"
 _DEFAULT_PORT = 8000  # vLLM's
@@ -164,7 +170,7 @@ def _clear_of_mooncake(ours: dict[str, Any], arguments: EngineArguments) -> tupl
     """Decode's ports must be none of those among which Mooncake chooses on NPUs."""
     if ours.get("kv_role") != "kv_consumer":
         return ours, []
-    port, engines = ours.get("kv_port", DEFAULT_KV_PORT), arguments.number("data-parallel-size", 1)
+    port, engines = ours.get("kv_port", KV_PORT), arguments.number("data-parallel-size", 1)
     base = arguments.environment.get(_BASE_PORT, "20000")
     if not isinstance(port, int) or not _FIRST_PORT <= port <= 65536 - engines:
         return ours, [Change(ChangeKind.STOPS, "kv_port", f"is {port!r}: decode needs {engines} free ports from there")]
