@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints as JSON what the connector makes of sparse attention's caches, in vllm-ascend 0.30's own specs and allocation.
 
-Two layers of DeepSeek V3.2: the second one uses the first one's index. `quantized`: the index in 8 bits.
+Two layers of DeepSeek V3.2: the second one uses the first one's index. `quantized`: the index in 8 bits. `packed`:
+latent and rope in 8 bits with their scales, too. next_line_ranks.py sends such caches.
 """
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +21,20 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention  # n
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs  # noqa: E402
 from vllm_ascend.attention.indexer import AscendSFAIndexerBackend  # noqa: E402
 from vllm_ascend.attention.sfa_v1 import AscendSFABackend  # noqa: E402
+from vllm_ascend.attention.utils import get_sfa_qsfa_packed_head_dim  # noqa: E402
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec, AscendSFAIndexerCacheSpec  # noqa: E402
 
 from vllm_ascend_pd.connector import caches  # noqa: E402
 from vllm_ascend_pd.core.caches import describe  # noqa: E402
 from vllm_ascend_pd.core.layout import LayoutError  # noqa: E402
+from vllm_ascend_pd.device.base import aligned_buffer  # noqa: E402
+from vllm_ascend_pd.device.npu import REGISTRATION_BYTES  # noqa: E402
 
 BLOCK, BLOCKS, LATENT, ROPE, INDEX = 128, 4, 512, 64, 128
 FIRST, SECOND = (f"model.layers.{number}.self_attn" for number in range(2))
+PACKED = get_sfa_qsfa_packed_head_dim(LATENT, ROPE)
 MAIN = AscendMLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.bfloat16)
+PACKED_MAIN = dataclasses.replace(MAIN, head_size=PACKED, dtype=torch.int8, cache_sparse_sfa_c8=True)
 KEYS = AscendSFAIndexerCacheSpec(block_size=BLOCK, num_kv_heads=1, head_size=INDEX, dtype=torch.bfloat16)
 INT8_KEYS = dataclasses.replace(KEYS, dtype=torch.int8, scale_dim=1, scale_dtype=torch.float16, cache_sparse_li_c8=True)
 REFUSED = {
@@ -38,20 +45,25 @@ REFUSED = {
 }
 
 
-def of(specs: dict[str, Any]) -> Any:
+def of(specs: dict[str, Any], blocks: int = BLOCKS) -> Any:
     group = KVCacheGroupSpec([*specs], UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs))
-    return SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
+    return SimpleNamespace(num_blocks=blocks, kv_cache_groups=[group])
 
 
-def allocate(specs: dict[str, Any], kv_cache_config: Any) -> dict[str, tuple[torch.Tensor, ...]]:
+def buffer(num_bytes: int, device: str) -> torch.Tensor:
+    return aligned_buffer(num_bytes, REGISTRATION_BYTES, device).zero_().view(torch.int8)
+
+
+def allocate(specs: dict[str, Any], kv_cache_config: Any, device: str = "cpu") -> dict[str, tuple[torch.Tensor, ...]]:
     """The views by vllm-ascend's `_reshape_kv_cache_tensors`; each layer's bytes as its `_allocate` cuts them."""
     raw: dict[str, tuple[torch.Tensor, ...]] = {}
     for layer, spec in specs.items():
         if isinstance(spec, AscendSFAIndexerCacheSpec):
             sizes = [spec.head_size * spec.dtype.itemsize, spec.scale_dim * spec.scale_dtype.itemsize]
         else:
-            sizes = [LATENT * 2, ROPE * 2]
-        raw[layer] = tuple(torch.zeros(BLOCKS * BLOCK * size, dtype=torch.int8) for size in sizes if size)
+            sizes = [PACKED] if spec.uses_packed_sfa_main_cache else [LATENT * 2, ROPE * 2]
+        tokens = kv_cache_config.num_blocks * BLOCK
+        raw[layer] = tuple(buffer(tokens * size, device) for size in sizes if size)
     text = SimpleNamespace(index_head_dim=INDEX, model_type="deepseek_v32", kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
     model = SimpleNamespace(hf_text_config=text, hf_config=text, use_mla=True)
     attention = MLAAttention.__new__(MLAAttention)
@@ -72,6 +84,7 @@ def allocate(specs: dict[str, Any], kv_cache_config: Any) -> dict[str, tuple[tor
         use_hybrid_blocks=False,
         hybrid_with_attn_and_mamba=False,
         sparse_kv_offload_enabled=False,
+        c8_cache_dtype=torch.int8,
         runner_only_attn_layers=set(),
         _kv_cache_spec_attn_group_iterator=lambda: (
             SimpleNamespace(
@@ -86,9 +99,11 @@ def allocate(specs: dict[str, Any], kv_cache_config: Any) -> dict[str, tuple[tor
     return itself._reshape_kv_cache_tensors(kv_cache_config, raw, [BLOCK])
 
 
-def described(keys: Any) -> dict[str, Any]:
-    specs = {f"{FIRST}.attn": MAIN, f"{FIRST}.indexer.k_cache": keys, f"{SECOND}.attn": MAIN}
-    kv_cache_config = of(specs)
+def made(
+    specs: dict[str, Any], blocks: int = BLOCKS, device: str = "cpu"
+) -> tuple[Any, dict[str, tuple[torch.Tensor, ...]], Any]:
+    """Returns vLLM's configuration of these caches, the caches, and what the connector says of them."""
+    kv_cache_config = of(specs, blocks)
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=8),
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -100,7 +115,22 @@ def described(keys: Any) -> dict[str, Any]:
         ),
     )
     ours = caches.layer_specs(kv_cache_config, config)
-    registered = describe(allocate(specs, kv_cache_config), ours, heads_first=False).description
+    return kv_cache_config, allocate(specs, kv_cache_config, device), ours
+
+
+def of_layers(layers: Sequence[str], main: Any, keys: Any) -> dict[str, Any]:
+    """Returns the specs of layers, of which the second uses the first one's index."""
+    specs = {}
+    for number, layer in enumerate(layers):
+        specs[layer] = main
+        if number != 1:
+            specs[layer.removesuffix("attn") + "indexer.k_cache"] = keys
+    return specs
+
+
+def described(main: Any, keys: Any) -> dict[str, Any]:
+    kv_cache_config, allocated, ours = made(of_layers([f"{FIRST}.attn", f"{SECOND}.attn"], main, keys))
+    registered = describe(allocated, ours, heads_first=False).description
     geometries = [registered.geometry_of(tensor) for tensor in registered.tensors]
     return {
         "tensors": [(each.dtype, each.head_bytes, each.total_heads, each.block_size) for each in geometries],
@@ -121,8 +151,9 @@ if __name__ == "__main__":
     print(
         json.dumps(
             {
-                "plain": described(KEYS),
-                "quantized": described(INT8_KEYS),
+                "plain": described(MAIN, KEYS),
+                "quantized": described(MAIN, INT8_KEYS),
+                "packed": described(PACKED_MAIN, INT8_KEYS),
                 "refused": {field: refusal(spec) for field, spec in REFUSED.items()},
             }
         )

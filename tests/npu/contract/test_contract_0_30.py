@@ -17,6 +17,8 @@ pytestmark = pytest.mark.npu
 
 PROGRAM = Path(__file__).parents[1] / "next_line_caches.py"
 LATENT, ROPE = ["bfloat16", 1024, 1, 128], ["bfloat16", 128, 1, 128]
+PACKED = ["int8", 656, 1, 128]
+INT8_KEYS = [["int8", 128, 1, 128], ["float16", 2, 1, 128]]
 """A tensor's type, bytes per head and token, heads, and tokens per block."""
 ATTENTION, INDEX = (f"model.layers.0.self_attn.{name}" for name in ("attn", "indexer.k_cache"))
 
@@ -33,12 +35,16 @@ def said() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("index", "keys"),
-    [("plain", [["bfloat16", 256, 1, 128]]), ("quantized", [["int8", 128, 1, 128], ["float16", 2, 1, 128]])],
+    ("index", "main", "keys"),
+    [
+        ("plain", [LATENT, ROPE], [["bfloat16", 256, 1, 128]]),
+        ("quantized", [LATENT, ROPE], INT8_KEYS),
+        ("packed", [PACKED], INT8_KEYS),
+    ],
 )
-def test_the_index_is_sent_with_its_layer(said: dict[str, Any], index: str, keys: list[Any]) -> None:
+def test_the_index_is_sent_with_its_layer(said: dict[str, Any], index: str, main: list[Any], keys: list[Any]) -> None:
     """Every rank has all of it. A layer that uses another one's index has none."""
-    assert said[index]["tensors"] == [LATENT, ROPE, *keys, LATENT, ROPE]
+    assert said[index]["tensors"] == [*main, *keys, *main]
     assert said[index]["announced"] == {ATTENTION: [ATTENTION, INDEX]}
     assert said[index]["groups"] == [128]
 
