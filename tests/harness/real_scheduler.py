@@ -58,8 +58,8 @@ def _parse_config(extra: dict[str, Any]) -> ConnectorConfig:
 
 class RealScheduler:
     """`windows`: how many tokens each further cache group sees; the first sees all. `states`: how many groups of
-    states there are, cached in mode "align". `drafts`: for how many drafted tokens they have blocks. `extra`: the
-    connector's keys."""
+    states there are, cached in mode "align". `drafts`: for how many drafted tokens they have blocks. `dcp`: how many
+    ranks of context parallelism share tokens. `extra`: the connector's keys."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class RealScheduler:
         windows: Sequence[int] = (),
         states: int = 0,
         drafts: int = 0,
+        dcp: int = 1,
         load_failure_policy: str = "fail",
         extra: Mapping[str, object] = MappingProxyType({"who_computes": "prefill"}),
     ) -> None:
@@ -96,6 +97,8 @@ class RealScheduler:
             ),
         )
         config.cache_config.num_gpu_blocks = blocks
+        config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = dcp
+        config.parallel_config.cp_kv_cache_interleave_size = BLOCK
         shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
         specs: list[Any] = [
             FullAttentionSpec(**shape),
@@ -119,10 +122,15 @@ class RealScheduler:
                 vllm_config=config,
                 kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
                 structured_output_manager=_STRUCTURED,
-                block_size=BLOCK,
+                block_size=BLOCK * dcp,
                 hash_block_size=BLOCK,
                 log_stats=True,
             )
+        if dcp > 1:  # hits end with blocks, as in vllm-ascend's own coordinator (`patch_kv_cache_coordinator.py`)
+            coordinator = self.scheduler.kv_cache_manager.coordinator
+            coordinator.enable_partial_hash_hits = False
+            for manager in coordinator.single_type_managers:
+                manager.cache_hit_alignment_tokens = coordinator.scheduler_block_size
 
     @property
     def pool(self) -> Any:

@@ -17,6 +17,7 @@ import pytest
 from harness.engines import Role
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, RealScheduler
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import Send, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
 
@@ -27,8 +28,9 @@ STATES = (1, 2)
 class Engine:
     """A scheduler and what its worker's blocks hold."""
 
-    def __init__(self, role: Role, model: Path, blocks: int, drafts: int = 0) -> None:
-        self.scheduler = RealScheduler(role, model, blocks, step_tokens=64, states=len(STATES), drafts=drafts)
+    def __init__(self, role: Role, model: Path, blocks: int, drafts: int = 0, dcp: int = 1) -> None:
+        self.scheduler = RealScheduler(role, model, blocks, step_tokens=64, states=len(STATES), drafts=drafts, dcp=dcp)
+        self.span = BLOCK * dcp  # tokens that a block of attention stands for
         self.drafts = drafts
         self.slots: dict[tuple[int, int], int] = {}  # by attention's block and slot: the hash of all tokens up to it
         self.states: dict[tuple[int, int], int] = {}  # by group and block: the hash of the tokens that it has seen
@@ -66,10 +68,10 @@ class Engine:
     def _compute(self, request_id: str, tokens: list[int], start: int, stop: int) -> None:
         attention = self.tables[request_id][0]
         for token in range(start):
-            assert self.slots.get((attention[token // BLOCK], token % BLOCK)) == seen(tokens, token + 1)
+            assert self.slots.get((attention[token // self.span], token % self.span)) == seen(tokens, token + 1)
         for token in range(start, stop):
-            assert attention[token // BLOCK] != 0
-            self.slots[attention[token // BLOCK], token % BLOCK] = seen(tokens, token + 1)
+            assert attention[token // self.span] != 0
+            self.slots[attention[token // self.span], token % self.span] = seen(tokens, token + 1)
         before = self.state_index.get(request_id, (start - 1) // BLOCK)
         now = self.state_index[request_id] = (stop - 1) // BLOCK
         for group in STATES:
@@ -130,9 +132,10 @@ class Pair:
         ticket = self.tickets[send.request_id]
         start, stop = send.tokens(0)
         for token in range(start, stop):
-            block = send.blocks[0][token // BLOCK - start // BLOCK]
-            to = ticket.remote_block_ids[0][token // BLOCK]
-            self.decode.slots[to, token % BLOCK] = self.prefill.slots[block, token % BLOCK]
+            ours, theirs = self.prefill.span, self.decode.span
+            block = send.blocks[0][token // ours - start // ours]
+            to = ticket.remote_block_ids[0][token // theirs]
+            self.decode.slots[to, token % theirs] = self.prefill.slots[block, token % ours]
         for group in STATES:
             assert len(send.blocks[group]) == send.last
             if send.last:
@@ -152,10 +155,11 @@ def blocks() -> int:
     return 200
 
 
-@pytest.fixture(params=[0, 2], ids=["no drafts", "two drafts"])
+@pytest.fixture(params=[(0, 1), (2, 1)], ids=["no drafts", "two drafts"])
 def pair(request: Any, blocks: int, scheduled_model: Path, all_prefilled: dict[str, Any]) -> Iterator[Pair]:
-    prefill = Engine(Role.PREFILL, scheduled_model, blocks, request.param)
-    decode = Engine(Role.DECODE, scheduled_model, blocks, request.param)
+    drafts, dcp = request.param
+    prefill = Engine(Role.PREFILL, scheduled_model, blocks, drafts)
+    decode = Engine(Role.DECODE, scheduled_model, blocks, drafts, dcp)
     yield Pair(prefill, decode, all_prefilled)
     prefill.close()
     decode.close()
@@ -187,6 +191,16 @@ def test_conversations(pair: Pair, seed: int) -> None:
     converse(pair, random.Random(seed), conversations=4, turns=5)
     assert pair.transfers >= 4
     assert pair.prefill.hits
+    assert pair.decode_cached
+
+
+@pytest.mark.skipif(not HAS_TRANSFER_RESULTS, reason="vLLM 0.23 itself has no context parallelism beside states")
+@pytest.mark.parametrize("pair", [(0, 2)], ids=["context parallelism on decode"], indirect=True)
+def test_conversations_where_ranks_share_tokens(pair: Pair) -> None:
+    """A block id of attention stands for a block on each rank, one of a state for copies of it."""
+    for seed in range(4):
+        converse(pair, random.Random(seed), conversations=4, turns=5, name=f"shared-{seed}")
+    assert pair.transfers >= 16
     assert pair.decode_cached
 
 
