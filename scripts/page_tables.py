@@ -44,11 +44,10 @@ def stages() -> str:
 
 def answers() -> str:
     """Markdown."""
-    columns = "engine | the proxy sees | failure | others asked with the same request | then | the same engine again"
-    lines = [f"| {columns} | counts against it |", f"|{'---|' * 7}"]
+    lines = ["| engine | the proxy sees | failure | others asked | then | counts against it |", f"|{'---|' * 6}"]
     for (role, kind), rule in RULES.items():
-        again = "if no other is left" if rule.again else "no"
-        cells = (role.value, rule.seen, kind.value, rule.asks.value, rule.then.value, again, rule.counts.value)
+        then = f"{rule.then.value} *" if rule.again else rule.then.value
+        cells = (role.value, rule.seen, kind.value, rule.asks.value, then, rule.counts.value)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
