@@ -3,15 +3,13 @@
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from vllm_ascend_pd.observe.traces import decode_scheduler_trace
 from vllm_ascend_pd.tools.timeline.command import _table
-from vllm_ascend_pd.tools.timeline.read import EventArgs, PromptPart, Recording, TraceEvent, read_folder
-from vllm_ascend_pd.tools.timeline.summary import Request, covered, placements, summarize
+from vllm_ascend_pd.tools.timeline.read import EventArgs, PromptPart, Recording, TraceEvent
+from vllm_ascend_pd.tools.timeline.summary import Request, covered, summarize
 
 T = "t" * 16
 UNIX = 1.75e15
@@ -138,21 +136,3 @@ def test_no_figure_and_no_id_is_cut_off(width: int) -> None:
     ids = re.sub(r" .*", "", re.sub(r"(?m)^ +", "", "\n".join(lines))).replace("\n", "")
     assert all(name in ids for name in UUIDS)
     assert "no_grant" in ids
-
-
-def test_counts_what_decodes_scheduler_traced(tmp_path: Path) -> None:
-    trace = decode_scheduler_trace(str(tmp_path), "engine")
-    assert trace is not None
-    for number, (by_decode, reason, tokens) in enumerate(
-        [(True, "cheap", 8), (False, "long", 3000), (True, "cheap", 40), (True, "no_prefill", 5)]
-    ):
-        trace.prompt_placed(f"request-{number}", by_decode, reason, tokens)
-    trace.close(10)
-    recordings, problems = read_folder(tmp_path)
-    assert problems == []
-    assert placements(recordings) == [
-        "decode computed 2 prompts (cheap, 48 tokens)",
-        "prefill computed 1 prompt (long, 3000 tokens)",
-        "decode computed 1 prompt (no_prefill, 5 tokens)",
-    ]
-    assert summarize(recordings) == []

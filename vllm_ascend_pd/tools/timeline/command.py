@@ -65,7 +65,7 @@ def show_timeline(folder: Path, wanted: str | None, console: Console, warm_ups: 
     from vllm_ascend_pd.observe.trace_file import TraceError
     from vllm_ascend_pd.tools.timeline.picture import draw
     from vllm_ascend_pd.tools.timeline.read import read_folder
-    from vllm_ascend_pd.tools.timeline.summary import placements, summarize
+    from vllm_ascend_pd.tools.timeline.summary import summarize
 
     recordings, problems = read_folder(folder)
     everyone = summarize(recordings)
@@ -74,8 +74,6 @@ def show_timeline(folder: Path, wanted: str | None, console: Console, warm_ups: 
         problems.append("prefill began before decode asked: hosts' clocks differ, and so times across hosts are wrong")
     for problem in problems:
         console.print(f"[yellow]note:[/] {escape(problem)}", soft_wrap=True)
-    for line in placements(recordings):
-        console.print(escape(line), highlight=False)
     if not everyone:
         raise TraceError(f"the traces in {folder} have no transfer: send a prompt that prefill computes")
     if not requests:

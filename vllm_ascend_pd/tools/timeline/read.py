@@ -66,10 +66,7 @@ class EventArgs(msgspec.Struct, frozen=True, omit_defaults=True):
     early_bytes: _Count = 0
     # report, receive, request: why the transfer failed.
     failure: _Name = ""
-    # placed: who computes so many tokens of a prompt.
-    by: _Name = ""
-    tokens: _Count = 0
-    # placed, lost: why.
+    # lost: why.
     reason: _Name = ""
     # lost: how many events are missing.
     lost: _Count = 0

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of requests went, from the events of all processes."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +8,6 @@ from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.timeline.read import Recording, TraceEvent
 
 _MAX_NAMES = 16
-_MAX_PLACES = 32
 
 Span = tuple[float, float]
 
@@ -133,22 +131,6 @@ def summarize(recordings: Sequence[Recording]) -> list[Request]:
             one = request(transfer)
             one.granted = max(at, one.granted or 0.0)
     return sorted(found.values(), key=lambda one: one.window)
-
-
-def placements(recordings: Sequence[Recording]) -> list[str]:
-    """Returns lines that say who computed how many prompts, and why, as decode's schedulers decided."""
-    prompts: Counter[tuple[str, str]] = Counter()
-    tokens: Counter[tuple[str, str]] = Counter()
-    for recording in recordings:
-        for event in recording.events:
-            if event.cat == "placed":
-                place = one_line(event.args.by, 40), one_line(event.args.reason, 40)
-                prompts[place] += 1
-                tokens[place] += event.args.tokens
-    return [
-        f"{by} computed {count} prompt{'s' if count > 1 else ''} ({reason}, {tokens[by, reason]} tokens)"
-        for (by, reason), count in prompts.most_common(_MAX_PLACES)
-    ]
 
 
 def covered(spans: Iterable[Span]) -> float:
