@@ -44,7 +44,7 @@ def assert_conserved(plan: PlanFigures, attention_layers: list[bool], itemsize: 
     for lane in range(plan.senders[0].lanes):
         flows = [flow for flow in prompt.flows if flow.lane == lane]
         assert sum(flow.nbytes for flow in flows) == prompt.nbytes
-        for stage, layers in enumerate(stage_layers(plan.model.layers, decode.pp)):
+        for stage, layers in enumerate(stage_layers(len(plan.model.cached), decode.pp)):
             for reader in range(decode.tp):
                 to_it = [flow for flow in flows if flow.target == (stage, reader)]
                 cached = sum(attention_layers[layer] for layer in layers)

@@ -34,8 +34,8 @@ SENT_TOKENS = 1024
 
 def test_deepseek_r1_tp16_to_dp4_tp4():
     plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
-    assert plan.model.bytes_per_token_and_layer == (512 + 64) * 2
-    assert plan.model.bytes_per_token == 61 * 1152 == 70_272
+    assert plan.bytes_per_token_and_layer == (512 + 64) * 2
+    assert plan.bytes_per_token == 61 * 1152 == 70_272
     # All ranks hold the latent; four of them serve a request, each to one decode rank.
     assert [(s.lane, s.lanes, s.regroup) for s in plan.senders] == [(rank // 4, 4, "none") for rank in range(16)]
     for sender in plan.senders:
@@ -52,7 +52,7 @@ def test_deepseek_r1_tp16_to_dp4_tp4():
 
 def test_qwen3_235b_tp16_to_tp8():
     plan = plan_for(QWEN, (16, 1, 1), (8, 1, 1))
-    assert plan.model.bytes_per_token == 94 * 4 * (128 + 128) * 2 == 192_512
+    assert plan.bytes_per_token == 94 * 4 * (128 + 128) * 2 == 192_512
     # 4 KV heads: 4 prefill ranks hold each, 2 decode ranks want it. Two prefill ranks take turns for each of these.
     assert [(s.first_head, s.stop_head, s.lane) for s in plan.senders] == [
         (r // 4, r // 4 + 1, r % 4 // 2) for r in range(16)
@@ -87,7 +87,7 @@ def test_llama_70b_in_int8_on_decode_tp8_to_tp4(tmp_path: Path) -> None:
     for sender in plan.senders:
         assert sender.regroup == "quantize"
         assert sender.pieces == tuple(Piece(tensor, sender.tp_rank // 2, 128 * 128) for tensor in (0, 1))
-    assert (plan.prefill.bytes_per_token, plan.decode.bytes_per_token) == ((80 * 512,), (80 * 512,))
+    assert (plan.prefill_bytes, plan.decode_bytes) == ((80 * 512,), (80 * 512,))
     assert plan.prompt.nbytes == SENT_TOKENS * 80 * 8 * 2 * 128
     # K and V of one head in int8, or one of them in 16 bits, for a step of 64 tokens and two blocks.
     assert plan.staging.slot_bytes == (64 + 2 * 128) * 256
@@ -97,8 +97,8 @@ def test_a_latent_in_int8_on_decode(tmp_path: Path) -> None:
     scales = {f"model.layers.{layer}.self_attn.fa_k.scale": "FLOAT" for layer in range(1, 61)}
     model = int8_model(tmp_path, DEEPSEEK, fa_quant_type="FAKQuant", **scales)
     plan = _plan(model, (4, 1), (1, 1), 128, 128, 1000)
-    assert plan.prefill.bytes_per_token == (61 * 1152,)
-    assert plan.decode.bytes_per_token == (1152 + 60 * (512 + 128),)
+    assert plan.prefill_bytes == (61 * 1152,)
+    assert plan.decode_bytes == (1152 + 60 * (512 + 128),)
     assert plan.prompt.nbytes == SENT_TOKENS * (1152 + 60 * (512 + 128))
     assert plan.staging.slot_bytes == (64 + 2 * 128) * 1024
     with pytest.raises(PlanError, match="so both sides need the same block size"):
@@ -107,7 +107,7 @@ def test_a_latent_in_int8_on_decode(tmp_path: Path) -> None:
 
 def test_llama_70b_tp8_to_tp4():
     plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1))
-    assert plan.model.bytes_per_token == 80 * 8 * (128 + 128) * 2 == 327_680
+    assert plan.bytes_per_token == 80 * 8 * (128 + 128) * 2 == 327_680
     assert plan.all_to_all == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert plan.groups_created == 4 + 2 + 1
     # A rank is in one group of each size.

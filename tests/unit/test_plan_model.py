@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -229,8 +230,8 @@ def test_only_attention_layers_of_a_hybrid_model_are_sent():
     kinds = ["linear_attention", "linear_attention", "full_attention", "sliding_attention", "full_attention"]
     model = parse_model({**TINY, "num_hidden_layers": 5, "layer_types": kinds, "sliding_window": 8})
     plan = planned(model, 2, 2)
-    assert (plan.model.layers, plan.model.cached_layers) == (5, 3)
-    assert plan.model.bytes_per_token == 3 * 2 * (16 + 16) * 2
+    assert (len(plan.model.cached), plan.model.cached_layers) == (5, 3)
+    assert plan.bytes_per_token == 3 * 2 * (16 + 16) * 2
     assert_conserved(plan, [False, False, True, True, True], 2)
 
 
@@ -254,7 +255,7 @@ def test_dtype(fields, chosen, dtype, noted):
 def test_bytes_of_a_dtype(dtype, itemsize):
     model = parse_model(TINY, CacheDtype(dtype))
     plan = planned(model)
-    assert plan.model.bytes_per_token_and_layer == 2 * (16 + 16) * itemsize
+    assert plan.bytes_per_token_and_layer == 2 * (16 + 16) * itemsize
 
 
 @pytest.mark.parametrize(
@@ -272,9 +273,9 @@ def test_an_indexers_key_is_counted_only_where_there_is_one(fields: dict[str, An
     model = parse_model({**SPARSE, **fields})
     assert sorted(model.without_key) == without
     plan = planned(model, 2, 2, tokens=128)
-    assert plan.model.bytes_per_token == (10 * (512 + 64) + (10 - len(without)) * 128) * 2
-    assert plan.prompt.nbytes == 128 * plan.model.bytes_per_token
-    assert sum(plan.prefill.bytes_per_token) == plan.model.bytes_per_token
+    assert plan.bytes_per_token == (10 * (512 + 64) + (10 - len(without)) * 128) * 2
+    assert plan.prompt.nbytes == 128 * plan.bytes_per_token
+    assert sum(plan.prefill_bytes) == plan.bytes_per_token
     assert len(plan.senders[0].pieces) == 3, "a layer with a key stands for all"
 
 
@@ -421,13 +422,13 @@ def test_no_figure_is_other_than_that_of_transformers() -> None:
 KIB = 1024
 TOKENS = 128 * KIB  # bytes of the window of 128 latents
 # An entry for 4 tokens: 512 elements of two bytes, an index of 128 bytes and its scale of two.
-FINE = LayerKindFigures(4, 0, (1024 + 128 + 2) / 4, TOKENS + 8 * (8 * KIB + 2 * KIB), 8192 * 288.5)
-COARSE = LayerKindFigures(128, 0, 8, TOKENS + 128 * 4 * KIB, 8192 * 8)
-WINDOW_ALONE = LayerKindFigures(1, 0, 0, TOKENS, 0)
+FINE = LayerKindFigures(4, 0, (1024 + 128 + 2) / 4, TOKENS + 8 * (8 * KIB + 2 * KIB))
+COARSE = LayerKindFigures(128, 0, 8, TOKENS + 128 * 4 * KIB)
+WINDOW_ALONE = LayerKindFigures(1, 0, 0, TOKENS)
 
 
 def of(kind: LayerKindFigures, layers: int) -> LayerKindFigures:
-    return LayerKindFigures(kind.tokens_per_entry, layers, kind.bytes_per_token, kind.window_bytes, kind.step_bytes)
+    return LayerKindFigures(kind.tokens_per_entry, layers, kind.bytes_per_token, kind.window_bytes)
 
 
 @pytest.mark.parametrize(
@@ -438,9 +439,9 @@ def of(kind: LayerKindFigures, layers: int) -> LayerKindFigures:
     ],
 )
 def test_bytes_per_token_layer_and_step(config, layers, kinds, per_token) -> None:
-    model = plan_for(config, (16, 1, 1), (1, 1, 16)).model
-    assert (model.layers, model.cached_layers, model.layer_kinds) == (layers, layers, kinds)
-    assert (model.bytes_per_token, model.bytes_per_token_and_layer) == (per_token, 288.5)
+    plan = plan_for(config, (16, 1, 1), (1, 1, 16))
+    assert (len(plan.model.cached), plan.model.cached_layers, plan.layer_kinds) == (layers, layers, kinds)
+    assert (plan.bytes_per_token, plan.bytes_per_token_and_layer) == (per_token, 288.5)
 
 
 def test_a_prompt_is_sent_by_blocks() -> None:
@@ -460,7 +461,7 @@ def test_stages_and_blocks_that_differ() -> None:
     model = read_model(PRO)
     sides = PlannedEngine("prefill", 8, 2, 1, 64), PlannedEngine("decode", 2, 1, 1, 128)
     plan = make_plan(model, *sides, step_tokens=4096, staging_slots=4)
-    assert sum(plan.prefill.bytes_per_token) == plan.decode.bytes_per_token[0] == 8903
+    assert sum(plan.prefill_bytes) == plan.decode_bytes[0] == 8903
     assert {flow.source.pp_rank for flow in plan.prompt.flows} == {0, 1}
     assert plan.unit_tokens == 64
 
@@ -470,6 +471,7 @@ def test_the_table_names_the_layers() -> None:
     assert "43 layers with compressed caches, latents of 512 bfloat16" in text
     assert "6,218.5 bytes per token, and 17.02 MiB per prompt for windows" in text
     assert "window only" in text
+    assert re.search(r"4 +│ 21 +│ 288.5 .* 2.254 MiB", text), "for a step of 8192 tokens"
 
 
 def test_other_caches_of_this_model_are_refused() -> None:

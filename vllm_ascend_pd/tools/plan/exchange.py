@@ -21,10 +21,8 @@ from vllm_ascend_pd.tools.plan.engine import (
 )
 from vllm_ascend_pd.tools.plan.figures import (
     PROMPT_TOKENS,
-    EngineFigures,
     Flow,
     LayerKindFigures,
-    ModelFigures,
     Piece,
     PlanFigures,
     PromptFigures,
@@ -81,10 +79,17 @@ def make_plan(
     exchange = any(geometry.sent.order is Order.TOKEN_MAJOR for geometry in p_ranks[RankPosition(0, 0)].geometries)
     groups = topology.regroup_groups(prefill.sharding, model.kv_heads) if exchange else []
     staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
+    kinds = _layer_kinds(model)
+    per_token, per_layer = _bytes_per_token(model, kinds)
     return PlanFigures(
-        model=_model_figures(model, step_tokens),
-        prefill=_engine_figures(model, prefill, p_ranks),
-        decode=_engine_figures(model, decode, d_ranks),
+        model=model,
+        bytes_per_token=per_token,
+        bytes_per_token_and_layer=per_layer,
+        layer_kinds=kinds,
+        prefill=prefill,
+        decode=decode,
+        prefill_bytes=_stage_bytes(model, prefill, p_ranks),
+        decode_bytes=_stage_bytes(model, decode, d_ranks),
         unit_tokens=unit,
         senders=senders,
         all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
@@ -283,52 +288,32 @@ def _notes(prefill: PlannedEngine, decode: PlannedEngine, routes: Sequence[Seque
     return notes
 
 
-def _model_figures(model: ModelShape, step_tokens: int) -> ModelFigures:
-    widths = model.widths
-    per_layer: float = model.kv_heads * sum(widths) * model.dtype.itemsize
-    cached = sum(kind in (Cached.FULL, Cached.WINDOW) for kind in model.cached)
-    keys = sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in model.without_key)
-    per_token = cached * per_layer - keys * widths[-1] * model.dtype.itemsize
-    kinds = _layer_kinds(model, step_tokens)
+def _bytes_per_token(model: ModelShape, kinds: Sequence[LayerKindFigures]) -> tuple[float, float]:
+    """Returns the bytes of a token in all layers, and the most in any of them."""
     if kinds:
         per_token = whole(sum(kind.layers * kind.bytes_per_token for kind in kinds))
-        per_layer = max(kind.bytes_per_token for kind in kinds)
-    return ModelFigures(
-        name=model.name,
-        layers=len(model.cached),
-        cached_layers=cached,
-        kv_heads=model.kv_heads,
-        mla=model.mla,
-        dtype=model.dtype.value,
-        widths=widths,
-        bytes_per_token=per_token,
-        bytes_per_token_and_layer=per_layer,
-        layer_kinds=kinds,
-    )
+        return per_token, max(kind.bytes_per_token for kind in kinds)
+    per_layer = model.kv_heads * sum(model.widths) * model.dtype.itemsize
+    keys = sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in model.without_key)
+    return model.cached_layers * per_layer - keys * model.widths[-1] * model.dtype.itemsize, per_layer
 
 
-def _layer_kinds(model: ModelShape, step_tokens: int) -> tuple[LayerKindFigures, ...]:
+def _layer_kinds(model: ModelShape) -> tuple[LayerKindFigures, ...]:
     found = []
     for caches, layers in Counter(model.compressed).items():
         per_token = whole(sum(cache.bytes_per_token for cache in caches))
-        windows = sum(cache.window_bytes for cache in caches)
         ratio = max(cache.tokens_per_entry for cache in caches)
-        found.append(LayerKindFigures(ratio, layers, per_token, windows, whole(per_token * step_tokens)))
+        found.append(LayerKindFigures(ratio, layers, per_token, sum(cache.window_bytes for cache in caches)))
     return tuple(sorted(found, key=lambda kind: kind.tokens_per_entry))
 
 
-def _engine_figures(
+def _stage_bytes(
     model: ModelShape, engine: PlannedEngine, ranks: Mapping[RankPosition, RankCaches]
-) -> EngineFigures:
-    per_token = (
-        whole(sum(each.entry_bytes / each.tokens_per_entry for each in geometries if not _window(model, each)))
-        for caches in (ranks[RankPosition(stage, 0)] for stage in range(engine.pp))
-        for geometries in [[caches.geometry_of(tensor) for tensor in caches.tensors]]
-    )
-    return EngineFigures(
-        tp=engine.tp,
-        pp=engine.pp,
-        dp=engine.dp,
-        block_size=engine.block_size,
-        bytes_per_token=tuple(per_token),
+) -> tuple[float, ...]:
+    """Returns the bytes of a token on a rank of each stage."""
+    by_stage = (ranks[RankPosition(stage, 0)] for stage in range(engine.pp))
+    geometries = ([caches.geometry_of(tensor) for tensor in caches.tensors] for caches in by_stage)
+    return tuple(
+        whole(sum(each.entry_bytes / each.tokens_per_entry for each in stage if not _window(model, each)))
+        for stage in geometries
     )

@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from vllm_ascend_pd.tools.plan.engine import PlannedEngine
+from vllm_ascend_pd.tools.plan.model import ModelShape
+
 PROMPT_TOKENS = 1000
 """Length of the prompt that the figures are for, in tokens."""
 
@@ -24,32 +27,6 @@ class LayerKindFigures(msgspec.Struct, frozen=True):
     bytes_per_token: float  # of one layer, beside the windows
     # Of one layer, once per prompt: the last tokens, uncompressed, and what unfinished entries are computed from.
     window_bytes: int
-    step_bytes: float  # of one layer, for a step of `--max-num-batched-tokens`, without the windows
-
-
-class ModelFigures(msgspec.Struct, frozen=True):
-    """The model, as far as its KV cache depends on it."""
-
-    name: str
-    layers: int
-    cached_layers: int  # layers that have a KV cache
-    kv_heads: int
-    mla: bool
-    dtype: str
-    widths: tuple[int, ...]  # elements per head and token in each tensor of a layer
-    bytes_per_token: float  # windows of compressed caches are not counted
-    bytes_per_token_and_layer: float  # the most of any layer
-    layer_kinds: tuple[LayerKindFigures, ...] = ()  # of a model with compressed caches
-
-
-class EngineFigures(msgspec.Struct, frozen=True):
-    """One side's engines."""
-
-    tp: int
-    pp: int
-    dp: int
-    block_size: int  # tokens
-    bytes_per_token: tuple[float, ...]  # by stage, on each of its ranks
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -158,9 +135,14 @@ class RateFigures(msgspec.Struct, frozen=True):
 class PlanFigures(msgspec.Struct, frozen=True):
     """The whole result."""
 
-    model: ModelFigures
-    prefill: EngineFigures
-    decode: EngineFigures
+    model: ModelShape
+    bytes_per_token: float  # windows of compressed caches are not counted
+    bytes_per_token_and_layer: float  # the most of any layer
+    layer_kinds: tuple[LayerKindFigures, ...]  # of a model with compressed caches
+    prefill: PlannedEngine
+    decode: PlannedEngine
+    prefill_bytes: tuple[float, ...]  # per token, by stage, on each of its ranks
+    decode_bytes: tuple[float, ...]  # the same
     unit_tokens: int  # the smaller block size of the two sides
     senders: tuple[SenderFigures, ...]
     all_to_all: tuple[tuple[int, ...], ...]  # groups of prefill ranks that exchange heads for this decode engine

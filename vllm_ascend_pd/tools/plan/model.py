@@ -203,6 +203,11 @@ class ModelShape:
     # Layers whose K and V (with MLA: whose latent) decode keeps in int8, and prefill does not (C8, FAKQuant).
     int8_layers: frozenset[int] = frozenset()
 
+    @property
+    def cached_layers(self) -> int:
+        """The number of layers that have a KV cache."""
+        return sum(kind in (Cached.FULL, Cached.WINDOW) for kind in self.cached)
+
     @cached_property
     def kinds(self) -> tuple[LayerCache, ...]:
         """The different caches of `compressed`."""

@@ -7,14 +7,14 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ascend_pd.core.ascend import BUFFER_MB
+from vllm_ascend_pd.tools.plan.engine import PlannedEngine
 from vllm_ascend_pd.tools.plan.figures import (
-    EngineFigures,
-    ModelFigures,
     Piece,
     PlanFigures,
     RateFigures,
     SenderFigures,
 )
+from vllm_ascend_pd.tools.plan.model import whole
 
 _WIDTH = 120
 
@@ -23,7 +23,7 @@ def render(plan: PlanFigures) -> str:
     console = Console(width=_WIDTH, highlight=False, markup=False, soft_wrap=False)
     with console.capture() as capture:
         console.print(_headline(plan))
-        if plan.model.layer_kinds:
+        if plan.layer_kinds:
             console.print(_layer_kinds(plan))
         console.print(_senders(plan))
         console.print(_prompt(plan))
@@ -39,21 +39,18 @@ def _headline(plan: PlanFigures) -> str:
     model = plan.model
     heads = "MLA's latent" if model.mla else f"{model.kv_heads} KV heads"
     widths = " + ".join(map(str, model.widths))
-    if model.layer_kinds:
+    if plan.layer_kinds:
+        windows = sum(kind.layers * kind.window_bytes for kind in plan.layer_kinds)
         return (
-            f"{model.name}: {model.layers} layers with compressed caches, latents of {widths} "
+            f"{model.name}: {len(model.cached)} layers with compressed caches, latents of {widths} "
             f"{model.dtype}\n"
-            f"{model.bytes_per_token:,} bytes per token, and {_size(_windows(model))} per prompt for windows"
+            f"{plan.bytes_per_token:,} bytes per token, and {_size(windows)} per prompt for windows"
         )
     return (
-        f"{model.name}: {model.cached_layers} of {model.layers} layers cache {heads}, {widths} "
+        f"{model.name}: {model.cached_layers} of {len(model.cached)} layers cache {heads}, {widths} "
         f"{model.dtype} each\n"
-        f"{model.bytes_per_token:,} bytes per token, {model.bytes_per_token_and_layer:,} of them per layer"
+        f"{plan.bytes_per_token:,} bytes per token, {plan.bytes_per_token_and_layer:,} of them per layer"
     )
-
-
-def _windows(model: ModelFigures) -> int:
-    return sum(kind.layers * kind.window_bytes for kind in model.layer_kinds)
 
 
 def _layer_kinds(plan: PlanFigures) -> Table:
@@ -61,14 +58,18 @@ def _layer_kinds(plan: PlanFigures) -> Table:
     step = f"a step of {plan.staging.step_tokens} tokens"
     for column in ("tokens per entry", "layers", "bytes per token", "windows, once per prompt", step):
         table.add_column(column)
-    for kind in plan.model.layer_kinds:
+    for kind in plan.layer_kinds:
         ratio = str(kind.tokens_per_entry) if kind.tokens_per_entry > 1 else "window only"
-        sizes = (f"{kind.bytes_per_token:,}", _size(kind.window_bytes), _size(kind.step_bytes))
+        sizes = (
+            f"{kind.bytes_per_token:,}",
+            _size(kind.window_bytes),
+            _size(whole(kind.bytes_per_token * plan.staging.step_tokens)),
+        )
         table.add_row(ratio, str(kind.layers), *sizes)
     return table
 
 
-def _engine(engine: EngineFigures) -> str:
+def _engine(engine: PlannedEngine) -> str:
     sizes = [f"TP {engine.tp}"]
     sizes += [f"PP {engine.pp}"] if engine.pp > 1 else []
     sizes += [f"DP {engine.dp}"] if engine.dp > 1 else []
@@ -145,7 +146,7 @@ def _prompt(plan: PlanFigures) -> Table:
 def _write_times(plan: PlanFigures) -> Table:
     computed = ""
     if plan.compute_ms is not None:
-        computed = f"; prefill computes it in {plan.compute_ms / plan.model.layers:.2f} ms"
+        computed = f"; prefill computes it in {plan.compute_ms / len(plan.model.cached):.2f} ms"
     table = Table(title=f"a layer's writes{computed}")
     for column in ("chip, link", "engine", "all blocks neighbours", "no blocks neighbours", "all-to-all", "limited by"):
         table.add_column(column)

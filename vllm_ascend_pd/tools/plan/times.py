@@ -99,8 +99,8 @@ def _fitting_requests(plan: PlanFigures, traffic: Traffic) -> int:
     """Returns how many whole requests fit into the KV cache of a data-parallel rank, in whole blocks."""
     block = plan.decode.block_size
     tokens = -(-(traffic.prompt_tokens + traffic.output_tokens) // block) * block
-    windows = sum(kind.layers * kind.window_bytes for kind in plan.model.layer_kinds)
-    fitting = int(traffic.kv_gib * 2**30 // (tokens * max(plan.decode.bytes_per_token) + windows))
+    windows = sum(kind.layers * kind.window_bytes for kind in plan.layer_kinds)
+    fitting = int(traffic.kv_gib * 2**30 // (tokens * max(plan.decode_bytes) + windows))
     if not fitting:
         raise PlanError(f"decode: a request of {tokens} tokens does not fit into {traffic.kv_gib:g} GiB of KV cache")
     return fitting
