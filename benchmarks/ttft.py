@@ -15,6 +15,7 @@ ours      LayerwisePushConnector behind `vllm-ascend-pd proxy`, with all prompts
 mooncake  vLLM's MooncakeConnector behind helpers/pull_proxy.py, over TCP as ours
 bare      no connector behind helpers/pull_proxy.py: decode gets each prompt's last token alone, answers wrongly, and
           shows what two engines cost without any transfer
+verified  ours, with `verify_kv` all: at most VERIFY_BAR of ours at 4096 tokens
 
 At the end come all bars with their ratios. Those of the time to the first token alone, at both pairs, take about seven
 minutes on two idle cores:
@@ -48,6 +49,7 @@ from harness.processes import StartupError, interrupt_on_sigterm
 TTFT_BARS = {"1/1": {128: 1.15, 1024: 1.08, 4096: 1.08}, "2/1": {128: 1.2, 1024: 1.15, 4096: 1.15}}
 """Most of *bare*'s time, by pair and prompt tokens. The single instance is no measure: two engines take longer than it
 even without a transfer."""
+VERIFY_BAR = 1.05
 RATE_BAR = 0.75
 """Least of the single instance's requests/s."""
 TOKENS = 4  # generated after each prompt, all of which must be right
@@ -242,6 +244,11 @@ def bars(rows: Sequence[Row], sides: Sequence[str]) -> Iterator[Bar]:
     """All bars of the rows of ours. `sides`: those that were asked for."""
     measured = {(row.model, row.pair, row.side, row.measure, row.prompt): row for row in rows}
     for row in rows:
+        ours = measured.get((row.model, row.pair, "ours", row.measure, row.prompt))
+        if row.side == "verified" and row.prompt == 4096 and not row.failure and ours is not None:
+            times = row.of_single / ours.of_single
+            where = f"{row.model} {row.pair}, {row.prompt} tokens, verified"
+            yield Bar(where, "ours", times, f"{VERIFY_BAR} at most", times <= VERIFY_BAR)
         if row.side != "ours" or row.failure:
             continue
         ttft = row.measure == "ttft"

@@ -18,6 +18,7 @@ from vllm_ascend_pd.tools.doctor.cli import doctor
 from vllm_ascend_pd.tools.migrate.cli import migrate
 from vllm_ascend_pd.tools.plan.cli import plan
 from vllm_ascend_pd.tools.timeline.command import timeline
+from vllm_ascend_pd.tools.verify import verify
 
 app = new_app(help="Prefill/decode disaggregation for vLLM on Ascend NPUs.")
 
@@ -65,7 +66,7 @@ def _add_proxy() -> None:
 
 
 _add_proxy()
-for _command in (plan, doctor, timeline):
+for _command in (plan, doctor, timeline, verify):
     app.command()(_command)
 # The words of another command follow: only options before them are this one's.
 app.command(context_settings={"allow_interspersed_args": False})(migrate)

@@ -154,19 +154,19 @@ def single(setting: Setting) -> Iterator[Side]:
 
 
 @contextmanager
-def ours(setting: Setting) -> Iterator[Side]:
+def ours(setting: Setting, name: str = "ours", extra: Pairs = ()) -> Iterator[Side]:
     """LayerwisePushConnector behind `vllm-ascend-pd proxy`. Prefill computes all prompts, as the peers' does."""
-    prefill, decode = _our_engines(setting)
-    config = ClusterConfig("ours", (prefill,), (decode,))
+    prefill, decode = _our_engines(setting, extra)
+    config = ClusterConfig(name, (prefill,), (decode,))
     with running_cluster(setting.path, config, setting.logs) as cluster:
         servers = [cluster.proxy, *cluster.prefill, *cluster.decode]
-        with _taking_turns("ours", cluster.url, setting, servers) as side:
+        with _taking_turns(name, cluster.url, setting, servers) as side:
             yield side
 
 
-def _our_engines(setting: Setting) -> list[EngineConfig]:
+def _our_engines(setting: Setting, more: Pairs = ()) -> list[EngineConfig]:
     return [
-        dataclasses.replace(setting.engine(), role=role, tp=tp, connector_extra=extra)
+        dataclasses.replace(setting.engine(), role=role, tp=tp, connector_extra=(*extra, *more))
         for role, tp, extra in (
             (Role.PREFILL, setting.pair.prefill, PATIENT),
             (Role.DECODE, setting.pair.decode, (*PATIENT, ALL_TO_PREFILL)),
@@ -252,4 +252,9 @@ def _taking_turns(name: str, url: str, setting: Setting, servers: Sequence[Serve
         side.close()
 
 
-SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {"ours": ours, "mooncake": mooncake, "bare": bare}
+SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {
+    "ours": ours,
+    "mooncake": mooncake,
+    "bare": bare,
+    "verified": lambda setting: ours(setting, "verified", (("verify_kv", "all"),)),
+}

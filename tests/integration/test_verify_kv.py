@@ -5,6 +5,7 @@ import ctypes
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from test_push import SHAPES
 from test_push_int8 import C8, MLA
+from vllm_ascend_pd.core.kv_dump import pattern, read_dump
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.core.topology import sharding
@@ -30,13 +32,13 @@ ALL = {"verify_kv": "all"}
 def count_verified(rank: DecodeRank) -> None:
     """Counts the prefill ranks whose checksums are compared from now on."""
     rank.compared = []
-    differing = checksums.Tally.differing
+    missing = checksums.Tally.missing
 
     def counted(tally: checksums.Tally, reported: bytes) -> object:
         rank.compared.append(len(reported))
-        return differing(tally, reported)
+        return missing(tally, reported)
 
-    checksums.Tally.differing = counted
+    checksums.Tally.missing = counted
 
 
 def verified(rank: DecodeRank) -> int:
@@ -75,10 +77,11 @@ VERIFIED = {
 
 
 @pytest.fixture(scope="module", params=VERIFIED.values(), ids=VERIFIED.keys())
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     is_int8 = isinstance(request.param[0], Int8Model)
     programs = (Int8PrefillRank, Int8DecodeRank) if is_int8 else (PrefillRank, DecodeRank)
-    made = Pair(*request.param, config=ALL, programs=programs)
+    folder = tmp_path_factory.mktemp("dumps")
+    made = Pair(*request.param, config=ALL | {"trace_dir": str(folder)}, programs=programs)
     made.each(made.d_ranks, "do", count_verified)
     yield made
     assert made.close() == []
@@ -187,7 +190,23 @@ def holds_first(rank: DecodeRank, victim: Prompt) -> bool:
     return first_bytes(rank, victim) is not None
 
 
-@pytest.mark.parametrize("fault", ["bit", "zeros", "old content", "another request", "heads"])
+def dumps(rank: DecodeRank) -> str:
+    """Empties the folder of dumps, and returns it."""
+    for file in Path(rank.parsed.trace_dir).glob("*.npz"):
+        file.unlink()
+    return rank.parsed.trace_dir
+
+
+PATTERNS = {
+    "bit": "one bit: bit ",
+    "zeros": "zeros",
+    "old content": "one value everywhere",
+    "another request": "the KV of blocks ",
+    "heads": "heads 0 and 1 exchanged",
+}
+
+
+@pytest.mark.parametrize("fault", PATTERNS)
 def test_wrong_kv_is_found_and_blamed(pair: Pair, fault: str) -> None:
     requests = prompts(pair, [40, 70, 60])
     victim, other = requests[VICTIM], requests[OTHER]
@@ -195,11 +214,18 @@ def test_wrong_kv_is_found_and_blamed(pair: Pair, fault: str) -> None:
     assert holders
     if fault == "heads" and len(pair.model.heads_of(0, pair.decode.tp)) < 2:
         fault = "zeros"  # a rank has one head
+    folder = Path(pair.d_ranks[0].call("do", dumps))
     pair.d_ranks[holders[-1]].call("do", spoil, fault, victim, other)
     try:
         expect_blame(pair, requests, holders[-1:], whole=fault != "bit")
     finally:
         pair.each(pair.d_ranks, "do", mend)
+    dump = read_dump(folder / "verify-0.npz")
+    assert (folder / "verify-0.npz").stat().st_mode & 0o777 == 0o600
+    assert dump.text.startswith(f"request {victim.request_id}: {layer_name(LAYER)} tensor 0 in blocks ")
+    found, _ = pattern(dump)
+    is_int8 = isinstance(pair.model, Int8Model)  # there, rows of several heads are exchanged
+    assert found.startswith("the whole block" if is_int8 and fault == "heads" else PATTERNS[fault]), (fault, found)
 
 
 def flip_on_the_way(rank: PrefillRank, ranges: list[tuple[str, int, int]]) -> None:

@@ -7,7 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from vllm_ascend_pd import cli
 from vllm_ascend_pd.core.checksum import (
     FORMAT,
     MAX_COLUMNS,
@@ -16,8 +18,10 @@ from vllm_ascend_pd.core.checksum import (
     Tally,
     column_tokens,
     common_heads,
+    head_weights,
     is_selected,
 )
+from vllm_ascend_pd.core.kv_dump import MAX_DUMPS, Place, write_dump
 from vllm_ascend_pd.core.layout import Geometry, Order, TokenShare
 from vllm_ascend_pd.core.protocol import MAX_CHECKSUM_BYTES
 from vllm_ascend_pd.core.topology import Sharding, sharding
@@ -79,6 +83,11 @@ class Rank:
         return tally
 
 
+def differing(tally, reported):
+    """Returns the rows and the columns that differ."""
+    return tuple(np.flatnonzero(each).tolist() for each in tally.missing(reported))
+
+
 def a_prompt(tokens, heads, width, seed):
     return np.random.default_rng(seed).integers(0, 256, (tokens, heads, width), dtype=np.uint8)
 
@@ -98,7 +107,7 @@ def test_every_bit_counts_and_the_column_is_named(device, order, seed):
         entry = place * heads + head if order is Order.TOKEN_MAJOR else head * 16 + place
         wrong[rank.blocks[token // 16], entry * width + byte] ^= 1 << bit
         tally = rank.tally(device, 16, tokens, rank.heads, TokenShare(), 16, wrong)
-        assert tally.differing(right) == ([0], [token // 16])
+        assert differing(tally, right) == ([0], [token // 16])
 
 
 def test_changes_of_the_highest_bits_do_not_cancel_out(device):
@@ -107,7 +116,7 @@ def test_changes_of_the_highest_bits_do_not_cancel_out(device):
     for count in range(2, 34):
         wrong = rank.tensor.clone()
         wrong[rank.blocks[0], 7 : 8 * count : 8] ^= 128  # bit 63 of so many neighbouring words of 64 bits
-        found = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16, wrong).differing(right)
+        found = differing(rank.tally(device, 16, 64, rank.heads, TokenShare(), 16, wrong), right)
         assert found == ([0], [0])
 
 
@@ -115,7 +124,7 @@ def test_what_follows_the_prompt_in_its_last_block_does_not_count(device):
     rank = Rank(a_prompt(20, 2, 8, 1), 0, sharding(1), 16, seed=1)
     right = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).encode()
     rank.tensor[rank.blocks[1], 4 * 16 :] ^= 255
-    assert rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).differing(right) == ([], [])
+    assert differing(rank.tally(device, 16, 20, rank.heads, TokenShare(), 16), right) == ([], [])
 
 
 @pytest.mark.parametrize("draft", ["", "a draft"])
@@ -125,10 +134,10 @@ def test_what_a_draft_writes_after_the_prompt_in_a_head_major_block_does_not_cou
     rank.geometry = msgspec.structs.replace(rank.geometry, draft=draft)
     right = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).encode()
     rank.tensor[rank.blocks[1], 15 * 8] ^= 255
-    found = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).differing(right)
+    found = differing(rank.tally(device, 16, 20, rank.heads, TokenShare(), 16), right)
     assert found == (([], []) if draft else ([0], [1]))
     rank.tensor[rank.blocks[0], 15 * 8] ^= 255
-    found = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).differing(right)
+    found = differing(rank.tally(device, 16, 20, rank.heads, TokenShare(), 16), right)
     assert found == (([0], [0]) if draft else ([0], [0, 1]))
 
 
@@ -147,13 +156,13 @@ def test_a_report_of_the_largest_size_is_read():
     assert width % 128 == 0
     assert len(tally.columns) <= MAX_COLUMNS
     assert len(tally.encode()) <= MAX_CHECKSUM_BYTES
-    assert tally.differing(tally.encode()) == ([], [])
+    assert differing(tally, tally.encode()) == ([], [])
 
 
 @pytest.mark.parametrize("reported", [b"", b"x" * 7, bytes(24), bytes(32)])
 def test_what_cannot_be_compared_is_no_difference(reported):
     tally = Tally.empty(1, 16, 16)
-    assert tally.differing(reported) is None
+    assert tally.missing(reported) is None
     assert tally.encode()[0] == FORMAT
 
 
@@ -173,3 +182,27 @@ def test_a_device_whose_checksums_are_not_exact_is_refused(device, monkeypatch):
     monkeypatch.setattr(checksums, "_dot", in_floats)
     with pytest.raises(DeviceError, match="other checksums than the host"):
         check_exact(device)
+
+
+def test_a_dump_is_bounded_private_and_read(tmp_path, device):
+    """The folder takes `MAX_DUMPS`, and what is no dump is refused."""
+    rank = Rank(a_prompt(64, 4, 64, 1), 0, sharding(1), 16, seed=1)
+    summed = SummedUnits.of(rank.geometry, 16, [(0, 64)], [rank.blocks])
+    right = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16).encode()
+    wrong = rank.tensor.clone()
+    block = wrong[rank.blocks[2]].view(16, 4, 64)
+    block.copy_(block.roll(1, dims=1))
+    rows, _ = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16, wrong).missing(right)
+    chosen = summed.units.tokens // 16 == 2
+    content, copies = UnitSummer(device, summed).content(wrong, wrong.data_ptr(), chosen)
+    place = Place("layer 0", int(rows[0]), copies)
+    for _ in range(MAX_DUMPS + 2):
+        write_dump(str(tmp_path), rank.geometry, content, summed.entry_weights[chosen], head_weights(rank.heads), place)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == MAX_DUMPS
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    done = CliRunner().invoke(cli.app, ["verify", str(files[0])])
+    assert done.exit_code == 0
+    assert done.stdout.splitlines()[:2] == ["layer 0", "found: heads 3 places off"]
+    files[0].write_bytes(b"PK\x03\x04 no dump")
+    assert CliRunner().invoke(cli.app, ["verify", str(files[0])]).exit_code == 1

@@ -174,16 +174,15 @@ class Tally:
         head = np.array([FORMAT], dtype=np.uint64)
         return bytes(np.concatenate([head, self.rows, self.columns]).astype("<u8").data)
 
-    def differing(self, reported: bytes) -> tuple[list[int], list[int]] | None:
-        """Returns the rows and the columns that differ from reported ones; None if those cannot be compared."""
+    def missing(self, reported: bytes) -> tuple[Sums, Sums] | None:
+        """Returns what the rows and the columns lack of reported ones; None if those cannot be compared."""
         if len(reported) != 8 * (1 + len(self.rows) + len(self.columns)):
             return None
         words = np.frombuffer(reported, dtype="<u8")
         if words[0] != FORMAT:
             return None
         theirs = words[1:]
-        rows, columns = theirs[: len(self.rows)] != self.rows, theirs[len(self.rows) :] != self.columns
-        return np.flatnonzero(rows).tolist(), np.flatnonzero(columns).tolist()
+        return theirs[: len(self.rows)] - self.rows, theirs[len(self.rows) :] - self.columns
 
 
 def common_heads(own: range, theirs: range) -> range:

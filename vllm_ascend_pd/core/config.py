@@ -146,7 +146,7 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_config: TlsConfig | None = None
     """TLS to a metaserver behind `https://`, with vllm-ascend's names."""
     trace_dir: str | None = None
-    """Folder for trace files, for `vllm-ascend-pd timeline` and Perfetto. None: no traces."""
+    """Folder for trace files (`vllm-ascend-pd timeline`, Perfetto) and dumps of `verify_kv`. None: neither."""
 
     @property
     def verified_share(self) -> float:

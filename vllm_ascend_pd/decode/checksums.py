@@ -15,10 +15,12 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
-from vllm_ascend_pd.core.checksum import SummedUnits, Tally, common_heads, is_summed
+from vllm_ascend_pd.core.checksum import SummedUnits, Sums, Tally, common_heads, head_weights, is_summed
+from vllm_ascend_pd.core.kv_dump import Place, write_dump
 from vllm_ascend_pd.core.layout import Order, Packing
 from vllm_ascend_pd.core.protocol import WriterId
 from vllm_ascend_pd.core.reasons import Verified
@@ -63,26 +65,6 @@ class Delivered:
     reports: tuple[Reported, ...]
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """What of one prefill rank's KV differs here."""
-
-    writer: WriterId
-    # Layer and part of each tensor.
-    tensors: tuple[tuple[str, int], ...]
-    # Ids of blocks, each with some wrong tokens, or next to a block that has.
-    blocks: tuple[int, ...]
-    # How the writer's heads travel.
-    route: str
-
-    def __str__(self) -> str:
-        layers = list(dict.fromkeys(f"{layer} tensor {part}" for layer, part in self.tensors))
-        return (
-            f"{_first(layers)} in blocks {_first(self.blocks)}, from prefill rank {self.writer.rank} of stage "
-            f"{self.writer.pp_rank} of engine {self.writer.engine_id}, {self.route}"
-        )
-
-
 def _first(names: Sequence[object]) -> str:
     more = len(names) - _NAMED
     return ", ".join(map(str, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
@@ -93,8 +75,8 @@ class _Check:
     """Checksums of some delivered tickets, all of prefill engines of one shape."""
 
     delivered: list[Delivered]
-    # By geometry: the units, and the indices of our tensors.
-    summed: dict[int, tuple[SummedUnits, list[int]]] = field(default_factory=dict)
+    # By geometry: the units, what takes their checksums, and the indices of our tensors.
+    summed: dict[int, tuple[SummedUnits, UnitSummer, list[int]]] = field(default_factory=dict)
     # By geometry: `[tensors, units, heads]`, on the host when `done`. The side stream fills it.
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     done: Event | None = None
@@ -104,7 +86,11 @@ class _Check:
 class Verifier:
     """Verifies the KV of requests on one decode rank."""
 
-    def __init__(self, rank_info: RankInfo, device: Device, caches: RegisteredCaches) -> None:
+    def __init__(
+        self, rank_info: RankInfo, device: Device, caches: RegisteredCaches, dump_dir: str | None = None
+    ) -> None:
+        """`dump_dir`: folder for dumps of KV that differs. None: there are none."""
+        self._dump_dir = dump_dir
         self._rank_info = rank_info
         self._device = device
         self._caches = caches
@@ -196,7 +182,7 @@ class Verifier:
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 
-    def _found(self, check: _Check, wait_s: float) -> list[tuple[Delivered, list[Mismatch] | None]]:
+    def _found(self, check: _Check, wait_s: float) -> list[tuple[Delivered, list[str] | None]]:
         """Returns a check's tickets, with what differs; None if they cannot be compared.
 
         Raises TimeoutError if the check has not ended in `wait_s` seconds.
@@ -212,7 +198,6 @@ class Verifier:
         return [(each, self._compare(check, n, each)) for n, each in enumerate(check.delivered)]
 
     def _submit(self, check: _Check, prefill: Sharding) -> None:
-        summers = {}
         for index, tensors in self._tensors.items():
             geometry = self._caches.description.geometries[index]
             # A unit lies within one block here, and within the tokens of one rank there.
@@ -225,12 +210,10 @@ class Verifier:
                 [of.blocks[geometry.group] for _, of in wanted],
             )
             if len(summed.units):
-                check.summed[index] = summed, tensors
-                summers[index] = UnitSummer(self._device, summed)
+                check.summed[index] = summed, UnitSummer(self._device, summed), tensors
 
         def take() -> None:
-            for index, summer in summers.items():
-                tensors = check.summed[index][1]
+            for index, (_, summer, tensors) in check.summed.items():
                 described = self._caches.description.tensors
                 check.sums[index] = stack_on_host(
                     [summer.sums(self._caches.tensors[n], described[n].base) for n in tensors]
@@ -238,14 +221,14 @@ class Verifier:
 
         check.done = self._device.submit(take, self._device.record_event())
 
-    def _compare(self, check: _Check, number: int, delivered: Delivered) -> list[Mismatch] | None:
+    def _compare(self, check: _Check, number: int, delivered: Delivered) -> list[str] | None:
         found, is_known = [], True
         of = delivered.verified
         for report in delivered.reports:
             if report.writer.rank >= len(delivered.prefill.shares):
                 continue
             tally = Tally.empty(len(report.covers), of.column_tokens, of.num_tokens)
-            for index, (summed, tensors) in check.summed.items():
+            for index, (summed, _, tensors) in check.summed.items():
                 places = [place for place, tensor in enumerate(tensors) if tensor in report.covers]
                 if places:
                     chosen = summed.chosen(number, delivered.prefill.share(report.writer.rank))
@@ -255,31 +238,72 @@ class Verifier:
                     own = self._rank_info.sharding.heads(self._rank_info.rank, total)
                     common = common_heads(own, delivered.prefill.heads(report.writer.rank, total))
                     tally.add(rows, sums, own, common, summed.units.tokens[chosen])
-            differing = tally.differing(report.checksums)
-            if differing is None:
+            missing = tally.missing(report.checksums)
+            if missing is None:
                 logger.warning("verify_kv: checksums of prefill rank %d cannot be compared", report.writer.rank)
                 is_known = False
-            elif any(differing):
-                found.append(self._mismatch(delivered, report, *differing))
+                continue
+            rows, columns = (np.flatnonzero(each).tolist() for each in missing)
+            if rows or columns:
+                found.append(self._mismatch(delivered, report, rows, columns))
+            if rows and columns and self._dump_dir is not None:
+                self._dump(check, number, report, rows, columns, missing[0], found[-1])
         return found if found or is_known else None
 
-    def _mismatch(
-        self, delivered: Delivered, report: Reported, rows: Sequence[int], columns: Sequence[int]
-    ) -> Mismatch:
-        of = delivered.verified
+    def _mismatch(self, delivered: Delivered, report: Reported, rows: Sequence[int], columns: Sequence[int]) -> str:
+        """Returns what of a prefill rank's KV differs here: each block has some wrong tokens, or is next to one."""
+        of, cached = delivered.verified, delivered.expect.cached_tokens
         tensors = [self._caches.description.tensors[report.covers[row]] for row in rows]
+        kinds = list(dict.fromkeys(tensor.geometry for tensor in tensors))
         blocks: dict[int, None] = {}
-        for index in dict.fromkeys(tensor.geometry for tensor in tensors):
-            geometry = self._caches.description.geometries[index]
+        for geometry in (self._caches.description.geometries[index] for index in kinds):
             for column in columns:
-                first = max(column * of.column_tokens, delivered.expect.cached_tokens)
-                stop = min((column + 1) * of.column_tokens, of.num_tokens)
-                begin, end = (token - delivered.expect.cached_tokens for token in (first, stop))
-                ids = of.blocks[geometry.group][begin // geometry.span : -(-end // geometry.span)]
-                blocks.update(dict.fromkeys(ids))
-        named = tuple((tensor.layer, tensor.part) for tensor in tensors)
-        kinds = {tensor.geometry for tensor in tensors}
-        return Mismatch(report.writer, named, tuple(blocks), self._route(kinds, delivered.prefill))
+                begin = max(column * of.column_tokens - cached, 0) // geometry.span
+                end = -(-(min((column + 1) * of.column_tokens, of.num_tokens) - cached) // geometry.span)
+                blocks.update(dict.fromkeys(of.blocks[geometry.group][begin:end]))
+        layers = list(dict.fromkeys(f"{tensor.layer} tensor {tensor.part}" for tensor in tensors))
+        writer = report.writer
+        return (
+            f"{_first(layers)} in blocks {_first(list(blocks))}, from prefill rank {writer.rank} of stage "
+            f"{writer.pp_rank} of engine {writer.engine_id}, {self._route(kinds, delivered.prefill)}"
+        )
+
+    def _dump(
+        self,
+        check: _Check,
+        number: int,
+        report: Reported,
+        rows: Sequence[int],
+        columns: Sequence[int],
+        missing: Sums,
+        place: str,
+    ) -> None:
+        """Writes the first place that differs into the dump folder, for `vllm-ascend-pd verify`."""
+        assert self._dump_dir is not None
+        index, delivered = report.covers[rows[0]], check.delivered[number]
+        tensor, of = self._caches.description.tensors[index], delivered.verified
+        summed, summer, _ = check.summed[tensor.geometry]
+        chosen = summed.chosen(number, delivered.prefill.share(report.writer.rank))
+        chosen &= summed.units.tokens // of.column_tokens == columns[0]
+        total = summed.geometry.total_heads
+        own = self._rank_info.sharding.heads(self._rank_info.rank, total)
+        common = common_heads(own, delivered.prefill.heads(report.writer.rank, total))
+        heads = np.where([head in common for head in own], head_weights(own), np.uint64(0))
+        try:
+            content, copies = summer.content(self._caches.tensors[index], tensor.base, chosen)
+            alone = len(rows) == len(columns) == 1 and len(content) == chosen.sum()
+            write_dump(
+                self._dump_dir,
+                summed.geometry,
+                content,
+                summed.entry_weights[chosen][: len(content)],
+                heads,
+                Place(
+                    f"request {delivered.expect.request_id}: {place}", int(missing[rows[0]]) if alone else None, copies
+                ),
+            )
+        except (OSError, RuntimeError) as error:
+            logger.error("verify_kv: no dump: %s", error)
 
     def _route(self, geometries: Iterable[int], prefill: Sharding) -> str:
         """Returns how heads of prefill ranks of this shape come here."""
@@ -293,6 +317,6 @@ class Verifier:
         return "written straight from the cache"
 
 
-def _describe(mismatches: Sequence[Mismatch]) -> str:
+def _describe(mismatches: Sequence[str]) -> str:
     """Returns why a request fails, as its client may read it."""
-    return "KV differs from what prefill computed (verify_kv): " + "; ".join(map(str, mismatches[:_NAMED]))
+    return "KV differs from what prefill computed (verify_kv): " + "; ".join(mismatches[:_NAMED])

@@ -78,7 +78,7 @@ class DecodeWorker:
         self._observer = observer or DecodeObserver()
         self._arrivals = ArrivalQueue()
         # None without `verify_kv`.
-        self._verifier = Verifier(rank_info, device, caches) if config.verified_share else None
+        self._verifier = Verifier(rank_info, device, caches, config.trace_dir) if config.verified_share else None
         expected_writers = ExpectedWriters(caches.description, rank_info.rank, rank_info.sharding)
         self._grants = GrantService(config, expected_writers, self._loaded, self._arrivals, self._observer)
         keys = load_keys(config.side_channel_key_file)

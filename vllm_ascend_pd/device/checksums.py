@@ -7,16 +7,20 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_ascend_pd.core.caches import Quantize
 from vllm_ascend_pd.core.checksum import SummedUnits, Sums, place_weights, word_bytes
 from vllm_ascend_pd.core.layout import Geometry, Order
+from vllm_ascend_pd.core.plan import Mask
 from vllm_ascend_pd.device.base import Device, DeviceError
 from vllm_ascend_pd.device.packing import packed
 
 # Seconds that a device has to show that its checksums are exact: it may compile its operators then.
 _CHECK_S = 300.0
+# Most bytes of a dump.
+_DUMPED = 4 << 20
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -53,6 +57,17 @@ class UnitSummer:
         if self._geometry.sent.order is Order.HEAD_MAJOR:
             return by_head.view(units, heads) * self._entry_weights
         return (by_head.view(units, entries, heads) * self._entry_weights[:, :, None]).sum(1)
+
+    def content(self, tensor: torch.Tensor, base: int, chosen: Mask) -> tuple[npt.NDArray[np.uint8], list[int]]:
+        """Returns the bytes of chosen units, `[units, bytes]`, `_DUMPED` at most, and blocks that seem to have those of
+        the first one, too."""
+        every = self._bytes(tensor, base)
+        rows = self._rows[torch.from_numpy(chosen).to(self._rows.device)][: max(1, _DUMPED // self._unit_bytes)]
+        content = every.index_select(0, rows).cpu().numpy()
+        alike = (
+            (every[:, :64] == every[rows[0], :64]).all(1).nonzero()[:, 0] * self._step // self._geometry.block_stride
+        )
+        return content, sorted({*alike.tolist()} - {int(rows[0]) * self._step // self._geometry.block_stride})[:8]
 
     def _bytes(self, tensor: torch.Tensor, base: int) -> torch.Tensor:
         """Returns the bytes of a cache tensor as rows of a unit, which overlap if blocks are no multiple of units."""
