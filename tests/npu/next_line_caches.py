@@ -62,7 +62,7 @@ def allocate(specs: dict[str, Any], kv_cache_config: Any, device: str = "cpu") -
             sizes = [spec.head_size * spec.dtype.itemsize, spec.scale_dim * spec.scale_dtype.itemsize]
         else:
             sizes = [PACKED] if spec.uses_packed_sfa_main_cache else [LATENT * 2, ROPE * 2]
-        tokens = kv_cache_config.num_blocks * BLOCK
+        tokens = kv_cache_config.num_blocks * BLOCK * getattr(spec, "sfa_dcp_replicated_indexer_size", 1)
         raw[layer] = tuple(buffer(tokens * size, device) for size in sizes if size)
     text = SimpleNamespace(index_head_dim=INDEX, model_type="deepseek_v32", kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
     model = SimpleNamespace(hf_text_config=text, hf_config=text, use_mla=True)
@@ -153,6 +153,7 @@ if __name__ == "__main__":
             {
                 "plain": described(MAIN, KEYS),
                 "quantized": described(MAIN, INT8_KEYS),
+                "copied": described(MAIN, dataclasses.replace(INT8_KEYS, sfa_dcp_replicated_indexer_size=2)),
                 "packed": described(PACKED_MAIN, INT8_KEYS),
                 "refused": {field: refusal(spec) for field, spec in REFUSED.items()},
             }

@@ -40,6 +40,8 @@ def said() -> dict[str, Any]:
         ("plain", [LATENT, ROPE], [["bfloat16", 256, 1, 128]]),
         ("quantized", [LATENT, ROPE], INT8_KEYS),
         ("packed", [PACKED], INT8_KEYS),
+        # Decode context parallelism leaves all of it on each rank, so its blocks are twice as long.
+        ("copied", [LATENT, ROPE], [["int8", 128, 1, 256], ["float16", 2, 1, 256]]),
     ],
 )
 def test_the_index_is_sent_with_its_layer(said: dict[str, Any], index: str, main: list[Any], keys: list[Any]) -> None:
