@@ -174,6 +174,20 @@ def test_tokens_dealt_out_among_ranks_of_different_heads():
     assert "4 ranks with tensor parallel size 4 do not all share the tokens of 4 KV heads by 2" in answer
 
 
+def test_caches_that_ranks_copy_where_they_share_others():
+    """Their blocks are longer, and both sides must take them for copied."""
+    own = {"heads": 1, "total_heads": 1}
+    copied = {**own, "block_size": 32, "block_stride": 32 * 32, "copied": True}
+    decode = msgspec.structs.replace(engine(2, **copied), dcp=2, interleave=16)
+    assert unsound(decode, AnyHost()) is None
+    assert found(caches(**own, copied=True), decode) is None
+    assert found(caches(**own), decode) == f"{LAYERS[0]}: copied is False on prefill, True on decode"
+    ticket = ticket_with(request_id="r", remote_tp_size=2, remote_dcp_size=2, remote_interleave_size=16)
+    assert foreign(ticket, decode, DecodeLayout(decode).smallest) is None
+    odd = msgspec.structs.replace(engine(2, **{**copied, "block_size": 31}), dcp=2, interleave=16)
+    assert unsound(odd, AnyHost()) == "decode's rank (0, 0): blocks of 31 tokens, which 2 ranks copy"
+
+
 def test_head_major_blocks_that_are_dealt_out_in_parts():
     """A block's tokens are packed together, so it goes to one rank or stays with one."""
     one_head = {"order": Order.HEAD_MAJOR, "heads": 1, "total_heads": 1}

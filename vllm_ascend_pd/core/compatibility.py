@@ -174,6 +174,8 @@ def _impossible(rank: RankDescription, sharding: Sharding) -> str | None:
         _, ranks = held(geometry, sharding, sharding)
         if geometry.share != (share := ranks.share(rank.tp_rank)):
             return f"it describes {geometry.share} of the tokens, its engine {share}"
+        if geometry.copied and geometry.block_size % sharding.parts:
+            return f"blocks of {geometry.block_size} tokens, which {sharding.parts} ranks copy"
         if geometry.block_bytes > geometry.block_stride:
             return f"blocks of {geometry.block_bytes} bytes, {geometry.block_stride} apart"
         if geometry.heads != max(1, geometry.total_heads // tp):
