@@ -153,7 +153,7 @@ run_long_stage() {
     e2e) run_pytest "$VENV" tests/e2e -m "not long" ;;
     faults) run_pytest "$VENV" tests/faults -m "not long" ;;
     hostile) hostile_tests ;;
-    soak) run_pytest "$VENV" tests/soak ;;
+    soak) run_pytest "$VENV" tests/soak -m "not long" ;;
     vllm-0.23) older_vllm_tests ;;
   esac
 }

@@ -4,24 +4,13 @@ uses. tests/npu/e2e/test_versions.py has vllm-ascend's versions.
 """
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 
 from harness.client import Client, random_prompt
 from harness.clusters import PLAIN, Cluster, ClusterConfig, one_to_one
-from harness.engines import EngineConfig
 from harness.pool import long
-from harness.versions import assert_versions_answer_as_one_engine, with_vllm_in
-
-OLDER = Path(sys.prefix) / "vllm-0.23"
-"""Where scripts/setup_env.sh puts the Python part of vLLM 0.23."""
-
-
-def of_0_23(config: EngineConfig) -> EngineConfig:
-    kernels = ("VLLM_ASCEND_PD_TEST_INSTALLED_KERNELS", "1")
-    return with_vllm_in(OLDER, dataclasses.replace(config, env=(*config.env, kernels)))
+from harness.versions import assert_versions_answer_as_one_engine, of_0_23
 
 
 def of_two_versions(prefill_tp: int, prefill: str, decode: str) -> ClusterConfig:

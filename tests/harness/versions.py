@@ -3,6 +3,7 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,16 @@ def with_vllm_in(folder: Path, config: EngineConfig) -> EngineConfig:
     """The engine runs the vLLM that is unpacked in `folder`."""
     path = os.pathsep.join(filter(None, [str(folder), str(PLUGINS), os.environ.get("PYTHONPATH")]))
     return dataclasses.replace(config, env=(*config.env, ("PYTHONPATH", path)))
+
+
+OLDER = Path(sys.prefix) / "vllm-0.23"
+"""Where scripts/setup_env.sh puts the Python part of vLLM 0.23."""
+
+
+def of_0_23(config: EngineConfig) -> EngineConfig:
+    """The engine runs vLLM 0.23 on the CPU."""
+    kernels = ("VLLM_ASCEND_PD_TEST_INSTALLED_KERNELS", "1")
+    return with_vllm_in(OLDER, dataclasses.replace(config, env=(*config.env, kernels)))
 
 
 def assert_versions_answer_as_one_engine(
