@@ -16,12 +16,15 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from click.testing import Result
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import running_cluster
+from typer.testing import CliRunner
 
 from harness.certificates import Authority
 from harness.documented import documented
 from harness.waiting import wait_for, wait_until
+from vllm_ascend_pd import cli
 from vllm_ascend_pd.proxy.app import ProxyApp
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.tools.doctor import loopback
@@ -59,6 +62,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=280, env={**os.environ, **environment}
     )
+
+
+def examined(*arguments: str, **environment: str) -> Result:
+    """The same without a process of its own."""
+    return CliRunner().invoke(cli.app, ["doctor", *arguments], env=environment, catch_exceptions=False)
 
 
 def levels(report: DoctorReport) -> dict[str, Level]:
@@ -169,16 +177,16 @@ def test_a_pair() -> None:
         assert f"proxy {proxy} finds all 2 engines healthy" in done.stdout
         assert "0 errors, 0 warnings, 0 notes" in done.stdout
         report = msgspec.json.decode(
-            run("--decode", proxy, "--proxy", prefill, "--prefill", decode, "--json").stdout, type=DoctorReport
+            examined("--decode", proxy, "--proxy", prefill, "--prefill", decode, "--json").stdout, type=DoctorReport
         )
         wrong = {check for check, level in levels(report).items() if level is Level.ERROR}
         assert wrong == {"proxy.0.role", "prefill.0.role", "decode.0.role"}
-        done = run("--proxy", proxy, "--prefill", prefill.replace("127.0.0.1", "LOCALHOST"), "--decode", decode)
-        assert done.returncode == 0, done.stdout
-        assert "does not use" not in done.stdout
+        local = examined("--proxy", proxy, "--prefill", prefill.replace("127.0.0.1", "LOCALHOST"), "--decode", decode)
+        assert local.exit_code == 0, local.stdout
+        assert "does not use" not in local.stdout
         cluster.decode.healthy = False
         wait_until(lambda: cluster.client.get("/health").status_code != 200, 30)  # the proxy's next check
-        report = msgspec.json.decode(run(*urls, "--json").stdout, type=DoctorReport)
+        report = msgspec.json.decode(examined(*urls, "--json").stdout, type=DoctorReport)
         wrong = {check for check, level in levels(report).items() if level is Level.ERROR}
         assert wrong == {"proxy.0.health", "proxy.0.engines", "decode.0.health"}
 
@@ -189,12 +197,12 @@ def test_a_proxy_behind_tls(ours: Authority, others: Authority) -> None:
         prefill, decode = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: DecodeEngine().app)
         app = ProxyApp(ProxySettings(prefill=[prefill], decode=[decode])).asgi
         url = servers.start(lambda _: app, certificate=own)
-        trusting = run("--proxy", url, "--prefill", prefill, "--decode", decode, SSL_CERT_FILE=str(ours.cert))
-        refusing = [run("--proxy", url, **ca) for ca in ({}, {"SSL_CERT_FILE": str(others.cert)})]
-    assert trusting.returncode == 0, trusting.stdout
+        trusting = examined("--proxy", url, "--prefill", prefill, "--decode", decode, SSL_CERT_FILE=str(ours.cert))
+        refusing = [examined("--proxy", url, **ca) for ca in ({}, {"SSL_CERT_FILE": str(others.cert)})]
+    assert trusting.exit_code == 0, trusting.stdout
     assert f"proxy {url} finds all 2 engines healthy" in trusting.stdout
     for done in refusing:
-        assert done.returncode == 1
+        assert done.exit_code == 1
         assert "CERTIFICATE_VERIFY_FAILED" in done.stdout
         assert "SSL_CERT_FILE" in done.stdout
         assert "healthy, in" not in done.stdout
@@ -207,9 +215,9 @@ def test_engines_that_do_not_answer_as_engines() -> None:
         gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         prefill, decode = servers.start(lambda _: frozen.app), servers.start(lambda _: DecodeEngine().app)
         frozen.frozen = True
-        done = run("--prefill", prefill, "--prefill", gone, "--decode", decode)
+        done = examined("--prefill", prefill, "--prefill", gone, "--decode", decode)
         frozen.frozen = False
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert f"prefill {prefill} did not answer within 5 s" in done.stdout
     assert f"prefill {gone} cannot be connected to: Connection refused" in done.stdout
     assert "asking proxy and engines ..." in done.stderr
@@ -231,7 +239,7 @@ def test_a_wrong_option_is_one_clear_line(options: tuple[str, ...], reason: str)
     assert reason in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_it_and_all_it_started(number: signal.Signals) -> None:
     process = subprocess.Popen(command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
