@@ -24,12 +24,12 @@ _STATES = {True: "holds", False: "**missed**", None: ""}
 
 def performance() -> str:
     """Markdown. A question stands in the first of its rows."""
-    lines = ["| question | case | latest figure | bar | | date |", "|---|---|---|---|---|---|"]
+    lines = ["| question | case | latest figure | bar | |", "|---|---|---|---|---|"]
     for each in [_results(name) for name in ORDER]:
         question = each["question"]
         for row in each["latest"]:
             state = row["state"] if isinstance(row["state"], str) else _STATES[row["state"]]
-            lines.append(f"| {question} | {row['case']} | {row['figure']} | {row['bar']} | {state} | {row['date']} |")
+            lines.append(f"| {question} | {row['case']} | {row['figure']} | {row['bar']} | {state} |")
             question = ""
     return "\n".join(lines)
 
