@@ -216,12 +216,8 @@ def _one_token(fields: Fields, request_format: RequestFormat) -> Fields:
 
 
 def _id(request: ClientRequest, request_id: str) -> Fields:
-    request_format = REQUEST_FORMATS[request.endpoint]
-    return (
-        {}
-        if request_format.id_field is None
-        else {request_format.id_field: msgspec.Raw(request_format.named(request_id))}
-    )
+    name = REQUEST_FORMATS[request.endpoint].id_field
+    return {} if name is None else {name: msgspec.Raw(b'"resp_%s"' % request_id.encode())}
 
 
 def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:

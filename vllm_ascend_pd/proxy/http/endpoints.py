@@ -83,10 +83,6 @@ class RequestFormat:
     breaks_off: bool = False
     """Whether vLLM closes a stream without an event if its generation fails."""
 
-    def named(self, request_id: str) -> bytes:
-        """Returns `id_field`'s value for `request_id`, as JSON."""
-        return b'"resp_%s"' % request_id.encode()
-
 
 _openai_format = partial(
     RequestFormat,

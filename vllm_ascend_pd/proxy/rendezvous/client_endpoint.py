@@ -24,7 +24,6 @@ from vllm_ascend_pd.proxy.http.bodies import LacksFieldError, decode_body, parse
 from vllm_ascend_pd.proxy.http.endpoints import (
     DECODE_ALONE_GET,
     DECODE_ALONE_POST,
-    REQUEST_FORMATS,
     Endpoint,
     error_event,
 )
@@ -142,6 +141,8 @@ class ClientRequests:
         failures: list[Failure] = []
         number = 1
         begun, avoid = time.monotonic(), frozenset[str]()
+        # Of other routes the answer is not named after the X-Request-Id.
+        is_named = proxied.format is not None and proxied.format.id_field is None
         prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
         ranking = engines.rank(prompt)
 
@@ -154,7 +155,7 @@ class ClientRequests:
         while True:
             with self._request_table.attempt(proxied, another) as attempt:
                 reply.request_id = clients_id or attempt.request_id
-                reply.renaming = _renaming(clients_id, attempt)
+                reply.renaming = Renaming.to(clients_id, attempt.request_id) if clients_id and is_named else None
                 failure = await self._attempt(attempt, ranking)
             if failure is None:
                 return
@@ -172,7 +173,15 @@ class ClientRequests:
             avoid = failed
             ranking = ranked_again()
             number += 1
-            self._note_retry(attempt, failure, number, ranking.first)
+            self._observer.attempt_retried(EngineRole.DECODE)
+            log.warning(
+                "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
+                attempt.request_id,
+                failure.url,
+                failure.reason,
+                number,
+                ranking.first,
+            )
 
     async def _attempt(self, attempt: DecodeAttempt, ranking: EngineRanking) -> Failure | None:
         """Asks one engine and passes its response on. Returns how that failed, or None."""
@@ -197,7 +206,7 @@ class ClientRequests:
             except EngineError as error:
                 failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))
                 broken_off = responded and error.kind is FailureKind.LOST and not attempt.answering
-                if broken_off and _breaks_off(proxied.endpoint):
+                if broken_off and proxied.format is not None and proxied.format.breaks_off:
                     failure = await relay.transfer_failure() or failure
         if attempt.scope.cancelled_caught:
             # Of its transfer failure and its engine's stall, whichever came first has ended the attempt.
@@ -242,17 +251,6 @@ class ClientRequests:
         )
         attempt.proxied.end(failure.answer)
 
-    def _note_retry(self, attempt: DecodeAttempt, failure: Failure, number: int, next_url: str) -> None:
-        self._observer.attempt_retried(EngineRole.DECODE)
-        log.warning(
-            "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
-            attempt.request_id,
-            failure.url,
-            failure.reason,
-            number,
-            next_url,
-        )
-
 
 @dataclass(frozen=True)
 class _AtPath:
@@ -285,18 +283,6 @@ async def _finish(proxied: ProxiedRequest, request: Request) -> None:
         await reply.break_off(error_event(proxied.path, bytes(response.body)))
     else:
         await response(request.scope, request.receive, reply.send)
-
-
-def _renaming(clients_id: str | None, attempt: DecodeAttempt) -> Renaming | None:
-    """How the client's name of the request gets into the answers of those routes that vLLM names after it."""
-    endpoint = attempt.proxied.endpoint
-    named = endpoint is not None and REQUEST_FORMATS[endpoint].id_field is None
-    return Renaming.to(clients_id, attempt.request_id) if clients_id and named else None
-
-
-def _breaks_off(endpoint: Endpoint | None) -> bool:
-    """Whether vLLM closes the connection, without an error event, when a stream of this endpoint fails."""
-    return endpoint is not None and REQUEST_FORMATS[endpoint].breaks_off
 
 
 def _stalled(attempt: DecodeAttempt) -> Failure | None:

@@ -24,7 +24,7 @@ from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest
-from vllm_ascend_pd.proxy.http.endpoints import Endpoint, prompt_number, uuid_in
+from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.messages import (
     Headers,
     RequestRefused,
@@ -70,7 +70,9 @@ class ProxiedRequest:
         self.path = path
         """The route's."""
         self.endpoint = endpoint
-        """What the route's requests look like; None if decode answers them without prefill."""
+        """Whose prompts prefill computes; None if decode answers the route's requests without prefill."""
+        self.format = None if endpoint is None else REQUEST_FORMATS[endpoint]
+        """What its requests look like."""
         self.headers = headers
         """The client's."""
         self.reply = reply

@@ -310,8 +310,8 @@ class AdmittedRequest:
 
     def __init__(self, admission: RequestAdmission) -> None:
         self._admission = admission
-        self._has_slot = False
         self._waits = False
+        """False: it has a slot."""
         self._held = 0
         """Bytes of its body, while it waits."""
 
@@ -320,7 +320,6 @@ class AdmittedRequest:
         admission = self._admission
         try:
             admission.slots.acquire_nowait()
-            self._has_slot = True
         except anyio.WouldBlock:
             if admission.waiting >= admission.queue_length:
                 raise admission.full(f"{admission.queue_length} more wait, which is the limit") from None
@@ -329,8 +328,9 @@ class AdmittedRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._leave_queue()
-        if self._has_slot:
+        if self._waits:
+            self._leave_queue()
+        else:
             self._admission.slots.release()
 
     async def body(self, chunks: AsyncIterable[bytes], limit: int) -> bytes:
@@ -351,18 +351,17 @@ class AdmittedRequest:
 
     async def wait(self) -> None:
         """Waits for a slot, if it has none. Raises RequestRefused (429) after the timeout."""
-        if self._has_slot:
+        if not self._waits:
             return
         admission = self._admission
         with anyio.move_on_after(admission.timeout):
             await admission.slots.acquire()
-            self._has_slot = True
-        self._leave_queue()
-        if not self._has_slot:
-            raise admission.full(f"{admission.waiting} more wait, and this one has waited {admission.timeout:g} s")
+            self._leave_queue()
+        if self._waits:
+            others = admission.waiting - 1
+            raise admission.full(f"{others} more wait, and this one has waited {admission.timeout:g} s")
 
     def _leave_queue(self) -> None:
-        if self._waits:
-            self._waits = False
-            self._admission.waiting -= 1
-            self._admission.held -= self._held
+        self._waits = False
+        self._admission.waiting -= 1
+        self._admission.held -= self._held

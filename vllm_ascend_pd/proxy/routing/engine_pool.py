@@ -202,10 +202,6 @@ class StallWatch:
                 urls.add(call.engine)
         return urls
 
-    def _computed_nothing(self, url: str, since: float) -> float:
-        engine = self._engines.get(url)
-        return 0.0 if engine is None else engine.computed_nothing(since)
-
     async def _look_at(self, url: str) -> None:
         """Probes an engine, and ends its calls if it has stopped."""
         asked = {call: call.silent_since for call in self._calls if call.engine == url}
@@ -215,10 +211,11 @@ class StallWatch:
             stopped = [call for call, since in asked.items() if time.monotonic() - since >= self._quiet]
         else:
             reason = f"{name} engine: its metrics show no new token for {self._stall:g} s"
+            engine = self._engines.get(url)
             stopped = [
                 call
                 for call, since in asked.items()
-                if call.may_stall and self._computed_nothing(url, since) >= self._stall
+                if engine is not None and call.may_stall and engine.computed_nothing(since) >= self._stall
             ]
         for call in stopped:
             if call in self._calls and call.engine == url and call.silent_since == asked[call]:
