@@ -58,11 +58,22 @@ _EXTRA_KEPT = ("tls_config", "ascend_local_comm_res_path")
 
 @dataclass(frozen=True)
 class Translated:
-    """Ours for a `--kv-transfer-config`. `config` is empty if no connector of it has a counterpart."""
+    """Ours for a `--kv-transfer-config`."""
 
     was: tuple[str, ...]
-    config: dict[str, Any]
+    # This connector's entry. Empty if no connector of the given configuration has a counterpart.
+    ours: dict[str, Any]
+    # The MultiConnector that it is in.
+    multi: dict[str, Any] | None
     changes: tuple[Change, ...]
+
+    def whole(self, ours: dict[str, Any]) -> dict[str, Any]:
+        """Returns the new configuration with this entry."""
+        if self.multi is None:
+            return ours
+        extra = self.multi["kv_connector_extra_config"]
+        listed = [ours if entry.get("kv_connector") == CONNECTOR else entry for entry in extra["connectors"]]
+        return {**self.multi, "kv_connector_extra_config": {**extra, "connectors": listed}}
 
 
 def translate(old: Mapping[str, Any], proxy_url: str | None) -> Translated:
@@ -70,15 +81,14 @@ def translate(old: Mapping[str, Any], proxy_url: str | None) -> Translated:
     names, entries = connectors(old)
     replaced = [entry for entry in entries if entry.get("kv_connector") in REPLACED]
     if not replaced:
-        return Translated(names, {}, (_nothing_replaced(names),))
+        return Translated(names, {}, None, (_nothing_replaced(names),))
     changes: list[Change] = []
     ours = _entry(replaced[0], proxy_url, changes)
     if len(replaced) > 1:
         found = " and ".join(str(entry["kv_connector"]) for entry in replaced)
         changes.append(Change(ChangeKind.STOPS, _MULTI, f"it has {found}: which one transfers prompts?"))
-    if old.get("kv_connector") != _MULTI:
-        return Translated(names, ours, tuple(changes))
-    return Translated(names, _multi(old, entries, ours, changes), tuple(changes))
+    multi = _multi(old, entries, ours, changes) if old.get("kv_connector") == _MULTI else None
+    return Translated(names, ours, multi, tuple(changes))
 
 
 def connectors(old: Mapping[str, Any]) -> tuple[tuple[str, ...], list[dict[str, Any]]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_ascend_pd.connector.model import has_recompute_scheduler
 from vllm_ascend_pd.core.ascend import ascend_ports
-from vllm_ascend_pd.core.config import CONNECTOR
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
@@ -45,12 +44,11 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
     """Returns the new command of an engine. `proxy_url`: where decode engines reach the proxy. Raises MigrateError."""
     translated = translate(old.json(_OPTION), proxy_url)
     changes = list(translated.changes)
-    arguments, config = old, translated.config
-    if config:
+    arguments, ours, config = old, translated.ours, translated.ours
+    if ours:
         if not old.is_json(_OPTION):
             why = "was no valid JSON, perhaps for a comma too many: the new one is"
             changes.append(Change(ChangeKind.CHANGED, f"--{_OPTION}", why))
-        ours = _own_entry(config)
         changes += [*_of_words(old), *_of_model(served), *_compressed(old, served), *_int8_caches(old, served)]
         arguments, apart = _external_engines(arguments, served)
         changes += apart
@@ -62,7 +60,7 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
         changes += moved
         arguments, changed, said = _accepted(arguments, ours, served)
         changes += said
-        config = _with_own_entry(config, changed)
+        config = translated.whole(changed)
         arguments = arguments.with_json(_OPTION, config)
         if (plugins := plugins_with_ours(old.environment)) is not None:
             why = f"{plugins}: vLLM loads no other plugins, and {PLUGIN} brings the connector"
@@ -70,35 +68,19 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
             arguments = arguments.with_variable(PLUGINS, plugins)
     assigned = dict(arguments.assigned)
     for name, why in _ENVIRONMENT_LEFT_OUT.items():
-        if config and name in old.environment:
+        if ours and name in old.environment:
             assigned.pop(name, None)
             changes.append(Change(ChangeKind.LEFT_OUT, name, why))
     return EngineMigration(
-        role=str(_own_entry(config).get("kv_role") or "") if config else "",
+        role=str(ours.get("kv_role") or ""),
         model=old.model,
         was=translated.was,
         kv_transfer_config=config,
-        command=arguments.words() if config else [],
+        command=arguments.words() if ours else [],
         environment=assigned,
         url=_url(old),
         changes=tuple(changes),
     )
-
-
-def _own_entry(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this connector's entry of a new configuration."""
-    listed = (config.get("kv_connector_extra_config") or {}).get("connectors")
-    if listed is None:
-        return dict(config)
-    return next(dict(entry) for entry in listed if entry["kv_connector"] == CONNECTOR)
-
-
-def _with_own_entry(config: Mapping[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    extra = dict(config.get("kv_connector_extra_config") or {})
-    if "connectors" not in extra:
-        return entry
-    listed = [entry if each["kv_connector"] == entry["kv_connector"] else each for each in extra["connectors"]]
-    return {**config, "kv_connector_extra_config": {**extra, "connectors": listed}}
 
 
 def _of_words(arguments: EngineArguments) -> list[Change]:
