@@ -232,6 +232,8 @@ _REVOKE_EVERY_S = 1.0
 # Seconds between two warnings about a writer that does not answer.
 _WARN_EVERY_S = 60.0
 
+ASLEEP = "decode sleeps (/sleep)"
+
 UNKNOWN_WEIGHTS = -1
 """As `OpenTicket.weights_version`: the weights changed before the ticket was issued, so its grants are refused."""
 
@@ -290,6 +292,8 @@ class GrantService:
         self._open: dict[str, OpenTicket] = {}
         # By ticket id, the oldest first. At most `MAX_TOMBSTONES`.
         self._closed: OrderedDict[str, _ClosedTicket] = OrderedDict()
+        # Set when no ticket is open. None unless the engine sleeps.
+        self._quiet: threading.Event | None = None
 
     # The model thread posts these.
 
@@ -315,6 +319,19 @@ class GrantService:
                 each.ticket.fail(reason)
                 self._advance(each, now)
 
+    @owned
+    def sleep(self, quiet: threading.Event, now: float) -> None:
+        """Fails all tickets, and grants nothing until `wake`. Sets `quiet` once no writer can write any more."""
+        self._quiet = quiet
+        self.cancel(dict.fromkeys(self._open, ASLEEP), now)
+        if not self._open:
+            quiet.set()
+
+    @owned
+    def wake(self) -> None:
+        """Ends `sleep`."""
+        self._quiet = None
+
     # The side channel calls these.
 
     @owned
@@ -339,6 +356,8 @@ class GrantService:
             self._advance(each, now)
 
     def _grant(self, request: GrantRequest, connection: ClientConnection, now: float) -> Granted | GrantRefused:
+        if self._quiet is not None:
+            return GrantRefused(ASLEEP, retry=False)
         each = self._open.get(request.ticket_id)
         if each is None:
             return self._answer_late(request)
@@ -439,6 +458,8 @@ class GrantService:
         if not ticket.is_quiesced(now):
             return
         del self._open[ticket_id]
+        if self._quiet is not None and not self._open:
+            self._quiet.set()
         self._closed[ticket_id] = _ClosedTicket(ticket.digest, ticket.state, ticket.reason)
         while len(self._closed) > MAX_TOMBSTONES:
             self._closed.popitem(last=False)

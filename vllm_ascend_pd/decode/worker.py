@@ -11,6 +11,7 @@ What has ended comes back through an `ArrivalQueue`, the only object that both t
 
 import functools
 import logging
+import threading
 import time
 from contextlib import ExitStack
 
@@ -67,6 +68,7 @@ class DecodeWorker:
         """
         self._config = config
         self._device = device
+        self._engine = engine
         self._loaded = loaded or LoadedWeights()
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", self._loaded)
         # Seconds that this step waits for KV.
@@ -162,6 +164,27 @@ class DecodeWorker:
         if self._verifier is not None:
             report.verified = self._verifier.take_counts()
         return report or None
+
+    @owned
+    def sleep(self) -> None:
+        """Ends all transfers and unregisters the caches, so that their memory may be freed. Grants nothing until `wake`.
+
+        Waits until each writer has stopped: longer than a lease and its settling time only if a process is stopped. Its
+        bytes are refused afterwards, even if it goes on (R2).
+        """
+        quiet = threading.Event()
+        self._server.call(functools.partial(self._grants.sleep, quiet, time.monotonic()))
+        if not quiet.wait(self._config.lease_s + self._engine.limits.settle_s + self._config.control_timeout_s):
+            logger.warning("this rank sleeps although a prefill rank has not reported that it stopped writing")
+        self._device.idle(self._config.collective_timeout_s)
+        self._engine.suspend()
+
+    @owned
+    def wake(self) -> None:
+        """Registers the caches again, which are at the same addresses. `description` has what peers must learn anew."""
+        self._engine.resume()
+        self.description = msgspec.structs.replace(self.description, session=self._engine.session)
+        self._server.call(self._grants.wake)
 
     def close(self, timeout_s: float) -> None:
         """Ends the control thread. Open tickets are forgotten."""

@@ -84,6 +84,10 @@ class Device(ABC):
         register.
         """
 
+    def idle(self, timeout_s: float) -> None:
+        """Waits until the device has done all that was queued and submitted. Raises `DeviceError`, and TimeoutError."""
+        self.submit(lambda: None, self.record_event()).wait(timeout_s)
+
     @abstractmethod
     def close(self) -> None:
         """Stops the side stream: running work ends, work that has not begun fails. Bounded. May be called twice."""

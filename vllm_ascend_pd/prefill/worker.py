@@ -62,6 +62,7 @@ class PrefillWorker:
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", loaded)
         self._config = config
         self._device = device
+        self._engine = engine
         self._caches = caches
         self._running_time = RunningTime()
         self._observer = observer or PrefillObserver()
@@ -295,6 +296,32 @@ class PrefillWorker:
         self._ungranted = self._still_ungranted()
         queued = sum(sender.queued for sender in self._senders.values())
         return PrefillStatus(queued, len(self._ungranted), restart_needed=failure is not None)
+
+    @owned
+    def sleep(self) -> None:
+        """Ends all transfers and unregisters memory, so that it may be freed. Call `wake` before the next step.
+
+        Raises RuntimeError if a transfer does not end in time: memory may still be read then (R3).
+        """
+        self._end_open_step()
+        self._lose(list(self._transfers.values()), "prefill sleeps (/sleep)", PushFailure.ABORTED)
+        config = self._config
+        longest_s = config.grant_timeout_s + config.write_timeout_s + 4 * config.control_timeout_s
+        deadline = time.monotonic() + longest_s + self._engine.limits.rest_s
+        while not all(transfer.is_over for transfer in self._transfers.values()):
+            try:
+                outcome = self._control.outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise RuntimeError("this engine cannot sleep: KV is still being sent") from None
+            if outcome is not None:
+                self._take(outcome)
+        self._device.idle(config.collective_timeout_s)
+        self._engine.suspend()
+
+    @owned
+    def wake(self) -> None:
+        """Registers the memory again, which is at the same addresses."""
+        self._engine.resume()
 
     def close(self, timeout_s: float) -> None:
         for transfer in list(self._transfers.values()):  # so that no sender waits for its grants any more

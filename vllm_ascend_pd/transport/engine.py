@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.hosts import authority, ip_version
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
-from vllm_ascend_pd.transport.ascend import describe_transport
+from vllm_ascend_pd.transport.ascend import AscendProblem, describe_transport
 from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Slots
 from vllm_ascend_pd.transport.batches import Batch, Batches, SettingError, TransferLimits
 from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
@@ -54,9 +54,21 @@ class TransferEngine:
             self._limits = export_settings(limits, protocol, host)
         except SettingError as error:
             raise TransferError(host, str(error), retryable=False) from None
+        self._host, self._protocol = host, protocol
         self._shared = existing
         self._lock = threading.Lock()
         self._closed = False
+        # All registered regions, whoever registered them. Sorted and disjoint. Changes under the lock.
+        self._known: list[Region] = []
+        # Addresses of those that `close` unregisters. Changes under the lock.
+        self._own: list[int] = []
+        self._start(problems)
+        for problem in problems:
+            logger.warning("%s", problem.message)
+
+    def _start(self, problems: Sequence[AscendProblem]) -> None:
+        """Starts Mooncake's engine. `problems`: why it may fail. Raises TransferError."""
+        host, protocol, existing = self._host, self._protocol, self._shared
         try:
             self._engine: Any = _start(host, protocol) if existing is None else existing.start(host)
         except mooncake_library.LibraryError as error:
@@ -69,31 +81,25 @@ class TransferEngine:
         if protocol == "ascend" and not ascend.is_loaded(Path("/proc/self/maps").read_text()):
             reason = f"this Mooncake has no Ascend transport and would use TCP: {ascend.INSTALL}"
             raise TransferError(host, reason, retryable=False)
-        for problem in problems:
-            logger.warning("%s", problem.message)
         self._session = authority(host, self._engine.get_rpc_port())
         self._transport = describe_transport(protocol)
         # The chip's name, as `core.ascend.refusal` takes it. None: no limits of NPUs apply.
         self._chip = ascend.chip_name() if protocol == "ascend" else None
-        # All registered regions, whoever registered them. Sorted and disjoint. Changes under the lock.
-        self._known: list[Region] = []
-        # Addresses of those that `close` unregisters. Changes under the lock.
-        self._own: list[int] = []
-        self._reach = Reach(self._engine, self._session, self._limits.timeout_s)
-        self._writer = self._make_writer(protocol)
+        self._reach: Reach | None = Reach(self._engine, self._session, self._limits.timeout_s)
+        self._writer: Writer | None = self._make_writer(protocol, self._reach)
 
-    def _make_writer(self, protocol: str) -> Writer:
+    def _make_writer(self, protocol: str, reach: Reach) -> Writer:
         if protocol != "ascend":
             # Only here: the Ascend path imports nothing of TCP's queue bound and pacing.
             from vllm_ascend_pd.transport.tcp import TcpWriter, queue_capacity
 
-            return TcpWriter(self._engine, self._reach, self._limits, queue_capacity())
+            return TcpWriter(self._engine, reach, self._limits, queue_capacity())
         try:
             self._limits = limits_over_ascend(self._limits, self._transport)
         except SettingError as error:
             raise TransferError(self._session, str(error), retryable=False) from None
         slots = Slots(*ascend.slots(os.environ, ascend.connects_one_by_one(self._transport)))
-        return AscendWriter(self._engine, self._reach, self._limits, slots)
+        return AscendWriter(self._engine, reach, self._limits, slots)
 
     @property
     def transport(self) -> TransportInfo:
@@ -166,17 +172,37 @@ class TransferEngine:
 
     def has_room(self, session: str, batch: Batch) -> bool:
         """See `Writer.has_room`."""
-        return self._writer.has_room(session, batch)
+        return self._awake().has_room(session, batch)
 
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> Flight | None:
         """Start to write one batch: see `Writer.begin`."""
-        self._check_open()
-        return self._writer.begin(session, batch, may_begin)
+        return self._awake().begin(session, batch, may_begin)
 
     def forget(self, sessions: Collection[str]) -> None:
         """Drop what is known of peers: see `Writer.forget`."""
-        self._reach.forget(sessions)
-        self._writer.forget(sessions)
+        for each in (self._reach, self._writer):
+            if each is not None:
+                each.forget(sessions)
+
+    def suspend(self) -> None:
+        """Unregister the memory and stop, until `resume`: no byte of a peer arrives any more, whatever it does.
+
+        Call it after all writes of this engine have returned. A second call does nothing. Raises TransferError, also
+        for an engine that other connectors use, too.
+        """
+        if self._shared is not None:
+            raise self._error("other connectors of this process use Mooncake's engine, too")
+        self._end()
+
+    def resume(self) -> None:
+        """Start again, as another `session`, and register the same memory. Does nothing unless suspended. Raises
+        TransferError."""
+        self._check_open()
+        if self._engine is None:
+            self._start(ascend.check() if self._protocol == "ascend" else [])
+            with self._lock:
+                if self._known:
+                    self._register(self._known)
 
     def close(self) -> None:
         """Unregister the memory that only this engine uses, and stop. Call it after all writes have returned. A second
@@ -185,8 +211,13 @@ class TransferEngine:
             if self._closed:
                 return
             self._closed = True
-            own, self._own, self._known = self._own, [], []
-            mooncake, self._engine = self._engine, None
+        self._end()
+
+    def _end(self) -> None:
+        """Unregisters this engine's memory and ends Mooncake's engine, with all that refers to it."""
+        with self._lock:
+            own, self._own = self._own, []
+            mooncake, self._engine, self._reach, self._writer = self._engine, None, None, None
         code = mooncake.batch_unregister_memory(own) if own else 0
         if code != 0:
             raise self._error(f"Mooncake did not unregister its memory (code {code})")
@@ -194,6 +225,12 @@ class TransferEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise self._error("this engine is closed")
+
+    def _awake(self) -> Writer:
+        self._check_open()
+        if self._writer is None:
+            raise self._error("this engine sleeps")
+        return self._writer
 
     def _register(self, regions: Sequence[Region]) -> None:
         addresses = [address for address, _ in regions]

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing is written to a sleeping engine, and KV arrives again once it is awake. Real processes, Mooncake over TCP."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness.kv import Model, Side
+from harness.rank_programs import DecodeRank, PrefillRank
+from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.waiting import wait_until
+from test_fencing import fill, hold_writes, holds_others, is_held, let_go
+from test_push_weights import begin, end, load
+
+SHORT = {"lease_s": 1.0, "write_timeout_s": 1.0, "control_timeout_s": 1.0}
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(Model(), Side(2), Side(1), SHORT)
+    yield made
+    assert made.close() == []
+
+
+def sleep(rank: DecodeRank | PrefillRank) -> None:
+    """As vLLM's worker does. Another owner has the memory then."""
+    rank.worker.sleep()
+    if isinstance(rank, DecodeRank):
+        fill(rank, list(range(rank.side.num_blocks)))
+
+
+def sleep_without_a_word(rank: DecodeRank) -> None:
+    fill(rank, list(range(rank.side.num_blocks)))
+
+
+def stay_registered(rank: DecodeRank) -> None:
+    rank.engine.suspend = lambda: None
+
+
+def wake(rank: DecodeRank | PrefillRank) -> None:
+    rank.worker.wake()
+
+
+def wake_decode(pair: Pair) -> None:
+    """As the scheduler does: tickets name another engine from now on, and its listener describes it."""
+    pair.each(pair.d_ranks, "do", wake)
+    pair.listener.close(5.0)
+    pair._listen(f"{pair.decode_id}.1", pair.port)
+    pair.each(pair.d_ranks, "clear")
+
+
+def is_untouched(pair: Pair) -> bool:
+    return all(rank.call("do", holds_others, list(range(pair.decode.num_blocks))) for rank in pair.d_ranks)
+
+
+def test_a_transfer_ends_before_decode_sleeps_and_another_succeeds_afterwards(pair: Pair) -> None:
+    requests, by_id = begin(pair)
+    pair.each(pair.d_ranks, "do", sleep)
+    end(pair, requests, by_id)
+    assert pair.wait_sent(1)["request-0"] == "decode took the ticket back: decode sleeps (/sleep)"
+    assert pair.wait_arrivals(1) == (set(), {"request-0": "decode sleeps (/sleep)"})
+    run(pair, requests)
+    assert "refused: decode sleeps" in pair.wait_sent(1)["request-0"]
+    assert pair.wait_arrivals(1)[0] == set()
+    assert is_untouched(pair)
+    wake_decode(pair)
+    run(pair, requests)
+    expect_delivery(pair, requests)
+
+
+def test_without_the_hooks_kv_lands_in_memory_of_others(pair: Pair) -> None:
+    """So the tests here see what they are for."""
+    requests, by_id = begin(pair)
+    pair.each(pair.d_ranks, "do", sleep_without_a_word)
+    end(pair, requests, by_id)
+    pair.wait_arrivals(1)
+    assert not is_untouched(pair)
+    assert pair.wait_sent(1) == {}
+
+
+@pytest.mark.parametrize("suspends", [True, False])
+def test_a_process_that_was_stopped_right_before_its_write(pair: Pair, suspends: bool) -> None:
+    """Its lease has passed, but it does not look any more. Only what is not registered cannot be written."""
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    expect_delivery(pair, requests)
+    pair.each(pair.p_ranks, "do", hold_writes)
+    tickets = pair.announce(requests)
+    prefill(pair, requests, tickets)
+    wait_until(lambda: any(pair.each(pair.p_ranks, "do", is_held)), 30)
+    if not suspends:
+        pair.each(pair.d_ranks, "do", stay_registered)
+    pair.each(pair.d_ranks, "do", sleep)
+    pair.each(pair.p_ranks, "do", let_go)
+    assert pair.wait_sent(1).keys() == {"request-0"}
+    assert is_untouched(pair) is suspends
+
+
+def test_prefill_sleeps_when_its_transfers_have_ended(pair: Pair) -> None:
+    requests, by_id = begin(pair)
+    pair.each(pair.p_ranks, "do", sleep)
+    end(pair, requests, by_id)
+    assert "prefill sleeps (/sleep)" in pair.wait_arrivals(1)[1]["request-0"]
+    assert pair.wait_sent(1)["request-0"] == "prefill sleeps (/sleep)"
+    pair.each(pair.p_ranks, "do", wake)
+    pair.each(pair.d_ranks, "clear")
+    run(pair, requests)
+    expect_delivery(pair, requests)
+
+
+@pytest.mark.parametrize("asleep", ["p_ranks", "d_ranks"])
+def test_weights_that_were_loaded_asleep_are_others(pair: Pair, asleep: str) -> None:
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 1)
+    ranks: list[Any] = getattr(pair, asleep)
+    pair.each(ranks, "do", sleep)
+    load(ranks, 2)
+    if asleep == "d_ranks":
+        wake_decode(pair)
+    else:
+        pair.each(ranks, "do", wake)
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    assert pair.wait_arrivals(1)[0] == set()
+    assert "prefill computed with weights" in pair.wait_sent(1)["request-0"]
