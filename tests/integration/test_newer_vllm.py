@@ -28,7 +28,6 @@ LEFT_ALONE = {
     "take_events",
 }
 """Hooks of vLLM that nothing here needs. A hook that a newer vLLM adds is in no list: read what it asks for."""
-LEFT_ALONE_IF_NO_ENGINE_SLEEPS = {"restore_kv_caches", "unregister_kv_caches"}
 
 
 @pytest.fixture(scope="module", params=["0.32.0", "0.33.0"])
@@ -58,8 +57,7 @@ def test_nothing_is_gone(contract: dict[str, Any]) -> None:
 
 
 def test_hooks_that_are_new(contract: dict[str, Any]) -> None:
-    """`supports_sleep_mode` is not left alone: vLLM takes it that every connector follows an engine into sleep."""
-    assert set(contract["inherited"]) - LEFT_ALONE - LEFT_ALONE_IF_NO_ENGINE_SLEEPS == set()
+    assert set(contract["inherited"]) - LEFT_ALONE == set()
 
 
 def test_a_decode_engine_refuses_it_by_version(contract: dict[str, Any]) -> None:

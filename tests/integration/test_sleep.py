@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from test_fencing import fill, hold_writes, holds_others, is_held, let_go
+from test_push_weights import begin, end, load
 
 from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
-from test_fencing import fill, hold_writes, holds_others, is_held, let_go
-from test_push_weights import begin, end, load
 
 SHORT = {"lease_s": 1.0, "write_timeout_s": 1.0, "control_timeout_s": 1.0}
 

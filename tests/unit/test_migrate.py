@@ -148,7 +148,6 @@ def test_what_has_no_counterpart_is_named(qwen: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("--enable-sleep-mode", "--enable-sleep-mode"),
         ("--additional-config '{\"enable_kv_nz\": true}'", "enable_kv_nz"),
         ("--prefill-context-parallel-size 2", "prefill_context_parallel_size"),
         ("--kv-cache-dtype fp8 --calculate-kv-scales", "--calculate-kv-scales"),

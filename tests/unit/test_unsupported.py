@@ -35,10 +35,6 @@ def cache(dtype: str, calculates: bool) -> dict[str, Any]:
     return {"cache_config": SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=calculates)}
 
 
-def sleeping(may_sleep: bool) -> dict[str, Any]:
-    return {"model_config": SimpleNamespace(enable_sleep_mode=may_sleep)}
-
-
 def sharing(graphs: str, dcp: int = 2, **more: Any) -> dict[str, Any]:
     """With decode context parallelism."""
     parallel = ParallelConfig(tensor_parallel_size=dcp, decode_context_parallel_size=dcp)
@@ -62,8 +58,6 @@ BOTH, DECODE, NONE = (CONSUMER, PRODUCER), (CONSUMER,), ()
         (cache("fp8", False), NONE, ""),
         (cache("auto", True), NONE, ""),
         (cache("bfloat16", True), NONE, ""),
-        (sleeping(True), BOTH, "--enable-sleep-mode"),
-        (sleeping(False), NONE, ""),
         (
             {"parallel_config": ParallelConfig(prefill_context_parallel_size=2)},
             DECODE,
@@ -123,7 +117,7 @@ def test_routed_experts_of_prompts_that_decode_does_not_compute(role: str, refus
         config.aux_output_config.enable_return_routed_experts = asked
     else:
         assert "enable_return_routed_experts" in ModelConfig.__dataclass_fields__
-        config.model_config = SimpleNamespace(enable_return_routed_experts=asked, enable_sleep_mode=False)
+        config.model_config = SimpleNamespace(enable_return_routed_experts=asked)
     reason = unsupported(config)
     assert (reason is not None) == (refused and asked)
     assert reason is None or "--enable-return-routed-experts" in reason

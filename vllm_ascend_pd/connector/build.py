@@ -38,6 +38,7 @@ from vllm_ascend_pd.connector.model import (
 )
 from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
 from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_weight_updates import follow
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_engine, follow_worker
 from vllm_ascend_pd.connector.roles import (
     CLOSE_TIMEOUT_S,
     ConnectorRole,
@@ -118,7 +119,9 @@ def build_scheduler_role(setup: EngineSetup) -> ConnectorRole:
     secret = _read(read_ticket_secret, setup.config.ticket_secret_file)
     requests = VllmRequests(media_hashing(vllm_config), setup.config.allow_other_model)
     build = _prefill if setup.prefills else _decode
-    return build(setup, groups, requests, secret, keys)
+    role = build(setup, groups, requests, secret, keys)
+    follow_engine(role)
+    return role
 
 
 def _prefill(
@@ -300,6 +303,12 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
 
     Raises ConfigError, LayoutError or what Mooncake raises. Nothing stays open then.
     """
+    role = _worker_role(setup, kv_caches)
+    follow_worker(role)
+    return role
+
+
+def _worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> ConnectorRole:
     vllm_config, config = setup.vllm_config, setup.config
     if not setup.prefills and (reason := unsupported_weights(vllm_config)) is not None:
         raise ConfigError(reason)

@@ -51,6 +51,14 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, KVCache]) -> None:
         self._role = build_worker_role(self._setup, kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """A hook of vLLM 0.33: the memory of the caches is about to be freed (`/sleep`)."""
+        self._role.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """A hook of vLLM 0.33: the caches have memory again, at the same addresses."""
+        self._role.wake()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._role.handshake()
 
@@ -213,8 +221,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """A hook of vLLM 0.33. Returns False: a sleeping engine frees memory that peers write to."""
-        return False
+        """A hook of vLLM 0.33. Returns True: transfers end before the engine sleeps (`unregister_kv_caches`)."""
+        return True
 
     def shutdown(self) -> None:
         role, self._role = self._role, ConnectorRole()

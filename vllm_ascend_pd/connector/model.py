@@ -242,12 +242,6 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
     additional = getattr(vllm_config, "additional_config", None) or {}
     if additional.get("enable_kv_nz"):
         yield "additional_config has enable_kv_nz: KV in NZ order cannot be sent, prefill writes it in plain order"
-    model = vllm_config.model_config
-    if model is not None and model.enable_sleep_mode:
-        yield (
-            "--enable-sleep-mode is set: an engine that sleeps frees the memory of its KV cache, which stays "
-            "registered for transfers"
-        )
     cache = vllm_config.cache_config  # vLLM 0.30 does not have the option
     if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
         yield (

@@ -65,6 +65,12 @@ class ConnectorRole:
         """Returns what the engine's scheduler is told of this rank when the engine starts."""
         return None
 
+    def sleep(self) -> None:
+        """Ends all transfers and unregisters memory. A second call does nothing."""
+
+    def wake(self) -> None:
+        """Registers memory again. Does nothing unless the role sleeps."""
+
     def preempted(self, step: Any) -> None:
         """Waits until nothing reads the blocks of the step's preempted requests, which are about to be reused."""
 
@@ -99,7 +105,8 @@ class ConnectorRole:
     # In the scheduler, on its thread.
 
     def take_handshakes(self, ranks: "Mapping[tuple[int, int], KVConnectorHandshakeMetadata]") -> None:
-        """Takes the ranks' descriptions of themselves, by (pipeline stage, rank)."""
+        """Takes the ranks' descriptions of themselves, by (pipeline stage, rank): when they have started, and whenever
+        the engine has been woken."""
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Takes vLLM's block pool."""
@@ -157,6 +164,8 @@ class DecodeSchedulerRole(ConnectorRole):
         self._blocks = blocks
         # Tells prefill what this engine looks like. None until all ranks have described themselves.
         self._listener: DescriptionListener | None = None
+        # How often the ranks have described themselves anew, because the engine had slept.
+        self._renewals = 0
 
     def take_handshakes(self, ranks: "Mapping[tuple[int, int], KVConnectorHandshakeMetadata]") -> None:
         descriptions, settings = [], {}
@@ -169,8 +178,14 @@ class DecodeSchedulerRole(ConnectorRole):
             descriptions.append(decode_description(handshake.encoded))
             settings = handshake.settings
         setup, parallel = self._setup, self._setup.vllm_config.parallel_config
+        if self._listener is not None:
+            if self._listener.description.ranks == tuple(descriptions):
+                return
+            self._renewals += 1
+        # After a sleep, prefill treats this engine as one that was started again at the same address.
+        engine_id = f"{setup.started_as}.{self._renewals}" if self._renewals else setup.started_as
         engine = EngineDescription(
-            engine_id=setup.started_as,
+            engine_id=engine_id,
             model=model_summary(setup.vllm_config),
             tp=parallel.tensor_parallel_size,
             pp=parallel.pipeline_parallel_size,
@@ -179,6 +194,10 @@ class DecodeSchedulerRole(ConnectorRole):
             interleave=sharding(setup.vllm_config).interleave,
             settings=settings,
         )
+        if self._listener is not None:
+            self._listener.description = engine
+            self.scheduler.renamed(engine_id)
+            return
         keys = load_keys(setup.config.side_channel_key_file)
         hosts = prefill_peers(setup.config.prefill_allowlist, setup.host, keys is not None, own_networks())
         self._listener = DescriptionListener(engine, setup.host, setup.port, keys, hosts)
@@ -249,6 +268,12 @@ class DecodeWorkerRole(ConnectorRole):
 
     def handshake(self) -> HandshakeMetadata:
         return HandshakeMetadata(encode_description(self._worker.description), self._settings)
+
+    def sleep(self) -> None:
+        self._worker.sleep()
+
+    def wake(self) -> None:
+        self._worker.wake()
 
     def start_step(self, step: DecodeStep) -> None:
         self._worker.start_step(step)
@@ -364,6 +389,12 @@ class PrefillWorkerRole(ConnectorRole):
         self._always_has_stats = always_has_stats
         self._caches_of = caches_of
         self._in_order = in_order
+
+    def sleep(self) -> None:
+        self._worker.sleep()
+
+    def wake(self) -> None:
+        self._worker.wake()
 
     def preempted(self, step: PrefillStep) -> None:
         self._worker.preempted(step.preempted)

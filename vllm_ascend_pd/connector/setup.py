@@ -60,6 +60,11 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -
     config = parse_config(transfer.kv_connector_extra_config)
     if (reason := unsupported(vllm_config)) is not None:
         raise ConfigError(reason)
+    if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode and is_being_built():
+        raise ConfigError(
+            "--enable-sleep-mode is set, with other connectors in a MultiConnector: memory that they have registered "
+            "would be freed"
+        )
     if not transfer.is_kv_producer and not computes_prompts(vllm_config):
         config = msgspec.structs.replace(config, who_computes="never")
     return EngineSetup(

@@ -27,7 +27,8 @@ class DescriptionListener:
 
         Raises SideChannelError if it cannot listen on `host:port`.
         """
-        self._description = description
+        # The scheduler's thread may replace it as a whole.
+        self.description = description
         self._server = SideChannelServer(
             host,
             port,
@@ -42,9 +43,10 @@ class DescriptionListener:
     def _handle(self, message: Message, peer: ClientConnection) -> Message:
         if not isinstance(message, Describe):
             return Problem(f"this port answers Describe, not {type(message).__name__}")
-        if message.engine_id != self._description.engine_id:
-            return Problem(f"engine {message.engine_id} is not here; this is {self._description.engine_id}")
-        return self._description
+        description = self.description
+        if message.engine_id != description.engine_id:
+            return Problem(f"engine {message.engine_id} is not here; this is {description.engine_id}")
+        return description
 
     def close(self, timeout_s: float) -> None:
         self._server.close(timeout_s)

@@ -396,6 +396,11 @@ class DecodeScheduler:
         """This engine's ranks have started."""
         self._observer.threshold_set(self._placement.threshold())
 
+    @owned
+    def renamed(self, engine_id: str) -> None:
+        """Later tickets name this engine `engine_id`."""
+        self._issuer.renamed(engine_id)
+
     def close(self) -> None:
         """Closes what the scheduler was given to close. Waits 2 s at most for the observer."""
         with ExitStack() as closing:  # all of them, even if one raises

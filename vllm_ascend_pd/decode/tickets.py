@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -64,7 +64,7 @@ class Signer:
 
 
 class TicketIssuer:
-    """Makes a ticket for each request. Keeps no state.
+    """Makes a ticket for each request. Keeps no state but the engine's name.
 
     engine: what tickets say about this engine.
     groups: the engine's cache groups.
@@ -87,6 +87,10 @@ class TicketIssuer:
         self._requests = requests
         self._signer = signer
         self._left_to_decode = left_to_decode(groups)
+
+    def renamed(self, engine_id: str) -> None:
+        """Later tickets name this engine `engine_id`."""
+        self._engine = replace(self._engine, engine_id=engine_id)
 
     def num_tokens(self, request: ScheduledRequest) -> int:
         """How many of the request's tokens a ticket covers. What was generated already counts as part of the prompt."""

@@ -167,7 +167,7 @@ class DecodeWorker:
 
     @owned
     def sleep(self) -> None:
-        """Ends all transfers and unregisters the caches, so that their memory may be freed. Grants nothing until `wake`.
+        """Ends all transfers and unregisters the caches: their memory may be freed. Grants nothing until `wake`.
 
         Waits until each writer has stopped: longer than a lease and its settling time only if a process is stopped. Its
         bytes are refused afterwards, even if it goes on (R2).

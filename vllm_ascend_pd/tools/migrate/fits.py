@@ -144,7 +144,6 @@ def _vllm_config(arguments: EngineArguments, ours: Mapping[str, Any]) -> SimpleN
     return SimpleNamespace(
         additional_config=arguments.json("additional-config"),
         model_config=SimpleNamespace(
-            enable_sleep_mode=bool(arguments.switch("enable-sleep-mode")),
             enable_return_routed_experts=bool(arguments.switch("enable-return-routed-experts")),
             enforce_eager=bool(arguments.switch("enforce-eager")),
         ),
