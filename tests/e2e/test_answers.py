@@ -36,6 +36,7 @@ DECODE = EngineConfig(
     Role.DECODE,
     connector_extra=PATIENT,
     args=("--max-num-queued-reqs", "14", "--max-num-queued-tokens", "7000", "--served-model-name", ALIAS),
+    env=(("VLLM_SERVER_DEV_MODE", "1"),),
 )
 CLUSTER = ClusterConfig("engines-that-refuse", (REFUSING, PREFILL), (DECODE,), PATIENT_PROXY)
 
@@ -112,6 +113,22 @@ def test_f21_prefills_that_are_aborted_are_made_again_at_once(
     assert counted(cluster.url)[1]["prefill"]["aborted"] > before
     assert time.monotonic() - begun < 25, "decode waits for its blocks for 30 s"
     wait_all_blocks_free(cluster)
+
+
+def test_a_decode_engine_sleeps_and_receives_again_when_it_is_awake(
+    cluster: Cluster, client: Client, reference: Reference
+) -> None:
+    """vLLM's CPU backend frees nothing, but vLLM makes the same calls."""
+    [prefill, decode] = cluster.prefill[1], cluster.decode[0]
+    httpx.post(f"{decode.url}/sleep?level=1", timeout=30, **PLAIN_HTTP).raise_for_status()
+    wait_until(lambda: withheld(cluster.url)["decode"] == {decode.url: "ejected: it sleeps"}, 30)
+    httpx.post(f"{decode.url}/wake_up", timeout=30, **PLAIN_HTTP).raise_for_status()
+    wait_until(lambda: withheld(cluster.url)["decode"] == {}, 30)
+    computed = prefill.metric("vllm:prompt_tokens_total")
+    prompt = random_prompt(3000, "after a sleep")
+    assert client.complete(prompt).token_ids == reference.complete(prompt)
+    assert prefill.metric("vllm:prompt_tokens_total") - computed >= 2999
+    assert "describes itself anew" in decode.process.log.read_text()
 
 
 def test_f19_the_engine_that_refused_comes_back_when_it_serves_again(

@@ -5,6 +5,7 @@ A role is a side of the transfer (prefill, decode) in one kind of process (sched
 every connector, so each method here does nothing, and a role overrides those that concern it.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+# vLLM shows what its own loggers and their children log.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for each thing that a role closes."""
@@ -196,6 +199,7 @@ class DecodeSchedulerRole(ConnectorRole):
         )
         if self._listener is not None:
             self._listener.description = engine
+            logger.info("this engine is awake, and describes itself anew as %s", engine_id)
             self.scheduler.renamed(engine_id)
             return
         keys = load_keys(setup.config.side_channel_key_file)
