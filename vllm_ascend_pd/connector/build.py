@@ -330,7 +330,10 @@ def _worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connector
             _check_buffers(caches)
         protocol = config.transfer_protocol or device.transfer_protocol
         limits = TransferLimits.over(protocol, config.write_timeout_s)
-        engine = TransferEngine(setup.host, protocol, limits, SharedEngine.find(protocol))
+        shared = SharedEngine.find(protocol)
+        if shared is not None and vllm_config.model_config.enable_sleep_mode:
+            raise ConfigError("--enable-sleep-mode is set, and other connectors use Mooncake's engine, too")
+        engine = TransferEngine(setup.host, protocol, limits, shared)
         opened.callback(engine.close)
         engine.register(caches.regions(), of_caches=True)
         weights = loaded_weights(vllm_config, follow, logs=is_first)
