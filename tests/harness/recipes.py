@@ -217,21 +217,21 @@ def _not_started(pairs: list[Recipe]) -> str:
     return "".join(lines)
 
 
+_USUAL = "MooncakeConnectorV1"
 _VERDICTS = ("works", "works with the printed change", "refused")
 _HEAD = """\
 # The guides' recipes
 
-This page says what becomes of the launch commands with a KV role in vllm-ascend's guides, with
-[`vllm-ascend-pd migrate`](migrating.md). `tests/harness/recipes.py` makes the page, and a
-[test](../tests/unit/test_recipes.py) checks it. [Another](../tests/npu/test_recipes.py) gives the new commands to
-vLLM's and vllm-ascend's own configuration checks on emulated CANN, with a small model of each architecture. It
-leaves out caches of fp8, which need another chip, and commands that vllm-ascend refuses as the guides have them.
-Nothing here has run on Ascend hardware. The rows of DeepSeek V4 rest on a
+This page says what [`vllm-ascend-pd migrate`](migrating.md) makes of the launch commands in vllm-ascend's guides that
+have a KV role. `tests/harness/recipes.py` makes the page, and a [test](../tests/unit/test_recipes.py) checks it.
+[Another](../tests/npu/test_recipes.py) gives the new commands to vLLM's and vllm-ascend's own configuration checks on
+emulated CANN, with a small model of each architecture. It leaves out caches of fp8, which need another chip, and
+commands that vllm-ascend refuses as the guides have them. The rows of DeepSeek V4 rest on a
 [test](../tests/npu/test_compressed.py) that compares its caches byte by byte, MTP's among them.
 
-The table names commands by their place in `tests/unit/data/recipes/recipes.json` and `recipes-0.30.json`. Of a command
-without a number in brackets only `--kv-transfer-config` changes. Such a number stands for another option that `migrate`
-changes, or for why it is refused; the exit code is 1 then.
+The table names commands by their place in `tests/unit/data/recipes/recipes.json` and `recipes-0.30.json`. Without a
+number in brackets only `--kv-transfer-config` changes. Such a number stands for another option that `migrate` changes,
+or for why it refuses. Where no connector is named, the guide has MooncakeConnectorV1.
 """
 _STARTED_PAIRS = ", ".join(f"{prefill} and {decode}" for prefill, decode in STARTED.values())
 _STARTED_HEAD = f"""\
@@ -258,9 +258,12 @@ def _rows(subjects: dict[str, list[str]]) -> str:
             versions.setdefault(version, {}).setdefault(" ".join(words), []).append(recipe.number)
     lines = [f"| guide | model | connector | {' | '.join(FILES)} |", "|---|---|---|---|---|"]
     for row, versions in rows.items():
+        connector = "" if row[2] == _USUAL else row[2]
         found = (versions.get(version, {}) for version in FILES)
         cells = ("; ".join(f"{_numbers(numbers)} {said}".strip() for said, numbers in each.items()) for each in found)
-        lines.append(f"| {' | '.join(row)} |{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|")
+        lines.append(
+            f"| {' | '.join(row[:2])} |{'|'.join(f' {cell} ' if cell else ' ' for cell in (connector, *cells))}|"
+        )
     return "\n".join(lines) + "\n"
 
 

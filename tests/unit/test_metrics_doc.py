@@ -32,7 +32,9 @@ SECTIONS = {
     title: text for title, _, text in (part.partition("\n") for part in PAGE.read_text().split("\n## "))
 }  # before the first: the page's title
 
-_ROW = re.compile(r"^\| `(vllm:\w+)` \| (\w+) \|([^|]*)\| \S[^|]* \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| `(vllm:\w+)` \|([^|]*)\| \S[^|]* \|$", re.MULTILINE)
+_TYPES = (("_total", "counter"), ("_seconds", "histogram"), ("_ratio", "histogram"), ("", "gauge"))
+"""By the end of a name, as the page says."""
 
 
 class Documented(NamedTuple):
@@ -44,11 +46,8 @@ def documented(section: str) -> dict[str, Documented]:
     text = SECTIONS[section]
     rows = _ROW.findall(text)
     assert len(rows) == text.count("| `vllm:"), "a row that is not like the others"
-    for name, type_, _ in rows:
-        words = name.removesuffix("_total").split("_")
-        assert type_ != "histogram" or words[-1] in ("seconds", "ratio"), "base units end the name"
-        assert name.endswith("_total") == (type_ == "counter")
-    return {name: Documented(type_, frozenset(re.findall(r"`(\w+)`", labels))) for name, type_, labels in rows}
+    types = {name: next(kind for end, kind in _TYPES if name.endswith(end)) for name, _ in rows}
+    return {name: Documented(types[name], frozenset(re.findall(r"`(\w+)`", labels))) for name, labels in rows}
 
 
 def of_engine(metrics: tuple[Metric, ...]) -> dict[str, Documented]:
