@@ -45,10 +45,11 @@ def stages() -> str:
 def answers() -> str:
     """Markdown."""
     lines = ["| engine | the proxy sees | failure | others asked | then | counts against it |", f"|{'---|' * 6}"]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for (role, kind), rule in RULES.items():
         then = f"{rule.then.value} *" if rule.again else rule.then.value
-        cells = (role.value, rule.seen, kind.value, rule.asks.value, then, rule.counts.value)
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.setdefault((rule.seen, kind.value, rule.asks.value, then, rule.counts.value), []).append(role.value)
+    lines += [f"| {' | '.join((roles[0] if len(roles) == 1 else 'both', *row))} |" for row, roles in rows.items()]
     return "\n".join(lines)
 
 

@@ -117,7 +117,7 @@ RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
         "HTTP 401, 403, 407, 408, 421 or 425, or an HTML page", Asks.ALL, Then.DECODE, Counts.YES
     ),
     (_P, FailureKind.BUSY): Rule(
-        "HTTP 429; or 503 in vLLM's words while `/health` is good",
+        "HTTP 429; or 503 in vLLM's words while `/health` is good; or either as a stream's first event",
         Asks.LINE,
         Then.END,
         Counts.IF_IDLE,
@@ -127,7 +127,9 @@ RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
     (_P, FailureKind.FULL): Rule("no free place in time", Asks.LINE, Then.END, Counts.NO),
     (_P, FailureKind.LOST): Rule("connection lost", Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True),
     (_P, FailureKind.TIMEOUT): Rule("silence", Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True),
-    (_P, FailureKind.ERROR): Rule("other HTTP 5xx", Asks.NONE, Then.ANEW, Counts.YES),
+    (_P, FailureKind.ERROR): Rule(
+        "other HTTP 5xx, or an error as a stream's first event", Asks.NONE, Then.ANEW, Counts.YES
+    ),
     (_P, FailureKind.GARBAGE): Rule(
         "HTTP 200 without a completion, or one that is too long", Asks.NONE, Then.ANEW, Counts.YES
     ),
@@ -162,7 +164,9 @@ RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
     (_D, FailureKind.ERROR): Rule(
         "other HTTP 5xx, or an error as a stream's first event", Asks.NONE, Then.ANEW, Counts.YES
     ),
-    (_D, FailureKind.GARBAGE): Rule("an answer that is none", Asks.NONE, Then.ANEW, Counts.YES),
+    (_D, FailureKind.GARBAGE): Rule(
+        "HTTP 200 without a completion, or one that is too long", Asks.NONE, Then.ANEW, Counts.YES
+    ),
     (_D, FailureKind.TRANSFER): Rule("the KV did not arrive", Asks.NONE, Then.ANEW, Counts.NO, again=True),
     (_D, FailureKind.PREFILL): Rule("all attempts at its prefill failed", Asks.NONE, Then.END, Counts.NO),
     (_D, FailureKind.NO_PREFILL): Rule(
