@@ -125,6 +125,10 @@ def is_understood(command: Command, folder: Path) -> None:
         assert shlex.split(last.removeprefix("exec "))[1] == ("start" if "--ray-node" in command.words else "serve")
 
 
+def is_a_test(command: Command, folder: Path) -> None:
+    assert (REPOSITORY / command.words[-1]).is_file()
+
+
 def starts_what_is_there(command: Command, folder: Path) -> None:
     """Runs the scripts themselves, with a stand-in for the environment that they set up."""
     shutil.copytree(REPOSITORY / "scripts", folder / "scripts")
@@ -245,6 +249,7 @@ TABLE = (
     Row(r"scripts/test\.sh", starts_what_is_there, "it is what runs this test"),
     Row(r"scripts/test\.sh --faults", starts_what_is_there, "40 minutes: its short form is a stage of scripts/test.sh"),
     Row(r"scripts/test\.sh --hostile", starts_what_is_there, "minutes: its short form is a stage of scripts/test.sh"),
+    Row(r"\.venv/bin/python -m pytest tests/\S+\.py", is_a_test, "minutes: a test's long form"),
     Row(r"pip install .*", could_be_installed, "would change the environment that tests run in"),
     Row(r"scripts/launch_cluster\.sh \S+ --dry-run", is_understood),
     Row(r"scripts/launch_cluster\.sh \S+", is_understood, NPUS),
