@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,7 @@ FILES = {"0.23.0.post1": "recipes.json", "0.30.0rc2": "recipes-0.30.json"}
 OLDER, NEWER = FILES
 
 
+@cache
 def recipes(version: str = OLDER) -> list[Recipe]:
     read = json.loads((DATA / FILES[version]).read_text(encoding="utf-8"))
     return [Recipe(number, data) for number, data in enumerate(read, 1)]
