@@ -156,22 +156,15 @@ def single(setting: Setting) -> Iterator[Side]:
 @contextmanager
 def ours(setting: Setting, name: str = "ours", extra: Pairs = ()) -> Iterator[Side]:
     """LayerwisePushConnector behind `vllm-ascend-pd proxy`. Prefill computes all prompts, as the peers' does."""
-    prefill, decode = _our_engines(setting, extra)
+    engine, pair = setting.engine(), setting.pair
+    prefill = dataclasses.replace(engine, role=Role.PREFILL, tp=pair.prefill, connector_extra=(*PATIENT, *extra))
+    extra = (*PATIENT, ALL_TO_PREFILL, *extra)
+    decode = dataclasses.replace(engine, role=Role.DECODE, tp=pair.decode, connector_extra=extra)
     config = ClusterConfig(name, (prefill,), (decode,))
     with running_cluster(setting.path, config, setting.logs) as cluster:
         servers = [cluster.proxy, *cluster.prefill, *cluster.decode]
         with _taking_turns(name, cluster.url, setting, servers) as side:
             yield side
-
-
-def _our_engines(setting: Setting, more: Pairs = ()) -> list[EngineConfig]:
-    return [
-        dataclasses.replace(setting.engine(), role=role, tp=tp, connector_extra=(*extra, *more))
-        for role, tp, extra in (
-            (Role.PREFILL, setting.pair.prefill, PATIENT),
-            (Role.DECODE, setting.pair.decode, (*PATIENT, ALL_TO_PREFILL)),
-        )
-    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,12 @@ IN_BFLOAT16 = dataclasses.replace(PLAIN, dtype="bfloat16")
 def caching(tp: int, model: ModelSpec, engine: EngineConfig, block: int) -> ClusterConfig:
     """Decode caches a state at each boundary. `block`: tokens of a block."""
     sides = one_to_one(tp, 1, model=model, engine=engine)
-    [decode] = sides.decode
+    prefill, decode = (
+        dataclasses.replace(side, connector_extra=(*side.connector_extra, ("verify_kv", "all")))
+        for side in (*sides.prefill, *sides.decode)
+    )
     decode = dataclasses.replace(decode, args=(*decode.args, "--prefix-cache-retention-interval", str(block)))
-    return dataclasses.replace(sides, name=f"prefixes-{sides.name}", decode=(decode,))
+    return dataclasses.replace(sides, name=f"prefixes-{sides.name}", prefill=(prefill,), decode=(decode,))
 
 
 CLUSTERS = [
@@ -66,6 +69,9 @@ def test_a_conversation(cluster: Cluster, client: Client, reference: Reference, 
     after = hits(cluster)
     assert after[0] > before[0], "prefill has started from a cached state"
     assert after[1] > before[1], "decode has started from a cached state"
+    verified = {labels["result"]: n for labels, n in cluster.decode[0].samples("vllm:kv_pd_verified_total")}
+    assert verified.pop("right") > 0
+    assert not any(verified.values()), verified
 
 
 @all_clusters

@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -353,6 +354,8 @@ class DecodeRank(_RankBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.received_bytes = 0
+        self.verified: Counter[str] = Counter()
+        """Results of `verify_kv`."""
         self.cached_tokens: dict[str, int] = {}
         """By ticket: what prefill had of the prompt, as it says."""
         observer = tell_all(DecodeObserver, decode_trace(self.parsed.trace_dir, self.rank_info))
@@ -375,6 +378,7 @@ class DecodeRank(_RankBase):
         report = self.worker.take_report()
         self.received_bytes += sum(num_bytes for num_bytes, _ in report.received.values()) if report else 0
         self.cached_tokens |= report.cached if report else {}
+        self.verified.update(report.verified if report else {})
         return arrivals.finished, arrivals.failed, report.failed if report else {}
 
     def kept(self, layer: int, part: int, cache: torch.Tensor) -> torch.Tensor:

@@ -228,7 +228,11 @@ class Pair:
                 t.digest(),
                 p.d_blocks,
                 p.cached,
-                VerifiedBlocks((p.d_blocks[p.cached // span :],), p.num_tokens, column_tokens([span], p.num_tokens))
+                VerifiedBlocks(
+                    (p.d_blocks[p.cached // span :], *map(list, t.remote_block_ids[1:])),
+                    p.num_tokens,
+                    column_tokens(t.spans, p.num_tokens),
+                )
                 if share
                 else None,
             )

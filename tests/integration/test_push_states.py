@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from harness.kv import Side
+from harness.kv import Prompt, Side
 from harness.pool import long
-from harness.ranks import deliver
-from harness.states import GATED_DELTA, ONE_GROUP, HybridModel, HybridPair, with_states
+from harness.ranks import deliver, prompts, run
+from harness.states import GATED_DELTA, LAYER, ONE_GROUP, HybridDecode, HybridModel, HybridPair, with_states
+from vllm_ascend_pd.decode.checksums import Delivered
 
 LINEAR = HybridModel(layers=2, heads=2, states=GATED_DELTA)
 MAMBA = HybridModel(layers=2, heads=2, states=ONE_GROUP)
@@ -32,11 +33,53 @@ LONG = ("MAMBA_TP4_TO_TP1", "LINEAR_DCP2_TO_TP1", "LINEAR_TP1_TO_DCP2", "LINEAR_
 
 @pytest.fixture(scope="module", params=[long(name) if name in LONG else name for name in SHAPES])
 def pair(request: pytest.FixtureRequest) -> Iterator[HybridPair]:
-    made = HybridPair(*SHAPES[request.param])
+    made = HybridPair(*SHAPES[request.param], config={"verify_kv": "all"})
     yield made
     assert made.close() == []
 
 
 @pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
 def test_bytes_arrive(pair: HybridPair, chunk: int | None, cached: int) -> None:
+    pair.each(pair.d_ranks, "do", counts)
     deliver(pair, chunk, cached, with_states)
+    for counted in pair.each(pair.d_ranks, "do", counts):
+        assert set(counted) == {"right"}, counted
+
+
+def counts(rank: HybridDecode) -> dict[str, int]:
+    """Returns the results of `verify_kv` since the last call."""
+    found = dict(rank.verified)
+    rank.verified.clear()
+    return found
+
+
+def spoil_state(rank: HybridDecode, victim: Prompt) -> None:
+    """Changes the victim's state when it has arrived and is not compared yet."""
+    begin = rank.worker._verifier.begin
+
+    def begin_spoiled(delivered: list[Delivered]) -> None:
+        if any(each.expect.request_id == victim.request_id for each in delivered):
+            rank.views[-1][victim.states[1]].add_(1)
+        begin(delivered)
+
+    rank.worker._verifier.begin = begin_spoiled
+
+
+def mend(rank: HybridDecode) -> None:
+    rank.worker._verifier.__dict__.pop("begin", None)
+
+
+def test_a_wrong_state_is_found_and_blamed(pair: HybridPair) -> None:
+    requests = with_states(prompts(pair, [40, 70, 60]))
+    victim = requests[1]
+    pair.each(pair.d_ranks, "clear")
+    pair.d_ranks[-1].call("do", spoil_state, victim)
+    try:
+        run(pair, requests)
+        _, failed = pair.wait_arrivals(len(requests))
+    finally:
+        pair.each(pair.d_ranks, "do", mend)
+    assert list(failed) == [victim.request_id]
+    assert f"{LAYER} tensor " in failed[victim.request_id]
+    assert f" in blocks {victim.states[1]}, from prefill rank " in failed[victim.request_id]
+    pair.wait_sent(len(requests))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_pd.core.layout import ALL_TOKENS, BlockKind, Geometry, Order, TokenShare
+from vllm_ascend_pd.core.layout import ALL_TOKENS, Geometry, Order, TokenShare
 from vllm_ascend_pd.core.plan import NULL_BLOCK, Mask, Offsets, Units
 
 Sums = npt.NDArray[np.uint64]
@@ -189,8 +189,3 @@ def common_heads(own: range, theirs: range) -> range:
     """Returns the heads in both ranges, which may be none."""
     start = max(own.start, theirs.start)
     return range(start, max(start, min(own.stop, theirs.stop)))
-
-
-def is_summed(geometry: Geometry) -> bool:
-    """Whether checksums cover such caches. States are left out."""
-    return geometry.kind is BlockKind.TOKENS

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
-from vllm_ascend_pd.core.checksum import SummedUnits, Sums, Tally, common_heads, head_weights, is_summed
+from vllm_ascend_pd.core.checksum import SummedUnits, Sums, Tally, common_heads, head_weights
 from vllm_ascend_pd.core.kv_dump import Place, write_dump
-from vllm_ascend_pd.core.layout import Order, Packing
+from vllm_ascend_pd.core.layout import BlockKind, Order, Packing
 from vllm_ascend_pd.core.protocol import WriterId
 from vllm_ascend_pd.core.reasons import Verified
 from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.topology import RankInfo, Sharding
+from vllm_ascend_pd.core.topology import RankInfo, Sharding, held
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.device.checksums import UnitSummer, stack_on_host, to_numpy
 
@@ -97,8 +97,7 @@ class Verifier:
         # By geometry: indices of its tensors.
         self._tensors: dict[int, list[int]] = {}
         for index, tensor in enumerate(caches.description.tensors):
-            if is_summed(caches.description.geometry_of(tensor)):
-                self._tensors.setdefault(tensor.geometry, []).append(index)
+            self._tensors.setdefault(tensor.geometry, []).append(index)
         # The oldest first.
         self._pending: deque[_Check] = deque()
         # By ticket id: what was right on arrival and has not been read, and when it was compared. The oldest first.
@@ -202,13 +201,13 @@ class Verifier:
             geometry = self._caches.description.geometries[index]
             # A unit lies within one block here, and within the tokens of one rank there.
             unit = math.gcd(geometry.run, prefill.interleave) if prefill.parts > 1 else geometry.run
-            wanted = [(each.expect.cached_tokens, each.verified) for each in check.delivered]
-            summed = SummedUnits.of(
-                geometry,
-                unit,
-                [(start, max(start, geometry.complete(of.num_tokens))) for start, of in wanted],
-                [of.blocks[geometry.group] for _, of in wanted],
-            )
+            blocks = [each.verified.blocks[geometry.group] for each in check.delivered]
+            if geometry.kind is BlockKind.STATE:  # as one token
+                ranges = [(0, len(state)) for state in blocks]
+            else:
+                wanted = [(each.expect.cached_tokens, each.verified.num_tokens) for each in check.delivered]
+                ranges = [(start, max(start, geometry.complete(stop))) for start, stop in wanted]
+            summed = SummedUnits.of(geometry, unit, ranges, blocks)
             if len(summed.units):
                 check.summed[index] = summed, UnitSummer(self._device, summed), tensors
 
@@ -231,7 +230,8 @@ class Verifier:
             for index, (summed, _, tensors) in check.summed.items():
                 places = [place for place, tensor in enumerate(tensors) if tensor in report.covers]
                 if places:
-                    chosen = summed.chosen(number, delivered.prefill.share(report.writer.rank))
+                    writers, _ = held(summed.geometry, delivered.prefill, delivered.prefill)
+                    chosen = summed.chosen(number, writers.share(report.writer.rank))
                     sums = to_numpy(check.sums[index])[places][:, chosen]
                     rows = [report.covers.index(tensors[place]) for place in places]
                     total = summed.geometry.total_heads
@@ -257,6 +257,9 @@ class Verifier:
         kinds = list(dict.fromkeys(tensor.geometry for tensor in tensors))
         blocks: dict[int, None] = {}
         for geometry in (self._caches.description.geometries[index] for index in kinds):
+            if geometry.kind is BlockKind.STATE:
+                blocks.update(dict.fromkeys(of.blocks[geometry.group]))
+                continue
             for column in columns:
                 begin = max(column * of.column_tokens - cached, 0) // geometry.span
                 end = -(-(min((column + 1) * of.column_tokens, of.num_tokens) - cached) // geometry.span)
@@ -283,7 +286,8 @@ class Verifier:
         index, delivered = report.covers[rows[0]], check.delivered[number]
         tensor, of = self._caches.description.tensors[index], delivered.verified
         summed, summer, _ = check.summed[tensor.geometry]
-        chosen = summed.chosen(number, delivered.prefill.share(report.writer.rank))
+        writers, _ = held(summed.geometry, delivered.prefill, delivered.prefill)
+        chosen = summed.chosen(number, writers.share(report.writer.rank))
         chosen &= summed.units.tokens // of.column_tokens == columns[0]
         total = summed.geometry.total_heads
         own = self._rank_info.sharding.heads(self._rank_info.rank, total)

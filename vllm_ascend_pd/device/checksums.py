@@ -64,10 +64,10 @@ class UnitSummer:
         every = self._bytes(tensor, base)
         rows = self._rows[torch.from_numpy(chosen).to(self._rows.device)][: max(1, _DUMPED // self._unit_bytes)]
         content = every.index_select(0, rows).cpu().numpy()
-        alike = (
-            (every[:, :64] == every[rows[0], :64]).all(1).nonzero()[:, 0] * self._step // self._geometry.block_stride
-        )
-        return content, sorted({*alike.tolist()} - {int(rows[0]) * self._step // self._geometry.block_stride})[:8]
+        block, within = divmod(int(rows[0]), self._geometry.block_stride // self._step)
+        beginnings = every[within :: self._geometry.block_stride // self._step, :64]
+        alike = (beginnings == beginnings[block]).all(1).nonzero()[:, 0].tolist()
+        return content, [copy for copy in alike if copy != block][:8]
 
     def _bytes(self, tensor: torch.Tensor, base: int) -> torch.Tensor:
         """Returns the bytes of a cache tensor as rows of a unit, which overlap if blocks are no multiple of units."""

@@ -20,10 +20,8 @@ from vllm_ascend_pd.core.checksum import (
     Tally,
     column_tokens,
     common_heads,
-    is_summed,
 )
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry
-from vllm_ascend_pd.core.plan import Route
+from vllm_ascend_pd.core.layout import CacheTensor
 from vllm_ascend_pd.core.prefill_ticket import Destination
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import held
@@ -44,8 +42,8 @@ class StepChecksums:
         ticket_ids: Sequence[str],
         quantize: Mapping[tuple[str, int], Quantize],
     ) -> None:
-        """`own_heads`: this rank's, of the whole model. `ticket_ids`: of the requests that units belong to. `quantize`:
-        as in `RegisteredCaches`.
+        """`own_heads`: this rank's, of the whole model. `ticket_ids`: of the requests that units belong to.
+        `quantize`: as in `RegisteredCaches`.
 
         Raises `DeviceError`.
         """
@@ -81,34 +79,6 @@ class StepChecksums:
             return computed
 
 
-def plan_checksums(
-    device: Device,
-    geometry: Geometry,
-    route: Route,
-    own_heads: range,
-    parts: Sequence[tuple[Ticket, tuple[int, int], Sequence[int]]],
-    quantize: Mapping[tuple[str, int], Quantize],
-) -> StepChecksums | None:
-    """Returns the checksums of what a step sends to one decode engine; None if this rank has nothing of it.
-
-    `parts`: for each verified request its ticket, the tokens `[start, stop)`
-    that become complete, and our blocks from that of the first one on. `quantize`: as in `RegisteredCaches`. Raises
-    `DeviceError`.
-    """
-    group = geometry.group
-    summed = SummedUnits.of(
-        geometry,
-        route.unit,
-        [tokens for _, tokens, _ in parts],
-        [blocks for _, _, blocks in parts],
-        [(ticket.remote_block_ids[group], ticket.span(group)) for ticket, _, _ in parts],
-        route.token_share,
-    )
-    if len(summed.units) == 0:
-        return None
-    return StepChecksums(device, own_heads, summed, [ticket.ticket_id for ticket, _, _ in parts], quantize)
-
-
 def report_checksums(ticket: Ticket, steps: Sequence[StepChecksums], destination: Destination) -> bytes | None:
     """Returns what is reported to a decode rank after success; None if nothing was taken.
 
@@ -121,10 +91,9 @@ def report_checksums(ticket: Ticket, steps: Sequence[StepChecksums], destination
     tally = Tally.empty(len(covers), column_tokens(ticket.spans, ticket.num_tokens), ticket.num_tokens)
     named = [(rank.caches.tensors[index].layer, rank.caches.tensors[index].part) for index in covers]
     kinds = [rank.caches.geometry_of(rank.caches.tensors[index]) for index in covers]
-    summed_rows = {name: row for row, (name, kind) in enumerate(zip(named, kinds, strict=True)) if is_summed(kind)}
     for step in steps:
         summed = step.summed
-        rows = {name: row for name, row in summed_rows.items() if kinds[row].group == summed.geometry.group}
+        rows = {name: row for row, name in enumerate(named) if kinds[row].group == summed.geometry.group}
         _, readers = held(summed.geometry, decode, decode)
         chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), readers.share(rank.tp_rank))
         common = common_heads(step.own_heads, decode.heads(rank.tp_rank, summed.geometry.total_heads))

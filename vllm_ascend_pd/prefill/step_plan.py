@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
-from vllm_ascend_pd.core.checksum import is_selected, is_summed
+from vllm_ascend_pd.core.checksum import SummedUnits, is_selected
 from vllm_ascend_pd.core.plan import Route
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
@@ -14,7 +14,7 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo, Sharding
 from vllm_ascend_pd.device.base import Device, DeviceError
-from vllm_ascend_pd.prefill.checksums import StepChecksums, plan_checksums
+from vllm_ascend_pd.prefill.checksums import StepChecksums
 from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.regroup import Regrouper
 from vllm_ascend_pd.prefill.sender import Sender
@@ -139,7 +139,7 @@ class Planner:
             assert slot_units > 0
         geometry = self._geometries[index]
         try:
-            if self._verified_share and is_summed(geometry):
+            if self._verified_share:
                 self._plan_checksums(plan, index, route, served)
             return plan_sends(route, geometry, served, self._device, slot_units, self._layers[index])
         except DeviceError as error:  # the side stream is broken
@@ -153,11 +153,21 @@ class Planner:
         verified = [each for each in slices if is_selected(self._verified_share, each.transfer.ticket.ticket_id)]
         if not verified:
             return
-        geometry = self._geometries[index]
-        parts = [(each.transfer.ticket, each.tokens(geometry), each.send.blocks[geometry.group]) for each in verified]
+        geometry, tickets = self._geometries[index], [each.transfer.ticket for each in verified]
+        group = geometry.group
+        summed = SummedUnits.of(
+            geometry,
+            route.unit,
+            [each.tokens(geometry) for each in verified],
+            [each.send.blocks[group] for each in verified],
+            [(ticket.remote_block_ids[group], ticket.span(group)) for ticket in tickets],
+            route.token_share,
+        )
+        if len(summed.units) == 0:  # other ranks have them
+            return
         heads = self._rank_info.sharding.heads(self._rank_info.rank, geometry.total_heads)
-        checksums = plan_checksums(self._device, geometry, route, heads, parts, self._caches.quantize)
-        if checksums is not None:
-            plan.checksums.setdefault(index, []).append(checksums)
-            for each in verified:
-                each.transfer.checksums.append(checksums)
+        ticket_ids = [ticket.ticket_id for ticket in tickets]
+        checksums = StepChecksums(self._device, heads, summed, ticket_ids, self._caches.quantize)
+        plan.checksums.setdefault(index, []).append(checksums)
+        for each in verified:
+            each.transfer.checksums.append(checksums)
