@@ -67,7 +67,7 @@ def test_a_transfer_ends_before_decode_sleeps_and_another_succeeds_afterwards(pa
     requests, by_id = begin(pair)
     pair.each(pair.d_ranks, "do", sleep)
     end(pair, requests, by_id)
-    assert pair.wait_sent(1)["request-0"] == "decode took the ticket back: decode sleeps (/sleep)"
+    assert "decode sleeps (/sleep)" in pair.wait_sent(1)["request-0"]
     assert pair.wait_arrivals(1) == (set(), {"request-0": "decode sleeps (/sleep)"})
     run(pair, requests)
     assert "refused: decode sleeps" in pair.wait_sent(1)["request-0"]

@@ -17,7 +17,7 @@ import cann_on_host
 from harness import sparse_caches
 from harness.kv import Model, Side
 from harness.pool import long
-from harness.rank_programs import PrefillRank
+from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.device import ops, ops_fallback
 
@@ -119,6 +119,28 @@ def push(pair: Pair) -> None:
 
 def test_bytes_arrive(pair: Pair) -> None:
     push(pair)
+
+
+def wake(rank: PrefillRank | DecodeRank) -> None:
+    rank.worker.wake()
+
+
+def sleep(rank: PrefillRank | DecodeRank) -> None:
+    rank.worker.sleep()
+
+
+def test_ranks_that_have_slept_send_and_receive_again() -> None:
+    """Mooncake's engines stop, and start again with the same memory."""
+    pair = Pair(GQA, side(2), side(1), device="npu")
+    push(pair)
+    for ranks in (pair.d_ranks, pair.p_ranks):
+        pair.each(ranks, "do", sleep)
+        pair.each(ranks, "do", wake)
+        pair.listener.close(5.0)
+        pair._listen(f"{pair.decode_id}.1", pair.port)
+        pair.each(pair.d_ranks, "clear")
+        push(pair)
+    assert pair.close() == []
 
 
 def test_a_layer_of_more_chunks_than_staging_slots_arrives() -> None:
