@@ -6,7 +6,7 @@ import pytest
 from harness.kv import Side
 from harness.pool import long
 from harness.ranks import expect_delivery, prompts, run
-from harness.states import GATED_DELTA, MAMBA2, HybridModel, HybridPair, with_states
+from harness.states import GATED_DELTA, MAMBA2, HybridDecode, HybridModel, HybridPair, with_states
 
 pytestmark = pytest.mark.npu
 
@@ -16,6 +16,11 @@ LINEAR, MAMBA = (HybridModel(layers=2, heads=2, states=states) for states in (GA
 
 def side(tp: int, dcp: int = 1) -> Side:
     return Side(tp, num_blocks=24, block_size=BLOCK, dcp=dcp, interleave=BLOCK if dcp > 1 else 1)
+
+
+def results(rank: HybridDecode) -> set[str]:
+    """Returns what comparisons with prefill's checksums have found."""
+    return set(rank.verified)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +34,12 @@ def side(tp: int, dcp: int = 1) -> Side:
 )
 def test_bytes_arrive(model: HybridModel, prefill: Side, decode: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CANN_ON_HOST_DELAY_US", "500")
-    pair = HybridPair(model, prefill, decode, device="npu")
+    pair = HybridPair(model, prefill, decode, device="npu", config={"verify_kv": "all"})
     try:
         requests = with_states(prompts(pair, [1, 127, 128, 129, 300]))
         run(pair, requests, chunk=200)
         expect_delivery(pair, requests)
+        assert pair.each(pair.d_ranks, "do", results) == [{"right"}] * decode.ranks
     finally:
         left = pair.close()
     assert left == []

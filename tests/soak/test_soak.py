@@ -79,6 +79,8 @@ def test_soak(tmp_path: Path) -> None:
     assert summary["aborted"] > 0
     assert (summary["wrong"], summary["hung"], summary["leaked_blocks"], summary["restarts"]) == (0, 0, 0, 1)
     assert finished(folder) == REQUESTS  # none was asked twice
+    logs = "".join(log.read_text(errors="replace") for log in folder.rglob("*.log"))
+    assert "KV differs from what prefill computed" not in logs, "verify_kv has found wrong KV"
     assert (folder / "soak.png").read_bytes().startswith(PNG)
 
 

@@ -31,6 +31,7 @@ TIMES = (
     ("transfer_timeout_s", 150.0),
     ("control_timeout_s", 15.0),
     ("grant_timeout_s", 60.0),
+    ("verify_kv", "all"),
 )
 STOP_SECONDS = 30
 """What a prefill engine that gets a SIGTERM has."""
