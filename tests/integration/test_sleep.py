@@ -14,6 +14,8 @@ from harness.rank_hosts import start_afresh
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_worker
+from vllm_ascend_pd.connector.roles import ConnectorRole
 
 CONFIG = {"write_timeout_s": 1.0, "control_timeout_s": 2.0}
 SHORT_LEASES = {**CONFIG, "lease_s": 1.0}
@@ -134,3 +136,30 @@ def test_weights_that_were_loaded_asleep_are_others(pair: Pair, asleep: str) -> 
     run(pair, requests)
     assert pair.wait_arrivals(1)[0] == set()
     assert "prefill computed with weights" in pair.wait_sent(1)["request-0"]
+
+
+class _Role(ConnectorRole):
+    """Counts what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def sleep(self) -> None:
+        self.told.append("sleep")
+
+    def wake(self) -> None:
+        self.told.append("wake")
+
+
+def test_a_rank_wakes_when_its_caches_have_memory_again() -> None:
+    """vLLM can wake the weights alone, to load others."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    role = _Role()
+    follow_worker(role)
+    worker = CPUWorker.__new__(CPUWorker)
+    worker.sleep(level=2)
+    worker.wake_up(tags=["weights"])
+    assert role.told == ["sleep"]
+    worker.wake_up(tags=["kv_cache"])
+    assert role.told == ["sleep", "wake"]

@@ -92,8 +92,15 @@ def test_hashes_of_hamming_sparse_attention_are_the_engines_own(plugins: None) -
 
 
 def test_memory_of_a_sleeping_engine_is_given_away(plugins: None) -> None:
-    """Caches are allocated and registered in the pool that sleeping unmaps, and no hook tells the connector."""
+    """Caches are allocated and registered in the pool that sleeping unmaps, and no hook tells the connector. So the
+    worker's own calls are followed."""
     from vllm_ascend.worker.worker import NPUWorker
+
+    from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_worker
+    from vllm_ascend_pd.connector.roles import ConnectorRole
+
+    follow_worker(ConnectorRole())
+    assert all(hasattr(method, "_is_followed") for method in (NPUWorker.sleep, NPUWorker.wake_up))
 
     assert 'use_memory_pool(tag="kv_cache")' in inspect.getsource(NPUWorker.initialize_from_config)
     assert "connector" not in inspect.getsource(NPUWorker.sleep)
