@@ -7,7 +7,8 @@ from vllm_ascend_pd.transport.ascend_writer import Slots
 def proven(size: int, *sessions: str) -> Slots:
     slots = Slots(size, max(1, size // 2))
     for session in sessions:
-        slots.proved(session, well=True)
+        slots.take(session, 0.0)
+        slots.give_back(session, proved=True)
     return slots
 
 
@@ -24,11 +25,12 @@ def test_unproven_peers_share_a_part_of_them() -> None:
 
 def test_a_peer_is_proven_by_what_arrives_until_something_fails() -> None:
     slots = proven(4, "a")
-    assert taken(slots, *"bcd") == [True, True, False]
+    assert taken(slots, *"abcd") == [True, True, True, False]
+    slots.give_back("a", proved=True)
     assert slots.is_free("a")
-    slots.proved("a", well=False)
+    slots.forget(["a"])  # as when a batch fails
     assert not slots.is_free("a")
-    slots.proved("a", well=True)
-    assert slots.is_free("a")
-    slots.forget(["a"])
-    assert not slots.is_free("a")
+    slots.give_back("b")
+    assert taken(slots, "a") == [True]
+    slots.give_back("a", proved=True)
+    assert taken(slots, *"da") == [True, True]

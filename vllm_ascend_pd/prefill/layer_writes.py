@@ -13,7 +13,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -157,9 +156,6 @@ def joined(
 
     `places`: for each layer, the base addresses of its sources and destinations.
     """
-    if len(places) == 1:
-        yield from batches.at(*places[0])
-        return
     sources, destinations, num_bytes = array("q"), array("q"), 0
     lengths: list[int] = []
     for place in places:
@@ -179,8 +175,7 @@ def joined(
 _RETRY_PAUSE_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(NamedTuple):
     """One write of a layer to one decode rank."""
 
     push: LayerPush
@@ -283,10 +278,9 @@ class LayerExecutor:
         for push in pushes:
             push.begun = push.begun or begun
         places = [(push.sources(to), to.bases) for push, to in zip(pushes, targets, strict=True)]
+        with_addresses = batches.at(*places[0]) if len(places) == 1 else joined(batches, places, limits)
         # The lease is checked before each batch, since it may end in between (R2).
-        self.pipeline.write(
-            target.session, joined(batches, places, limits), lease.may_begin, partial(self._ended, writes)
-        )
+        self.pipeline.write(target.session, with_addresses, lease.may_begin, partial(self._ended, writes))
 
     def _await_bytes(self, push: LayerPush) -> None:
         """Waits until the layer's bytes can be read. Raises DeviceError or TimeoutError."""

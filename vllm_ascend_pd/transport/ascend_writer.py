@@ -102,8 +102,7 @@ class _AscendFlight:
             raise self.unknown(error) from error
         if not arrived:
             raise self.lost("the peer is gone, hangs or refuses the addresses: Mooncake's log says which")
-        self.writer._slots.proved(self.session, well=True)
-        self.writer._slots.give_back(self.session)
+        self.writer._slots.give_back(self.session, proved=True)
 
     def _await_end(self) -> bool:
         """Polls until Mooncake's task is over. Returns whether every byte has arrived."""
@@ -123,7 +122,7 @@ class _AscendFlight:
 
     def lost(self, why: str) -> TransferError:
         """Ends the batch as failed, and returns the error for it. No byte of it is in flight."""
-        self.writer._slots.proved(self.session, well=False)
+        self.writer._slots.forget([self.session])
         self.writer._slots.give_back(self.session)
         self.writer._reach.failed(self.session)
         return TransferError(
@@ -135,7 +134,7 @@ class _AscendFlight:
 
     def unknown(self, error: Exception) -> TransferError:
         """Returns the error for a batch whose end is unknown. It keeps its slot for as long as a batch can take."""
-        self.writer._slots.proved(self.session, well=False)
+        self.writer._slots.forget([self.session])
         self.writer._reach.failed(self.session)
         timer = threading.Timer(self.writer._limits.settle_s, self.writer._slots.give_back, [self.session])
         timer.daemon = True
@@ -185,19 +184,16 @@ class Slots:
         with self._lock:
             return self._is_free(session)
 
-    def give_back(self, session: str) -> None:
-        """Frees the slot of a batch that is no longer in flight."""
+    def give_back(self, session: str, proved: bool = False) -> None:
+        """Frees the slot of a batch that is no longer in flight. `proved`: it has arrived."""
         with self._lock:
+            if proved:
+                self._proven.add(session)
             del self._held[session]
             self._changed.notify_all()
 
-    def proved(self, session: str, well: bool) -> None:
-        """Records that a batch has arrived (`well`) or failed."""
-        with self._lock:
-            (self._proven.add if well else self._proven.discard)(session)
-
     def forget(self, sessions: Collection[str]) -> None:
-        """As `Writer.forget`."""
+        """As `Writer.forget`, and for the peer of a batch that has failed."""
         with self._lock:
             self._proven.difference_update(sessions)
 
