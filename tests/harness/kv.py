@@ -27,6 +27,7 @@ class Model:
     dtypes: tuple[torch.dtype, ...] = ()
     encoding: str | None = None
     copied_from: int | None = None  # the first part that each rank of decode context parallelism has all tokens of
+    whole_from: int | None = None  # the first part of one head that all ranks have, beside others: a cache of its own
     drafts: int = 0  # how many of the layers, the last ones, are those of a draft
     allocate: Callable[[Sequence[str], int, int, str], dict[str, tuple[torch.Tensor, ...]]] | None = None
     """Makes the caches of layers, with so many blocks of so many tokens, on a device. None: `make_caches` does.
@@ -40,8 +41,11 @@ class Model:
     def dtype_of(self, part: int) -> torch.dtype:
         return self.dtypes[part] if self.dtypes else self.dtype
 
-    def heads_of(self, rank: int, tp: int) -> range:
-        return range(1) if self.replicated else owned_heads(rank, tp, self.heads)
+    def is_whole(self, part: int) -> bool:
+        return self.replicated or (self.whole_from is not None and part >= self.whole_from)
+
+    def heads_of(self, rank: int, tp: int, part: int = 0) -> range:
+        return range(1) if self.is_whole(part) else owned_heads(rank, tp, self.heads)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def layer_name(index: int) -> str:
 def truth(model: Model, seed: int, layer: int, part: int, num_tokens: int) -> torch.Tensor:
     """Returns the right KV of one request: `[num_tokens, heads, width]`."""
     generator = torch.Generator().manual_seed(seed * 1009 + layer * 31 + part)
-    heads = 1 if model.replicated else model.heads
+    heads = 1 if model.is_whole(part) else model.heads
     return torch.randn(num_tokens, heads, model.widths[part], generator=generator).to(model.dtype_of(part))
 
 
@@ -130,7 +134,6 @@ def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) 
         names = [layer_name(layer) for layer in side.layers_of(pp_rank, model)]
         return model.allocate(names, side.num_blocks, side.block_size, device)
     alignment = REGISTRATION_BYTES if device == "npu" else 64
-    heads = len(model.heads_of(rank % side.tp, side.tp))
     caches = {}
     for place, layer in enumerate(side.layers_of(pp_rank, model)):
         if side.buffers and place >= side.buffers:
@@ -138,6 +141,7 @@ def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) 
             continue
         parts = []
         for part, width in enumerate(model.widths):
+            heads = len(model.heads_of(rank % side.tp, side.tp, part))
             shape = (
                 (side.num_blocks, side.block_size, heads, width)
                 if model.order is Order.TOKEN_MAJOR

@@ -68,6 +68,10 @@ class _Warnings(logging.Handler):
         self.messages.append(record.getMessage())
 
 
+def _of_one_head(cache: torch.Tensor) -> torch.Tensor:
+    return cache.squeeze(2)
+
+
 @dataclass
 class _RankBase:
     model: Model
@@ -95,7 +99,7 @@ class _RankBase:
         dealt = sharding(side.tp, side.dcp, side.interleave, side.pcp)
         self.caches, specs = self.make()
         self.registered = describe(
-            self.caches,
+            self.by_name(),
             specs,
             heads_first=self.model.order is Order.HEAD_MAJOR,
             readers=() if self.side.buffers else None,
@@ -131,14 +135,24 @@ class _RankBase:
         specs = dict.fromkeys(caches, spec)
         for layer in self.model.draft_layers:
             specs[layer_name(layer)] = replace(spec, draft=DRAFT)
+        if self.model.whole_from is not None:
+            specs |= {f"{layer}.index_cache": replace(spec, heads=1, total_heads=1) for layer in caches}
         return caches, specs
+
+    def by_name(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Returns the caches as an engine registers them."""
+        if (first := self.model.whole_from) is None:
+            return self.caches
+        # An index has three dimensions, as MiniMax-M3's in vllm-ascend 0.30.
+        indices = {f"{name}.index_cache": tuple(map(_of_one_head, c[first:])) for name, c in self.caches.items()}
+        return {name: parts[:first] for name, parts in self.caches.items()} | indices
 
     def quantize(self) -> dict[tuple[str, int], Quantize]:
         """Returns what quantizes tensors on their way to decode, as `describe` takes it."""
         return {}
 
-    def _heads(self) -> range:
-        return self.model.heads_of(self.rank % self.side.tp, self.side.tp)
+    def _heads(self, part: int = 0) -> range:
+        return self.model.heads_of(self.rank % self.side.tp, self.side.tp, part)
 
     def do(self, action: Callable[..., Any], *args: Any) -> Any:
         """Runs `action(this rank, *args)`, a function at the top of a test's module."""
@@ -225,6 +239,8 @@ class PrefillRank(_RankBase):
                 self.worker.await_buffers([layer_name(layer)])
                 self.compute(layer, values.pop(layer, []))
                 self.worker.layer_computed(layer_name(layer))
+                if self.model.whole_from is not None:
+                    self.worker.layer_computed(f"{layer_name(layer)}.index_cache")
         for layer, copies in values.items():
             self.worker.await_buffers([layer_name(layer)])
             self.compute(layer, copies)
@@ -243,9 +259,9 @@ class PrefillRank(_RankBase):
 
     def _values(self, layer: int, prompt: Prompt, send: Send) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The KV of a send's tokens on the device, cut at the cache's blocks."""
-        own = self._heads()
         copies = []
         for part, cache in enumerate(self.caches[layer_name(layer)]):
+            own = self._heads(part)
             side = self.side.of_part(self.model, part)
             held = side.places(self.rank, send.start, send.stop)
             values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
@@ -396,9 +412,9 @@ class DecodeRank(_RankBase):
         request.
         """
         found = []
-        own = self._heads()
         for layer in self.side.layers_of(self.pp_rank, self.model):
             for part, cache in enumerate(self.caches[layer_name(layer)]):
+                own = self._heads(part)
                 view = self.kept(layer, part, cache).cpu()
                 used = set()
                 for prompt in prompts:

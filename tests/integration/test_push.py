@@ -27,6 +27,8 @@ SPARSE_C8 = Model(
     replicated=True,
     copied_from=2,
 )
+# MiniMax-M3: K and V of each rank's heads, and keys of an index that all ranks have.
+INDEXED_HEADS = Model(widths=(32, 32, 16), whole_from=2)
 
 SHAPES = {
     "GQA_TP4_TO_TP2": (GQA, Side(4), Side(2)),
@@ -66,11 +68,13 @@ SHAPES = {
     "SPARSE_C8_DCP2_TO_TP1": (SPARSE_C8, Side(2, dcp=2, interleave=16), Side(1)),
     "SPARSE_C8_TP1_TO_DCP2": (SPARSE_C8, Side(1), Side(2, dcp=2, interleave=4)),
     "SPARSE_C8_PCP2_TO_DCP2": (SPARSE_C8, Side(1, pcp=2, interleave=16), Side(2, dcp=2, interleave=16)),
+    "INDEXED_HEADS_TP2_TO_TP1": (INDEXED_HEADS, Side(2), Side(1)),
+    "INDEXED_HEADS_TP2_TO_TP2": (INDEXED_HEADS, Side(2), Side(2)),
     "FLOAT32_TP2_TO_TP1": (Model(dtype=torch.float32), Side(2), Side(1)),
 }
 
 
-LONG = ("SPARSE_C8_DCP2_TO_TP1", "SPARSE_C8_PCP2_TO_DCP2")
+LONG = ("INDEXED_HEADS_TP2_TO_TP2", "SPARSE_C8_DCP2_TO_TP1", "SPARSE_C8_PCP2_TO_DCP2")
 
 
 @pytest.fixture(scope="module", params=[long(name) if name in LONG else name for name in SHAPES])

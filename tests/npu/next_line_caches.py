@@ -2,7 +2,8 @@
 """Prints as JSON what the connector makes of sparse attention's caches, in vllm-ascend 0.30's own specs and allocation.
 
 Two layers of DeepSeek V3.2: the second one uses the first one's index. `quantized`: the index in 8 bits. `packed`:
-latent and rope in 8 bits with their scales, too. next_line_ranks.py sends such caches.
+latent and rope in 8 bits with their scales, too. next_line_ranks.py sends such caches. `indexed_heads`: a layer of
+MiniMax-M3, on one of two ranks.
 """
 
 import dataclasses
@@ -18,11 +19,16 @@ load_general_plugins()
 
 import vllm_ascend.worker.model_runner_v1 as runner  # noqa: E402
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention  # noqa: E402
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs  # noqa: E402
 from vllm_ascend.attention.indexer import AscendSFAIndexerBackend  # noqa: E402
 from vllm_ascend.attention.sfa_v1 import AscendSFABackend  # noqa: E402
 from vllm_ascend.attention.utils import get_sfa_qsfa_packed_head_dim  # noqa: E402
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec, AscendSFAIndexerCacheSpec  # noqa: E402
+from vllm_ascend.models.deepseek_v41 import cache_config as deepseek_v41  # noqa: E402
+from vllm_ascend.models.minimax_m3.msa_m3 import (  # noqa: E402
+    AscendMiniMaxM3IndexerBackend,
+    AscendMiniMaxM3SparseBackend,
+)
 
 from vllm_ascend_pd.connector import caches  # noqa: E402
 from vllm_ascend_pd.core.caches import describe  # noqa: E402
@@ -37,6 +43,15 @@ MAIN = AscendMLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT
 PACKED_MAIN = dataclasses.replace(MAIN, head_size=PACKED, dtype=torch.int8, cache_sparse_sfa_c8=True)
 KEYS = AscendSFAIndexerCacheSpec(block_size=BLOCK, num_kv_heads=1, head_size=INDEX, dtype=torch.bfloat16)
 INT8_KEYS = dataclasses.replace(KEYS, dtype=torch.int8, scale_dim=1, scale_dtype=torch.float16, cache_sparse_li_c8=True)
+HEADS = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=128, head_size_v=128, dtype=torch.bfloat16)
+OF_M3 = {f"{FIRST}.attn": HEADS, f"{FIRST}.attn.index_cache": KEYS}
+OTHER_MODELS = {
+    "deepseek_v41": deepseek_v41.make_mla_cache_spec(block_size=BLOCK, head_size=512, compress_ratio=4),
+    # `AscendGlm5Next`'s, which needs a model's configuration.
+    "glm5_next": dataclasses.replace(
+        MAIN, head_size=INDEX, model_version="glm5_next", tokens_per_state=4, indexes_kv_by_block_stride=True
+    ),
+}
 REFUSED = {
     "cache_sparse_sfa_turboquant": dataclasses.replace(MAIN, cache_sparse_sfa_turboquant=True),
     "store_on_host": dataclasses.replace(MAIN, store_on_host=True),
@@ -61,7 +76,9 @@ def allocate(specs: dict[str, Any], kv_cache_config: Any, device: str = "cpu") -
         if isinstance(spec, AscendSFAIndexerCacheSpec):
             sizes = [spec.head_size * spec.dtype.itemsize, spec.scale_dim * spec.scale_dtype.itemsize]
         else:
-            sizes = [PACKED] if spec.uses_packed_sfa_main_cache else [LATENT * 2, ROPE * 2]
+            sizes = [PACKED] if getattr(spec, "uses_packed_sfa_main_cache", False) else [LATENT * 2, ROPE * 2]
+        if spec is HEADS:
+            sizes = [HEADS.page_size_bytes // BLOCK // 2] * 2
         tokens = kv_cache_config.num_blocks * BLOCK * getattr(spec, "sfa_dcp_replicated_indexer_size", 1)
         raw[layer] = tuple(buffer(tokens * size, device) for size in sizes if size)
     text = SimpleNamespace(index_head_dim=INDEX, model_type="deepseek_v32", kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
@@ -73,6 +90,7 @@ def allocate(specs: dict[str, Any], kv_cache_config: Any, device: str = "cpu") -
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(specs, attention)),
         model_config=model,
         quant_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     itself = runner.NPUModelRunner.__new__(runner.NPUModelRunner)
     vars(itself).update(
@@ -88,7 +106,7 @@ def allocate(specs: dict[str, Any], kv_cache_config: Any, device: str = "cpu") -
         runner_only_attn_layers=set(),
         _kv_cache_spec_attn_group_iterator=lambda: (
             SimpleNamespace(
-                backend=AscendSFAIndexerBackend if "indexer" in layer else AscendSFABackend,
+                backend=backend_of(layer, spec),
                 kv_cache_spec=spec,
                 layer_names=[layer],
                 kv_cache_group_id=0,
@@ -99,19 +117,27 @@ def allocate(specs: dict[str, Any], kv_cache_config: Any, device: str = "cpu") -
     return itself._reshape_kv_cache_tensors(kv_cache_config, raw, [BLOCK])
 
 
+def backend_of(layer: str, spec: Any) -> Any:
+    if spec is HEADS:
+        return AscendMiniMaxM3SparseBackend
+    if layer.endswith("index_cache"):
+        return AscendMiniMaxM3IndexerBackend
+    return AscendSFAIndexerBackend if "indexer" in layer else AscendSFABackend
+
+
 def made(
     specs: dict[str, Any], blocks: int = BLOCKS, device: str = "cpu"
 ) -> tuple[Any, dict[str, tuple[torch.Tensor, ...]], Any]:
     """Returns vLLM's configuration of these caches, the caches, and what the connector says of them."""
     kv_cache_config = of(specs, blocks)
     config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=8),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         quant_config=None,
         kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
         model_config=SimpleNamespace(
-            get_total_num_kv_heads=lambda: 128, hf_text_config=SimpleNamespace(num_hidden_layers=2)
+            get_total_num_kv_heads=lambda: 4, hf_text_config=SimpleNamespace(num_hidden_layers=2)
         ),
     )
     ours = caches.layer_specs(kv_cache_config, config)
@@ -129,7 +155,11 @@ def of_layers(layers: Sequence[str], main: Any, keys: Any) -> dict[str, Any]:
 
 
 def described(main: Any, keys: Any) -> dict[str, Any]:
-    kv_cache_config, allocated, ours = made(of_layers([f"{FIRST}.attn", f"{SECOND}.attn"], main, keys))
+    return described_of(of_layers([f"{FIRST}.attn", f"{SECOND}.attn"], main, keys))
+
+
+def described_of(specs: dict[str, Any]) -> dict[str, Any]:
+    kv_cache_config, allocated, ours = made(specs)
     registered = describe(allocated, ours, heads_first=False).description
     geometries = [registered.geometry_of(tensor) for tensor in registered.tensors]
     return {
@@ -155,6 +185,8 @@ if __name__ == "__main__":
                 "quantized": described(MAIN, INT8_KEYS),
                 "copied": described(MAIN, dataclasses.replace(INT8_KEYS, sfa_dcp_replicated_indexer_size=2)),
                 "packed": described(PACKED_MAIN, INT8_KEYS),
+                "indexed_heads": described_of(OF_M3),
+                "other_models": {model: refusal(spec) for model, spec in OTHER_MODELS.items()},
                 "refused": {field: refusal(spec) for field, spec in REFUSED.items()},
             }
         )

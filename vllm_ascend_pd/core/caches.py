@@ -250,6 +250,8 @@ def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -
     for part, whole in enumerate(cache):
         copied = spec.copied_from is not None and part >= spec.copied_from
         held = spec.of_copied() if copied else spec
+        if whole.dim() == 3 and held.heads == held.total_heads == 1:
+            whole = whole.unsqueeze(2)  # an index without a dimension of heads: MiniMax-M3's in vllm-ascend 0.30
         tensor = _by_blocks(whole, held.block_size // held.tokens_per_entry, heads_first)
         shape, strides, dtype = tensor.shape, tensor.stride(), _dtype(tensor, spec.encoding)
         geometry = block_geometry(shape, strides, tensor.element_size(), dtype, held, heads_first=heads_first)

@@ -51,6 +51,19 @@ def test_the_index_is_sent_with_its_layer(said: dict[str, Any], index: str, main
     assert said[index]["groups"] == [128]
 
 
+def test_an_index_beside_keys_and_values_of_heads(said: dict[str, Any]) -> None:
+    """MiniMax-M3's: every rank has all of the index, and a part of the heads."""
+    assert said["indexed_heads"]["tensors"] == [["bfloat16", 256, 4, 128]] * 2 + [["bfloat16", 256, 1, 128]]
+    assert said["indexed_heads"]["groups"] == [128]
+
+
+def test_an_index_of_pooled_tokens_is_refused(said: dict[str, Any]) -> None:
+    """DeepSeek V4.1's and GLM-5.3-Flash's caches, which are compressed in other ways than DeepSeek V4's."""
+    assert said["other_models"].keys() == {"deepseek_v41", "glm5_next"}
+    for error in said["other_models"].values():
+        assert "an entry for 4 tokens of models other than DeepSeek V4 are not supported" in error
+
+
 def test_other_layouts_are_refused_by_name(said: dict[str, Any]) -> None:
     assert len(said["refused"]) == 4
     for field, error in said["refused"].items():
