@@ -9,7 +9,7 @@
 #   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
 #                   parallel sizes
 #   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines
-#   --benchmarks    only benchmarks/run_all.sh --quick, and the integration tests that the other forms skip
+#   --benchmarks    only benchmarks/run_all.sh --quick, and the unit and integration tests that the other forms skip
 #   --faults        only the fault injection in its long form, whose table is in docs/reliability.md; the other
 #                   forms inject only a few of its faults. FAULTS_REPORT=FOLDER: also writes the table there
 #   --hostile       only the hostile inputs to decoders and listeners in their long form: over 1,000,000 inputs
@@ -270,7 +270,7 @@ case $mode in
   benchmarks)
     stage "emulated CANN" scripts/setup_npu_emulation.sh --install-system-packages
     stage "benchmarks, quick form" benchmarks/run_all.sh --quick
-    tests "integration tests, long form" tests/integration -m long
+    tests "unit and integration tests, long form" tests/unit tests/integration -m long
     ;;
   faults) tests "faults, long form" tests/faults ;;
   hostile) tests "hostile input, long form" tests/hostile --inputs 1100000 ;;

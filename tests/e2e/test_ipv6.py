@@ -15,6 +15,7 @@ from harness.routers import Flow, stand_in
 from harness.waiting import wait_until
 
 pytestmark = [
+    pytest.mark.long,  # tests/integration/test_ipv6.py has transfers between ranks at such addresses
     pytest.mark.parametrize("cluster", [AT_IPV6], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]

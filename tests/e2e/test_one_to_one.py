@@ -18,7 +18,7 @@ PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 CLUSTERS = [
     TP2_TO_TP1,
     TRACED,
-    AT_IPV6,
+    long(AT_IPV6),
     *(long(one_to_one(p, d)) for p, d in [(1, 1), (1, 2), (2, 2)]),
     long(one_to_one(4, 1, token_major=True)),
 ]

@@ -220,7 +220,7 @@ def run_ranks(world: int, scenario: str, store: Path) -> list[str]:
             rank.kill()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_all_to_all_beside_other_collectives(world: int, tmp_path: Path) -> None:
     assert run_ranks(world, "exchange", tmp_path / "store") == ["OK\n"] * world
 

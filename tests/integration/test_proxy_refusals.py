@@ -38,10 +38,15 @@ FAULTS = {
     "a page": partial(shows_a_page, 200),
     "a page, 403": partial(shows_a_page, 403),
 }
+SHORT = ("HTTP 400", "HTTP 403", "HTTP 429", "a page")
+"""One for each of the rules that these fall under. tests/unit/test_answers.py has the rule of every status."""
 
 
 @EITHER_ROLE
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=name, marks=() if name in SHORT else pytest.mark.long) for name, fault in FAULTS.items()],
+)
 def test_f19_an_engine_that_refuses_everything_costs_no_answer_and_is_passed_over(
     fault: Callable[[Engine], None], role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
