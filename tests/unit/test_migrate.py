@@ -310,6 +310,8 @@ def test_compressed_caches(tmp_path: Path) -> None:
     result = migrated(serve(kv_connector="MooncakeHybridConnector"), model=tmp_path)
     assert result.ok
     assert said(result)["model"] is ChangeKind.CHECK
+    shared = migrated(serve("-pcp 2", kv_role="kv_producer"), model=tmp_path)
+    assert said(shared)["--prefill-context-parallel-size"] is ChangeKind.CHECK
     for options in ("-dcp 2", "--block-size 16"):
         assert len(migrated(serve(options), model=tmp_path).engines[0].stops) == 1
     sides = [serve(f"-tp {tp}", kv_role=role) for tp, role in ((2, "kv_producer"), (1, "kv_consumer"))]

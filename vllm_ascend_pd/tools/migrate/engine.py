@@ -133,6 +133,9 @@ def _compressed(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
     if arguments.number("decode-context-parallel-size", 1) > 1:
         why = "vLLM has no decode context parallelism for windows, which this model has"
         changes.append(Change(ChangeKind.STOPS, "--decode-context-parallel-size", why))
+    if arguments.number("prefill-context-parallel-size", 1) > 1:
+        why = "needs vllm-ascend 0.30: 0.23 has no prefill context parallelism for this model"
+        changes.append(Change(ChangeKind.CHECK, "--prefill-context-parallel-size", why))
     if (size := arguments.number("block-size", 128)) not in BLOCK_SIZES:
         why = f"is {size}: the compressed caches need {', '.join(map(str, BLOCK_SIZES))}"
         changes.append(Change(ChangeKind.STOPS, "--block-size", why))
