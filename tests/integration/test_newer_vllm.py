@@ -18,6 +18,9 @@ from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
 from vllm_ascend_pd.core.config import ConfigError
 
+if vllm.__version__.startswith("0.23"):
+    pytest.skip("newer vLLMs are compared with 0.30", allow_module_level=True)
+
 CONNECTOR = Path(inspect.getfile(LayerwisePushConnector)).parent
 LEFT_ALONE = {
     "bind_kv_cache_manager",
