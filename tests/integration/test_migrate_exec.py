@@ -2,6 +2,7 @@
 """`vllm-ascend-pd migrate` with the options of the installed vLLM, and `--exec`."""
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -30,10 +31,12 @@ def migrate(folder: Path, *more: str) -> subprocess.Popen[str]:
     make_model("qwen3-moe", folder)
     (folder / "vllm").write_text(f"#!{sys.executable}\n{ENGINE}")
     (folder / "vllm").chmod(0o755)
+    (folder / "vllm.py").write_text("raise ImportError('which takes the table of options, and no time')")
+    path = os.pathsep.join([str(folder), ENVIRONMENT["PYTHONPATH"]])
     command = [str(folder / "vllm"), "serve", str(folder), "-ep", "-O3", *more, "--kv-transfer-config", CONFIG]
     return subprocess.Popen(
         ["vllm-ascend-pd", "migrate", "--exec", "--", *command],
-        env=ENVIRONMENT | {"VLLM_PLUGINS": "ascend"},
+        env=ENVIRONMENT | {"VLLM_PLUGINS": "ascend", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
