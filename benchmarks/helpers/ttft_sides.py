@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -238,11 +238,8 @@ def _behind(proxy: Server, name: str, setting: Setting, engines: Sequence[Server
 @contextmanager
 def _taking_turns(name: str, url: str, setting: Setting, servers: Sequence[Server]) -> Iterator[Side]:
     logprobs = listed_logprobs(setting.engine().dtype)
-    side = Side(name, url, setting.path, [server.process for server in servers], logprobs)
-    try:
+    with closing(Side(name, url, setting.path, [server.process for server in servers], logprobs)) as side:
         yield side
-    finally:
-        side.close()
 
 
 SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {
