@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints as JSON what the connector makes of sparse attention's caches, in vllm-ascend 0.30's own specs and allocation.
 
-Two layers of DeepSeek V3.2: the second one uses the first one's index. `quantized`: the index in 8 bits. `packed`:
-latent and rope in 8 bits with their scales, too. next_line_ranks.py sends such caches. `indexed_heads`: a layer of
-MiniMax-M3, on one of two ranks.
+Its model runner makes the specs, of models' config.json. Two layers of DeepSeek V3.2, or GLM-5: the second one uses the
+first one's index. `quantized`: the index in 8 bits. `packed`: latent and rope in 8 bits with their scales, too.
+next_line_ranks.py sends such caches. `indexed_heads`: a layer of MiniMax-M3, on one of two ranks.
 """
 
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +20,17 @@ load_general_plugins()
 
 import vllm_ascend.worker.model_runner_v1 as runner  # noqa: E402
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs  # noqa: E402
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache  # noqa: E402
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs  # noqa: E402
 from vllm_ascend.attention.indexer import AscendSFAIndexerBackend  # noqa: E402
 from vllm_ascend.attention.sfa_v1 import AscendSFABackend  # noqa: E402
 from vllm_ascend.attention.utils import get_sfa_qsfa_packed_head_dim  # noqa: E402
-from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec, AscendSFAIndexerCacheSpec  # noqa: E402
+from vllm_ascend.core.kv_cache_interface import AscendSFAIndexerCacheSpec  # noqa: E402
 from vllm_ascend.models.deepseek_v41 import cache_config as deepseek_v41  # noqa: E402
+from vllm_ascend.models.minimax_m3.minimax_m3 import MiniMaxM3SparseAttention  # noqa: E402
 from vllm_ascend.models.minimax_m3.msa_m3 import (  # noqa: E402
     AscendMiniMaxM3IndexerBackend,
+    AscendMiniMaxM3IndexerCache,
     AscendMiniMaxM3SparseBackend,
 )
 
@@ -37,14 +41,67 @@ from vllm_ascend_pd.device.base import aligned_buffer  # noqa: E402
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES  # noqa: E402
 
 BLOCK, BLOCKS, LATENT, ROPE, INDEX = 128, 4, 512, 64, 128
+TP = 2
 FIRST, SECOND = (f"model.layers.{number}.self_attn" for number in range(2))
 PACKED = get_sfa_qsfa_packed_head_dim(LATENT, ROPE)
-MAIN = AscendMLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.bfloat16)
-PACKED_MAIN = dataclasses.replace(MAIN, head_size=PACKED, dtype=torch.int8, cache_sparse_sfa_c8=True)
-KEYS = AscendSFAIndexerCacheSpec(block_size=BLOCK, num_kv_heads=1, head_size=INDEX, dtype=torch.bfloat16)
-INT8_KEYS = dataclasses.replace(KEYS, dtype=torch.int8, scale_dim=1, scale_dtype=torch.float16, cache_sparse_li_c8=True)
-HEADS = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=128, head_size_v=128, dtype=torch.bfloat16)
-OF_M3 = {f"{FIRST}.attn": HEADS, f"{FIRST}.attn.index_cache": KEYS}
+MODELS = json.loads((Path(__file__).parents[1] / "unit/data/recipes/models.json").read_text(encoding="utf-8"))
+"""The config.json of each model."""
+
+
+def module(kind: type, **values: Any) -> Any:
+    """A module with the values that its cache's spec is made of. It is not built: that takes a model's weights."""
+    made = kind.__new__(kind)
+    vars(made).update(values)
+    return made
+
+
+def modules_of(config: SimpleNamespace, packed: bool) -> dict[str, Any]:
+    """The first layer's modules with a cache."""
+    if (sparse := getattr(config, "sparse_attention_config", None)) is not None:
+        own = {"kv_cache_dtype": "auto", "kv_cache_torch_dtype": torch.bfloat16, "head_dim": config.head_dim}
+        heads = module(MiniMaxM3SparseAttention, num_kv_heads=config.num_key_value_heads // TP, **own)
+        index = {"kv_cache_dtype": "auto", "dtype": torch.bfloat16, "head_dim": sparse["sparse_index_dim"]}
+        return {f"{FIRST}.attn": heads, f"{FIRST}.attn.index_cache": module(AscendMiniMaxM3IndexerCache, **index)}
+    impl = SimpleNamespace(enable_sparse_sfa_c8=packed)
+    return {
+        f"{FIRST}.attn": module(MLAAttention, impl=impl),
+        f"{FIRST}.indexer.k_cache": module(DeepseekV32IndexerCache),
+    }
+
+
+def specs_of(model: str, *, packed: bool = False, quantized: bool = False, copies: int = 1) -> dict[str, Any]:
+    """What vllm-ascend's model runner makes of a model's config.json: the specs of its first layer's caches.
+
+    `packed`, `quantized`: latent and rope, and the index, in 8 bits. `copies`: ranks that copy the index.
+    """
+    config = SimpleNamespace(**MODELS[model].get("text_config", MODELS[model]))
+    itself = module(
+        runner.NPUModelRunner,
+        vllm_config=SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=modules_of(config, packed)),
+            cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
+        ),
+        model_config=SimpleNamespace(hf_text_config=config),
+        ascend_config=SimpleNamespace(is_sparse_li_c8_layer=lambda _: quantized, is_sparse_li_c4_layer=lambda _: False),
+        block_size=BLOCK,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=torch.bfloat16,
+        c8_cache_dtype=torch.int8,
+        c8_k_cache_dtype=torch.int8,
+        c8_k_scale_cache_dtype=torch.float16,
+        use_compress=False,
+        use_sparse=True,
+        sparse_kv_offload_enabled=False,
+        sfa_dcp_replicated_indexer_size=copies,
+        shared_kv_cache_layers={},
+    )
+    return itself.get_kv_cache_spec()
+
+
+MAIN, KEYS = specs_of("deepseek-v3.2").values()
+PACKED_MAIN, INT8_KEYS = specs_of("deepseek-v3.2", packed=True, quantized=True).values()
+OF_M3 = specs_of("minimax-m3")
+HEADS, _ = OF_M3.values()
 OTHER_MODELS = {
     "deepseek_v41": deepseek_v41.make_mla_cache_spec(block_size=BLOCK, head_size=512, compress_ratio=4),
     # `AscendGlm5Next`'s, which needs a model's configuration.
@@ -131,7 +188,7 @@ def made(
     """Returns vLLM's configuration of these caches, the caches, and what the connector says of them."""
     kv_cache_config = of(specs, blocks)
     config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        parallel_config=SimpleNamespace(tensor_parallel_size=TP),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         quant_config=None,
@@ -183,7 +240,8 @@ if __name__ == "__main__":
             {
                 "plain": described(MAIN, KEYS),
                 "quantized": described(MAIN, INT8_KEYS),
-                "copied": described(MAIN, dataclasses.replace(INT8_KEYS, sfa_dcp_replicated_indexer_size=2)),
+                "copied": described(*specs_of("deepseek-v3.2", quantized=True, copies=2).values()),
+                "glm": described(*specs_of("glm-5").values()),
                 "packed": described(PACKED_MAIN, INT8_KEYS),
                 "indexed_heads": described_of(OF_M3),
                 "other_models": {model: refusal(spec) for model, spec in OTHER_MODELS.items()},

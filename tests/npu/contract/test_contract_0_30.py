@@ -38,6 +38,7 @@ def said() -> dict[str, Any]:
     ("index", "main", "keys"),
     [
         ("plain", [LATENT, ROPE], [["bfloat16", 256, 1, 128]]),
+        ("glm", [LATENT, ROPE], [["bfloat16", 256, 1, 128]]),
         ("quantized", [LATENT, ROPE], INT8_KEYS),
         ("packed", [PACKED], INT8_KEYS),
         # Decode context parallelism leaves all of it on each rank, so its blocks are twice as long.
