@@ -54,6 +54,8 @@ SHAPES = {f"tp{p}-to-tp{d}": (GQA, side(p), side(d)) for p, d in [(1, 1), (2, 1)
     "sparse-c8-tp2-to-tp1": (SPARSE_C8, side(2), side(1)),
     "packed-c8-tp2-to-tp1": (PACKED_C8, side(2), side(1)),
     "int8-tp2-to-tp1": (Model(dtype=torch.int8), side(2), side(1)),
+    # MiniMax-M3: K and V of each rank's heads, and keys of an index that all ranks have.
+    "indexed-heads-tp2-to-tp1": (Model(heads=4, widths=(32, 32, 16), whole_from=2), side(2), side(1)),
     "tp3-to-tp2": (Model(heads=6), side(3), side(2)),  # heads are exchanged and divided
 }
 # Prefill keeps the KV of 4 layers: 12 layers use these buffers in turn, as vllm-ascend 0.30 lets them.
@@ -92,6 +94,7 @@ LONG = (
     "float16-tp2-to-tp1",
     "sparse-c8-tp2-to-tp1",
     "packed-c8-tp2-to-tp1",
+    "indexed-heads-tp2-to-tp1",
     "in-turn-tp1-to-tp2",
 )
 
