@@ -22,6 +22,7 @@ from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.checksum import SummedUnits, Sums, Tally, common_heads, head_weights
 from vllm_ascend_pd.core.kv_dump import Place, write_dump
 from vllm_ascend_pd.core.layout import BlockKind, Order, Packing
+from vllm_ascend_pd.core.plan import Mask
 from vllm_ascend_pd.core.protocol import WriterId
 from vllm_ascend_pd.core.reasons import Verified
 from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
@@ -230,13 +231,9 @@ class Verifier:
             for index, (summed, _, tensors) in check.summed.items():
                 places = [place for place, tensor in enumerate(tensors) if tensor in report.covers]
                 if places:
-                    writers, _ = held(summed.geometry, delivered.prefill, delivered.prefill)
-                    chosen = summed.chosen(number, writers.share(report.writer.rank))
+                    chosen, own, common = self._written(summed, number, delivered.prefill, report.writer.rank)
                     sums = to_numpy(check.sums[index])[places][:, chosen]
                     rows = [report.covers.index(tensors[place]) for place in places]
-                    total = summed.geometry.total_heads
-                    own = self._rank_info.sharding.heads(self._rank_info.rank, total)
-                    common = common_heads(own, delivered.prefill.heads(report.writer.rank, total))
                     tally.add(rows, sums, own, common, summed.units.tokens[chosen])
             missing = tally.missing(report.checksums)
             if missing is None:
@@ -249,6 +246,14 @@ class Verifier:
             if rows and columns and self._dump_dir is not None:
                 self._dump(check, number, report, rows, columns, missing[0], found[-1])
         return found if found or is_known else None
+
+    def _written(self, summed: SummedUnits, number: int, prefill: Sharding, writer: int) -> tuple[Mask, range, range]:
+        """Returns which units of a ticket a prefill rank has, our heads, and those of them that it has, too."""
+        writers, _ = held(summed.geometry, prefill, prefill)
+        total = summed.geometry.total_heads
+        own = self._rank_info.sharding.heads(self._rank_info.rank, total)
+        common = common_heads(own, prefill.heads(writer, total))
+        return summed.chosen(number, writers.share(writer)), own, common
 
     def _mismatch(self, delivered: Delivered, report: Reported, rows: Sequence[int], columns: Sequence[int]) -> str:
         """Returns what of a prefill rank's KV differs here: each block has some wrong tokens, or is next to one."""
@@ -286,12 +291,8 @@ class Verifier:
         index, delivered = report.covers[rows[0]], check.delivered[number]
         tensor, of = self._caches.description.tensors[index], delivered.verified
         summed, summer, _ = check.summed[tensor.geometry]
-        writers, _ = held(summed.geometry, delivered.prefill, delivered.prefill)
-        chosen = summed.chosen(number, writers.share(report.writer.rank))
+        chosen, own, common = self._written(summed, number, delivered.prefill, report.writer.rank)
         chosen &= summed.units.tokens // of.column_tokens == columns[0]
-        total = summed.geometry.total_heads
-        own = self._rank_info.sharding.heads(self._rank_info.rank, total)
-        common = common_heads(own, delivered.prefill.heads(report.writer.rank, total))
         heads = np.where([head in common for head in own], head_weights(own), np.uint64(0))
         try:
             content, copies = summer.content(self._caches.tensors[index], tensor.base, chosen)
