@@ -38,7 +38,7 @@ SLIDING_TP1 = one_to_one(1, 1, model=SLIDING)
 MLA_TP1 = one_to_one(1, 1, model=MLA, engine=FOR_MLA)
 GATED_DELTA_TP1 = one_to_one(1, 1, model=GATED_DELTA, engine=FOR_GATED_DELTA)
 FP8_TP1 = dataclasses.replace(one_to_one(1, 1, engine=IN_8_BITS), name="fp8-tp1-to-tp1")
-# The short form has MLA and sliding windows in tests/npu/e2e/test_models.py.
+# The short form has MLA in tests/npu/e2e/test_recipe_pairs.py.
 CLUSTERS = [
     long(SLIDING_TP1),
     long(one_to_one(1, 1, model=SHARED)),

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches without a model: their shapes, and the right value of every byte in them."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,10 +28,6 @@ class Model:
     copied_from: int | None = None  # the first part that each rank of decode context parallelism has all tokens of
     whole_from: int | None = None  # the first part of one head that all ranks have, beside others: a cache of its own
     drafts: int = 0  # how many of the layers, the last ones, are those of a draft
-    allocate: Callable[[Sequence[str], int, int, str], dict[str, tuple[torch.Tensor, ...]]] | None = None
-    """Makes the caches of layers, with so many blocks of so many tokens, on a device. None: `make_caches` does.
-
-    Layers may lack the last parts."""
 
     @property
     def draft_layers(self) -> range:
@@ -130,9 +125,6 @@ def truth(model: Model, seed: int, layer: int, part: int, num_tokens: int) -> to
 def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) -> dict[str, tuple[torch.Tensor, ...]]:
     """vllm-ascend's shape: per layer a tuple of `[num_blocks, block_size, heads, width]`, each with an offset into
     its allocation, aligned for the device; head-major: `[num_blocks, heads, block_size, width]`."""
-    if model.allocate is not None:
-        names = [layer_name(layer) for layer in side.layers_of(pp_rank, model)]
-        return model.allocate(names, side.num_blocks, side.block_size, device)
     alignment = REGISTRATION_BYTES if device == "npu" else 64
     caches = {}
     for place, layer in enumerate(side.layers_of(pp_rank, model)):

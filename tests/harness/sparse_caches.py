@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The caches of MLA and of sparse attention (DeepSeek V3.2, GLM-5), allocated by vllm-ascend's own code."""
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,17 +29,6 @@ def sparse_spec(block_size: int, *, packed: bool, index: bool, index_int8: bool 
         cache_sparse_sfa_c8=packed,
         cache_sparse_li_c8=index and index_int8,
     )
-
-
-def caches_of(
-    layers: Sequence[str], num_blocks: int, block_size: int, device: str, *, packed: bool
-) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Returns caches with the index in 8 bits. The second layer uses the first one's index."""
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    specs = {layer: sparse_spec(block_size, packed=packed, index=number != 1) for number, layer in enumerate(layers)}
-    return allocate(cache_config(specs, num_blocks), device)
 
 
 def cache_config(specs: dict[str, Any], num_blocks: int) -> Any:

@@ -3,12 +3,11 @@
 
 Its model runner makes the specs, of models' config.json. Two layers of DeepSeek V3.2, or GLM-5: the second one uses the
 first one's index. `quantized`: the index in 8 bits. `packed`: latent and rope in 8 bits with their scales, too.
-next_line_ranks.py sends such caches. `indexed_heads`: a layer of MiniMax-M3, on one of two ranks.
+`indexed_heads`: a layer of MiniMax-M3, on one of two ranks.
 """
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,16 +116,16 @@ REFUSED = {
 }
 
 
-def of(specs: dict[str, Any], blocks: int = BLOCKS) -> Any:
+def of(specs: dict[str, Any]) -> Any:
     group = KVCacheGroupSpec([*specs], UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs))
-    return SimpleNamespace(num_blocks=blocks, kv_cache_groups=[group])
+    return SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
 
 
-def buffer(num_bytes: int, device: str) -> torch.Tensor:
-    return aligned_buffer(num_bytes, REGISTRATION_BYTES, device).zero_().view(torch.int8)
+def buffer(num_bytes: int) -> torch.Tensor:
+    return aligned_buffer(num_bytes, REGISTRATION_BYTES, "cpu").zero_().view(torch.int8)
 
 
-def allocate(specs: dict[str, Any], kv_cache_config: Any, device: str = "cpu") -> dict[str, tuple[torch.Tensor, ...]]:
+def allocate(specs: dict[str, Any], kv_cache_config: Any) -> dict[str, tuple[torch.Tensor, ...]]:
     """The views by vllm-ascend's `_reshape_kv_cache_tensors`; each layer's bytes as its `_allocate` cuts them."""
     raw: dict[str, tuple[torch.Tensor, ...]] = {}
     for layer, spec in specs.items():
@@ -137,7 +136,7 @@ def allocate(specs: dict[str, Any], kv_cache_config: Any, device: str = "cpu") -
         if spec is HEADS:
             sizes = [HEADS.page_size_bytes // BLOCK // 2] * 2
         tokens = kv_cache_config.num_blocks * BLOCK * getattr(spec, "sfa_dcp_replicated_indexer_size", 1)
-        raw[layer] = tuple(buffer(tokens * size, device) for size in sizes if size)
+        raw[layer] = tuple(buffer(tokens * size) for size in sizes if size)
     text = SimpleNamespace(index_head_dim=INDEX, model_type="deepseek_v32", kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
     model = SimpleNamespace(hf_text_config=text, hf_config=text, use_mla=True)
     attention = MLAAttention.__new__(MLAAttention)
@@ -182,11 +181,13 @@ def backend_of(layer: str, spec: Any) -> Any:
     return AscendSFAIndexerBackend if "indexer" in layer else AscendSFABackend
 
 
-def made(
-    specs: dict[str, Any], blocks: int = BLOCKS, device: str = "cpu"
-) -> tuple[Any, dict[str, tuple[torch.Tensor, ...]], Any]:
-    """Returns vLLM's configuration of these caches, the caches, and what the connector says of them."""
-    kv_cache_config = of(specs, blocks)
+def described(main: Any, keys: Any) -> dict[str, Any]:
+    """Of two layers, the second of which uses the first one's index."""
+    return described_of({f"{FIRST}.attn": main, f"{FIRST}.indexer.k_cache": keys, f"{SECOND}.attn": main})
+
+
+def described_of(specs: dict[str, Any]) -> dict[str, Any]:
+    kv_cache_config = of(specs)
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=TP),
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -198,26 +199,7 @@ def made(
         ),
     )
     ours = caches.layer_specs(kv_cache_config, config)
-    return kv_cache_config, allocate(specs, kv_cache_config, device), ours
-
-
-def of_layers(layers: Sequence[str], main: Any, keys: Any) -> dict[str, Any]:
-    """Returns the specs of layers, of which the second uses the first one's index."""
-    specs = {}
-    for number, layer in enumerate(layers):
-        specs[layer] = main
-        if number != 1:
-            specs[layer.removesuffix("attn") + "indexer.k_cache"] = keys
-    return specs
-
-
-def described(main: Any, keys: Any) -> dict[str, Any]:
-    return described_of(of_layers([f"{FIRST}.attn", f"{SECOND}.attn"], main, keys))
-
-
-def described_of(specs: dict[str, Any]) -> dict[str, Any]:
-    kv_cache_config, allocated, ours = made(specs)
-    registered = describe(allocated, ours, heads_first=False).description
+    registered = describe(allocate(specs, kv_cache_config), ours, heads_first=False).description
     geometries = [registered.geometry_of(tensor) for tensor in registered.tensors]
     return {
         "tensors": [(each.dtype, each.head_bytes, each.total_heads, each.block_size) for each in geometries],

@@ -35,7 +35,7 @@ def test_quantized_caches_of_sparse_attention(
     plugins: None, mla_model: Path, in_8_bits: tuple[bool, bool], parts: tuple
 ) -> None:
     """Int8 keys have a float16 scale each, behind them in the same memory. A layer that uses another one's index has
-    neither. tests/npu/test_push.py sends such caches."""
+    neither. tests/integration/test_push.py sends such caches."""
     packed, index_int8 = in_8_bits
     indexed, other = (f"model.layers.{i}.self_attn.attn" for i in range(2))
     specs = {

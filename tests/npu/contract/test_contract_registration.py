@@ -8,8 +8,15 @@ import pytest
 from vllm_ascend_contract import OURS, connector_class, our_hooks
 
 import vllm_ascend_pd
+from vllm_ascend_pd.tools.doctor.versions import NPU
 
 pytestmark = pytest.mark.npu
+
+
+def test_the_installed_vllm_ascend_is_the_one_that_is_pinned() -> None:
+    from vllm_ascend import _version
+
+    assert importlib.metadata.version("vllm-ascend") == _version.__version__ == NPU.pins["vllm-ascend"]
 
 
 def test_vllm_finds_the_plugins_of_both_packages() -> None:

@@ -6,7 +6,6 @@ Greedy, bfloat16, prefill in chunks of 512 tokens, prefix caching on. The short 
 """
 
 import pytest
-from test_guided_pressure import FEW_BLOCKS
 
 from harness.agreement import LISTED, assert_agree, compare
 from harness.client import Client, at_once, random_prompt
@@ -17,10 +16,9 @@ from npu_engines import one_to_one
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 
-TP2_TO_TP1 = one_to_one("tp2-to-tp1", 2, 1)
-CLUSTERS = [
-    long(TP2_TO_TP1),
-    long(one_to_one("tp1-to-tp1", 1, 1)),
+TP1_TO_TP1 = one_to_one("tp1-to-tp1", 1, 1)
+OTHERS = [
+    long(one_to_one("tp2-to-tp1", 2, 1)),
     long(one_to_one("tp1-to-tp2", 1, 2)),
     long(one_to_one("tp2-to-tp2", 2, 2)),
     long(one_to_one("tp4-to-tp1", 4, 1)),
@@ -33,19 +31,18 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True)
-equal_sizes = pytest.mark.parametrize("cluster", [FEW_BLOCKS], ids=str, indirect=True)
-"""TP 1 on both sides, for prompts of up to 1000 tokens."""
-all_and_equal_sizes = pytest.mark.parametrize("cluster", [FEW_BLOCKS, *CLUSTERS], ids=str, indirect=True)
+long_form = pytest.mark.parametrize("cluster", [long(TP1_TO_TP1), *OTHERS], ids=str, indirect=True)
+all_clusters = pytest.mark.parametrize("cluster", [TP1_TO_TP1, *OTHERS], ids=str, indirect=True)
+equal_sizes = pytest.mark.parametrize("cluster", [TP1_TO_TP1], ids=str, indirect=True)
 
 
-@all_clusters
+@long_form
 def test_alone(client: Client, reference) -> None:
     prompts = [random_prompt(tokens, "alone") for tokens in PROMPT_TOKENS]
     assert_agree(reference, prompts, [client.complete(prompt) for prompt in prompts])
 
 
-@all_clusters
+@long_form
 def test_eight_at_a_time(client: Client, reference) -> None:
     prompts = [random_prompt(tokens, f"eight-{i}") for i, tokens in enumerate(2 * PROMPT_TOKENS)]
     completions = at_once(lambda prompt: client.complete(prompt, stream=True), prompts, concurrency=8)
@@ -75,7 +72,7 @@ def test_a_lost_tensor_is_noticed(client: Client, reference: Reference) -> None:
     assert [tensor for tensor, why in enumerate(found) if why is None] == []
 
 
-@all_and_equal_sizes
+@all_clusters
 def test_cached_blocks_are_not_fetched_again(client: Client, reference) -> None:
     prompt = random_prompt(1000, "cached")
     completions = [client.complete(prompt), client.complete(prompt)]
@@ -84,7 +81,7 @@ def test_cached_blocks_are_not_fetched_again(client: Client, reference) -> None:
     assert again == pytest.approx(first / 8)
 
 
-@all_and_equal_sizes
+@all_clusters
 def test_vllm_ascends_engines_know_their_weights(cluster: Cluster) -> None:
     """So they are compared: prefill's and decode's are equal in all tests here."""
     for engine in (*cluster.prefill, *cluster.decode):

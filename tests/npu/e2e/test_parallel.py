@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline and data parallelism on either side, several engines of each kind, more ranks than KV heads, sizes that do
-not divide each other, engines that differ in memory: the answers of a single engine.
+not divide each other, engines that differ in memory, sliding windows: the answers of a single engine.
 
 Every cluster serves the same few prompts: one block's end, several blocks, several chunks of 512 tokens.
 """
@@ -13,7 +13,8 @@ from harness.agreement import assert_agree
 from harness.client import Client, at_once, random_prompt
 from harness.clusters import Cluster
 from harness.engines import PATIENT, EngineConfig, Role
-from harness.models import ONE_HEAD, SIX_HEADS
+from harness.metrics import requests_are_seen_everywhere
+from harness.models import ONE_HEAD, SIX_HEADS, SLIDING
 from harness.pool import long
 from npu_engines import cluster_of
 
@@ -54,12 +55,16 @@ HEADS = [
     long(cluster_of("one-head-tp2-to-tp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, tp=2)], ONE_HEAD)),
 ]
 UNEVEN = long(cluster_of("six-heads-tp3-to-tp2-smaller", [shaped(PREFILL, tp=3)], [shaped(SMALLER, tp=2)], SIX_HEADS))
+WINDOWS = [
+    long(cluster_of("sliding-tp1-to-tp1", [PREFILL], [DECODE], SLIDING)),
+    long(cluster_of("sliding-tp2-to-tp1", [shaped(PREFILL, tp=2)], [DECODE], SLIDING)),
+]
 TWO_OF_EACH = long(cluster_of("2p2d", [PREFILL, shaped(PREFILL, tp=2)], [DECODE, shaped(DECODE, tp=2)]))
 
 pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("cluster", [*PIPELINES, *DATA_PARALLEL, TWO_OF_EACH, *HEADS], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [*PIPELINES, *DATA_PARALLEL, TWO_OF_EACH, *HEADS, *WINDOWS], ids=str, indirect=True)
 def test_answers_are_those_of_a_single_engine(cluster: Cluster, client: Client, reference) -> None:
     prompts = [random_prompt(tokens, f"parallel-{i}") for i, tokens in enumerate(2 * PROMPT_TOKENS)]
     completions = at_once(lambda prompt: client.complete(prompt, stream=True), prompts, concurrency=8)
@@ -84,3 +89,9 @@ def test_every_data_parallel_engine_takes_part(cluster: Cluster, client: Client,
         served = engine.samples("vllm:request_success_total")
         busy = {labels["engine"] for labels, count in served if count > 0}
         assert len(busy) == engine.config.dp
+
+
+@pytest.mark.parametrize("cluster", [PP2_TP2_TO_DP2], ids=str, indirect=True)
+def test_requests_are_seen_everywhere(cluster: Cluster, client: Client) -> None:
+    """By `/metrics`. vLLM 0.23 asks the scheduler for metrics only if a rank has some."""
+    requests_are_seen_everywhere(cluster, client)
