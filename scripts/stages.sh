@@ -2,7 +2,7 @@
 # What the set-up scripts share: stages that are skipped while their inputs stay the same. Sourced by them, with
 # these variables set: `root` (the repository), `VENV` (the environment's folder), `log` (a file in it), `pins` (the
 # requirements file with its versions), and, before the first stage, `python` (the Python that makes it).
-# run_1p1d.sh and soak.sh, which run the set-up, have `check_options` from here.
+# run_1p1d.sh, which runs the set-up, has `check_options` from here.
 # shellcheck shell=bash disable=SC2034,SC2154
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts that set everything up first answer --help, and refuse unknown options, before they do."""
+"""The script that sets everything up first answers --help, and refuses unknown options, before it does."""
 
 import importlib.util
 import shutil
@@ -11,22 +11,22 @@ import pytest
 from typer.main import get_command
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-NAMES = ("run_1p1d", "soak")
-VALUES = {"--device": "cpu", "--port": "8000", "--signal": "TERM", "--model": "."}
+NAME = "run_1p1d"
+VALUES = {"--device": "cpu", "--port": "8000", "--model": "."}
 """Where 1 is none."""
 
 
-def run(name: str, folder: Path, *options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """In a copy whose set-up does nothing, without an environment behind it."""
     shutil.copytree(SCRIPTS, folder / "scripts", dirs_exist_ok=True)
     setup = folder / "scripts" / "setup_env.sh"
     setup.write_text("#!/usr/bin/env bash\necho set up\nexit 9\n")
-    command = [str(folder / "scripts" / f"{name}.sh"), *options]
+    command = [str(folder / "scripts" / f"{NAME}.sh"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
 
-def program(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"script_{NAME}", SCRIPTS / f"{NAME}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,20 +34,18 @@ def program(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_comment_has_the_options_of_the_program(name: str, tmp_path: Path) -> None:
-    done = run(name, tmp_path, "--help")
+def test_the_comment_has_the_options_of_the_program(tmp_path: Path) -> None:
+    done = run(tmp_path, "--help")
     assert done.returncode == 0
     assert "set up" not in done.stdout
-    for option in get_command(program(name).app).params:
+    for option in get_command(program().app).params:
         [line] = [each for each in done.stdout.splitlines() if each.strip().split(" ")[0] == option.opts[0]]
         has_value = line.strip().split("  ")[0] != option.opts[0]
         assert has_value is not getattr(option, "is_flag", False), line
-        accepted = run(name, tmp_path, option.opts[0], *([VALUES.get(option.opts[0], "1")] if has_value else []))
+        accepted = run(tmp_path, option.opts[0], *([VALUES.get(option.opts[0], "1")] if has_value else []))
         assert accepted.returncode == (2 if option.opts[0] == "--emulate" else 9), accepted.stderr
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -57,17 +55,17 @@ def test_the_comment_has_the_options_of_the_program(name: str, tmp_path: Path) -
         (("--requests=1", "--port"), ""),
     ],
 )
-def test_wrong_options_are_refused_first(name: str, options: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    done = run(name, tmp_path, *options)
+def test_wrong_options_are_refused_first(options: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    done = run(tmp_path, *options)
     assert done.returncode == 2
     assert "set up" not in done.stdout
-    assert done.stderr.startswith(f"{name}: {reason}")
+    assert done.stderr.startswith(f"{NAME}: {reason}")
 
 
 def test_values(tmp_path: Path) -> None:
-    assert "--port needs a value" in run("run_1p1d", tmp_path, "--port").stderr
-    assert "--keep takes no value" in run("run_1p1d", tmp_path, "--keep=1").stderr
-    assert run("run_1p1d", tmp_path, "--prefill-args", "--max-model-len 5", "--port=8000").returncode == 9
+    assert "--port needs a value" in run(tmp_path, "--port").stderr
+    assert "--keep takes no value" in run(tmp_path, "--keep=1").stderr
+    assert run(tmp_path, "--prefill-args", "--max-model-len 5", "--port=8000").returncode == 9
 
 
 def test_on_npus_it_says_which_environment_is_missing(tmp_path: Path) -> None:
@@ -75,6 +73,6 @@ def test_on_npus_it_says_which_environment_is_missing(tmp_path: Path) -> None:
     python.parent.mkdir()
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    done = run("run_1p1d", tmp_path, "--device", "npu", env={"PATH": f"{python.parent}:/usr/bin:/bin"})
+    done = run(tmp_path, "--device", "npu", env={"PATH": f"{python.parent}:/usr/bin:/bin"})
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"run_1p1d: vllm-ascend-pd is not installed for {python}: activate")

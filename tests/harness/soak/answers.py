@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The right answers: a single vLLM instance's, asked once per prompt and kept in a file.
+"""The right answers: a single vLLM instance's, asked once per prompt.
 
 Only answers that no order of additions can change count: where two tokens are nearly equally likely, or where the
 model repeats itself, another variant of the prompt takes its place.
 """
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import asyncio
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import httpx
-import msgspec
 
 from harness.plain_http import PLAIN_HTTP
-from harness.soak.lines import Lines
-from harness.soak.tasks import together
 from harness.soak.workload import OUTPUT_TOKENS, Workload, pool_size
 
 CLEAR = 0.002
@@ -26,64 +24,44 @@ CONCURRENCY = 16
 ANSWER_SECONDS = 120
 
 
-class Answer(msgspec.Struct, frozen=True):
-    prompt: int
-    variant: int
+class Answer(NamedTuple):
+    """`tokens`: `OUTPUT_TOKENS` of them. Who asks for fewer gets the first ones."""
+
+    prompt: list[int]
     tokens: tuple[int, ...]
 
 
-class Answers:
-    """The answers in a file, and those that are added to it."""
+async def ask_for_answers(url: str, model: str, workload: Workload, requests: int) -> list[Answer]:
+    """Asks the single instance at `url` for the answers to all prompts of so many requests."""
+    at_once = asyncio.Semaphore(CONCURRENCY)
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_SECONDS, **PLAIN_HTTP) as http:
 
-    def __init__(self, path: Path, workload: Workload) -> None:
-        self._workload = workload
-        self._file: Lines[Answer] = Lines(path, Answer)
-        self._answers = {answer.prompt: answer for answer in self._file.items}
+        async def ask(index: int) -> Answer:
+            async with at_once:
+                return await _clear_answer(http, model, workload, index)
 
-    def missing(self, requests: int) -> list[int]:
-        """Returns the prompts of that many requests that have no answer yet."""
-        return [index for index in range(pool_size(requests)) if index not in self._answers]
+        return await asyncio.gather(*map(ask, range(pool_size(requests))))
 
-    def prompt(self, index: int) -> list[int]:
-        return self._workload.prompt(index, self._answers[index].variant)
 
-    def tokens(self, index: int) -> tuple[int, ...]:
-        """`OUTPUT_TOKENS` of them: fewer are the first ones."""
-        return self._answers[index].tokens
-
-    async def ask(self, url: str, model: str, requests: int, on_answer: Callable[[], None]) -> None:
-        """Asks the single instance at `url` for all missing answers."""
-        missing = iter(self.missing(requests))
-        timeout = httpx.Timeout(ANSWER_SECONDS)
-        async with httpx.AsyncClient(base_url=url, timeout=timeout, **PLAIN_HTTP) as http:
-
-            async def ask_next() -> None:
-                for index in missing:
-                    answer = await self._clear_answer(http, model, index)
-                    self._answers[index] = answer
-                    self._file.add(answer)
-                    on_answer()
-
-            await together(ask_next() for _ in range(CONCURRENCY))
-
-    async def _clear_answer(self, http: httpx.AsyncClient, model: str, index: int) -> Answer:
-        for variant in range(VARIANTS):
-            body = {
-                "model": model,
-                "prompt": self._workload.prompt(index, variant),
-                "max_tokens": OUTPUT_TOKENS,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-                "return_tokens_as_token_ids": True,
-                "logprobs": 2,
-            }
-            response = (await http.post("/v1/completions", json=body)).raise_for_status()
-            choice = response.json()["choices"][0]
-            tokens = tuple(choice["token_ids"])
-            if margin(choice["logprobs"]["top_logprobs"]) >= CLEAR and len(set(tokens)) >= DIFFERENT:
-                return Answer(index, variant, tokens)
-        raise RuntimeError(f"none of {VARIANTS} variants of prompt {index} has a clear answer")
+async def _clear_answer(http: httpx.AsyncClient, model: str, workload: Workload, index: int) -> Answer:
+    for variant in range(VARIANTS):
+        prompt = workload.prompt(index, variant)
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": OUTPUT_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "logprobs": 2,
+        }
+        response = (await http.post("/v1/completions", json=body)).raise_for_status()
+        choice = response.json()["choices"][0]
+        tokens = tuple(choice["token_ids"])
+        if margin(choice["logprobs"]["top_logprobs"]) >= CLEAR and len(set(tokens)) >= DIFFERENT:
+            return Answer(prompt, tokens)
+    raise RuntimeError(f"none of {VARIANTS} variants of prompt {index} has a clear answer")
 
 
 def margin(top_logprobs: list[Mapping[str, float]]) -> float:

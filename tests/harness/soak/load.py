@@ -40,7 +40,7 @@ class Load:
         end = time.time()
         if outcome is Outcome.RIGHT:
             self._usual_seconds += 0.1 * (end - start - self._usual_seconds)
-        return Finished(request.number, outcome, start, end, reason)
+        return Finished(outcome, start, end, reason)
 
     async def _outcome(self, request: Request, prompt: Sequence[int], tokens: list[int]) -> tuple[Outcome, str]:
         leave = request.leave

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the soak. Each follows from the seed and its number, so a run can be resumed and made longer."""
+"""The requests of the soak. Each follows from the seed and its number."""
 
 import dataclasses
 import random
