@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines and proxy at an IPv6 address: requests, tickets, grants and KV all go over `::1`."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import psutil
 import pytest
 
 from harness.client import Client, Messages, random_prompt
-from harness.clusters import AT_IPV6, Cluster
+from harness.clusters import PLAIN, Cluster, one_to_one
 from harness.engines import Server
 from harness.failures import wait_all_blocks_free
 from harness.pool import Reference
 from harness.routers import Flow, stand_in
 from harness.waiting import wait_until
+
+AT_IPV6 = dataclasses.replace(
+    one_to_one(1, 2, token_major=True, engine=dataclasses.replace(PLAIN, host="::1")),
+    name="ipv6-token-major-tp1-to-tp2",
+    single=PLAIN,
+)
 
 pytestmark = [
     pytest.mark.long,  # tests/integration/test_ipv6.py has transfers between ranks at such addresses

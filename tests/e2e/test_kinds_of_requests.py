@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind of request is answered through the proxy as a single engine answers it: see `harness/answers.py` for what
-is compared, `kinds.py` for what is sent."""
+is compared, `kinds.py` for what is sent. Answers are named after the client's request id."""
 
 import httpx
 import pytest
-from kinds import KINDS, MAX_MODEL_LEN, MODEL, Kind
+from kinds import BATCH, CHAT, COMPLETIONS, KINDS, MAX_MODEL_LEN, MESSAGES, MODEL, Kind
 
 from harness.answers import Answer, answer_of, differences
 from harness.clusters import Cluster, one_to_one
@@ -34,10 +34,22 @@ pytestmark = [
 ]
 
 
+REQUEST_ID = {"X-Request-Id": "abc"}
+NAMED = (COMPLETIONS, CHAT, BATCH, MESSAGES)
+"""Routes whose answers have the request's id in theirs."""
+
+
+def names_in(answer: Answer) -> set[str]:
+    """Returns the ids of an answer, or of a stream's events."""
+    parts = [event["data"] for event in answer.body] if isinstance(answer.body, list) else [answer.body]
+    named = [each for part in parts if isinstance(part, dict) for each in (part, part.get("message"))]
+    return {each["id"] for each in named if isinstance(each, dict) and "id" in each}
+
+
 def answers(url: str, kind: Kind) -> list[Answer]:
     with httpx.Client(base_url=url, timeout=120, **PLAIN_HTTP) as client:
         return [
-            answer_of(client.request(kind.method, kind.path, content=kind.content, headers=kind.headers))
+            answer_of(client.request(kind.method, kind.path, content=kind.content, headers=kind.headers | REQUEST_ID))
             for _ in range(kind.times)
         ]
 
@@ -56,6 +68,8 @@ def test_answered_as_by_a_single_engine(cluster: Cluster, reference: Reference, 
         for difference in differences(one.compared(), other.compared())
     ]
     assert not found, "\n".join(found)
+    if kind.path in NAMED and ours[0].status == 200:
+        assert names_in(ours[0]) == names_in(theirs[0]) != set()
     if kind.transfers and isinstance(ours[0].body, dict):
         assert ours[0].transfer, "prefill did not compute it"
         assert ours[0].transfer["received_bytes"] > 0

@@ -9,7 +9,7 @@ prompts of its own, so that only those that mean to find cached blocks do. Text,
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.clusters import AT_IPV6, TP2_TO_TP1, TRACED, one_to_one
+from harness.clusters import TP2_TO_TP1, TRACED, one_to_one
 from harness.pool import long
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
@@ -18,7 +18,6 @@ PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 CLUSTERS = [
     TP2_TO_TP1,
     TRACED,
-    long(AT_IPV6),
     *(long(one_to_one(p, d)) for p, d in [(1, 1), (1, 2), (2, 2)]),
     long(one_to_one(4, 1, token_major=True)),
 ]

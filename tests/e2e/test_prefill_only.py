@@ -2,68 +2,53 @@
 """A decode engine that computes no prompts (`who_computes: never`) and has few blocks: it preempts again and again,
 prefill computes everything, and clients get a single engine's tokens."""
 
-import dataclasses
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
-from harness.client import Client, Completion, StreamError, at_once, random_prompt
+from harness.client import Client, Completion, at_once, random_prompt
 from harness.clusters import Cluster, ClusterConfig
 from harness.engines import EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
-from harness.models import TINY, make_model
+from harness.models import TINY
 from harness.plain_http import PLAIN_HTTP
-from harness.pool import Reference, long
+from harness.pool import Reference
 from harness.usage import SAYS_CACHED, asks_for, usages
 
 BLOCK = 32
 ANSWER = 250
 """Tokens."""
-BLOCK_BYTES = BLOCK * TINY.kv_bytes_per_token
 PLACED = "vllm:kv_pd_prompts_total"
 SAID = "too many tokens computed on decode"
 """By `tests/plugins/few_tokens.py`."""
 # Short, so that a writer that died is not waited for long.
 TIMES = (("lease_s", 10.0), ("write_timeout_s", 5.0), ("grant_timeout_s", 20.0))
 
-PREFILL = EngineConfig(Role.PREFILL, block_size=BLOCK, max_model_len=640, connector_extra=TIMES)
-SLOW_PREFILL = dataclasses.replace(PREFILL, max_num_batched_tokens=32)
+PREFILL = EngineConfig(
+    Role.PREFILL, block_size=BLOCK, max_model_len=640, max_num_batched_tokens=32, connector_extra=TIMES
+)
 DECODE = EngineConfig(
     Role.DECODE,
     block_size=BLOCK,
     max_model_len=640,
-    kv_cache_bytes=24 * BLOCK_BYTES,
+    kv_cache_bytes=24 * BLOCK * TINY.kv_bytes_per_token,
+    load_failure_policy="recompute",
     connector_extra=(*TIMES, ("who_computes", "never")),
     env=(("VLLM_ASCEND_PD_TEST_FEW_TOKENS", "2"), ("VLLM_SERVER_DEV_MODE", "1")),
     args=("--max-num-seqs", "8"),
 )
-NGRAM = (("method", "ngram"), ("num_speculative_tokens", 3), ("prompt_lookup_min", 1), ("prompt_lookup_max", 3))
-SINGLE = EngineConfig(block_size=BLOCK, max_model_len=640)
-
-PROXY = ()  # not as patient as others
-PLAIN = ClusterConfig("prefill-only", (SLOW_PREFILL, SLOW_PREFILL), (DECODE,), PROXY, single=SINGLE)
-# A preempted request whose prefill engine dies asks again. Policy `fail` is in tests/npu/e2e/test_prefill_only.py, too.
-ASKS_AGAIN = ClusterConfig(
+# A preempted request whose prefill engine dies asks again. Policy `fail` is in tests/npu/e2e/test_prefill_only.py.
+CLUSTER = ClusterConfig(
     "prefill-only-recompute",
-    (SLOW_PREFILL, SLOW_PREFILL),
-    (dataclasses.replace(DECODE, load_failure_policy="recompute"),),
-    PROXY,
-    single=SINGLE,
-)
-SPECULATIVE = ClusterConfig(
-    "prefill-only-ngram",
-    (PREFILL,),
-    (dataclasses.replace(DECODE, speculative=NGRAM, load_failure_policy="recompute"),),
-    PROXY,
-    single=SINGLE,
+    (PREFILL, PREFILL),
+    (DECODE,),
+    (),  # a proxy that is not as patient as others
+    single=EngineConfig(block_size=BLOCK, max_model_len=640),
 )
 
-pytestmark = pytest.mark.timeout(900)
-plain = pytest.mark.parametrize("cluster", [PLAIN], ids=str, indirect=True)
-asks_again = pytest.mark.parametrize("cluster", [ASKS_AGAIN], ids=str, indirect=True)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("cluster", [CLUSTER], ids=str, indirect=True)]
 
 
 def preemptions(cluster: Cluster) -> float:
@@ -92,18 +77,6 @@ def check(cluster: Cluster, reference: Reference, prompts: list[list[int]], answ
     assert {("prefill", "policy"), ("prefill", "preempted")} <= placed
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("cluster", [PLAIN, SPECULATIVE], ids=str, indirect=True)
-def test_a_storm_of_preemptions(cluster: Cluster, client: Client, reference: Reference) -> None:
-    before = preemptions(cluster)
-    prompts = prompts_of("storm")
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [answer.result() for answer in storm(pool, client, prompts)]
-    assert preemptions(cluster) >= before + 6
-    check(cluster, reference, prompts, answers)
-
-
-@asks_again
 def test_samples_of_one_prompt_are_preempted(cluster: Cluster, client: Client, reference: Reference) -> None:
     before = preemptions(cluster)
     prompts = prompts_of("samples", 3)
@@ -112,7 +85,6 @@ def test_samples_of_one_prompt_are_preempted(cluster: Cluster, client: Client, r
     check(cluster, reference, [prompt for prompt in prompts for _ in range(2)], answers)
 
 
-@asks_again
 def test_usage_after_preemptions(cluster: Cluster, reference: Reference) -> None:
     """What prefill has computed for an earlier ticket of a request does not count as cached."""
     before = preemptions(cluster)
@@ -127,7 +99,6 @@ def test_usage_after_preemptions(cluster: Cluster, reference: Reference) -> None
     wait_all_blocks_free(cluster)
 
 
-@asks_again
 def test_prefill_killed_in_a_storm(cluster: Cluster, client: Client, reference: Reference) -> None:
     """Streams that had tokens go on when the other engine has computed theirs, by a ticket of their own."""
     killed = cluster.prefill[0]
@@ -146,54 +117,6 @@ def test_prefill_killed_in_a_storm(cluster: Cluster, client: Client, reference: 
     check(cluster, reference, prompts, [answer.result() for answer in asked])
 
 
-@pytest.mark.long
-@plain
-def test_weights_loaded_again_in_a_storm(cluster: Cluster, client: Client, reference: Reference, models: Path) -> None:
-    """Preempted requests get all of their KV anew. Those whose transfer was under way may end, with the reason."""
-    [decode] = cluster.decode
-    before = preemptions(cluster)
-    prompts = prompts_of("reloaded", 8)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = storm(pool, client, prompts)
-        while preemptions(cluster) < before + 2:
-            assert not all(answer.done() for answer in asked)
-            time.sleep(0.01)
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(make_model(TINY, models))}}
-        httpx.post(f"{decode.url}/collective_rpc", json=call, timeout=120, **PLAIN_HTTP).raise_for_status()
-        updated = preemptions(cluster)
-        errors = [str(answer.exception() or "") for answer in asked]
-    assert preemptions(cluster) > updated
-    assert all("weights" in error for error in errors if error), errors
-    served = [i for i, error in enumerate(errors) if not error]
-    assert len(served) >= len(prompts) // 2
-    check(cluster, reference, [prompts[i] for i in served], [asked[i].result() for i in served])
-
-
-@plain
-@pytest.mark.long
-def test_decode_killed_in_a_storm(cluster: Cluster, client: Client, reference: Reference) -> None:
-    """Requests end with a reason, and prefill keeps nothing of them."""
-    [decode] = cluster.decode
-    before = preemptions(cluster)
-    prompts = prompts_of("decode-killed", 6)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = storm(pool, client, prompts)
-        while preemptions(cluster) < before + 2:
-            assert not all(answer.done() for answer in asked)
-            time.sleep(0.01)
-        decode.process.kill()
-        errors = [answer.exception() for answer in asked]
-    assert any(errors)
-    assert all(isinstance(error, StreamError | httpx.HTTPStatusError) for error in errors if error is not None), errors
-    decode.start()
-    wait_ready([decode])
-    prompts = prompts_of("decode-back", 4)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [answer.result() for answer in storm(pool, client, prompts)]
-    check(cluster, reference, prompts, answers)
-
-
-@asks_again
 def test_log_probabilities_of_a_prompt_are_refused_with_the_reason(cluster: Cluster, client: Client) -> None:
     with pytest.raises(httpx.HTTPStatusError) as refused:
         client.complete(random_prompt(100, "logprobs"), prompt_logprobs=1)
@@ -202,7 +125,6 @@ def test_log_probabilities_of_a_prompt_are_refused_with_the_reason(cluster: Clus
     wait_all_blocks_free(cluster)
 
 
-@asks_again
 def test_a_request_past_the_proxy_ends_with_an_error(cluster: Cluster, client: Client, reference: Reference) -> None:
     [decode] = cluster.decode
     body = {"model": client.model, "prompt": random_prompt(100, "direct"), "max_tokens": 4}
@@ -211,26 +133,3 @@ def test_a_request_past_the_proxy_ends_with_an_error(cluster: Cluster, client: C
     assert "the request names no metaserver" in decode.log.read_text()
     prompts = prompts_of("after", 1)
     check(cluster, reference, prompts, [client.complete(prompts[0], ANSWER)])
-
-
-@pytest.mark.parametrize("cluster", [long(SPECULATIVE)], ids=str, indirect=True)
-def test_the_only_prefill_engine_is_killed_in_a_storm(cluster: Cluster, client: Client, reference: Reference) -> None:
-    """With `kv_load_failure_policy` recompute, too: whoever needs it ends with the reason, and nothing waits."""
-    [prefill] = cluster.prefill
-    before = preemptions(cluster)
-    prompts = prompts_of("alone")
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = storm(pool, client, prompts)
-        while preemptions(cluster) < before + 2:
-            assert not all(answer.done() for answer in asked)
-            time.sleep(0.01)
-        prefill.process.kill()
-        errors = [answer.exception() for answer in asked]
-    failed = [error for error in errors if error is not None]
-    assert failed
-    assert all(isinstance(error, StreamError | httpx.HTTPStatusError) for error in failed)
-    assert all("prefill" in str(error) for error in failed)
-    prefill.start()
-    wait_ready([prefill])
-    prompts = prompts_of("back", 2)
-    check(cluster, reference, prompts, [client.complete(prompt, ANSWER) for prompt in prompts])

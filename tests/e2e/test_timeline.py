@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traces of real engines: compute and push overlap, and what the command makes of them."""
+"""The traces and metrics of real engines: compute and push overlap, and what the command makes of the traces."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ from harness.client import Client, random_prompt
 from harness.clusters import TRACED, Cluster
 from harness.documented import documented, is_part_of
 from harness.engines import script
+from harness.metrics import requests_are_seen_everywhere
 from harness.models import TINY
 from harness.timelines import is_chrome_trace, nests_properly, prefill_ranks, traced_requests
 
@@ -48,6 +49,10 @@ def test_layers_are_on_their_way_while_others_are_computed(cluster: Cluster, cli
         if min(begin for begin, _ in one.written) < one.compute_end:
             return
     pytest.fail("no request's first layer was pushed before its last one was computed")
+
+
+def test_requests_are_seen_in_all_metrics(cluster: Cluster, client: Client) -> None:
+    requests_are_seen_everywhere(cluster, client)
 
 
 def test_no_trace_has_a_secret_or_a_prompt(cluster: Cluster, client: Client) -> None:

@@ -2,7 +2,6 @@
 """Decode computes short prompts itself, those that clients want it to compute, and all while no prefill engine runs.
 Prefill computes the others. The tokens are a single engine's."""
 
-import contextlib
 import dataclasses
 import time
 
@@ -13,7 +12,7 @@ from harness.client import Client, at_once, random_prompt
 from harness.clusters import Cluster, ClusterConfig, one_to_one
 from harness.engines import PATIENT, EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
-from harness.models import EAGLE, MAMBA, ONE_LAYER, SLIDING, TINY, ModelSpec
+from harness.models import EAGLE, MAMBA, ONE_LAYER, SLIDING, ModelSpec
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference, long
 from harness.proxy_state import withheld
@@ -27,18 +26,6 @@ WITHOUT_PREFILL = 512
 """Tokens of the longest prompt that decode computes without prefill engines, or because a client wants it to."""
 BOUND = dataclasses.replace(AUTO, connector_extra=(*PATIENT, ("max_decode_prompt_tokens", WITHOUT_PREFILL)))
 TUNED = ClusterConfig("decode-computes-what-is-cheap", (PREFILL,), (BOUND,))
-
-AT_MOST = 60
-"""Tokens of the longest prompt that decode computes with few blocks: nearly all of a step."""
-FEW_BLOCKS = dataclasses.replace(
-    AUTO,
-    connector_extra=(*PATIENT, ("decode_prompt_tokens", AT_MOST), ("decode_prompt_share", 1.0)),
-    max_model_len=640,
-    max_num_batched_tokens=64,
-    kv_cache_bytes=9 * BLOCK * TINY.kv_bytes_per_token,
-    args=("--max-num-seqs", "8"),
-)
-PREEMPTS = ClusterConfig("decode-computes-with-few-blocks", (PREFILL,), (FEW_BLOCKS,))
 
 
 def auto(name: str, model: ModelSpec, engine: EngineConfig) -> ClusterConfig:
@@ -59,7 +46,6 @@ KINDS = [
 ]
 
 tuned = pytest.mark.parametrize("cluster", [TUNED], ids=str, indirect=True)
-preempts = pytest.mark.parametrize("cluster", [long(PREEMPTS)], ids=str, indirect=True)
 pytestmark = pytest.mark.timeout(600)
 
 Places = dict[tuple[str, str], float]
@@ -215,38 +201,6 @@ def test_prefill_is_killed_and_comes_back(cluster: Cluster, client: Client, refe
     assert changed(cluster, before, 2) == {("prefill", "long"): 2}
     assert asked_without_prefill(cluster) == asked
     wait_all_blocks_free(cluster)
-
-
-@preempts
-def test_prompts_in_chunks_and_preempted_ones(cluster: Cluster, client: Client, reference: Reference) -> None:
-    """Eight prompts that fill eight steps, and grow to three blocks each of which there are eight in all."""
-    [decode] = cluster.decode
-    before, preemptions = places(cluster), decode.metric("vllm:num_preemptions_total")
-    prompts = [random_prompt(AT_MOST, f"preempted-{i}") for i in range(8)]
-    answers = at_once(lambda prompt: client.complete(prompt, 250), prompts, concurrency=8)
-    assert [each.token_ids for each in answers] == [reference.complete(prompt, 250) for prompt in prompts]
-    assert decode.metric("vllm:num_preemptions_total") > preemptions
-    change = changed(cluster, before, 9)
-    assert change["decode", "cheap"] == 8
-    assert change["decode", "preempted"] > 0
-    assert not [place for place in change if place[0] == "prefill"]
-    wait_all_blocks_free(cluster)
-
-
-@preempts
-def test_clients_that_leave(cluster: Cluster, client: Client, reference: Reference) -> None:
-    """While decode computes their prompts, or just after."""
-    for leaves_after_s in (0.0, 0.02, 0.05, 0.2):
-        with Client(cluster.url, client.model, timeout=httpx.Timeout(leaves_after_s or 0.001)) as impatient:
-
-            def leave(number: int, impatient: Client = impatient) -> None:
-                with contextlib.suppress(httpx.TimeoutException):
-                    impatient.complete(random_prompt(AT_MOST, f"leaves-{number}"), 250)
-
-            at_once(leave, range(4), concurrency=4)
-    wait_all_blocks_free(cluster)
-    prompt = random_prompt(AT_MOST, "stays")
-    assert client.complete(prompt).token_ids == reference.complete(prompt)
 
 
 @pytest.mark.parametrize("cluster", KINDS, ids=str, indirect=True)

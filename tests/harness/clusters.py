@@ -135,12 +135,6 @@ TRACED = dataclasses.replace(
 )
 """Token-major, prefill TP 2, decode TP 1. They trace to a folder beside the logs. Prefill has another chat template.
 Decode alone takes tools."""
-AT_IPV6 = dataclasses.replace(
-    one_to_one(1, 2, token_major=True, engine=dataclasses.replace(PLAIN, host="::1")),
-    name="ipv6-token-major-tp1-to-tp2",
-    single=PLAIN,
-)
-"""Engines and proxy at an IPv6 address."""
 
 
 @dataclasses.dataclass(frozen=True)
