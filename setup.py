@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the regroup ops; everything else is in pyproject.toml."""
+"""Builds the block ops; everything else is in pyproject.toml."""
 
 import importlib.util
 import os
@@ -27,8 +27,12 @@ def extension() -> Extension:
     """`vllm_ascend_pd._C`: importing it registers the ops and their CPU implementations."""
     return CppExtension(
         "vllm_ascend_pd._C",
-        sources=["csrc/regroup/binding.cpp", "csrc/regroup/cpu/regroup_cpu.cpp"],
-        depends=["csrc/regroup/regroup.h", "csrc/regroup/arguments.h"],
+        sources=[
+            "csrc/block_ops/binding.cpp",
+            "csrc/block_ops/cpu/regroup_cpu.cpp",
+            "csrc/block_ops/cpu/sum_cpu.cpp",
+        ],
+        depends=["csrc/block_ops/regroup.h", "csrc/block_ops/sum.h", "csrc/block_ops/arguments.h"],
         # No -march=native: wheels travel.
         extra_compile_args=["-O3", "-g0", "-Wall", "-Wextra", *OPENMP],
         extra_link_args=OPENMP,
@@ -36,7 +40,7 @@ def extension() -> Extension:
 
 
 def npu_build() -> ModuleType:
-    path = Path(__file__).parent / "csrc" / "regroup" / "npu" / "build.py"
+    path = Path(__file__).parent / "csrc" / "block_ops" / "npu" / "build.py"
     spec = importlib.util.spec_from_file_location("npu_build", path)
     assert spec is not None
     assert spec.loader is not None

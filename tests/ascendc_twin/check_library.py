@@ -17,7 +17,7 @@ SECTION = -(-NUM_UNITS // RATIO) * UNIT
 
 
 def layer(device: str, kv: list["torch.Tensor"], unit_offsets: "torch.Tensor") -> dict[str, "torch.Tensor"]:
-    """What gather, interleave (of what was gathered) and split make of K and V."""
+    """What gather, interleave (of what was gathered), split and the checksums make of K and V."""
     import torch
 
     ops = torch.ops.vllm_ascend_pd
@@ -26,7 +26,13 @@ def layer(device: str, kv: list["torch.Tensor"], unit_offsets: "torch.Tensor") -
     ops.gather_units(kv, unit_offsets, UNIT, SECTION // UNIT, gathered, 0, SECTION, 2 * SECTION)
     ops.interleave_heads(gathered, 0, 2 * SECTION, interleaved, 0, RATIO, 2 * SECTION // ROW, ROW)
     ops.split_heads(kv, unit_offsets, RATIO, BLOCK, ROW // RATIO, split, 0, RATIO * SECTION, SECTION)
-    return {"gather": gathered, "interleave": interleaved, "split": split}
+    sums, weights = (
+        torch.zeros(2 * 4 * NUM_UNITS, dtype=torch.int64, device=device),
+        torch.arange(7, 7 + NUM_UNITS * BLOCK),
+    )
+    entries, places = weights[: NUM_UNITS * BLOCK].view(NUM_UNITS, BLOCK).to(device), weights[:64].to(device)
+    ops.sum_units(kv, [unit_offsets] * 2, [entries] * 2, [places] * 2, [4, 4], [4, 4], sums)
+    return {"gather": gathered, "interleave": interleaved, "split": split, "sum": sums}
 
 
 def main(library: str, task_queue: str, user: str = "") -> None:

@@ -6,7 +6,9 @@
 #include <array>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
+#include <type_traits>
 
 #include "tile.h"
 
@@ -25,15 +27,37 @@ struct Core {
   Bytes global;
   AscendC::TPipe pipe;
   TileQueue queue;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> buffer;
 
   Core() {
     global.SetGlobalBuffer(memory.data(), memory.size());
     pipe.InitBuffer(queue, 2, 512);
+    pipe.InitBuffer(buffer, 64);
   }
   Tile alloc() { return queue.AllocTensor<uint8_t>(); }
   Tile through_queue(const Tile& tile) {
     queue.EnQue(tile);
     return queue.DeQue<uint8_t>();
+  }
+  // Reads a number, doubles it in the scalar unit, and writes it: with all flags, or without one.
+  void twice(std::optional<AscendC::HardEvent> without) {
+    const auto order = [&](auto event) {
+      if (without == event.value) return;
+      AscendC::SetFlag<event.value>(0);
+      AscendC::WaitFlag<event.value>(0);
+    };
+    using Event = AscendC::HardEvent;
+    const Tile tile = buffer.Get<uint8_t>();
+    for (int time = 0; time < 2; ++time) {
+      read(tile, global, {1, 32, 0, 0, 0});
+      order(std::integral_constant<Event, Event::MTE2_S>());
+      tile.SetValue(0, static_cast<uint8_t>(2 * tile.GetValue(0)));
+      order(std::integral_constant<Event, Event::S_MTE3>());
+      write(global, tile, {1, 32, 0, 0, 0});
+      order(std::integral_constant<Event, Event::MTE3_S>());
+      tile.SetValue(0, 0);
+      order(std::integral_constant<Event, Event::S_MTE2>());
+    }
   }
   void copy(const Bytes& from, const Bytes& to, const Params& params) {
     Tile tile = alloc();
@@ -93,6 +117,13 @@ inline const std::map<std::string, std::function<void(Core&)>>& faults() {
          c.queue.FreeTensor(tile);
          write(c.global, tile, {1, 32, 0, 0, 0});
        }},
+      {"no missing flag", [](Core& c) { c.twice(std::nullopt); }},
+      {"scalar unit before reading has ended", [](Core& c) { c.twice(AscendC::HardEvent::MTE2_S); }},
+      {"writing before the scalar unit is done", [](Core& c) { c.twice(AscendC::HardEvent::S_MTE3); }},
+      {"scalar unit before writing has ended", [](Core& c) { c.twice(AscendC::HardEvent::MTE3_S); }},
+      {"reading before the scalar unit is done", [](Core& c) { c.twice(AscendC::HardEvent::S_MTE2); }},
+      {"waits for no flag", [](Core&) { AscendC::WaitFlag<AscendC::HardEvent::MTE2_S>(0); }},
+      {"value past the tile", [](Core& c) { c.buffer.Get<uint8_t>().GetValue(64); }},
       {"never freed", [](Core& c) { c.through_queue(c.alloc()); }},
   };
   return table;

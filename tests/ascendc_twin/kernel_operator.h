@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The part of AscendC that csrc/regroup/npu uses, on the CPU: with this folder first on the include path the
+// The part of AscendC that csrc/block_ops/npu uses, on the CPU: with this folder first on the include path the
 // kernels compile unmodified, and each vector core is a thread.
 //
 // It moves real bytes and throws std::logic_error for what hardware would punish silently: accesses outside of
@@ -8,7 +8,8 @@
 // DataCopyPad's fields, and steps of the queue's protocol left out. That protocol is what orders the copies on
 // hardware (EnQue and DeQue wait for the reading of a tile, FreeTensor and AllocTensor for its writing), so
 // here a tile may be read into only between AllocTensor and EnQue, and written from only between DeQue and
-// FreeTensor. Threads stand for cores, not for a core's pipes: within a core the copies themselves are done
+// FreeTensor. A TBuf has no such protocol: there each pipe (reading, writing, the scalar unit) may touch a buffer only
+// after SetFlag and WaitFlag have ordered it behind the pipe that touched it last. Threads stand for cores, not for a core's pipes: within a core the copies themselves are done
 // when DataCopyPad returns.
 #pragma once
 
@@ -32,7 +33,8 @@ using GM_ADDR = uint8_t*;
 
 namespace AscendC {
 
-enum class TPosition { GM, VECIN, VECOUT };
+enum class TPosition { GM, VECIN, VECOUT, VECCALC };
+enum class HardEvent { MTE2_S, S_MTE2, S_MTE3, MTE3_S };
 
 namespace twin {
 
@@ -73,14 +75,38 @@ void launch(uint32_t cores, Kernel kernel, Args... args) {
     if (error) std::rethrow_exception(error);
 }
 
-enum class State { kFree, kAllocated, kQueued, kDequeued };
+enum class State { kFree, kAllocated, kQueued, kDequeued, kOrderedByFlags };
+enum class Pipe { kNone, kReading, kWriting, kScalar };
 
-// One buffer of a queue.
+// One buffer of a queue, or a TBuf.
 struct Buffer {
   uint8_t* data;
   size_t bytes;
   State state = State::kFree;
+  // Of a TBuf: which pipe touched it last, which one SetFlag names since, and which one has waited for that.
+  Pipe last = Pipe::kNone;
+  Pipe flagged = Pipe::kNone;
+  Pipe waited = Pipe::kNone;
+
+  void touch(Pipe pipe) {
+    if (state != State::kOrderedByFlags) return;
+    require(last == Pipe::kNone || last == pipe || waited == pipe, "TBuf: touched before another pipe is done with it");
+    last = pipe, flagged = waited = Pipe::kNone;
+  }
 };
+
+inline thread_local std::vector<Buffer*> flag_buffers;
+inline thread_local bool is_flag_set[4] = {};
+
+inline Pipe first_pipe(HardEvent event) {
+  if (event == HardEvent::MTE2_S) return Pipe::kReading;
+  return event == HardEvent::MTE3_S ? Pipe::kWriting : Pipe::kScalar;
+}
+
+inline Pipe second_pipe(HardEvent event) {
+  if (event == HardEvent::S_MTE2) return Pipe::kReading;
+  return event == HardEvent::S_MTE3 ? Pipe::kWriting : Pipe::kScalar;
+}
 
 }  // namespace twin
 
@@ -140,7 +166,30 @@ class LocalTensor {
 
   bool is(twin::State state) const { return buffer_ != nullptr && buffer_->state == state; }
 
+  void touch(twin::Pipe pipe) const { buffer_->touch(pipe); }
+
+  template <class Other>
+  LocalTensor<Other> ReinterpretCast() const {
+    LocalTensor<Other> other(buffer_);
+    other.offset_ = offset_;
+    return other;
+  }
+
+  T GetValue(uint32_t i) const {
+    touch(twin::Pipe::kScalar);
+    T value;
+    std::memcpy(&value, at(i * sizeof(T), sizeof(T)), sizeof(T));
+    return value;
+  }
+
+  void SetValue(uint32_t i, T value) const {
+    touch(twin::Pipe::kScalar);
+    std::memcpy(at(i * sizeof(T), sizeof(T)), &value, sizeof(T));
+  }
+
  private:
+  template <class Other>
+  friend class LocalTensor;
   twin::Buffer* buffer_ = nullptr;
   size_t offset_ = 0;
 };
@@ -202,21 +251,69 @@ class TQueBind {
   std::deque<twin::Buffer*> queued_;
 };
 
+// A buffer without a queue, for all that a core does with it in turn.
+template <TPosition position>
+class TBuf {
+ public:
+  template <class T>
+  LocalTensor<T> Get() {
+    return LocalTensor<T>(buffer_.get());
+  }
+
+ private:
+  friend class TPipe;
+  std::unique_ptr<twin::Buffer> buffer_;
+};
+
+using TEventID = int8_t;
+
+template <HardEvent event>
+void SetFlag(TEventID) {
+  twin::require(!twin::is_flag_set[static_cast<int>(event)], "SetFlag: set twice");
+  twin::is_flag_set[static_cast<int>(event)] = true;
+  for (twin::Buffer* buffer : twin::flag_buffers)
+    if (buffer->last == twin::first_pipe(event)) buffer->flagged = twin::second_pipe(event);
+}
+
+template <HardEvent event>
+void WaitFlag(TEventID) {
+  twin::require(twin::is_flag_set[static_cast<int>(event)], "WaitFlag: nothing sets it");
+  twin::is_flag_set[static_cast<int>(event)] = false;
+  for (twin::Buffer* buffer : twin::flag_buffers)
+    if (buffer->flagged == twin::second_pipe(event)) buffer->waited = buffer->flagged;
+}
+
 class TPipe {
  public:
+  TPipe() { twin::flag_buffers.clear(); }
+
+  TEventID FetchEventID(HardEvent) { return 0; }
+
+  template <TPosition position>
+  bool InitBuffer(TBuf<position>& buffer, uint32_t bytes) {
+    buffer.buffer_ = std::make_unique<twin::Buffer>(twin::Buffer{take(bytes), twin::align_up(bytes)});
+    buffer.buffer_->state = twin::State::kOrderedByFlags;
+    std::memset(buffer.buffer_->data, 0xA5, buffer.buffer_->bytes);
+    twin::flag_buffers.push_back(buffer.buffer_.get());
+    return true;
+  }
+
   template <TPosition source, TPosition destination, int32_t depth>
   bool InitBuffer(TQueBind<source, destination, depth>& queue, uint8_t count, uint32_t bytes) {
-    for (uint8_t i = 0; i < count; ++i) {
-      twin::require(used_ + twin::align_up(bytes) <= twin::kUnifiedBufferBytes,
-                    "InitBuffer: more than the unified buffer has");
-      queue.buffers_.push_back(
-          std::make_unique<twin::Buffer>(twin::Buffer{memory_.get() + used_, twin::align_up(bytes)}));
-      used_ += twin::align_up(bytes);
-    }
+    for (uint8_t i = 0; i < count; ++i)
+      queue.buffers_.push_back(std::make_unique<twin::Buffer>(twin::Buffer{take(bytes), twin::align_up(bytes)}));
     return true;
   }
 
  private:
+  uint8_t* take(size_t bytes) {
+    twin::require(used_ + twin::align_up(bytes) <= twin::kUnifiedBufferBytes,
+                  "InitBuffer: more than the unified buffer has");
+    uint8_t* data = memory_.get() + used_;
+    used_ += twin::align_up(bytes);
+    return data;
+  }
+
   struct Delete {
     void operator()(uint8_t* memory) const { ::operator delete(memory, std::align_val_t{twin::kAlignment}); }
   };
@@ -260,7 +357,9 @@ inline void check_copy(const DataCopyExtParams& params, const uint8_t* tile, uin
 // Every block begins at a multiple of 32 bytes in the tile; what fills up the one before is undefined.
 inline void DataCopyPad(const LocalTensor<uint8_t>& to, const GlobalTensor<uint8_t>& from,
                         const DataCopyExtParams& params, const DataCopyPadExtParams<uint8_t>& pad) {
-  twin::require(to.is(twin::State::kAllocated), "DataCopyPad: reads into a tensor that is not allocated");
+  twin::require(to.is(twin::State::kAllocated) || to.is(twin::State::kOrderedByFlags),
+                "DataCopyPad: reads into a tensor that is not allocated");
+  to.touch(twin::Pipe::kReading);
   twin::require(!pad.isPad && pad.leftPadding == 0 && pad.rightPadding == 0, "DataCopyPad: padding is not emulated");
   twin::check_copy(params, to.at(0, 0), params.dstStride);
   const size_t padded = twin::align_up(params.blockLen);
@@ -271,7 +370,9 @@ inline void DataCopyPad(const LocalTensor<uint8_t>& to, const GlobalTensor<uint8
 
 inline void DataCopyPad(const GlobalTensor<uint8_t>& to, const LocalTensor<uint8_t>& from,
                         const DataCopyExtParams& params) {
-  twin::require(from.is(twin::State::kDequeued), "DataCopyPad: writes from a tensor that is not dequeued");
+  twin::require(from.is(twin::State::kDequeued) || from.is(twin::State::kOrderedByFlags),
+                "DataCopyPad: writes from a tensor that is not dequeued");
+  from.touch(twin::Pipe::kWriting);
   twin::check_copy(params, from.at(0, 0), params.srcStride);
   const size_t padded = twin::align_up(params.blockLen);
   for (uint64_t i = 0; i < params.blockCount; ++i)

@@ -45,6 +45,23 @@ extern "C" const char* twin_interleave(int64_t cores, int64_t unified_buffer_byt
   });
 }
 
+// `shapes`: units, entries, heads, words and the bytes of a word of each cache.
+extern "C" const char* twin_sum(int64_t cores, int64_t unified_buffer_bytes, int64_t num_caches,
+                                const std::byte* const* caches, const int64_t* cache_bytes,
+                                const int64_t* const* unit_offsets, const int64_t* const* entry_weights,
+                                const int64_t* const* place_weights, const int64_t* shapes, int64_t* out,
+                                int64_t* launches) {
+  return error_of([&] {
+    std::vector<twin::Sum> jobs;
+    for (int64_t c = 0; c < num_caches; ++c, shapes += 5) {
+      jobs.push_back({{caches[c], cache_bytes[c]}, unit_offsets[c], entry_weights[c], place_weights[c], out, shapes[0],
+                      shapes[1], shapes[2], shapes[3], shapes[4]});
+      out += shapes[0] * shapes[2];
+    }
+    *launches = twin::run({cores, unified_buffer_bytes}, jobs);
+  });
+}
+
 extern "C" const char* twin_fault(const char* name) {
   return error_of([&] { twin::run_fault(name); });
 }

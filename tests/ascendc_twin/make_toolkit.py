@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BUILD_PY = HERE.parents[1] / "csrc" / "regroup" / "npu" / "build.py"
+BUILD_PY = HERE.parents[1] / "csrc" / "block_ops" / "npu" / "build.py"
 LIBRARY = "libvllm_ascend_pd_npu.so"
 MODULES = "compiler/tikcpp/ascendc_kernel_cmake"
 

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Checked and planned as by the NPU's ops, then run on the twin. Both return the number of launches.
+// Checked and planned as by the NPU's ops, then run on the twin. All return the number of launches.
 #pragma once
 
 #include "interleave.cpp"
 #include "plan.h"
 #include "split.cpp"
+#include "sum.cpp"
 
 namespace twin {
 
 using vllm_ascend_pd::Cache;
 using vllm_ascend_pd::Interleave;
 using vllm_ascend_pd::Split;
+using vllm_ascend_pd::Sum;
 using vllm_ascend_pd::npu::Chip;
 
 inline uint8_t* bytes(const void* data) { return static_cast<uint8_t*>(const_cast<void*>(data)); }
@@ -33,6 +35,16 @@ inline int64_t run(const Chip& chip, const Interleave& job) {
   const auto planned = vllm_ascend_pd::npu::plan_interleave(chip, job);
   AscendC::twin::launch(planned.cores, vllm_ascend_pd_interleave, bytes(job.src), bytes(job.out), planned.tiling);
   return 1;
+}
+
+inline int64_t run(const Chip& chip, const std::vector<Sum>& jobs) {
+  int64_t launches = 0;
+  for (const Sum& job : jobs) vllm_ascend_pd::check("sum", job);
+  for (size_t first = 0; first < jobs.size(); first += vllm_ascend_pd::npu::kMaxCaches, ++launches) {
+    const auto planned = vllm_ascend_pd::npu::plan_sum(chip, jobs, first);
+    AscendC::twin::launch(planned.cores, vllm_ascend_pd_sum, bytes(jobs[first].out), planned.tiling);
+  }
+  return launches;
 }
 
 }  // namespace twin

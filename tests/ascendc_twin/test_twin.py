@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[1] / "csrc" / "regroup" / "npu"
+KERNELS = HERE.parents[1] / "csrc" / "block_ops" / "npu"
 KIB = 1024
 
 Bytes = np.ndarray  # of uint8
 
 pytestmark = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
 
-# Three ops of these many random cases each.
+# Four ops of these many random cases each.
 many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -51,12 +51,29 @@ ONE_CORE = Chip(cores=1, unified_buffer=192 * KIB)
 SMALL_BUFFER = Chip(cores=3, unified_buffer=20 * KIB)
 
 
+@dataclass(frozen=True)
+class SummedUnits:
+    """Units of one cache whose checksums are taken: `[entries, heads, words]` each."""
+
+    cache: Bytes
+    offsets: np.ndarray  # [units]
+    weights: np.ndarray  # [units, entries]
+    places: np.ndarray  # [words]
+    heads: int
+    word_bytes: int
+
+
 class Twin:
     """The kernels on the twin. Raises what the twin finds; returns how many launches it took."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        for function in (self._library.twin_split, self._library.twin_interleave, self._library.twin_fault):
+        for function in (
+            self._library.twin_split,
+            self._library.twin_interleave,
+            self._library.twin_sum,
+            self._library.twin_fault,
+        ):
             function.restype = ctypes.c_char_p
 
     def split(
@@ -99,6 +116,19 @@ class Twin:
             self._library.twin_interleave,
             *(chip.cores, chip.unified_buffer, src, src.size, src_offset, src_rank_stride),
             *(ranks, tokens, row, out, out.size, out_offset),
+        )
+
+    def sum(self, chip: Chip, units: list[SummedUnits], out: np.ndarray) -> int:
+        def addresses(arrays: list[np.ndarray]) -> object:
+            return (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
+
+        shapes = np.array([(*of.weights.shape, of.heads, len(of.places), of.word_bytes) for of in units])
+        return self._launches(
+            self._library.twin_sum,
+            *(chip.cores, chip.unified_buffer, len(units), addresses([of.cache for of in units])),
+            (ctypes.c_int64 * len(units))(*[of.cache.size for of in units]),
+            *(addresses([getattr(of, name) for of in units]) for name in ("offsets", "weights", "places")),
+            *(shapes, out),
         )
 
     def fault(self, name: str) -> None:
@@ -221,6 +251,37 @@ def test_interleave_heads(
     assert np.array_equal(out, expected)
 
 
+@st.composite
+def summed_units(draw: st.DrawFn) -> SummedUnits:
+    """Some 128 KiB at most: rows of some bytes, and now and then some that are longer than a tile."""
+    word_bytes, is_long = draw(st.sampled_from([1, 2, 4])), draw(st.integers(0, 7)) == 7
+    words = draw(st.integers(32 * KIB // word_bytes - 3, 33 * KIB // word_bytes) if is_long else st.integers(1, 100))
+    entries, heads = draw(st.integers(1, 2 if is_long else 30)), draw(st.integers(1, 2 if is_long else 4))
+    unit, units = entries * heads * words * word_bytes, draw(st.integers(1, 3))
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
+    weights, places = (numbers.integers(-(2**63), 2**63, size) for size in ((units, entries), words))
+    offsets = numbers.integers(0, unit, units, endpoint=True)
+    return SummedUnits(random_bytes(2 * unit + draw(gaps), 3), offsets, weights, places, heads, word_bytes)
+
+
+@many
+@given(
+    chip=chips,
+    units=st.one_of(st.lists(summed_units(), min_size=1, max_size=3), st.lists(summed_units(), min_size=9, max_size=9)),
+)
+def test_sum_units(twin: Twin, chip: Chip, units: list[SummedUnits]) -> None:
+    expected = []
+    for of in units:
+        shape = (of.weights.shape[1], of.heads, len(of.places))
+        for offset, weights in zip(of.offsets, of.weights, strict=True):
+            content = of.cache[offset:][: np.prod(shape) * of.word_bytes].tobytes()
+            words = np.frombuffer(content, {1: "u1", 2: "<i2", 4: "<i4"}[of.word_bytes]).astype(np.int64)
+            expected.append(((words.reshape(shape) * of.places).sum(-1) * weights[:, None]).sum(0))
+    out = np.full(sum(map(len, expected)) + 1, -1)
+    assert twin.sum(chip, units, out) == -(-len(units) // 8)
+    assert np.array_equal(out, [*np.concatenate(expected), -1])
+
+
 @dataclass(frozen=True)
 class Regroup:
     """Prefill TP to decode TP, `ratio` to 1, in vllm-ascend's shapes; heads are one prefill rank's."""
@@ -308,6 +369,12 @@ def test_offsets_past_4_gib(twin: Twin) -> None:
         ("written before dequeued", "writes from a tensor that is not dequeued"),
         ("written after freed", "writes from a tensor that is not dequeued"),
         ("never freed", "a tensor was not freed"),
+        ("scalar unit before reading has ended", "before another pipe is done"),
+        ("writing before the scalar unit is done", "before another pipe is done"),
+        ("scalar unit before writing has ended", "before another pipe is done"),
+        ("reading before the scalar unit is done", "before another pipe is done"),
+        ("waits for no flag", "nothing sets it"),
+        ("value past the tile", "tile: bytes"),
     ],
 )
 def test_the_twin_finds(twin: Twin, fault: str, message: str) -> None:
@@ -317,6 +384,7 @@ def test_the_twin_finds(twin: Twin, fault: str, message: str) -> None:
 
 def test_the_twin_finds_nothing_in_a_right_kernel(twin: Twin) -> None:
     twin.fault("none")
+    twin.fault("no missing flag")
 
 
 SANITIZERS = {"address and undefined": "address,undefined", "thread": "thread"}

@@ -27,7 +27,7 @@ from vllm_ascend_pd.core.protocol import MAX_CHECKSUM_BYTES
 from vllm_ascend_pd.core.topology import Sharding, sharding
 from vllm_ascend_pd.device import checksums
 from vllm_ascend_pd.device.base import DeviceError
-from vllm_ascend_pd.device.checksums import UnitSummer, check_exact, stack_on_host, to_numpy
+from vllm_ascend_pd.device.checksums import UnitSummer, check_exact, take_sums, to_numpy
 from vllm_ascend_pd.device.cpu import CpuDevice
 
 
@@ -71,8 +71,8 @@ class Rank:
     def sums(self, device, unit, num_tokens, tensor=None):
         summed = SummedUnits.of(self.geometry, unit, [(0, num_tokens)], [self.blocks])
         tensor = self.tensor if tensor is None else tensor
-        taken = UnitSummer(device, summed).sums(tensor, tensor.data_ptr())
-        return summed, to_numpy(stack_on_host([taken]))
+        (taken,) = take_sums([UnitSummer(device, summed).of(tensor, tensor.data_ptr())])
+        return summed, to_numpy(taken)[None]
 
     def tally(self, device, unit, num_tokens, peer_heads, peer_share, width, tensor=None):
         tally = Tally.empty(1, width, num_tokens)
@@ -178,8 +178,13 @@ def test_a_share_of_tickets_is_selected():
 
 def test_a_device_whose_checksums_are_not_exact_is_refused(device, monkeypatch):
     check_exact(device)
-    in_floats = lambda rows, weights: (rows.double() @ weights.double()).long()  # noqa: E731
-    monkeypatch.setattr(checksums, "_dot", in_floats)
+
+    def in_floats(caches, offsets, entries, places, heads, words, out):
+        each = caches[0][1:].reshape(-1).view(torch.int32).view(2, 16, 2, -1)
+        by_entry = (each.double() @ places[0].double()).long() * entries[0][:, :, None]
+        torch.sum(by_entry, 1, out=out.view(2, 2))
+
+    monkeypatch.setattr(checksums.ops, "sum_units", in_floats)
     with pytest.raises(DeviceError, match="other checksums than the host"):
         check_exact(device)
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "csrc" / "regroup" / "npu" / "build.py"
+SOURCE = Path(__file__).parents[2] / "csrc" / "block_ops" / "npu" / "build.py"
 
 LIST = """
 	Total Count                    : 2

@@ -29,7 +29,7 @@ from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo, Sharding, held
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
-from vllm_ascend_pd.device.checksums import UnitSummer, stack_on_host, to_numpy
+from vllm_ascend_pd.device.checksums import UnitSummer, take_sums, to_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _Check:
     delivered: list[Delivered]
     # By geometry: the units, what takes their checksums, and the indices of our tensors.
     summed: dict[int, tuple[SummedUnits, UnitSummer, list[int]]] = field(default_factory=dict)
-    # By geometry: `[tensors, units, heads]`, on the host when `done`. The side stream fills it.
+    # By tensor: `[units, heads]`, on the host when `done`. The side stream fills it.
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     done: Event | None = None
     failure: str | None = None
@@ -213,11 +213,10 @@ class Verifier:
                 check.summed[index] = summed, UnitSummer(self._device, summed), tensors
 
         def take() -> None:
-            for index, (_, summer, tensors) in check.summed.items():
-                described = self._caches.description.tensors
-                check.sums[index] = stack_on_host(
-                    [summer.sums(self._caches.tensors[n], described[n].base) for n in tensors]
-                )
+            described = self._caches.description.tensors
+            of = {n: summer for _, summer, tensors in check.summed.values() for n in tensors}
+            units = [summer.of(self._caches.tensors[n], described[n].base) for n, summer in of.items()]
+            check.sums.update(zip(of, take_sums(units) if units else [], strict=True))
 
         check.done = self._device.submit(take, self._device.record_event())
 
@@ -228,11 +227,11 @@ class Verifier:
             if report.writer.rank >= len(delivered.prefill.shares):
                 continue
             tally = Tally.empty(len(report.covers), of.column_tokens, of.num_tokens)
-            for index, (summed, _, tensors) in check.summed.items():
+            for summed, _, tensors in check.summed.values():
                 places = [place for place, tensor in enumerate(tensors) if tensor in report.covers]
                 if places:
                     chosen, own, common = self._written(summed, number, delivered.prefill, report.writer.rank)
-                    sums = to_numpy(check.sums[index])[places][:, chosen]
+                    sums = np.stack([to_numpy(check.sums[tensors[place]])[chosen] for place in places])
                     rows = [report.covers.index(tensors[place]) for place in places]
                     tally.add(rows, sums, own, common, summed.units.tokens[chosen])
             missing = tally.missing(report.checksums)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the checksums of `core/checksum.py` on the device, by torch's operators."""
+"""Takes the checksums of `core/checksum.py` on the device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from vllm_ascend_pd.core.caches import Quantize
 from vllm_ascend_pd.core.checksum import SummedUnits, Sums, place_weights, word_bytes
 from vllm_ascend_pd.core.layout import Geometry, Order
 from vllm_ascend_pd.core.plan import Mask
+from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.device.base import Device, DeviceError
 from vllm_ascend_pd.device.packing import packed
 
@@ -21,62 +23,89 @@ from vllm_ascend_pd.device.packing import packed
 _CHECK_S = 300.0
 # Most bytes of a dump.
 _DUMPED = 4 << 20
-_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class UnitSums(NamedTuple):
+    """Units of one tensor whose checksums are to be taken: arguments of `ops.sum_units`."""
+
+    cache: torch.Tensor
+    unit_offsets: torch.Tensor
+    entry_weights: torch.Tensor
+    place_weights: torch.Tensor
+    heads: int
+    word_bytes: int
 
 
 class UnitSummer:
-    """Takes the checksums of the same units in several tensors of one geometry.
-
-    The number of operators that a tensor takes does not depend on how many requests or units there are.
-    """
+    """What the checksums of the same units in several tensors of one geometry share."""
 
     def __init__(self, device: Device, summed: SummedUnits) -> None:
-        """Uploads what all tensors share. The model's thread calls it. Raises `DeviceError`."""
-        geometry, sent = summed.geometry, summed.geometry.sent
-        self._geometry = geometry
-        self._unit_bytes = summed.unit_bytes
-        # Rows of a tensor begin every so many bytes: all units begin with one.
-        self._step = math.gcd(geometry.block_stride, self._unit_bytes)
-        self._rows = device.upload(torch.from_numpy(summed.offsets // self._step))
+        """Uploads it. The model's thread calls it. Raises `DeviceError`."""
+        self._summed = summed
+        sent = summed.geometry.sent
+        places = place_weights(sent)
+        self._word_bytes = word_bytes(sent)
+        self._sent_bytes = summed.entry_weights.shape[1] * sent.heads * len(places) * self._word_bytes
+        offsets = np.arange(len(summed.units)) * self._sent_bytes
+        self._offsets = device.upload(torch.from_numpy(summed.offsets))
+        self._sent_offsets = (
+            device.upload(torch.from_numpy(offsets)) if summed.geometry.is_packed_on_the_way else self._offsets
+        )
         self._entry_weights = device.upload(_signed(summed.entry_weights))
-        self._place_weights = device.upload(_signed(place_weights(sent)))
-        self._words = _WORDS[word_bytes(sent)]
+        self._place_weights = device.upload(_signed(places))
 
-    def sums(self, tensor: torch.Tensor, base: int, quantize: Quantize | None = None) -> torch.Tensor:
-        """Returns the checksums of the units as they are sent, `[units, heads]`, of int64, without the heads' weights.
+    def of(self, tensor: torch.Tensor, base: int, quantize: Quantize | None = None) -> UnitSums:
+        """Returns the units of a tensor, as they are sent.
 
         `base`: address of block 0. `quantize`: what quantizes the tensor on its way. Call it in submitted work.
         """
-        units, heads = len(self._rows), self._geometry.heads
-        entries = self._entry_weights.shape[1]
-        found = self._bytes(tensor, base).index_select(0, self._rows)
-        if self._geometry.is_packed_on_the_way:
-            found = packed(found, tensor, self._geometry.block_size, quantize).contiguous()
-        words = found.view(-1).view(self._words).to(torch.int64)
-        by_head = _dot(words.view(-1, len(self._place_weights)), self._place_weights)
-        if self._geometry.sent.order is Order.HEAD_MAJOR:
-            return by_head.view(units, heads) * self._entry_weights
-        return (by_head.view(units, entries, heads) * self._entry_weights[:, :, None]).sum(1)
+        summed, cache = self._summed, self._blocks(tensor, base)
+        if summed.geometry.is_packed_on_the_way:
+            units = len(summed.units)
+            found = torch.empty(units, summed.unit_bytes, dtype=torch.uint8, device=tensor.device)
+            ops.gather_units([cache], self._offsets, summed.unit_bytes, units, found.view(-1), 0, 0, 0)
+            cache = packed(found, tensor, summed.geometry.block_size, quantize).contiguous().view(units, -1)
+        return UnitSums(
+            cache,
+            self._sent_offsets,
+            self._entry_weights,
+            self._place_weights,
+            summed.geometry.sent.heads,
+            self._word_bytes,
+        )
 
     def content(self, tensor: torch.Tensor, base: int, chosen: Mask) -> tuple[npt.NDArray[np.uint8], list[int]]:
         """Returns the bytes of chosen units, `[units, bytes]`, `_DUMPED` at most, and blocks that seem to have those of
         the first one, too."""
-        every = self._bytes(tensor, base)
-        rows = self._rows[torch.from_numpy(chosen).to(self._rows.device)][: max(1, _DUMPED // self._unit_bytes)]
-        content = every.index_select(0, rows).cpu().numpy()
-        block, within = divmod(int(rows[0]), self._geometry.block_stride // self._step)
-        beginnings = every[within :: self._geometry.block_stride // self._step, :64]
+        blocks, size = self._blocks(tensor, base), self._summed.unit_bytes
+        rows = self._summed.offsets[chosen][: max(1, _DUMPED // size)]
+        at = [divmod(offset, self._summed.geometry.block_stride) for offset in rows.tolist()]
+        content = torch.stack([blocks[block, within : within + size] for block, within in at]).cpu().numpy()
+        block, within = at[0]
+        beginnings = blocks[:, within : within + min(size, 64)]
         alike = (beginnings == beginnings[block]).all(1).nonzero()[:, 0].tolist()
         return content, [copy for copy in alike if copy != block][:8]
 
-    def _bytes(self, tensor: torch.Tensor, base: int) -> torch.Tensor:
-        """Returns the bytes of a cache tensor as rows of a unit, which overlap if blocks are no multiple of units."""
-        storage = tensor.untyped_storage()
-        geometry = self._geometry
-        num_bytes = (tensor.shape[0] - 1) * geometry.block_stride + geometry.block_bytes
-        shape = ((num_bytes - self._unit_bytes) // self._step + 1, self._unit_bytes)
+    def _blocks(self, tensor: torch.Tensor, base: int) -> torch.Tensor:
+        """Returns the bytes of a cache tensor, `[num_blocks, block bytes]`."""
+        storage, geometry = tensor.untyped_storage(), self._summed.geometry
+        shape, strides = (tensor.shape[0], geometry.block_bytes), (geometry.block_stride, 1)
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return whole.set_(storage, base - storage.data_ptr(), shape, (self._step, 1))
+        return whole.set_(storage, base - storage.data_ptr(), shape, strides)
+
+
+def take_sums(units: Sequence[UnitSums]) -> list[torch.Tensor]:
+    """Takes checksums, without the heads' weights. Returns `[units, heads]` of int64 for each, on the host.
+
+    Their content is there when the submitted work that calls this has ended.
+    """
+    caches, offsets, entries, places, heads, words = zip(*units, strict=True)
+    shapes = [(len(of), n) for of, n in zip(offsets, heads, strict=True)]
+    taken = torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64, device=caches[0].device)
+    ops.sum_units(caches, offsets, entries, places, heads, words, taken)
+    if not taken.is_cpu:
+        taken = torch.empty(taken.shape, dtype=torch.int64, pin_memory=True).copy_(taken, non_blocking=True)
+    return [part.view(shape) for part, shape in zip(taken.split(list(map(math.prod, shapes))), shapes, strict=True)]
 
 
 def check_exact(device: Device) -> None:
@@ -90,10 +119,10 @@ def check_exact(device: Device) -> None:
     got: list[torch.Tensor] = []
 
     def take() -> None:
-        got.append(stack_on_host([summer.sums(tensor, tensor.data_ptr())]))
+        got.extend(take_sums([summer.of(tensor, tensor.data_ptr())]))
 
     device.submit(take, device.record_event()).wait(_CHECK_S)
-    if not np.array_equal(to_numpy(got[0])[0], by_entry.sum(1, dtype=np.uint64)):
+    if not np.array_equal(to_numpy(got[0]), by_entry.sum(1, dtype=np.uint64)):
         raise DeviceError("its operators give other checksums than the host")
 
 
@@ -103,19 +132,5 @@ def to_numpy(sums: torch.Tensor) -> Sums:
     return unsigned
 
 
-def stack_on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns `[tensors, units, heads]` on the host. Its content is there when the submitted work has ended."""
-    stacked = torch.stack(tuple(sums))
-    if stacked.is_cpu:
-        return stacked
-    host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-    return host.copy_(stacked, non_blocking=True)
-
-
 def _signed(weights: Sums) -> torch.Tensor:
     return torch.from_numpy(weights.view(np.int64))
-
-
-def _dot(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    # NPUs have no product of int64 matrices. On a CPU it takes a fiftieth of the time.
-    return rows @ weights if rows.is_cpu else (rows * weights).sum(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that move KV cache bytes between the layouts of prefill and decode ranks.
+"""Ops on blocks of KV: they move bytes between the layouts of prefill and decode ranks, and take checksums.
 
 A *unit* is a token-major cache block, or an aligned part of one: `[tokens, heads, head bytes]` without gaps.
 The ops move bytes, so any dtype will do; every offset, stride and size is in bytes, and an offset into a tensor
@@ -171,3 +171,31 @@ def split_heads(
     _ops.split_heads(
         caches, unit_offsets, splits, tokens, row_bytes, out, out_offset, out_cache_stride, out_section_stride
     )
+
+
+def sum_units(
+    caches: Sequence[torch.Tensor],
+    unit_offsets: Sequence[torch.Tensor],
+    entry_weights: Sequence[torch.Tensor],
+    place_weights: Sequence[torch.Tensor],
+    heads: Sequence[int],
+    word_bytes: Sequence[int],
+    out: torch.Tensor,
+) -> None:
+    """Take the checksums of units of several caches, which may differ in every way (`core/checksum.py`).
+
+    A unit of cache `c` is `[entries, heads[c], words]`. For each of its units, and `h < heads[c]`, `out` gets the sum
+    modulo 2^64 over `e < entries` and `w < words` of::
+
+        unit[e, h, w] * entry_weights[c][unit, e] * place_weights[c][w]
+
+    Args:
+        caches: as in `gather_units`. All arguments but `out` have one element for each.
+        unit_offsets: `[num_units]` int64, contiguous; where each unit begins in the cache.
+        entry_weights: `[num_units, entries]` int64, contiguous.
+        place_weights: `[words]` int64, contiguous.
+        heads: heads of a unit; at least 1.
+        word_bytes: 4 or 2 for signed words, or 1 for unsigned ones.
+        out: `[n]` int64, contiguous; receives `[num_units, heads]` of each cache, one after another.
+    """
+    _ops.sum_units(caches, unit_offsets, entry_weights, place_weights, heads, word_bytes, out)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The regroup ops on an NPU without compiled kernels: the same results from torch's own operators.
+"""The block ops on an NPU without compiled kernels: the same results from torch's own operators.
 
 Splitting takes a division for the indices, then one `index_select` and one strided `copy_` per cache; interleaving
-takes one strided `copy_`. They differ from `ops` in one demand: a unit begins at a multiple of the greatest common
-divisor of a unit's bytes and the caches' block strides, as units of a paged cache do. Offsets in device memory
-cannot be checked for that.
+takes one strided `copy_`; checksums take seven operators per cache. They differ from `ops` in one demand: a unit begins
+at a multiple of the greatest common divisor of a unit's bytes and the caches' block strides, as units of a paged cache
+do. Offsets in device memory cannot be checked for that.
 """
 
 import functools
@@ -17,6 +17,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+# By the bytes of a word.
+_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
 _library: torch.library.Library | None = None
 _reason = ""
 
@@ -25,7 +28,7 @@ def register(reason: str) -> None:
     """Makes these the NPU's implementations. `reason` says why, for the warning."""
     global _library, _reason  # the registrations last as long as the library does
     _library, _reason = torch.library.Library("vllm_ascend_pd", "IMPL"), reason
-    for implementation in (gather_units, split_heads, interleave_heads):
+    for implementation in (gather_units, split_heads, interleave_heads, sum_units):
         _library.impl(implementation.__name__, _warning_first(implementation), "PrivateUse1")
 
 
@@ -112,6 +115,27 @@ def interleave_heads(
         sections = _window(_flat(src), (ranks, tokens, row_bytes), (src_rank_stride, row_bytes, 1), src_offset)
         result = _flat(out)[out_offset:][: tokens * ranks * row_bytes].view(tokens, ranks, row_bytes)
         result.copy_(sections.transpose(0, 1))
+
+
+def sum_units(
+    caches: Sequence[torch.Tensor],
+    unit_offsets: Sequence[torch.Tensor],
+    entry_weights: Sequence[torch.Tensor],
+    place_weights: Sequence[torch.Tensor],
+    heads: Sequence[int],
+    word_bytes: Sequence[int],
+    out: torch.Tensor,
+) -> None:
+    torch.ops.vllm_ascend_pd.check_sum_units(caches, unit_offsets, entry_weights, place_weights, heads, word_bytes, out)
+    sizes = [len(offsets) * n for offsets, n in zip(unit_offsets, heads, strict=True)]
+    for c, result in enumerate(out[: sum(sizes)].split(sizes)):
+        (units, entries), words = entry_weights[c].shape, len(place_weights[c])
+        if units:
+            unit_bytes = entries * heads[c] * words * word_bytes[c]
+            found = next(_units(caches[c : c + 1], unit_offsets[c], unit_bytes))
+            read = found.view(-1).view(_WORDS[word_bytes[c]]).to(torch.int64).view(units, entries, heads[c], words)
+            by_entry = (read * place_weights[c]).sum(-1) * entry_weights[c][:, :, None]
+            torch.sum(by_entry, 1, out=result.view(units, heads[c]))
 
 
 def _units(caches: Sequence[torch.Tensor], unit_offsets: torch.Tensor, unit_bytes: int) -> Iterator[torch.Tensor]:

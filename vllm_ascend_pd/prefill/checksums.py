@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from vllm_ascend_pd.core.caches import Quantize
+from vllm_ascend_pd.core.caches import LayerTensors, Quantize
 from vllm_ascend_pd.core.checksum import (
     MAX_ROWS,
     SummedUnits,
@@ -21,12 +21,11 @@ from vllm_ascend_pd.core.checksum import (
     column_tokens,
     common_heads,
 )
-from vllm_ascend_pd.core.layout import CacheTensor
 from vllm_ascend_pd.core.prefill_ticket import Destination
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import held
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
-from vllm_ascend_pd.device.checksums import UnitSummer, stack_on_host, to_numpy
+from vllm_ascend_pd.device.checksums import UnitSummer, take_sums, to_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -40,43 +39,55 @@ class StepChecksums:
         own_heads: range,
         summed: SummedUnits,
         ticket_ids: Sequence[str],
-        quantize: Mapping[tuple[str, int], Quantize],
     ) -> None:
         """`own_heads`: this rank's, of the whole model. `ticket_ids`: of the requests that units belong to.
-        `quantize`: as in `RegisteredCaches`.
 
         Raises `DeviceError`.
         """
         self.own_heads = own_heads
         self.summed = summed
         self.ticket_ids = tuple(ticket_ids)
-        self._device = device
-        self._summer = UnitSummer(device, summed)
-        self._quantize = quantize
+        self.summer = UnitSummer(device, summed)
         # By layer and part: `[units, heads]` on the host. The side stream adds to it, the control thread reads it when
         # all writes are over.
         self.taken: dict[tuple[str, int], torch.Tensor] = {}
 
-    def submit(self, described: Sequence[CacheTensor], tensors: Sequence[torch.Tensor], computed: Event) -> Event:
-        """Queues the checksums of a layer on the side stream. Returns when they are taken, whether that succeeds or
-        not: a failure never fails the requests."""
 
-        def take() -> None:
-            try:
-                names = [(each.layer, each.part) for each in described]
-                of_each = zip(names, described, tensors, strict=True)
-                sums = stack_on_host(
-                    [self._summer.sums(tensor, each.base, self._quantize.get(name)) for name, each, tensor in of_each]
-                )
-                self.taken.update((name, sums[n]) for n, name in enumerate(names))
-            except Exception:
-                logger.exception("verify_kv: no checksums of layer %s", described[0].layer)
+def submit_layer(
+    device: Device,
+    layer: Sequence[tuple[StepChecksums, LayerTensors]],
+    quantize: Mapping[tuple[str, int], Quantize],
+    computed: Event,
+) -> Event:
+    """Queues the checksums of a layer on the side stream: with the compiled kernels one launch for 8 tensors, and one
+    copy.
 
+    `quantize`: as in `RegisteredCaches`. Returns when they are taken, whether that succeeds or not: a failure never
+    fails the requests.
+    """
+    each = [
+        (step, described, tensor)
+        for step, tensors in layer
+        for described, tensor in zip(tensors.described, tensors.tensors, strict=True)
+    ]
+
+    def take() -> None:
         try:
-            return self._device.submit(take, computed)
-        except DeviceError as error:
-            logger.error("verify_kv: no checksums of layer %s: %s", described[0].layer, error)
-            return computed
+            names = [(described.layer, described.part) for _, described, _ in each]
+            units = [
+                step.summer.of(tensor, described.base, quantize.get(name))
+                for name, (step, described, tensor) in zip(names, each, strict=True)
+            ]
+            for name, (step, _, _), sums in zip(names, each, take_sums(units), strict=True):
+                step.taken[name] = sums
+        except Exception:
+            logger.exception("verify_kv: no checksums of layer %s", each[0][1].layer)
+
+    try:
+        return device.submit(take, computed)
+    except DeviceError as error:
+        logger.error("verify_kv: no checksums of layer %s: %s", each[0][1].layer, error)
+        return computed
 
 
 def report_checksums(ticket: Ticket, steps: Sequence[StepChecksums], destination: Destination) -> bytes | None:

@@ -167,7 +167,7 @@ class Planner:
             return
         heads = self._rank_info.sharding.heads(self._rank_info.rank, geometry.total_heads)
         ticket_ids = [ticket.ticket_id for ticket in tickets]
-        checksums = StepChecksums(self._device, heads, summed, ticket_ids, self._caches.quantize)
+        checksums = StepChecksums(self._device, heads, summed, ticket_ids)
         plan.checksums.setdefault(index, []).append(checksums)
         for each in verified:
             each.transfer.checksums.append(checksums)

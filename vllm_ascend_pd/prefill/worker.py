@@ -23,6 +23,7 @@ from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.buffer_turns import BufferTurns
+from vllm_ascend_pd.prefill.checksums import submit_layer
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.regroup import make_regrouper
@@ -349,11 +350,12 @@ class PrefillWorker:
         """
         plan.unsaved.pop(layer, None)
         self._observer.layer_computed(layer, computed)
-        pushes = []
-        for geometry, tensors in self._caches.layers_by_geometry.get(layer, {}).items():
-            ready = computed
-            for checksums in plan.checksums.get(geometry, ()):
-                ready = checksums.submit(tensors.described, tensors.tensors, computed)
+        pushes, of_layer, ready = [], self._caches.layers_by_geometry.get(layer, {}), computed
+        if plan.checksums:
+            steps = [(each, tensors) for index, tensors in of_layer.items() for each in plan.checksums.get(index, ())]
+            if steps:
+                ready = submit_layer(self._device, steps, self._caches.quantize, computed)
+        for geometry, tensors in of_layer.items():
             for sender, step_send in plan.sends.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
                 push = LayerPush(layer, step_send, tensors.described, computed, ready)

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 
 #include "kernel_operator.h"
@@ -27,32 +28,33 @@ inline int64_t bytes_written(const npu::InterleaveTiling& tiling) {
   return tiling.tiles.tokens * tiling.tiles.parts * tiling.tiles.row_bytes;
 }
 
+inline int64_t bytes_written(const npu::SumTiling& tiling) { return tiling.out_bytes; }
+
+inline int64_t bytes_written(const void*) { return 0; }
+
+inline GM_ADDR argument(void* address) { return static_cast<GM_ADDR>(address); }
+
 template <class Tiling>
-struct Task {
-  void (*kernel)(GM_ADDR, GM_ADDR, Tiling);
-  uint32_t cores;
-  GM_ADDR a;
-  GM_ADDR b;
-  Tiling tiling;
-};
+const Tiling& argument(const Tiling& tiling) {
+  return tiling;
+}
 
 // What the twin finds ends the process: no stream carries an error out of a host function.
-template <class Tiling>
-void run(void* argument) {
-  const std::unique_ptr<Task<Tiling>> task(static_cast<Task<Tiling>*>(argument));
+inline void run(void* task) {
+  const std::unique_ptr<std::function<void()>> kernel(static_cast<std::function<void()>*>(task));
   try {
-    AscendC::twin::launch(task->cores, task->kernel, task->a, task->b, task->tiling);
+    (*kernel)();
   } catch (const std::logic_error& error) {
     std::fprintf(stderr, "AscendC twin: %s\n", error.what());
     std::abort();
   }
 }
 
-template <class Tiling>
-uint32_t launch(const char* name, void (*kernel)(GM_ADDR, GM_ADDR, Tiling), uint32_t cores, void* stream, void* a,
-                void* b, const Tiling& tiling) {
-  auto* task = new Task<Tiling>{kernel, cores, static_cast<GM_ADDR>(a), static_cast<GM_ADDR>(b), tiling};
-  return ascendc_twin_queue(name, bytes_written(tiling), stream, run<Tiling>, task);
+// `arguments`: addresses, then the tiling.
+template <class Kernel, class... Arguments>
+uint32_t launch(const char* name, Kernel kernel, uint32_t cores, void* stream, const Arguments&... arguments) {
+  auto* task = new std::function<void()>([=] { AscendC::twin::launch(cores, kernel, argument(arguments)...); });
+  return ascendc_twin_queue(name, (bytes_written(arguments) + ...), stream, run, task);
 }
 
 }  // namespace ascendc_twin

@@ -5,11 +5,13 @@
 
 #include "aclrtlaunch_vllm_ascend_pd_interleave.h"
 #include "aclrtlaunch_vllm_ascend_pd_split.h"
+#include "aclrtlaunch_vllm_ascend_pd_sum.h"
 
 namespace npu = vllm_ascend_pd::npu;
 
 extern "C" void vllm_ascend_pd_split(GM_ADDR unit_offsets, GM_ADDR out, npu::SplitTiling tiling);
 extern "C" void vllm_ascend_pd_interleave(GM_ADDR src, GM_ADDR out, npu::InterleaveTiling tiling);
+extern "C" void vllm_ascend_pd_sum(GM_ADDR out, npu::SumTiling tiling);
 
 extern "C" uint32_t aclrtlaunch_vllm_ascend_pd_split(uint32_t cores, void* stream, void* a, void* b,
                                                      npu::SplitTiling* tiling) {
@@ -19,4 +21,8 @@ extern "C" uint32_t aclrtlaunch_vllm_ascend_pd_split(uint32_t cores, void* strea
 extern "C" uint32_t aclrtlaunch_vllm_ascend_pd_interleave(uint32_t cores, void* stream, void* a, void* b,
                                                           npu::InterleaveTiling* tiling) {
   return ascendc_twin::launch("vllm_ascend_pd_interleave", vllm_ascend_pd_interleave, cores, stream, a, b, *tiling);
+}
+
+extern "C" uint32_t aclrtlaunch_vllm_ascend_pd_sum(uint32_t cores, void* stream, void* out, npu::SumTiling* tiling) {
+  return ascendc_twin::launch("vllm_ascend_pd_sum", vllm_ascend_pd_sum, cores, stream, out, *tiling);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What both kernels have in common: the walk over tiles, and tiles in the unified buffer.
+// What the kernels have in common: the walk over tiles, and tiles in the unified buffer.
 //
 // A tile of whole tokens lies there as [tokens, parts, padded_row]. Rows that are not a multiple of 32 bytes
 // are padded: DataCopyPad fills up each row that it reads and leaves out the filling where it writes.
@@ -13,6 +13,7 @@ namespace vllm_ascend_pd::npu {
 
 using Bytes = AscendC::GlobalTensor<uint8_t>;
 using Tile = AscendC::LocalTensor<uint8_t>;
+using Words = AscendC::GlobalTensor<int64_t>;
 
 // EnQue and DeQue of a bound queue order the reading of a tile before its writing, and FreeTensor and
 // AllocTensor its writing before the next reading.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The regroup ops as torch.ops.vllm_ascend_pd.*: schemas, and their CPU and Meta implementations. Another
+// The block ops as torch.ops.vllm_ascend_pd.*: schemas, and their CPU and Meta implementations. Another
 // device adds a file with its own TORCH_LIBRARY_IMPL. torch releases the GIL around every op that Python
 // calls.
 #include <ATen/Parallel.h>
@@ -44,6 +44,14 @@ void interleave_heads(const at::Tensor& src, int64_t src_offset, int64_t src_ran
   run(checked_interleave(src, src_offset, src_rank_stride, out, out_offset, ranks, tokens, row_bytes));
 }
 
+void sum_units(at::TensorList caches, at::TensorList unit_offsets, at::TensorList entry_weights,
+               at::TensorList place_weights, at::IntArrayRef heads, at::IntArrayRef word_bytes, at::Tensor& out) {
+  for (const Sum& job : checked_sums(caches, unit_offsets, entry_weights, place_weights, heads, word_bytes, out)) {
+    const int64_t grain = std::max<int64_t>(1, kBytesPerThread / job.unit_bytes());
+    at::parallel_for(0, job.units, grain, [&](int64_t begin, int64_t end) { sum_steps(job, begin, end); });
+  }
+}
+
 // The checks alone, for implementations in Python: is there anything to copy?
 bool check_gather(at::TensorList caches, const at::Tensor& unit_offsets, int64_t unit_bytes,
                   int64_t section_units, const at::Tensor& out, int64_t out_offset, int64_t out_cache_stride,
@@ -68,6 +76,11 @@ bool check_interleave(const at::Tensor& src, int64_t src_offset, int64_t src_ran
       .has_value();
 }
 
+void check_sums(at::TensorList caches, at::TensorList unit_offsets, at::TensorList entry_weights,
+                at::TensorList place_weights, at::IntArrayRef heads, at::IntArrayRef word_bytes, const at::Tensor& out) {
+  checked_sums(caches, unit_offsets, entry_weights, place_weights, heads, word_bytes, out);
+}
+
 // For tracing: the ops return nothing and change no shape.
 template <class... Args>
 auto no_op(void (*)(Args...)) {
@@ -85,6 +98,9 @@ TORCH_LIBRARY(vllm_ascend_pd, m) {
       "interleave_heads(Tensor src, int src_offset, int src_rank_stride, Tensor(a!) out, int out_offset, "
       "int ranks, int tokens, int row_bytes) -> ()");
   m.def(
+      "sum_units(Tensor[] caches, Tensor[] unit_offsets, Tensor[] entry_weights, Tensor[] place_weights, int[] heads, "
+      "int[] word_bytes, Tensor(a!) out) -> ()");
+  m.def(
       "check_gather_units(Tensor[] caches, Tensor unit_offsets, int unit_bytes, int section_units, "
       "Tensor out, int out_offset, int out_cache_stride, int out_section_stride) -> bool");
   m.def(
@@ -93,24 +109,30 @@ TORCH_LIBRARY(vllm_ascend_pd, m) {
   m.def(
       "check_interleave_heads(Tensor src, int src_offset, int src_rank_stride, Tensor out, int out_offset, "
       "int ranks, int tokens, int row_bytes) -> bool");
+  m.def(
+      "check_sum_units(Tensor[] caches, Tensor[] unit_offsets, Tensor[] entry_weights, Tensor[] place_weights, "
+      "int[] heads, int[] word_bytes, Tensor out) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, CPU, m) {
   m.impl("gather_units", gather_units);
   m.impl("split_heads", split_heads);
   m.impl("interleave_heads", interleave_heads);
+  m.impl("sum_units", sum_units);
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, Meta, m) {
   m.impl("gather_units", no_op(gather_units));
   m.impl("split_heads", no_op(split_heads));
   m.impl("interleave_heads", no_op(interleave_heads));
+  m.impl("sum_units", no_op(sum_units));
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, CompositeExplicitAutograd, m) {
   m.impl("check_gather_units", check_gather);
   m.impl("check_split_heads", check_split);
   m.impl("check_interleave_heads", check_interleave);
+  m.impl("check_sum_units", check_sums);
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "regroup.h"
+#include "sum.h"
 
 namespace vllm_ascend_pd {
 
@@ -32,20 +33,25 @@ inline void check_device(const char* op, const char* argument, const at::Tensor&
                     ", must be on ", out.device(), " as out is");
 }
 
+// A tensor of int64 on the device of `out`.
+inline const int64_t* checked_words(const char* op, const char* argument, const at::Tensor& tensor, int64_t dimensions,
+                                    const at::Tensor& out) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kLong && tensor.dim() == dimensions, op, ": ", argument, " is a ",
+                    tensor.dim(), "-d tensor of ", tensor.scalar_type(), ", must be ", dimensions, "-d of Long");
+  check_contiguous(op, argument, tensor);
+  check_device(op, argument, tensor, out);
+  return static_cast<const int64_t*>(tensor.const_data_ptr());
+}
+
 // Nothing: there is nothing to copy. Offsets in a device's memory are not looked at.
 inline std::optional<Split> checked_split(const char* op, at::TensorList caches,
                                           const at::Tensor& unit_offsets, int64_t section_units,
                                           int64_t splits, int64_t tokens, int64_t row_bytes,
                                           const at::Tensor& out, int64_t out_offset,
                                           int64_t out_cache_stride, int64_t out_section_stride) {
-  TORCH_CHECK_VALUE(unit_offsets.scalar_type() == at::kLong && unit_offsets.dim() == 1, op,
-                    ": unit_offsets is a ", unit_offsets.dim(), "-d tensor of ", unit_offsets.scalar_type(),
-                    ", must be 1-d of Long");
-  check_contiguous(op, "unit_offsets", unit_offsets);
   check_contiguous(op, "out", out);
-  check_device(op, "unit_offsets", unit_offsets, out);
   Split job{{},
-            static_cast<const int64_t*>(unit_offsets.const_data_ptr()),
+            checked_words(op, "unit_offsets", unit_offsets, 1, out),
             unit_offsets.numel(),
             section_units,
             splits,
@@ -104,6 +110,49 @@ inline std::optional<Interleave> checked_interleave(const at::Tensor& src, int64
                        out_offset};
   if (!check(op, job)) return std::nullopt;
   return job;
+}
+
+inline std::vector<Sum> checked_sums(at::TensorList caches, at::TensorList unit_offsets, at::TensorList entry_weights,
+                                     at::TensorList place_weights, at::IntArrayRef heads, at::IntArrayRef word_bytes,
+                                     const at::Tensor& out) {
+  const char* op = "sum_units";
+  for (const size_t count : {unit_offsets.size(), entry_weights.size(), place_weights.size(), heads.size(),
+                             word_bytes.size()})
+    TORCH_CHECK_VALUE(count == caches.size(), op, ": there are ", caches.size(), " caches and ", count,
+                      " of an argument that has one for each");
+  checked_words(op, "out", out, 1, out);
+  auto* to = static_cast<int64_t*>(out.mutable_data_ptr());
+  int64_t left = out.numel();
+  std::vector<Sum> jobs;
+  for (size_t c = 0; c < caches.size(); ++c) {
+    check_device(op, "cache", caches[c], out);
+    const int64_t* offsets = checked_words(op, "unit_offsets", unit_offsets[c], 1, out);
+    const int64_t* entries = checked_words(op, "entry_weights", entry_weights[c], 2, out);
+    const int64_t* places = checked_words(op, "place_weights", place_weights[c], 1, out);
+    const int64_t units = unit_offsets[c].numel();
+    TORCH_CHECK_VALUE(entry_weights[c].size(0) == units, op, ": entry_weights are of ", entry_weights[c].size(0),
+                      " units, must be of ", units);
+    const Sum job{{static_cast<const std::byte*>(caches[c].const_data_ptr()), addressable_bytes(caches[c])},
+                  offsets,
+                  entries,
+                  places,
+                  to,
+                  units,
+                  entry_weights[c].size(1),
+                  heads[c],
+                  place_weights[c].numel(),
+                  word_bytes[c]};
+    check(op, job);
+    if (offsets != nullptr && unit_offsets[c].is_cpu()) check_unit_offsets(op, job);
+    const int64_t sums = saturating_mul(units, job.heads);
+    check_at_most(op, "the number of checksums", sums, left, "words that are left of out");
+    check_disjoint(op, "cache", job.cache.data, job.cache.bytes, static_cast<std::byte*>(out.mutable_data_ptr()),
+                   static_cast<int64_t>(out.nbytes()));
+    to += sums;
+    left -= sums;
+    if (units > 0) jobs.push_back(job);
+  }
+  return jobs;
 }
 
 }  // namespace vllm_ascend_pd

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "../regroup.h"
+#include "../sum.h"
 #include "tiling.h"
 
 namespace vllm_ascend_pd::npu {
@@ -80,6 +82,34 @@ inline Launch<InterleaveTiling> plan_interleave(const Chip& chip, const Interlea
   tiling.out_offset = job.out_offset;
   tiling.tiles = plan_tiles(chip, /*units=*/1, job.tokens, job.ranks, job.row_bytes);
   return {cores_for(chip, tiling.tiles.tiles_per_unit), tiling};
+}
+
+// The launch for the jobs from `first` on, kMaxCaches of them at most. Their checksums follow each other.
+inline Launch<SumTiling> plan_sum(const Chip& chip, const std::vector<Sum>& jobs, size_t first) {
+  SumTiling tiling{};
+  int64_t pairs = 0;
+  for (size_t c = first; c < jobs.size() && tiling.num_caches < kMaxCaches; ++c) {
+    const Sum& job = jobs[c];
+    const int64_t tile_words = std::min(job.words, kSumTileBytes / job.word_bytes);
+    const int64_t tile_row = align_up(tile_words * job.word_bytes);
+    const int64_t tile_entries = tile_words < job.words ? 1 : std::min(job.entries, kSumTileBytes / tile_row);
+    tiling.caches[tiling.num_caches++] = {reinterpret_cast<uint64_t>(job.cache.data),
+                                          reinterpret_cast<uint64_t>(job.unit_offsets),
+                                          reinterpret_cast<uint64_t>(job.entry_weights),
+                                          reinterpret_cast<uint64_t>(job.place_weights),
+                                          job.cache.bytes,
+                                          job.units,
+                                          job.entries,
+                                          job.heads,
+                                          job.words,
+                                          job.word_bytes,
+                                          tile_words,
+                                          tile_entries,
+                                          tile_row};
+    pairs += job.units * job.heads;
+  }
+  tiling.out_bytes = pairs * static_cast<int64_t>(sizeof(int64_t));
+  return {cores_for(chip, pairs), tiling};
 }
 
 }  // namespace vllm_ascend_pd::npu

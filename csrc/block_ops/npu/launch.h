@@ -14,5 +14,6 @@ namespace vllm_ascend_pd::npu {
 // `stream` is an aclrtStream, the other pointers are device memory. Returns an aclError, 0 for success.
 int launch(uint32_t cores, void* stream, const int64_t* unit_offsets, std::byte* out, const SplitTiling& tiling);
 int launch(uint32_t cores, void* stream, const std::byte* src, std::byte* out, const InterleaveTiling& tiling);
+int launch(uint32_t cores, void* stream, int64_t* out, const SumTiling& tiling);
 
 }  // namespace vllm_ascend_pd::npu

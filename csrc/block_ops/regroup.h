@@ -155,17 +155,21 @@ inline bool check(const char* op, const Split& job) {
   return true;
 }
 
-// Only where unit_offsets lies in host memory.
-inline void check_unit_offsets(const char* op, const Split& job) {
-  int64_t last = std::numeric_limits<int64_t>::max();
-  for (const Cache& cache : job.caches) last = std::min(last, cache.bytes - job.step_bytes());
-  for (int64_t n = 0; n < job.units; ++n) {
-    const int64_t offset = job.unit_offsets[n];
+// Only where unit_offsets lies in host memory. `last`: the largest that is allowed.
+inline void check_unit_offsets(const char* op, const int64_t* unit_offsets, int64_t units, int64_t last) {
+  for (int64_t n = 0; n < units; ++n) {
+    const int64_t offset = unit_offsets[n];
     if (offset >= 0 && offset <= last) continue;
     const std::string argument = "unit_offsets[" + std::to_string(n) + "]";
     check_at_least(op, argument, offset, 0);
     check_at_most(op, argument, offset, last, "addressable bytes of cache less one unit");
   }
+}
+
+inline void check_unit_offsets(const char* op, const Split& job) {
+  int64_t last = std::numeric_limits<int64_t>::max();
+  for (const Cache& cache : job.caches) last = std::min(last, cache.bytes - job.step_bytes());
+  check_unit_offsets(op, job.unit_offsets, job.units, last);
 }
 
 inline bool check(const char* op, const Interleave& job) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The regroup ops on NPU tensors: checked as on the CPU, then one kernel on the current stream, in the order of
+// The block ops on NPU tensors: checked as on the CPU, then one kernel on the current stream, in the order of
 // torch_npu's task queue. Loading the library registers them.
 #include <acl/acl_rt.h>
 #include <torch/library.h>
@@ -93,10 +93,23 @@ void interleave_heads(const at::Tensor& src, int64_t src_offset, int64_t src_ran
       checked_interleave(src, src_offset, src_rank_stride, out, out_offset, ranks, tokens, row_bytes));
 }
 
+void sum_units(at::TensorList caches, at::TensorList unit_offsets, at::TensorList entry_weights,
+               at::TensorList place_weights, at::IntArrayRef heads, at::IntArrayRef word_bytes, at::Tensor& out) {
+  const c10_npu::NPUGuard guard(out.device());
+  const auto jobs = checked_sums(caches, unit_offsets, entry_weights, place_weights, heads, word_bytes, out);
+  for (size_t first = 0; first < jobs.size(); first += kMaxCaches) {
+    const auto planned = plan_sum(chip(), jobs, first);
+    in_task_queue("vllm_ascend_pd::sum_units", [planned, to = jobs[first].out](aclrtStream stream) {
+      return launch(planned.cores, stream, to, planned.tiling);
+    });
+  }
+}
+
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, PrivateUse1, m) {
   m.impl("gather_units", gather_units);
   m.impl("split_heads", split_heads);
   m.impl("interleave_heads", interleave_heads);
+  m.impl("sum_units", sum_units);
 }
 
 }  // namespace

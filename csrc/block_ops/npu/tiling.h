@@ -60,4 +60,30 @@ struct InterleaveTiling {
   Tiles tiles;
 };
 
+// What a tile of checksums has at most. It is read at once and added up word by word.
+constexpr int64_t kSumTileBytes = 32 * 1024;
+
+// See Sum in sum.h: addresses, and how a unit is cut into tiles.
+struct SumOfCache {
+  uint64_t cache;
+  uint64_t unit_offsets;
+  uint64_t entry_weights;
+  uint64_t place_weights;
+  int64_t cache_bytes;
+  int64_t units;
+  int64_t entries;
+  int64_t heads;
+  int64_t words;
+  int64_t word_bytes;
+  int64_t tile_words;    // of one entry and head
+  int64_t tile_entries;  // more than one where tile_words are all
+  int64_t tile_row;      // what an entry takes in the unified buffer
+};
+
+struct SumTiling {
+  SumOfCache caches[kMaxCaches];
+  int64_t num_caches;
+  int64_t out_bytes;
+};
+
 }  // namespace vllm_ascend_pd::npu

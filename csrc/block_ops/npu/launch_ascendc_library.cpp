@@ -6,6 +6,7 @@
 
 #include "aclrtlaunch_vllm_ascend_pd_interleave.h"
 #include "aclrtlaunch_vllm_ascend_pd_split.h"
+#include "aclrtlaunch_vllm_ascend_pd_sum.h"
 
 namespace vllm_ascend_pd::npu {
 
@@ -17,6 +18,11 @@ int launch(uint32_t cores, void* stream, const int64_t* unit_offsets, std::byte*
 int launch(uint32_t cores, void* stream, const std::byte* src, std::byte* out, const InterleaveTiling& tiling) {
   return static_cast<int>(ACLRT_LAUNCH_KERNEL(vllm_ascend_pd_interleave)(
       cores, stream, const_cast<std::byte*>(src), out, const_cast<InterleaveTiling*>(&tiling)));
+}
+
+int launch(uint32_t cores, void* stream, int64_t* out, const SumTiling& tiling) {
+  return static_cast<int>(
+      ACLRT_LAUNCH_KERNEL(vllm_ascend_pd_sum)(cores, stream, out, const_cast<SumTiling*>(&tiling)));
 }
 
 }  // namespace vllm_ascend_pd::npu

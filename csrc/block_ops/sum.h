@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Checksums of units of KV and the checks of their arguments, in plain bytes, for every device. What they are for:
+// vllm_ascend_pd/core/checksum.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "regroup.h"
+
+namespace vllm_ascend_pd {
+
+// Units of one cache. A unit is [entries, heads, words] without gaps; its checksums are, for n < units and h < heads,
+//   out[n * heads + h] = sum over e and w, modulo 2^64, of
+//     word [e, h, w] of the unit at unit_offsets[n] * entry_weights[n * entries + e] * place_weights[w]
+// Words of 4 and 2 bytes are signed, those of 1 byte are not.
+struct Sum {
+  Cache cache;
+  const int64_t* unit_offsets;
+  const int64_t* entry_weights;
+  const int64_t* place_weights;
+  int64_t* out;
+  int64_t units;
+  int64_t entries;
+  int64_t heads;
+  int64_t words;
+  int64_t word_bytes;
+
+  int64_t row_bytes() const { return words * word_bytes; }
+  int64_t unit_bytes() const { return entries * heads * row_bytes(); }
+};
+
+// CPU: takes the checksums of units [begin, end) of a checked job. Different units may be taken on different threads.
+void sum_steps(const Sum& job, int64_t begin, int64_t end);
+
+inline void check(const char* op, const Sum& job) {
+  check_at_least(op, "heads", job.heads, 1);
+  check_at_least(op, "entries", job.entries, 1);
+  check_at_least(op, "words", job.words, 1);
+  if (job.word_bytes != 1 && job.word_bytes != 2 && job.word_bytes != 4)
+    throw std::invalid_argument(std::string(op) + ": word_bytes is " + std::to_string(job.word_bytes) +
+                                ", must be 1, 2 or 4");
+  const int64_t row = saturating_mul(job.words, job.word_bytes);
+  check_at_most(op, "a unit's size", saturating_mul(saturating_mul(job.entries, job.heads), row), job.cache.bytes,
+                "addressable bytes of cache");
+}
+
+// Only where unit_offsets lies in host memory.
+inline void check_unit_offsets(const char* op, const Sum& job) {
+  check_unit_offsets(op, job.unit_offsets, job.units, job.cache.bytes - job.unit_bytes());
+}
+
+}  // namespace vllm_ascend_pd
