@@ -165,6 +165,28 @@ def launched(_: PrefillRank) -> dict[str, int]:
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("shape", ["tp2-to-tp1", long("mla-tp2-to-tp1"), long("int8-tp2-to-tp1")])
+def test_checksums_take_one_launch_for_a_layer_whatever_the_number_of_requests(kernels: Path, shape: str) -> None:
+    """And verify what arrives: decode's ranks fail requests that differ."""
+    pair = Pair(*SHAPES[shape], {"verify_kv": "all"}, device="npu", kernels=kernels)
+    try:
+        for count in (1, 4):
+            before = pair.each(pair.p_ranks, "do", launched)
+            requests = prompts(pair, [BLOCK] * count)
+            run(pair, requests, chunk=count * BLOCK)
+            expect_delivery(pair, requests)
+            after = pair.each(pair.p_ranks, "do", launched)
+            kernel = "vllm_ascend_pd_sum"
+            taken = {now.get(kernel, 0) - then.get(kernel, 0) for then, now in zip(before, after, strict=True)}
+            layers = SHAPES[shape][0].layers
+            assert layers in taken
+            assert taken <= {0, layers}  # of replicated heads one rank sends each
+    finally:
+        left = pair.close()
+    assert left == []
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("shape", [long(each) if each == "tp4-to-tp2" else each for each in WITH_KERNELS])
 def test_bytes_arrive_through_compiled_kernels(kernels: Path, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*EVERY_STREAM)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Valid calls of the regroup ops, and random tensors for them."""
+"""Valid calls of the block ops, and random tensors for them."""
 
 from typing import Any
 
@@ -41,4 +41,13 @@ INTERLEAVE: dict[str, Any] = {
     "ranks": 2,
     "tokens": 8,
     "row_bytes": 8,
+}
+SUM: dict[str, Any] = {
+    "caches": [torch.zeros(4, 64, dtype=torch.uint8)],
+    "unit_offsets": [torch.tensor([0, 192])],
+    "entry_weights": [torch.zeros(2, 4, dtype=torch.int64)],
+    "place_weights": [torch.zeros(2, dtype=torch.int64)],
+    "heads": [2],
+    "word_bytes": [4],
+    "out": torch.zeros(4, dtype=torch.int64),
 }

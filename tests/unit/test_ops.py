@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The regroup ops against a line of torch each, then chained as prefill ranks chain them. They release the GIL."""
+"""The block ops against a line of torch each, then chained as prefill ranks chain them. They release the GIL."""
 
 import ctypes
 import sys
@@ -110,6 +110,32 @@ def test_split_heads(impl: ModuleType, case: Paged) -> None:
     tokens, row_bytes = groups.shape[3], groups.shape[4] * groups.shape[5]
     impl.split_heads(case.caches, case.unit_offsets, case.splits, tokens, row_bytes, out, *layout)
     assert torch.equal(out, expected)
+
+
+@st.composite
+def units_of_words(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks of whole units, where units begin, words `[units, entries, heads, words]`, and the entries' weights."""
+    dtype, heads = draw(st.sampled_from([torch.int32, torch.int16, torch.uint8])), draw(st.integers(1, 4))
+    entries, words, parts = draw(st.integers(1, 9)), draw(st.integers(1, 70)), draw(st.integers(1, 3))
+    blocks = random_tensor((draw(st.integers(1, 5)), parts, entries, heads, words), dtype)
+    ids = torch.tensor(draw(st.lists(st.integers(0, len(blocks) * parts - 1), max_size=6)), dtype=torch.int64)
+    unit = entries * heads * words * dtype.itemsize
+    return blocks.flatten(1), ids * unit, blocks.flatten(0, 1)[ids], random_tensor((len(ids), entries), torch.int64)
+
+
+@IMPLEMENTATIONS
+@given(cases=st.lists(units_of_words(), max_size=4))
+def test_sum_units(impl: ModuleType, cases: list[tuple[torch.Tensor, ...]]) -> None:
+    """Caches of several forms in one call. Torch counts modulo 2^64, too."""
+    places = [random_tensor((words.shape[3],), torch.int64) for _, _, words, _ in cases]
+    expected = [torch.tensor([], dtype=torch.int64)]
+    for (_, _, words, weights), of in zip(cases, places, strict=True):
+        expected.append(((words.long() * of).sum(-1) * weights[:, :, None]).sum(1).flatten())
+    caches, offsets, every, weights = zip(*cases, strict=True) if cases else ((),) * 4
+    out = torch.full((sum(map(len, expected)) + 1,), 5)
+    sizes = [words.itemsize for words in every]
+    impl.sum_units(caches, offsets, weights, places, [words.shape[2] for words in every], sizes, out)
+    assert torch.equal(out, torch.cat([*expected, torch.tensor([5])]))
 
 
 SMALL = st.integers(0, 9)

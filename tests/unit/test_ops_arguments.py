@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The regroup ops check their arguments before they write anything."""
+"""The block ops check their arguments before they write anything."""
 
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from op_calls import GATHER, IMPLEMENTATIONS, INTERLEAVE, SPLIT, random_tensor
+from op_calls import GATHER, IMPLEMENTATIONS, INTERLEAVE, SPLIT, SUM, random_tensor
 
 from vllm_ascend_pd.device import ops
 
@@ -75,6 +75,25 @@ ERRORS = [
             ({"src": SHARED[:128]} | OVERLAP, r"out \(128 bytes\) overlaps src \(128 bytes\)"),
         ]
     ],
+    *[
+        ("sum_units", SUM, bad, message)
+        for bad, message in [
+            ({"heads": [0]}, "heads is 0, must be at least 1"),
+            ({"heads": [HUGE]}, "a unit's size is 9223372036854775807"),
+            ({"heads": []}, "there are 1 caches and 0 of an argument that has one for each"),
+            ({"word_bytes": [8]}, "word_bytes is 8, must be 1, 2 or 4"),
+            ({"place_weights": [torch.zeros(0, dtype=torch.int64)]}, "words is 0, must be at least 1"),
+            ({"place_weights": [torch.zeros(9, dtype=torch.int64)]}, "a unit's size is 288, must be at most 256"),
+            ({"place_weights": [torch.zeros(2)]}, "place_weights is a 1-d tensor of Float, must be 1-d of Long"),
+            ({"entry_weights": [torch.zeros(2, 0, dtype=torch.int64)]}, "entries is 0, must be at least 1"),
+            ({"entry_weights": [torch.zeros(3, 4, dtype=torch.int64)]}, "entry_weights are of 3 units, must be of 2"),
+            ({"entry_weights": [torch.zeros(4, 2, dtype=torch.int64).T]}, "entry_weights has shape .* contiguous"),
+            ({"unit_offsets": [torch.tensor([0, 193])]}, r"unit_offsets\[1\] is 193, must be at most 192 "),
+            ({"out": torch.zeros(3, dtype=torch.int64)}, "the number of checksums is 4, must be at most 3"),
+            ({"out": torch.zeros(4)}, "out is a 1-d tensor of Float"),
+            ({"caches": [SHARED], "out": SHARED[:32].view(torch.int64)}, r"out \(32 bytes\) overlaps cache"),
+        ]
+    ],
 ]
 
 
@@ -119,7 +138,8 @@ def test_a_unit_may_end_where_a_strided_cache_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "kwargs"), [("gather_units", GATHER), ("split_heads", SPLIT), ("interleave_heads", INTERLEAVE)]
+    ("op", "kwargs"),
+    [("gather_units", GATHER), ("split_heads", SPLIT), ("interleave_heads", INTERLEAVE), ("sum_units", SUM)],
 )
 def test_ops_trace(op: str, kwargs: dict[str, Any]) -> None:
     torch.library.opcheck(getattr(torch.ops.vllm_ascend_pd, op).default, (), kwargs)

@@ -38,8 +38,8 @@ def warn_once() -> None:
     first op."""
     if _reason:
         logger.warning(
-            "The NPU kernels of vllm_ascend_pd are not in use (%s): KV is regrouped by torch_npu's operators, with "
-            "more launches and copies. Where CANN is installed, `pip install -v --no-build-isolation` of "
+            "The NPU kernels of vllm_ascend_pd are not in use (%s): torch_npu's operators regroup KV and take "
+            "checksums, with more launches and copies. Where CANN is installed, `pip install -v --no-build-isolation` of "
             "vllm-ascend-pd builds them or says why it does not.",
             _reason,
         )

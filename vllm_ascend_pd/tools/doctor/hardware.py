@@ -48,7 +48,7 @@ def check(npus: Sequence[str], host: str) -> list[Finding]:
             "of npu.* and loading.torch_npu above; in a container, pass /dev/davinci<N> of two NPUs or more"
         )
         return [error(name, "torch_npu is not installed or finds no NPU: no step of --hardware can run", action)]
-    progress("running the regroup ops on an NPU")
+    progress("running the block ops on an NPU")
     findings = [check_kernels()]
     if len(npus) < 2:
         left_out = "one NPU: writes between NPUs and collectives are left out"

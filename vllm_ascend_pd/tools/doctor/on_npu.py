@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Children of the doctor that run on NPUs.
 
-`kernels`: compares the regroup ops and the checksums of `verify_kv` on NPU 0 with the CPU.
+`kernels`: compares the block ops and the checksums of `verify_kv` on NPU 0 with the CPU.
 `rank RANK SIZE STORE`: runs a model's all-reduce with the connector's all-to-all beside it. STORE is a new file by
 which the ranks find each other.
 """
