@@ -39,8 +39,8 @@ def warn_once() -> None:
     if _reason:
         logger.warning(
             "The NPU kernels of vllm_ascend_pd are not in use (%s): torch_npu's operators regroup KV and take "
-            "checksums, with more launches and copies. Where CANN is installed, `pip install -v --no-build-isolation` of "
-            "vllm-ascend-pd builds them or says why it does not.",
+            "checksums, with more launches and copies. Where CANN is installed, `pip install -v --no-build-isolation` "
+            "of vllm-ascend-pd builds them or says why it does not.",
             _reason,
         )
 
