@@ -77,4 +77,4 @@ def test_plan_describes_the_caches_that_vllm_ascend_makes(model: str, block_size
         sent_once += windows[each.group] * each.entry_bytes
     planned = make_plan(shape, *engines, step_tokens=8192, staging_slots=4)
     assert planned.bytes_per_token == tokens
-    assert sum(kind.layers * kind.window_bytes for kind in planned.layer_kinds) == sent_once
+    assert planned.window_bytes == sent_once

@@ -41,7 +41,7 @@ def assert_conserved(plan: PlanFigures, attention_layers: list[bool], itemsize: 
     decode, prompt = plan.decode, plan.prompt
     per_head = prompt.units * plan.unit_tokens * sum(plan.model.widths) * itemsize
     heads = max(1, plan.model.kv_heads // decode.tp)
-    for lane in range(plan.senders[0].lanes):
+    for lane in range(plan.lanes):
         flows = [flow for flow in prompt.flows if flow.lane == lane]
         assert sum(flow.nbytes for flow in flows) == prompt.nbytes
         for stage, layers in enumerate(stage_layers(len(plan.model.cached), decode.pp)):

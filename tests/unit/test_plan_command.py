@@ -42,8 +42,7 @@ def test_tables():
     for shown in (
         "70,272 bytes per token, 1,152 of them per layer",
         "prefill TP 16 -> decode TP 4 DP 4",
-        "one of 3, 7, 11, 15",
-        "128 KiB + 16 KiB to 3",
+        "68.62 MiB; 4 ranks take turns",
         "3,904; 488 if all blocks are neighbours",
         "a layer's writes; prefill computes it in 1.00 ms",
         "- speculating with",
@@ -56,7 +55,7 @@ def test_tables_of_groups():
     done = run(LLAMA, "--prefill-tp", 8, "--decode-tp", 4, "--decode-pp", 2)
     assert done.returncode == 0
     for shown in (
-        "all-to-all of [6, 7], of 1/2 of the units",
+        "exchanged",
         "[0, 1] [2, 3] [4, 5] [6, 7] (7 created",
     ):
         assert shown in done.stdout
@@ -71,7 +70,7 @@ def test_options_that_change_figures():
     assert done.returncode == 0
     for shown in (
         "163,840 bytes per token",
-        "of every 64 tokens of a layer",
+        "16 of 64 tokens",
         f"4 slots of {(1000 + 2 * 64) * 8 * 256 / 2**20:.4g} MiB for 1000 tokens",
         "prefill: vllm-ascend makes the block size 128",
     ):

@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -22,7 +21,7 @@ from vllm_ascend_pd.tools.command_line import as_json
 from vllm_ascend_pd.tools.doctor.report import make_report, ok
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches, stage_layers
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.figures import Flow, Piece
+from vllm_ascend_pd.tools.plan.figures import Flow
 from vllm_ascend_pd.tools.plan.measured import read_measured
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
 from vllm_ascend_pd.tools.plan.times import Traffic, make_rates
@@ -37,10 +36,9 @@ def test_deepseek_r1_tp16_to_dp4_tp4():
     assert plan.bytes_per_token_and_layer == (512 + 64) * 2
     assert plan.bytes_per_token == 61 * 1152 == 70_272
     # All ranks hold the latent; four of them serve a request, each to one decode rank.
-    assert [(s.lane, s.lanes, s.regroup) for s in plan.senders] == [(rank // 4, 4, "none") for rank in range(16)]
-    for sender in plan.senders:
-        to = sender.tp_rank % 4
-        assert sender.pieces == (Piece(0, to, 128 * 512 * 2), Piece(1, to, 128 * 64 * 2))
+    sent = [(flow.source.tp_rank, flow.lane, flow.target.tp_rank) for flow in plan.prompt.flows]
+    assert sent == [(rank, rank // 4, rank % 4) for rank in range(16)]
+    assert (plan.lanes, plan.regrouping) == (4, ())
     assert (plan.all_to_all, plan.groups_created, plan.staging.total_bytes) == ((), 0, 0)
     assert plan.prompt.busiest_reader == SENT_TOKENS * 70_272
     assert plan.prompt.busiest_sender == SENT_TOKENS * 70_272
@@ -54,12 +52,8 @@ def test_qwen3_235b_tp16_to_tp8():
     plan = plan_for(QWEN, (16, 1, 1), (8, 1, 1))
     assert plan.bytes_per_token == 94 * 4 * (128 + 128) * 2 == 192_512
     # 4 KV heads: 4 prefill ranks hold each, 2 decode ranks want it. Two prefill ranks take turns for each of these.
-    assert [(s.first_head, s.stop_head, s.lane) for s in plan.senders] == [
-        (r // 4, r // 4 + 1, r % 4 // 2) for r in range(16)
-    ]
-    for sender in plan.senders:
-        to = 2 * sender.first_head + sender.tp_rank % 2
-        assert sender.pieces == tuple(Piece(tensor, to, 128 * 128 * 2) for tensor in (0, 1))
+    sent = [(flow.source.tp_rank, flow.lane, flow.target.tp_rank) for flow in plan.prompt.flows]
+    assert sent == [(rank, rank % 4 // 2, rank // 4 * 2 + rank % 2) for rank in range(16)]
     assert plan.prompt.nbytes == 8 * SENT_TOKENS * 94 * 512
     assert plan.prompt.busiest_sender == plan.prompt.busiest_reader == SENT_TOKENS * 94 * 512
     assert plan.prompt.descriptors == 94 * 2 * 8 * 8
@@ -84,9 +78,8 @@ def test_llama_70b_in_int8_on_decode_tp8_to_tp4(tmp_path: Path) -> None:
     plan = _plan(model, (8, 1), (4, 1), 128, 128, 1000)
     # Each rank writes its own head: no heads are exchanged.
     assert (plan.all_to_all, plan.groups_created) == ((), 0)
-    for sender in plan.senders:
-        assert sender.regroup == "quantize"
-        assert sender.pieces == tuple(Piece(tensor, sender.tp_rank // 2, 128 * 128) for tensor in (0, 1))
+    assert plan.regrouping == ("quantized",)
+    assert [(flow.source.tp_rank, flow.target.tp_rank) for flow in plan.prompt.flows] == [(r, r // 2) for r in range(8)]
     assert (plan.prefill_bytes, plan.decode_bytes) == ((80 * 512,), (80 * 512,))
     assert plan.prompt.nbytes == SENT_TOKENS * 80 * 8 * 2 * 128
     # K and V of one head in int8, or one of them in 16 bits, for a step of 64 tokens and two blocks.
@@ -112,10 +105,11 @@ def test_llama_70b_tp8_to_tp4():
     assert plan.groups_created == 4 + 2 + 1
     # A rank is in one group of each size.
     assert (plan.staging.groups, plan.staging.communicator_bytes) == (3, 3 * 2 * 16 * 1024**2)
-    for sender in plan.senders:
-        assert sender.exchanges_with == (sender.tp_rank // 2 * 2, sender.tp_rank // 2 * 2 + 1)
-        # Whole blocks, two heads wide: every other rank has half of them.
-        assert sender.pieces == tuple(Piece(tensor, sender.tp_rank // 2, 128 * 2 * 256) for tensor in (0, 1))
+    assert plan.regrouping == ("exchanged",)
+    # Whole blocks, two heads wide: every other rank has half of them.
+    for rank, flow in enumerate(plan.prompt.flows):
+        assert (flow.source.tp_rank, flow.target.tp_rank, flow.exchanging) == (rank, rank // 2, 2)
+        assert flow.layer_writes == ((128 * 2 * 256, 2 * 4),)
     assert plan.prompt.nbytes == SENT_TOKENS * 327_680
     assert (plan.prompt.descriptors, plan.prompt.descriptors_contiguous) == (80 * 2 * 8 * 4, 80 * 2 * 8)
     assert_conserved(plan, [True] * 80, 2)
@@ -124,11 +118,10 @@ def test_llama_70b_tp8_to_tp4():
 @pytest.mark.parametrize("pp", [1, 2])
 def test_llama_70b_tp4_to_tp8(pp):
     plan = plan_for(LLAMA, (4, pp, 1), (8, 1, 1))
-    assert {s.regroup for s in plan.senders} == {"split"}
-    for sender in plan.senders:
-        to = (2 * sender.tp_rank, 2 * sender.tp_rank + 1)
-        assert sender.pieces == tuple(Piece(tensor, rank, 128 * 256) for tensor in (0, 1) for rank in to)
-    assert len(plan.prompt.flows) == 8 * pp
+    assert plan.regrouping == ("dealt out",)
+    sent = [(flow.source.tp_rank, flow.target.tp_rank) for flow in plan.prompt.flows]
+    assert sent == [(rank // 2, rank) for rank in range(8)] * pp
+    assert {flow.layer_writes for flow in plan.prompt.flows} == {((128 * 256, 2 * 8),)}
     assert plan.prompt.nbytes == SENT_TOKENS * 327_680
     assert plan.prompt.busiest_sender == plan.prompt.nbytes // 4 // pp
     assert plan.prompt.busiest_reader == plan.prompt.nbytes // 8
@@ -140,7 +133,9 @@ def test_sizes_that_do_not_divide_exchange_and_divide():
     model = ModelShape("six heads", (Cached.FULL,), 6, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
     plan = _plan(model, (3, 1), (2, 1), 16, 16, 16)
     assert plan.all_to_all == ((0, 1, 2),)
-    assert plan.senders[1].pieces == tuple(Piece(tensor, to, 16 * 3 * 8 * 2) for tensor in (0, 1) for to in (0, 1))
+    assert plan.regrouping == ("exchanged",)
+    assert {flow.exchanging for flow in plan.prompt.flows} == {3}
+    assert {size for flow in plan.prompt.flows for size, _ in flow.layer_writes} == {16 * 3 * 8 * 2}
 
 
 # --- times ---------------------------------------------------------------------------------------------------
@@ -284,31 +279,10 @@ def _shapes(draw):
 
 @given(_shapes())
 def test_any_shape_covers_what_the_core_does(shape):
-    model, prefill, decode, p_block, _, tokens = shape
+    model, tokens = shape[0], shape[-1]
     plan = _plan(*shape)
     assert plan.prompt.units == -(-tokens // plan.unit_tokens)
     assert_conserved(plan, [kind in (Cached.FULL, Cached.WINDOW) for kind in model.cached], model.dtype.itemsize)
-    # The pieces are the routes' targets, which fill every byte of a decode rank's unit once, whatever the lane.
-    caches = rank_caches(model, PlannedEngine("prefill", *prefill, 1, p_block), 0, 0, 1)
-    for tensor, geometry in enumerate(caches.geometries[: len(plan.model.widths)]):
-        routes = [
-            make_route(geometry, rank, sharding(prefill[0]), sharding(decode[0]), shape[4])
-            for rank in range(prefill[0])
-        ]
-        for sender, route in zip(plan.senders, routes, strict=True):
-            assert (sender.lane, sender.lanes) == (route.replica_index, route.replicas)
-            assert sender.exchanges_with == route.ranks
-            assert [p for p in sender.pieces if p.tensor == tensor] == [
-                Piece(tensor, target.tp_rank, target.nbytes) for target in route.targets
-            ]
-        unit_bytes = plan.unit_tokens * geometry.head_bytes * max(1, model.kv_heads // decode[0])
-        for lane in range(plan.senders[0].lanes):
-            for reader in range(decode[0]):
-                filled = np.zeros(unit_bytes, dtype=np.int64)
-                for route in (route for route in routes if route.serves(lane)):
-                    for target in (target for target in route.targets if target.tp_rank == reader):
-                        filled[target.dst_offset : target.dst_offset + target.nbytes] += 1
-                assert len({*filled}) == 1, "by each rank of a group: it has a share of the units"
 
 
 def layers_between(shape, flow: Flow) -> int:
@@ -324,12 +298,16 @@ def layers_between(shape, flow: Flow) -> int:
 @given(_shapes())
 def test_any_shape_has_one_descriptor_per_piece_unless_neighbours_merge(shape):
     plan = _plan(*shape)
-    apart = shape[3] == shape[4]
+    model, prefill, decode, p_block, d_block, _ = shape
+    caches = rank_caches(model, PlannedEngine("prefill", *prefill, 1, p_block), 0, 0, 1)
+    tensors = caches.geometries[: len(model.widths)]
     for flow in plan.prompt.flows:
-        pieces = [p for p in plan.senders[flow.source.tp_rank].pieces if p.to == flow.target.tp_rank]
+        sides = sharding(prefill[0]), sharding(decode[0])
+        routes = [make_route(each, flow.source.tp_rank, *sides, d_block) for each in tensors]
+        pieces = [target for route in routes for target in route.targets if target.tp_rank == flow.target.tp_rank]
         most = layers_between(shape, flow) * plan.prompt.units * len(pieces)
         assert flow.descriptors_contiguous <= flow.descriptors <= most
-        if apart and not plan.senders[flow.source.tp_rank].exchanges_with:
+        if p_block == d_block and flow.exchanging == 1:
             assert flow.descriptors == most
 
 

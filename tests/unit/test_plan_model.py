@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from planned import DATA, DEEPSEEK, assert_conserved, plan_for
 
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.figures import LayerKindFigures, PlanFigures
+from vllm_ascend_pd.tools.plan.figures import PlanFigures
 from vllm_ascend_pd.tools.plan.model import (
     _LAYER_KINDS,
     Cached,
@@ -276,7 +275,6 @@ def test_an_indexers_key_is_counted_only_where_there_is_one(fields: dict[str, An
     assert plan.bytes_per_token == (10 * (512 + 64) + (10 - len(without)) * 128) * 2
     assert plan.prompt.nbytes == 128 * plan.bytes_per_token
     assert sum(plan.prefill_bytes) == plan.bytes_per_token
-    assert len(plan.senders[0].pieces) == 3, "a layer with a key stands for all"
 
 
 @pytest.mark.parametrize(
@@ -422,26 +420,22 @@ def test_no_figure_is_other_than_that_of_transformers() -> None:
 KIB = 1024
 TOKENS = 128 * KIB  # bytes of the window of 128 latents
 # An entry for 4 tokens: 512 elements of two bytes, an index of 128 bytes and its scale of two.
-FINE = LayerKindFigures(4, 0, (1024 + 128 + 2) / 4, TOKENS + 8 * (8 * KIB + 2 * KIB))
-COARSE = LayerKindFigures(128, 0, 8, TOKENS + 128 * 4 * KIB)
-WINDOW_ALONE = LayerKindFigures(1, 0, 0, TOKENS)
-
-
-def of(kind: LayerKindFigures, layers: int) -> LayerKindFigures:
-    return LayerKindFigures(kind.tokens_per_entry, layers, kind.bytes_per_token, kind.window_bytes)
+FINE_WINDOWS = TOKENS + 8 * (8 * KIB + 2 * KIB)
+COARSE_WINDOWS = TOKENS + 128 * 4 * KIB
 
 
 @pytest.mark.parametrize(
-    ("config", "layers", "kinds", "per_token"),
+    ("config", "layers", "windows", "per_token"),
     [
-        (FLASH, 43, (of(WINDOW_ALONE, 2), of(FINE, 21), of(COARSE, 20)), 6218.5),
-        (PRO, 61, (of(FINE, 30), of(COARSE, 31)), 8903),
+        (FLASH, 43, 2 * TOKENS + 21 * FINE_WINDOWS + 20 * COARSE_WINDOWS, 21 * (1024 + 128 + 2) / 4 + 20 * 8),
+        (PRO, 61, 30 * FINE_WINDOWS + 31 * COARSE_WINDOWS, 30 * (1024 + 128 + 2) / 4 + 31 * 8),
     ],
 )
-def test_bytes_per_token_layer_and_step(config, layers, kinds, per_token) -> None:
+def test_bytes_per_token_and_windows(config, layers, windows, per_token) -> None:
     plan = plan_for(config, (16, 1, 1), (1, 1, 16))
-    assert (len(plan.model.cached), plan.model.cached_layers, plan.layer_kinds) == (layers, layers, kinds)
+    assert (len(plan.model.cached), plan.model.cached_layers) == (layers, layers)
     assert (plan.bytes_per_token, plan.bytes_per_token_and_layer) == (per_token, 288.5)
+    assert plan.window_bytes == windows
 
 
 def test_a_prompt_is_sent_by_blocks() -> None:
@@ -453,7 +447,7 @@ def test_a_prompt_is_sent_by_blocks() -> None:
     coarse = 20 * 128 * KIB  # 7 entries: a block
     coarse_states = 20 * 5 * 32 * 4 * KIB  # 872 to 999: five blocks of 32
     assert plan.prompt.nbytes == tokens + fine + fine_states + coarse + coarse_states
-    assert plan.senders[0].lanes == 16
+    assert plan.lanes == 16
     assert plan.staging.slots == 0
 
 
@@ -466,12 +460,10 @@ def test_stages_and_blocks_that_differ() -> None:
     assert plan.unit_tokens == 64
 
 
-def test_the_table_names_the_layers() -> None:
+def test_the_headline_names_the_windows() -> None:
     text = render(plan_for(FLASH, (2, 1, 1), (1, 1, 1)))
     assert "43 layers with compressed caches, latents of 512 bfloat16" in text
     assert "6,218.5 bytes per token, and 17.02 MiB per prompt for windows" in text
-    assert "window only" in text
-    assert re.search(r"4 +│ 21 +│ 288.5 .* 2.254 MiB", text), "for a step of 8192 tokens"
 
 
 def test_other_caches_of_this_model_are_refused() -> None:

@@ -22,12 +22,9 @@ from vllm_ascend_pd.tools.plan.engine import (
 from vllm_ascend_pd.tools.plan.figures import (
     PROMPT_TOKENS,
     Flow,
-    LayerKindFigures,
-    Piece,
     PlanFigures,
     PromptFigures,
     RankPosition,
-    SenderFigures,
     Staging,
     WriteSize,
 )
@@ -74,29 +71,28 @@ def make_plan(
         for stage in range(decode.pp):
             theirs = d_ranks[RankPosition(stage, 0)]
             flows += _flows(model, source, caches, routes[source.tp_rank], stage, theirs, tokens)
-    senders = tuple(_sender(rank, prefill.tp, model, of_rank) for rank, of_rank in enumerate(routes))
     unit = routes[0][0].unit
     exchange = any(geometry.sent.order is Order.TOKEN_MAJOR for geometry in p_ranks[RankPosition(0, 0)].geometries)
     groups = topology.regroup_groups(prefill.sharding, model.kv_heads) if exchange else []
     staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
-    kinds = _layer_kinds(model)
-    per_token, per_layer = _bytes_per_token(model, kinds)
+    per_token, per_layer = _bytes_per_token(model)
     return PlanFigures(
         model=model,
         bytes_per_token=per_token,
         bytes_per_token_and_layer=per_layer,
-        layer_kinds=kinds,
+        window_bytes=sum(cache.window_bytes for caches in model.compressed for cache in caches),
         prefill=prefill,
         decode=decode,
         prefill_bytes=_stage_bytes(model, prefill, p_ranks),
         decode_bytes=_stage_bytes(model, decode, d_ranks),
         unit_tokens=unit,
-        senders=senders,
+        lanes=routes[0][0].replicas,
+        regrouping=_regrouping(routes),
         all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
         groups_created=len(groups) if staging.slots else 0,
         staging=staging,
         prompt=_prompt(tokens, unit, flows),
-        write_times=write_times(flows, senders, write_costs),
+        write_times=write_times(flows, write_costs),
         compute_ms=compute_ms,
         rates=None,
         notes=(*model.notes, *_notes(prefill, decode, routes)),
@@ -171,6 +167,7 @@ def _flows(
             source=source,
             target=RankPosition(d_stage, tp_rank),
             lane=routes[0].replica_index,
+            exchanging=len(routes[0].ranks) or 1,
             nbytes=sent.nbytes,
             descriptors=sum(each.total() for each in sent.scattered.values()),
             descriptors_contiguous=sum(each.total() for each in sent.contiguous.values()),
@@ -244,24 +241,10 @@ def _prompt(tokens: int, unit: int, flows: Sequence[Flow]) -> PromptFigures:
     )
 
 
-def _sender(rank: int, tp: int, model: ModelShape, routes: Sequence[Route]) -> SenderFigures:
-    heads = topology.owned_heads(rank, tp, model.kv_heads)
-    first = routes[0]
-    return SenderFigures(
-        tp_rank=rank,
-        first_head=heads.start,
-        stop_head=heads.stop,
-        lane=first.replica_index,
-        lanes=first.replicas,
-        regroup="gather" if first.ranks else "quantize" if first.packs else "split" if first.is_staged else "none",
-        exchanges_with=first.ranks,
-        pieces=tuple(
-            Piece(part, target.tp_rank, target.nbytes)
-            # Cache groups differ only in their block ids, so one represents all.
-            for part, route in enumerate(routes[: len(model.widths)])
-            for target in route.targets
-        ),
-    )
+def _regrouping(routes: Iterable[Iterable[Route]]) -> tuple[str, ...]:
+    staged = [route for of_rank in routes for route in of_rank if route.is_staged]
+    found = {"exchanged" if route.ranks else "quantized" if route.packs else "dealt out" for route in staged}
+    return tuple(sorted(found))
 
 
 def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: Sequence[tuple[int, ...]]) -> Staging:
@@ -288,23 +271,14 @@ def _notes(prefill: PlannedEngine, decode: PlannedEngine, routes: Sequence[Seque
     return notes
 
 
-def _bytes_per_token(model: ModelShape, kinds: Sequence[LayerKindFigures]) -> tuple[float, float]:
+def _bytes_per_token(model: ModelShape) -> tuple[float, float]:
     """Returns the bytes of a token in all layers, and the most in any of them."""
-    if kinds:
-        per_token = whole(sum(kind.layers * kind.bytes_per_token for kind in kinds))
-        return per_token, max(kind.bytes_per_token for kind in kinds)
-    per_layer = model.kv_heads * sum(model.widths) * model.dtype.itemsize
+    if model.compressed:
+        per_layer = [sum(cache.bytes_per_token for cache in caches) for caches in model.compressed]
+        return whole(sum(per_layer)), whole(max(per_layer))
+    each = model.kv_heads * sum(model.widths) * model.dtype.itemsize
     keys = sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in model.without_key)
-    return model.cached_layers * per_layer - keys * model.widths[-1] * model.dtype.itemsize, per_layer
-
-
-def _layer_kinds(model: ModelShape) -> tuple[LayerKindFigures, ...]:
-    found = []
-    for caches, layers in Counter(model.compressed).items():
-        per_token = whole(sum(cache.bytes_per_token for cache in caches))
-        ratio = max(cache.tokens_per_entry for cache in caches)
-        found.append(LayerKindFigures(ratio, layers, per_token, sum(cache.window_bytes for cache in caches)))
-    return tuple(sorted(found, key=lambda kind: kind.tokens_per_entry))
+    return model.cached_layers * each - keys * model.widths[-1] * model.dtype.itemsize, each
 
 
 def _stage_bytes(

@@ -19,40 +19,6 @@ class RankPosition(NamedTuple):
     tp_rank: int
 
 
-class LayerKindFigures(msgspec.Struct, frozen=True):
-    """Layers of DeepSeek V4 with the same caches."""
-
-    tokens_per_entry: int  # 1 if they have only the window
-    layers: int
-    bytes_per_token: float  # of one layer, beside the windows
-    # Of one layer, once per prompt: the last tokens, uncompressed, and what unfinished entries are computed from.
-    window_bytes: int
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """The part of each unit of a tensor that goes to one decode rank, as one run of bytes.
-
-    Ranks that exchange heads write a share of the units each.
-    """
-
-    tensor: int  # number of the tensor within its layer
-    to: int  # tp rank on decode
-    nbytes: int
-
-
-class SenderFigures(msgspec.Struct, frozen=True):
-    """A prefill rank, in every stage. It has heads `[first_head, stop_head)`."""
-
-    tp_rank: int
-    first_head: int
-    stop_head: int
-    lane: int  # index among the ranks with the same heads and decode ranks; it serves the requests of this index
-    lanes: int  # number of these ranks
-    regroup: str  # none, gather, split or quantize: how units become decode's
-    exchanges_with: tuple[int, ...]  # ranks of its all-to-all, including itself
-    pieces: tuple[Piece, ...]
-
-
 class Staging(msgspec.Struct, frozen=True):
     """Memory that each prefill rank reserves for regrouping. All figures are 0 if no request can need it."""
 
@@ -76,7 +42,8 @@ class Flow(msgspec.Struct, frozen=True):
 
     source: RankPosition
     target: RankPosition
-    lane: int  # as in `SenderFigures`, of the prompt
+    lane: int  # index among the prefill ranks with the same heads and decode ranks. It serves prompts of this index
+    exchanging: int  # ranks of the source's all-to-all, including itself; 1 if there is none
     nbytes: int
     descriptors: int  # if no two blocks of the prompt are adjacent
     descriptors_contiguous: int  # if all blocks of the prompt are adjacent
@@ -137,14 +104,15 @@ class PlanFigures(msgspec.Struct, frozen=True):
 
     model: ModelShape
     bytes_per_token: float  # windows of compressed caches are not counted
+    window_bytes: int  # of the compressed caches of all layers, once per prompt
     bytes_per_token_and_layer: float  # the most of any layer
-    layer_kinds: tuple[LayerKindFigures, ...]  # of a model with compressed caches
     prefill: PlannedEngine
     decode: PlannedEngine
     prefill_bytes: tuple[float, ...]  # per token, by stage, on each of its ranks
     decode_bytes: tuple[float, ...]  # the same
     unit_tokens: int  # the smaller block size of the two sides
-    senders: tuple[SenderFigures, ...]
+    lanes: int  # prefill ranks with the same heads and decode ranks, which serve prompts in turn
+    regrouping: tuple[str, ...]  # exchanged, dealt out, quantized: how units become decode's
     all_to_all: tuple[tuple[int, ...], ...]  # groups of prefill ranks that exchange heads for this decode engine
     groups_created: int  # groups that prefill creates at its start, for any decode engine
     staging: Staging

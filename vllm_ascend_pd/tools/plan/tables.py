@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables that `vllm-ascend-pd plan` prints."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from vllm_ascend_pd.core.ascend import BUFFER_MB
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine
-from vllm_ascend_pd.tools.plan.figures import (
-    Piece,
-    PlanFigures,
-    RateFigures,
-    SenderFigures,
-)
-from vllm_ascend_pd.tools.plan.model import whole
+from vllm_ascend_pd.tools.plan.figures import PlanFigures, RateFigures
 
 _WIDTH = 120
 
@@ -23,9 +17,6 @@ def render(plan: PlanFigures) -> str:
     console = Console(width=_WIDTH, highlight=False, markup=False, soft_wrap=False)
     with console.capture() as capture:
         console.print(_headline(plan))
-        if plan.layer_kinds:
-            console.print(_layer_kinds(plan))
-        console.print(_senders(plan))
         console.print(_prompt(plan))
         console.print(_write_times(plan))
         if plan.rates is not None:
@@ -39,34 +30,17 @@ def _headline(plan: PlanFigures) -> str:
     model = plan.model
     heads = "MLA's latent" if model.mla else f"{model.kv_heads} KV heads"
     widths = " + ".join(map(str, model.widths))
-    if plan.layer_kinds:
-        windows = sum(kind.layers * kind.window_bytes for kind in plan.layer_kinds)
+    if model.compressed:
         return (
             f"{model.name}: {len(model.cached)} layers with compressed caches, latents of {widths} "
             f"{model.dtype}\n"
-            f"{plan.bytes_per_token:,} bytes per token, and {_size(windows)} per prompt for windows"
+            f"{plan.bytes_per_token:,} bytes per token, and {_size(plan.window_bytes)} per prompt for windows"
         )
     return (
         f"{model.name}: {model.cached_layers} of {len(model.cached)} layers cache {heads}, {widths} "
         f"{model.dtype} each\n"
         f"{plan.bytes_per_token:,} bytes per token, {plan.bytes_per_token_and_layer:,} of them per layer"
     )
-
-
-def _layer_kinds(plan: PlanFigures) -> Table:
-    table = Table(title="layers")
-    step = f"a step of {plan.staging.step_tokens} tokens"
-    for column in ("tokens per entry", "layers", "bytes per token", "windows, once per prompt", step):
-        table.add_column(column)
-    for kind in plan.layer_kinds:
-        ratio = str(kind.tokens_per_entry) if kind.tokens_per_entry > 1 else "window only"
-        sizes = (
-            f"{kind.bytes_per_token:,}",
-            _size(kind.window_bytes),
-            _size(whole(kind.bytes_per_token * plan.staging.step_tokens)),
-        )
-        table.add_row(ratio, str(kind.layers), *sizes)
-    return table
 
 
 def _engine(engine: PlannedEngine) -> str:
@@ -76,55 +50,15 @@ def _engine(engine: PlannedEngine) -> str:
     return " ".join(sizes)
 
 
-def _senders(plan: PlanFigures) -> Table:
-    table = Table(title=f"prefill {_engine(plan.prefill)} -> decode {_engine(plan.decode)}")
-    table.add_column("prefill rank")
-    table.add_column("KV heads")
-    table.add_column("regrouping")
-    table.add_column(f"of every {plan.unit_tokens} tokens of a layer, by tensor")
-    alike: dict[tuple[object, ...], list[SenderFigures]] = {}
-    for sender in plan.senders:
-        # Replicas serve alternating requests and share a row, unless they are in different groups.
-        key = (sender.first_head, sender.stop_head, sender.regroup, sender.exchanges_with, sender.pieces)
-        alike.setdefault(key, []).append(sender)
-    for senders in alike.values():
-        first = senders[0]
-        ranks = _ranks([sender.tp_rank for sender in senders])
-        regrouping = {
-            "none": "none",
-            "gather": f"all-to-all of [{_ranks(first.exchanges_with)}], of 1/{len(first.exchanges_with)} of the units",
-            "split": "dealt out",
-            "quantize": "quantized",
-        }[first.regroup]
-        table.add_row(
-            f"one of {ranks}" if len(senders) > 1 else ranks,
-            "latent" if plan.model.mla else _ranks(range(first.first_head, first.stop_head)),
-            regrouping,
-            _pieces(first.pieces),
-        )
-    return table
-
-
-def _pieces(pieces: Iterable[Piece]) -> str:
-    """Returns one line for all tensors. Decode ranks that get the same are listed together."""
-    by_target: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        by_target.setdefault(piece.to, []).append(piece)
-    by_content: dict[str, list[int]] = {}
-    for rank, got in by_target.items():
-        by_content.setdefault(" + ".join(_size(p.nbytes) for p in got), []).append(rank)
-    return "; ".join(
-        f"{content} to {'each of ' if len(ranks) > 1 else ''}{_ranks(ranks)}" for content, ranks in by_content.items()
-    )
-
-
 def _prompt(plan: PlanFigures) -> Table:
     prompt, staging = plan.prompt, plan.staging
     table = Table(
-        title=f"a prompt of {prompt.tokens} tokens ({prompt.units} units of {plan.unit_tokens})", show_header=False
+        title=f"prefill {_engine(plan.prefill)} -> decode {_engine(plan.decode)}: a prompt of {prompt.tokens} tokens",
+        show_header=False,
     )
-    lanes = plan.senders[0].lanes
-    taking_turns = f"; {lanes} ranks take turns" if lanes > 1 else ""
+    table.add_row("units", f"{prompt.units} of {plan.unit_tokens} tokens")
+    table.add_row("regrouping", ", ".join(plan.regrouping) or "none")
+    taking_turns = f"; {plan.lanes} ranks take turns" if plan.lanes > 1 else ""
     table.add_row("sent in all", _size(prompt.nbytes))
     table.add_row("by a prefill rank at most", _size(prompt.busiest_sender) + taking_turns)
     table.add_row("to a decode rank at most", _size(prompt.busiest_reader))

@@ -13,7 +13,6 @@ from vllm_ascend_pd.tools.plan.figures import (
     PlanFigures,
     RankPosition,
     RateFigures,
-    SenderFigures,
     WriteSize,
     WriteTime,
 )
@@ -24,20 +23,15 @@ _SLOWER = 1.5
 """Descriptors limit writes that take so many times as long as their bytes alone."""
 
 
-def write_times(
-    flows: Iterable[Flow], senders: Sequence[SenderFigures], costs: Sequence[WriteCosts]
-) -> tuple[WriteTime, ...]:
-    """Returns what one layer's writes take by each of `costs`. `senders`: by tp rank."""
+def write_times(flows: Iterable[Flow], costs: Sequence[WriteCosts]) -> tuple[WriteTime, ...]:
+    """Returns what one layer's writes take by each of `costs`."""
     by_source: dict[RankPosition, list[Flow]] = {}
     for flow in flows:
         if flow.lane == 0:
             by_source.setdefault(flow.source, []).append(flow)
     ranks = list(by_source.values())
     # A rank of r that exchange heads writes 1/r of the units, and gets all but 1/r of their bytes from the others.
-    exchanged = max(
-        _layer_writes_bytes(flows) * (1 - 1 / (len(senders[source.tp_rank].exchanges_with) or 1))
-        for source, flows in by_source.items()
-    )
+    exchanged = max(_layer_writes_bytes(flows) * (1 - 1 / flows[0].exchanging) for flows in ranks)
     return tuple(_write_time(each, ranks, exchanged) for each in costs)
 
 
@@ -84,7 +78,7 @@ def make_rates(plan: PlanFigures, compute_ms: float, traffic: Traffic) -> RateFi
     # Decode reserves a prompt's blocks before prefill computes it.
     fitting = _fitting_requests(plan, traffic)
     # Prompts are spread over lanes and data-parallel engines.
-    sent = plan.prompt.busiest_sender / plan.senders[0].lanes * prompts
+    sent = plan.prompt.busiest_sender / plan.lanes * prompts
     prefill = (plan.prefill.dp / compute, plan.prefill.dp * bytes_per_second / sent)
     decode = (
         plan.decode.dp * traffic.requests / decoding,
@@ -99,8 +93,7 @@ def _fitting_requests(plan: PlanFigures, traffic: Traffic) -> int:
     """Returns how many whole requests fit into the KV cache of a data-parallel rank, in whole blocks."""
     block = plan.decode.block_size
     tokens = -(-(traffic.prompt_tokens + traffic.output_tokens) // block) * block
-    windows = sum(kind.layers * kind.window_bytes for kind in plan.layer_kinds)
-    fitting = int(traffic.kv_gib * 2**30 // (tokens * max(plan.decode_bytes) + windows))
+    fitting = int(traffic.kv_gib * 2**30 // (tokens * max(plan.decode_bytes) + plan.window_bytes))
     if not fitting:
         raise PlanError(f"decode: a request of {tokens} tokens does not fit into {traffic.kv_gib:g} GiB of KV cache")
     return fitting
