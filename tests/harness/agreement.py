@@ -10,8 +10,6 @@ compared place by place, as long as they follow from the same tokens:
 - At each place, the log probabilities of both engines' tokens are within `TOLERANCE` of each other.
 - Where the tokens differ, they are a near-tie by the same measure. What follows is not compared: its context differs.
 - Of all places of all answers, `LEAST_COMPARED` at least are compared.
-
-`tests/unit/test_agreement.py` shows which faults of a KV cache this finds.
 """
 
 from __future__ import annotations
