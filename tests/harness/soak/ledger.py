@@ -48,7 +48,8 @@ class Summary:
     """Of what failed, broke, hung or was wrong."""
     leaked_blocks: int
     """KV blocks that an engine still holds for good."""
-    retries: int
+    counted: dict[str, int]
+    """What the proxy and decode have counted."""
     requests_per_second: float
     growth: dict[str, Growth]
     """By server, between the first and the last tenth of its longest life."""
@@ -66,14 +67,15 @@ class Summary:
             )
         )
         growth = "; ".join(f"{name} {growth}" for name, growth in self.growth.items())
+        counted = ", ".join(f"{count:,} {what}" for what, count in self.counted.items())
         return (
             f"{self.outcomes.total():,} requests: {counts}; leaked blocks: {self.leaked_blocks}; "
-            f"{self.requests_per_second:.1f} requests/s; {self.retries} retries. Growth: {growth}"
+            f"{self.requests_per_second:.1f} requests/s; {counted}. Growth: {growth}"
             + "".join(f"\n  {count:,} x {reason}" for reason, count in self.reasons.most_common())
         )
 
 
-def summarize(ledger: Ledger, leaked_blocks: int, retries: int, growth: dict[str, Growth]) -> Summary:
+def summarize(ledger: Ledger, leaked_blocks: int, counted: dict[str, int], growth: dict[str, Growth]) -> Summary:
     finished = ledger.finished
     bad = [each for each in finished if each.outcome not in (Outcome.RIGHT, Outcome.ABORTED)]
     seconds = max(each.end for each in finished) - min(each.start for each in finished)
@@ -85,7 +87,7 @@ def summarize(ledger: Ledger, leaked_blocks: int, retries: int, growth: dict[str
         ),
         reasons=Counter(f"{each.outcome.value}: {_without_ids(each.reason)}" for each in bad),
         leaked_blocks=leaked_blocks,
-        retries=retries,
+        counted=counted,
         requests_per_second=len(finished) / seconds,
         growth=growth,
     )

@@ -13,7 +13,7 @@ import httpx
 from harness.clusters import Cluster, ClusterConfig, running_cluster
 from harness.engines import START_SECONDS, Engine, EngineConfig, Role, running_engines
 from harness.failures import FREE_WITHIN_S
-from harness.models import TINY, make_model
+from harness.models import MTP, make_model
 from harness.plain_http import PLAIN_HTTP
 from harness.processes import StartupError
 from harness.soak import samples
@@ -35,16 +35,19 @@ SAMPLE_SECONDS = 2.0
 LONG_PROMPT = 800
 
 SINGLE = EngineConfig(block_size=64, max_model_len=MAX_MODEL_LEN)
-_DECODE = dataclasses.replace(SINGLE, role=Role.DECODE, connector_extra=TIMES)
-_PREFILL = dataclasses.replace(_DECODE, role=Role.PREFILL)
+_MTP_LAYER = (("method", "mtp"), ("num_speculative_tokens", 3))
+_PREFILL = dataclasses.replace(SINGLE, role=Role.PREFILL, connector_extra=TIMES, speculative=_MTP_LAYER)
+# Room for an eighth more than the longest request: the requests at once preempt each other.
+_DECODE = dataclasses.replace(_PREFILL, role=Role.DECODE, kv_cache_bytes=MTP.kv_bytes_per_token * 2 * 2304)
 CLUSTER = ClusterConfig("soak", (dataclasses.replace(_PREFILL, tp=2), _PREFILL), (_DECODE,))
-"""Prefix caching is on, and prompts longer than 512 tokens are prefilled in chunks."""
+"""Prefix caching is on, prompts longer than 512 tokens are prefilled in chunks, an MTP layer drafts on both sides, and
+decode preempts."""
 
 
 def soak(folder: Path, requests: int) -> Summary:
     """Sends so many requests. `folder`: of models and logs."""
     workload = Workload(seed=0)
-    model = make_model(TINY, folder / "models")
+    model = make_model(MTP, folder / "models")
     with running_engines(model, [SINGLE], folder) as [engine]:
         answers = asyncio.run(ask_for_answers(engine.url, str(model), workload, requests))
     with running_cluster(model, CLUSTER, folder) as cluster:
@@ -82,9 +85,15 @@ class Run:
                 sampling.cancel()
             leaked = await self._leaked_blocks(engines)
             self._samples += await samples.take(self._cluster, engines)
-            proxy = await samples.metrics(self._cluster.proxy, engines)
-        retries = round(samples.value_of(proxy, "vllm:kv_pd_proxy_retries_total"))
-        return summarize(self._ledger, leaked, retries, samples.growth(self._samples))
+            proxy, decode = [
+                await samples.metrics(server, engines) for server in (self._cluster.proxy, self._cluster.decode[0])
+            ]
+        counted = {
+            "retries": round(samples.value_of(proxy, "vllm:kv_pd_proxy_retries_total")),
+            "preemptions": round(samples.value_of(decode, "vllm:num_preemptions_total")),
+            "verified": round(samples.value_of(decode, "vllm:kv_pd_verified_total")),
+        }
+        return summarize(self._ledger, leaked, counted, samples.growth(self._samples))
 
     async def _ask_next(self, load: Load, pending: Iterator[Request]) -> None:
         for request in pending:
