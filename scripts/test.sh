@@ -229,7 +229,7 @@ older_vllm_tests() {
     run_pytest "$VENV" "${running[@]}" -m "not long" --numprocesses 2 --dist worksteal # a third would mostly import
 }
 npu_tests() {
-  scripts/setup_npu_emulation.sh --install-system-packages || return 1
+  flock "$scratch/npu.lock" scripts/setup_npu_emulation.sh --install-system-packages || return 1 # one lane at a time
   await_set_up # of the other environment, which these tests use, too
   CANN_ON_HOST=1 run_pytest "$VENV-npu" "$@"
 }
