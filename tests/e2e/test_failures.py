@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong ends in an error for the client it concerns, and leaves nothing behind in the engines."""
+"""What goes wrong ends in an error for the client it concerns, and leaves nothing behind in the engines.
+
+tests/faults has metaservers that fail.
+"""
 
 import random
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,6 @@ import pytest
 from harness.client import Client, StreamError, at_once, random_prompt
 from harness.clusters import POISONED_TOKENS, TP2_TO_TP1, Cluster
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
-from harness.metaserver import metaserver
 from harness.plain_http import PLAIN_HTTP
 
 pytestmark = [
@@ -61,47 +62,6 @@ def test_clients_that_leave_at_any_moment(cluster: Cluster, client: Client) -> N
             return
 
     at_once(abandon, range(40), concurrency=8)
-
-
-def ask_decode(cluster: Cluster, client: Client, params: dict[str, Any], timeout: float = 60) -> httpx.Response:
-    """As a proxy would, past our own."""
-    body = {"model": client.model, "prompt": random_prompt(200, repr(params)), "max_tokens": 4}
-    return httpx.post(
-        f"{cluster.decode[0].url}/v1/completions",
-        json={**body, "kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": False, **params}},
-        timeout=timeout,
-        **PLAIN_HTTP,
-    )
-
-
-def test_bad_metaserver(cluster: Cluster, client: Client) -> None:
-    with metaserver(lambda handler, _: handler.wfile.write(b"\x00\xff not HTTP at all\r\n\r\n")) as url:
-        response = ask_decode(cluster, client, {"metaserver": url})
-    assert response.status_code >= 500
-    assert response.json()["error"]["message"]
-
-
-def test_hanging_metaserver_and_a_client_that_gives_up(cluster: Cluster, client: Client) -> None:
-    released = threading.Event()
-    with metaserver(lambda *_: released.wait(60)) as url:
-        with pytest.raises(httpx.ReadTimeout):
-            ask_decode(cluster, client, {"metaserver": url}, timeout=2)
-        released.set()
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"metaserver": 7},
-        {"metaserver": "http://127.0.0.1:9/v1/metaserver"},
-        {"metaserver": "http://192.0.2.1/v1/metaserver"},
-    ],
-    ids=["not-a-url", "unreachable", "foreign-host"],
-)
-def test_unusable_metaserver(cluster: Cluster, client: Client, params: dict[str, Any]) -> None:
-    response = ask_decode(cluster, client, params)
-    assert response.status_code >= 500
-    assert response.json()["error"]["message"]
 
 
 def ask_prefill(cluster: Cluster, client: Client, ticket: dict[str, Any]) -> httpx.Response:

@@ -21,8 +21,10 @@ PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 
 CLUSTERS = [TP2_TO_TP1, long(one_to_one(1, 1)), long(one_to_one(1, 2))]
 
-ROUTERS = ["nixl", "mooncake", *Flow]
+ROUTERS = ["nixl", "mooncake", Flow.VLLM_MOONCAKE, Flow.LLM_D_MOONCAKE]
 """`vllm-router` in two modes, and stand-ins."""
+LIKE_NIXL = [Flow.VLLM_NIXL, Flow.LLM_D_NIXL, Flow.DYNAMO]
+"""In the order of the router's mode "nixl", with some other fields."""
 
 pytestmark = [
     pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True),
@@ -43,7 +45,10 @@ def command(connector: str, cluster: Cluster) -> list[str]:
     )
 
 
-@pytest.fixture(params=ROUTERS, ids=lambda router: router.name if isinstance(router, Flow) else f"vllm-router-{router}")
+@pytest.fixture(
+    params=[*ROUTERS, *map(long, LIKE_NIXL)],
+    ids=lambda router: router.name if isinstance(router, Flow) else f"vllm-router-{router}",
+)
 def through(request: pytest.FixtureRequest, cluster: Cluster, engine_logs: Path) -> Iterator[Client]:
     """A client of a router before the cluster's engines."""
     if isinstance(request.param, Flow):

@@ -56,12 +56,6 @@ def test_tools_that_prefill_is_not_started_for(cluster: Cluster, client: Client)
     assert cluster.decode[0].metric(received) == before + 1
 
 
-@another_template
-def test_a_salt_and_a_priority(cluster: Cluster, client: Client, reference: Reference) -> None:
-    prompt = random_prompt(300, "with a salt")
-    assert client.complete(prompt, cache_salt="of a client", priority=-1).token_ids == reference.complete(prompt)
-
-
 @contextmanager
 def another_proxy(cluster: Cluster, model: str) -> Iterator[tuple[str, "queue.Queue[str | None]"]]:
     """A metaserver that asks prefill by the client's text, as others than our proxy do: its URL, and what prefill says

@@ -63,22 +63,6 @@ def test_usage_is_a_single_engines(cluster: Cluster, reference: Reference) -> No
 
 
 @with_details
-def test_lists_of_prompts_and_samples(cluster: Cluster, reference: Reference) -> None:
-    prompts = [random_prompt(tokens, "usage of a list") for tokens in (200, 300, 400)]
-    bodies = [
-        {"prompt": prompts},
-        {"prompt": prompts},
-        {"prompt": prompts[2], "n": 3, "temperature": 1, "top_k": 1},
-    ]
-    for body in bodies:
-        said, expected = (
-            usages(url, str(cluster.model), "/v1/completions", {"max_tokens": 8, "ignore_eos": True, **body})
-            for url in (cluster.url, reference.engine.url)
-        )
-        assert said == expected
-
-
-@with_details
 @pytest.mark.parametrize("tokens", [2 * BLOCK, 2 * BLOCK + 1])
 def test_a_prompt_that_decode_has_cached_as_a_whole(cluster: Cluster, reference: Reference, tokens: int) -> None:
     """It needs no ticket, and counts as in a single engine."""

@@ -16,7 +16,6 @@ from harness.models import EAGLE, MAMBA, ONE_LAYER, SLIDING, ModelSpec
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference, long
 from harness.proxy_state import withheld
-from harness.usage import SAYS_CACHED, asks_for, cached_tokens, usages
 from harness.waiting import wait_for, wait_until
 
 BLOCK = 128
@@ -108,22 +107,6 @@ def test_the_next_turn_of_a_conversation_is_computed_on_decode(
         assert client.complete(longer).token_ids == reference.complete(longer)
         found.append(changed(cluster, before, 2))
     assert {("prefill", "long"): 1, ("decode", "cheap"): 1} in found
-
-
-@tuned
-def test_usage_is_a_single_engines(cluster: Cluster, reference: Reference) -> None:
-    """Also of a prompt whose first part prefill has computed, and the rest decode."""
-    before = places(cluster)
-    for stream in (False, True):
-        long = f"{'Stream' if stream else 'Say'}: what comes " + "after layer 7, and what comes " * 80
-        for text, has_cached in ((long, False), (f"{long}then?", True), (f"{stream}?", False)):
-            said, expected = (
-                usages(url, str(cluster.model), SAYS_CACHED, asks_for(text, stream))
-                for url in (cluster.url, reference.engine.url)
-            )
-            assert said == expected
-            assert (cached_tokens(said[-1]) > 0) == has_cached
-    assert {("prefill", "long"), ("decode", "cheap")} <= changed(cluster, before, 6).keys()
 
 
 def asked_without_prefill(cluster: Cluster) -> int:
