@@ -43,10 +43,10 @@ class Ranks:
 
     def __init__(self, wheel: str) -> None:
         self.wheel = wheel
-        self.prefill = Process("ascend_peer.py", wheel)
+        self.prefill = Process("transfer_peer.py", wheel)
         self.decode = Process("mooncake_peer.py", wheel)
         self.others = Process("mooncake_peer.py", wheel)
-        self.prefill.send("start", TIMEOUT_S)
+        self.prefill.send("start", "ascend", 1)  # decode has the first NPU, and there are no transfers inside one
         _, self.session, self.address, _ = self.decode.ask("start")
         self.sessions = [self.others.ask("start")[1:3]] + [self.others.ask("more") for _ in range(23)]
         self.prefill.answer()
@@ -68,12 +68,11 @@ class Ranks:
 
     def transfers(self) -> int:
         """Returns the number of CANN's transfer calls so far."""
-        return int(self.prefill.ask("counters")["adxl_transfers"])
+        return int(self.prefill.ask("transfers"))
 
     def end(self) -> None:
         for each in (self.prefill, self.decode, self.others):
-            each.process.kill()
-            each.process.wait()
+            each.end()
 
 
 @pytest.fixture(scope="module", params=WHEELS)
@@ -160,7 +159,10 @@ def test_nothing_queues_inside_mooncake(ranks: Ranks, proven: bool) -> None:
     with ranks.others.link("hang"):
         ranks.write_to_others(name)
         counts = proven or ranks.wheel != ONE_BY_ONE  # which connects before it transfers
-        wait_until(lambda: len(ranks.asked(name)) >= bound and (not counts or ranks.transfers() - before >= bound), 10)
+        wait_until(
+            lambda: len(ranks.asked(name)) >= bound and (not counts or ranks.transfers() - before >= bound),
+            10,
+        )
         time.sleep(0.2)  # in which no further one begins
         assert len(ranks.asked(name)) == bound
         if counts:

@@ -111,7 +111,7 @@ def test_tcp_means_tcp_with_the_wheel_for_npus(peer: Callable[..., Peer]) -> Non
     prefill.ask("put", "over TCP")
     assert prefill.ask("write", there["session"], there["address"], 8) is None
     assert decode.ask("get", 8) == "over TCP"
-    assert prefill.ask("adxl_transfers") == 0, "and no NPU was set, without which `ascend` does not start"
+    assert prefill.ask("transfers") == 0, "and no NPU was set, without which `ascend` does not start"
     assert prefill.ask("setting", "MC_FORCE_TCP") is None, "an engine that starts later has a protocol of its own"
 
 

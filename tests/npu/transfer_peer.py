@@ -8,6 +8,8 @@ import ctypes
 import json
 import os
 import sys
+import threading
+import time
 from typing import Any
 
 import msgspec
@@ -19,14 +21,49 @@ from vllm_ascend_pd.transport.writer import TransferError
 MIB = 1 << 20
 
 
+class Write:
+    """One write, on a thread of its own."""
+
+    def __init__(self, engine: TransferEngine, session: str, batch: Any, allowed: bool) -> None:
+        self.asked = False  # for leave to begin
+        self.outcome = ""
+        self.may_arrive = False
+        self.begun = time.monotonic()
+        self.seconds = 0.0
+        self.cpu_seconds = 0.0
+        self._engine, self._session, self._batch, self._allowed = engine, session, batch, allowed
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> list[Any]:
+        self._thread.join()
+        return [self.outcome, self.seconds, self.may_arrive, self.cpu_seconds]
+
+    def _run(self) -> None:
+        try:
+            self._engine.write_batches(self._session, [self._batch], self._may_begin)
+            outcome = "arrived"
+        except TransferError as error:
+            outcome, self.may_arrive = error.reason, error.may_arrive
+        self.seconds, self.cpu_seconds = time.monotonic() - self.begun, time.thread_time()
+        self.outcome = outcome
+
+    def _may_begin(self) -> bool:
+        self.asked = True
+        return self._allowed
+
+
 class Peer:
-    def start(self, protocol: str) -> dict[str, Any]:
+    def __init__(self) -> None:
+        self.writes: dict[str, Write] = {}
+
+    def start(self, protocol: str, device: int = 0) -> dict[str, Any]:
         """Starts an engine with 2 MiB of memory: an NPU's for `ascend`, else the host's."""
         if protocol == "ascend":
             import torch
             import torch_npu  # noqa: F401 - makes torch.npu
 
-            torch.npu.set_device(0)
+            torch.npu.set_device(device)
             self.block = torch.zeros(4 * MIB, dtype=torch.uint8, device="npu")
             torch.npu.synchronize()
             begin = self.block.data_ptr()
@@ -43,6 +80,7 @@ class Peer:
         }
 
     def put(self, text: str) -> None:
+        """Sets the beginning of the memory."""
         ctypes.memmove(self.address, text.encode(), len(text))
 
     def get(self, nbytes: int) -> str:
@@ -51,10 +89,34 @@ class Peer:
     def write(self, session: str, address: int, nbytes: int) -> None:
         self.engine.write(session, [self.address], [address], [nbytes])
 
+    def begin(self, name: str, session: str, address: int, nbytes: int, pieces: int = 1, allowed: bool = True) -> None:
+        """Begins to write the beginning of the memory, in that many descriptors."""
+        offsets = [piece * nbytes for piece in range(pieces)]
+        places = ([begin + offset for offset in offsets] for begin in (self.address, address))
+        self.writes[name] = Write(self.engine, session, (*places, [nbytes] * pieces), allowed)
+
+    def wait(self, name: str) -> list[Any]:
+        """Returns how the write ended, after how many seconds, whether bytes may still arrive, and CPU seconds."""
+        return self.writes[name].wait()
+
+    def asked(self) -> list[str]:
+        """Returns the writes that have asked whether they may begin."""
+        return sorted(name for name, write in self.writes.items() if write.asked)
+
+    def stream(self, session: str, address: int, seconds: float) -> list[float]:
+        """Writes again and again, and returns how long each write took."""
+        taken = []
+        end = time.monotonic() + seconds
+        while (begun := time.monotonic()) < end:
+            self.write(session, address, 4096)
+            taken.append(time.monotonic() - begun)
+        return taken
+
     def setting(self, name: str) -> str | None:
         return os.environ.get(name)
 
-    def adxl_transfers(self) -> int:
+    def transfers(self) -> int:
+        """Returns the number of CANN's transfer calls so far."""
         import cann_on_host
 
         return cann_on_host.counters()["adxl_transfers"]
