@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from faults.report import Report
 from faults.world import Worlds
@@ -23,9 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary() -> None:
     if not _report.rows:
         return
-    _report.print(Console(width=160))
+    print(_report.markdown())
     if folder := os.environ.get("FAULTS_REPORT"):
-        _report.write(Path(folder))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "faults.md").write_text(_report.markdown())
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,7 @@
 """The table of a run: one row for each fault."""
 
 import dataclasses
-import json
 from collections import Counter
-from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 COLUMNS = (
     "fault",
@@ -83,29 +77,12 @@ class Report:
         sums = [str(sum(int(cell) for cell in column)) for column in columns[1:-2]]
         return ("total", *sums, "", f"{max(row.recovery_s for row in self.rows):.1f} at most")
 
-    def print(self, console: Console) -> None:
-        for where, rows in self._sections().items():
-            table = Table(title=where)
-            for i, name in enumerate(COLUMNS):
-                table.add_column(name, justify="left" if i == 0 else "right")
-            for row in rows:
-                table.add_row(*row.cells())
-            console.print(table)
-        console.print("  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, self.total(), strict=True)))
-
     def markdown(self) -> str:
         lines = []
         for where, rows in self._sections().items():
             lines += [f"**{where}**", "", _line(COLUMNS), _line(["---"] + ["---:"] * (len(COLUMNS) - 1))]
             lines += [*(_line(row.cells()) for row in rows), ""]
         return "\n".join([*lines, _line(COLUMNS), _line(["---"] * len(COLUMNS)), _line(self.total()), ""])
-
-    def write(self, folder: Path) -> None:
-        """Writes `faults.md`, the table, and `faults.json`, which also has reasons and memory."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "faults.md").write_text(self.markdown())
-        rows: list[dict[str, Any]] = [dataclasses.asdict(row) for row in self.rows]
-        (folder / "faults.json").write_text(json.dumps(rows, indent=1))
 
 
 def _line(cells: "list[str] | tuple[str, ...]") -> str:

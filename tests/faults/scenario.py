@@ -29,12 +29,7 @@ RECOMPUTE = Shape(
 ROUTED = Shape(
     "TP 2 to TP 1, behind vllm-router",
     prefill=dataclasses.replace(PREFILL, connector_extra=(*PREFILL.connector_extra, ("hold_timeout_s", 20.0))),
-    router="nixl",
-)
-ROUTED_FOR_MOONCAKE = Shape(
-    "TP 2 to TP 1, behind vllm-router for Mooncake",
-    prefill=dataclasses.replace(ROUTED.prefill, bootstrap=True),
-    router="mooncake",
+    routed=True,
 )
 FEW_BLOCKS = Shape(
     "TP 2 to TP 1, 14 blocks each",

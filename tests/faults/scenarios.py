@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All faults, in the order in which they are injected. Faults that need the same engines follow each other."""
 
-from faults import bootstrap_faults, process_faults, request_faults, router_faults, transfer_faults
+from faults import process_faults, request_faults, router_faults, transfer_faults
 from faults.scenario import Scenario
 
 SCENARIOS: list[Scenario] = [
@@ -9,5 +9,4 @@ SCENARIOS: list[Scenario] = [
     *transfer_faults.SCENARIOS,
     *request_faults.SCENARIOS,
     *router_faults.SCENARIOS,
-    *bootstrap_faults.SCENARIOS,
 ]

@@ -29,7 +29,7 @@ def _param(scenario: Scenario) -> object:
 
 @pytest.mark.parametrize("scenario", [_param(scenario) for scenario in SCENARIOS])
 def test_fault(worlds: Worlds, report: Report, scenario: Scenario) -> None:
-    if scenario.shape.router and not HAS_VLLM_ROUTER:
+    if scenario.shape.routed and not HAS_VLLM_ROUTER:
         pytest.skip(NEEDS_VLLM_ROUTER)
     world = worlds.get(scenario.shape)
     print(f"--- {scenario.name}", flush=True)

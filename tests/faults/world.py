@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
@@ -51,7 +51,7 @@ KEEP_ALIVE_S = 6.0
 # It must notice soon that an engine is back, and send what comes.
 ROUTER = (
     *("vllm-router", "--vllm-pd-disaggregation", "--disable-circuit-breaker", "--health-check-interval-secs", "1"),
-    "--kv-connector",
+    *("--kv-connector", "nixl"),
 )
 PREFILL = EngineConfig(Role.PREFILL, tp=2, connector_extra=LIMITS, engine_id="prefill")
 DECODE = EngineConfig(Role.DECODE, connector_extra=LIMITS, engine_id="decode")
@@ -62,7 +62,7 @@ class Shape:
     """The engines that run.
 
     longest: tokens of a request that surely fits.
-    router: clients ask vllm-router, which asks prefill first, instead of our proxy. It is started for this connector.
+    routed: clients ask vllm-router, which asks prefill first, instead of our proxy.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Shape:
     decode: EngineConfig = DECODE
     model: ModelSpec = TINY
     longest: int = 2000
-    router: Literal["", "nixl", "mooncake"] = ""
+    routed: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -93,7 +93,6 @@ class World:
         self.channel, self.sessions = SideChannel(wire), Sessions(wire)
         self.tickets = SideChannel(wire)  # what decode sends to prefill
         self.front, self.to_prefill, self.to_decode, self.metaserver = (Relay(wire) for _ in range(4))
-        self.bootstrap = Relay(wire)  # where the router and decode ask for prefill's id and address
         folder = make_model(shape.model, models)
         common = (("VLLM_ASCEND_PD_TEST_CONTROL", str(self.control)),)
         socks = ("VLLM_ASCEND_PD_TEST_SOCKS", f"{HOST}:{self.channel.port}")
@@ -121,12 +120,8 @@ class World:
             engines.append(self.proxy)
             wait_ready(engines)
             self.router: VllmRouter | None = None
-            if shape.router:
-                prefill = [self.to_prefill.url]
-                if shape.router == "mooncake":
-                    self.bootstrap.target = self.prefill.bootstrap_port
-                    prefill.append(str(self.bootstrap.port))
-                command = [*ROUTER, shape.router, "--prefill", *prefill, "--decode", self.to_decode.url]
+            if shape.routed:
+                command = [*ROUTER, "--prefill", self.to_prefill.url, "--decode", self.to_decode.url]
                 self.router = VllmRouter("vllm-router", command, logs)
                 engines.append(self.router)
                 wait_ready([self.router])
