@@ -4,10 +4,12 @@
 import contextlib
 import queue
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import zmq
 
 from vllm_ascend_pd.core.protocol import Describe, GrantRefused, Message
+from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file, write_new
 from vllm_ascend_pd.transport.side_channel import (
     ClientConnection,
     SideChannelClient,
@@ -37,6 +39,13 @@ def ask(client: SideChannelClient, endpoint: str, text: str = "hello", timeout_s
 
 def assert_works(client: SideChannelClient, server: SideChannelServer) -> None:
     assert ask(client, server.endpoint, "still there") == GrantRefused("still there", retry=False)
+
+
+def make_keys(path: Path) -> Keys:
+    write_new(path, new_key_file())
+    keys = load_keys(str(path))
+    assert keys is not None
+    return keys
 
 
 @contextlib.contextmanager

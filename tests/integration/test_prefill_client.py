@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.channels import HOST
+from harness.channels import HOST, make_keys
 from harness.scheduling import make_ticket
 from harness.ticket_takers import NOT_YET, REFUSED, TAKEN, UNKNOWN, MakeTaker, TicketTaker
 from harness.waiting import wait_until
@@ -24,7 +24,6 @@ from vllm_ascend_pd.core.protocol import AskTicket, OfferTicket, Problem, Releas
 from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.metaserver import PostOutcome
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
-from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file
 
 TICKET = make_ticket(100, [3])
 HOSTS = HostList(["127.0.0.0/8"], "is not allowed")
@@ -188,14 +187,6 @@ def test_closing_ends_everything(taker: MakeTaker) -> None:
     client.release(client.parse(prefill.params), TICKET, "late")
     client.end(TICKET.ticket_id)
     assert client.poll() == []
-
-
-def make_keys(path: Path) -> Keys:
-    path.write_bytes(new_key_file())
-    path.chmod(0o600)
-    keys = load_keys(str(path))
-    assert keys is not None
-    return keys
 
 
 def test_other_keys_get_no_ticket(taker: MakeTaker, tmp_path: Path) -> None:
