@@ -10,9 +10,10 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
 from vllm_ascend_pd.core.step import EngineSteps
+from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.tickets import EngineInfo, Signer, TicketIssuer, TicketRoutes
+from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.observe.stats import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
@@ -40,7 +41,7 @@ def decode_scheduler(
     engine: EngineInfo,
     groups: Sequence[CacheGroup],
     metaserver: Any,
-    signer: Signer | None = None,
+    secret: Secret | None = None,
     *,
     media_hashing: str = "",
     observer: DecodeSchedulerObserver | None = None,
@@ -51,7 +52,7 @@ def decode_scheduler(
     default, and has all prompts computed by prefill."""
     observer = observer or DecodeSchedulerStats()
     requests = VllmRequests(media_hashing)
-    issuer = TicketIssuer(engine, groups, requests, signer)
+    issuer = TicketIssuer(engine, groups, requests, secret, lifetime_s=480.0)
     blocks = VllmBlocks(groups)
     placement = placement or ConnectorConfig(who_computes="prefill")
     who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)

@@ -122,10 +122,9 @@ def is_chrome_trace(path: Path, since_unix_s: float, closed: bool = True, ended:
             case "B" | "E" as ph:
                 open_steps[place] += 1 if ph == "B" else -1
                 assert 0 <= open_steps[place] <= 1
-            case "b" | "n" | "e" as ph:
-                name = "" if ph == "n" else event["name"]
-                key = event["cat"], event["id2"]["local"], event["pid"], name
-                open_ids[key] += {"b": 1, "n": 0, "e": -1}[ph]
+            case "b" | "e" as ph:
+                key = event["cat"], event["id2"]["local"], event["pid"], event["name"]
+                open_ids[key] += {"b": 1, "e": -1}[ph]
                 assert open_ids[key] >= 0
             case ph:
                 assert ph == "i"

@@ -36,7 +36,7 @@ def test_every_layer_is_in_the_trace(tmp_path: Path, prefill: Side, decode: Side
         assert request.failures == set()
     for recording in recordings:
         if recording.process.part == "decode rank":
-            decode_traces_each_ticket(recording, tickets, pair)
+            decode_traces_each_ticket(recording, tickets)
     for file in tmp_path.iterdir():
         is_chrome_trace(file, began)
         text = file.read_text()
@@ -46,9 +46,7 @@ def test_every_layer_is_in_the_trace(tmp_path: Path, prefill: Side, decode: Side
             assert ticket.digest() not in text
 
 
-def decode_traces_each_ticket(recording: Recording, tickets: dict[str, Ticket], pair: Pair) -> None:
-    writers = len(pair.p_ranks) // pair.decode.tp
+def decode_traces_each_ticket(recording: Recording, tickets: dict[str, Ticket]) -> None:
     for name in tickets:
         seen = [(e.name, e.ph) for e in recording.events if e.cat == "receive" and e.args.request == name]
-        assert seen.count(("grant", "n")) == seen.count(("report", "n")) == writers
-        assert (seen[0], seen[-1]) == (("receive", "b"), ("receive", "e"))
+        assert seen == [("receive", "b"), ("receive", "e")]

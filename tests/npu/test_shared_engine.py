@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
 PROGRAM = """
 import os, subprocess, sys, torch
-from vllm_ascend_pd.connector.setup import SharedEngine
+from vllm_ascend_pd.connector.setup import shared_engine
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.batches import TransferLimits
@@ -59,7 +59,7 @@ def theirs():
     global_te.register_buffer(regions.ptrs, regions.lengths)
 
 def ours():
-    engine = TransferEngine("127.0.0.1", "ascend", TransferLimits(), SharedEngine.find("ascend"))
+    engine = TransferEngine("127.0.0.1", "ascend", TransferLimits(), shared_engine("ascend"))
     known = describe(caches, {"layers.0": LayerSpec(0, 16, 2, 2)}, heads_first=False)
     engine.register(known.regions(), of_caches=True)
     engine.register([(ring.data_ptr(), ring.numel())])

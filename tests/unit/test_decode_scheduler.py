@@ -17,14 +17,13 @@ from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import Secret, parse_ticket, verify
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
-from vllm_ascend_pd.decode.tickets import Signer
 from vllm_ascend_pd.observe import stats
 
 
 def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
     secret = Secret(b"a secret of this test, long enough")
     client = MetaserverClient(SETTINGS, own_host="127.0.0.1")
-    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, Signer(secret, 480.0))
+    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, secret)
     try:
         before = time.time()
         scheduler.allocated(wanting(metaserver.url), BLOCKS, PROMPT)

@@ -49,11 +49,11 @@ from vllm_ascend_pd.connector.roles import (
 )
 from vllm_ascend_pd.connector.setup import (
     EngineSetup,
-    SharedEngine,
     device_type,
     is_being_built,
     place_in_stage,
     sharding,
+    shared_engine,
 )
 from vllm_ascend_pd.connector.vllm_view import (
     ASKS_SCHEDULER_FOR_STATS,
@@ -79,7 +79,7 @@ from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.tickets import EngineInfo, Signer, TicketIssuer, TicketRoutes
+from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device import make_device
@@ -225,7 +225,6 @@ def _decode(
     engine = EngineInfo(
         setup.started_as, setup.host, setup.port, ranks.tp, ranks.parts, ranks.interleave, draft_summary(vllm_config)
     )
-    signer = None if secret is None else Signer(secret, config.queue_timeout_s)
     # On the CPU backend a single rank has a process of its own, too.
     wakeup = None if parallel.distributed_executor_backend == "uni" else WakeupSocket()
     blocks = VllmBlocks(groups)
@@ -243,7 +242,7 @@ def _decode(
         hosts.admitted,
     )
     scheduler = DecodeScheduler(
-        TicketIssuer(engine, groups, requests, signer, config.verified_share),
+        TicketIssuer(engine, groups, requests, secret, config.queue_timeout_s, config.verified_share),
         requests,
         blocks,
         TicketRoutes(metaserver, PrefillClient(hosts, config, keys, observer)),
@@ -330,7 +329,7 @@ def _worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connector
             _check_buffers(caches)
         protocol = config.transfer_protocol or device.transfer_protocol
         limits = TransferLimits.over(protocol, config.write_timeout_s)
-        shared = SharedEngine.find(protocol)
+        shared = shared_engine(protocol)
         if shared is not None and vllm_config.model_config.enable_sleep_mode:
             raise ConfigError("--enable-sleep-mode is set, and other connectors use Mooncake's engine, too")
         engine = TransferEngine(setup.host, protocol, limits, shared)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,8 @@ import msgspec
 
 from vllm_ascend_pd.connector.model import computes_prompts, unsupported
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.ascend import Region
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
-from vllm_ascend_pd.transport.engine import ExistingEngine
+from vllm_ascend_pd.transport.engine import SharedEngine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -153,54 +151,14 @@ def host_address() -> str:
     return str(get_ip())
 
 
-# The Mooncake engine that vllm-ascend's connectors share, and this package with them, below a MultiConnector.
-#
-# Two engines of one process cannot both register the KV caches:
-#
-# - HCCL refuses memory that overlaps other registered memory of the process, unless both are equal. Older versions
-#   refuse equal memory, too (global_mem_manager.cc, `CheckOverlapAndInsert`).
-# - Within one engine, Mooncake refuses both (transfer_engine_impl.cpp).
-#
-# vllm-ascend has one object for this, `global_te`. The connector that registers the caches first does it for all.
+def shared_engine(protocol: str) -> SharedEngine | None:
+    """Returns the engine of vllm-ascend's connectors that use Mooncake, if one of them is loaded in this process.
 
-_MODULE = "vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine"
-
-_DEFAULTS = {
-    "ASCEND_CONNECT_TIMEOUT": "10000",
-    "ASCEND_THREAD_POOL_SIZE": "8",
-    "ASCEND_TRANSFER_TIMEOUT": "10000",
-    "MC_TRANSFER_TIMEOUT": "30",
-}
-"""Mooncake's defaults, from transfer_executor_base.h, slice_dispatcher.cpp and transfer_engine_py.cpp."""
-
-
-class SharedEngine(ExistingEngine):
-    """vllm-ascend's `global_te`. The methods are `ExistingEngine`'s."""
-
-    def __init__(self, global_te: Any) -> None:
-        self._global_te = global_te
-
-    @classmethod
-    def find(cls, protocol: str) -> SharedEngine | None:
-        """Returns the shared engine if one of vllm-ascend's connectors that use Mooncake is loaded in this process.
-
-        None otherwise, and for every protocol but "ascend".
-        """
-        if protocol != "ascend":
-            return None
-        global_te = getattr(sys.modules.get(_MODULE), "global_te", None)
-        return None if global_te is None else cls(global_te)
-
-    def export_settings(self) -> None:
-        if self._global_te.transfer_engine is not None:
-            for name, value in _DEFAULTS.items():
-                os.environ.setdefault(name, value)
-
-    def start(self, host: str) -> Any:
-        return self._global_te.get_transfer_engine(host, None)
-
-    def register_caches(self, regions: Sequence[Region]) -> None:
-        self._global_te.register_buffer([address for address, _ in regions], [size for _, size in regions])
+    None otherwise, and for every protocol but "ascend".
+    """
+    module = sys.modules.get("vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine")
+    global_te = getattr(module, "global_te", None)
+    return None if protocol != "ascend" or global_te is None else SharedEngine(global_te)
 
 
 # A warning for decode engines whose MultiConnector asks other connectors before this one.

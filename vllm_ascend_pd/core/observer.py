@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from vllm_ascend_pd.core.plan import Offsets
     from vllm_ascend_pd.core.prefill_ticket import RankKey
-    from vllm_ascend_pd.core.protocol import WriterId
     from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
     from vllm_ascend_pd.core.step import Send
     from vllm_ascend_pd.core.ticket import Ticket
@@ -111,12 +110,6 @@ class DecodeObserver:
 
     def ticket_received(self, request_id: str, ticket_id: str) -> None:
         """The scheduler has handed a ticket to this rank."""
-
-    def grant_sent(self, request_id: str, ticket_id: str, writer: WriterId) -> None:
-        """The first grant for `writer`, a prefill rank. Renewals are not observed."""
-
-    def report_received(self, request_id: str, ticket_id: str, writer: WriterId) -> None:
-        """`writer` has reported how its transfer ended."""
 
     def ticket_ended(self, request_id: str, ticket_id: str, received: bool) -> None:
         """Nobody can write for the ticket any more."""

@@ -386,8 +386,6 @@ class GrantService:
         answer = ticket.grant(request, now)
         if not isinstance(answer, Granted):
             return answer
-        if request.writer not in each.connections:
-            self._observer.grant_sent(each.expect.request_id, request.ticket_id, request.writer)
         each.connections[request.writer] = connection
         if each.weights_version is None:
             each.weights_version = self._loaded.current.version
@@ -429,7 +427,6 @@ class GrantService:
             each.reported[report.writer] = Reported(report.writer, covers, report.checksums)
         if report.writer in each.connections:
             each.connections[report.writer] = connection
-        self._observer.report_received(each.expect.request_id, report.ticket_id, report.writer)
         self._advance(each, now)
 
     def _weights_changed(self, each: OpenTicket) -> bool:

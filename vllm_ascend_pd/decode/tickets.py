@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -52,24 +52,13 @@ class PromptName:
     prompt: PromptDigest
 
 
-@dataclass(frozen=True)
-class Signer:
-    """Signs tickets with the cluster's secret. They are valid for `lifetime_s`."""
-
-    secret: Secret
-    lifetime_s: float
-
-    def sign(self, ticket: Ticket) -> Ticket:
-        return signed(ticket, self.secret, math.ceil(time.time() + self.lifetime_s))
-
-
 class TicketIssuer:
     """Makes a ticket for each request. Keeps no state but the engine's name.
 
     engine: what tickets say about this engine.
     groups: the engine's cache groups.
     requests: answers questions about requests.
-    signer: None if tickets need no signature.
+    secret: signs tickets, which are valid for `lifetime_s`. None: they need no signature.
     verified_share: the share of tickets whose KV is compared with prefill's checksums.
     """
 
@@ -78,14 +67,16 @@ class TicketIssuer:
         engine: EngineInfo,
         groups: Sequence[CacheGroup],
         requests: EngineRequests,
-        signer: Signer | None = None,
+        secret: Secret | None = None,
+        lifetime_s: float = 0.0,
         verified_share: float = 0.0,
     ) -> None:
         self._verified_share = verified_share
         self.groups = list(groups)
         self._engine = engine
         self._requests = requests
-        self._signer = signer
+        self._secret = secret
+        self._lifetime_s = lifetime_s
         self._left_to_decode = left_to_decode(groups)
 
     def renamed(self, engine_id: str) -> None:
@@ -123,7 +114,9 @@ class TicketIssuer:
             prompt=self._requests.digest(request, num_tokens, ticket_id),
             replaces=replaces,
         )
-        return ticket if self._signer is None else self._signer.sign(ticket)
+        if self._secret is None:
+            return ticket
+        return signed(ticket, self._secret, math.ceil(time.time() + self._lifetime_s))
 
     def name(self, request: ScheduledRequest) -> PromptName:
         """Names the request's prompt as its ticket would."""
@@ -151,19 +144,6 @@ class TicketIssuer:
 
 
 # The ways of a ticket to prefill: over a metaserver, or straight to the engine that holds the prompt.
-
-
-class TicketRoute(Protocol):
-    """The way of one request's ticket. No method waits for the network."""
-
-    def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
-        """Sends the ticket. `TicketRoutes.poll` returns the outcome. `token_ids`: the prompt, if it is wanted."""
-
-    def ended(self, ticket: Ticket, failure: str | None) -> None:
-        """The transfer has ended, before or after the outcome. `failure`: why it failed; None: the KV is there."""
-
-    def report(self, failure: TransferFailure) -> None:
-        """A rank noticed that the transfer has failed."""
 
 
 class TicketRoutes:
@@ -205,23 +185,28 @@ class TicketRoutes:
 
 
 class _OverMetaserver:
+    """The way of one request's ticket. No method waits for the network."""
+
     def __init__(self, client: MetaserverClient, url: str) -> None:
         self._client = client
         self._url = url
 
     def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
+        """Sends the ticket. `TicketRoutes.poll` returns the outcome. `token_ids`: the prompt, if it is wanted."""
         self._client.post(ticket.ticket_id, self._url, {**msgspec.to_builtins(ticket), "token_ids": token_ids})
 
     def ended(self, ticket: Ticket, failure: str | None) -> None:
+        """The transfer has ended, before or after the outcome. `failure`: why it failed; None: the KV is there."""
         if failure is not None:
             self._client.cancel(ticket.ticket_id)
 
     def report(self, failure: TransferFailure) -> None:
+        """A rank noticed that the transfer has failed."""
         self._client.report_failure(self._url, failure)
 
 
 class _ToPrefill:
-    """The engine that holds the prompt has computed it: no other one is asked."""
+    """As `_OverMetaserver`. The engine that holds the prompt has computed it: no other one is asked."""
 
     def __init__(self, client: PrefillClient, prompt: RoutedPrompt) -> None:
         self._client = client
@@ -237,3 +222,6 @@ class _ToPrefill:
 
     def report(self, failure: TransferFailure) -> None:
         """`ended` tells the engine."""
+
+
+TicketRoute: TypeAlias = _OverMetaserver | _ToPrefill

@@ -53,8 +53,8 @@ class Traced:
 
     name: str
     # X: a span. B and E: the ends of a span that has others inside. b and e: the ends of one that is named by `id`,
-    # and may overlap others. i and n: an instant, in a row or of an id.
-    ph: Literal["X", "B", "E", "b", "n", "e", "i"]
+    # and may overlap others. i: an instant, in a row.
+    ph: Literal["X", "B", "E", "b", "e", "i"]
     # Determines which `args` there are. `tools/timeline/read.py` lists them.
     cat: str
     args: dict[str, Any]

@@ -14,7 +14,6 @@ from vllm_ascend_pd.core.observer import (
 )
 from vllm_ascend_pd.core.plan import Offsets
 from vllm_ascend_pd.core.prefill_ticket import RankKey
-from vllm_ascend_pd.core.protocol import WriterId
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.text import one_line
@@ -143,27 +142,17 @@ class DecodeTrace(DecodeObserver):
         self._file = file
 
     def ticket_received(self, request_id: str, ticket_id: str) -> None:
-        self._put("receive", "b", request_id, ticket_id)
-
-    def grant_sent(self, request_id: str, ticket_id: str, writer: WriterId) -> None:
-        self._put("grant", "n", request_id, ticket_id, writer=_writer(writer))
-
-    def report_received(self, request_id: str, ticket_id: str, writer: WriterId) -> None:
-        self._put("report", "n", request_id, ticket_id, writer=_writer(writer))
+        self._put("b", request_id, ticket_id)
 
     def ticket_ended(self, request_id: str, ticket_id: str, received: bool) -> None:
-        self._put("receive", "e", request_id, ticket_id, failure="" if received else "not all was written")
+        self._put("e", request_id, ticket_id, failure="" if received else "not all was written")
 
-    def _put(self, name: str, ph: Literal["b", "n", "e"], request_id: str, ticket_id: str, **more: str) -> None:
+    def _put(self, ph: Literal["b", "e"], request_id: str, ticket_id: str, **more: str) -> None:
         args = _transfer(request_id, ticket_id)
-        self._file.put(Traced(name, ph, "receive", {**args, **more}, id=args["transfer"]))
+        self._file.put(Traced("receive", ph, "receive", {**args, **more}, id=args["transfer"]))
 
     def close(self, timeout_s: float) -> None:
         self._file.close(timeout_s)
-
-
-def _writer(writer: WriterId) -> str:
-    return _name(f"{writer.pp_rank}/{writer.rank} of {writer.engine_id}")
 
 
 class DecodeSchedulerTrace(DecodeSchedulerObserver):

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +35,7 @@ class TransferEngine:
     "tcp" and "rdma".
     """
 
-    def __init__(
-        self, host: str, protocol: str, limits: TransferLimits, existing: ExistingEngine | None = None
-    ) -> None:
+    def __init__(self, host: str, protocol: str, limits: TransferLimits, existing: SharedEngine | None = None) -> None:
         """Start an engine that listens on `host`. `protocol`: "tcp", "rdma" or "ascend".
 
         `existing`: the Mooncake engine of other connectors in this process, for "ascend" only.
@@ -240,7 +238,7 @@ class TransferEngine:
             raise self._error(f"{_not_registered(regions)} (code {code})")
         self._own += addresses
 
-    def _register_for_all(self, shared: ExistingEngine, regions: Sequence[Region]) -> None:
+    def _register_for_all(self, shared: SharedEngine, regions: Sequence[Region]) -> None:
         try:
             shared.register_caches(regions)
         except RuntimeError as error:
@@ -269,23 +267,48 @@ def _not_registered(regions: Sequence[Region]) -> str:
 # A Mooncake engine that other connectors of this process use, too.
 
 
-class ExistingEngine(Protocol):
-    """What `TransferEngine` needs of such an engine. Any thread may call these methods, one at a time."""
+#
+# Two engines of one process cannot both register the KV caches:
+#
+# - HCCL refuses memory that overlaps other registered memory of the process, unless both are equal. Older versions
+#   refuse equal memory, too (global_mem_manager.cc, `CheckOverlapAndInsert`).
+# - Within one engine, Mooncake refuses both (transfer_engine_impl.cpp).
+#
+# vllm-ascend has one object for this, `global_te`. The connector that registers the caches first does it for all.
+
+_DEFAULTS = {
+    "ASCEND_CONNECT_TIMEOUT": "10000",
+    "ASCEND_THREAD_POOL_SIZE": "8",
+    "ASCEND_TRANSFER_TIMEOUT": "10000",
+    "MC_TRANSFER_TIMEOUT": "30",
+}
+"""Mooncake's defaults, from transfer_executor_base.h, slice_dispatcher.cpp and transfer_engine_py.cpp."""
+
+
+class SharedEngine:
+    """vllm-ascend's `global_te`. Any thread may call the methods, one at a time."""
+
+    def __init__(self, global_te: Any) -> None:
+        self._global_te = global_te
 
     def export_settings(self) -> None:
         """Put the settings of an engine that already runs into the environment, where they are missing.
 
         Call it before other settings are exported: they have no effect on a running engine.
         """
+        if self._global_te.transfer_engine is not None:
+            _export(_DEFAULTS)
 
     def start(self, host: str) -> Any:
         """Return the Mooncake engine, started at `host` unless it runs. Raises RuntimeError if it does not start."""
+        return self._global_te.get_transfer_engine(host, None)
 
     def register_caches(self, regions: Sequence[Region]) -> None:
         """Register this process's KV caches, unless another connector has. They stay registered.
 
         Raises RuntimeError if Mooncake refuses them.
         """
+        self._global_te.register_buffer([address for address, _ in regions], [size for _, size in regions])
 
 
 # Puts Mooncake's settings into the environment, from where it reads them when an engine starts.

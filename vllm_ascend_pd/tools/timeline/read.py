@@ -57,8 +57,6 @@ class EventArgs(msgspec.Struct, frozen=True, omit_defaults=True):
     written: Annotated[dict[_Id, _Count], _Many] = msgspec.field(default_factory=dict)
     # write, grant: the decode rank.
     to: _Name = ""
-    # receive: the prefill rank.
-    writer: _Name = ""
     # grant: the type of the answer.
     answer: _Name = ""
     # report: what was written, and how much of it before the prompt's last layer was computed.
