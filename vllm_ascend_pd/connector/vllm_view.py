@@ -66,7 +66,7 @@ def prefill_ranks_hold_copies() -> bool:
     return bool(one_token.max_memory_usage_bytes(config) == 2 * one_token.page_size_bytes)
 
 
-# Parts of the digest of a request's prompt, and its token ids if the prompt is nothing but text.
+# Parts of the digest of a request's prompt.
 
 
 logger = logging.getLogger(__name__)
@@ -76,14 +76,6 @@ _ADAPTER = "digest_of_adapter"
 
 _EMBEDDING_COLUMNS = 64
 """How many elements of each token's embedding the digest covers, evenly spread. 128 Ki tokens take 20 ms."""
-
-
-def text_alone(request: "Request") -> list[int] | None:
-    """Returns the prompt's token ids if the prompt is nothing but text, else None."""
-    if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
-        return None
-    token_ids: list[int] = request.all_token_ids[:] if request.num_output_tokens else request.prompt_token_ids
-    return token_ids
 
 
 def _digest_of_adapter(request: "Request") -> str:
@@ -350,7 +342,10 @@ class VllmRequests:
             logger.warning("%s: allow_other_model is set, so answers may be wrong", not_compared)
 
     def token_ids(self, request: "Request") -> list[int] | None:
-        return text_alone(request)
+        if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
+            return None
+        token_ids: list[int] = request.all_token_ids[:] if request.num_output_tokens else request.prompt_token_ids
+        return token_ids
 
     def drop_last_prompt_token(self, request: "Request") -> None:
         """vLLM's own connectors do the same where layers keep a state."""

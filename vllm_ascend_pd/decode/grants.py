@@ -57,7 +57,7 @@ class ExpectedWriters:
         self._rank = rank
         self._sharding = sharding
         # By prefill's sharding, the replica, and prefill's draft if it is ours.
-        self._known: dict[tuple[Sharding, int, str], frozenset[tuple[int, int]]] = {}
+        self._known = functools.lru_cache(_MAX_SHAPES)(self._work_out)
 
     def of(self, prefill: Sharding, replica_hash: int, draft: str) -> frozenset[tuple[int, int]]:
         """Returns pairs (index of a tensor of ours, rank in prefill's pipeline stage that must write to it).
@@ -65,12 +65,8 @@ class ExpectedWriters:
         Draft layers expect nothing unless `draft`, prefill's draft model, is the one used here. Raises TopologyError
         if the engines cannot fit.
         """
-        key = (prefill, replica_hash % len(prefill.shares), draft if draft == self._caches.draft else "")
-        if key not in self._known:
-            if len(self._known) >= _MAX_SHAPES:
-                self._known.clear()
-            self._known[key] = self._work_out(*key)
-        return self._known[key]
+        ours = draft if draft == self._caches.draft else ""
+        return self._known(prefill, replica_hash % len(prefill.shares), ours)
 
     def _work_out(self, prefill: Sharding, replica_hash: int, draft: str) -> frozenset[tuple[int, int]]:
         found: set[tuple[int, int]] = set()

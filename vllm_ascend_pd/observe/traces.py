@@ -25,18 +25,18 @@ from vllm_ascend_pd.observe.trace_file import Moment, Traced, TraceFile, moment
 _MAX_NAME = 300
 
 
+# These three return None without a folder, and raise TraceError if the trace cannot be written.
+
+
 def prefill_trace(folder: str | None, rank: RankInfo) -> "PrefillTrace | None":
-    """Returns the trace of a prefill rank, None without a folder. Raises TraceError if it cannot be written."""
     return PrefillTrace(_file(folder, "prefill rank", rank.engine_id, rank.pp_rank, rank.rank)) if folder else None
 
 
 def decode_trace(folder: str | None, rank: RankInfo) -> "DecodeTrace | None":
-    """Returns the trace of a decode rank, None without a folder. Raises TraceError if it cannot be written."""
     return DecodeTrace(_file(folder, "decode rank", rank.engine_id, rank.pp_rank, rank.rank)) if folder else None
 
 
 def decode_scheduler_trace(folder: str | None, engine_id: str) -> "DecodeSchedulerTrace | None":
-    """Returns the trace of decode's scheduler, None without a folder. Raises TraceError if it cannot be written."""
     return DecodeSchedulerTrace(_file(folder, "decode scheduler", engine_id)) if folder else None
 
 
@@ -60,11 +60,21 @@ def _transfer(request_id: str, ticket_id: str) -> dict[str, Any]:
     return {"request": _name(request_id), "transfer": fingerprint(ticket_id)}
 
 
-class PrefillTrace(PrefillObserver):
-    """Traces a prefill rank."""
+class _Trace:
+    """Writes to a trace file, which it closes."""
 
     def __init__(self, file: TraceFile) -> None:
         self._file = file
+
+    def close(self, timeout_s: float) -> None:
+        self._file.close(timeout_s)
+
+
+class PrefillTrace(_Trace, PrefillObserver):
+    """Traces a prefill rank."""
+
+    def __init__(self, file: TraceFile) -> None:
+        super().__init__(file)
         # These two belong to the model's thread. Whether the current step is traced, and when its latest work is done.
         self._in_step = False
         self._computed: Moment = 0.0
@@ -131,15 +141,9 @@ class PrefillTrace(PrefillObserver):
     def transfer_reported(self, ticket: Ticket) -> None:
         self._file.put(Traced("report", "e", "report", {}, id=fingerprint(ticket.ticket_id)))
 
-    def close(self, timeout_s: float) -> None:
-        self._file.close(timeout_s)
 
-
-class DecodeTrace(DecodeObserver):
+class DecodeTrace(_Trace, DecodeObserver):
     """Traces a decode rank."""
-
-    def __init__(self, file: TraceFile) -> None:
-        self._file = file
 
     def ticket_received(self, request_id: str, ticket_id: str) -> None:
         self._put("b", request_id, ticket_id)
@@ -151,15 +155,9 @@ class DecodeTrace(DecodeObserver):
         args = _transfer(request_id, ticket_id)
         self._file.put(Traced("receive", ph, "receive", {**args, **more}, id=args["transfer"]))
 
-    def close(self, timeout_s: float) -> None:
-        self._file.close(timeout_s)
 
-
-class DecodeSchedulerTrace(DecodeSchedulerObserver):
+class DecodeSchedulerTrace(_Trace, DecodeSchedulerObserver):
     """Traces the scheduler's side of a decode engine."""
-
-    def __init__(self, file: TraceFile) -> None:
-        self._file = file
 
     def prompt_placed(self, request_id: str, by_decode: bool, reason: str, tokens: int) -> None:
         by = "decode" if by_decode else "prefill"
@@ -175,6 +173,3 @@ class DecodeSchedulerTrace(DecodeSchedulerObserver):
     def _put(self, ph: Literal["b", "e"], ticket: Ticket, failure: str) -> None:
         args = {**_transfer(ticket.request_id, ticket.ticket_id), "failure": failure}
         self._file.put(Traced(args["request"], ph, "request", args, id=args["transfer"]))
-
-    def close(self, timeout_s: float) -> None:
-        self._file.close(timeout_s)

@@ -49,7 +49,8 @@ class TransferEngine:
         if existing is not None:
             existing.export_settings()
         try:
-            self._limits = export_settings(limits, protocol, host)
+            # The limits in effect, which settings in the environment may have changed.
+            self.limits = export_settings(limits, protocol, host)
         except SettingError as error:
             raise TransferError(host, str(error), retryable=False) from None
         self._host, self._protocol = host, protocol
@@ -79,11 +80,13 @@ class TransferEngine:
         if protocol == "ascend" and not ascend.is_loaded(Path("/proc/self/maps").read_text()):
             reason = f"this Mooncake has no Ascend transport and would use TCP: {ascend.INSTALL}"
             raise TransferError(host, reason, retryable=False)
-        self._session = authority(host, self._engine.get_rpc_port())
-        self._transport = describe_transport(protocol)
+        # The address of this engine for peers: "host:rpc_port", an IPv6 host in brackets.
+        self.session = authority(host, self._engine.get_rpc_port())
+        # How this engine moves bytes. Peers compare it with theirs.
+        self.transport = describe_transport(protocol)
         # The chip's name, as `core.ascend.refusal` takes it. None: no limits of NPUs apply.
         self._chip = ascend.chip_name() if protocol == "ascend" else None
-        self._reach: Reach | None = Reach(self._engine, self._session, self._limits.timeout_s)
+        self._reach: Reach | None = Reach(self._engine, self.session, self.limits.timeout_s)
         self._writer: Writer | None = self._make_writer(protocol, self._reach)
 
     def _make_writer(self, protocol: str, reach: Reach) -> Writer:
@@ -91,28 +94,13 @@ class TransferEngine:
             # Only here: the Ascend path imports nothing of TCP's queue bound and pacing.
             from vllm_ascend_pd.transport.tcp import TcpWriter, queue_capacity
 
-            return TcpWriter(self._engine, reach, self._limits, queue_capacity())
+            return TcpWriter(self._engine, reach, self.limits, queue_capacity())
         try:
-            self._limits = limits_over_ascend(self._limits, self._transport)
+            self.limits = limits_over_ascend(self.limits, self.transport)
         except SettingError as error:
-            raise TransferError(self._session, str(error), retryable=False) from None
-        slots = Slots(*ascend.slots(os.environ, ascend.connects_one_by_one(self._transport)))
-        return AscendWriter(self._engine, reach, self._limits, slots)
-
-    @property
-    def transport(self) -> TransportInfo:
-        """How this engine moves bytes. Peers compare it with theirs."""
-        return self._transport
-
-    @property
-    def session(self) -> str:
-        """The address of this engine for peers: "host:rpc_port", an IPv6 host in brackets."""
-        return self._session
-
-    @property
-    def limits(self) -> TransferLimits:
-        """The limits in effect, which settings in the environment may have changed."""
-        return self._limits
+            raise TransferError(self.session, str(error), retryable=False) from None
+        slots = Slots(*ascend.slots(os.environ, ascend.connects_one_by_one(self.transport)))
+        return AscendWriter(self._engine, reach, self.limits, slots)
 
     def register(self, regions: Sequence[Region], of_caches: bool = False) -> None:
         """Register `regions`, so that peers can write to them and `write` can read them. All or none.
@@ -148,7 +136,7 @@ class TransferEngine:
         if not len(sources) == len(destinations) == len(lengths):
             raise ValueError(f"{len(sources)} sources, {len(destinations)} destinations, {len(lengths)} lengths")
         copies = Descriptors(*(np.array(column, dtype=np.int64) for column in (sources, destinations, lengths)))
-        self.write_batches(session, Batches.cut([copies], self._limits).at([0], [0]))
+        self.write_batches(session, Batches.cut([copies], self.limits).at([0], [0]))
 
     def write_batches(
         self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool] = lambda: True
@@ -245,7 +233,7 @@ class TransferEngine:
             raise self._error(f"{_not_registered(regions)}: {error}") from error
 
     def _error(self, reason: str) -> TransferError:
-        return TransferError(self._session, reason, retryable=False)
+        return TransferError(self.session, reason, retryable=False)
 
 
 def _start(host: str, protocol: str) -> Any:
