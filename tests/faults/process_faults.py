@@ -88,10 +88,6 @@ def metaserver(world: World, fault: Fault) -> list[Answer]:
         return world.send(requests).answers()
 
 
-def http(status: str, body: str) -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
-
-
 @scenario(4, "metaserver down")
 def metaserver_down(world: World) -> list[Answer]:
     return metaserver(world, Fault(refuse=True))
@@ -107,29 +103,9 @@ def metaserver_away(world: World) -> list[Answer]:
     return volley.answers()
 
 
-@scenario(4, "metaserver slow", absorbed=True)
-def metaserver_slow(world: World) -> list[Answer]:
-    return metaserver(world, Fault(delay_s=0.5))
-
-
 @scenario(4, "metaserver hangs")
 def metaserver_hangs(world: World) -> list[Answer]:
     return metaserver(world, Fault(stall=True))
-
-
-@scenario(4, "metaserver answers 500")
-def metaserver_errors(world: World) -> list[Answer]:
-    return metaserver(world, Fault(answer=http("500 Internal Server Error", "broken by the test")))
-
-
-@scenario(4, "metaserver answers 404")
-def metaserver_does_not_know(world: World) -> list[Answer]:
-    return metaserver(world, Fault(answer=http("404 Not Found", '{"error": "who?"}')))
-
-
-@scenario(4, "metaserver answers garbage")
-def metaserver_babbles(world: World) -> list[Answer]:
-    return metaserver(world, Fault(answer=b"\x00\xff not HTTP at all\r\n\r\n"))
 
 
 @scenario(4, "proxy killed and restarted", disconnects=True)

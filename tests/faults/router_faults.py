@@ -96,16 +96,6 @@ def leave_told_early(world: World) -> list[Answer]:
     return leave_while_offered(world)
 
 
-@scenario(10, "clients of a router leave, and prefill is told 1.5 s late", shape=ROUTED, reasonless=True)
-def leave_told_late(world: World) -> list[Answer]:
-    return leave_while_offered(world, Rule(ReleasePrompt, "late", seconds=1.5))
-
-
-@scenario(10, "clients of a router leave, and prefill is told twice", shape=ROUTED, reasonless=True)
-def leave_told_twice(world: World) -> list[Answer]:
-    return leave_while_offered(world, Rule(ReleasePrompt, "twice"))
-
-
 @scenario(10, "prefill killed before it gets a ticket", shape=ROUTED, reasonless=True)
 def kill_prefill_before(world: World) -> list[Answer]:
     return kill_holding(world, world.prefill, world.tickets, OfferTicket)

@@ -40,8 +40,6 @@ class Fault:
     """Every piece of at most `CHUNK` bytes waits so long, in its order."""
     cut_after: int | None = None
     """A connection is reset once so many bytes have passed in one direction."""
-    answer: bytes | None = None
-    """Every new connection gets this for an answer to its first bytes, and is closed."""
 
 
 HEALTHY = Fault()
@@ -111,7 +109,7 @@ class Relay:
 
     def set(self, fault: Fault) -> None:
         self._fault = fault
-        if fault.refuse or fault.answer is not None:
+        if fault.refuse:
             self.reset()
 
     def reset(self) -> None:
@@ -138,11 +136,6 @@ class Relay:
         try:
             if self._fault.refuse:
                 _reset(writer)
-                return
-            if self._fault.answer is not None:
-                await reader.read(CHUNK)
-                writer.write(self._fault.answer)
-                await writer.drain()
                 return
             await self._connect(reader, writer, await self._find_target(reader, writer))
         except (OSError, asyncio.IncompleteReadError):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proxy behind the gateway of examples/gateway, under hostile connections: it serves clients, and keeps nothing of
-the others. What the proxy bounds by itself is attacked without the gateway."""
+the others. What the proxy bounds by itself is in tests/integration/test_proxy_connections.py."""
 
 import contextlib
 import re
@@ -133,28 +133,6 @@ def test_slow_connections(proxy: Proxy) -> None:
 @pytest.mark.parametrize(
     ("head", "body", "status"),
     [
-        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n", b"x" * (1 << 20), 413),
-        (b"POST /v1/metaserver HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n", b"x" * (1 << 20), 413),
-        (
-            b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
-            b"10000\r\n" + b"x" * 65536 + b"\r\n",
-            413,
-        ),
-        (
-            b"POST /v1/nowhere HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
-            b"10000\r\n" + b"x" * 65536 + b"\r\n",
-            404,
-        ),
-    ],
-    ids=["body", "ticket", "endless-body", "unwanted-body"],
-)
-def test_bodies_that_are_too_long_are_refused_and_cut_off(alone: Proxy, head: bytes, body: bytes, status: int) -> None:
-    is_refused_and_cut_off(alone, head, body, status)
-
-
-@pytest.mark.parametrize(
-    ("head", "body", "status"),
-    [
         (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n", b"X-A: " + b"b" * 60_000 + b"\r\n", 400),
         (b"GET /", b"x" * 65536, 414),
         (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n\r\n", b"x" * (1 << 20), 413),
@@ -162,10 +140,6 @@ def test_bodies_that_are_too_long_are_refused_and_cut_off(alone: Proxy, head: by
     ids=["endless-headers", "endless-url", "body"],
 )
 def test_requests_that_are_too_long_end_at_the_gateway(proxy: Proxy, head: bytes, body: bytes, status: int) -> None:
-    is_refused_and_cut_off(proxy, head, body, status)
-
-
-def is_refused_and_cut_off(proxy: Proxy, head: bytes, body: bytes, status: int) -> None:
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", proxy.port), PATIENCE_S) as connection:
             connection.sendall(head)
@@ -187,17 +161,3 @@ def is_refused_and_cut_off(proxy: Proxy, head: bytes, body: bytes, status: int) 
                 :200
             ]
         proxy.serves()
-
-
-def test_a_body_that_does_not_arrive_takes_no_slot(alone: Proxy) -> None:
-    held = [socket.create_connection(("127.0.0.1", alone.port), PATIENCE_S) for _ in range(50)]
-    for connection in held:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
-    alone.serves()
-    for connection in held:
-        connection.settimeout(PATIENCE_S)
-        answer = b""
-        while taken := connection.recv(4096):
-            answer += taken
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        connection.close()

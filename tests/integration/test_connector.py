@@ -61,10 +61,8 @@ class _Config:
     [
         ("kv_both", {}, "kv_both"),
         ("kv_producer", {"lease": 3}, "did you mean `lease_s`"),
-        ("kv_consumer", {"lease_s": "long"}, "lease_s"),
-        ("kv_producer", {"decode_allowlist": ["10.0.0.1/8"]}, "decode_allowlist.*10.0.0.1/8"),
     ],
-    ids=["both", "unknown-key", "ill-typed", "no-network"],
+    ids=["both", "unknown-key"],
 )
 def test_a_config_it_cannot_work_with(
     connector_class: type[KVConnectorBase_V1], role: str, extra: dict[str, Any], named: str
@@ -205,8 +203,3 @@ def test_the_scheduler_pauses_if_ranks_have_their_own_processes(
         began = time.monotonic()
         connector.build_connector_meta(EMPTY)
         assert time.monotonic() - began > (0.9 * PAUSE_S if pauses else 0.0)
-
-
-def test_the_entry_point_is_declared() -> None:
-    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert 'vllm_ascend_pd = "vllm_ascend_pd:register"' in pyproject

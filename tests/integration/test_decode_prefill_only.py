@@ -232,21 +232,6 @@ def test_a_request_that_asks_again_and_one_that_has_arrived(make: MakeScheduler,
     assert decode.given_up == []
 
 
-@orders
-@schedulers
-def test_a_storm(make: MakeScheduler, order: str, scheduler: type[Scheduler]) -> None:
-    """There are many requests, each of which may grow to all blocks."""
-    decode = make(blocks=LONGEST + 1, order=order, scheduler_class=scheduler, drafts=True)
-    requests = [
-        decode.add(f"r{i}", 1 + 7 * i, generates=8 * BLOCK - 1 - 7 * i, first=1000 * i, priority=i % 2)
-        for i in range(12)
-    ]
-    decode.run(6000)
-    assert all(request.num_output_tokens == request.max_tokens for request in requests)
-    assert decode.given_up == []
-    assert decode.tickets > len(requests)
-
-
 def test_a_request_that_names_no_metaserver_ends_with_an_error(make: MakeScheduler) -> None:
     decode = make(blocks=LONGEST)
     request = decode.add("local", 2 * BLOCK, remote=False)

@@ -33,6 +33,7 @@ from harness.multi_connector import (
 from harness.scheduling import BLOCK
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.roles import ConnectorRole
+from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.core.config import ConfigError
 
 
@@ -118,3 +119,21 @@ def test_vllm_ascend_finds_whom_to_ask_for_buffers(prefills: bool, is_worker: bo
     connector.wait_for_layer_reuse(3)
     connector.wait_for_layer_load("model.layers.7.attn")
     assert waited == [3, "model.layers.7.attn"]
+
+
+OURS, POOL = ({"kv_connector": name} for name in ("LayerwisePushConnector", "AscendStoreConnector"))
+
+
+@pytest.mark.parametrize(
+    ("connectors", "before"),
+    [
+        ([OURS, POOL], []),
+        ([POOL, POOL, OURS], ["AscendStoreConnector"] * 2),
+        ([POOL], []),
+        ("what", []),
+        (["what", OURS], ["?"]),
+    ],
+)
+def test_connectors_that_are_asked_first(connectors: Any, before: list[str]) -> None:
+    assert asked_before("MultiConnector", {"connectors": connectors}) == before
+    assert asked_before("AnotherConnector", {"connectors": connectors}) == []

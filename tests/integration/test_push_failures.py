@@ -43,6 +43,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     assert made.close() == []
 
 
+one_shape = pytest.mark.parametrize("pair", [SHAPES["gathered"]], indirect=True, ids=["gathered"])
+"""For tests of what happens before anything is written."""
+
+
 def counted(pair: Pair) -> dict[str, Any]:
     """What prefill's ranks have counted since the last time, together."""
     return reduce(merged, pair.each(pair.p_ranks, "stats"), {})["counters"]
@@ -186,6 +190,7 @@ def close_worker(rank: PrefillRank) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("pd-sender")]
 
 
+@one_shape
 def test_closing_waits_for_nobodys_grants(pair: Pair) -> None:
     requests = prompts(pair, [64])
     prefill(pair, requests, {p.request_id: pair.ticket(p) for p in requests})  # decode is never told
@@ -201,6 +206,7 @@ def test_a_made_up_ticket_gets_no_grant(pair: Pair) -> None:
     assert pair.differences([]) == []
 
 
+@one_shape
 def test_a_made_up_engine_shares_nothing_with_a_real_one(pair: Pair) -> None:
     """Though its address and id, one behind the other, read the same."""
     made_up, real = requests = prompts(pair, [64, 50])
@@ -218,6 +224,7 @@ def test_a_made_up_engine_shares_nothing_with_a_real_one(pair: Pair) -> None:
     assert pair.differences([real]) == []
 
 
+@one_shape
 def test_an_altered_ticket_gets_no_grant(pair: Pair) -> None:
     requests = prompts(pair, [64])
     [ticket] = [pair.ticket(p) for p in requests]
@@ -230,6 +237,7 @@ def test_an_altered_ticket_gets_no_grant(pair: Pair) -> None:
     assert pair.differences([]) == []
 
 
+@one_shape
 def test_an_aborted_prefill_fails_decode_at_once(pair: Pair) -> None:
     requests = prompts(pair, [64])
     tickets = pair.announce(requests)

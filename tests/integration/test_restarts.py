@@ -138,23 +138,6 @@ def test_tickets_that_name_engines_that_never_were(pair: Pair) -> None:
     assert knows(pair) == {"decode"}
 
 
-def test_a_prefill_engine_in_anothers_place(pair: Pair) -> None:
-    """The ticket of the one that died is nobody else's; the new one serves the next."""
-    [old, new] = prompts(pair, [64, 80])
-    tickets = pair.announce([old])
-    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), {old.request_id: old})
-    pair.wait_granted(PATIENCE_S)
-    pair.restart_prefill("second")
-    prefill(pair, [old], tickets)
-    received, failed = pair.wait_arrivals(1, PATIENCE_S)
-    assert received == set()
-    assert "went silent" in failed[old.request_id]
-    refused = pair.wait_sent(1, PATIENCE_S)[old.request_id]
-    assert "another prefill engine" in refused or "the ticket is closed" in refused
-    assert pair.differences([]) == []
-    delivers(pair, [new])
-
-
 def test_preempted_while_a_failed_write_may_still_arrive() -> None:
     """Its retry got through, but what the first attempt left behind would read the blocks' next content, and deliver
     that (R3): decode must not start. A preemption that meets no such write does no harm."""
