@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client request at the proxy, without a client, and settings of a proxy."""
+"""Pieces of a proxy: a client request without a client, settings, and engine registries that record what they tell
+their limiter and their prefix affinity."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from starlette.types import Message
 
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.rendezvous.request_table import ProxiedRequest
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
+from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
+from vllm_ascend_pd.proxy.routing.strategies import PrefixAffinity
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 
@@ -23,3 +29,30 @@ def proxied_request() -> ProxiedRequest:
 
 def settings_with(**fields: Any) -> ProxySettings:
     return ProxySettings(prefill=["http://p"], decode=["http://d"], **fields)
+
+
+class RegistryListener:
+    def __init__(self) -> None:
+        self.opened: list[RegisteredEngine] = []
+        self.closed: list[RegisteredEngine] = []
+        self.forgotten: list[str] = []
+
+    def engine_opened(self, engine: RegisteredEngine) -> None:
+        self.opened.append(engine)
+
+    def engine_closed(self, engine: RegisteredEngine) -> None:
+        self.closed.append(engine)
+
+    def forget(self, url: str) -> None:
+        self.forgotten.append(url)
+
+
+def registry(
+    role: EngineRole, listener: RegistryListener | None = None, limiter: ConcurrencyLimiter | None = None, **limits: int
+) -> EngineRegistry:
+    """An empty registry. `listener` is its limiter and its prefix affinity."""
+    if listener is None:
+        return EngineRegistry(role, limiter or ConcurrencyLimiter(None, 0, 0.0), settings_with(**limits))
+    engines = EngineRegistry(role, cast(ConcurrencyLimiter, listener), settings_with(**limits))
+    engines.affinity = cast(PrefixAffinity, listener)
+    return engines

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image's Dockerfile, as far as it can be tried without CANN's images: its instructions, what it copies, its shell
-commands and requirements, and that the package can be built from what it copies."""
+commands and requirements, and that the package can be built from what it copies. The workflow for Ascend runners, whose
+image is the same."""
 
 import json
 import re
@@ -125,3 +126,28 @@ def test_pods_find_the_scripts_in_the_image() -> None:
         script = Path(template["spec"]["containers"][0]["command"][0])
         assert (REPOSITORY / script.relative_to(folder)).is_file()
         assert script.relative_to(folder).parts[0] in " ".join(arguments("COPY")).split()
+
+
+# --- runners ---------------------------------------------------------------------------------------------------
+
+ACTION = yaml.safe_load((REPOSITORY / ".github/actions/npu/action.yml").read_text())
+JOBS = yaml.safe_load((REPOSITORY / ".github/workflows/npu.yml").read_text())["jobs"]
+
+
+def test_all_runners_run_the_same_steps() -> None:
+    for job in JOBS.values():
+        assert [step["uses"] for step in job["steps"]][-1] == "./.github/actions/npu"
+        assert set(job["steps"][-1]["with"]) == set(ACTION["inputs"])
+
+
+def test_vllm_ascends_runners_have_the_image_of_the_example() -> None:
+    [base] = re.findall(r"^ARG BASE=(\S+)$", FILE.read_text(), re.MULTILINE)
+    images = {each["chip"]: each["image"] for each in JOBS["vllm-ascend-runners"]["strategy"]["matrix"]["include"]}
+    assert images == {"a2": base, "a3": f"{base}-a3"}
+
+
+def test_commands_are_bash() -> None:
+    scripts = [step["run"] for step in ACTION["runs"]["steps"] if "run" in step]
+    assert len(scripts) > 5
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10)

@@ -17,7 +17,7 @@ from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.tools.doctor import ports
 from vllm_ascend_pd.tools.doctor.loopback import compare
 from vllm_ascend_pd.tools.doctor.ports import Port
-from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, make_report, note, ok, warning
+from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, make_report
 from vllm_ascend_pd.tools.programs import MAX_OUTPUT_BYTES, Ran, run, run_all
 
 
@@ -27,14 +27,6 @@ def python(program: str) -> list[str]:
 
 def ran(program: str, timeout_s: float = 30) -> Ran:
     return run(python(program), timeout_s)
-
-
-def test_a_report_counts_and_is_ok_without_errors() -> None:
-    found = [ok("a.b", "fine"), note("a.c", "hm"), warning("a.d", "slow", "make it faster")]
-    assert make_report("machine", found).ok
-    report = make_report("pair", [*found, error("a.e", "broken", "repair it")])
-    assert not report.ok
-    assert report.counts == dict.fromkeys(Level, 1)
 
 
 def test_the_names_that_scripts_rely_on() -> None:

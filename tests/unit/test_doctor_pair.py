@@ -9,7 +9,7 @@ from email.utils import formatdate
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Metric
@@ -247,6 +247,7 @@ BODIES = (
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from([200, 401, 500, 503]), BODIES), min_size=11, max_size=11))
 def test_whatever_servers_say_is_judged(said: list[tuple[int, bytes]]) -> None:
     servers = []

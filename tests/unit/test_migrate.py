@@ -111,16 +111,6 @@ def test_a_command(mla: Path) -> None:
     assert back.assigned == engine.environment
 
 
-@pytest.mark.parametrize("name", ["MooncakeLayerwiseConnector", "MooncakeConnectorV1", "MooncakeConnector"])
-def test_every_connector_that_is_replaced(name: str, qwen: Path) -> None:
-    result = migrated(serve(kv_connector=name), model=qwen)
-    assert result.ok
-    assert result.engines[0].was == (name,)
-    kinds = said(result)
-    assert kinds["use_ascend_direct"] is kinds["engine_id"] is kinds["prefill"] is ChangeKind.LEFT_OUT
-    assert kinds[name] is kinds["kv_port"] is ChangeKind.MEANING
-
-
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
 def test_a_pool_beside_it_comes_second_on_decode(role: str, qwen: Path) -> None:
     pool = {
@@ -136,13 +126,6 @@ def test_a_pool_beside_it_comes_second_on_decode(role: str, qwen: Path) -> None:
     ordered = ["LayerwisePushConnector", "AscendStoreConnector"]
     assert names == (ordered if role == "kv_consumer" else ordered[::-1])
     assert pool in entries
-
-
-def test_what_has_no_counterpart_is_named(qwen: Path) -> None:
-    result = migrated(serve(kv_connector="UCMConnector", kv_role="kv_both"), model=qwen)
-    assert not result.ok
-    assert [change.subject for change in result.engines[0].stops] == ["UCMConnector (a KV pool)"]
-    assert result.engines[0].command == []
 
 
 @pytest.mark.parametrize(
@@ -209,14 +192,6 @@ def test_int8_caches_with_context_parallelism_stop_it(tmp_path: Path) -> None:
 def test_an_engine_at_an_ipv6_address(host: str, url: str, qwen: Path) -> None:
     result = migrated(serve(f"-tp 4 --host {host} --port 8200"), model=qwen)
     assert result.engines[0].url == url
-
-
-def test_a_pair_that_fits(qwen: Path) -> None:
-    prefill = serve("-tp 8 --port 8100", kv_role="kv_producer")
-    result = migrated(prefill, serve("-tp 4 -dp 4 --port 8200"), model=qwen)
-    assert result.ok
-    assert not result.pair
-    assert result.proxy == ["vllm-ascend-pd", "proxy", "--prefill", "http://HOST:8100", "--decode", "http://HOST:8200"]
 
 
 @pytest.mark.parametrize(

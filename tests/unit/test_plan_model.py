@@ -44,15 +44,6 @@ LISTED = {"layer_types": ["full_attention"] * 12}
 GIVEN = {**SIZES, "head_dim": 64, "num_key_value_heads": 4}
 WINDOW = {"sliding_window": 512}
 PART_ON = {**WINDOW, "use_sliding_window": True, "max_window_layers": 5}
-GEMMA_3_27B = {
-    "head_dim": 128,
-    "hidden_size": 5376,
-    "model_type": "gemma3_text",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 62,
-    "num_key_value_heads": 16,
-    "sliding_window": 1024,
-}
 GEMMA_3_4B = {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
 LLAMA_4_SCOUT = {
     "attention_chunk_size": 8192,
@@ -107,7 +98,6 @@ LONGCAT_FLASH = {
     **BFLOAT16,
 }
 PUBLISHED = {
-    "gemma-3-27b-it": ({"model_type": "gemma3", "text_config": GEMMA_3_27B, **BFLOAT16}, 16, (128, 128), "WWWWWF"),
     "gemma-3-4b-it": ({"model_type": "gemma3", "text_config": GEMMA_3_4B, **BFLOAT16}, 4, (256, 256), "WWWWWF"),
     "Llama-4-Scout": ({"model_type": "llama4", "text_config": LLAMA_4_SCOUT, **BFLOAT16}, 8, (128, 128), "WWWF"),
     "MiniMax-M2": (MINIMAX_M2, 8, (128, 128), "F"),

@@ -101,19 +101,15 @@ def measured(**settings: Any) -> World:
     return world
 
 
-def test_before_anything_was_measured_short_prompts_are_cheap():
-    world = World()
-    assert (world.decides(64), world.decides(65)) == (here(Reason.CHEAP), there(Reason.LONG))
-    assert world.placement.threshold() == 64
-
-
-@pytest.mark.parametrize("side", ["computes_here", "prefill_takes"])
-def test_figures_of_one_side_alone_change_nothing(side):
+@pytest.mark.parametrize("side", [None, "computes_here", "prefill_takes"])
+def test_before_both_sides_were_measured_short_prompts_are_cheap(side):
     world = World()
     if side == "prefill_takes":
         world.prefill_takes(10.0)
-    else:
+    elif side == "computes_here":
         world.computes_here(500, 0.001)
+    else:
+        assert world.placement.threshold() == 64
     assert (world.decides(64), world.decides(65)) == (here(Reason.CHEAP), there(Reason.LONG))
 
 
@@ -141,21 +137,6 @@ def test_the_queue_of_then_is_not_the_queue_of_now():
     assert world.placement.threshold() == pytest.approx(100, abs=1)
 
 
-def test_nothing_longer_than_twice_what_was_measured_is_trusted():
-    world = measured()
-    assert (world.decides(800, prefill_wait_s=60.0), world.decides(801, prefill_wait_s=60.0)) == (
-        here(Reason.CHEAP),
-        there(Reason.LONG),
-    )
-
-
-def test_no_prompt_takes_more_than_one_step():
-    world = World(steps=EngineSteps(100))
-    world.computes_here(100, 0.001)
-    world.prefill_takes(9.0)
-    assert (world.decides(100), world.decides(101)) == (here(Reason.CHEAP), there(Reason.LONG))
-
-
 def test_a_slow_engine_leaves_all_to_prefill():
     world = World()
     world.computes_here(32, 1.0)
@@ -181,20 +162,15 @@ def test_what_is_no_longer_measured_is_forgotten():
     assert world.decides(64) == here(Reason.CHEAP)
 
 
-def test_what_is_computed_already_comes_first():
-    world = measured()
-    world.placement.allocated(Prompt(60, request_id="before"), by_decode=True)
-    assert (world.decides(39), world.decides(41)) == (here(Reason.CHEAP), there(Reason.LONG))
-    world.placement.ended("before")
-    assert world.decides(99) == here(Reason.CHEAP)
-
-
 def test_a_prompt_that_is_computed_in_parts_counts_for_what_is_left():
     world = measured()
     world.placement.allocated(prompt := Prompt(90, request_id="before"), by_decode=True)
+    assert (world.decides(9), world.decides(11)) == (here(Reason.CHEAP), there(Reason.LONG))
     world.placement.step_built({"before": 50})
     prompt.num_computed_tokens = 50
     assert (world.decides(59), world.decides(61)) == (here(Reason.CHEAP), there(Reason.LONG))
+    world.placement.ended("before")
+    assert world.decides(99) == here(Reason.CHEAP)
 
 
 @pytest.mark.parametrize("tokens", [0, 200])

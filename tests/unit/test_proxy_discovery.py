@@ -7,7 +7,7 @@ import logging
 
 import anyio
 import pytest
-from registry_listener import registry
+from proxied import registry
 
 from vllm_ascend_pd.proxy.routing import discovery as module
 from vllm_ascend_pd.proxy.routing.answers import EngineRole

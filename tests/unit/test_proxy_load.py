@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_listener import RegistryListener, registry
+from proxied import RegistryListener, registry
 
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine import EngineState, HealthGate, RegisteredEngine
@@ -190,47 +190,6 @@ def test_ejection_and_return(eject_after: int, return_after: int, results: list[
         else:
             assert not changed
         assert gate.ejected is ejected
-
-
-def test_an_engine_that_reports_itself_broken_is_ejected_at_once_and_returns_as_usual() -> None:
-    gate = HealthGate(eject_after=3, return_after=2)
-    assert gate.checked("it must be restarted", at_once=True)
-    assert gate.ejected
-    assert not gate.checked("it must be restarted", at_once=True)
-    assert gate.ejected
-    assert [gate.checked(None), gate.checked(None)] == [False, True]
-    assert not gate.ejected
-
-
-def test_an_engine_is_broken_by_its_last_metrics() -> None:
-    engine = registry(EngineRole.PREFILL).add("u", "test")
-    assert engine.broken is None
-    engine.note(LoadSnapshot(broken_ranks=2), InFlightLoad(), 0.0)
-    assert engine.broken is not None
-    assert "must be restarted" in engine.broken
-    engine.note(LoadSnapshot(running=1), InFlightLoad(), 1.0)  # it was restarted
-    assert engine.broken is None
-
-
-def test_an_engine_added_later_needs_a_good_check_first() -> None:
-    listener = RegistryListener()
-    engines = registry(EngineRole.DECODE, listener, eject_after=2)
-    first = engines.add("first", "test")
-    engines.require_checks()
-    engines.replace("dns", ["later"])
-    later = engines.get("later")
-    assert later is not None
-    assert [engine.gate.doubtful(0.0) for engine in (first, later)] == [False, True]
-    engines.checked(later, "silent")
-    engines.checked(first, "silent")
-    assert [engine.gate.doubtful(0.0) for engine in (first, later)] == [False, True]
-    assert listener.opened == []
-    engines.checked(later, None)
-    engines.checked(first, None)
-    assert not later.gate.doubtful(0.0)
-    engines.checked(later, "silent")
-    assert not later.gate.doubtful(0.0)
-    assert listener.opened == [later]
 
 
 def test_an_engine_that_fails_all_requests_is_passed_over_for_a_while() -> None:

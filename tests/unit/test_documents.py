@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links, anchors and paths in the documents lead somewhere."""
+"""The documents: links, anchors and paths lead somewhere, what is generated is up to date, and the pages name all that
+there is."""
 
+import datetime
+import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from harness.documented import PAGES, REPOSITORY, lines
+from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
+from vllm_ascend_pd.proxy.routing.answers import FailureKind
+
+sys.path.append(str(REPOSITORY / "scripts"))
+
+from page_tables import ORDER, RESULTS, filled
+from page_tables import PAGES as PAGES_WITH_TABLES
 
 PACKAGE = REPOSITORY / "vllm_ascend_pd"
 CHINESE = REPOSITORY / "README.zh-CN.md"
@@ -96,3 +109,68 @@ def test_the_support_matrix_has_every_test_with_engines() -> None:
         for file in (REPOSITORY / folder).glob("test_*.py")
     }
     assert {file for file in tests if "benchmark" not in file} - linked == set()
+
+
+# --- what is generated --------------------------------------------------------------------------------------
+
+
+def test_the_configurations_reference_is_up_to_date() -> None:
+    made = runpy.run_path(str(REPOSITORY / "scripts" / "config_reference.py"))
+    assert made["PAGE"].read_text() == made["page"](), "run scripts/config_reference.py"
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_TABLES, ids=lambda page: page.name)
+def test_the_page_has_what_the_files_have(page: Path) -> None:
+    assert page.read_text() == filled(page), "run python scripts/page_tables.py"
+
+
+def test_every_benchmark_has_results_that_say_when_and_where() -> None:
+    programs = {path.stem for path in (REPOSITORY / "benchmarks").glob("*.py")}
+    assert {*programs, "ci"} == {*ORDER, "ci"} == {path.stem for path in RESULTS.glob("*.json")}
+    for name in ORDER:
+        results = json.loads((RESULTS / f"{name}.json").read_text())
+        for row in results["latest"]:
+            datetime.date.fromisoformat(row["date"])
+        for each in results["tables"].values():
+            assert each["machine"]
+            assert (REPOSITORY / re.findall(r"benchmarks/\S+\.py", each["command"])[0]).exists()
+            assert all(row.keys() >= each["columns"].keys() for row in each["rows"])
+
+
+# --- what is named -----------------------------------------------------------------------------------------
+
+ALERTS = yaml.safe_load((REPOSITORY / "examples" / "observability" / "alerts.yml").read_text())
+
+
+def first_column(title: str) -> list[str]:
+    page = (REPOSITORY / "docs" / "operations.md").read_text()
+    [section] = re.findall(rf"^##+ {title}\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL)
+    return re.findall(r"^\| `(\w+)` \|(?: [^|]+\S \|)+$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("title", "values"),
+    [
+        ("Attempts at an engine", [kind.value.replace(" ", "_") for kind in FailureKind]),
+        ("KV not delivered", [failure.value for failure in PushFailure]),
+        ("KV not received", [failure.value for failure in ReceiveFailure]),
+        ("Alerts", [rule["alert"] for group in ALERTS["groups"] for rule in group["rules"]]),
+    ],
+)
+def test_operations_has_a_row_for_every_reason_and_alert(title: str, values: list[str]) -> None:
+    assert first_column(title) == values
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/routers.md"])
+def test_f38_engines_of_a_page_share_no_npu(page: str) -> None:
+    prefill, decode = (line for line in lines(REPOSITORY / page) if "vllm serve" in line)
+    for line in (prefill, decode):
+        size = re.search(r"--tensor-parallel-size (\d+)", line)
+        assert len(npus(line)) == (int(size[1]) if size else 1)
+    assert not set(npus(prefill)) & set(npus(decode))
+
+
+def npus(line: str) -> list[str]:
+    given = re.search(r"\bASCEND_RT_VISIBLE_DEVICES=(\S+) ", line)
+    assert given is not None, line
+    return given[1].split(",")
