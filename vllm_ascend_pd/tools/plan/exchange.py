@@ -28,7 +28,7 @@ from vllm_ascend_pd.tools.plan.figures import (
     Staging,
     WriteSize,
 )
-from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError, whole
+from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError, whole
 from vllm_ascend_pd.tools.plan.times import write_times
 from vllm_ascend_pd.tools.write_costs import HIXL, WriteCosts
 
@@ -80,7 +80,7 @@ def make_plan(
         model=model,
         bytes_per_token=per_token,
         bytes_per_token_and_layer=per_layer,
-        window_bytes=sum(cache.window_bytes for caches in model.compressed for cache in caches),
+        window_bytes=sum(cache.window_bytes for caches in model.layers for cache in caches),
         prefill=prefill,
         decode=decode,
         prefill_bytes=_stage_bytes(model, prefill, p_ranks),
@@ -189,7 +189,7 @@ def _largest(by_layer: Mapping[int, Mapping[int, int]]) -> tuple[WriteSize, ...]
 
 def _window(model: ModelShape, geometry: Geometry) -> int:
     """Returns how many of a prompt's last tokens are sent; 0 for all. Only windows beside compressed caches count."""
-    return model.kinds[geometry.group].window if model.compressed else 0
+    return model.kinds[geometry.group].window
 
 
 def _first_sent(tokens: int, window: int, block_size: int) -> int:
@@ -273,12 +273,8 @@ def _notes(prefill: PlannedEngine, decode: PlannedEngine, routes: Sequence[Seque
 
 def _bytes_per_token(model: ModelShape) -> tuple[float, float]:
     """Returns the bytes of a token in all layers, and the most in any of them."""
-    if model.compressed:
-        per_layer = [sum(cache.bytes_per_token for cache in caches) for caches in model.compressed]
-        return whole(sum(per_layer)), whole(max(per_layer))
-    each = model.kv_heads * sum(model.widths) * model.dtype.itemsize
-    keys = sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in model.without_key)
-    return model.cached_layers * each - keys * model.widths[-1] * model.dtype.itemsize, each
+    per_layer = [model.kv_heads * sum(cache.bytes_per_token for cache in caches) for caches in model.layers]
+    return whole(sum(per_layer)), whole(max(per_layer))
 
 
 def _stage_bytes(

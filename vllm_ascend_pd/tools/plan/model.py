@@ -40,13 +40,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One of a layer's caches. Every rank has all of it."""
+    """One of a layer's caches."""
 
     name: str  # in vllm-ascend, without the layer's name
     tensors: tuple[TensorEntry, ...]
     tokens_per_entry: int = 1
     window: int = 0  # tokens at a prompt's end that are sent. 0: all of them
     block_share: int = 1  # a block has `--block-size` divided by this many entries
+    int8: bool = False  # whether decode keeps it in int8, and prefill does not
 
     def entries(self, block_size: int) -> int:
         """Returns the entries of a block. `block_size`: the engine's `--block-size`."""
@@ -54,7 +55,7 @@ class LayerCache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of a token of a long prompt. 0 for a window, whose bytes do not grow with the prompt."""
+        """Bytes of a token of a long prompt and one KV head. 0 for a window, whose bytes do not grow with prompts."""
         return 0 if self.window else whole(self._entry_bytes / self.tokens_per_entry)
 
     @property
@@ -206,12 +207,24 @@ class ModelShape:
     @property
     def cached_layers(self) -> int:
         """The number of layers that have a KV cache."""
-        return sum(kind in (Cached.FULL, Cached.WINDOW) for kind in self.cached)
+        return sum(map(bool, self.layers))
+
+    @cached_property
+    def layers(self) -> tuple[tuple[LayerCache, ...], ...]:
+        """The caches of each layer."""
+        return self.compressed or tuple(map(self._caches, range(len(self.cached))))
+
+    def _caches(self, layer: int) -> tuple[LayerCache, ...]:
+        if self.cached[layer] not in (Cached.FULL, Cached.WINDOW):
+            return ()
+        widths = self.widths[:-1] if layer in self.without_key else self.widths
+        tensors = tuple(TensorEntry(self.dtype.torch_name, width, self.dtype.itemsize) for width in widths)
+        return (LayerCache("attn", tensors, int8=layer in self.int8_layers),)
 
     @cached_property
     def kinds(self) -> tuple[LayerCache, ...]:
-        """The different caches of `compressed`."""
-        return tuple(dict.fromkeys(cache for caches in self.compressed for cache in caches))
+        """The different caches of `layers`."""
+        return tuple(dict.fromkeys(cache for caches in self.layers for cache in caches))
 
 
 def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
