@@ -65,17 +65,6 @@ def test_tables(plan: Plan) -> None:
     assert max(map(len, done.out.splitlines())) <= 120
 
 
-def test_tables_of_groups(plan: Plan) -> None:
-    done = plan(LLAMA, "--prefill-tp", 8, "--decode-tp", 4, "--decode-pp", 2)
-    assert done.code == 0
-    for shown in (
-        "exchanged",
-        "[0, 1] [2, 3] [4, 5] [6, 7] (7 created",
-    ):
-        assert shown in done.out
-    assert "requests/s of one engine" not in done.out, "which docs/plan.md shows, as it is printed"
-
-
 def test_options_that_change_figures(plan: Plan) -> None:
     done = plan(
         LLAMA, "--block-size", 64, "--decode-block-size", 128, "--kv-cache-dtype", "fp8",

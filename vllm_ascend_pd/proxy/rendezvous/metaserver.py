@@ -60,7 +60,7 @@ from vllm_ascend_pd.proxy.routing.answers import (
     last_resorts,
     summary,
 )
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import prompt_of
 from vllm_ascend_pd.proxy.settings import ProxySettings
@@ -124,7 +124,7 @@ class Metaserver:
         with self._waiting(ticket.header.ticket_id):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_when_left, request, progress)
-                if progress.begun:  # decode lost its connection, and posts the ticket again
+                if progress.posted:  # decode lost its connection, and posts the ticket again
                     await progress.ended.wait()
                 else:
                     await self._prefill(ticket, progress)
@@ -175,7 +175,7 @@ class Metaserver:
         accidents = [failure for failure in failures if failure.then(EngineRole.PREFILL) is Then.ANEW]
         ranking = ranking.then(last_resorts(EngineRole.PREFILL, accidents, avoid))
         failure = await self._attempt(ticket, progress, ranking)
-        self._pool.judge(progress.call.engine, failure and failure.kind)
+        self._pool.judge(progress.engine, failure and failure.kind)
         if failure is None:
             return []
         self._observer.attempt_failed(EngineRole.PREFILL, failure, attempt.request_id)
@@ -200,19 +200,18 @@ class Metaserver:
     async def _attempt(self, ticket: ParsedTicket, progress: TicketProgress, ranking: EngineRanking) -> Failure | None:
         """Prefills at one engine. The stall watch, or a report from decode, may end it early."""
         failure: Failure | None = None
-        call = progress.call = EngineCall()
         begun = time.monotonic()
-        with self._pool.watch.over(call), call.scope:
+        with self._pool.watch.over(progress), progress.scope:
             failure = await self._send(ticket, progress, ranking)
-        if call.cut is not None:
-            failure = failed(*call.cut, call.engine)
+        if progress.cut is not None:
+            failure = failed(*progress.cut, progress.engine)
         if failure is None:
             self._observer.prefilled(time.monotonic() - begun)
-            self._pool.prefilled(call)
+            self._pool.prefilled(progress)
         return failure
 
     async def _send(self, ticket: ParsedTicket, progress: TicketProgress, ranking: EngineRanking) -> Failure | None:
-        attempt, call, base = progress.attempt, progress.call, ticket.header.is_for_base_model
+        attempt, base = progress.attempt, ticket.header.is_for_base_model
         request = attempt.request
         if ticket.token_ids is None:
             path = request.endpoint.value
@@ -221,15 +220,15 @@ class Metaserver:
             path, body = Endpoint.COMPLETIONS.value, tokens_body(request, ticket.token_ids, ticket.encoded, base)
         sent = OutgoingRequest("POST", path, attempt.prefill_headers, body, attempt.request_id)
         try:
-            async with self._pool.open(ranking, sent, call) as response:
+            async with self._pool.open(ranking, sent, progress) as response:
                 answer = await read_all(response.chunks(), _MAX_PREFILL_ANSWER_BYTES)
         except EngineError as error:
             for_client = error_response(error.status, f"prefill failed: {error}")
             return Failure(error.kind, str(error), error.url, for_client)
         except TooLarge:
             reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
-            return failed(FailureKind.GARBAGE, reason, call.engine)
-        return judge(response.status, response.header("Content-Type"), answer, call.engine)
+            return failed(FailureKind.GARBAGE, reason, progress.engine)
+        return judge(response.status, response.header("Content-Type"), answer, progress.engine)
 
     def _may_follow(self, failures: Sequence[Failure]) -> bool:
         """Whether another prefill of a prompt may succeed. `failures`: of all so far."""
@@ -256,10 +255,10 @@ class Metaserver:
         return JSONResponse({"status": "ok"})
 
     def _transfer_failed(self, progress: TicketProgress, reason: str) -> None:
-        attempt, call = progress.attempt, progress.call
-        in_flight = call in self._pool.watch
-        if call.engines and not progress.given_up:
-            attempt.proxied.prefill_failed(progress, failed(FailureKind.TRANSFER, reason, call.engine))
+        attempt = progress.attempt
+        in_flight = progress in self._pool.watch
+        if progress.engines and not progress.given_up:
+            attempt.proxied.prefill_failed(progress, failed(FailureKind.TRANSFER, reason, progress.engine))
         progress.given_up = True
         used_up = len(progress.failures) >= self._attempts
         kind = FailureKind.PREFILL if used_up else FailureKind.TRANSFER
@@ -269,7 +268,7 @@ class Metaserver:
         if attempt_ends:
             attempt.proxied.begin_anew(progress)
         if in_flight:
-            call.cut_short(FailureKind.TRANSFER, f"decode reported: {reason}")
+            progress.cut_short(FailureKind.TRANSFER, f"decode reported: {reason}")
         elif not attempt_ends:  # otherwise the next attempt logs it
             log.warning(
                 "request %s, prompt %d: decode engine %s reports a failed transfer and continues without it: %s",

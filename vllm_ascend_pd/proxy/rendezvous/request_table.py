@@ -142,18 +142,18 @@ class ProxiedRequest:
         self._ended = True
 
 
-class TicketProgress:
-    """How far the prefill of one ticket has come. The task that serves the ticket owns it; others call its methods."""
+class TicketProgress(EngineCall):
+    """The prefill of one ticket, and how far it has come. The task that serves the ticket owns it; others call its
+    methods."""
 
     def __init__(self, attempt: DecodeAttempt, prompt: int, failures: Sequence[Failure]) -> None:
         """`failures`: of the same prompt's prefills under earlier decode attempts."""
+        super().__init__()
         self.attempt = attempt
         self.prompt = prompt
         """The number of the prompt in the request."""
         self.failures = list(failures)
         """Why prefills of this prompt failed, under earlier decode attempts too. Each sample has its own list."""
-        self.call = EngineCall()
-        """The prefill request."""
         self.answered = False
         """Whether the decode engine has got a 200 for the ticket. It then waits for the KV only."""
         self.given_up = False
@@ -172,7 +172,7 @@ class TicketProgress:
         """Posts of the ticket that wait for the answer."""
 
     @property
-    def begun(self) -> bool:
+    def posted(self) -> bool:
         """Whether an earlier post has begun the prefill. A ticket has only one, however often it is posted."""
         return self._prefill is not None
 
