@@ -58,12 +58,12 @@ def asks(name: str, count: int, longest: int) -> list[Ask]:
     ]
 
 
-def ask(client: Client, request: Ask, expected: tuple[int, ...]) -> Answer:
+def ask(client: Client, request: Ask, expected: tuple[int, ...], deadline_s: float = DEADLINE_S) -> Answer:
     """Sends a request; never raises."""
     started = time.monotonic()
     outcome, detail = _ask(client, request, expected)
     seconds = time.monotonic() - started
-    if seconds > DEADLINE_S:
+    if seconds > deadline_s:
         outcome = Outcome.HUNG
     return Answer(request, outcome, detail, seconds)
 
@@ -72,7 +72,7 @@ def _ask(client: Client, request: Ask, expected: tuple[int, ...]) -> tuple[Outco
     try:
         completion = client.complete(request.prompt, request.max_tokens, stream=request.stream)
     except httpx.HTTPStatusError as error:
-        return _judge_error(error.response)
+        return judge_error(error.response)
     except StreamError as error:
         if "without a finish reason" in str(error):
             return Outcome.UNCLEAR, str(error)  # vLLM leaves out the error of a stream of completions without a token
@@ -88,7 +88,7 @@ def _ask(client: Client, request: Ask, expected: tuple[int, ...]) -> tuple[Outco
     return Outcome.RIGHT, ""
 
 
-def _judge_error(response: httpx.Response) -> tuple[Outcome, str]:
+def judge_error(response: httpx.Response) -> tuple[Outcome, str]:
     """An OpenAI error that names a reason, or not."""
     try:
         return _judge_message(response.json()["error"]["message"])

@@ -234,6 +234,16 @@ class Server:
         while self._reserved:
             release_port(self._reserved.pop())
 
+    def metric(self, name: str) -> float:
+        """The sum of a Prometheus metric's samples, whatever their labels; 0 if it has none yet."""
+        return sum(value for _, value in self.samples(name))
+
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """A Prometheus metric's samples: labels and value."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10, **PLAIN_HTTP).text
+        lines = re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+        return [(dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)) for labels, value in lines]
+
 
 class Engine(Server):
     """A `vllm serve` process."""
@@ -271,16 +281,6 @@ class Engine(Server):
         """With what it was made with; again, after its `process` was stopped or killed."""
         forked = not self.config.compiled and can_fork(self.environment)
         self.process = ManagedProcess(self.name, self._command, self.environment, self.log, forked)
-
-    def metric(self, name: str) -> float:
-        """The sum of a Prometheus metric's samples, whatever their labels; 0 if it has none yet."""
-        return sum(value for _, value in self.samples(name))
-
-    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """A Prometheus metric's samples: labels and value."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10, **PLAIN_HTTP).text
-        lines = re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
-        return [(dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)) for labels, value in lines]
 
 
 OnHealthy = Callable[[ManagedProcess, float], None]
