@@ -63,6 +63,7 @@ def test_tables(plan: Plan) -> None:
     ):
         assert shown in done.out
     assert max(map(len, done.out.splitlines())) <= 120
+    assert "requests/s of one engine" not in done.out, "which docs/plan.md shows, as it is printed"
 
 
 def test_options_that_change_figures(plan: Plan) -> None:
