@@ -58,6 +58,52 @@ def case(
     )
 
 
+SHARED = (
+    Request(29, p_blocks=tuple(range(8)), d_blocks=(9, 3, 5, 0, 1, 2, 7, 8), replica_hash=3, steps=(3, 17)),
+    Request(1, p_blocks=(9,), d_blocks=(10,), replica_hash=4),  # most shares have none of it
+    Request(30, p_blocks=tuple(range(10, 18)), d_blocks=tuple(range(18, 10, -1)), cached=24, replica_hash=5),
+)
+
+
+def whole(tp: int) -> Engine:
+    """Without context parallelism."""
+    return Engine(tp, block_size=4, num_blocks=20)
+
+
+def shares(tp: int, dcp: int = 1, pcp: int = 1, interleave: int = 2) -> Engine:
+    return dataclasses.replace(whole(tp), shares=partition_states(tp, dcp, pcp), interleave=interleave)
+
+
+def shared(
+    heads: int, prefill: Engine, decode: Engine, part_bytes: tuple[int, ...], order: Order = Order.TOKEN_MAJOR
+) -> Case:
+    return Case(Model(heads, part_bytes, order), prefill, decode, SHARED)
+
+
+CONTEXT_PARALLEL = {
+    "MLA_DCP2_TO_ALL_TOKENS": shared(1, shares(2, dcp=2), whole(1), (16, 2)),
+    "MLA_ALL_TOKENS_TO_DCP2": shared(1, whole(1), shares(2, dcp=2), (16, 2)),
+    "MLA_DCP4_TO_DCP2": shared(1, shares(4, dcp=4), shares(2, dcp=2), (16, 2)),
+    "MLA_DCP2_TO_DCP3": shared(1, shares(2, dcp=2), shares(3, dcp=3), (16, 2)),
+    "MLA_PCP2_DCP2_TO_DCP2_OF_OTHER_INTERLEAVE": shared(1, shares(4, 2, 2, interleave=4), shares(2, dcp=2), (16, 2)),
+    "MLA_PCP2_TO_PCP1": shared(1, shares(1, pcp=2), whole(1), (16, 2)),
+    "MLA_PCP2_OF_COPIES": shared(1, dataclasses.replace(whole(2), shares=(0,) * 4), whole(1), (16, 2)),
+    "GQA_REPLICATED_ON_P_DCP2": shared(2, shares(8, dcp=2), whole(1), K_AND_V),
+    "GQA_REPLICATED_ON_D_DCP2": shared(2, whole(1), shares(4, dcp=2), K_AND_V),
+    "GQA_REPLICATED_ON_BOTH_DCP2": shared(2, shares(4, dcp=2, interleave=4), shares(4, dcp=2), K_AND_V),
+    "GQA_GATHERED_PCP2": shared(4, shares(4, pcp=2), whole(2), K_AND_V),
+    "GQA_SPLIT_PCP2_TO_DCP2": shared(2, shares(1, pcp=2), shares(4, dcp=2), K_AND_V),
+    "HEAD_MAJOR_PCP2_TO_DCP2": shared(
+        2, shares(1, pcp=2, interleave=4), shares(4, dcp=2, interleave=4), (8,), Order.HEAD_MAJOR
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXT_PARALLEL)
+def test_shares_of_the_tokens(name):
+    run(CONTEXT_PARALLEL[name])
+
+
 @pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("heads", range(1, MAX_HEADS + 1))
 def test_every_combination_of_sizes(heads, order):

@@ -99,6 +99,38 @@ async def test_a_readmitted_request_is_served_before_the_queue_even_a_full_one()
     assert got == ["again", "again later", "new", "newer"]
 
 
+async def test_a_group_holds_one_place_in_the_queue_and_groups_take_turns() -> None:
+    a, limiter = engine("a"), ConcurrencyLimiter(1, 2, FOREVER)
+    first, second, third = RequestGroup(), RequestGroup(), RequestGroup()
+    assert await limiter.acquire([a]) is a
+    got: list[str] = []
+
+    async def wait(name: str, group: RequestGroup) -> None:
+        assert await limiter.acquire([a], group=group) is a
+        got.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(wait, f"first {number}", first)
+        await settle()
+        tasks.start_soon(wait, "second 0", second)
+        await settle()
+        assert await take(limiter, [a], group=third) is FULL  # two parties wait
+        tasks.start_soon(wait, "second 1", second)
+        await settle()
+        assert limiter.waiting == 5
+        request_ends(limiter, a)
+        await settle()
+        tasks.start_soon(wait, "third", third)  # those of one that had a place do not count
+        await settle()
+        assert limiter.waiting == 5
+        for _ in range(5):
+            request_ends(limiter, a)
+            await settle()
+    assert got == ["first 0", "second 0", "first 1", "third", "second 1", "first 2"]
+    assert limiter.waiting == 0
+
+
 async def test_a_waiting_request_may_use_an_engine_that_becomes_available() -> None:
     """The engine may be new or healthy again. An engine at which the request failed is not used."""
     a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(1, 3, FOREVER)
