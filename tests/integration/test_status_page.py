@@ -35,6 +35,7 @@ METRICS = """vllm:num_requests_running{engine="0"} 5
 vllm:num_requests_waiting{engine="0"} 2
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:cache_config_info{num_gpu_blocks="100",block_size="128"} 1
+vllm:kv_pd_verified_total{engine="0",rank="0/0",result="wrong"} 2
 """
 # Text of an engine or a client that does harm where it gets into a page as HTML.
 MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
@@ -125,6 +126,7 @@ def test_the_page_follows_start_load_and_failure_without_a_reload(page: Page) ->
         row = page.engine(cluster.decode_url)
         assert (row["Health"], row["Waiting"], row["KV cache"]) == ("healthy", "2", "25% of 12.8K tokens")
         assert (row["In flight"], row["Places"]) == ("0", "0 of 4")
+        assert "verify_kv has found wrong KV 2 times" in page.text("#roles")
         assert page.engine(cluster.prefill_url)["Running"] == "–", "it does not say"
 
         cluster.prefill.holds = True

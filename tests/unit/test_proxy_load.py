@@ -74,6 +74,12 @@ vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding
             'vllm:kv_pd_restart_needed{engine="1",rank="0/0"} 1.0\n',
             LoadSnapshot(broken_ranks=2),
         ),
+        (
+            'vllm:kv_pd_verified_total{rank="0/0",result="wrong"} 2.0\n'
+            'vllm:kv_pd_verified_total{rank="0/1",result="overwritten"} 1.0\n'
+            'vllm:kv_pd_verified_total{rank="0/1",result="right"} 70.0\n',
+            LoadSnapshot(wrong_kv=3),
+        ),
         ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", LoadSnapshot()),
         ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", LoadSnapshot()),
         ("vllm:kv_cache_usage_perc 0.5\n", LoadSnapshot()),

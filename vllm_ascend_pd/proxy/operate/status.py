@@ -99,7 +99,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     tokens: int
     """The load that routing uses. Prefill: prompt tokens to compute. Decode: tokens whose KV it holds or will hold."""
     running: int | None
-    """Running requests by the engine's own metrics, those of other clients included. This field and the next three are
+    """Running requests by the engine's own metrics, those of other clients included. This field and those after it are
     None if the engine reported nothing, or too long ago."""
     queued: int | None
     """Waiting requests, by its metrics."""
@@ -107,6 +107,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """Tokens in its KV cache, by its metrics."""
     kv_capacity: int | None
     """Tokens that its KV cache can hold, by its metrics."""
+    wrong_kv: int | None
+    """How often `verify_kv` has found wrong KV there, by its metrics."""
 
     @property
     def line(self) -> str:
@@ -174,6 +176,7 @@ def engine_status(pool: EnginePool, engine: RegisteredEngine, now: float) -> Eng
         reported.waiting,
         reported.kv_tokens,
         reported.capacity,
+        reported.wrong_kv,
     )
 
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_ascend_pd.core.reasons import Verified
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED
+from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED, VERIFIED
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
@@ -21,8 +22,10 @@ _KV_USE = "vllm:kv_cache_usage_perc"
 _CACHE_INFO = "vllm:cache_config_info"
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
+_VERIFIED = f"{PREFIX}{VERIFIED.name}_total"
+_WRONG = (Verified.WRONG.value, Verified.OVERWRITTEN.value)
 _SLEEP_STATE = "vllm:engine_sleep_state"
-_WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, _SLEEP_STATE)
+_WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, _VERIFIED, _SLEEP_STATE)
 _MAX_LINES = 2048
 """Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank."""
 _NONSENSE = 1e12
@@ -50,6 +53,8 @@ class LoadSnapshot(NamedTuple):
     """Ranks whose metric `restart_needed` is 1."""
     asleep: bool = False
     """Whether a part of the engine sleeps (`/sleep`)."""
+    wrong_kv: int | None = None
+    """How often `verify_kv` has found wrong KV, on all ranks."""
 
 
 def parse_metrics(text: str) -> LoadSnapshot:
@@ -67,9 +72,9 @@ def parse_metrics(text: str) -> LoadSnapshot:
                 asleep |= sample.labels.get("sleep_state") == "awake" and sample.value == 0
             elif sample.name == _CACHE_INFO:
                 capacities.append(_capacity(sample.labels))
-            elif not 0 <= sample.value < _NONSENSE:  # also for NaN
+            elif sample.name == _VERIFIED and sample.labels.get("result") not in _WRONG:
                 continue
-            else:
+            elif 0 <= sample.value < _NONSENSE:  # not NaN
                 values.setdefault(sample.name, []).append(sample.value)
     use = values.get(_KV_USE)
     capacity = sum(capacities) if capacities and all(capacities) else None
@@ -86,6 +91,7 @@ def parse_metrics(text: str) -> LoadSnapshot:
         _total(tokens or None),
         _total(values.get(_RESTART_NEEDED)),
         asleep,
+        _total(values.get(_VERIFIED)),
     )
 
 

@@ -68,7 +68,8 @@ function showEngine(row, engine, role) {
   row.dataset.state = badge.dataset.state = engine.state;
   say(badge, engine.state);
   say(row.querySelector(".url"), engine.url);
-  say(row.querySelector("small"), engine.reason ?? "");
+  const wrong = engine.wrong_kv ? `verify_kv has found wrong KV ${plural(engine.wrong_kv, "time", "times")}` : "";
+  say(row.querySelector("small"), [engine.reason, wrong].filter(Boolean).join(" · "));
   for (const field of ["in_flight", "running", "queued"]) count(row.querySelector(`[data-field=${field}]`), engine[field]);
   count(row.querySelector("[data-field=tokens]"), engine.tokens, compact);
   say(row.querySelector("[data-field=places]"), `${engine.seats_taken} of ${role.seats_per_engine}`);
