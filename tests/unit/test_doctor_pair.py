@@ -203,6 +203,17 @@ def test_f25_an_engine_whose_connector_was_replaced_says_why(size: str, replaced
     assert ("--kv-offloading-size" in found) is ("MultiConnector" in action) is replaced
 
 
+def test_wrong_kv_that_decode_has_found_is_told() -> None:
+    counts = b'vllm:kv_pd_verified_total{engine="0",rank="0/%d",result="%s"} %s\n'
+    found = [(0, b"right", b"9.0"), (0, b"wrong", b"2.0"), (1, b"overwritten", b"1.0"), (1, b"wrong", b"1e+e")]
+    said = dataclasses.replace(
+        METRICS["decode"], body=METRICS["decode"].body + b"".join(counts % each for each in found)
+    )
+    [finding] = [each for each in judge([changed(engine("decode"), "/metrics", said)]) if each.check == "decode.0.kv"]
+    assert (finding.level, finding.figures) == (Level.ERROR, {"times": 3.0})
+    assert not [each for each in judge([engine("decode")]) if each.check == "decode.0.kv"]
+
+
 def test_engines_with_another_connector_behind_the_proxy_may_be_meant() -> None:
     other = {role: changed(engine(role), "/metrics", METRICS["other"]) for role in ("prefill", "decode")}
     found = roles(proxy(), *(given_as(role, server) for role, server in other.items()))

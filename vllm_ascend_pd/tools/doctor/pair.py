@@ -22,7 +22,7 @@ import msgspec
 from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
-from vllm_ascend_pd.observe.stats import PREFIX, PUSHED_BYTES, TICKET_TO_READY_SECONDS
+from vllm_ascend_pd.observe.stats import PREFIX, PUSHED_BYTES, TICKET_TO_READY_SECONDS, VERIFIED
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, note, ok, warning
 from vllm_ascend_pd.tools.doctor.versions import release
 from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR
@@ -211,7 +211,7 @@ def judge(servers: Sequence[CheckedServer]) -> list[Finding]:
         findings.append(_judge_models(server))
         if server.given == "proxy" and kind_of(server) == "proxy":
             findings += _judge_engines_of(server, engines)
-        findings += _judge_clock(server)
+        findings += _judge_kv(server) + _judge_clock(server)
     return [*findings, *_compare_servers(servers, engines)]
 
 
@@ -339,6 +339,20 @@ def _compare(what: str, values: Mapping[str, object], level: Level, action: str)
     if len(set(values.values())) > 1:
         return [finding(level, f"pair.{what}", f"the {what} differ: {listed}", action)]
     return [ok(f"pair.{what}", f"all servers have the same {what}")] if len(values) > 1 else []
+
+
+_WRONG_KV = re.compile(
+    rb'^%s_total\{.*\bresult="(?:wrong|overwritten)".*\} (\d{1,9}(?:\.\d+)?(?:e\+\d\d)?)$'
+    % (PREFIX + VERIFIED.name).encode(),
+    re.MULTILINE,
+)
+
+
+def _judge_kv(server: CheckedServer) -> list[Finding]:
+    """Tells what `verify_kv` has found on the server's ranks."""
+    times = sum(map(float, _WRONG_KV.findall(server.answers["/metrics"].body)))
+    found, action = f"{server.named} has had wrong KV {times:g} times", "its log says who wrote it: see docs/garbled.md"
+    return [error(f"{server.check}.kv", found, action, times=times)] if times else []
 
 
 def _judge_clock(server: CheckedServer) -> list[Finding]:
