@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,17 +23,14 @@ FAILURE = TransferFailure("r", "t", "went silent")
 DEADLINE_S = 1.2
 
 
-def test_failures_are_reported_while_posts_have_all_connections(metaserver: Metaserver, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("told\n")
-    token.chmod(0o600)
-    with client_with(max_connections=1, token_file=str(token)) as client:
+def test_failures_are_reported_while_posts_have_all_connections(metaserver: Metaserver, token_file: str) -> None:
+    with client_with(max_connections=1, token_file=token_file) as client:
         for key in ("first", "second"):
             client.post(key, metaserver.url, {"id": key, "do": "hang"})
         client.report_failure(metaserver.url, FAILURE)
         eventually(lambda: metaserver.failures)
         assert metaserver.failures == [{"request_id": "r", "ticket_id": "t", "reason": "went silent"}]
-        assert metaserver.headers[-1]["authorization"] == "Bearer told"
+        assert metaserver.headers[-1]["authorization"] == "Bearer a-secret"
         assert client.poll() == []
 
 

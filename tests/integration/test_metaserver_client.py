@@ -10,7 +10,6 @@ import random
 import socket
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -149,19 +148,16 @@ def test_a_redirect_and_proxies_of_the_environment_lead_nowhere(
         assert seen == []
 
 
-def test_what_a_ticket_is_sent_with(metaserver: Metaserver, tmp_path: Path) -> None:
+def test_what_a_ticket_is_sent_with(metaserver: Metaserver, token_file: str) -> None:
     """HTTP/1.1, a token from a file, whether decode recomputes, and no cookies of answers before."""
-    token = tmp_path / "token"
-    token.write_text("secret\n")
-    token.chmod(0o600)
-    for settings in ({}, {"recomputes": True, "token_file": str(token)}):
+    for settings in ({}, {"recomputes": True, "token_file": token_file}):
         with client_with(**settings) as client:
             for _ in range(2):
                 assert outcome_of(client, metaserver.url, "ok").ok
             headers = metaserver.headers[-1]
             assert headers["content-type"] == "application/json"
             assert headers.get(RECOMPUTES_HEADER.lower()) == ("1" if settings else None)
-            assert headers.get("authorization") == ("Bearer secret" if settings else None)
+            assert headers.get("authorization") == ("Bearer a-secret" if settings else None)
             assert "cookie" not in headers
             assert [each.cookies for _, each in client._connections._idle] == [{}], "none is kept"
 

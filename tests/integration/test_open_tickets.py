@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 import pytest
-from proxy_cluster import eventually, running_cluster
+from proxy_cluster import Cluster, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import MAX_ASKED, METASERVER_PATH, WAITING_SUFFIX, WaitingAnswer
 
@@ -43,27 +42,14 @@ def test_a_ticket_waits_until_its_prefill_has_ended() -> None:
         b" " * (128 * 1024 + 1),
     ],
 )
-def test_made_up_questions(body: bytes) -> None:
-    with running_cluster() as cluster:
-        answer = cluster.client.post(PATH, content=body)
-        assert answer.status_code == (413 if len(body) > 128 * 1024 else 400)
-        assert "question" in answer.json()["error"]
+def test_made_up_questions(idle_cluster: Cluster, body: bytes) -> None:
+    answer = idle_cluster.client.post(PATH, content=body)
+    assert answer.status_code == (413 if len(body) > 128 * 1024 else 400)
+    assert "question" in answer.json()["error"]
 
 
-def test_the_largest_question() -> None:
+def test_the_largest_question(idle_cluster: Cluster) -> None:
     """Decode reads 64 KiB of an answer."""
-    with running_cluster() as cluster:
-        answer = cluster.client.post(PATH, json={"ticket_ids": ["t" * 64] * MAX_ASKED})
-        assert answer.json() == {"waiting": []}
+    answer = idle_cluster.client.post(PATH, json={"ticket_ids": ["t" * 64] * MAX_ASKED})
+    assert answer.json() == {"waiting": []}
     assert len(msgspec.json.encode(WaitingAnswer([secrets.token_hex(16)] * MAX_ASKED))) < 64 * 1024
-
-
-def test_a_question_without_the_token(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("t" * 32)
-    token.chmod(0o600)
-    with running_cluster(metaserver_token_file=str(token)) as cluster:
-        question = {"ticket_ids": ["t"]}
-        assert cluster.client.post(PATH, json=question).status_code == 401
-        headers = {"Authorization": f"Bearer {'t' * 32}"}
-        assert cluster.client.post(PATH, json=question, headers=headers).json() == {"waiting": []}

@@ -20,8 +20,8 @@ def complete_all(cluster: Cluster, number: int, **fields: object) -> list[int]:
         )
 
 
-@pytest.mark.parametrize("rooms", [{"prefill": 4}, {"decode": 8}, {"prefill": 2, "decode": 4}], ids=str)
-def test_f22_requests_wait_for_room_and_nothing_counts_as_a_failure(rooms: dict[str, int]) -> None:
+def test_f22_requests_wait_for_room_and_nothing_counts_as_a_failure() -> None:
+    rooms = {"prefill": 2, "decode": 4}
     with running_cluster(prefill_engine=PrefillEngine(takes=0.05), eject_after=1) as cluster:
         for role, room in rooms.items():
             getattr(cluster, role).room = room
@@ -43,8 +43,7 @@ def test_f22_another_engine_takes_what_a_busy_one_does_not() -> None:
         assert withheld(cluster)["prefill"] == {}
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize(("role", "status"), [("prefill", 429), ("decode", 503)])
 def test_f22_after_the_queue_timeout_the_answer_is_503_with_retry_after(role: str, status: int) -> None:
     with running_cluster(queue_timeout=0.5) as cluster:
         error = {**BUSY["error"], "code": status}

@@ -84,8 +84,10 @@ def test_a_client_that_reads_nothing_loses_its_connection_and_a_slow_one_gets_al
         assert held(slow)
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["served", "waiting"])
-@pytest.mark.parametrize("path", ["/v1/completions", METASERVER_PATH, "/admin/engines"])
+@pytest.mark.parametrize(
+    ("path", "waits"),
+    [("/v1/completions", False), ("/v1/completions", True), (METASERVER_PATH, False), ("/admin/engines", False)],
+)
 def test_a_body_that_does_not_arrive_is_answered_408(
     path: str, waits: bool, token_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

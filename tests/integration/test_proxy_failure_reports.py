@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_standin import PrefillEngine, make_failure, make_ticket
-from proxy_cluster import STREAM, beside, counted, running_cluster
+from proxy_cluster import STREAM, Cluster, beside, counted, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
@@ -48,9 +48,8 @@ def test_decode_reports_a_prefill_that_hangs(stream: dict[str, Any]) -> None:
         (json.dumps(make_failure(make_ticket("cmpl-x-0", "t"), "why")).encode(), 404),
     ],
 )
-def test_invalid_failure_reports_are_refused(body: bytes, status: int) -> None:
-    with running_cluster() as cluster:
-        assert cluster.client.post(FAILURE_PATH, content=body).status_code == status
+def test_invalid_failure_reports_are_refused(idle_cluster: Cluster, body: bytes, status: int) -> None:
+    assert idle_cluster.client.post(FAILURE_PATH, content=body).status_code == status
 
 
 def test_failure_of_another_ticket_changes_nothing() -> None:

@@ -56,12 +56,11 @@ def computing(engine: _Engine) -> Iterator[None]:
         thread.join(10)
 
 
-@EITHER
-def test_a_long_answer_of_a_computing_decode_engine_is_waited_for(stream: dict[str, object]) -> None:
+def test_a_long_answer_of_a_computing_decode_engine_is_waited_for() -> None:
     slow = DecodeEngine()
     slow.waits = LONG_S
     with computing(slow), running_cluster(decode_engine=slow, **SHORT) as cluster:
-        assert cluster.complete(**stream).status_code == 200
+        assert cluster.complete().status_code == 200
         assert len(slow.received) == 1
         assert counted(cluster) == ({"prefill": 0, "decode": 0}, {"prefill": {}, "decode": {}})
 

@@ -74,6 +74,8 @@ def test_waiting_requests_and_tickets_are_shown() -> None:
         when(cluster, lambda s: s["requests_waiting",] == 1)
         full = cluster.complete()
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        reason = "the proxy serves 1 requests, 1 more wait, which is the limit: retry later"
+        assert full.json()["error"]["message"] == reason
         next_one.close()
         when(cluster, lambda s: s["requests_waiting",] == 0)
         leaving.close()

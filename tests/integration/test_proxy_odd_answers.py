@@ -57,9 +57,9 @@ def test_an_endless_error_is_cut() -> None:
         assert response.json()["error"]["message"] == "decode engine: HTTP 500 with a body of more than 1048576 bytes"
 
 
-@pytest.mark.parametrize("head", [b"600 X", b"999 X", b"099 X", b"101 X", b"200 OK\r\nX-A: b\x01c"])
-def test_responses_that_are_not_passed_on(head: bytes) -> None:
-    answer = b"HTTP/1.1 " + head + b"\r\nContent-Length: 2\r\n\r\n{}"
+def test_a_response_that_is_not_passed_on() -> None:
+    """test_engine_client.py has what else is not HTTP."""
+    answer = b"HTTP/1.1 600 X\r\nContent-Length: 2\r\n\r\n{}"
     with engine_that_says(answer) as url, running_cluster(other_decode=(url,), attempts=1) as cluster:
         response = cluster.complete()
         assert response.status_code == 502

@@ -47,17 +47,16 @@ each_fault = pytest.mark.parametrize(
 )
 
 
-@EITHER
 @each_fault
 def test_without_another_decode_attempt_a_failed_prefill_is_final(
-    fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any], stream: dict[str, Any]
+    fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any]
 ) -> None:
     """The ticket is the first engine's, so no other engine gets it."""
     failing = PrefillEngine()
     fault(failing)
     with beside(prefill=failing, attempts=1, **settings) as cluster:
         cluster.client.headers["X-Who-Computes"] = "prefill"  # else decode is asked to compute the prompt
-        response = cluster.complete(**stream)
+        response = cluster.complete()
         assert response.status_code == 502
         assert response.json()["error"]["message"].startswith("prefill failed: ")
         assert (len(failing.received), len(cluster.prefill.received), len(cluster.decode.received)) == (1, 0, 1)
@@ -120,7 +119,9 @@ def test_attempts_are_bounded_and_all_reasons_are_reported() -> None:
                 engine.refusal = (500, {"error": f"engine {number} is out of luck"})
             response = cluster.complete(stream=True)
             assert response.status_code == 502
-            message = response.json()["error"]["message"]
+            error = response.json()["error"]
+            assert (error["type"], error["param"], error["code"]) == ("BadGatewayError", None, 502)
+            message = error["message"]
             assert message.startswith("prefill failed: attempt 1: HTTP 500 from the prefill engine")
             assert "; attempt 2: HTTP 500 from the prefill engine" in message
             assert "attempt 3" not in message

@@ -19,6 +19,7 @@ from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import COMPLETION, command, eventually, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
+from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
 
@@ -100,11 +101,8 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
         assert decode.cancelled.wait(5)
 
 
-def test_signal_ends_uploads(tmp_path: Path) -> None:
+def test_signal_ends_uploads(token_file: str) -> None:
     """All kinds of uploads end at once, each with the error of its route."""
-    token = tmp_path / "token"
-    token.write_text("secret")
-    token.chmod(0o600)
     paths = (
         "/v1/completions",
         METASERVER_PATH,
@@ -114,13 +112,13 @@ def test_signal_ends_uploads(tmp_path: Path) -> None:
     )
     with Servers() as servers, ExitStack() as connections:
         urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: DecodeEngine().app)
-        with running_proxy(*urls, "--admin-token-file", str(token)) as (process, port):
+        with running_proxy(*urls, "--admin-token-file", token_file) as (process, port):
             uploads = []
             for path in paths:
                 upload = HTTPConnection("127.0.0.1", port, timeout=10)
                 connections.callback(upload.close)
                 upload.putrequest("POST", path)
-                upload.putheader("Authorization", "Bearer secret")
+                upload.putheader("Authorization", "Bearer a-secret")
                 upload.putheader("Content-Length", "10")
                 upload.endheaders(b"{")
                 uploads.append(upload)
@@ -183,15 +181,19 @@ def test_proxy_that_cannot_start_ends() -> None:
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--metaserver-token-file", "/"), "not a regular file"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--admin-token-file", "/none"), "cannot be read"),
         (("--prefill", "dns+http://p", "--decode", "http://d:1"), "give the port"),
-        (("--engines-file", "/none"), "there is no option --engines-file any more"),
         (("--prefill", "http://p:1", "--decode", "http://p:1/"), "http://p:1 is given as a prefill and as a decode"),
     ],
 )
-def test_wrong_option_is_refused_in_one_clear_line(options: tuple[str, ...], reason: str) -> None:
-    run = subprocess.run(command("--port", "0", *options), capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 2
-    assert run.stdout == ""
-    (line,) = run.stderr.splitlines()
+def test_wrong_option_is_refused_in_one_clear_line(
+    options: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same without a process of its own."""
+    monkeypatch.setattr("sys.argv", ["vllm-ascend-pd", "proxy", "--port", "0", *options])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    (line,) = said.err.splitlines()
     assert line.startswith("vllm-ascend-pd: ")
     assert reason in line
 

@@ -49,19 +49,6 @@ def test_reason_when_decode_gave_up_waiting(ticket_of: Callable[[str], dict[str,
 
 
 @pytest.mark.usefixtures("no_reason_comes")
-def test_reason_when_decode_reported_none() -> None:
-    """As far as the proxy can tell, the KV came."""
-    with running_cluster() as cluster:
-        cluster.decode.fails = True
-        response = cluster.complete()
-        assert response.status_code == 500
-        request_id = cluster.decode.received[0].headers["x-request-id"]
-        message = f"decode engine: it failed without a reason: see its log, request {request_id}"
-        assert response.json()["error"]["message"] == message
-        assert len(cluster.decode.received) == 1, "the only engine is not asked again"
-
-
-@pytest.mark.usefixtures("no_reason_comes")
 def test_error_that_vllm_itself_cannot_read_names_no_reason() -> None:
     """/v1/messages is built on a chat's stream, and parses its error as a token."""
     said = (

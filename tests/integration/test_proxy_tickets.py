@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +12,7 @@ from engine_standin import make_failure, make_ticket
 from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, eventually, running_cluster, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.protocol import METASERVER_PATH, WAITING_SUFFIX
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -80,22 +79,20 @@ def test_a_malformed_ticket_is_refused(idle_cluster: Cluster, body: bytes) -> No
     assert "not a ticket" in answer.json()["error"]
 
 
-TOKEN = "the-token-of-this-test"
-
-
-@pytest.mark.parametrize("authorization", [None, "", TOKEN, f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer \xfc"])
-def test_a_ticket_without_the_token(tmp_path: Path, authorization: str | None) -> None:
-    token = tmp_path / "token"
-    token.write_text(f"{TOKEN}\n")
-    token.chmod(0o600)
+def test_tickets_and_questions_need_the_token(token_file: str) -> None:
     ticket = make_ticket("cmpl-nobody-waits", "0" * 32)
-    headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
-    with running_cluster(metaserver_token_file=str(token)) as cluster:
-        refused = cluster.client.post(METASERVER_PATH, json=ticket, headers=headers)
-        assert (refused.status_code, "token" in refused.json()["error"]) == (401, True)
-        assert TOKEN not in refused.text
-        known = cluster.client.post(METASERVER_PATH, json=ticket, headers={"Authorization": f"Bearer {TOKEN}"})
-        assert known.status_code == 404
+    posts = {METASERVER_PATH: ticket, METASERVER_PATH + WAITING_SUFFIX: {"ticket_ids": ["t"]}}
+    with running_cluster(metaserver_token_file=token_file) as cluster:
+        for path, message in posts.items():
+            for given in (None, "", "a-secret", "Bearer a-secretx", "Basic a-secret", "Bearer \xfc"):
+                headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+                refused = cluster.client.post(path, json=message, headers=headers)
+                assert (refused.status_code, "token" in refused.json()["error"]) == (401, True)
+                assert "a-secret" not in refused.text
+        headers = {"Authorization": "Bearer a-secret"}
+        known = [cluster.client.post(path, json=message, headers=headers) for path, message in posts.items()]
+        assert known[0].status_code == 404
+        assert known[1].json() == {"waiting": []}
 
 
 @pytest.mark.parametrize("name", ["request_id", "remote_engine_id"])

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_standin import PrefillEngine, Received
+from engine_standin import PrefillEngine
 from proxy_cluster import CHAT, Cluster, beside, running_cluster
-from starlette.responses import Response
-from test_proxy_routes import BODIES, TOOLS
+from test_proxy_routes import BODIES
 
 IDS = [5, 99_999, 0, 7]
 ONE_TOKEN = {"max_tokens": 1, "min_tokens": 1, "n": 1, "stream": False}
@@ -51,29 +50,6 @@ def test_prefill_gets_token_ids_and_nothing_else(
         assert received.headers["x-request-id"] == at_decode.headers["x-request-id"]
 
 
-def test_prefill_without_decodes_front_end_flags_serves_tools(cluster: Cluster) -> None:
-    """Only decode has `--enable-auto-tool-choice` and the parsers of tools and reasoning."""
-
-    class Refuses(PrefillEngine):
-        async def _answer(self, received: Received) -> Response:
-            assert not {"tools", "tool_choice", "response_format", "reasoning_effort"} & received.body.keys()
-            return await super()._answer(received)
-
-    with running_cluster(prefill_engine=Refuses()) as cluster:
-        cluster.decode.token_ids = IDS
-        body = {**CHAT, "tools": TOOLS, "tool_choice": "auto", "reasoning_effort": "low"}
-        assert cluster.client.post("/v1/chat/completions", json=body).status_code == 200
-        assert len(asked_of_prefill(cluster)) == 1
-
-
-def test_adapter_salt_and_priority_go_to_prefill(cluster: Cluster) -> None:
-    beside_the_prompt = {"model": "sql-adapter", "cache_salt": "s", "priority": -2}
-    body = {**CHAT, **beside_the_prompt}
-    assert cluster.client.post("/v1/chat/completions", json=body).status_code == 200
-    [asked] = asked_of_prefill(cluster)
-    assert {name: asked[name] for name in beside_the_prompt} == beside_the_prompt
-
-
 @pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": ["a", "b", "c"]}], ids=["samples", "prompts"])
 def test_samples_and_lists_of_prompts(cluster: Cluster, fields: dict[str, Any]) -> None:
     assert cluster.complete(**fields).status_code == 200
@@ -82,14 +58,12 @@ def test_samples_and_lists_of_prompts(cluster: Cluster, fields: dict[str, Any]) 
     assert len({body["kv_transfer_params"]["ticket_id"] for body in asked}) == 3
 
 
-@routes
-def test_decode_that_gives_no_token_ids_is_served_by_the_clients_body(path: str, body: dict[str, Any]) -> None:
-    """Older versions give none, nor do requests with images."""
-    for token_ids in (None, []):
-        with running_cluster() as cluster:
-            cluster.decode.token_ids = token_ids
-            assert cluster.client.post(path, json=body).status_code == 200
-            assert {received.path for received in cluster.prefill.received} == {path}
+def test_decode_that_gives_an_empty_list_is_served_by_the_clients_body(cluster: Cluster) -> None:
+    """test_proxy_routes.py has decode that gives none."""
+    cluster.decode.token_ids = []
+    assert cluster.client.post("/v1/chat/completions", json=CHAT).status_code == 200
+    [received] = cluster.prefill.received
+    assert received.path == "/v1/chat/completions"
 
 
 def test_a_prompt_of_128_thousand_tokens(cluster: Cluster) -> None:

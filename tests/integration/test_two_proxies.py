@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from engine_standin import DecodeEngine, PrefillEngine, Servers, make_ticket
+from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import COMPLETION, eventually, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
@@ -40,12 +40,6 @@ class Pair:
         return int(float(count[1]))
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with running_pair() as (pair, _):
-        yield pair
-
-
 @contextmanager
 def running_pair() -> Iterator[tuple[Pair, list[subprocess.Popen[str]]]]:
     """Runs two proxies in front of one engine of each role. Yields them and their processes."""
@@ -57,26 +51,14 @@ def running_pair() -> Iterator[tuple[Pair, list[subprocess.Popen[str]]]]:
             yield pair, [first, second]
 
 
-def test_each_ticket_goes_to_the_proxy_that_waits_for_it(pair: Pair) -> None:
-    with ThreadPoolExecutor(8) as pool:
+def test_each_ticket_goes_to_the_proxy_that_waits_for_it() -> None:
+    with running_pair() as (pair, _), ThreadPoolExecutor(8) as pool:
         statuses = [answer.status_code for answer in pool.map(pair.ask, [0, 1] * REQUESTS)]
+        assert [pair.prefilled(proxy) for proxy in (0, 1)] == [REQUESTS, REQUESTS]
     assert statuses == [200] * 2 * REQUESTS
     assert pair.decode.metaserver_answers == [(200, {"status": "ok"})] * 2 * REQUESTS
-    assert [pair.prefilled(proxy) for proxy in (0, 1)] == [REQUESTS, REQUESTS]
     named = {received.body["kv_transfer_params"]["metaserver"] for received in pair.decode.received}
     assert named == {url + METASERVER_PATH for url in pair.urls}
-
-
-def test_another_proxys_ticket_is_refused(pair: Pair) -> None:
-    pair.decode.needs_prefill = False
-    pair.decode.hangs_after_first_token = True
-    body = {**COMPLETION, "stream": True}
-    with httpx.stream("POST", f"{pair.urls[0]}/v1/completions", json=body, **PLAIN_HTTP) as response:
-        events = response.iter_raw()
-        next(events)
-        ticket = make_ticket(f"cmpl-{pair.decode.received[0].headers['x-request-id']}-0", "t")
-        assert httpx.post(pair.urls[1] + METASERVER_PATH, json=ticket, **PLAIN_HTTP).status_code == 404
-        assert httpx.post(pair.urls[0] + METASERVER_PATH, json=ticket, **PLAIN_HTTP).status_code == 200
 
 
 def test_one_is_killed_and_the_others_requests_are_served() -> None:
