@@ -19,7 +19,7 @@ scenario = adds_to(SCENARIOS)
 # 7. Clients that leave.
 
 
-@scenario(7, "clients leave at every stage", short=True)
+@scenario(7, "clients leave at every stage")
 def leave_at_every_stage(world: World) -> list[Answer]:
     stay, going = world.requests(8), [request for request, _ in world.requests(24)]
     moments = [0.02 * 1.25**i for i in range(len(going))]  # to 3.4 s

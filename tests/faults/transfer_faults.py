@@ -101,7 +101,7 @@ def fail_once(world: World) -> list[Answer]:
     return writes(world, "fail", times=1)
 
 
-@scenario(6, "all batches fail", short=True)
+@scenario(6, "all batches fail")
 def fail_always(world: World) -> list[Answer]:
     return writes(world, "fail")
 

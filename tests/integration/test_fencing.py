@@ -40,6 +40,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 BIG_PAIR = pytest.mark.parametrize("pair", [(BIG, Side(1), Side(1))], indirect=True, ids=["big blocks"])
+SMALL_PAIR = pytest.mark.parametrize("pair", [(SMALL, Side(1), Side(1))], indirect=True, ids=["small blocks"])
 
 
 def hold_writes(rank: PrefillRank) -> None:
@@ -160,9 +161,7 @@ def wait_ended(pair: Pair) -> tuple[set[str], set[str]]:
     return ended[-1]
 
 
-@pytest.mark.parametrize(
-    "pair", [(Model(), Side(2), Side(1)), (SMALL, Side(1), Side(1))], indirect=True, ids=["gathered", "direct"]
-)
+@SMALL_PAIR
 def test_an_engine_that_comes_second_is_refused(pair: Pair) -> None:
     """The first engine had its grants, so it owns the ticket even when it is dead (R10)."""
     [prompt] = prompts(pair, [96])
@@ -179,7 +178,7 @@ def test_an_engine_that_comes_second_is_refused(pair: Pair) -> None:
     assert all(pair.each(pair.d_ranks, "do", holds_others, prompt.d_blocks))
 
 
-@pytest.mark.parametrize("pair", [(SMALL, Side(1), Side(1))], indirect=True, ids=["direct"])
+@SMALL_PAIR
 def test_a_new_ticket_need_not_wait_for_a_dead_engine(pair: Pair) -> None:
     """It has other blocks. The dead engine's are kept until its lease and its bytes are over."""
     [first, second] = prompts(pair, [96, 96])

@@ -43,20 +43,6 @@ def grown(first: Prompt, other: Prompt) -> Prompt:
     )
 
 
-def test_the_second_ticket_brings_prompt_and_generated_tokens_beside_what_decode_kept(pair: Pair) -> None:
-    first, other = prompts(pair, [40, 75])
-    run(pair, [first])
-    expect_delivery(pair, [first], PATIENCE_S)
-    second = grown(first, other)
-    run(pair, [second])
-    received, failed = pair.wait_arrivals(1, PATIENCE_S)
-    assert (received, failed) == ({first.request_id}, {})
-    assert pair.wait_sent(1, PATIENCE_S) == {}
-    everything = dataclasses.replace(second, cached=0)
-    given_back = dataclasses.replace(first, cached=KEPT)  # nothing else has written there
-    assert pair.differences([everything, given_back]) == []
-
-
 def test_a_second_ticket_that_is_lost_writes_nothing_and_the_third_brings_all(pair: Pair) -> None:
     first, other, another = prompts(pair, [40, 75, 80])
     run(pair, [first])

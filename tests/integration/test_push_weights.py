@@ -190,14 +190,6 @@ def test_a_prompt_that_was_cached_before_the_update_fails_until_the_scheduler_kn
     assert pair.close() == []
 
 
-def test_a_prompt_of_which_nothing_is_cached_is_delivered_at_once_after_an_update(pair: Pair) -> None:
-    load(pair.p_ranks, 1)
-    load(pair.d_ranks, 1)
-    requests = prompts(pair, [40])
-    run(pair, requests)
-    expect_delivery(pair, requests)
-
-
 def test_each_update_is_reported_once(pair: Pair) -> None:
     for ranks in (pair.p_ranks, pair.d_ranks):
         assert known_updates(ranks) == {}, "as the engine was started"

@@ -85,15 +85,6 @@ def test_decode_that_dies_while_it_is_written_to(pair: Pair) -> None:
     delivers(pair, prompts(pair, [50], seed=5))
 
 
-def test_a_ticket_of_an_engine_that_is_gone(pair: Pair) -> None:
-    requests = prompts(pair, [64])
-    old = {p.request_id: pair.ticket(p) for p in requests}
-    pair.restart_decode("second")
-    prefill(pair, requests, old)
-    assert "engine decode is not here; this is second" in pair.wait_sent(1, PATIENCE_S)["request-0"]
-    assert pair.differences([]) == []
-
-
 def test_meeting_an_engine_ends_the_transfers_of_the_one_before_it(pair: Pair) -> None:
     before = on_prefill(pair, resources)
     [old, unmet, new] = prompts(pair, [64, 64, 64])
