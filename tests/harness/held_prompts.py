@@ -20,6 +20,7 @@ from vllm_ascend_pd.connector.vllm_view import VllmRequests
 from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt, TicketRefused
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.prefill.ticket_listener import EARLY_S
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
 
 PREFILL_FIRST = FOR_A_PULLING_CONNECTOR["prefill"]
@@ -36,6 +37,8 @@ class Prefill(RealScheduler):
         super().__init__(Role.PREFILL, model, **options)
         self.client = SideChannelClient()
         self.held = self.scheduler.connector._role.scheduler._held
+        self.clock = Clock()
+        self.held._clock = self.held.inbox._clock = self.clock.monotonic
         self.all_free = self.pool.get_num_free_blocks()
 
     def ask(self, message: Message) -> Any:
@@ -64,6 +67,11 @@ class Prefill(RealScheduler):
         said = {"finished_sending": sent} if sent else {}
         output, outputs = self.step(report, **said)
         return output.kv_connector_metadata.step, outputs
+
+    def wait_for_prompts(self) -> None:
+        """A step of vLLM once no ticket may wait for its prompt any longer."""
+        self.clock.now += EARLY_S
+        self.run()
 
     def answered(self, request_id: str, prompt: list[int] = PROMPT, params: Any = PREFILL_FIRST) -> dict[str, Any]:
         """Computes a prompt in one step, and returns the `kv_transfer_params` of its response."""
@@ -124,12 +132,6 @@ def remembered_of(prefill: Prefill) -> dict[str, Any]:
     return {
         name: value for each in objects for name, value in vars(each).items() if isinstance(value, dict | set) and value
     }
-
-
-def held_clock(prefill: Prefill) -> Clock:
-    clock = Clock()
-    prefill.held._clock = prefill.held.inbox._clock = clock.monotonic
-    return clock
 
 
 def refused(prefill: Prefill, transfer_id: str, ticket: Ticket) -> str:

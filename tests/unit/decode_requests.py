@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
+from harness.metaserver import metaserver as serving_metaserver
 from harness.schedulers import decode_scheduler
 from harness.scheduling import make_request
 from harness.waiting import wait_until
@@ -28,47 +29,32 @@ SETTINGS = MetaserverSettings(deadline_s=20, retries=0)
 
 
 class Metaserver:
-    """Answers posts with `status`, once `answering` is set."""
+    """What was posted. Posts are answered with `status`, once `answering` is set."""
 
     def __init__(self) -> None:
+        self.url = ""
         self.status = 200
         self.bodies: list[dict] = []
         self.failures: list[dict] = []
         self.answering = threading.Event()
         self.answering.set()
-        metaserver = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if self.path == METASERVER_PATH + FAILURE_SUFFIX:
-                    metaserver.failures.append(body)
-                else:
-                    metaserver.bodies.append(body)
-                    metaserver.answering.wait(20)
-                self.send_response(metaserver.status)
-                self.end_headers()
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}{METASERVER_PATH}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05})
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.answering.set()
-        self.server.shutdown()
-        self.thread.join(5)
-        self.server.server_close()
+    def answer(self, post: BaseHTTPRequestHandler, content: bytes) -> None:
+        if post.path == METASERVER_PATH + FAILURE_SUFFIX:
+            self.failures.append(json.loads(content))
+        else:
+            self.bodies.append(json.loads(content))
+            self.answering.wait(20)
+        post.send_response(self.status)
+        post.end_headers()
 
 
 @pytest.fixture
 def metaserver() -> Iterator[Metaserver]:
     metaserver = Metaserver()
-    yield metaserver
-    metaserver.stop()
+    with serving_metaserver(metaserver.answer) as metaserver.url:
+        yield metaserver
+        metaserver.answering.set()
 
 
 @pytest.fixture

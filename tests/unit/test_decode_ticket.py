@@ -4,26 +4,45 @@ believe, its deadlines, and when writers are done."""
 
 import msgspec
 import pytest
-from tickets import (
-    COVERS,
-    DEADLINE,
-    DIGEST,
-    LEASE_S,
-    LEFT,
-    RIGHT,
-    SETTLE_S,
-    STRANGER,
-    TICKET_ID,
-    TWIN,
-    asks,
-    failed,
-    opened,
-    wrote,
-)
 
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
-from vllm_ascend_pd.core.protocol import Granted, GrantRefused, WriterId
+from vllm_ascend_pd.core.protocol import Granted, GrantRefused, GrantRequest, WriteReport, WriterId
 from vllm_ascend_pd.core.topology import sharding
+
+TICKET_ID = "0123456789abcdef" * 2
+LEASE_S = 10.0
+SETTLE_S = 3.0
+DEADLINE = 60.0
+DIGEST = "d" * 32
+P_TP = sharding(2)
+
+# Two prefill stages of two ranks would be four writers; two suffice: one brings tensors 0 and 2, the other 1 and 2.
+LEFT = WriterId("prefill-0", 0, 0)
+RIGHT = WriterId("prefill-0", 1, 1)
+TWIN = WriterId("prefill-0", 1, 0)  # LEFT's tensor-parallel rank in the other stage
+COVERS = {LEFT: (0, 2), RIGHT: (1, 2), TWIN: (2,)}
+EXPECTED = frozenset({(0, 0), (2, 0), (1, 1), (2, 1)})
+STRANGER = WriterId("prefill-9", 0, 0)
+
+
+def opened(queue_deadline: float = DEADLINE, transfer_s: float = DEADLINE) -> DecodeTicket:
+    ticket = DecodeTicket(TICKET_ID, DIGEST, queue_deadline, transfer_s, LEASE_S)
+    ticket.expect("prefill-0", P_TP, EXPECTED)
+    assert not ticket.is_owned
+    return ticket
+
+
+def asks(writer: WriterId, covers: tuple[int, ...] | None = None, /, **changes: object) -> GrantRequest:
+    request = GrantRequest(TICKET_ID, DIGEST, writer, P_TP, COVERS[writer] if covers is None else covers, SETTLE_S)
+    return msgspec.structs.replace(request, **changes)
+
+
+def wrote(writer: WriterId, num_bytes: int = 0, bytes_before_end: int = 0) -> WriteReport:
+    return WriteReport(TICKET_ID, writer, None, num_bytes, bytes_before_end)
+
+
+def failed(writer: WriterId, reason: str = "it broke", settle_s: float = 0.0) -> WriteReport:
+    return WriteReport(TICKET_ID, writer, reason, settle_s=settle_s)
 
 
 def test_the_smallest_cached_count_of_all_reports_counts():
@@ -35,6 +54,17 @@ def test_the_smallest_cached_count_of_all_reports_counts():
     assert ticket.cached_tokens == 64
     ticket.report(msgspec.structs.replace(wrote(RIGHT), cached_tokens=32), 1.0)
     assert (ticket.state, ticket.cached_tokens) == (TicketState.RECEIVED, 32)
+
+
+def test_a_report_that_is_repeated_counts_once():
+    ticket = opened()
+    for writer in (LEFT, RIGHT):
+        ticket.grant(asks(writer), 0.0)
+        for _ in range(2):
+            assert ticket.report(wrote(writer, 1000, 800), 1.0)
+    assert (ticket.num_bytes, ticket.bytes_before_end) == (2000, 1600)
+    assert ticket.report(failed(LEFT), 1.0)
+    assert ticket.state is TicketState.RECEIVED
 
 
 def test_an_engine_that_does_not_say_what_it_had_cached_counts_as_one_that_had_nothing():
@@ -68,6 +98,7 @@ def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
     over = LEASE_S + SETTLE_S
     assert (ticket.is_quiesced(1e6), ticket.overdue(over - 0.1), ticket.overdue(over)) == (False, [], [LEFT])
     assert ticket.report(failed(LEFT, settle_s=4.0), 1e6)
+    assert ticket.report(failed(LEFT, settle_s=4.0), 1e6 + 2.0), "a repetition, which prolongs nothing"
     assert (ticket.is_quiesced(1e6 + 4.0), ticket.overdue(1e6), ticket.overdue(1e6 + 4.0)) == (False, [], [LEFT])
     assert ticket.report(failed(LEFT), 1e6 + 4.0)
     assert (ticket.is_quiesced(1e6 + 4.0), ticket.overdue(1e6 + 4.0)) == (True, [])
@@ -209,5 +240,7 @@ def test_the_engine_that_is_granted_first_owns_the_ticket():
     request = asks(STRANGER, (0, 1, 2), sharding=sharding(1))
     assert ticket.grant(request, 0.0) == Granted(LEASE_S)
     assert "another prefill engine" in ticket.grant(asks(LEFT), 1.0).reason
+    assert not ticket.report(failed(LEFT), 1.0)
+    assert ticket.state is TicketState.OPEN
     ticket.report(failed(STRANGER), 2.0)
     assert ticket.grant(asks(LEFT), 3.0) == GrantRefused("the ticket is failed: prefill rank 0: it broke", retry=False)

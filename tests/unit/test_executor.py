@@ -141,14 +141,6 @@ def copy_of(layer: int, p_block: int, d_block: int) -> tuple[int, int, int]:
     return OURS[layer].base + p_block * BLOCK_BYTES, THEIRS[layer].base + d_block * BLOCK_BYTES, BLOCK_BYTES
 
 
-def test_nothing_is_written_without_a_lease(engine, executor):
-    expired = make_transfer("c", 5, lease_s=0.0)
-    for push in pushes([expired]):
-        executor.execute(push)
-    assert engine.arrived == []
-    assert expired.failure == "the lease for decode rank (0, 0) ran out"
-
-
 def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, executor, transfers):
     """The write for both fails with nothing on its way, then that of the first request alone."""
     engine.lost = {copy_of(0, 1, 7)[1]}
@@ -216,17 +208,6 @@ class Calls(Engine):
 def destinations(*layers: int) -> list[int]:
     """Of both requests in these layers."""
     return [1_000_000_000 * (layer + 1) + block * BLOCK_BYTES for layer in layers for block in (7, 9)]
-
-
-def test_layers_that_come_while_one_waits_for_its_turn_leave_in_one_batch(executor, transfers):
-    executor.pipeline._engine = executor._engine = engine = Calls()
-    engine.proceed.set()
-    first, second = pushes(transfers)
-    assert executor.can_join(first, second)
-    executor.execute(first, lambda: [second])
-    executor.pipeline.drain()
-    assert engine.calls == [destinations(0, 1)]
-    assert [transfer.written[KEY][0] for transfer in transfers] == [2 * BLOCK_BYTES] * 2
 
 
 def test_of_layers_that_left_together_each_is_written_again_by_itself(executor, engine, transfers):

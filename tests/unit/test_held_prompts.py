@@ -14,7 +14,6 @@ from harness.held_prompts import (
     PREFILL_FIRST,
     PROMPT,
     Prefill,
-    held_clock,
     refused,
     remembered_of,
     ticket_for,
@@ -84,44 +83,29 @@ def test_a_ticket_that_comes_while_the_prompt_is_computed(scheduled_model: Path)
 
 
 def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
-    clock = held_clock(prefill)
     transfer_id = prefill.answered("r")["transfer_id"]
-    clock.now += held_prompts.HOLD_TIMEOUT_S - 0.1
+    prefill.clock.now += held_prompts.HOLD_TIMEOUT_S - 0.1
     assert prefill.run()[0].unsent == set()
-    clock.now += 0.1
+    prefill.clock.now += 0.1
     step, _ = prefill.run()
     assert (step.unsent, step.awaits_tickets) == ({"r"}, False)
     assert prefill.free == prefill.all_free - 3, "the ranks have not said so"
     late = ticket_for(PROMPT)
     prefill.offer(transfer_id, late)
     assert prefill.run()[0].tickets == {}
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
+    prefill.wait_for_prompts()
     assert refused(prefill, transfer_id, late) == NO_PROMPT
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free
     assert remembered_of(prefill) == {}
 
 
-def test_a_ticket_without_a_prompt_is_refused_after_a_while(prefill: Prefill) -> None:
-    clock = held_clock(prefill)
-    ticket = ticket_for(PROMPT)
-    prefill.offer("xfer-1", ticket)
-    prefill.run()
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
-    assert refused(prefill, "xfer-1", ticket) == NO_PROMPT
-    assert remembered_of(prefill) == {}
-
-
 def test_a_ticket_for_another_prompt_is_refused(prefill: Prefill) -> None:
-    clock = held_clock(prefill)
     transfer_id = prefill.answered("r")["transfer_id"]
     wrong, right = ticket_for(OTHER), ticket_for(PROMPT)
     prefill.offer(transfer_id, wrong)
     assert prefill.run()[0].tickets == {}
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
+    prefill.wait_for_prompts()
     assert "the prompt's tokens differ" in refused(prefill, transfer_id, wrong)
     prefill.offer(transfer_id, right)
     assert prefill.run()[0].tickets == {"r": right}
@@ -132,14 +116,12 @@ def test_a_client_that_wants_several_answers(prefill: Prefill) -> None:
     ids = [prefill.answered(f"{i}_cmpl-x-0-0123456{i}")["transfer_id"] for i in range(2)]
     assert ids[0] == ids[1]
     tickets = [ticket_for(PROMPT) for _ in range(3)]
-    clock = held_clock(prefill)
     for ticket in tickets:
         prefill.offer(ids[0], ticket)
     served = prefill.run()[0].tickets
     assert len(served) == 2
     assert {ticket.ticket_id for ticket in served.values()} == {ticket.ticket_id for ticket in tickets[:2]}
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
+    prefill.wait_for_prompts()
     assert refused(prefill, ids[0], tickets[2]) == NO_PROMPT
 
 
@@ -159,11 +141,9 @@ def test_the_router_aborts_the_request(scheduled_model: Path) -> None:
     prefill.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     assert prefill.free == prefill.all_free
     ticket = ticket_for(PROMPT)
-    clock = held_clock(prefill)
     prefill.offer("xfer-1", ticket)
     assert prefill.run()[0].tickets == {}
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
+    prefill.wait_for_prompts()
     assert refused(prefill, "xfer-1", ticket) == NO_PROMPT
     assert remembered_of(prefill) == {}
     prefill.close()
@@ -174,12 +154,10 @@ def test_new_weights(prefill: Prefill) -> None:
     transfer_id = prefill.answered("r")["transfer_id"]
     prefill.run(WorkerReport(weight_updates={"0/0": 1}))
     assert prefill.run()[0].unsent == {"r"}
-    clock = held_clock(prefill)
     ticket = ticket_for(PROMPT)
     prefill.offer(transfer_id, ticket)
     prefill.run()
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
+    prefill.wait_for_prompts()
     assert refused(prefill, transfer_id, ticket) == NO_PROMPT
 
 
@@ -229,14 +207,12 @@ def test_a_window(scheduled_model: Path) -> None:
 
 def test_a_window_of_which_decode_wants_more(scheduled_model: Path) -> None:
     prefill = Prefill(scheduled_model, windows=[17])
-    clock = held_clock(prefill)
     prompt = list(range(100, 100 + 6 * BLOCK + 1))
     transfer_id = prefill.answered("r", prompt)["transfer_id"]
     ticket = ticket_for(prompt, groups=2, num_tokens=len(prompt) - 1)
     ticket = msgspec.structs.replace(ticket, remote_block_ids=[ticket.remote_block_ids[0], [0, 0, 102, 103, 104, 105]])
     prefill.offer(transfer_id, ticket)
     prefill.run()
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
+    prefill.wait_for_prompts()
     assert "decode wants tokens from 32 on of a window" in refused(prefill, transfer_id, ticket)
     prefill.close()

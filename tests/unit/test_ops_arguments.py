@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block ops check their arguments before they write anything."""
 
+import importlib
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from op_calls import GATHER, IMPLEMENTATIONS, INTERLEAVE, SPLIT, SUM, random_tensor
 
-from vllm_ascend_pd.device import ops
+from vllm_ascend_pd.device import ops, ops_fallback
 
 SHARED = torch.zeros(256, dtype=torch.uint8)
 OVERLAP = {"out": SHARED[63:191]}
@@ -143,3 +145,20 @@ def test_a_unit_may_end_where_a_strided_cache_ends() -> None:
 )
 def test_ops_trace(op: str, kwargs: dict[str, Any]) -> None:
     torch.library.opcheck(getattr(torch.ops.vllm_ascend_pd, op).default, (), kwargs)
+
+
+# --- builds without the compiled ops or the NPU's kernels --------------------------------------------------------
+
+
+def test_a_missing_build_says_how_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm_ascend_pd.device.ops")
+    monkeypatch.setitem(sys.modules, "vllm_ascend_pd._C", None)
+    with pytest.raises(ImportError, match="pip install --no-build-isolation"):
+        importlib.import_module("vllm_ascend_pd.device.ops")
+
+
+def test_the_fallback_refuses_units_off_its_grid() -> None:
+    cache = torch.zeros(4, 64, dtype=torch.uint8)
+    out = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="multiples of 64 bytes"):
+        ops_fallback.gather_units([cache], torch.tensor([32]), 64, 1, out, 0, 0, 0)

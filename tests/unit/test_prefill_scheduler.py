@@ -1,19 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks prefill's scheduler sends in which step."""
+"""Prefill's scheduler: which blocks it sends in which step, how long it holds them, what its answers name, and what
+preemption changes."""
 
+import hashlib
 import math
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill_steps import *  # noqa: F403
-from prefill_steps import BLOCK, PROMPT, goes_on, starts, ticket, ticketed
+from vllm.v1.request import RequestStatus
 
 from harness.schedulers import prefill_scheduler
-from harness.scheduling import Scheduled, make_output, make_request, remembered
+from harness.scheduling import FOR_A_PULLING_CONNECTOR, Scheduled, make_output, make_request, remembered
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
-from vllm_ascend_pd.core.step import Send
+from vllm_ascend_pd.core.step import Send, WorkerReport
+
+BLOCK = 4
+PROMPT = 10
+BLOCKS = ([7, 1, 5],)
+
+
+def ticket(request_id="r", num_tokens=PROMPT, cached=0, block_sizes=(BLOCK,), dcp=1):
+    return ticket_with(
+        request_id=request_id,
+        remote_block_ids=[[100 + n for n in range(math.ceil(num_tokens / size / dcp))] for size in block_sizes],
+        remote_block_size=list(block_sizes),
+        remote_tp_size=dcp,
+        remote_dcp_size=dcp,
+        remote_cached_tokens=cached,
+        ticket_id=hashlib.md5(request_id.encode(), usedforsecurity=False).hexdigest(),
+        num_tokens=num_tokens,
+    )
+
+
+def ticketed(request_id="r", num_tokens=PROMPT, **fields):
+    """A request as the proxy sends it to prefill."""
+    return make_request(request_id, num_tokens, msgspec.to_builtins(ticket(request_id, num_tokens, **fields)))
+
+
+def starts(scheduler, request, tokens, blocks=BLOCKS, computed=0):
+    """The step in which `request` runs for the first time."""
+    scheduler.allocated(request, blocks)
+    return scheduler.build_step(make_output(new=[Scheduled(request, blocks, computed, tokens)]))
+
+
+def goes_on(scheduler, request, computed, tokens, blocks=None):
+    return scheduler.build_step(make_output(running=[Scheduled(request, blocks, computed, tokens)]))
+
+
+@pytest.fixture
+def scheduler():
+    return prefill_scheduler([TokenGroup(BLOCK)])
 
 
 def test_long_blocks_of_one_cache_group_hold_up_no_other():
@@ -156,3 +195,145 @@ def test_any_schedule_sends_every_token_once(data):
     scheduler.update(None, {"r"})
     scheduler.build_step(make_output())
     assert remembered(scheduler) == {}
+
+
+# --- the end of a request, and the errors that its answer names --------------------------------------------------
+
+
+def test_blocks_are_held_until_sent(scheduler):
+    request = ticketed()
+    starts(scheduler, request, PROMPT)
+    assert not scheduler.has_pending_pushes
+    assert scheduler.finished(request) == (True, None)
+    assert scheduler.has_pending_pushes
+    assert scheduler.build_step(make_output()).finished == {"r": None}
+    assert scheduler.build_step(make_output()).finished == {}
+    assert scheduler.has_pending_pushes
+    scheduler.update(None, {"r"})
+    assert not scheduler.has_pending_pushes
+    assert remembered(scheduler) == {}
+
+
+def test_aborted_before_it_was_scheduled(scheduler):
+    never_allocated, allocated = ticketed("a"), ticketed("b")
+    scheduler.allocated(allocated, BLOCKS)
+    assert scheduler.finished(never_allocated) == (False, None)
+    assert scheduler.finished(allocated) == (False, None)
+    step = scheduler.build_step(make_output())
+    assert (step.finished, step.tickets) == ({}, {})
+    assert remembered(scheduler) == {}
+
+
+def test_an_error_that_ranks_report_is_in_the_answer(scheduler):
+    request = ticketed()
+    starts(scheduler, request, PROMPT)
+    scheduler.update(WorkerReport(failed={"r": "decode went away"}), set())
+    scheduler.update(WorkerReport(failed={"r": "a later reason", "unknown": "x"}), set())
+    assert scheduler.finished(request) == (True, {"error": "decode went away"})
+    scheduler.update(WorkerReport(failed={"r": "too late for the answer"}), {"r"})
+    assert remembered(scheduler) == {}
+
+
+def test_a_malformed_ticket_ends_in_an_error(scheduler):
+    params = {**msgspec.to_builtins(ticket()), "remote_block_ids": [[1]]}
+    request = make_request("r", PROMPT, params)
+    step = starts(scheduler, request, PROMPT)
+    assert (step.tickets, step.sends) == ({}, [])
+    scheduler.allocated(request, BLOCKS)  # preempted and resumed
+    delay, answer = scheduler.finished(request)
+    assert not delay
+    assert answer is not None
+    assert "remote_block_ids" in answer["error"]
+    assert scheduler.build_step(make_output()).finished == {}
+    assert remembered(scheduler) == {}
+
+
+def test_a_ticket_is_served_once(scheduler):
+    first, second = ticketed(), make_request("again", PROMPT, msgspec.to_builtins(ticket()))
+    starts(scheduler, first, 6)
+    step = starts(scheduler, second, PROMPT)
+    assert (step.tickets, step.sends) == ({}, [])
+    assert scheduler.finished(second) == (False, {"error": "this ticket is being served already"})
+    assert goes_on(scheduler, first, 6, 4).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
+    assert scheduler.finished(first) == (True, None)
+    third = make_request("once more", PROMPT, msgspec.to_builtins(ticket()))
+    assert starts(scheduler, third, PROMPT).tickets == {}, "the ranks have not told decode"
+    assert scheduler.finished(third) == (False, {"error": "this ticket is being served already"})
+    scheduler.update(None, {"r"})
+    assert remembered(scheduler) == {}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}, FOR_A_PULLING_CONNECTOR["prefill"]],
+    ids=["none", "empty", "no", "decode", "pull"],
+)
+def test_requests_without_a_ticket(scheduler, params):
+    request = make_request("r", PROMPT, params)
+    step = starts(scheduler, request, PROMPT)
+    assert (step.tickets, step.sends, scheduler.finished(request)) == ({}, [], (False, None))
+    assert remembered(scheduler) == {}
+
+
+# --- preemption --------------------------------------------------------------------------------------------------
+
+
+def test_preemptions_that_the_scheduler_does_not_name_are_seen_once():
+    scheduler = prefill_scheduler([TokenGroup(BLOCK)], names_all_preempted=False)
+    request, other = ticketed(), make_request("other", PROMPT, None)
+
+    def preempted_when_another_goes_on(named=()):
+        return scheduler.build_step(make_output(running=[Scheduled(other, None, 0, 1)], preempted=named)).preempted
+
+    assert starts(scheduler, request, 4, ([7],)).preempted == set()
+    request.status = RequestStatus.PREEMPTED  # as vllm-ascend's SchedulerDynamicBatch does
+    assert scheduler.build_step(make_output()).preempted == set()  # nobody gets its blocks yet
+    assert preempted_when_another_goes_on() == {"r"}
+    assert preempted_when_another_goes_on() == set()
+    request.status = RequestStatus.RUNNING
+    assert goes_on(scheduler, request, 4, 2, ([1],)).preempted == set()
+    request.num_preemptions += 1  # and runs again in the same step: vLLM 0.23 after a reset of its prefix cache
+    assert goes_on(scheduler, request, 6, 1).preempted == {"r"}
+    request.status, request.num_preemptions = RequestStatus.PREEMPTED, 2
+    assert preempted_when_another_goes_on([request]) == {"r"}
+    assert preempted_when_another_goes_on() == set()
+
+
+def test_preemption_of_others_is_not_reported(scheduler):
+    plain = make_request("plain", PROMPT, None)
+    assert scheduler.build_step(make_output(preempted=[plain])).preempted == set()
+
+
+def test_preempted_and_aborted_before_the_next_step(scheduler):
+    """Its blocks were freed at once, so ranks must stop reading them."""
+    request = ticketed()
+    starts(scheduler, request, PROMPT)
+    scheduler.finished(request)
+    step = scheduler.build_step(make_output(preempted=[request]))
+    assert (step.preempted, step.finished) == ({"r"}, {"r": None})
+
+
+def test_preempted_and_aborted_before_the_next_step_where_vllm_names_nobody():
+    """vLLM 0.23: a reset of its prefix cache frees the blocks, and no step's output says so."""
+    scheduler = prefill_scheduler([TokenGroup(BLOCK)], names_all_preempted=False)
+    request, other = ticketed(), make_request("other", PROMPT, None)
+    starts(scheduler, request, PROMPT)
+    request.num_preemptions += 1
+    scheduler.finished(request)
+    step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
+    assert (step.preempted, step.finished) == ({"r"}, {"r": None})
+
+
+def test_preempted_in_a_step_without_tokens_and_aborted_before_the_next():
+    """vllm-ascend's SchedulerDynamicBatch, which does not count it either."""
+    scheduler = prefill_scheduler([TokenGroup(BLOCK)], names_all_preempted=False)
+    request, other = ticketed(), make_request("other", PROMPT, None)
+    starts(scheduler, request, PROMPT)
+    request.status = RequestStatus.PREEMPTED
+    assert scheduler.build_step(make_output()).preempted == set()
+    request.status = RequestStatus.FINISHED_ABORTED
+    scheduler.finished(request)
+    step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
+    assert (step.preempted, step.finished) == ({"r"}, {"r": None})
+    scheduler.update(None, {"r"})
+    assert scheduler.build_step(make_output(new=[])).preempted == set()

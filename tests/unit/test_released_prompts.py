@@ -7,7 +7,6 @@ from harness.held_prompts import (
     PREFILL_FIRST,
     PROMPT,
     Prefill,
-    held_clock,
     refused,
     remembered_of,
     ticket_for,
@@ -28,13 +27,11 @@ def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
     prefill.offer(transfer_id, released)
     assert prefill.run()[0].tickets == {}
     assert prefill.fate(transfer_id, released).retry, "it is over"
-    clock = held_clock(prefill)
     another = ticket_for(PROMPT)
     prefill.offer(transfer_id, another)
     prefill.run()
     assert prefill.fate(transfer_id, another) == TicketTaken(), "one request may have several prompts"
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
+    prefill.wait_for_prompts()
     assert refused(prefill, transfer_id, another) == NO_PROMPT
 
 
@@ -67,23 +64,20 @@ def test_decode_computes_one_of_several_equal_prompts(prefill: Prefill) -> None:
 
 
 def test_a_release_before_its_prompt_is_forgotten_in_time(prefill: Prefill) -> None:
-    clock = held_clock(prefill)
     prefill.ask(prefill.release_of("xfer-1", ticket_for(PROMPT)))
     prefill.run()
-    clock.now += held_prompts.EARLY_S
+    prefill.clock.now += held_prompts.EARLY_S
     params = {**PREFILL_FIRST, "transfer_id": "xfer-1"}
     assert prefill.answered("r", params=params)["transfer_id"] == "xfer-1"
 
 
 def test_a_prompt_that_decode_has_with_other_tokens_is_freed(prefill: Prefill) -> None:
     """No ticket fits, so decode releases it, by its own tokens."""
-    clock = held_clock(prefill)
     transfer_id = prefill.answered("r")["transfer_id"]
     misfit = ticket_for(OTHER)
     prefill.offer(transfer_id, misfit)
     prefill.run()
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
+    prefill.wait_for_prompts()
     assert "tokens differ" in refused(prefill, transfer_id, misfit)
     prefill.ask(prefill.release_of(transfer_id, misfit))
     assert prefill.run()[0].unsent == {"r"}
@@ -93,11 +87,10 @@ def test_a_prompt_that_decode_has_with_other_tokens_is_freed(prefill: Prefill) -
 
 def test_a_prompt_that_decode_computes_with_other_tokens_is_freed(prefill: Prefill) -> None:
     """Another prompt of the same request might be meant, which is still to come."""
-    clock = held_clock(prefill)
     transfer_id = prefill.answered("r")["transfer_id"]
     prefill.ask(prefill.release_of(transfer_id, ticket_for(OTHER)))
     assert prefill.run()[0].unsent == set()
-    clock.now += held_prompts.EARLY_S
+    prefill.clock.now += held_prompts.EARLY_S
     assert prefill.run()[0].unsent == {"r"}
     prefill.run(sent={"r"})
     assert remembered_of(prefill) == {}
@@ -105,7 +98,6 @@ def test_a_prompt_that_decode_computes_with_other_tokens_is_freed(prefill: Prefi
 
 def test_a_request_with_the_transfer_id_of_one_that_is_over(prefill: Prefill) -> None:
     """The ticket that came for the first one's sibling was refused: its release is not for what comes later."""
-    clock = held_clock(prefill)
     params = {**PREFILL_FIRST, "transfer_id": "xfer-1"}
     prefill.answered("r", params=params)
     tickets = [ticket_for(PROMPT), ticket_for(PROMPT)]
@@ -113,8 +105,7 @@ def test_a_request_with_the_transfer_id_of_one_that_is_over(prefill: Prefill) ->
         prefill.offer("xfer-1", ticket)
     prefill.run()
     prefill.run(sent={"r"})
-    clock.now += held_prompts.EARLY_S
-    prefill.run()
+    prefill.wait_for_prompts()
     assert refused(prefill, "xfer-1", tickets[1]) == NO_PROMPT
     prefill.ask(prefill.release_of("xfer-1", tickets[1]))
     prefill.run()
@@ -123,7 +114,6 @@ def test_a_request_with_the_transfer_id_of_one_that_is_over(prefill: Prefill) ->
 
 def test_a_ticket_that_waits_when_the_engine_has_no_more_work_is_refused(prefill: Prefill) -> None:
     """vLLM makes no steps without requests: the listener looks at the clock when decode asks."""
-    clock = held_clock(prefill)
     transfer_id = prefill.answered("r")["transfer_id"]
     ticket = ticket_for(OTHER)
     prefill.offer(transfer_id, ticket)
@@ -132,7 +122,7 @@ def test_a_ticket_that_waits_when_the_engine_has_no_more_work_is_refused(prefill
     prefill.run()
     prefill.run(sent={"r"})
     assert not prefill.scheduler.has_requests()
-    clock.now += held_prompts.EARLY_S
+    prefill.clock.now += held_prompts.EARLY_S
     assert "tokens differ" in refused(prefill, transfer_id, ticket)
 
 

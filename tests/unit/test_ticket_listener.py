@@ -2,13 +2,13 @@
 """Prefill's listener for tickets: what it answers at once, and what it keeps of strangers' messages."""
 
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
+from harness.held_prompts import until
 from harness.tickets import ticket_with
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.protocol import (
@@ -51,14 +51,6 @@ def answer_of(listener: TicketListener, client: SideChannelClient, message: Any)
     answers: list[Any] = []
     client.request(listener.endpoint, message, 10.0, answers.append)
     return until(lambda: answers and answers[0])
-
-
-def until(wanted: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 10.0
-    while not (found := wanted()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
 
 
 def ticket(blocks: int = 3) -> Ticket:
@@ -177,17 +169,3 @@ def test_only_so_many_tickets_are_remembered(listener, ask, monkeypatch):
     settle(listener, Fate.REFUSED, "no")
     assert [ask(fate(each)).reason for each in tickets] == ["the ticket is not known here", "no"]
     assert len(listener._tickets) == len(listener._ended) == 1
-
-
-def test_an_idle_engine_refuses_tickets_without_a_prompt(listener, ask):
-    """Its scheduler does not run, and so cannot."""
-    lost, waits = ticket(), ticket()
-    for each in (lost, waits):
-        assert ask(offer(each)) == TicketTaken()
-    with listener.waiting() as waiting:
-        waiting[1].expires_at += 1.0
-    now = time.monotonic()
-    listener._clock = lambda: now + ticket_listener.EARLY_S
-    answer = until(lambda: isinstance(found := ask(fate(lost)), TicketRefused) and found)
-    assert answer == TicketRefused(ticket_listener.NO_PROMPT, retry=False)
-    assert ask(fate(waits)) == TicketTaken()

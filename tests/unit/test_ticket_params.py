@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefill accepts as a ticket in a request's `kv_transfer_params`."""
+"""What prefill accepts as a ticket in a request's `kv_transfer_params`. Nothing in a signed one can change
+unnoticed."""
 
 import json
+import pickle
 
 import msgspec
 import pytest
 
+from harness.tickets import ticket_with
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.ticket import MAX_TP, Ticket, TicketError, parse_ticket
+from vllm_ascend_pd.core.ticket import (
+    MAX_TP,
+    MIN_SECRET_BYTES,
+    Secret,
+    Ticket,
+    TicketError,
+    parse_ticket,
+    signed,
+    verify,
+)
 
 TICKET_ID = "0123456789abcdef" * 2
 PARAMS = {
@@ -45,6 +57,17 @@ def test_a_ticket_with_a_state():
         bad = {**params, "remote_block_ids": [[7, 3, 9], blocks], "remote_block_size": [4, size]}
         with pytest.raises(TicketError, match="state in group 1"):
             parse_ticket(bad, 10, 2, {1})
+
+
+def test_a_ticket_names_blocks_for_complete_entries():
+    """Of caches that keep one entry for several tokens."""
+    params = {**PARAMS, "remote_block_ids": [[5], [1, 2]], "remote_block_size": [16, 16], "num_tokens": 19}
+    params["remote_cached_tokens"] = 0
+    assert parse_ticket(params, 19, 2, tokens_per_entry={0: 4}).remote_block_ids == [[5], [1, 2]]
+    with pytest.raises(TicketError, match="remote_block_ids: 1 blocks of 16 for 19 tokens"):
+        parse_ticket(params, 19, 2, tokens_per_entry={0: 2})
+    with pytest.raises(TicketError, match="remote_block_size 16 in group 1, which has an entry for 32 tokens"):
+        parse_ticket(params, 19, 2, tokens_per_entry={0: 4, 1: 32})
 
 
 def test_a_state_beside_tokens_that_ranks_share():
@@ -187,3 +210,102 @@ def test_a_digest_of_the_prompt_comes_back_as_it_was_sent_and_new_parts_are_left
     assert params["prompt"] == {"tokens": "0" * 32, "adapter": "unread:sql"}
     params["prompt"]["of a later version"] = 1
     assert parse_ticket(params, 10, 1) == sent
+
+
+# --- signed tickets ----------------------------------------------------------------------------------------------
+
+CONTENT = b"not to be shown, " * 3
+SECRET = Secret(CONTENT)
+EXPIRES = 2_000_000_000
+TICKET = ticket_with(
+    request_id="cmpl-1",
+    remote_block_ids=[[7, 3, 9], [5]],
+    remote_block_size=[4, 1],
+    remote_host="10.0.0.1",
+    remote_tp_size=2,
+    remote_cached_tokens=4,
+    ticket_id="0123456789abcdef" * 2,
+    num_tokens=10,
+)
+PROMPT = PromptDigest(
+    tokens="0a" * 16, media="1b" * 16, media_hashing="2c" * 16, num_media=2, embeddings="3d" * 16, adapter="4e" * 16,
+    salt="5f" * 16,
+)  # fmt: skip
+SIGNED = signed(msgspec.structs.replace(TICKET, prompt=PROMPT), SECRET, EXPIRES)
+OTHER_VALUES = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "prompt": None,
+    "remote_block_ids": [[7, 3, 8], [5]],
+    "remote_draft": "a draft",
+    "signature": "0" * 64,
+}
+
+
+def verifies(ticket: Ticket, secret: Secret = SECRET) -> bool:
+    try:
+        verify(ticket, secret)
+    except TicketError:
+        return False
+    return True
+
+
+def test_what_was_signed_verifies_after_its_way_over_json():
+    params = json.loads(json.dumps(msgspec.to_builtins(SIGNED)))
+    assert verifies(msgspec.convert(params, Ticket))
+    assert (SIGNED.expires_at, len(SIGNED.signature)) == (EXPIRES, 64)
+    unsigned = msgspec.structs.replace(TICKET, prompt=PROMPT)
+    assert SIGNED.digest() == unsigned.digest(), "the signature does not change where bytes go"
+
+
+NOT_SIGNED = ("token_ids", "replaces")
+"""Fields for the metaserver, which older prefill engines need not know."""
+
+
+def test_token_ids_are_not_signed():
+    """Prefill does not use them, and the proxy takes them out."""
+    assert verifies(msgspec.structs.replace(SIGNED, token_ids=[1]))
+
+
+@pytest.mark.parametrize("part", PromptDigest.__struct_fields__)
+def test_no_part_of_the_prompts_digest_can_change_or_be_left_out(part):
+    value = getattr(PROMPT, part)
+    for other in (value + 1, 0) if isinstance(value, int) else (value[:-1] + "x", ""):
+        assert not verifies(msgspec.structs.replace(SIGNED, prompt=msgspec.structs.replace(PROMPT, **{part: other})))
+
+
+def test_a_ticket_without_a_digest_of_its_prompt_has_the_signature_that_older_versions_know():
+    signature = "e6c8b640a6c63cb9ff27ef0de4c1c9f53435213d706bd923aad48d68601dbdf4"
+    assert signed(TICKET, SECRET, EXPIRES).signature.startswith(signature)
+
+
+@pytest.mark.parametrize("name", [name for name in Ticket.__struct_fields__ if name not in NOT_SIGNED])
+def test_no_field_can_change(name):
+    value = getattr(SIGNED, name)
+    other = OTHER_VALUES.get(name)
+    if name not in OTHER_VALUES:
+        other = value + 1 if isinstance(value, int) else value + "x" if isinstance(value, str) else [*value, 9]
+    assert other is None or type(other) is type(value)
+    assert not verifies(msgspec.structs.replace(SIGNED, **{name: other}))
+
+
+def test_bytes_cannot_move_from_one_field_to_another():
+    moved = msgspec.structs.replace(SIGNED, request_id="cmpl-", remote_engine_id="1decode-0")
+    assert not verifies(moved)
+
+
+def test_another_secret_and_none():
+    assert not verifies(SIGNED, Secret(CONTENT + b"x"))
+    with pytest.raises(TicketError, match="not signed"):
+        verify(TICKET, SECRET)
+    with pytest.raises(TicketError, match="altered, or signed with another secret"):
+        verify(msgspec.structs.replace(SIGNED, signature="ü" * 64), SECRET)
+
+
+def test_a_secret_does_not_show():
+    with pytest.raises(ValueError, match=f"{MIN_SECRET_BYTES - 1} bytes are too short"):
+        Secret(b"x" * (MIN_SECRET_BYTES - 1))
+    Secret(b"x" * MIN_SECRET_BYTES)
+    assert "shown" not in f"{SECRET} {SECRET!r} {vars(Secret)}"
+    with pytest.raises(TypeError):
+        pickle.dumps(SECRET)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spans that schedulers record of transfers, with OpenTelemetry's own provider and vLLM's requests."""
+"""The spans of transfers, with OpenTelemetry's own provider. tests/e2e/test_traces.py has whole traces of engines."""
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,43 +9,16 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from harness.schedulers import decode_scheduler, prefill_scheduler
-from harness.scheduling import Scheduled, make_output, make_request
+from harness.tickets import ticket_with
 from vllm_ascend_pd.connector import metrics as spans_module
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans, TransferSpan
-from vllm_ascend_pd.core.caches import TokenGroup
+from vllm_ascend_pd.core.observer import ReceiveEnding
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
-from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.tickets import EngineInfo
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.core.reasons import ReceiveFailure
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-BLOCK, PROMPT, CACHED = 4, 10, 4
-BLOCKS = ([7, 1, 5],)
-TICKET = {
-    "do_remote_prefill": False,
-    "do_remote_decode": True,
-    "request_id": "cmpl-1-0",
-    "remote_block_ids": [[3, 4, 5]],
-    "remote_block_size": [BLOCK],
-    "remote_engine_id": "decode-0",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5555,
-    "remote_tp_size": 1,
-    "remote_cached_tokens": CACHED,
-    "ticket_id": 32 * "0",
-    "num_tokens": PROMPT,
-}
-PUSH = {
-    "gen_ai.request.id": "cmpl-1-0",
-    "kv_pd.decode_engine": "decode-0",
-    "kv_pd.tokens": PROMPT - CACHED,
-    "kv_pd.cached_tokens": CACHED,
-}
-NOWHERE = "http://127.0.0.1:9/v1/metaserver"
+TICKET = ticket_with(request_id="cmpl-1-0", remote_engine_id="decode-0", remote_cached_tokens=4, num_tokens=10)
 
 
 @pytest.fixture(scope="session")
@@ -66,26 +37,6 @@ def spans(exporter: InMemorySpanExporter) -> InMemorySpanExporter:
     return exporter
 
 
-@pytest.fixture
-def prefill() -> PrefillScheduler:
-    return prefill_scheduler([TokenGroup(BLOCK)], observer=PushSpans())
-
-
-@pytest.fixture
-def decode() -> Iterator[DecodeScheduler]:
-    client = MetaserverClient(MetaserverSettings(retries=0), own_host="127.0.0.1")
-    engine = EngineInfo("decode-0", "10.0.0.1", 5555, 1)
-    scheduler = decode_scheduler(engine, [TokenGroup(BLOCK)], client, observer=ReceiveSpans())
-    yield scheduler
-    scheduler.close()
-
-
-def request(params: object, headers: object = HEADERS):
-    made = make_request("r", PROMPT, params)
-    made.trace_headers = headers
-    return made
-
-
 def the(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
     [span] = spans.get_finished_spans()
     assert span.name == name
@@ -95,54 +46,49 @@ def the(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
     return span
 
 
-def pushed(prefill: PrefillScheduler, asked, tokens: int = PROMPT) -> None:
-    """Scheduled once, for `tokens` of the prompt, and ended."""
-    prefill.allocated(asked, BLOCKS)
-    prefill.build_step(make_output(new=[Scheduled(asked, BLOCKS, 0, tokens)]))
-    prefill.finished(asked)
-
-
-def test_a_push_that_fails_after_its_request_has_ended(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
-    pushed(prefill, request(TICKET))
-    prefill.update(WorkerReport(failed={"r": "a lease ran out"}), set())
-    prefill.update(WorkerReport(failed={"r": "and so on"}), {"r"})
+def test_a_push_that_fails(spans: InMemorySpanExporter) -> None:
+    pushes = PushSpans()
+    pushes.transfer_began("r", HEADERS)
+    pushes.transfer_ended("r", TICKET, "a lease ran out")
     span = the(spans, "kv_push")
-    assert dict(span.attributes) == {**PUSH, "error.type": "not_delivered"}
+    assert dict(span.attributes) == {
+        "gen_ai.request.id": "cmpl-1-0",
+        "kv_pd.decode_engine": "decode-0",
+        "kv_pd.tokens": 6,
+        "kv_pd.cached_tokens": 4,
+        "error.type": "not_delivered",
+    }
     assert span.status.description == "a lease ran out"
 
 
-def test_a_ticket_that_cannot_be_served(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
-    prefill.allocated(request({**TICKET, "remote_port": -1}), BLOCKS)
+def test_a_ticket_that_cannot_be_served(spans: InMemorySpanExporter) -> None:
+    pushes = PushSpans()
+    pushes.transfer_began("r", HEADERS)
+    pushes.ticket_refused("r", "remote_port is -1")
     span = the(spans, "kv_push")
     assert dict(span.attributes) == {"error.type": "ticket"}
-    assert "remote_port" in span.status.description
+    assert span.status.description == "remote_port is -1"
 
 
-def issued(decode: DecodeScheduler, asked) -> str:
-    """Its ticket's id."""
-    decode.allocated(asked, BLOCKS, PROMPT - CACHED)
-    [expected] = decode.build_step({"other": 1}).expects
-    return expected.ticket_id
+def ended(cause: ReceiveFailure, failure: str) -> ReceiveEnding:
+    return ReceiveEnding(TICKET, seconds=1.0, received_bytes=0, early_bytes=0, cause=cause, failure=failure)
 
 
-def test_a_receive_that_fails(decode: DecodeScheduler, spans: InMemorySpanExporter) -> None:
-    ticket_id = issued(decode, request({"do_remote_prefill": True, "metaserver": NOWHERE}))
-    decode.update(WorkerReport(failed={ticket_id: "prefill rank 0: " + MAX_FAILURE_CHARS * "x"}), {"r"})
+def test_a_receive_that_fails(spans: InMemorySpanExporter) -> None:
+    receives = ReceiveSpans()
+    receives.ticket_issued("r", TICKET, HEADERS)
+    receives.transfer_ended("r", ended(ReceiveFailure.TRANSFER, "prefill rank 0: " + MAX_FAILURE_CHARS * "x"))
     span = the(spans, "kv_receive")
     assert span.attributes["error.type"] == "transfer"
     assert span.status.description.startswith("prefill rank 0: xxx")
     assert len(span.status.description) < 400
 
 
-def test_why_prefill_failed_is_not_quoted(decode: DecodeScheduler, spans: InMemorySpanExporter) -> None:
+def test_why_prefill_failed_is_not_quoted(spans: InMemorySpanExporter) -> None:
     """It may have come from an engine that quotes the prompt."""
-    asked = request({"do_remote_prefill": True, "metaserver": NOWHERE})
-    issued(decode, asked)
-    for _ in range(2000):
-        if decode.build_step({}).cancelled:
-            break
-        time.sleep(0.005)
-    decode.update(None, {"r"})
+    receives = ReceiveSpans()
+    receives.ticket_issued("r", TICKET, HEADERS)
+    receives.transfer_ended("r", ended(ReceiveFailure.PREFILL, "the prompt 'a secret' is too long"))
     span = the(spans, "kv_receive")
     assert span.attributes["error.type"] == span.status.description == "prefill"
 

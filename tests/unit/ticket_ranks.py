@@ -28,7 +28,6 @@ from ticket_world import (
     producer_key,
     put,
 )
-from tickets import DIGEST, P_TP, TICKET_ID
 
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.layout import RankCaches
@@ -42,8 +41,11 @@ from vllm_ascend_pd.core.protocol import (
     WriterId,
 )
 from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.core.topology import sharding
 
 Moves = Iterator[tuple[str, World]]
+
+TICKET_ID, DIGEST, P_TP = "0" * 32, "d" * 32, sharding(2)
 
 
 class Serving(NamedTuple):

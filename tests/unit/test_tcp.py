@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a thread sleeps on a batch."""
+"""Writing over TCP: how long a thread sleeps on a batch, and what Mooncake's queue to a peer holds."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.clock import Clock, clock_of
 from vllm_ascend_pd.transport import tcp
-from vllm_ascend_pd.transport.tcp import EARLIEST_S, LONGEST_S, SHARE, SHORTEST_S, Pace
+from vllm_ascend_pd.transport.tcp import EARLIEST_S, LONGEST_S, SHARE, SHORTEST_S, Pace, PeerQueue, most_descriptors
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT
 
 BATCH = 16 << 20
 GIGABYTE_PER_S = 1e-9
@@ -56,3 +59,31 @@ def test_a_link_that_has_become_faster_is_noticed(clock):
     for _ in range(40):
         slept = send(clock, of, BATCH, BATCH * GIGABYTE_PER_S)
     assert slept <= BATCH * GIGABYTE_PER_S
+
+
+# --- Mooncake's queue to a peer ----------------------------------------------------------------------------------
+
+
+@given(capacity=st.integers(1, 1 << 17))
+def test_batches_that_run_and_as_many_that_failed_fit(capacity: int) -> None:
+    size = most_descriptors(capacity)
+    assert size == 1 or 2 * BATCHES_IN_FLIGHT * size <= capacity
+
+
+@given(
+    capacity=st.integers(4, 40),
+    steps=st.lists(st.tuples(st.integers(1, 10), st.sampled_from(["enter", "arrives", "fails"])), max_size=30),
+)
+def test_never_more_than_the_capacity(capacity: int, steps: list[tuple[int, str]]) -> None:
+    queue = PeerQueue(capacity, settle_s=3600)
+    running: list[int] = []
+    left = 0
+    for size, step in steps:
+        if step == "enter":
+            fits = len(running) < BATCHES_IN_FLIGHT and sum(running) + left + size <= capacity
+            assert queue.enter(size, timeout_s=0) == fits
+            running += [size] * fits
+        elif running:
+            size = running.pop()
+            queue.leave(size, failed=step == "fails")
+            left += size * (step == "fails")
