@@ -98,8 +98,8 @@ def listen(folder: Path, session: str, refuse_memory: bool) -> None:
     def init_and_publish(self: TransferEngine, *args: Any, **kwargs: Any) -> None:
         global _session
         init(self, *args, **kwargs)
-        _session = self._session
-        self._session = session or self._session
+        _session = self.session
+        self.session = session or self.session
 
     engine._start = start_wrapped
     TransferEngine.__init__ = init_and_publish  # type: ignore[method-assign]
