@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness.ascend_caches import allocate
 from harness.compressed import Caches, config_of, spec_of
 
 
@@ -18,7 +19,6 @@ def ascend_caches(model_fields: Mapping[str, Any], block_size: int, num_blocks: 
     load_general_plugins()
     import vllm_ascend.ops  # noqa: F401, I001  first: vllm-ascend's modules import each other in circles
     import vllm.v1.core.kv_cache_utils as utils
-    import vllm_ascend.worker.model_runner_v1 as runner
     from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
     from vllm_ascend.attention.dsa_v1 import AscendDSABackend
@@ -72,21 +72,8 @@ def ascend_caches(model_fields: Mapping[str, Any], block_size: int, num_blocks: 
             specs[f"{name}.indexer.compressor.state_cache"] = compressor(ratio, index)
     groups = utils.get_kv_cache_groups(vllm_config, specs)
     config = utils.get_kv_cache_config_from_groups(vllm_config, groups, 1 << 40)
-    itself = runner.NPUModelRunner.__new__(runner.NPUModelRunner)
-    vars(itself).update(
-        vllm_config=vllm_config,
-        device="cpu",
-        use_compress=True,
-        use_sparse=False,
-        runner_only_attn_layers=set(),
-        attn_backend=AscendDSABackend,
-        kv_cache_config=config,
-        _kv_cache_spec_attn_group_iterator=lambda: (
-            SimpleNamespace(backend=AscendDSABackend, kv_cache_spec=g.kv_cache_spec, layer_names=g.layer_names)
-            for g in groups
-        ),
-    )
     assert all(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in groups)
-    tensors = itself._reshape_kv_cache_tensors(config, itself._allocate_kv_cache_tensors(config))
+    layers_of = [(group.kv_cache_spec, group.layer_names) for group in groups]
+    tensors = allocate(config, vllm_config, "cpu", AscendDSABackend, layers_of, use_compress=True)
     scheduler = utils.generate_scheduler_kv_cache_config([config])
     return Caches(config, vllm_config, tensors, utils.resolve_kv_cache_block_sizes(scheduler, vllm_config))

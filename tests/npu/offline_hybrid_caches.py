@@ -18,7 +18,7 @@ import torch
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from harness.hybrid_caches import allocate, specs_of
+from harness.ascend_caches import allocate_hybrid, hybrid_specs
 from harness.recipes import recipes
 from offline_recipe_configs import configured
 from vllm_ascend_pd.connector.caches import layer_specs
@@ -36,12 +36,12 @@ BLOCKS = 4
 def registered(engine: TransferEngine, config: Any, layers: int) -> tuple[list[int], int, int, str | None]:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
-    specs = specs_of(config, layers)
+    specs = hybrid_specs(config, layers)
     groups = get_kv_cache_groups(config, specs)
     page = next(iter(specs.values())).page_size_bytes
     largest = max(len(group.layer_names) for group in groups)
     caches = get_kv_cache_config_from_groups(config, groups, BLOCKS * page * largest)
-    tensors = allocate(caches, config, "npu")
+    tensors = allocate_hybrid(caches, config, "npu")
     regions = describe(tensors, layer_specs(caches, config), heads_first=False).regions()
     alone = sum(len(tensor.shared_by) == 1 for tensor in caches.kv_cache_tensors)
     refused = None

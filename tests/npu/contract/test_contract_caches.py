@@ -9,8 +9,7 @@ import pytest
 import torch
 from vllm_ascend_contract import BLOCK, engine_config
 
-from harness.hybrid_caches import allocate as allocate_hybrid
-from harness.sparse_caches import allocate, cache_config, sparse_spec
+from harness.ascend_caches import allocate_hybrid, allocate_mla, mla_cache_config, sparse_spec
 from vllm_ascend_pd.connector import caches as caches_module
 from vllm_ascend_pd.connector.int8_caches import int8_caches
 from vllm_ascend_pd.core.caches import describe
@@ -42,8 +41,8 @@ def test_quantized_caches_of_sparse_attention(
         indexed: sparse_spec(BLOCK, packed=packed, index=True, index_int8=index_int8),
         other: sparse_spec(BLOCK, packed=packed, index=False),
     }
-    caches = cache_config(specs, num_blocks=4)
-    tensors = allocate(caches, "npu")
+    caches = mla_cache_config(specs, num_blocks=4)
+    tensors = allocate_mla(caches, "npu")
     expected = {indexed: parts, other: parts[: 1 if packed else 2]}
     for layer, own in tensors.items():
         assert [(x.shape, x.dtype) for x in own] == [((4, BLOCK, 1, width), dtype) for width, dtype in expected[layer]]
@@ -68,7 +67,7 @@ def test_a_latent_in_int8_lies_beside_a_rope_in_16_bits(plugins: None, mla_model
 
     quantized, plain = (f"model.layers.{i}.self_attn.attn" for i in range(2))
     # As the model runner's `get_kv_cache_spec` has them: a rope in 16 bits counts twice beside int8.
-    caches = cache_config({quantized: spec(512 + 2 * 64, INT8), plain: spec(512 + 64, BF16)}, num_blocks=4)
+    caches = mla_cache_config({quantized: spec(512 + 2 * 64, INT8), plain: spec(512 + 64, BF16)}, num_blocks=4)
     description = {"fa_quant_type": "FAKQuant", "model.layers.0.self_attn.fa_k.scale": "FLOAT"}
     config = SimpleNamespace(
         quant_config=AscendModelSlimConfig(description),
@@ -77,7 +76,7 @@ def test_a_latent_in_int8_lies_beside_a_rope_in_16_bits(plugins: None, mla_model
         ),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"who_computes": "never"}),
     )
-    tensors = allocate(caches, "npu", config.quant_config)
+    tensors = allocate_mla(caches, "npu", config.quant_config)
     specs, _ = int8_caches(caches_module.layer_specs(caches, engine_config(mla_model)), config, prefills=False)
     described = describe(tensors, specs, heads_first=False).description
     kept = [described.geometry_of(tensor) for tensor in described.tensors]

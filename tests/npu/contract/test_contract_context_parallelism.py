@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm_ascend.worker.block_table import BlockTable
 
-from harness.sparse_caches import sparse_spec
+from harness.ascend_caches import sparse_spec
 from vllm_ascend_pd.connector import caches
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import Geometry, LayerSpec, Order

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm_ascend_contract import BLOCK, OURS, cache_config, connector_class, engine_config
 
-from harness.hybrid_caches import specs_of
+from harness.ascend_caches import hybrid_specs
 from harness.models import TINY
 from harness.recipes import make_model
 from vllm_ascend_pd.connector import caches as caches_module
@@ -175,7 +175,7 @@ def test_f30_what_helps_where_ascend_store_forces_a_mode_on_states(plugins: None
         )
 
     def describe(config: VllmConfig) -> None:
-        groups = [KVCacheGroupSpec([layer], spec) for layer, spec in specs_of(config, layers=2).items()]
+        groups = [KVCacheGroupSpec([layer], spec) for layer, spec in hybrid_specs(config, layers=2).items()]
         caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
         caches_module.layer_specs(caches, config)
 
@@ -192,7 +192,7 @@ def test_how_states_are_cached(plugins: None, tmp_path: Path) -> None:
     config = engine_config(tmp_path, engine={"enable_prefix_caching": True})
 
     def described(**changes: Any) -> None:
-        states = [each for each in specs_of(config, layers=2).items() if hasattr(each[1], "mamba_type")]
+        states = [each for each in hybrid_specs(config, layers=2).items() if hasattr(each[1], "mamba_type")]
         groups = [KVCacheGroupSpec([name], dataclasses.replace(spec, **changes)) for name, spec in states]
         assert groups
         caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
