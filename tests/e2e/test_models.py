@@ -16,7 +16,7 @@ from harness.client import Client, at_once, random_prompt
 from harness.clusters import LOSING_TOKENS, POISONED_TOKENS, Cluster, one_to_one
 from harness.engines import EngineConfig
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
-from harness.models import MAMBA, MLA, SHARED, SLIDING, sliding_bytes
+from harness.models import MAMBA, MLA, SLIDING, sliding_bytes
 from harness.pool import Reference, long
 
 PROMPT_TOKENS = (1, 2, 127, 128, 129, 327, 384, 1000, 2500)
@@ -39,7 +39,6 @@ FP8_TP1 = dataclasses.replace(one_to_one(1, 1, engine=IN_8_BITS), name="fp8-tp1-
 # The short form has MLA in tests/npu/e2e/test_recipe_pairs.py.
 CLUSTERS = [
     long(SLIDING_TP1),
-    long(one_to_one(1, 1, model=SHARED)),
     long(MLA_TP1),
     STATES,
     long(one_to_one(2, 1, model=MAMBA, engine=FOR_STATES)),

@@ -3,7 +3,6 @@
 same."""
 
 import dataclasses
-import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -94,23 +93,6 @@ def test_prefill_killed_while_it_pushes(cluster: Cluster, client: Client, refere
     assert retries(cluster)["decode"] > before["decode"]
     assert retries(cluster)["prefill"] == before["prefill"]
     bring_back(killed, cluster, client, reference)
-
-
-@pytest.mark.long
-def test_prefill_stopped_while_it_pushes(cluster: Cluster, client: Client, reference: Reference) -> None:
-    """Its connections stay open: decode notices first. It goes on when its requests have long been served."""
-    stopped = cluster.prefill[1]
-    before = retries(cluster)
-    with ThreadPoolExecutor(4) as pool:
-        prompts, asked = ask_until_pushing(pool, client, stopped, 4)
-        stopped.process.signal_group(signal.SIGSTOP)
-        try:
-            answers = [answer.result() for answer in asked]
-        finally:
-            stopped.process.signal_group(signal.SIGCONT)
-    assert answers == [reference.complete(prompt) for prompt in prompts]
-    assert sum(retries(cluster).values()) > sum(before.values())
-    bring_back(stopped, cluster, client, reference)
 
 
 def test_prefill_that_cannot_send(cluster: Cluster, client: Client, reference: Reference) -> None:

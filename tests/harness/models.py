@@ -158,23 +158,6 @@ def sliding_bytes(tokens: int, block_size: int) -> int:
     return (blocks * full + in_window * sliding) * block_bytes
 
 
-SHARED = ModelSpec(
-    "shared",
-    "gemma3n_text",
-    layers=5,
-    config=(
-        ("sliding_window", WINDOW),
-        ("layer_types", ("full_attention", *2 * ("sliding_attention", "full_attention"))),
-        ("num_kv_shared_layers", 2),
-        ("activation_sparsity_pattern", 5 * (0.0,)),
-        ("hidden_size_per_layer_input", 32),
-        ("vocab_size_per_layer_input", 512),
-        ("laurel_rank", 8),
-        ("tie_word_embeddings", True),
-    ),
-)
-"""Gemma 3n: the last two layers read the caches of the two before them."""
-
 MAMBA = ModelSpec(
     "mamba",
     "granitemoehybrid",

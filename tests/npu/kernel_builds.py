@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds of the NPU's library with the CANN toolkits of tests/ascendc_twin, each made when it is first asked for."""
 
-import runpy
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +41,7 @@ class Builds(dict[str, Built]):
         folder = self._folder / (name or ("cann_91" if asc else "cann_90"))
         return folder if folder.exists() else make_toolkit(folder, asc)
 
-    def build(self, way: str, toolkit: Path | None = None, user: int | None = None) -> Built:
+    def build(self, way: str, toolkit: Path | None = None) -> Built:
         """Builds the library. Raises RuntimeError if the compiler fails."""
         self._made += 1
         toolkit = toolkit or self.toolkit(way)
@@ -65,30 +62,10 @@ class Builds(dict[str, Built]):
             "PYTHONDONTWRITEBYTECODE": "",
             "VERBOSE": "1",
         }
-        if user is None:
-            printed = build_kernels(toolkit, build, output, **environ)[1]
-        else:
-            printed = build_as(user, toolkit, build, output, environ)
+        printed = build_kernels(toolkit, build, output, **environ)[1]
         mine = [Path(f"{root}{path}") for path in (build, output)]
         elsewhere = [path for path in files(root) if not any(path.is_relative_to(each) for each in mine)]
         return Built(toolkit, mine[1] / LIBRARY, printed, sorted(elsewhere + list(files(*watched) - before)))
-
-
-def build_as(user: int, toolkit: Path, build: Path, output: Path, environ: dict[str, str]) -> str:
-    """Runs the same commands as another user, who may not run the programs of this Python environment."""
-    build_py = runpy.run_path(str(BUILD_PY), run_name="npu_build")
-    target = build_py["Target"](toolkit, "Ascend910B3", "dav-2201")
-    environ = environ | {"PATH": "/usr/bin:/bin", "ASCEND_HOME_PATH": str(toolkit), "HOME": "/nonexistent"}
-    printed = ""
-    for command in build_py["build_commands"](target, build, output, jobs="2"):
-        words = [word.replace(sys.executable, "/usr/bin/python3") for word in command]
-        done = subprocess.run(
-            words, env=environ, cwd="/", user=user, group=user, extra_groups=[], capture_output=True, text=True
-        )
-        printed += done.stdout + done.stderr
-        if done.returncode != 0:
-            raise RuntimeError(printed)
-    return printed
 
 
 def files(*folders: Path) -> set[Path]:

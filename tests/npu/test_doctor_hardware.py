@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -181,24 +178,3 @@ def test_one_npu_leaves_out_what_needs_two(monkeypatch: pytest.MonkeyPatch) -> N
     assert (left_out.check, left_out.level) == ("hardware.devices", Level.NOTE)
     assert "left out" in left_out.found
     assert done.check == "hardware.kernels"
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("machine")
-def test_compiled_kernels_are_compared(kernels: Path, tmp_path: Path) -> None:
-    """In a copy of the package that has its kernels, built for the host."""
-    copy = tmp_path / "copy" / PACKAGE.name
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for library in kernels.parent.glob("*.so"):
-        shutil.copy(library, copy)
-    code = (
-        "import msgspec; from vllm_ascend_pd.tools.doctor import hardware; "
-        "print(msgspec.json.encode(hardware.check_kernels()).decode())"
-    )
-    env = {**os.environ, "PYTHONPATH": f"{copy.parent}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, env=env, cwd=tmp_path
-    )
-    finding = msgspec.json.decode(done.stdout, type=Finding)
-    assert (finding.level, finding.figures["compiled"]) == (Level.OK, True), finding
-    assert "the CPU's bytes in 9 cases" in finding.found

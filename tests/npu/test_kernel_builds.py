@@ -88,17 +88,6 @@ def test_another_user_loads_what_root_built(builds: Builds, way: str) -> None:
         run_library(builds[way], "1", str(NOBODY))
 
 
-@needs_root
-@pytest.mark.skipif(
-    not all(shutil.which(tool, path="/usr/bin") for tool in ("cmake", "python3")),
-    reason="another user may not run this environment's programs, and there are none in /usr/bin",
-)
-def test_another_user_builds(builds: Builds, way: str) -> None:
-    built = builds.build(way, user=NOBODY)
-    expect_bound(built, NOBODY)
-    assert built.written_elsewhere == []
-
-
 def test_what_could_not_be_loaded_is_not_built(builds: Builds) -> None:
     """This CANN lacks a library that its compiler links into kernels."""
     toolkit = builds.toolkit("find_package(ASC)", "cann without a runtime")

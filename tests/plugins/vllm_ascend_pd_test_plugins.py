@@ -37,9 +37,6 @@ LOSE_TENSORS_FROM = "VLLM_ASCEND_PD_TEST_LOSE_TENSORS_FROM"
 SAY_SAVED = "VLLM_ASCEND_PD_TEST_SAY_SAVED"
 """Prefill says how many layers each step saved, see `hooks_seen.py`."""
 
-FEW_TOKENS = "VLLM_ASCEND_PD_TEST_FEW_TOKENS"
-"""A number: decode says which requests had more tokens computed in a step, see `few_tokens.py`."""
-
 SOCKS = "VLLM_ASCEND_PD_TEST_SOCKS"
 """`host:port` of a SOCKS5 proxy that side channels connect through."""
 
@@ -95,10 +92,6 @@ def register() -> None:
         from hooks_seen import say_what_was_saved
 
         say_what_was_saved()
-    if tokens := os.environ.get(FEW_TOKENS):
-        from few_tokens import say_if_more_than
-
-        say_if_more_than(int(tokens))
     if proxy := os.environ.get(SOCKS):
         _connect_through(proxy)
     if os.environ.get(ACCELERATOR_0) == "1":
