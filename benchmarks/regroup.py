@@ -31,7 +31,7 @@ import torch.distributed as dist
 from helpers.regroup_layer import BLOCK, HEAD_SIZE, HEADS, Layer, check_bytes, our_side
 from helpers.report import options, show
 
-from harness.rank_processes import run_ranks
+from harness.rank_hosts import run_ranks
 from vllm_ascend_pd.device.cpu import CpuDevice
 
 MIN_GAIN, BIG_TOKENS = 2.0, 1024
@@ -70,7 +70,7 @@ HEADER = (
 
 
 def measure(layer: Layer, seconds: float) -> Result:
-    """Raises RankFailed where a rank failed or did not answer."""
+    """Raises RuntimeError or TimeoutError where a rank failed or did not answer."""
     samples = run_ranks(rank_samples, layer.ranks, layer, seconds, backend="gloo", timeout_s=TIMEOUT_S + 2 * seconds)
     rounds = len(samples[0]["ours"])
     middle = {

@@ -1,21 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that run ranks for tests, one rank at a time, and are reused."""
+"""Processes that run ranks for tests: one rank at a time and reused, or a function in several at once."""
 
 import atexit
+import faulthandler
 import functools
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from harness.rank_processes import processes, use_environment
+from harness.ports import release_port, reserve_port
+
+# Importing torch, torch_npu and the workers takes seconds: a server process does it once and every rank is forked from
+# it. Preloaded is what is installed: the server of Python 3.11 does not look where pytest's `pythonpath` points, and
+# would leave the imports to every rank without a word.
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["vllm_ascend_pd.prefill.worker", "vllm_ascend_pd.decode.worker"])
+_environment = dict(os.environ)
+"""Before any test has changed it."""
+
+
+def processes() -> multiprocessing.context.ForkServerContext:
+    """Returns the context whose processes are forked from the server. An NPU's runtime has threads, which do not
+    survive a fork: the server does not start it. Its environment has nothing that one test has set; a rank that needs
+    its test's own gets it by `use_environment`."""
+    with mock.patch.dict(os.environ, _environment, clear=True):
+        multiprocessing.forkserver.ensure_running()
+    return _forked
+
+
+def use_environment(env: Mapping[str, str]) -> None:
+    """Replaces the environment that this process has from the server."""
+    os.environ.clear()
+    os.environ.update(env)
 
 
 class Rank:
@@ -162,6 +189,7 @@ def _state(task: Path) -> str:
 
 def _serve(pipe: Connection, kernels: Path | None, temporary: str, env: dict[str, str]) -> None:
     use_environment(env)
+    faulthandler.enable()  # the emulated libraries abort where they cannot go on
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["VLLM_RPC_BASE_PATH"] = temporary  # of the sockets between vLLM's ranks, which it leaves
     torch.set_num_threads(1)
@@ -197,3 +225,42 @@ def _answer(pipe: Connection, action: Callable[[], Any], keep: bool = False) -> 
         return None
     pipe.send((True, None if keep else value))
     return value
+
+
+class _Grouped:
+    """A rank of a default process group, over HCCL on an NPU of its own."""
+
+    def __init__(self, rank: int, size: int, port: int, backend: str) -> None:
+        self._rank = rank
+        if backend == "hccl":
+            torch.npu.set_device(rank)
+        init = f"tcp://127.0.0.1:{port}"
+        torch.distributed.init_process_group(backend, init_method=init, rank=rank, world_size=size)
+
+    def run(self, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return program(self._rank, *args)
+
+
+def run_ranks(
+    program: Callable[..., Any],
+    size: int,
+    *args: Any,
+    backend: str = "hccl",
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """Returns what `program(rank, *args)` returned in each of `size` processes. Raises what `Rank.receive` raises."""
+    port, ranks = reserve_port(), []
+    try:
+        with mock.patch.dict(os.environ, env or {}):
+            for rank in range(size):
+                ranks.append(Rank(_Grouped, rank, size, port, backend, device=backend))
+        for each in ranks:
+            each.receive(timeout_s)
+            each.send("run", program, args)
+        return [each.receive(timeout_s) for each in ranks]
+    finally:
+        # Not the orderly end: after an injected fault it would wait for what never ends.
+        for each in ranks:
+            each.kill()
+        release_port(port)

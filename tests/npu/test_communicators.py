@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cann_on_host
-from harness.rank_processes import run_ranks, try_ranks
+from harness.rank_hosts import run_ranks
 from vllm_ascend_pd.core.ascend import communicator_bytes
 from vllm_ascend_pd.core.topology import regroup_groups, sharding
 from vllm_ascend_pd.device.npu import NpuDevice
@@ -68,6 +68,6 @@ def one_rank_does_not_connect(rank: int) -> tuple[str, float]:
 
 
 def test_ranks_that_do_not_connect_end_the_start() -> None:
-    for said, seconds in try_ranks(one_rank_does_not_connect, 2):
+    for said, seconds in run_ranks(one_rank_does_not_connect, 2):
         assert said.startswith("DeviceError: ranks (0, 1) did not connect over HCCL: "), said
         assert seconds < 10

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import cann_on_host
-from harness.rank_processes import run_ranks
+from harness.rank_hosts import run_ranks
 from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES, NpuDevice
 

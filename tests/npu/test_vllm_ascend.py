@@ -14,10 +14,9 @@ from harness.agreement import compare
 from harness.client import Completion
 from harness.engines import CPU_ENV, plugins_on_path
 from harness.models import TINY, for_npu, make_model
-from harness.pool import long
 from harness.prefork import METHOD
 
-pytestmark = pytest.mark.npu
+pytestmark = [pytest.mark.npu, pytest.mark.long]
 
 TOLERANCE = 0.3
 """bfloat16 is up to 0.16 from float32, as measured; two engines in bfloat16 are closer to each other."""
@@ -62,7 +61,7 @@ def expected(model: Path) -> list[Completion]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), long(2, 1), long(1, 2)], ids=["tp1", "tp2", "pp2"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=["tp1", "tp2", "pp2"])
 def test_answers_are_those_of_the_cpu_backend(model: Path, expected: list[Completion], tp: int, pp: int) -> None:
     device, rounds = answers_of(Path(sys.executable), model, tp, pp, cpu=False)
     assert device == "npu"
