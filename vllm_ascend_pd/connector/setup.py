@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -161,7 +161,7 @@ def shared_engine(protocol: str) -> SharedEngine | None:
     return None if protocol != "ascend" or global_te is None else SharedEngine(global_te)
 
 
-# A warning for decode engines whose MultiConnector asks other connectors before this one.
+# Connectors beside this one in a MultiConnector.
 #
 # vLLM takes the first connector that has any token of a prompt. If a pool before this connector has 1 % of a prompt,
 # decode computes the other 99 % itself, and prefill is not asked.
@@ -189,12 +189,3 @@ def asked_before(kv_connector: str | None, extra_config: Mapping[str, Any]) -> l
         return []
     names = [str(entry.get("kv_connector")) if isinstance(entry, Mapping) else "?" for entry in entries]
     return names[: names.index(CONNECTOR)] if CONNECTOR in names else []
-
-
-def warning(before: Sequence[str]) -> str:
-    """Returns the warning for a decode engine. `before`: names of the connectors before this one."""
-    return (
-        f"the MultiConnector asks {', '.join(before)} before {CONNECTOR}: if they have a part of a "
-        f"prompt, decode computes the rest, and prefill computes nothing. Put {CONNECTOR} first in `connectors` on "
-        "decode"
-    )

@@ -25,9 +25,8 @@ from vllm_ascend_pd.core.ticket import (
     parse_ticket,
 )
 from vllm_ascend_pd.prefill.held_prompts import HeldPrompts
-from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt, OutgoingTransfer
+from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt, OutgoingTransfer, WindowHolds
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
-from vllm_ascend_pd.prefill.window_holds import WindowHolds
 from vllm_ascend_pd.transport.wakeup import IdleWait
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.connector.setup import asked_before
-from vllm_ascend_pd.connector.setup import warning as order_warning
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
@@ -76,8 +75,12 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
         return [error(check, str(problem), _ACTION)], ConnectorConfig()
     findings = [ok(check, f"{config.kv_role}, all keys of kv_connector_extra_config are valid")]
     if config.kv_role == "kv_consumer" and config.asked_before:
+        found = (
+            f"the MultiConnector asks {', '.join(config.asked_before)} before {CONNECTOR}: if they have a part of a "
+            "prompt, decode computes the rest, and prefill computes nothing"
+        )
         action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
-        findings.append(warning("config.order", order_warning(config.asked_before), action))
+        findings.append(warning("config.order", found, action))
     return [*findings, *_judge_secrets(extra)], extra
 
 
