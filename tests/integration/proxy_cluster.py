@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,6 +28,7 @@ from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.proxy.app import ProxyApp
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
+STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_engine.py"
 COMPLETION = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -106,6 +108,26 @@ def counted(cluster: Cluster) -> tuple[dict[str, int], dict[str, dict[str, int]]
 
 def withheld(cluster: Cluster) -> dict[str, dict[str, str]]:
     return proxy_state.withheld(str(cluster.client.base_url))
+
+
+@contextmanager
+def refusing_engine() -> Iterator[str]:
+    """The URL of an engine that refuses connections. No other process can take its port meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@contextmanager
+def stub_engine(role: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The benchmarks' engine, which computes nothing, in a process of its own, and its URL."""
+    process = subprocess.Popen([sys.executable, str(STUB), role], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Received, Servers, make_ticket
-from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, running_cluster
+from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, refusing_engine, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.proxy.rendezvous import metaserver
@@ -22,10 +22,8 @@ UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @pytest.fixture
 def refusing_url() -> Iterator[str]:
-    """A URL that refuses connections. No other process can take its port meanwhile."""
-    with socket.socket() as unheard:
-        unheard.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{unheard.getsockname()[1]}"
+    with refusing_engine() as url:
+        yield url
 
 
 # --- a request that works ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_standin import DecodeEngine, PrefillEngine
+from engine_standin import DecodeEngine, PrefillEngine, make_failure
 from proxy_cluster import CHAT, beside, eventually, running_cluster, withheld
 
 OFTEN = {"check_interval": 0.1}
@@ -43,8 +43,7 @@ def test_an_engine_with_requests_in_flight_gets_fewer() -> None:
         assert len(slow.received) == 1
         slow.hangs = False
         assert not first.done()
-        failure = {"reason": "over", "request_id": "", "ticket_id": ""}
-        failure.update({name: cluster.decode.tickets[0][name] for name in ("request_id", "ticket_id")})
+        failure = make_failure(cluster.decode.tickets[0], "over")
         assert cluster.client.post("/v1/metaserver/failure", json=failure).status_code == 200
         assert first.result().status_code == 200
 

@@ -7,25 +7,20 @@ import asyncio
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import AsyncIterable, Iterator
+from collections.abc import AsyncIterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection
-from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import Cluster, eventually, running_cluster, running_proxy
+from proxy_cluster import Cluster, eventually, running_cluster, running_proxy, stub_engine
 
 from vllm_ascend_pd.proxy.routing import concurrency
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
-
-STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_engine.py"
 
 
 def waiting(cluster: Cluster) -> int:
@@ -157,18 +152,6 @@ def test_waiting_clients_get_503_when_the_proxy_stops() -> None:
             prefill.holds = False
 
 
-@contextmanager
-def stub(role: str) -> Iterator[str]:
-    """The URL of an engine that computes nothing, in a process of its own."""
-    process = subprocess.Popen([sys.executable, str(STUB), role], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
-
-
 def test_two_thousand_clients_at_once_are_all_answered() -> None:
     """The proxy has its default settings and serves half as many at a time."""
     at_once, soft_hard = 2000, resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -185,7 +168,7 @@ def test_two_thousand_clients_at_once_are_all_answered() -> None:
 
     try:
         with ExitStack() as stack:
-            engines = [stack.enter_context(stub(role)) for role in ("prefill", "decode")]
+            engines = [stack.enter_context(stub_engine(role))[1] for role in ("prefill", "decode")]
             process, port = stack.enter_context(running_proxy(*engines))
             assert process.stderr is not None
             log: list[str] = []

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from engine_standin import NO_OBJECT
-from proxy_cluster import Cluster, running_cluster
+from proxy_cluster import Cluster
 
 DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 # Python's `json`, with which engines read, accepts these and finds the field that is not the client's.
@@ -17,13 +15,6 @@ HIDDEN = (
     b'{"prompt": "a", "temperature": NaN, "kv_transfer_params": {}}',
     b'{"prompt": "\\ud800", "\\u006bv_transfer_params": {}}',
 )
-
-
-@pytest.fixture(scope="module")
-def idle_cluster() -> Iterator[Cluster]:
-    """For tests whose requests no engine gets."""
-    with running_cluster() as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize(

@@ -129,22 +129,19 @@ def test_a_drained_engine_finishes_its_requests(token_file: str) -> None:
         assert len(other.received) > 1
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"", 400),
-        (b'{"role": "both", "url": "http://127.0.0.1:1"}', 400),
-        (b'{"role": "decode", "url": "127.0.0.1:1"}', 400),
-        (b'{"role": "decode", "url": "http://127.0.0.1:1/v1"}', 400),
-        (b'{"role": "decode", "url": "http://me@127.0.0.1:1"}', 400),
-        (b'{"role": "decode", "url": "dns+http://localhost:1"}', 400),
-        (b'{"role": "decode", "url": "http://a\\nb:1"}', 400),
-        (b'{"role": "decode", "url": "http://127.0.0.1:1", "weight": 2}', 400),
-        (b" " * 70_000, 413),
-    ],
-)
-def test_wrong_engines_are_refused(cluster: Cluster, body: bytes, status: int) -> None:
-    assert admin(cluster, "POST", content=body).status_code == status
+def test_wrong_engines_are_refused(cluster: Cluster) -> None:
+    for body in (
+        b"",
+        b'{"role": "both", "url": "http://127.0.0.1:1"}',
+        b'{"role": "decode", "url": "127.0.0.1:1"}',
+        b'{"role": "decode", "url": "http://127.0.0.1:1/v1"}',
+        b'{"role": "decode", "url": "http://me@127.0.0.1:1"}',
+        b'{"role": "decode", "url": "dns+http://localhost:1"}',
+        b'{"role": "decode", "url": "http://a\\nb:1"}',
+        b'{"role": "decode", "url": "http://127.0.0.1:1", "weight": 2}',
+    ):
+        assert admin(cluster, "POST", content=body).status_code == 400, body
+    assert admin(cluster, "POST", content=b" " * 70_000).status_code == 413
     assert len(listed(cluster)) == 2
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from engine_standin import PrefillEngine, Servers
+from engine_standin import PrefillEngine, Servers, make_failure
 from proxy_cluster import STREAM, beside, counted, eventually, running_cluster
 
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
@@ -23,13 +23,12 @@ def test_requests_wait_for_a_slot() -> None:
         assert cluster.prefill.most_at_once == 1
 
 
-@EITHER
-def test_a_full_queue_at_decode_is_429(stream: dict[str, object]) -> None:
+def test_a_full_queue_at_decode_is_429() -> None:
     with running_cluster(max_per_decode=1, queue_per_engine=0) as cluster, ThreadPoolExecutor(1) as client:
         cluster.decode.waits = 1.0
         first = client.submit(cluster.complete)
         assert cluster.decode.working.wait(10)
-        refused = cluster.complete(**stream)
+        refused = cluster.complete()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "TooManyRequestsError"
         assert first.result().status_code == 200
@@ -54,8 +53,7 @@ def test_no_slot_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> None
         assert len(cluster.prefill.received) == 1
         assert len(cluster.decode.received) == 2
         cluster.prefill.hangs = False
-        failure = {"reason": "over"}
-        failure.update({name: cluster.decode.tickets[0][name] for name in ("request_id", "ticket_id")})
+        failure = make_failure(cluster.decode.tickets[0], "over")
         assert cluster.client.post("/v1/metaserver/failure", json=failure).status_code == 200
         assert first.result().status_code == 200
 

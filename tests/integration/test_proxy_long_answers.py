@@ -5,21 +5,16 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
-import pytest
 from engine_standin import DecodeEngine, PrefillEngine, _Engine
-from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster
+from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster, stub_engine
 
 SHORT = {"read_timeout": 1.0, "probe_timeout": 0.3, "check_interval": 0.1}
 LONG_S = 3.5
-EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_engine.py"
 
 
 def computed(tokens: int, running: int = 1) -> str:
@@ -88,14 +83,13 @@ def test_both_sides_wait_for_a_long_prefill() -> None:
         assert counted(cluster) == ({"prefill": 0, "decode": 0}, {"prefill": {}, "decode": {}})
 
 
-@EITHER
-def test_a_request_lost_by_a_healthy_decode_engine_goes_to_another(stream: dict[str, object]) -> None:
+def test_a_request_lost_by_a_healthy_decode_engine_goes_to_another() -> None:
     """It answers health probes, and computes no tokens."""
     lost = DecodeEngine()
     lost.hangs = True
     lost.metrics = computed(5, running=0)
     with beside(decode=lost, **SHORT) as cluster:
-        assert cluster.complete(**stream).status_code == 200
+        assert cluster.complete(**STREAM).status_code == 200
         assert len(cluster.decode.received) == 1
         assert lost.cancelled.wait(5)
         assert counted(cluster)[1]["decode"] == {"timeout": 1}
@@ -122,15 +116,11 @@ def test_every_request_has_a_final_timeout() -> None:
 @contextmanager
 def before_another() -> Iterator[tuple[subprocess.Popen[str], Cluster]]:
     """A cluster with another decode engine in a process of its own, which is asked first."""
-    process = subprocess.Popen([sys.executable, str(STUB), "decode"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        with running_cluster(other_decode=(url,), **{**SHORT, "read_timeout": 60.0}) as cluster:
-            yield process, cluster
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
+    with (
+        stub_engine("decode") as (process, url),
+        running_cluster(other_decode=(url,), **{**SHORT, "read_timeout": 60.0}) as cluster,
+    ):
+        yield process, cluster
 
 
 def test_stopped_decode_engine_is_noticed_before_its_answer_and_another_asked() -> None:

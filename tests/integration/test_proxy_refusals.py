@@ -133,8 +133,7 @@ def test_f19_decode_computes_what_no_prefill_engine_takes() -> None:
 # --- successes that are none ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize(("engines", "stream"), [(1, {}), (2, STREAM)], ids=["json", "stream"])
 def test_f21_an_aborted_prefill_is_tried_again_at_once(engines: int, stream: dict[str, Any]) -> None:
     aborting = PrefillEngine()
     with beside(prefill=aborting) if engines == 2 else running_cluster(prefill_engine=aborting) as cluster:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from proxy_cluster import (
     closing_server,
     counted,
     eventually,
+    refusing_engine,
     running_cluster,
 )
 
@@ -44,19 +44,11 @@ def asked_without_prefill(cluster: Cluster) -> float:
 
 
 @contextmanager
-def nobody() -> Iterator[str]:
-    """The URL of an engine that does not run."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
-
-
-@contextmanager
 def without_prefill(computes_itself: bool = True, **settings: Any) -> Iterator[Cluster]:
     """A cluster whose only prefill engine does not run, and looks healthy until its first failed requests."""
     decode = DecodeEngine()
     decode.computes_itself = computes_itself
-    with nobody() as url, running_cluster(only_prefill=(url,), decode_engine=decode, **settings) as cluster:
+    with refusing_engine() as url, running_cluster(only_prefill=(url,), decode_engine=decode, **settings) as cluster:
         yield cluster
 
 
@@ -181,7 +173,7 @@ def test_prompt_of_an_engine_that_dies_goes_to_decode_if_no_other_is_there() -> 
     decode.computes_itself = True
     with (
         closing_server() as (dies, seen),
-        nobody() as gone,
+        refusing_engine() as gone,
         running_cluster(only_prefill=(dies, gone), decode_engine=decode) as cluster,
     ):
         assert cluster.complete().status_code == 200

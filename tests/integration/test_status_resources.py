@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_standin import PrefillEngine
-from proxy_cluster import COMPLETION, STREAM, Cluster, beside, eventually, running_cluster
+from proxy_cluster import COMPLETION, STREAM, Cluster, eventually, running_cluster
 
 FILES = {
     "/": "text/html; charset=utf-8",
@@ -112,19 +111,3 @@ def test_words_of_an_engine_that_may_repeat_a_prompt_are_not_shown(
         request_id = received.headers["x-request-id"]
         assert failures[-1]["request"] == request_id[:8]
         assert request_id not in text
-
-
-def test_why_kv_did_not_come_is_shown_of_both_sides() -> None:
-    failing = PrefillEngine()
-    failing.transfer_error = "no grant in time"
-    with beside(prefill=failing, attempts=1) as cluster:
-        assert cluster.complete().status_code == 502
-        decode, prefill = status(cluster)["failures"]
-        assert (prefill["role"], prefill["kind"], prefill["reason"]) == (
-            "prefill",
-            "transfer failed",
-            "no grant in time",
-        )
-        assert (decode["role"], decode["kind"], decode["reason"]) == ("decode", "prefill failed", "no grant in time")
-        assert decode["engine"] == cluster.decode_url
-        assert decode["number"] == 2
