@@ -90,6 +90,56 @@ def test_a_writer_that_fails_fails_the_ticket():
     assert ticket.is_quiesced(1.0)
 
 
+def test_a_lease_that_ends_without_a_report_fails_the_ticket():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.grant(asks(RIGHT), 0.0)
+    ticket.report(wrote(LEFT), 1.0)
+    ticket.tick(LEASE_S - 0.1)
+    assert ticket.state is TicketState.OPEN
+    ticket.tick(LEASE_S)
+    assert ticket.state is TicketState.FAILED
+    assert ticket.reason.startswith("prefill rank 1 of engine prefill-0")
+
+
+def test_a_writer_that_has_reported_gets_no_further_grant():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.report(wrote(LEFT), 1.0)
+    ticket.tick(2 * LEASE_S)
+    assert ticket.state is TicketState.OPEN
+    assert isinstance(ticket.grant(asks(LEFT), 2.0), GrantRefused)
+
+
+def test_all_reports_of_a_ticket_that_has_failed_do_not_make_it_received():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.grant(asks(RIGHT), 0.0)
+    assert not ticket.is_quiesced(1e6)
+    ticket.fail("cancelled")
+    for writer in (LEFT, RIGHT):
+        assert ticket.report(wrote(writer, 1000), 1.0)
+    assert (ticket.state, ticket.num_bytes) == (TicketState.FAILED, 0)
+
+
+def test_a_writer_may_report_failure_before_it_asks():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    assert ticket.report(failed(RIGHT), 1.0)
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 1: it broke")
+
+
+def test_a_process_that_ends_during_its_lease():
+    """Its blocks are kept for as long as those of one that goes on."""
+    ticket = opened()
+    ticket.gone(RIGHT, 0.0)  # which has no grant
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.fail("the request was aborted")
+    ticket.gone(LEFT, 1.0)
+    assert not ticket.is_quiesced(LEASE_S + SETTLE_S - 0.1)
+    assert ticket.is_quiesced(LEASE_S + SETTLE_S)
+
+
 def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
     """It may be resumed at any time, and then sends the rest of its bytes."""
     ticket = opened()
@@ -162,8 +212,10 @@ def test_prefill_ended_and_one_writer_never_came():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.prefill_has_ended(0.0, 5.0)
-    ticket.report(wrote(LEFT), 1.0)
-    answer = ticket.grant(asks(RIGHT), 5.0)
+    ticket.tick(5.0)
+    assert ticket.state is TicketState.OPEN, "one writer still writes"
+    ticket.report(wrote(LEFT), 6.0)
+    answer = ticket.grant(asks(RIGHT), 6.0)
     assert answer == GrantRefused("the ticket is failed: prefill ended without writing everything", retry=False)
 
 
