@@ -134,17 +134,6 @@ def _here(word: str, example: Path) -> str:
     return str(example / Path(word).name) if word == "/etc/pd/pool-connector.json" else word
 
 
-def test_every_example_says_what_to_run_and_what_to_expect() -> None:
-    for example in {path.parent for path in (*HOSTS, *MANIFESTS)}:
-        readme = (example / "README.md").read_text()
-        assert "expect" in readme.lower() or "shows, after" in readme, example
-        for command in re.findall(r"scripts/launch_\w+\.sh (examples/\S+)", readme):
-            assert (REPOSITORY / command).is_file(), command
-        for line in re.findall(r"^scripts/launch_(?:prefill|decode)\.sh .*$", readme, re.MULTILINE):
-            script, *options = shlex.split(line)
-            assert dry_run((str(REPOSITORY / script), *options))[1] in ("serve", "start")
-
-
 # From the LeaderWorkerSet API v1 (kubernetes-sigs/lws, config/crd/bases); pod templates are checked as pods.
 LEADER_WORKER_SET = {
     "type": "object",

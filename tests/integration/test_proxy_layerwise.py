@@ -29,8 +29,15 @@ def cluster() -> Iterator[Cluster]:
         yield running
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
-@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+@pytest.mark.parametrize(
+    ("path", "body", "stream"),
+    [
+        ("/v1/completions", COMPLETION, {}),
+        ("/v1/completions", COMPLETION, STREAM),
+        ("/v1/chat/completions", CHAT, {}),
+    ],
+    ids=["json", "stream", "chat"],
+)
 def test_a_request(cluster: Cluster, path: str, body: dict[str, Any], stream: dict[str, Any]) -> None:
     response = cluster.client.post(path, json={**body, **stream})
     assert response.status_code == 200
@@ -84,10 +91,9 @@ def test_a_silent_prefill() -> None:
     ("path", "body"),
     [
         ("/v1/completions", {**COMPLETION, "prompt": ["one", "two"]}),
-        ("/v1/completions", {**COMPLETION, "n": 2}),
         ("/v1/chat/completions", {**CHAT, "n": 2}),
     ],
-    ids=["two-prompts", "two-samples", "two-chat-samples"],
+    ids=["two-prompts", "two-samples"],
 )
 def test_requests_of_several_prompts_or_samples_are_refused(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
     response = cluster.client.post(path, json=body)
