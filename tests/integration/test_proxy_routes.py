@@ -106,19 +106,12 @@ def test_kv_transfer_params_of_clients_are_refused(idle_cluster: Cluster, path: 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("previous_response_id", "resp_1"),
-        ("background", True),
-        ("request_id", "resp_mine"),
-        ("truncation", "auto"),
-    ],
-)
-def test_responses_that_need_one_engine(cluster: Cluster, field: str, value: Any) -> None:
+def test_responses_that_need_one_engine(cluster: Cluster) -> None:
     body = BODIES["/v1/responses"]
-    refused = cluster.client.post("/v1/responses", json={**body, field: value})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    one_engine = {"previous_response_id": "resp_1", "background": True, "request_id": "resp_mine", "truncation": "auto"}
+    for field, value in one_engine.items():
+        refused = cluster.client.post("/v1/responses", json={**body, field: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
     assert cluster.decode.received == []
     accepted = {**body, "previous_response_id": None, "background": False, "truncation": "disabled"}
     assert cluster.client.post("/v1/responses", json=accepted).status_code == 200
@@ -148,15 +141,14 @@ def test_a_method_that_a_route_does_not_take(idle_cluster: Cluster) -> None:
     assert refused.json()["error"] == {"message": said, "type": "MethodNotAllowedError", "param": None, "code": 405}
 
 
-@pytest.mark.parametrize("path", OTHER_PATHS)
-def test_routes_that_decode_answers_alone(cluster: Cluster, path: str) -> None:
-    content = b'{"model": "tiny",  "prompt": "\\u0061", "messages": [{"role": "user", "content": 1.50}]}'
-    if path == "/version":
-        content = b""
-    response = cluster.client.request("GET" if path == "/version" else "POST", path, content=content, headers=TRACE)
-    assert (response.status_code, response.content) == (200, content)
-    [received] = cluster.decode.received
-    assert {name: received.headers[name] for name in TRACE} == TRACE
+def test_routes_that_decode_answers_alone(cluster: Cluster) -> None:
+    body = b'{"model": "tiny",  "prompt": "\\u0061", "messages": [{"role": "user", "content": 1.50}]}'
+    for number, path in enumerate(OTHER_PATHS):
+        method, content = ("GET", b"") if path == "/version" else ("POST", body)
+        response = cluster.client.request(method, path, content=content, headers=TRACE)
+        assert (response.status_code, response.content) == (200, content), path
+        [received] = cluster.decode.received[number:]
+        assert {name: received.headers[name] for name in TRACE} == TRACE
     assert cluster.prefill.received == []
 
 
