@@ -3,8 +3,10 @@
 
 import ctypes
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from harness.int8 import Int8DecodeRank, Int8Model, Int8PrefillRank
 from harness.kv import Prompt, Side, layer_name
+from harness.pool import long
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from test_push import SHAPES
@@ -22,6 +25,9 @@ from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode import checksums
+from vllm_ascend_pd.device.base import DeviceError, Event
+from vllm_ascend_pd.prefill import checksums as checksums_of_prefill
+from vllm_ascend_pd.prefill import worker as prefill_worker
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import Flight
@@ -45,43 +51,35 @@ def verified(rank: DecodeRank) -> int:
     return len(rank.compared)
 
 
-# Each way that KV takes and each sharing of it. `test_push.py` has the other shapes.
-VERIFIED = {
-    name: SHAPES[name]
-    for name in (
-        "GQA_TP4_TO_TP2",
-        "GQA_TP1_TO_TP2",
-        "GQA_TP2_TO_TP2",
-        "HEAD_MAJOR_TP2_TO_TP1",
-        "HEAD_MAJOR_TP1_TO_TP2",
-        "BLOCK_32_TO_16_TP2_TO_TP1",
-        "BLOCK_128_TO_64_TP1_TO_TP2",
-        "PP2_TP2_TO_PP2_TP1_WITH_OTHER_LAYERS",
-        "REPLICAS_TP4_TO_TP1",
-        "TP3_TO_TP2",
-        "TP2_TO_TP3",
-        "MLA_DCP2_TO_TP1",
-        "MLA_TP1_TO_DCP2",
-        "MLA_PCP2_DCP2_TO_DCP2",
-        "REPLICAS_DCP2_TO_DCP2",
-        "SPLIT_PCP2_TO_DCP2",
-        "GATHERED_PP2_PCP2_TP2_TO_TP1",
-        "SPARSE_C8_TP2_TO_TP1",
-        "SPARSE_C8_DCP2_TO_DCP2",
-    )
-} | {  # quantized on the way: prefill takes the checksums of what it sends
+VERIFIED = SHAPES | {  # quantized on the way: prefill takes the checksums of what it sends
     "C8_TP2_TO_TP1": (replace(C8, plain=(0,)), Side(2), Side(1)),
     "C8_TP1_TO_TP2": (replace(C8, plain=(0,)), Side(1), Side(2)),
     "FAKQUANT_TP2_TO_TP1": (replace(MLA, plain=(0,)), Side(2), Side(1)),
 }
 
+# Each way that KV takes and each sharing of it.
+SHORT = (
+    "GQA_TP4_TO_TP2",
+    "GQA_TP1_TO_TP2",
+    "GQA_TP2_TO_TP2",
+    "HEAD_MAJOR_TP2_TO_TP1",
+    "BLOCK_128_TO_64_TP1_TO_TP2",
+    "PP2_TP2_TO_PP2_TP1_WITH_OTHER_LAYERS",
+    "REPLICAS_TP4_TO_TP1",
+    "TP3_TO_TP2",
+    "MLA_DCP2_TO_TP1",
+    "SPLIT_PCP2_TO_DCP2",
+    "SPARSE_C8_DCP2_TO_DCP2",
+    "C8_TP2_TO_TP1",
+)
 
-@pytest.fixture(scope="module", params=VERIFIED.values(), ids=VERIFIED.keys())
+
+@pytest.fixture(scope="module", params=[name if name in SHORT else long(name) for name in VERIFIED])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    is_int8 = isinstance(request.param[0], Int8Model)
-    programs = (Int8PrefillRank, Int8DecodeRank) if is_int8 else (PrefillRank, DecodeRank)
+    shape = VERIFIED[request.param]
+    programs = (Int8PrefillRank, Int8DecodeRank) if isinstance(shape[0], Int8Model) else (PrefillRank, DecodeRank)
     folder = tmp_path_factory.mktemp("dumps")
-    made = Pair(*request.param, config=ALL | {"trace_dir": str(folder)}, programs=programs)
+    made = Pair(*shape, config=ALL | {"trace_dir": str(folder)}, programs=programs)
     made.each(made.d_ranks, "do", count_verified)
     yield made
     assert made.close() == []
@@ -140,13 +138,13 @@ def mend(rank: DecodeRank) -> None:
     rank.worker._verifier.__dict__.pop("begin", None)
 
 
-def writers_of(pair: Pair, d_rank: int, whole: bool) -> set[tuple[int, int]]:
-    """Returns (stage, rank) of the prefill ranks that may be blamed for the first block of a decode rank in layer 1:
-    for its first token and head, or for all of it (`whole`)."""
+def writers_of(pair: Pair, d_rank: int, whole: bool, stop: int = 0) -> set[tuple[int, int]]:
+    """Returns (stage, rank) of the prefill ranks that may be blamed for the first tokens of a decode rank in layer 1,
+    up to `stop` (0: of its first block): for its first token and head, or for all of it (`whole`)."""
     prefill, decode, model = pair.prefill, pair.decode, pair.model
     theirs = sharding(prefill.tp, prefill.dcp, prefill.interleave, prefill.pcp)
     total = 1 if model.replicated else model.heads
-    places = decode.places(d_rank, 0, decode.span)[0]
+    places = [each for block in decode.places(d_rank, 0, stop or decode.span).values() for each in block]
     tokens = [token for token, place in places if whole or place == 0]
     heads = model.heads_of(d_rank % decode.tp, decode.tp)
     stage = next(s for s in range(prefill.pp) if LAYER in prefill.layers_of(s, model))
@@ -158,8 +156,11 @@ def writers_of(pair: Pair, d_rank: int, whole: bool) -> set[tuple[int, int]]:
     }
 
 
-def expect_blame(pair: Pair, requests: list[Prompt], d_ranks: list[int], whole: bool) -> None:
-    """Checks that the victim alone fails, and that each of these decode ranks names the place and who computed it."""
+def expect_blame(pair: Pair, requests: list[Prompt], d_ranks: list[int], whole: bool, stop: int = 0) -> None:
+    """Checks that the victim alone fails, and that each of these decode ranks names the place and who computed it.
+
+    `stop`: the victim's tokens up to there are wrong. 0: those of its first block on decode.
+    """
     victim = requests[VICTIM]
     pair.each(pair.d_ranks, "do", clear_log)
     run(pair, requests)
@@ -173,13 +174,18 @@ def expect_blame(pair: Pair, requests: list[Prompt], d_ranks: list[int], whole: 
         assert len(found) == (n in d_ranks), (n, texts)
         for text in found:
             assert f"request {victim.request_id}: " in text
-            places = re.findall(r"(\S+) tensor (\d) in blocks ([\d, ]+), from prefill rank (\d+) of stage (\d+)", text)
-            assert {(layer, part) for layer, part, *_ in places} == {(layer_name(LAYER), "0")}
-            assert all(str(victim.d_blocks[0]) in blocks.split(", ") for _, _, blocks, *_ in places)
-            assert all(len(blocks.split(", ")) == 1 for _, _, blocks, *_ in places)
-            blamed = {(int(stage), int(rank)) for *_, rank, stage in places}
-            assert blamed <= writers_of(pair, n % pair.decode.ranks, whole)
-            assert len(blamed) == 1 or whole
+            expect_place(pair, text, n % pair.decode.ranks, victim, whole, stop)
+
+
+def expect_place(pair: Pair, text: str, d_rank: int, victim: Prompt, whole: bool, stop: int = 0) -> None:
+    """Checks that a message names the victim's first tokens in layer 1, and who computed them."""
+    places = re.findall(r"(\S+) tensor (\d) in blocks ([\d, ]+), from prefill rank (\d+) of stage (\d+)", text)
+    wrong = {victim.d_blocks[block] for block in pair.decode.places(d_rank, 0, stop or pair.decode.span)}
+    assert {(layer, part) for layer, part, *_ in places} == {(layer_name(LAYER), "0")}
+    assert {int(block) for _, _, blocks, *_ in places for block in blocks.split(", ")} == wrong, text
+    blamed = {(int(stage), int(rank)) for *_, rank, stage in places}
+    assert blamed <= writers_of(pair, d_rank, whole, stop)
+    assert len(blamed) == 1 or whole
 
 
 def clear_log(rank: DecodeRank) -> None:
@@ -259,40 +265,175 @@ def test_a_bit_that_flips_after_prefill_computed_it_is_found_and_blamed(pair: Pa
         pair.each(pair.p_ranks, "do", stop_flipping)
 
 
-def lose_layer(rank: PrefillRank, ranges: list[tuple[str, int, int]]) -> None:
-    """Makes the writes into decode's ranges succeed without writing anything."""
+def hold_back(rank: PrefillRank, ranges: list[tuple[str, int, int]]) -> None:
+    """Makes the writes into decode's ranges succeed without writing anything, until `write_late`."""
     begin = TransferEngine.begin
+    rank.late = []
 
     def begin_some(session: str, batch: Batch, *others: Any) -> Flight | None:
-        kept = [
-            copy
-            for copy in zip(*batch, strict=True)
-            if not any(
-                s == session and copy[1] < start + size and start < copy[1] + copy[2] for s, start, size in ranges
-            )
-        ]
+        kept = []
+        for source, target, size in zip(*batch, strict=True):
+            parts = [(target, target + size)]
+            for start, stop in [(start, start + length) for s, start, length in ranges if s == session]:
+                first, last = max(start, target), min(stop, target + size)
+                if first < last:  # pieces of the ranges are apart from each other
+                    rank.late.append((session, ([source + first - target], [first], [last - first])))
+                    parts = [p for p in ((target, first), (last, target + size)) if p[0] < p[1]]
+            kept += [(source + first - target, first, last - first) for first, last in parts]
         sources, targets, sizes = ([copy[i] for copy in kept] for i in range(3))
         return begin(rank.engine, session, (sources, targets, sizes), *others) if kept else None
 
     rank.engine.begin = begin_some
 
 
-def test_a_write_that_never_arrives_is_found(pair: Pair) -> None:
-    requests = prompts(pair, [40, 70, 60])
-    victim = requests[VICTIM]
+def write_late(rank: PrefillRank) -> None:
+    """Lets what was held back arrive. Prefill has used its memory for something else meanwhile."""
+    for session, (sources, targets, sizes) in rank.late:
+        ctypes.memset(sources[0], 7, sizes[0])
+        flight = TransferEngine.begin(rank.engine, session, (sources, targets, sizes), lambda: True)
+        if flight is not None:
+            flight.wait()
+
+
+def test_a_write_that_is_late_is_found_and_blamed_and_so_is_what_it_overwrites(pair: Pair) -> None:
+    """The report says that all is written, and a block is not. It arrives when another attempt has the block."""
     pair.each(pair.d_ranks, "clear")
+    requests = prompts(pair, [40, 70, 60], seed=20)
+    victim = requests[VICTIM]
     holders = [n for n, has in enumerate(pair.each(pair.d_ranks, "do", holds_first, victim)) if has]
     session = pair.descriptions[holders[0]].session
     [place] = [each for each in pair.addresses(LAYER, victim.d_blocks[:1]) if each[0] == session][:1]
-    pair.each(pair.p_ranks, "do", lose_layer, [place])
+    pair.each(pair.p_ranks, "do", hold_back, [place])
+    try:
+        expect_blame(pair, requests, holders[:1], whole=True)
+    finally:
+        pair.each(pair.p_ranks, "do", stop_flipping)
+    run(pair, requests)
+    expect_delivery(pair, requests)
+    pair.each(pair.p_ranks, "do", write_late)
+    expect_overwritten(pair, requests, holders[:1])
+
+
+def reuse_block(rank: PrefillRank, victim: Prompt, other: Prompt) -> None:
+    """Gives the victim's first block of layer 1 to another request while it is on its way: it has been computed, and
+    is not regrouped or written yet."""
+
+    def submit(device: Any, steps: Any, quantize: Any, computed: Event) -> Event:
+        ready = checksums_of_prefill.submit_layer(device, steps, quantize, computed)
+        if steps[0][1].described[0].layer != layer_name(LAYER):
+            return ready
+        cache = rank.caches[layer_name(LAYER)][0]
+        return device.submit(lambda: cache[victim.p_blocks[0]].copy_(cache[other.p_blocks[0]]), ready)
+
+    prefill_worker.submit_layer = submit
+
+
+def keep_blocks(_: PrefillRank) -> None:
+    prefill_worker.submit_layer = checksums_of_prefill.submit_layer
+
+
+def test_a_block_that_is_reused_on_its_way_is_found_and_blamed(pair: Pair) -> None:
+    """As with a block that has left its window, and is freed before it is sent."""
+    requests = prompts(pair, [40, 70, 60], seed=30)
+    victim, other = requests[VICTIM], requests[OTHER]
+    holders = [n for n, has in enumerate(pair.each(pair.d_ranks, "do", holds_first, victim)) if has]
+    pair.each(pair.p_ranks, "do", reuse_block, victim, other)
+    try:
+        expect_blame(pair, requests, holders, whole=True, stop=min(pair.prefill.span, victim.num_tokens))
+    finally:
+        pair.each(pair.p_ranks, "do", keep_blocks)
+
+
+def send_early(rank: PrefillRank, ranges: list[tuple[str, int, int]]) -> None:
+    """The sender does not wait for layer 1. That is computed when the first of it has been written into decode's
+    ranges, or if none is written, after a while."""
+    written, compute, begin = threading.Event(), rank.compute, TransferEngine.begin
+
+    def compute_late(layer: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if layer != LAYER:
+            compute(layer, copies)
+            return
+        rank.device.submit(lambda: (written.wait(3.0), compute(layer, copies)), rank.device.record_event())
+
+    def submit(device: Any, steps: Any, *others: Any) -> Event:
+        ready = checksums_of_prefill.submit_layer(device, steps, *others)
+        return device.record_event() if steps[0][1].described[0].layer == layer_name(LAYER) else ready
+
+    class Noted:
+        def __init__(self, flight: Flight) -> None:
+            self.flight = flight
+
+        def wait(self) -> None:
+            self.flight.wait()
+            written.set()
+
+    def begin_noted(session: str, batch: Batch, *others: Any) -> Any:
+        flight = begin(rank.engine, session, batch, *others)
+        mine = any(s == session and a <= target < a + size for s, a, size in ranges for target in batch[1])
+        return Noted(flight) if mine and flight is not None else flight
+
+    rank.compute, rank.engine.begin, prefill_worker.submit_layer = compute_late, begin_noted, submit
+
+
+def announce_early(rank: PrefillRank, _: list[tuple[str, int, int]]) -> None:
+    """Layer 1 is computed when its checksums have been taken, and before it is regrouped or written."""
+    compute, kept = rank.compute, []
+
+    def compute_late(layer: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if layer == LAYER:
+            kept.append(copies)
+        else:
+            compute(layer, copies)
+
+    def submit(device: Any, steps: Any, *others: Any) -> Event:
+        ready = checksums_of_prefill.submit_layer(device, steps, *others)
+        if steps[0][1].described[0].layer != layer_name(LAYER) or not kept:
+            return ready
+        return device.submit(partial(compute, LAYER, kept.pop()), ready)
+
+    rank.compute, prefill_worker.submit_layer = compute_late, submit
+
+
+def compute_in_time(rank: PrefillRank) -> None:
+    prefill_worker.submit_layer = checksums_of_prefill.submit_layer
+    for name in ("compute", "begin"):
+        (rank if name == "compute" else rank.engine).__dict__.pop(name, None)
+
+
+def expect_layer_blamed(pair: Pair, fault: Any, seed: int) -> None:
+    """Runs requests with a fault in layer 1, and checks that this layer, their blocks and its stage are named.
+
+    `seed`: of KV that is in no cache yet.
+    """
+    requests = prompts(pair, [40, 70, 60], seed=seed)
+    blocks = [block for prompt in requests for block in prompt.d_blocks]
+    pair.each(pair.p_ranks, "do", fault, pair.addresses(LAYER, blocks))
     try:
         run(pair, requests)
         _, failed = pair.wait_arrivals(len(requests))
-        assert victim.request_id in failed
-        assert f"{layer_name(LAYER)} tensor 0" in failed[victim.request_id]
-        assert set(pair.wait_sent(len(requests))) <= {victim.request_id}  # revoked where its writing was not over
+        pair.wait_sent(len(requests))
     finally:
-        pair.each(pair.p_ranks, "do", stop_flipping)
+        pair.each(pair.p_ranks, "do", compute_in_time)
+    assert failed
+    stage = next(s for s in range(pair.prefill.pp) if LAYER in pair.prefill.layers_of(s, pair.model))
+    blocks_of = {prompt.request_id: set(map(str, prompt.d_blocks)) for prompt in requests}
+    for request_id, reason in failed.items():
+        for text in reason.partition(": ")[2].split("; "):
+            place = re.match(r"(.*) in blocks (.*), from prefill rank \d+ of stage (\d+)", text)
+            assert place is not None, reason
+            assert {name.partition(" tensor ")[0] for name in place[1].split(", ")} == {layer_name(LAYER)}
+            assert set(place[2].partition(" and ")[0].split(", ")) <= blocks_of[request_id]
+            assert int(place[3]) == stage
+
+
+@pytest.mark.parametrize("pair", ["GQA_TP2_TO_TP2", "MLA_DCP2_TO_TP1"], indirect=True)
+def test_a_layer_that_is_sent_without_waiting_for_it_is_found_and_blamed(pair: Pair) -> None:
+    """A layer that is written straight from the cache: one that is regrouped has no slot before that."""
+    expect_layer_blamed(pair, send_early, seed=40)
+
+
+def test_a_layer_that_is_announced_before_it_is_computed_is_found_and_blamed(pair: Pair) -> None:
+    expect_layer_blamed(pair, announce_early, seed=50)
 
 
 def overwritten(rank: DecodeRank, ticket_ids: list[str]) -> dict[str, tuple[str, list[int]]]:
@@ -317,13 +458,45 @@ def test_a_block_that_is_overwritten_after_arrival_is_found_and_blamed(pair: Pai
     pair.each(pair.d_ranks, "do", clear_log)
     holders = [n for n, has in enumerate(pair.each(pair.d_ranks, "do", holds_first, victim)) if has]
     pair.d_ranks[holders[-1]].call("do", overwrite, victim)
+    expect_overwritten(pair, requests, holders[-1:])
+
+
+def expect_overwritten(pair: Pair, requests: list[Prompt], d_ranks: list[int]) -> None:
+    """Begins the requests' first step, and checks what these decode ranks report of the victim's first block."""
+    victim = requests[VICTIM]
     begun = list(pair._request_of)[-len(requests) :]
     for n, found in enumerate(pair.each(pair.d_ranks, "do", overwritten, begun)):
-        assert list(found) == ([victim.request_id] if n == holders[-1] else []), found
+        assert list(found) == ([victim.request_id] if n in d_ranks else []), found
         for reason, blocks in found.values():
             assert reason.startswith("overwritten later: right on arrival ")
             assert victim.d_blocks[0] in blocks
-            [place] = re.findall(r"(\S+) tensor 0 in blocks (\d+), from prefill rank (\d+) of stage (\d+)", reason)
-            assert place[:2] == (layer_name(LAYER), str(victim.d_blocks[0]))
-            assert (int(place[3]), int(place[2])) in writers_of(pair, n % pair.decode.ranks, whole=True)
+            expect_place(pair, reason, n % pair.decode.ranks, victim, whole=True)
     assert not any(pair.each(pair.d_ranks, "do", overwritten, begun)), "each is compared again once"
+
+
+def refuse(rank: DecodeRank) -> None:
+    """Makes the device refuse the next work."""
+    submit = rank.device.submit
+
+    def refused(*_: Any) -> Event:
+        rank.device.submit = submit
+        raise DeviceError("refused by the test")
+
+    rank.device.submit = refused
+
+
+def verified_again(rank: DecodeRank, ticket_ids: list[str]) -> dict[str, int]:
+    rank.worker.take_report()
+    rank.worker.start_step(DecodeStep(begun=ticket_ids))
+    report = rank.worker.take_report()
+    return report.verified if report else {}
+
+
+def test_a_second_comparison_that_the_device_refuses_is_counted(pair: Pair) -> None:
+    pair.each(pair.d_ranks, "clear")
+    requests = prompts(pair, [40, 70])
+    run(pair, requests)
+    expect_delivery(pair, requests)
+    pair.each(pair.d_ranks, "do", refuse)
+    begun = list(pair._request_of)[-len(requests) :]
+    assert pair.each(pair.d_ranks, "do", verified_again, begun) == [{"unknown": len(requests)}] * len(pair.d_ranks)

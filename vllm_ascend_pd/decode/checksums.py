@@ -168,7 +168,9 @@ class Verifier:
                 self._counts[Verified.UNKNOWN.value] += len(check.delivered)
                 continue
             for each, mismatches in found:
-                if mismatches:
+                if mismatches is None:
+                    self._counts[Verified.UNKNOWN.value] += 1
+                elif mismatches:
                     ago = time.monotonic() - compared_at[each.expect.ticket_id]
                     reason = f"overwritten later: right on arrival {ago:.3f} s ago: {_describe(mismatches)}"
                     logger.error("request %s: %s", each.expect.request_id, reason)
