@@ -89,7 +89,7 @@ class Ours:
                 raise RuntimeError(f"ours failed: {report.failed}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"ours did not end {requests}")
-            requests = requests - self._worker.take_sent()
+            requests = requests - self._worker.take_results().sent
             time.sleep(0.002)
 
     def close(self) -> None:

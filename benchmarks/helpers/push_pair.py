@@ -180,7 +180,7 @@ def release(rank: PrefillRank, request_ids: list[str]) -> None:
     sent: set[str] = set()
     deadline = time.monotonic() + PATIENCE_S
     while len(sent) < len(request_ids):
-        sent |= rank.worker.take_sent()
+        sent |= rank.worker.take_results().sent
         if report := rank.worker.take_report():
             raise RuntimeError(f"not delivered: {report.failed}")
         if time.monotonic() > deadline:

@@ -13,7 +13,7 @@ class DecodeEngine:
     def __init__(self, configs: Configs, engine_id: str, port: int) -> None:
         from vllm_ascend_pd.connector.metrics import HandshakeMetadata
         from vllm_ascend_pd.core.config import parse_config
-        from vllm_ascend_pd.decode.worker import DecodeWorker, encode_description
+        from vllm_ascend_pd.decode.worker import DecodeWorker
         from vllm_ascend_pd.device.cpu import CpuDevice
 
         self.meter = Meter("pd-grants", "metaserver-client")
@@ -23,7 +23,7 @@ class DecodeEngine:
             self._worker = DecodeWorker(
                 configs.rank_info(engine_id), parse_config({}), self._device, configs.engine(), configs.caches
             )
-        handshake = HandshakeMetadata(encode_description(self._worker.description), {})
+        handshake = HandshakeMetadata(*self._worker.handshake())
         self._connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         self._requests: dict[str, tuple[Any, list[int]]] = {}
 
@@ -76,7 +76,7 @@ class DecodeEngine:
         wait_until(
             lambda: len(self._worker._arrivals._news.finished) == len(self._requests), TIMEOUT_S, "KV arrives at decode"
         )
-        client = self._connector._role.scheduler._routes._metaserver
+        client = self._connector._role._routes._metaserver
         wait_until(lambda: not client._posts, TIMEOUT_S, "posts are answered")
         arrived = self.step()
         if arrived != set(self._requests):

@@ -91,7 +91,7 @@ class Prefill:
             "KV is sent",
         )
         self._step(make_output())
-        left = len(self._worker._transfers) + len(self._connector._role.scheduler._transfers)
+        left = len(self._worker._transfers) + len(self._connector._role._transfers)
         if left:
             raise RuntimeError(f"{left} requests did not end at prefill")
         self._requests = []
@@ -118,12 +118,12 @@ class Prefill:
         output.total_num_scheduled_tokens = max(1, output.total_num_scheduled_tokens)
         step = meter.timed("build_connector_meta", self._connector.build_connector_meta, output)
         step = meter.carried("down", step).step
-        meter.timed("rank", worker.preempted, step.preempted)
+        meter.timed("rank", worker.preempted, step)
         meter.timed("rank", worker.start_step, step)
         for layer in self._layers:  # what a layer costs is benchmarks/plan.py's question
             worker.layer_computed(layer)
         meter.timed("rank", worker.end_step)
-        sent = meter.timed("rank", worker.take_sent)
+        sent = meter.timed("rank", worker.take_results).sent
         report = meter.timed("rank", worker.take_report)
         metadata = meter.carried("up", None if report is None else ReportMetadata(report))
         meter.timed("rank", self._measured.take, worker.status)

@@ -125,8 +125,8 @@ class EngineScheduler:
                 hash_block_size=BLOCK,
             )
         self.connector: Any = self.vllm.connector
-        self.connector._role.scheduler._idle.close()
-        self.connector._role.scheduler._idle = IdleWait(0.0, 1)
+        self.connector._role._idle.close()
+        self.connector._role._idle = IdleWait(0.0, 1)
         if max_loras is not None:
             self.vllm.lora_config = SimpleNamespace(max_loras=max_loras)
         self._steps_under_way = 1 if scheduler_class is Scheduler else 2
@@ -210,7 +210,7 @@ class EngineScheduler:
     def prefill_fails(self, name: str, may_follow: bool) -> None:
         """Has the metaserver answer in the next step that prefill failed. `may_follow`: another one may succeed."""
         outcome = PostOutcome(self.expected[name].ticket_id, False, "prefill failed, for a test", may_follow)
-        self.connector._role.scheduler._routes._metaserver.outcomes.append(outcome)
+        self.connector._role._routes._metaserver.outcomes.append(outcome)
         self.fails(name)
 
     def abort(self, name: str) -> None:
@@ -261,7 +261,7 @@ class EngineScheduler:
     def close(self) -> None:
         assert self.free == self.all_free, self.state()
         assert not self.vllm.requests
-        assert not remembered(self.connector._role.scheduler)
+        assert not remembered(self.connector._role)
         self.connector.shutdown()
 
     def _computed(self, scheduled: Any) -> list[list[int]]:

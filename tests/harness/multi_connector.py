@@ -121,7 +121,7 @@ def decode_is_served(both: Both) -> None:
         False,
         {"received_bytes": 30, "bytes_before_prefill_end": 11},
     )
-    assert remembered(both.ours._role.scheduler) == {}
+    assert remembered(both.ours._role) == {}
 
 
 def prefill_pushes(both: Both) -> None:
@@ -140,7 +140,7 @@ def prefill_pushes(both: Both) -> None:
     assert both.multi.request_finished_all_groups(plain, ([2, 3, 4],)) == (False, None)
     both.report(None, WorkerReport(failed={"another": "reason"}), finished_sending={request.request_id})
     both.step()
-    assert remembered(both.ours._role.scheduler) == {}
+    assert remembered(both.ours._role) == {}
 
 
 def others_are_left_alone(both: Both, params: Any) -> None:
@@ -154,4 +154,4 @@ def others_are_left_alone(both: Both, params: Any) -> None:
     both.report(None, None, finished_recving={other.request_id})
     assert both.multi.request_finished_all_groups(other, BLOCKS) == (False, None)
     both.report(None, None, finished_sending={other.request_id})
-    assert remembered(both.ours._role.scheduler) == {}
+    assert remembered(both.ours._role) == {}

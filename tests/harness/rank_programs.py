@@ -226,7 +226,7 @@ class PrefillRank(_RankBase):
             self._step(step, prompts, hooks)
 
     def _step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks) -> None:
-        self.worker.preempted(step.preempted)
+        self.worker.preempted(step)
         self.worker.start_step(step)
         if not step.computes:  # vLLM calls neither the layers' hooks nor the step's end
             self.worker.forward_ended()
@@ -284,7 +284,7 @@ class PrefillRank(_RankBase):
             )
 
     def sent(self) -> tuple[set[str], dict[str, str]]:
-        sent, report = self.worker.take_sent(), self.worker.take_report()
+        sent, report = self.worker.take_results().sent, self.worker.take_report()
         return sent, report.failed if report else {}
 
     def stats(self) -> dict[str, Any]:

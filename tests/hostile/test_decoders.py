@@ -21,12 +21,11 @@ from examples import PLAIN, RANK
 from mutate import hostile_bytes, json_text, msgpack
 
 from vllm_ascend_pd.core.config import ConfigError, UserConfig, parse_config
-from vllm_ascend_pd.core.protocol import PROTOCOL_VERSION, ProtocolError, decode, encode
+from vllm_ascend_pd.core.protocol import PROTOCOL_VERSION, ProtocolError, RankDescription, decode, encode
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
 from vllm_ascend_pd.decode import metaserver
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
-from vllm_ascend_pd.decode.worker import decode_description
 from vllm_ascend_pd.proxy.http.bodies import (
     LacksFieldError,
     decode_body,
@@ -85,7 +84,7 @@ def _protocol(data: bytes) -> None:
 
 
 def _describe(data: bytes) -> None:
-    for tensor in decode_description(data).caches.tensors:
+    for tensor in msgspec.msgpack.decode(data, type=RankDescription).caches.tensors:
         assert tensor.geometry >= 0
 
 

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def test_an_engine_says_where_it_takes_tickets(
     if by_variable:
         monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(bootstrap))
     with prefill(model, kv_port, **({} if by_variable else {"bootstrap_port": bootstrap})) as connector:
-        listener = connector._role.listener
+        listener = connector._role._held.inbox
         [(rank, engine)] = query(bootstrap).items()
         assert (rank, engine["engine_id"]) == ("0", "prefill")
         assert engine["worker_addr"] == {"0": {"0": f"{HOST}:{listener.port}"}}
@@ -146,8 +147,8 @@ def test_an_engine_says_where_it_takes_tickets(
 
 
 def test_without_a_port_there_is_no_server(model: Path, ports: list[int]) -> None:
-    with prefill(model, ports[1]) as connector:
-        assert connector._role._bootstrap is None
+    with prefill(model, ports[1]):
+        assert not any(thread.name == "pd-bootstrap" for thread in threading.enumerate())
 
 
 def test_the_first_of_data_parallel_engines_answers_for_all(model: Path, ports: list[int]) -> None:
@@ -161,8 +162,8 @@ def test_the_first_of_data_parallel_engines_answers_for_all(model: Path, ports: 
         addresses = [each["worker_addr"]["0"]["0"] for each in engines.values()]
         assert addresses == [f"{HOST}:{kv_port + rank}" for rank in range(3)]
         assert "started_as" not in engines["1"]
-        assert other._role.listener.port == kv_port + 1
-        assert "prefill_dp1" in other._role.listener._names
+        assert other._role._held.inbox.port == kv_port + 1
+        assert "prefill_dp1" in other._role._held.inbox._names
 
 
 def test_a_port_in_use_is_an_error(model: Path, ports: list[int]) -> None:

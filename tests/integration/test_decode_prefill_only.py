@@ -40,7 +40,7 @@ def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
 
 
 def ticket_of(decode: EngineScheduler, name: str) -> Any:
-    return decode.connector._role.scheduler._transfers[name].ticket
+    return decode.connector._role._transfers[name].ticket
 
 
 def preempted(decode: EngineScheduler, name: str = "grows") -> None:
@@ -103,7 +103,7 @@ def test_after_a_weight_update_a_preempted_request_asks_for_all_of_its_tokens(
         decode.arrives(*decode.expected)
         decode.step()
     for count in (1, 2):
-        decode.connector._role.scheduler.update(WorkerReport(weight_updates={"rank": count}), set())
+        decode.connector._role.update(WorkerReport(weight_updates={"rank": count}), set())
     preempted(decode)
     ticket = ticket_of(decode, "grows")
     assert ticket.remote_cached_tokens == 0
@@ -269,7 +269,7 @@ def test_a_request_whose_kv_is_overwritten_ends_without_a_token(
 ) -> None:
     """Ranks are told of its first step, once, and nobody finds its blocks in the prefix cache afterwards."""
     decode = make(blocks=3 * LONGEST, caching=True, scheduler_class=scheduler, failures=failures)
-    decode.connector._role.scheduler._issuer._verified_share = 1.0
+    decode.connector._role._issuer._verified_share = 1.0
     decode.add("right", 2 * BLOCK + 1, generates=8, first=1000)
     decode.add("wrong", 2 * BLOCK + 1, generates=generates)
     decode.step()

@@ -178,7 +178,7 @@ def test_tickets_name_no_blocks_behind_the_prompt(make: MakeScheduler) -> None:
     decode = make(blocks=LONGEST, drafts=True)
     decode.add("a", 2 * BLOCK)
     decode.step()
-    [ticket] = [transfer.ticket for transfer in decode.connector._role.scheduler._transfers.values()]
+    [ticket] = [transfer.ticket for transfer in decode.connector._role._transfers.values()]
     assert [len(ids) for ids in ticket.remote_block_ids] == [2]
     assert len(decode.expected["a"].blocks) == 2
     decode.run()

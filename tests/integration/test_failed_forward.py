@@ -2,7 +2,7 @@
 """A failed forward pass delivers nothing that it did not compute (R1). vLLM's own model runner reports the failure."""
 
 import enum
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
+from vllm_ascend_pd.connector.build import Connected
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.metrics import StepMetadata
-from vllm_ascend_pd.connector.roles import PrefillWorkerRole
 from vllm_ascend_pd.core.step import PrefillStep, Send
 
 
@@ -32,8 +32,8 @@ class Runner(enum.Enum):
 def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: PrefillStep, by_id: dict[str, Prompt]) -> str:
     """Raises, after the first layer, the error that vLLM's runner raises."""
     connector: Any = object.__new__(LayerwisePushConnector)  # around this rank's worker
-    role = PrefillWorkerRole(rank.worker, rank.measured, ExitStack(), always_has_stats=False, caches_of={}, in_order=[])
-    vars(connector).update(_role=role, _connector_metadata=None)
+    connector._connect(Connected(rank.worker))
+    vars(connector).update(_connector_metadata=None)
     output = SchedulerOutput.make_empty()
     output.kv_connector_metadata = metadata = StepMetadata(step)
     kv_transfer_state._KV_CONNECTOR_AGENT = connector

@@ -32,9 +32,9 @@ from harness.multi_connector import (
 )
 from harness.scheduling import BLOCK
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
-from vllm_ascend_pd.connector.roles import ConnectorRole
 from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.core.config import ConfigError
+from vllm_ascend_pd.core.role import ConnectorRole
 
 
 def test_it_hands_on_every_hook_of_ours() -> None:

@@ -54,7 +54,7 @@ def test_every_layer_is_sent_once(pair: Pair, hooks: Hooks) -> None:
 
 def preempt(rank: PrefillRank, request_id: str) -> None:
     """The request loses its blocks, and others overwrite them."""
-    rank.worker.preempted({request_id})
+    rank.worker.preempted(PrefillStep(preempted={request_id}))
     rank.clear()
 
 

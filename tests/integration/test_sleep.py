@@ -15,7 +15,7 @@ from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_worker
-from vllm_ascend_pd.connector.roles import ConnectorRole
+from vllm_ascend_pd.core.role import ConnectorRole
 
 CONFIG = {"write_timeout_s": 1.0, "control_timeout_s": 2.0}
 SHORT_LEASES = {**CONFIG, "lease_s": 1.0}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.role import TransferResults
 from vllm_ascend_pd.core.step import PrefillStep
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import Batch
@@ -54,19 +55,19 @@ class _Watched:
         self._tensor_of = tensor_of
         self._tensors: dict[str, int] = {}  # by request
         self._ranges: dict[str, list[tuple[int, int]]] = {}  # (address, bytes) by request
-        start_step, take_sent = PrefillWorker.start_step, PrefillWorker.take_sent
+        start_step, take_results = PrefillWorker.start_step, PrefillWorker.take_results
 
         def watch_step(worker: PrefillWorker, step: PrefillStep) -> None:
             self._note(worker._caches.description, step)
             start_step(worker, step)
 
-        def watch_sent(worker: PrefillWorker) -> set[str]:
-            sent = take_sent(worker)
-            self._ranges = {request: ranges for request, ranges in self._ranges.items() if request not in sent}
-            return sent
+        def watch_sent(worker: PrefillWorker) -> TransferResults:
+            results = take_results(worker)
+            self._ranges = {each: ranges for each, ranges in self._ranges.items() if each not in results.sent}
+            return results
 
         PrefillWorker.start_step = watch_step  # type: ignore[method-assign]
-        PrefillWorker.take_sent = watch_sent  # type: ignore[method-assign]
+        PrefillWorker.take_results = watch_sent  # type: ignore[method-assign]
 
     def __contains__(self, address: int) -> bool:
         return any(begin <= address < begin + n for ranges in self._ranges.values() for begin, n in ranges)

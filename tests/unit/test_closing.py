@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.connector.roles import DecodeSchedulerRole, PrefillSchedulerRole
+from vllm_ascend_pd.connector.roles import DecodeSchedulerRole
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import TicketRoutes
 from vllm_ascend_pd.decode.worker import DecodeWorker
@@ -42,17 +42,17 @@ def decode_scheduler(part: Parts) -> Any:
     return DecodeScheduler(nothing, nothing, nothing, part("routes"), nothing, part("idle"), part("observer"))
 
 
-def prefill_scheduler_role(part: Parts) -> Any:
-    nothing: Any = None
-    return PrefillSchedulerRole(nothing, nothing, nothing, part("listener"), part("bootstrap"))
-
-
 CLOSE: dict[str, Callable[[Parts], Callable[[], None]]] = {
     "decode scheduler": lambda part: decode_scheduler(part).close,
     "decode scheduler's role": lambda part: (
-        made(DecodeSchedulerRole, scheduler=part("scheduler"), _listener=part("listener")).close
+        made(
+            DecodeSchedulerRole,
+            _listener=part("listener"),
+            _routes=part("routes"),
+            _idle=part("idle"),
+            _observer=part("observer"),
+        ).close
     ),
-    "prefill scheduler's role": lambda part: prefill_scheduler_role(part).close,
     "ticket routes": lambda part: made(TicketRoutes, _metaserver=part("metaserver"), _prefill=part("prefill")).close,
     "decode worker": lambda part: (
         lambda: made(

@@ -112,5 +112,5 @@ def test_what_a_worker_has_opened_is_closed_if_it_cannot_be_built(monkeypatch: p
     config: Any = SimpleNamespace()
     setup = EngineSetup(config, config, ConnectorConfig(), "p", "p-1", "127.0.0.1", 1, prefills=True)
     with pytest.raises(RuntimeError, match="overlap"):
-        build_worker.build_worker_role(setup, {})
+        build_worker.connect_worker(setup, {})
     assert closed == ["engine", "device"]

@@ -189,7 +189,7 @@ def test_a_window(scheduled_model: Path) -> None:
     prefill = Prefill(scheduled_model, windows=[17])
     prompt = list(range(100, 100 + 3 * BLOCK + 1))
     transfer_id = prefill.answered("r", prompt)["transfer_id"]
-    [full, windowed] = prefill.scheduler.connector._role.scheduler._prompts["r"].blocks
+    [full, windowed] = prefill.scheduler.connector._role._prompts["r"].blocks
     free = {block.block_id for block in prefill.pool.free_block_queue.get_all_free_blocks()}
     wanted = [0, 0, 102]  # tokens 32 to 47: token 48 sees those from 32 on
     ticket = ticket_for(prompt, groups=2, num_tokens=len(prompt) - 1)

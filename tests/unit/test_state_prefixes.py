@@ -118,7 +118,7 @@ class Pair:
         return {each.request_id for each in outputs if each.finished}
 
     def _take_tickets(self) -> None:
-        transfers = self.decode.scheduler.scheduler.connector._role.scheduler._transfers
+        transfers = self.decode.scheduler.scheduler.connector._role._transfers
         for request_id, transfer in transfers.items():
             ticket = transfer.ticket
             if self.tickets.get(request_id) == ticket:

@@ -161,7 +161,7 @@ class Counted(DecodeSchedulerObserver):
 @pytest.fixture
 def counted(auto: RealScheduler) -> Counted:
     observer = Counted()
-    auto.scheduler.connector._role.scheduler._placement._observer = observer
+    auto.scheduler.connector._role._placement._observer = observer
     return observer
 
 

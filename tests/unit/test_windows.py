@@ -4,7 +4,6 @@
 import dataclasses
 import hashlib
 import math
-from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -29,7 +28,6 @@ from harness.scheduling import Scheduled, make_output, make_request, remembered
 from harness.tickets import ticket_with
 from vllm_ascend_pd.connector import patches
 from vllm_ascend_pd.connector.caches import cache_groups, lost_blocks_say_all
-from vllm_ascend_pd.connector.roles import DecodeWorkerRole
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.grants import Arrivals
@@ -277,7 +275,7 @@ def test_what_is_lost_is_computed_again_from_the_start(specs: tuple[Any, ...]) -
     worker: Any = object.__new__(DecodeWorker)
     worker.take_arrivals = lambda: Arrivals({"d"}, {"d"}, {block for ids in blocks for block in ids if block})
     by_request = HAS_TRANSFER_RESULTS and not lost_blocks_say_all(decode.config)
-    role = DecodeWorkerRole(worker, {}, by_request, ExitStack(), always_has_stats=False)
+    worker._fails_by_request, worker._lost_blocks = by_request, set()
     scheduler: Any = object.__new__(Scheduler)
     vars(scheduler).update(
         recompute_kv_load_failures=True,
@@ -290,10 +288,10 @@ def test_what_is_lost_is_computed_again_from_the_start(specs: tuple[Any, ...]) -
         kv_holding_waiting=[request],
         skipped_waiting=[request],
     )
-    results = role.take_results(None)
+    results = worker.take_results()
     if results.failed:
         scheduler._handle_failed_recving(results.failed)
-    if lost := role.take_lost_blocks():
+    if lost := worker.take_lost_blocks():
         scheduler._handle_invalid_blocks(lost, {})
     assert request.num_computed_tokens == 0
     assert scheduler.failed_recving_kv_req_ids == {"d"}

@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -39,14 +40,7 @@ from vllm_ascend_pd.connector.model import (
 from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
 from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_weight_updates import follow
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_engine, follow_worker
-from vllm_ascend_pd.connector.roles import (
-    CLOSE_TIMEOUT_S,
-    ConnectorRole,
-    DecodeSchedulerRole,
-    DecodeWorkerRole,
-    PrefillSchedulerRole,
-    PrefillWorkerRole,
-)
+from vllm_ascend_pd.connector.roles import CLOSE_TIMEOUT_S, DecodeSchedulerRole
 from vllm_ascend_pd.connector.setup import (
     EngineSetup,
     device_type,
@@ -73,19 +67,19 @@ from vllm_ascend_pd.core.observer import (
     PrefillSchedulerObserver,
     tell_all,
 )
+from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device import make_device
 from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.device.checksums import check_exact
-from vllm_ascend_pd.observe.stats import DecodeSchedulerStats, PrefillSchedulerStats, PrefillStats
+from vllm_ascend_pd.observe.stats import Data, DecodeSchedulerStats, PrefillSchedulerStats, PrefillStats
 from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
@@ -105,8 +99,20 @@ logger = logging.getLogger(f"vllm.{__name__}")
 _T = TypeVar("_T")
 
 
-def build_scheduler_role(setup: EngineSetup) -> ConnectorRole:
-    """Builds the scheduler's role. Raises ConfigError or LayoutError for what is not supported."""
+@dataclass(frozen=True)
+class Connected:
+    """What a connector passes vLLM's calls on to. The default does nothing: a worker's before its caches are
+    registered, and every connector's after shutdown."""
+
+    role: ConnectorRole = field(default_factory=ConnectorRole)
+    # Returns what was counted since the last call. None: nothing is reported.
+    take_stats: Callable[[], Data | None] = lambda: None
+    # Closes the role and what it uses, even if a part of it raises.
+    closing: ExitStack = field(default_factory=ExitStack)
+
+
+def connect_scheduler(setup: EngineSetup) -> Connected:
+    """Builds the scheduler. Raises ConfigError or LayoutError for what is not supported."""
     vllm_config = setup.vllm_config
     groups = cache_groups(setup.caches, sharding(vllm_config).parts)
     if lacks_a_block(vllm_config, setup.caches):
@@ -119,9 +125,9 @@ def build_scheduler_role(setup: EngineSetup) -> ConnectorRole:
     secret = _read(read_ticket_secret, setup.config.ticket_secret_file)
     requests = VllmRequests(media_hashing(vllm_config), setup.config.allow_other_model)
     build = _prefill if setup.prefills else _decode
-    role = build(setup, groups, requests, secret, keys)
-    follow_engine(role)
-    return role
+    connected = build(setup, groups, requests, secret, keys)
+    follow_engine(connected.role)
+    return connected
 
 
 def _prefill(
@@ -130,7 +136,7 @@ def _prefill(
     requests: VllmRequests,
     secret: Secret | None,
     keys: Keys | None,
-) -> PrefillSchedulerRole:
+) -> Connected:
     hosts = decode_hosts(setup.config.decode_allowlist, setup.host, secret is not None, own_networks())
     logger.info("decode engines are served at: %s; tickets for other hosts are refused", hosts.admitted)
     blocks = VllmBlocks()
@@ -143,8 +149,12 @@ def _prefill(
         hold_timeout_s = setup.config.hold_timeout_s or HOLD_TIMEOUT_S
         held = HeldPrompts(listener, setup.started_as, hold_timeout_s, requests, left_to_decode(groups))
     scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), admission, observer, held)
-    bootstrap = None if listener is None else _bootstrap_server(setup, listener)
-    return PrefillSchedulerRole(scheduler, blocks, measured, listener, bootstrap)
+    closing = ExitStack()
+    if listener is not None:
+        closing.callback(listener.close, CLOSE_TIMEOUT_S)
+        if (bootstrap := _bootstrap_server(setup, listener)) is not None:
+            closing.callback(bootstrap.close, CLOSE_TIMEOUT_S)
+    return Connected(scheduler, lambda: measured.take() or None, closing)
 
 
 def _ticket_listener(
@@ -204,7 +214,7 @@ def _decode(
     requests: VllmRequests,
     secret: Secret | None,
     keys: Keys | None,
-) -> DecodeSchedulerRole:
+) -> Connected:
     config, vllm_config = setup.config, setup.vllm_config
     if (
         config.who_computes == "never"
@@ -241,7 +251,8 @@ def _decode(
         metaserver.admitted,
         hosts.admitted,
     )
-    scheduler = DecodeScheduler(
+    scheduler = DecodeSchedulerRole(
+        setup,
         TicketIssuer(engine, groups, requests, secret, config.queue_timeout_s, config.verified_share),
         requests,
         blocks,
@@ -250,7 +261,9 @@ def _decode(
         _idle_wait(setup, wakeup),
         observer,
     )
-    return DecodeSchedulerRole(setup, scheduler, blocks, measured)
+    closing = ExitStack()
+    closing.callback(scheduler.close)
+    return Connected(scheduler, lambda: measured.take() or None, closing)
 
 
 def _engine_steps(setup: EngineSetup) -> EngineSteps:
@@ -297,17 +310,17 @@ def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> Metaserve
 # Builds the connector of a rank, once vLLM has allocated its KV caches.
 
 
-def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> ConnectorRole:
-    """Builds this rank's role and registers its KV caches. `kv_caches`: the tensors of each layer, by its name.
+def connect_worker(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connected:
+    """Builds this rank's worker and registers its KV caches. `kv_caches`: the tensors of each layer, by its name.
 
     Raises ConfigError, LayoutError or what Mooncake raises. Nothing stays open then.
     """
-    role = _worker_role(setup, kv_caches)
-    follow_worker(role)
-    return role
+    connected = _worker(setup, kv_caches)
+    follow_worker(connected.role)
+    return connected
 
 
-def _worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> ConnectorRole:
+def _worker(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connected:
     vllm_config, config = setup.vllm_config, setup.config
     if not setup.prefills and (reason := unsupported_weights(vllm_config)) is not None:
         raise ConfigError(reason)
@@ -337,22 +350,28 @@ def _worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connector
         engine.register(caches.regions(), of_caches=True)
         weights = loaded_weights(vllm_config, follow, logs=is_first)
         always_has_stats = not ASKS_SCHEDULER_FOR_STATS and is_first
+
+        def no_stats() -> Data | None:
+            return {} if always_has_stats else None
+
         if setup.prefills:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             measured = PrefillStats(rank)
             observer = tell_all(PrefillObserver, measured, prefill_trace(config.trace_dir, rank))
-            prefill = PrefillWorker(rank, config, device, engine, caches, step_tokens, weights, observer)
-            opened.callback(prefill.close, CLOSE_TIMEOUT_S)
             caches_of, in_order = caches_of_layers(specs), layers_in_order(caches.layers)
-            return PrefillWorkerRole(prefill, measured, opened.pop_all(), always_has_stats, caches_of, in_order)
+            prefill = PrefillWorker(
+                rank, config, device, engine, caches, step_tokens, weights, observer, caches_of, in_order
+            )
+            opened.callback(prefill.close, CLOSE_TIMEOUT_S)
+            return Connected(prefill, lambda: measured.take(prefill.status) or no_stats(), opened.pop_all())
         traced = tell_all(DecodeObserver, decode_trace(config.trace_dir, rank))
-        decode = DecodeWorker(rank, config, device, engine, caches, weights, traced)
-        opened.callback(decode.close, CLOSE_TIMEOUT_S)
         # Where lost blocks are named, vLLM computes from the first of them on without asking the scheduler's connector.
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         asks_again = config.who_computes == "never" and policy == "recompute"
         fails_by_request = HAS_TRANSFER_RESULTS and (asks_again or not lost_blocks_say_all(setup.caches))
-        return DecodeWorkerRole(decode, rank.settings, fails_by_request, opened.pop_all(), always_has_stats)
+        decode = DecodeWorker(rank, config, device, engine, caches, weights, traced, fails_by_request)
+        opened.callback(decode.close, CLOSE_TIMEOUT_S)
+        return Connected(decode, no_stats, opened.pop_all())
 
 
 def _rank_info(setup: EngineSetup) -> RankInfo:

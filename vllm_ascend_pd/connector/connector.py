@@ -2,7 +2,7 @@
 """`LayerwisePushConnector`: vLLM's KV connector interface, one line per hook.
 
 vLLM builds one connector per process. What it does depends on the engine's side (prefill, decode) and on the process
-(scheduler, worker): see `roles.py`.
+(scheduler, worker): see `core/role.py`.
 """
 
 import sys
@@ -16,13 +16,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_pd.connector.build import build_scheduler_role, build_worker_role
-from vllm_ascend_pd.connector.metrics import LayerwisePushPromMetrics, LayerwisePushStats, ReportMetadata, StepMetadata
+from vllm_ascend_pd.connector.build import Connected, connect_scheduler, connect_worker
+from vllm_ascend_pd.connector.metrics import (
+    HandshakeMetadata,
+    LayerwisePushPromMetrics,
+    LayerwisePushStats,
+    ReportMetadata,
+    StepMetadata,
+)
 from vllm_ascend_pd.connector.registration import log_as_vllm_does
-from vllm_ascend_pd.connector.roles import ConnectorRole
 from vllm_ascend_pd.connector.setup import read_setup
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS, transfer_results
 from vllm_ascend_pd.core.caches import KVCache
+from vllm_ascend_pd.core.role import ConnectorRole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,13 +49,16 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         log_as_vllm_does()  # a library may have changed the root logger since the plugin was loaded
         self._setup = read_setup(vllm_config, kv_cache_config)
         self._is_worker = role is KVConnectorRole.WORKER
-        # A worker gets its role when its KV caches are registered.
-        self._role = build_scheduler_role(self._setup) if role is KVConnectorRole.SCHEDULER else ConnectorRole()
+        # A worker is connected when its KV caches are registered.
+        self._connect(Connected() if self._is_worker else connect_scheduler(self._setup))
+
+    def _connect(self, connected: Connected) -> None:
+        self._connected, self._role = connected, connected.role
 
     # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, KVCache]) -> None:
-        self._role = build_worker_role(self._setup, kv_caches)
+        self._connect(connect_worker(self._setup, kv_caches))
 
     def unregister_kv_caches(self) -> None:
         """A hook of vLLM 0.33: the memory of the caches is about to be freed (`/sleep`)."""
@@ -60,7 +69,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._role.wake()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._role.handshake()
+        handshake = self._role.handshake()
+        return None if handshake is None else HandshakeMetadata(*handshake)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._role.preempted(_step(kv_connector_metadata))
@@ -109,17 +119,20 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         if self.has_connector_metadata():
-            self._role.end_step(sys.exc_info()[1])
+            self._role.forward_ended(sys.exc_info()[1])
+            self._role.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Returns requests that are sent, and those received or failed. vLLM before 0.30 calls it."""
-        results = self._role.take_results(sys.exc_info()[1])
+        self._role.forward_ended(sys.exc_info()[1])
+        results = self._role.take_results()
         return results.sent or None, results.received or None
 
     if HAS_TRANSFER_RESULTS:
 
         def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-            results = self._role.take_results(sys.exc_info()[1])
+            self._role.forward_ended(sys.exc_info()[1])
+            results = self._role.take_results()
             return transfer_results(results.sent, results.received, results.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -173,22 +186,20 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         return StepMetadata(self._role.build_step(scheduler_output))
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        self._role.update(
-            _report(connector_output.kv_connector_worker_meta),
-            set(connector_output.finished_sending or ()),
-            set(connector_output.finished_recving or ()),
-        )
+        output = connector_output
+        ended = output.finished_sending if self._setup.prefills else output.finished_recving
+        self._role.update(_report(output.kv_connector_worker_meta), set(ended or ()))
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._role.finished(request)
+        return self._role.request_ended(request)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._role.finished(request)
+        return self._role.request_ended(request)
 
     def has_pending_push_work(self) -> bool:
-        return self._role.has_pending_pushes()
+        return self._role.has_pending_pushes
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -202,7 +213,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     # In either.
 
     def get_kv_connector_stats(self) -> LayerwisePushStats | None:
-        data = self._role.take_stats()
+        data = self._connected.take_stats()
         return None if data is None else LayerwisePushStats(data)
 
     @classmethod
@@ -225,8 +236,9 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def shutdown(self) -> None:
-        role, self._role = self._role, ConnectorRole()
-        role.close()
+        closing = self._connected.closing
+        self._connect(Connected())
+        closing.close()
 
 
 def _step(metadata: KVConnectorMetadata) -> Any:

@@ -123,7 +123,6 @@ class VllmBlocks:
         self._unread: dict[str, Any] = {}
 
     def bind(self, pool: "BlockPool") -> None:
-        """Takes vLLM's block pool, which exists only after the connector was built."""
         self._pool = pool
 
     @property
@@ -131,14 +130,13 @@ class VllmBlocks:
         return dict(self._updates)
 
     def arrived(self, request: Any) -> None:
-        """Takes a new request, before it is looked up in the prefix cache."""
         if request.lora_request is not None:
             self._adapters.read(request.lora_request)
             self._unread[request.request_id] = request
             self.take_adapters()
 
     def take_adapters(self) -> None:
-        """Takes what has been read of adapters. Requests with other content of one name find no KV of each other."""
+        """Requests with other content of one name find no KV of each other."""
         for request in list(self._unread.values()):
             content = self._adapters.content(request.lora_request)
             if content is None and not request.is_finished():
@@ -154,7 +152,6 @@ class VllmBlocks:
                 request.update_block_hashes()
 
     def is_ready(self, request: Any) -> bool:
-        """Whether the request's adapter has been read, if it has one. If not, it must not be scheduled."""
         return request.request_id not in self._unread
 
     def allocated(self, request: Any) -> None:

@@ -240,6 +240,18 @@ class EngineRequests(Protocol):
 class EngineBlocks(Protocol):
     """The engine's KV blocks and its prefix cache."""
 
+    def bind(self, pool: Any) -> None:
+        """Takes the engine's block pool."""
+
+    def arrived(self, request: ScheduledRequest) -> None:
+        """Takes a new request, before it is looked up in the prefix cache."""
+
+    def take_adapters(self) -> None:
+        """Takes what has been read of adapters since the last call."""
+
+    def is_ready(self, request: ScheduledRequest) -> bool:
+        """Whether the request's adapter has been read, if it has one. If not, it must not be scheduled."""
+
     @property
     def weight_updates(self) -> dict[str, int]:
         """By rank: the number of its latest weight update after which the prefix cache was emptied."""

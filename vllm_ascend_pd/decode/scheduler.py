@@ -14,6 +14,7 @@ from typing import Any
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
 from vllm_ascend_pd.core.reasons import Reason, ReceiveFailure
+from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import DecodeStep, EngineBlocks, EngineRequests, ScheduledRequest, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import (
@@ -123,7 +124,7 @@ class _IncomingTransfer:
         return None if lost < MAX_LOST else f"KV was lost {lost} times in a row, at last: {self.failure}"
 
 
-class DecodeScheduler:
+class DecodeScheduler(ConnectorRole):
     """Issues tickets and tracks their transfers.
 
     issuer: makes the tickets.
@@ -160,8 +161,12 @@ class DecodeScheduler:
         self._step = DecodeStep()  # the next one
 
     @owned
+    def bind_block_pool(self, pool: Any) -> None:
+        self._blocks.bind(pool)
+
+    @owned
     def arrived(self, request: ScheduledRequest) -> None:
-        """Takes note of a new request."""
+        self._blocks.arrived(request)
         if self._placement.computes_no_prompt and (reason := why_refused(request)) is not None:
             request.skip_reading_prefix_cache = False  # with it, vLLM would compute the prompt whatever we answer
             self._refuse(request, reason, is_unfit=True)
@@ -171,12 +176,13 @@ class DecodeScheduler:
         """Returns how many of the request's tokens prefill will deliver. May be asked again: nothing counts before
         `allocated`.
 
-        None: the request cannot be served, and ends (`take_refused`). Has no other side effects.
+        None: its adapter has not been read, or it cannot be served, and ends (`take_refused`). Has no other side
+        effects.
 
         `num_computed_tokens`: how many of them this engine has in its prefix cache.
         """
         params, earlier = request.kv_transfer_params, self._transfers.get(request.request_id)
-        if request.request_id in self._refused:
+        if not self._blocks.is_ready(request) or request.request_id in self._refused:
             return None
         no_prompt = self._placement.computes_no_prompt
         if is_pulled(params) if no_prompt else not wants_ticket(params) or earlier is not None:
@@ -259,6 +265,7 @@ class DecodeScheduler:
 
         New tickets are sent only now. Sent earlier, prefill could ask ranks for a ticket that this step tells them of.
         """
+        self._blocks.take_adapters()
         computes = bool(scheduled)
         self._placement.step_built(scheduled)
         if not computes and self._step == DecodeStep():
@@ -284,17 +291,13 @@ class DecodeScheduler:
                 self._fail(transfer, outcome.reason, ReceiveFailure.PREFILL, outcome.may_follow)
 
     @owned
-    def update(self, report: WorkerReport | None, finished_recving: set[str]) -> None:
-        """Takes the ranks' report of a step.
-
-        `finished_recving`: ids of requests that all ranks have reported as ended, be it by a failure.
-        """
+    def update(self, report: WorkerReport | None, ended: set[str]) -> None:
         if report is not None:
             self._blocks.weights_updated(report.weight_updates)
             self._take_failures(report)
             self._take_received(report)
             self._take_verified(report)
-        for request_id in finished_recving:
+        for request_id in ended:
             if transfer := self._transfers.get(request_id):
                 self._transfer_ended(transfer)
 
@@ -346,6 +349,9 @@ class DecodeScheduler:
         )
         self._observer.transfer_ended(transfer.request_id, ending)
         self._forget_if_over(transfer)
+
+    def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
+        return False, self.finished(request)
 
     @owned
     def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:

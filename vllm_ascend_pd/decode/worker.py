@@ -23,6 +23,7 @@ from vllm_ascend_pd.core.decode_ticket import DecodeTicket
 from vllm_ascend_pd.core.hosts import prefill_peers
 from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import RankDescription
+from vllm_ascend_pd.core.role import ConnectorRole, TransferResults
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo
@@ -45,7 +46,7 @@ from vllm_ascend_pd.transport.side_channel import SideChannelServer
 logger = logging.getLogger(__name__)
 
 
-class DecodeWorker:
+class DecodeWorker(ConnectorRole):
     """One rank of a decode engine. vLLM's model thread calls all methods."""
 
     def __init__(
@@ -57,12 +58,14 @@ class DecodeWorker:
         caches: RegisteredCaches,
         loaded: LoadedWeights | None = None,
         observer: DecodeObserver | None = None,
+        fails_by_request: bool = True,
     ) -> None:
         """Starts the control thread.
 
         `engine`: prefill ranks write through it, so `caches` must be registered with it.
         `loaded`: the model's weights; None if they are not known.
         `observer`: hears of every ticket; None if nothing listens.
+        `fails_by_request`: whether vLLM learns of failures by request. Otherwise it learns of them by lost blocks.
 
         Raises SideChannelError if this rank cannot listen, and SecretFileError for its keys.
         """
@@ -71,6 +74,10 @@ class DecodeWorker:
         self._engine = engine
         self._loaded = loaded or LoadedWeights()
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", self._loaded)
+        self._settings = dict(rank_info.settings)
+        self._fails_by_request = fails_by_request
+        # Those that vLLM has not been told of.
+        self._lost_blocks: set[int] = set()
         # Seconds that this step waits for KV.
         self._wait_s = 0.0
         # Requests whose tickets were opened and that no step has brought back yet.
@@ -101,6 +108,9 @@ class DecodeWorker:
             caches.description,
             engine.transport,
         )
+
+    def handshake(self) -> tuple[bytes, dict[str, str]]:
+        return msgspec.msgpack.encode(self.description), self._settings
 
     @owned
     def start_step(self, step: DecodeStep) -> None:
@@ -134,6 +144,18 @@ class DecodeWorker:
             is_stale = self._updates.are_unknown_to(step.weight_updates)
             version = UNKNOWN_WEIGHTS if is_stale else self._loaded.current.version
         return OpenTicket(expect, ticket, vacated, version)
+
+    def take_results(self) -> TransferResults:
+        arrivals = self.take_arrivals()
+        if self._fails_by_request:  # vLLM learns of a failure when the transfer has ended
+            return TransferResults(received=arrivals.finished, failed=arrivals.failed)
+        self._lost_blocks |= arrivals.lost_blocks
+        return TransferResults(received=arrivals.finished)
+
+    def take_lost_blocks(self) -> set[int]:
+        """vLLM ends or reschedules these requests at once, and keeps their blocks until they count as received."""
+        lost, self._lost_blocks = self._lost_blocks, set()
+        return lost
 
     @owned
     def take_arrivals(self) -> Arrivals:
@@ -192,11 +214,3 @@ class DecodeWorker:
             closing.callback(self._observer.close, timeout_s)
             closing.callback(self._arrivals.close)
             closing.callback(self._server.close, timeout_s)
-
-
-def encode_description(description: RankDescription) -> bytes:
-    return msgspec.msgpack.encode(description)
-
-
-def decode_description(encoded: bytes) -> RankDescription:
-    return msgspec.msgpack.decode(encoded, type=RankDescription)

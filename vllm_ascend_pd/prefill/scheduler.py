@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
+from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, PrefillStep, ScheduledRequest, Send, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import (
@@ -39,7 +40,7 @@ _CHANGED_STATES = "max_tokens is {}: states change with every token generated"
 _MAX_HOST_CHARS = 80
 
 
-class PrefillScheduler:
+class PrefillScheduler(ConnectorRole):
     """Turns vLLM's steps into steps for the ranks.
 
     groups: the engine's cache groups.
@@ -78,8 +79,13 @@ class PrefillScheduler:
 
     @property
     def has_pending_pushes(self) -> bool:
-        """Whether a request has ended whose blocks the ranks may still read."""
         return any(prompt.ended for prompt in self._prompts.values())
+
+    def bind_block_pool(self, pool: Any) -> None:
+        self._blocks.bind(pool)
+
+    def matched_tokens(self, request: ScheduledRequest, num_computed_tokens: int) -> int | None:
+        return 0 if self._blocks.is_ready(request) else None
 
     @owned
     def arrived(self, request: ScheduledRequest) -> None:
@@ -88,6 +94,7 @@ class PrefillScheduler:
         Drops the prompt's last token if decode must compute that itself: a state must be the one before it. A prompt
         without a ticket is cut as well, because it is computed before decode has said anything.
         """
+        self._blocks.arrived(request)
         params = request.kv_transfer_params
         if carries_ticket(params):
             if self._state_groups and params.get("num_tokens") == request.num_prompt_tokens - 1 > 0:
@@ -123,7 +130,7 @@ class PrefillScheduler:
         held.add(prompt, transfer_id)
 
     @owned
-    def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...]) -> None:
+    def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int = 0) -> None:
         """Takes the blocks of a request that starts, or runs again after a preemption. `blocks`: per cache group."""
         self._blocks.allocated(request)
         prompt = self._prompts.get(request.request_id)
@@ -177,6 +184,7 @@ class PrefillScheduler:
     @owned
     def build_step(self, output: "SchedulerOutput") -> PrefillStep:
         """Returns the step for the ranks that belongs to vLLM's step `output`."""
+        self._blocks.take_adapters()
         step, self._step = self._step, PrefillStep()
         step.computes = output.total_num_scheduled_tokens > 0
         step.weight_updates = self._blocks.weight_updates
@@ -303,8 +311,7 @@ class PrefillScheduler:
             step.unsent.add(prompt.request.request_id)
 
     @owned
-    def update(self, report: WorkerReport | None, finished_sending: set[str]) -> None:
-        """Takes the ranks' report of a step. `finished_sending`: ids of requests that all ranks have ended with."""
+    def update(self, report: WorkerReport | None, ended: set[str]) -> None:
         if report is not None:
             self._blocks.weights_updated(report.weight_updates)
             if report.weight_updates and self._held is not None:
@@ -312,9 +319,12 @@ class PrefillScheduler:
             for request_id, reason in report.failed.items():
                 if transfer := self._transfers.get(request_id):
                     transfer.failure = transfer.failure or reason
-        for request_id in finished_sending:
+        for request_id in ended:
             if (prompt := self._prompts.get(request_id)) and prompt.ended:
                 self._forget(prompt)
+
+    def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
+        return self.finished(request)
 
     @owned
     def finished(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:

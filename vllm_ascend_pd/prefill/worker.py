@@ -4,8 +4,9 @@
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 
 import torch
 
@@ -16,6 +17,7 @@ from vllm_ascend_pd.core.layout import BlockKind
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.core.role import ConnectorRole, TransferResults
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport, rank_address
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
@@ -35,11 +37,11 @@ from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.transport.engine import TransferEngine
 
 
-class PrefillWorker:
+class PrefillWorker(ConnectorRole):
     """One rank of a prefill engine. vLLM's model thread calls all methods.
 
     It calls them in this order: `start_step`, then `layer_written` and `layer_computed` for each layer,
-    `forward_ended`, `end_step` and `take_sent`.
+    `forward_ended`, `end_step` and `take_results`.
     """
 
     def __init__(
@@ -52,13 +54,19 @@ class PrefillWorker:
         step_tokens: int,
         loaded: LoadedWeights | None = None,
         observer: PrefillObserver | None = None,
+        caches_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        in_order: Sequence[Sequence[str]] = (),
     ) -> None:
         """Starts the control thread.
 
         step_tokens: the most tokens that one step computes. It decides the size of the staging ring.
         loaded: the model's weights; None if they are not known.
         observer: is told what the rank does; None if nothing listens.
+        caches_of: the caches of layers that have several, by the name that `layer_computed` gets.
+        in_order: the caches of each layer, in the order of layers.
         """
+        self._caches_of = caches_of
+        self._in_order = in_order
         self._loaded = loaded = loaded or LoadedWeights()
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", loaded)
         self._config = config
@@ -120,7 +128,7 @@ class PrefillWorker:
         self._forward_ended = True
         # The layer that `layer_written` named last, and the device event after it. None after `layer_computed`.
         self._written: tuple[str, Event] | None = None
-        # How long `take_sent` waits in this step.
+        # How long `take_results` waits in this step.
         self._wait_s = 0.0
         # Whether blocks of requests that have ended wait for a ticket.
         self._awaits_tickets = False
@@ -181,6 +189,10 @@ class PrefillWorker:
         `layer`: "" for a linear-attention layer of vllm-ascend (`UnnamedLayers`). Layers that are not known by then are
         pushed when the step ends.
         """
+        for name in self._caches_of.get(layer, (layer,)):
+            self._layer_computed(name)
+
+    def _layer_computed(self, layer: str) -> None:
         layer = self._unnamed.name(layer)
         written, self._written = self._written, None
         if self._plan.sends and layer in self._plan.unsaved:
@@ -191,6 +203,9 @@ class PrefillWorker:
                 self._finish(self._plan.last)
         elif self._turns is not None:
             self._turns.read(layer, ())
+
+    def await_buffer(self, layer: str | int) -> None:
+        self.await_buffers(self._in_order[layer] if isinstance(layer, int) else self._caches_of.get(layer, (layer,)))
 
     def await_buffers(self, layers: Collection[str]) -> None:
         """Waits until the KV of other layers, in the same buffers as that of `layers`, is not read any more (R3).
@@ -241,10 +256,10 @@ class PrefillWorker:
             self._finish(plan.last)
 
     @owned
-    def preempted(self, request_ids: set[str]) -> None:
-        """Waits until no push reads the blocks of these requests, which are about to be reused (R3)."""
+    def preempted(self, step: PrefillStep) -> None:
+        """Waits until no push reads the blocks of the step's preempted requests, which are about to be reused (R3)."""
         self._end_open_step()
-        preempted = [transfer for transfer in map(self._transfers.get, request_ids) if transfer is not None]
+        preempted = [transfer for transfer in map(self._transfers.get, step.preempted) if transfer is not None]
         barriers = [(transfer, transfer.sender.barrier()) for transfer in preempted]
         deadline = time.monotonic() + self._config.write_timeout_s
         for transfer, passed in barriers:
@@ -258,7 +273,7 @@ class PrefillWorker:
                 self._lose([transfer], reason, PushFailure.PREEMPTED)
 
     @owned
-    def take_sent(self) -> set[str]:
+    def take_results(self) -> TransferResults:
         """Returns the requests whose blocks vLLM may free: it is done with them and no push reads them any more.
 
         Waits for one as long as the step says, if there are transfers or blocks that wait for tickets, or until the
@@ -282,7 +297,7 @@ class PrefillWorker:
             transfer = self._transfers.pop(request_id, None)
             if transfer is not None and self._control.release(transfer.ticket):
                 del self._senders[transfer.ticket.issuer]
-        return done
+        return TransferResults(sent=done)
 
     @owned
     def take_report(self) -> WorkerReport | None:

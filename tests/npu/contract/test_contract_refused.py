@@ -97,7 +97,7 @@ def test_memory_of_a_sleeping_engine_is_given_away(plugins: None) -> None:
     from vllm_ascend.worker.worker import NPUWorker
 
     from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_worker
-    from vllm_ascend_pd.connector.roles import ConnectorRole
+    from vllm_ascend_pd.core.role import ConnectorRole
 
     follow_worker(ConnectorRole())
     assert all(hasattr(method, "_is_followed") for method in (NPUWorker.sleep, NPUWorker.wake_up))

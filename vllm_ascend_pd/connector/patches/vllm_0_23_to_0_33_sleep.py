@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.connector.roles import ConnectorRole
+    from vllm_ascend_pd.core.role import ConnectorRole
 
 _WORKERS = (
     ("vllm.v1.worker.gpu_worker", "Worker"),
