@@ -253,8 +253,6 @@ def _not_registered(regions: Sequence[Region]) -> str:
 
 
 # A Mooncake engine that other connectors of this process use, too.
-
-
 #
 # Two engines of one process cannot both register the KV caches:
 #
