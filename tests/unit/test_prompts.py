@@ -4,6 +4,7 @@
 import json
 import logging
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import msgspec
@@ -19,7 +20,7 @@ from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import RealScheduler
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output
-from vllm_ascend_pd.connector import vllm_view
+from vllm_ascend_pd.connector import vllm_view, weights
 from vllm_ascend_pd.connector.model import media_hashing as hashing_of
 from vllm_ascend_pd.connector.vllm_view import VllmRequests
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
@@ -218,9 +219,23 @@ def test_other_embeddings_are_refused():
     assert "embeddings differ" in refusal_of_prefill(posted)
 
 
+class ReadsAtOnce:
+    """In the place of the thread that reads adapters."""
+
+    def __init__(self, *_):
+        pass
+
+    def submit(self, function, *arguments):
+        done = Future()
+        done.set_result(function(*arguments))
+        return done
+
+
 def test_another_adapter_under_the_same_name_is_refused(monkeypatch):
     contents = {"/decode/sql": "0a", "/prefill/sql": "0a", "/prefill/other": "0b"}
-    monkeypatch.setattr(vllm_view, "adapter_digest", lambda lora: "" if lora is None else contents[lora.lora_path])
+    for module in (vllm_view, weights):
+        monkeypatch.setattr(module, "adapter_digest", lambda lora: "" if lora is None else contents[lora.lora_path])
+    monkeypatch.setattr(weights, "ThreadPoolExecutor", ReadsAtOnce)
 
     def adapter(path):
         return LoRARequest("sql", 1, path)
