@@ -13,7 +13,8 @@ from harness.clusters import FAULTS, POISONED_TOKENS, Cluster, ClusterConfig
 from harness.engines import Engine, EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
 from harness.pool import Reference
-from harness.proxy_state import counted
+from harness.proxy_state import counted, withheld
+from harness.waiting import wait_until
 
 # Short, so that a writer that died is not waited for long.
 TIMES = (("lease_s", 10.0), ("write_timeout_s", 5.0), ("grant_timeout_s", 20.0))
@@ -72,10 +73,11 @@ def ask_until_pushing(
 
 
 def bring_back(engine: Engine, cluster: Cluster, client: Client, reference: Reference) -> None:
-    """All engines serve, and nothing is left of what failed."""
+    """All engines serve, the proxy knows that, and nothing is left of what failed."""
     if engine.process.exit_code is not None:
         engine.start()
     wait_ready([engine])
+    wait_until(lambda: not any(withheld(cluster.url).values()), 60)
     prompts = [random_prompt(200, f"after {time.monotonic()}-{i}") for i in range(4)]
     assert [client.complete(prompt).token_ids for prompt in prompts] == [reference.complete(p) for p in prompts]
     wait_all_blocks_free(cluster)

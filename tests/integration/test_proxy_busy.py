@@ -76,9 +76,13 @@ def test_f22_a_stream_that_is_always_refused_in_its_first_event() -> None:
         assert len(cluster.decode.received) < 10
 
 
-def test_f22_a_request_waits_until_the_engine_has_room_again() -> None:
-    """No request of this proxy is there whose end would tell it."""
-    with running_cluster() as cluster, ThreadPoolExecutor(1) as client:
+@pytest.mark.parametrize("slept", [False, True])
+def test_f22_a_request_waits_until_the_engine_has_room_again(slept: bool) -> None:
+    """No request is there whose end would tell it. `slept`: it is awake, and no check has found so yet."""
+    with running_cluster(check_interval=0.05) as cluster, ThreadPoolExecutor(1) as client:
+        if slept:
+            cluster.decode.metrics = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
+            eventually(lambda: withheld(cluster)["decode"])
         cluster.decode.room = 0
         answer = client.submit(cluster.complete)
         eventually(lambda: len(cluster.decode.received) > 2)

@@ -193,7 +193,7 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 def kind_of(role: EngineRole, status: int, content_type: str | None, body: bytes, well: bool) -> FailureKind | None:
     """Returns how an HTTP answer refuses a request before the engine has begun with it. None: it does not.
 
-    `well`: whether the engine's health checks are good. A dead engine's 503 is a failure, not a busy engine's.
+    `well`: whether the engine is alive, by its checks. A dead engine's 503 is a failure, not a busy engine's.
     """
     if is_page(content_type):
         return FailureKind.DENIED if status < 500 else None

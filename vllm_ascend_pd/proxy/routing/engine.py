@@ -193,9 +193,14 @@ class RegisteredEngine:
         self._report = LoadReport(snapshot, sent, now)
 
     @property
+    def asleep(self) -> bool:
+        """Whether a part of it sleeps, by its last metrics."""
+        return self._report is not None and self._report.snapshot.asleep
+
+    @property
     def broken(self) -> str | None:
         """Why the engine can serve nothing now, by its last metrics: it sleeps, or must be restarted. None: it can."""
-        if self._report is not None and self._report.snapshot.asleep:
+        if self.asleep:
             return "it sleeps"
         ranks = 0 if self._report is None else self._report.snapshot.broken_ranks or 0
         return f"it must be restarted: KV exchange has failed for good on {ranks} rank(s)" if ranks else None

@@ -383,7 +383,8 @@ class EnginePool:
         try:
             if may_refuse(response.status, content_type):
                 body = await response.buffer(_MAX_REFUSAL_BYTES)
-                kind = kind_of(self.role, response.status, content_type, body, engine.gate.well)
+                is_alive = engine.gate.well or engine.asleep  # one that sleeps, or slept just now, is itself
+                kind = kind_of(self.role, response.status, content_type, body, is_alive)
         except TooLarge:
             response.close()
             raise ConnectionLost("the error is too long") from None
