@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from itertools import product
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,10 +92,7 @@ def pattern(dump: Dump) -> tuple[str, str]:
     """Returns what is wrong with the dumped KV, and what that usually means."""
     words = dump.words.astype(np.uint64)
     if not dump.words.any():
-        return (
-            "zeros",
-            "nothing was written there, or it was cleared afterwards",
-        )
+        return "zeros", "nothing was written there, or it was cleared afterwards"
     if dump.copies:
         blocks = ", ".join(map(str, dump.copies))
         return f"the KV of blocks {blocks}", "another request's KV: a block was written to, or handed out, twice"
@@ -112,17 +109,14 @@ def pattern(dump: Dump) -> tuple[str, str]:
             return f"one bit: {where}", "memory or a link flips bits: see the error counters of both hosts"
     right = (by_head * dump.entries[:, None] * dump.heads).sum(dtype=np.uint64) + missing
     of_head = (by_head * dump.entries[:, None]).sum(0, dtype=np.uint64)
-    for one, other in product(range(len(dump.heads)), repeat=2):
-        order = np.arange(len(dump.heads))
-        order[[one, other]] = order[[other, one]]
-        if one < other and (of_head * dump.heads[order]).sum(dtype=np.uint64) == right:
-            return (
-                f"heads {one} and {other} exchanged",
-                "the exchange of heads: report it, with the shapes of both sides",
-            )
-    for shift in range(1, len(dump.heads)):
-        if (np.roll(of_head, shift) * dump.heads).sum(dtype=np.uint64) == right:
-            return f"heads {shift} places off", "a head's stride is wrong: report it, with the shapes of both sides"
+    heads, orders = np.arange(len(dump.heads)), {}
+    for one, other in combinations(heads.tolist(), 2):
+        orders[f"heads {one} and {other} exchanged"] = order = heads.copy()
+        order[[one, other]] = other, one
+    orders |= {f"heads {shift} places off": np.roll(heads, -shift) for shift in heads[1:].tolist()}
+    for name, order in orders.items():
+        if (of_head * dump.heads[order]).sum(dtype=np.uint64) == right:
+            return name, "the exchange of heads, or a wrong stride: report it, with the shapes of both sides"
     if (dump.words == dump.words.flat[0]).all():
         return "one value everywhere", "the block's old content, or a fill: its write never arrived"
     return (

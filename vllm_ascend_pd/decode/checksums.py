@@ -137,13 +137,11 @@ class Verifier:
             self._pending.popleft()
             for each, mismatches in found:
                 reason = None
-                if mismatches is None:
-                    self._counts[Verified.UNKNOWN.value] += 1
-                elif mismatches:
+                if mismatches:
                     reason = _describe(mismatches)
                     self._counts[Verified.WRONG.value] += 1
                     logger.error("request %s: wrong on arrival: %s", each.expect.request_id, reason)
-                else:
+                elif mismatches is not None:
                     self._counts[Verified.RIGHT.value] += 1
                     self._right[each.expect.ticket_id] = each, time.monotonic()
                 ended.append((each, reason))
@@ -168,9 +166,7 @@ class Verifier:
                 self._counts[Verified.UNKNOWN.value] += len(check.delivered)
                 continue
             for each, mismatches in found:
-                if mismatches is None:
-                    self._counts[Verified.UNKNOWN.value] += 1
-                elif mismatches:
+                if mismatches:
                     ago = time.monotonic() - compared_at[each.expect.ticket_id]
                     reason = f"overwritten later: right on arrival {ago:.3f} s ago: {_describe(mismatches)}"
                     logger.error("request %s: %s", each.expect.request_id, reason)
@@ -181,23 +177,27 @@ class Verifier:
     @owned
     def take_counts(self) -> dict[str, int]:
         """Returns how many tickets were compared since the last call, by result (`Verified`)."""
-        counts, self._counts = self._counts, Counter()
+        counts, self._counts = +self._counts, Counter()  # without those at 0
         return dict(counts)
 
     def _found(self, check: _Check, wait_s: float) -> list[tuple[Delivered, list[str] | None]]:
         """Returns a check's tickets, with what differs; None if they cannot be compared.
 
-        Raises TimeoutError if the check has not ended in `wait_s` seconds.
+        Those are counted here. Raises TimeoutError if the check has not ended in `wait_s` seconds.
         """
         if check.done is not None:
             try:
                 check.done.wait(wait_s)
             except DeviceError as error:
                 check.failure = str(error)
+        found: list[list[str] | None]
         if check.failure is not None:
             logger.error("verify_kv: %d requests are not verified: %s", len(check.delivered), check.failure)
-            return [(each, None) for each in check.delivered]
-        return [(each, self._compare(check, n, each)) for n, each in enumerate(check.delivered)]
+            found = [None] * len(check.delivered)
+        else:
+            found = [self._compare(check, n, each) for n, each in enumerate(check.delivered)]
+        self._counts[Verified.UNKNOWN.value] += found.count(None)
+        return list(zip(check.delivered, found, strict=True))
 
     def _submit(self, check: _Check, prefill: Sharding) -> None:
         for index, tensors in self._tensors.items():

@@ -42,37 +42,24 @@ class UnitSummer:
     def __init__(self, device: Device, summed: SummedUnits) -> None:
         """Uploads it. The model's thread calls it. Raises `DeviceError`."""
         self._summed = summed
-        sent = summed.geometry.sent
-        places = place_weights(sent)
-        self._word_bytes = word_bytes(sent)
-        self._sent_bytes = summed.entry_weights.shape[1] * sent.heads * len(places) * self._word_bytes
-        offsets = np.arange(len(summed.units)) * self._sent_bytes
         self._offsets = device.upload(torch.from_numpy(summed.offsets))
-        self._sent_offsets = (
-            device.upload(torch.from_numpy(offsets)) if summed.geometry.is_packed_on_the_way else self._offsets
-        )
         self._entry_weights = device.upload(_signed(summed.entry_weights))
-        self._place_weights = device.upload(_signed(places))
+        self._place_weights = device.upload(_signed(place_weights(summed.geometry.sent)))
 
     def of(self, tensor: torch.Tensor, base: int, quantize: Quantize | None = None) -> UnitSums:
         """Returns the units of a tensor, as they are sent.
 
         `base`: address of block 0. `quantize`: what quantizes the tensor on its way. Call it in submitted work.
         """
-        summed, cache = self._summed, self._blocks(tensor, base)
+        summed, cache, offsets = self._summed, self._blocks(tensor, base), self._offsets
         if summed.geometry.is_packed_on_the_way:
             units = len(summed.units)
             found = torch.empty(units, summed.unit_bytes, dtype=torch.uint8, device=tensor.device)
             ops.gather_units([cache], self._offsets, summed.unit_bytes, units, found.view(-1), 0, 0, 0)
             cache = packed(found, tensor, summed.geometry.block_size, quantize).contiguous().view(units, -1)
-        return UnitSums(
-            cache,
-            self._sent_offsets,
-            self._entry_weights,
-            self._place_weights,
-            summed.geometry.sent.heads,
-            self._word_bytes,
-        )
+            offsets = torch.arange(units, device=tensor.device) * cache.shape[1]
+        sent = summed.geometry.sent
+        return UnitSums(cache, offsets, self._entry_weights, self._place_weights, sent.heads, word_bytes(sent))
 
     def content(self, tensor: torch.Tensor, base: int, chosen: Mask) -> tuple[npt.NDArray[np.uint8], list[int]]:
         """Returns the bytes of chosen units, `[units, bytes]`, `_DUMPED` at most, and blocks that seem to have those of

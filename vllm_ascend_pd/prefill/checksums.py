@@ -14,13 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vllm_ascend_pd.core.caches import LayerTensors, Quantize
-from vllm_ascend_pd.core.checksum import (
-    MAX_ROWS,
-    SummedUnits,
-    Tally,
-    column_tokens,
-    common_heads,
-)
+from vllm_ascend_pd.core.checksum import MAX_ROWS, SummedUnits, Tally, column_tokens, common_heads
 from vllm_ascend_pd.core.prefill_ticket import Destination
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import held
@@ -33,13 +27,7 @@ logger = logging.getLogger(__name__)
 class StepChecksums:
     """Checksums of what one step completes of some requests, in caches of one geometry."""
 
-    def __init__(
-        self,
-        device: Device,
-        own_heads: range,
-        summed: SummedUnits,
-        ticket_ids: Sequence[str],
-    ) -> None:
+    def __init__(self, device: Device, own_heads: range, summed: SummedUnits, ticket_ids: Sequence[str]) -> None:
         """`own_heads`: this rank's, of the whole model. `ticket_ids`: of the requests that units belong to.
 
         Raises `DeviceError`.
@@ -66,27 +54,23 @@ def submit_layer(
     fails the requests.
     """
     each = [
-        (step, described, tensor)
+        (step, (described.layer, described.part), described.base, tensor)
         for step, tensors in layer
         for described, tensor in zip(tensors.described, tensors.tensors, strict=True)
     ]
 
     def take() -> None:
         try:
-            names = [(described.layer, described.part) for _, described, _ in each]
-            units = [
-                step.summer.of(tensor, described.base, quantize.get(name))
-                for name, (step, described, tensor) in zip(names, each, strict=True)
-            ]
-            for name, (step, _, _), sums in zip(names, each, take_sums(units), strict=True):
+            units = [step.summer.of(tensor, base, quantize.get(name)) for step, name, base, tensor in each]
+            for (step, name, _, _), sums in zip(each, take_sums(units), strict=True):
                 step.taken[name] = sums
         except Exception:
-            logger.exception("verify_kv: no checksums of layer %s", each[0][1].layer)
+            logger.exception("verify_kv: no checksums of layer %s", each[0][1][0])
 
     try:
         return device.submit(take, computed)
     except DeviceError as error:
-        logger.error("verify_kv: no checksums of layer %s: %s", each[0][1].layer, error)
+        logger.error("verify_kv: no checksums of layer %s: %s", each[0][1][0], error)
         return computed
 
 
