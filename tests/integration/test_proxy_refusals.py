@@ -62,7 +62,7 @@ def test_f19_an_engine_that_refuses_everything_costs_no_answer_and_is_passed_ove
                 return cluster.complete(prompt=f"{number} is a prompt").status_code
 
             assert list(clients.map(ask, range(160))).count(200) >= 159
-        eventually(lambda: withheld(cluster)[role])
+        eventually(lambda: ask(0) and withheld(cluster)[role])  # again, if the time has passed on a busy machine
         [why] = withheld(cluster)[role].values()
         assert "requests in a row failed there: refused what others took: HTTP" in why
         assert len(refuser.received) < 60
