@@ -132,7 +132,7 @@ stage() { # stage TITLE COMMAND...
   judge "$title" $((SECONDS - start)) "$status"
 }
 
-# Long stages, which the next free lane takes, the longest first. Three lanes run beside the short stages, and a fourth
+# Long stages, which the next free lane takes, the longest first. Two lanes run beside the short stages, and two more
 # when those are done: engines mostly wait for each other, and leave half of two cores idle.
 declare -A titles=(
   [npu]="torch_npu on emulated CANN"
@@ -182,6 +182,7 @@ start_beside() {
 }
 end_beside() {
   local name seconds status lane
+  start_beside
   for name in "${long_stages[@]}"; do
     ! claim "$name" || stage "${titles[$name]}" run_long_stage "$name"
   done
@@ -257,7 +258,8 @@ setup=(--install-system-packages --with-compat) # the NPU's tests compare with v
 [[ $mode != all && $mode != quick ]] || setup+=(--with-browser --with-gateway --with-prometheus)
 [[ $mode != all && $mode != e2e && $mode != faults ]] || setup+=(--with-router)
 if [[ $mode == all ]]; then
-  for _ in 1 2 3; do start_beside; done # the first with the NPU's environment
+  start_beside # with the NPU's environment
+  start_beside
 fi
 run scripts/setup_env.sh "${setup[@]}"
 judge "set-up" "$SECONDS" 0
