@@ -158,6 +158,23 @@ def sliding_bytes(tokens: int, block_size: int) -> int:
     return (blocks * full + in_window * sliding) * block_bytes
 
 
+SHARED = ModelSpec(
+    "shared",
+    "gemma3n_text",
+    layers=5,
+    config=(
+        ("sliding_window", WINDOW),
+        ("layer_types", ("full_attention", *2 * ("sliding_attention", "full_attention"))),
+        ("num_kv_shared_layers", 2),
+        ("activation_sparsity_pattern", 5 * (0.0,)),
+        ("hidden_size_per_layer_input", 32),
+        ("vocab_size_per_layer_input", 512),
+        ("laurel_rank", 8),
+        ("tie_word_embeddings", True),
+    ),
+)
+"""Gemma 3n: the last two layers read the caches of the two before them."""
+
 MAMBA = ModelSpec(
     "mamba",
     "granitemoehybrid",
@@ -176,6 +193,27 @@ MAMBA = ModelSpec(
     ),
 )
 """Mamba 2 layers, whose cache is a state per request, and an attention layer."""
+
+GATED_DELTA = ModelSpec(
+    "gated-delta",
+    "qwen3_next",
+    dtype="bfloat16",
+    config=(
+        ("layer_types", ("linear_attention", "full_attention", "linear_attention", "linear_attention")),
+        ("linear_num_key_heads", 2),
+        ("linear_num_value_heads", 4),
+        ("linear_key_head_dim", 64),
+        ("linear_value_head_dim", 64),
+        ("num_experts", 2),
+        ("num_experts_per_tok", 2),
+        ("moe_intermediate_size", 64),
+        ("shared_expert_intermediate_size", 64),
+        ("mlp_only_layers", (1, 2, 3)),
+    ),
+)
+"""Linear attention (a state per request, more value than key heads) and an attention layer. bfloat16: vLLM's CPU
+kernels for it take nothing else. One layer has experts, which vLLM insists on; all of them are always used."""
+
 
 NPU_HEAD_SIZE = 64
 """The smallest that an NPU's attention takes in the layout that vllm-ascend calls it with."""
