@@ -33,6 +33,12 @@ inline void check_device(const char* op, const char* argument, const at::Tensor&
                     ", must be on ", out.device(), " as out is");
 }
 
+// The memory of a cache on the device of `out`.
+inline Cache checked_cache(const char* op, const at::Tensor& cache, const at::Tensor& out) {
+  check_device(op, "cache", cache, out);
+  return {static_cast<const std::byte*>(cache.const_data_ptr()), addressable_bytes(cache)};
+}
+
 // A tensor of int64 on the device of `out`.
 inline const int64_t* checked_words(const char* op, const char* argument, const at::Tensor& tensor, int64_t dimensions,
                                     const at::Tensor& out) {
@@ -62,10 +68,7 @@ inline std::optional<Split> checked_split(const char* op, at::TensorList caches,
             out_offset,
             out_cache_stride,
             out_section_stride};
-  for (const at::Tensor& cache : caches) {
-    check_device(op, "cache", cache, out);
-    job.caches.push_back({static_cast<const std::byte*>(cache.const_data_ptr()), addressable_bytes(cache)});
-  }
+  for (const at::Tensor& cache : caches) job.caches.push_back(checked_cache(op, cache, out));
   if (!check(op, job)) return std::nullopt;
   check_disjoint(op, "unit_offsets", unit_offsets.const_data_ptr(), unit_offsets.nbytes(), job.out,
                  job.out_bytes);
@@ -125,14 +128,14 @@ inline std::vector<Sum> checked_sums(at::TensorList caches, at::TensorList unit_
   int64_t left = out.numel();
   std::vector<Sum> jobs;
   for (size_t c = 0; c < caches.size(); ++c) {
-    check_device(op, "cache", caches[c], out);
+    const Cache cache = checked_cache(op, caches[c], out);
     const int64_t* offsets = checked_words(op, "unit_offsets", unit_offsets[c], 1, out);
     const int64_t* entries = checked_words(op, "entry_weights", entry_weights[c], 2, out);
     const int64_t* places = checked_words(op, "place_weights", place_weights[c], 1, out);
     const int64_t units = unit_offsets[c].numel();
     TORCH_CHECK_VALUE(entry_weights[c].size(0) == units, op, ": entry_weights are of ", entry_weights[c].size(0),
                       " units, must be of ", units);
-    const Sum job{{static_cast<const std::byte*>(caches[c].const_data_ptr()), addressable_bytes(caches[c])},
+    const Sum job{cache,
                   offsets,
                   entries,
                   places,
@@ -143,7 +146,7 @@ inline std::vector<Sum> checked_sums(at::TensorList caches, at::TensorList unit_
                   place_weights[c].numel(),
                   word_bytes[c]};
     check(op, job);
-    if (offsets != nullptr && unit_offsets[c].is_cpu()) check_unit_offsets(op, job);
+    if (unit_offsets[c].is_cpu()) check_unit_offsets(op, job);
     const int64_t sums = saturating_mul(units, job.heads);
     check_at_most(op, "the number of checksums", sums, left, "words that are left of out");
     check_disjoint(op, "cache", job.cache.data, job.cache.bytes, static_cast<std::byte*>(out.mutable_data_ptr()),

@@ -13,9 +13,10 @@
 
 namespace vllm_ascend_pd {
 
-// Units of one cache. A unit is [entries, heads, words] without gaps; its checksums are, for n < units and h < heads,
-//   out[n * heads + h] = sum over e and w, modulo 2^64, of
-//     word [e, h, w] of the unit at unit_offsets[n] * entry_weights[n * entries + e] * place_weights[w]
+// Units of one cache. A unit is [entries, heads, words] without gaps, and begins at its unit_offsets[n].
+// For n < units and h < heads, modulo 2^64:
+//   out[n * heads + h] = sum over e < entries and w < words of
+//     unit[e, h, w] * entry_weights[n * entries + e] * place_weights[w]
 // Words of 4 and 2 bytes are signed, those of 1 byte are not.
 struct Sum {
   Cache cache;

@@ -119,6 +119,10 @@ class Verified(enum.Enum):
     """It was not compared: see the log."""
 
 
+WRONG_KV = (Verified.WRONG.value, Verified.OVERWRITTEN.value)
+"""Results that are faults."""
+
+
 class ReceiveFailure(enum.Enum):
     """Why decode did not get a request's KV."""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_ascend_pd.core.reasons import Verified
+from vllm_ascend_pd.core.reasons import WRONG_KV
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED, VERIFIED
 
@@ -23,7 +23,6 @@ _CACHE_INFO = "vllm:cache_config_info"
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
 _VERIFIED = f"{PREFIX}{VERIFIED.name}_total"
-_WRONG = (Verified.WRONG.value, Verified.OVERWRITTEN.value)
 _SLEEP_STATE = "vllm:engine_sleep_state"
 _WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, _VERIFIED, _SLEEP_STATE)
 _MAX_LINES = 2048
@@ -72,7 +71,7 @@ def parse_metrics(text: str) -> LoadSnapshot:
                 asleep |= sample.labels.get("sleep_state") == "awake" and sample.value == 0
             elif sample.name == _CACHE_INFO:
                 capacities.append(_capacity(sample.labels))
-            elif sample.name == _VERIFIED and sample.labels.get("result") not in _WRONG:
+            elif sample.name == _VERIFIED and sample.labels.get("result") not in WRONG_KV:
                 continue
             elif 0 <= sample.value < _NONSENSE:  # not NaN
                 values.setdefault(sample.name, []).append(sample.value)

@@ -20,6 +20,7 @@ import httpx
 import msgspec
 
 from vllm_ascend_pd.core.hosts import is_loopback
+from vllm_ascend_pd.core.reasons import WRONG_KV
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
 from vllm_ascend_pd.observe.stats import PREFIX, PUSHED_BYTES, TICKET_TO_READY_SECONDS, VERIFIED
@@ -342,8 +343,8 @@ def _compare(what: str, values: Mapping[str, object], level: Level, action: str)
 
 
 _WRONG_KV = re.compile(
-    rb'^%s_total\{.*\bresult="(?:wrong|overwritten)".*\} (\d{1,9}(?:\.\d+)?(?:e\+\d\d)?)$'
-    % (PREFIX + VERIFIED.name).encode(),
+    rb'^%s_total\{.*\bresult="(?:%s)".*\} (\d{1,9}(?:\.\d+)?(?:e\+\d\d)?)$'
+    % ((PREFIX + VERIFIED.name).encode(), "|".join(WRONG_KV).encode()),
     re.MULTILINE,
 )
 
