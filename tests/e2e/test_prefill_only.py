@@ -2,19 +2,20 @@
 """A decode engine that computes no prompts (`who_computes: never`) and has few blocks: it preempts again and again,
 prefill computes everything, and clients get a single engine's tokens."""
 
+import dataclasses
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from harness.client import Client, Completion, at_once, random_prompt
+from harness.client import Client, Completion, StreamError, at_once, random_prompt
 from harness.clusters import Cluster, ClusterConfig
 from harness.engines import EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
 from harness.models import TINY
 from harness.plain_http import PLAIN_HTTP
-from harness.pool import Reference
+from harness.pool import Reference, long
 from harness.usage import SAYS_CACHED, asks_for, usages
 
 BLOCK = 32
@@ -44,8 +45,17 @@ CLUSTER = ClusterConfig(
     (),  # a proxy that is not as patient as others
     single=EngineConfig(block_size=BLOCK, max_model_len=640),
 )
+NGRAM = (("method", "ngram"), ("num_speculative_tokens", 3), ("prompt_lookup_min", 1), ("prompt_lookup_max", 3))
+SPECULATIVE = dataclasses.replace(
+    CLUSTER,
+    name="prefill-only-ngram",
+    prefill=(PREFILL,),
+    decode=(dataclasses.replace(DECODE, speculative=NGRAM),),
+)
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("cluster", [CLUSTER], ids=str, indirect=True)]
+pytestmark = pytest.mark.timeout(900)
+plain = pytest.mark.parametrize("cluster", [CLUSTER], ids=str, indirect=True)
+speculative = pytest.mark.parametrize("cluster", [long(SPECULATIVE)], ids=str, indirect=True)
 
 
 def preemptions(cluster: Cluster) -> float:
@@ -73,6 +83,17 @@ def check(cluster: Cluster, reference: Reference, prompts: list[list[int]], answ
     assert {("prefill", "policy"), ("prefill", "preempted")} <= placed
 
 
+@speculative
+def test_a_storm_of_preemptions_with_drafts(cluster: Cluster, client: Client, reference: Reference) -> None:
+    before = preemptions(cluster)
+    prompts = prompts_of("storm")
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [answer.result() for answer in storm(pool, client, prompts)]
+    assert preemptions(cluster) >= before + 6
+    check(cluster, reference, prompts, answers)
+
+
+@plain
 def test_samples_of_one_prompt_are_preempted(cluster: Cluster, client: Client, reference: Reference) -> None:
     before = preemptions(cluster)
     prompts = prompts_of("samples", 3)
@@ -81,6 +102,7 @@ def test_samples_of_one_prompt_are_preempted(cluster: Cluster, client: Client, r
     check(cluster, reference, [prompt for prompt in prompts for _ in range(2)], answers)
 
 
+@plain
 def test_usage_after_preemptions(cluster: Cluster, reference: Reference) -> None:
     """What prefill has computed for an earlier ticket of a request does not count as cached."""
     before = preemptions(cluster)
@@ -95,6 +117,7 @@ def test_usage_after_preemptions(cluster: Cluster, reference: Reference) -> None
     wait_all_blocks_free(cluster)
 
 
+@plain
 def test_prefill_killed_in_a_storm(cluster: Cluster, client: Client, reference: Reference) -> None:
     """Streams that had tokens go on when the other engine has computed theirs, by a ticket of their own."""
     killed = cluster.prefill[0]
@@ -113,6 +136,7 @@ def test_prefill_killed_in_a_storm(cluster: Cluster, client: Client, reference: 
     check(cluster, reference, prompts, [answer.result() for answer in asked])
 
 
+@plain
 def test_log_probabilities_of_a_prompt_are_refused_with_the_reason(cluster: Cluster, client: Client) -> None:
     with pytest.raises(httpx.HTTPStatusError) as refused:
         client.complete(random_prompt(100, "logprobs"), prompt_logprobs=1)
@@ -121,6 +145,7 @@ def test_log_probabilities_of_a_prompt_are_refused_with_the_reason(cluster: Clus
     wait_all_blocks_free(cluster)
 
 
+@plain
 def test_a_request_past_the_proxy_ends_with_an_error(cluster: Cluster, client: Client, reference: Reference) -> None:
     [decode] = cluster.decode
     body = {"model": client.model, "prompt": random_prompt(100, "direct"), "max_tokens": 4}
@@ -129,3 +154,26 @@ def test_a_request_past_the_proxy_ends_with_an_error(cluster: Cluster, client: C
     assert "the request names no metaserver" in decode.log.read_text()
     prompts = prompts_of("after", 1)
     check(cluster, reference, prompts, [client.complete(prompts[0], ANSWER)])
+
+
+@speculative
+def test_the_only_prefill_engine_is_killed_in_a_storm(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """With `kv_load_failure_policy` recompute, too: whoever needs it ends with the reason, and nothing waits."""
+    [prefill] = cluster.prefill
+    before = preemptions(cluster)
+    prompts = prompts_of("alone")
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = storm(pool, client, prompts)
+        while preemptions(cluster) < before + 2:
+            assert not all(answer.done() for answer in asked)
+            time.sleep(0.01)
+        prefill.process.kill()
+        errors = [answer.exception() for answer in asked]
+    failed = [error for error in errors if error is not None]
+    assert failed
+    assert all(isinstance(error, StreamError | httpx.HTTPStatusError) for error in failed)
+    assert all("prefill" in str(error) for error in failed)
+    prefill.start()
+    wait_ready([prefill])
+    prompts = prompts_of("back", 2)
+    check(cluster, reference, prompts, [client.complete(prompt, ANSWER) for prompt in prompts])

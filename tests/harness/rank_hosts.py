@@ -94,6 +94,11 @@ class Rank:
         else:
             os.kill(self._host.process.pid, signal.SIGCONT)
 
+    def dies(self, timeout_s: float) -> bool:
+        """Whether its process ends by itself, sooner or later."""
+        self._host.process.join(timeout_s)
+        return not self._host.process.is_alive()
+
     def stop(self) -> None:
         """Begins to end the rank, see `stopped`."""
         self.send("stop", self._reusable)

@@ -24,6 +24,9 @@ SIZES = {"direct": (1, 1), "gather": (2, 1), "split": (1, 2)}
 
 STREAM_FAILED = "the NPU reported an error"
 
+SETTLED_S = 400.0
+"""Decode keeps the blocks of a killed prefill rank until Mooncake would have given up: 238 s with `QUICK`."""
+
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,3 +150,19 @@ def test_an_hccl_call_that_hangs() -> None:
         for _ in range(2):
             run(pair, requests)
             expect_failure(pair, STREAM_FAILED, 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_decode_ends_the_requests_of_a_process_that_torch_npu_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by default: torch_npu's watchdog takes a process down in which a collective has failed."""
+    monkeypatch.delenv("TORCH_HCCL_ASYNC_ERROR_HANDLING")
+    with pair_of("gather") as pair:
+        survivor, victim = pair.p_ranks
+        victim.call("do", inject_before_pushing, 1, "hccl:hang")
+        run(pair, prompts(pair, [BLOCK]))
+        pair.kill(victim)
+        received, failed = pair.wait_arrivals(1, SETTLED_S)
+        assert (received, failed.keys()) == (set(), {"request-0"})
+        assert survivor.dies(30)
+        pair.kill(survivor)
