@@ -13,8 +13,9 @@ import typer
 
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.proxy.settings import options as proxy_options
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, new_app, run_app
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, new_app, removed_option, run_app
 from vllm_ascend_pd.tools.doctor.cli import doctor
+from vllm_ascend_pd.tools.migrate.cli import REMOVED as REMOVED_OF_MIGRATE
 from vllm_ascend_pd.tools.migrate.cli import migrate
 from vllm_ascend_pd.tools.plan.cli import plan
 from vllm_ascend_pd.tools.timeline.command import timeline
@@ -136,11 +137,10 @@ REMOVED = {
 
 
 def main() -> NoReturn:
-    if sys.argv[1:2] == ["proxy"]:
-        for argument in sys.argv[2:]:
-            if (name := argument.partition("=")[0]) in REMOVED:
-                print(f"vllm-ascend-pd: there is no option {name} any more: {REMOVED[name]}", file=sys.stderr)
-                sys.exit(2)
+    command, words = "".join(sys.argv[1:2]), sys.argv[2:]
+    if reason := removed_option(words, {"proxy": REMOVED, "migrate": REMOVED_OF_MIGRATE}.get(command, {})):
+        print(f"vllm-ascend-pd: {reason}", file=sys.stderr)
+        sys.exit(2)
     run_app(app, "vllm-ascend-pd")
 
 

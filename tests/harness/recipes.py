@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
-from vllm_ascend_pd.tools.migrate.changes import ChangeKind, EngineMigration
-from vllm_ascend_pd.tools.migrate.command import migrate_command
+from vllm_ascend_pd.tools.migrate.changes import ChangeKind, Migration
+from vllm_ascend_pd.tools.migrate.engine import migrate_command
 from vllm_ascend_pd.tools.vllm_serve import table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -127,7 +127,7 @@ class Recipe:
         names = [name for name in self.data["env"] if name.startswith("VLLM_ASCEND_ENABLE_")]
         experts = self.data["args"].get("enable-expert-parallel", False)
         variables = {name: str(int(experts or not name.endswith("FLASHCOMM1"))) for name in names}
-        return read_arguments(words, table(), variables, variables)
+        return read_arguments(words, table(), variables)
 
     def _filled(self, text: str) -> str:
         own = re.search(rf'"{self.side}": *{{([^}}]*)}}', self._old)
@@ -136,10 +136,10 @@ class Recipe:
         return re.sub(r"\$(\w+)", lambda match: values[match[1]], text)
 
     @cached_property
-    def migrated(self) -> EngineMigration:
+    def migrated(self) -> Migration:
         with tempfile.TemporaryDirectory() as folder:
             make_model(self.architecture, Path(folder))
-            return migrate_command(self.arguments(), folder, None).engines[0]
+            return migrate_command(self.arguments(), folder, None)
 
     @property
     def verdict(self) -> str:

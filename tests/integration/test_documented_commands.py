@@ -27,7 +27,6 @@ from harness.documented import PAGES, REPOSITORY, fences, lines, taken_by
 from harness.ports import is_free, release_port, reserve_port
 from vllm_ascend_pd.transport.keys import load_keys, read_text_secret, read_ticket_secret
 
-DECODE_SH = "bash decode.sh 4"
 MODELS = {"Llama-3.1-70B": "llama-3.1-70b.json", "DeepSeek-R1-W8A8": "deepseek-r1.json"}
 
 # --- run as they are, in a folder of their own -------------------------------------------------------------
@@ -62,27 +61,15 @@ def plans(command: Command, folder: Path) -> None:
 
 
 def migrates(command: Command, folder: Path) -> None:
-    """The script that the page shows prints what it shows next, and is judged with prefill's."""
+    """The script that the page shows prints what it shows next."""
     [page] = command.pages
     script, printed, *_ = (textwrap.dedent(body) for language, body in fences(page) if language == "text")
     (folder / "model").mkdir()
     shutil.copy(REPOSITORY / "tests/unit/data" / MODELS["DeepSeek-R1-W8A8"], folder / "model/config.json")
-    script = script.replace("/models/DeepSeek-R1", f"{folder}/model")
-    (folder / "decode.sh").write_text(script)
-    prefill = script.replace("kv_consumer", "kv_producer").replace("decode.json", "prefill.json")
-    (folder / "prefill.sh").write_text(prefill.replace("8200", "8100"))
-    alone = command._replace(line=DECODE_SH).run(folder).replace(f"{folder}/model", "/models/DeepSeek-R1")
-    assert alone[: alone.index("\n== proxy ==")] == printed
-    (folder / "vllm.py").write_text("raise ImportError('prefill takes the table of options, to import vLLM but once')")
-    both = command._replace(line=f'PYTHONPATH="{folder}:$PYTHONPATH" bash prefill.sh 8; {command.line}').run(folder)
-    assert "== prefill and decode ==\nthey fit\n" in both
-    assert alone.endswith("works with these changes\n")
-    assert both.endswith("works with these changes\n")
-
-
-def is_run_before(command: Command, folder: Path) -> None:
-    """The test of another command of the page runs it."""
-    assert any(rows_of(other)[0].how is migrates for other in COMMANDS if other.pages == command.pages)
+    (folder / "decode.sh").write_text(script.replace("/models/DeepSeek-R1", f"{folder}/model"))
+    shown = command.run(folder).replace(f"{folder}/model", "/models/DeepSeek-R1")
+    assert shown[: shown.index("\n== proxy ==")] == printed
+    assert shown.endswith("works with these changes\n")
 
 
 def makes_the_model(command: Command, folder: Path) -> None:
@@ -216,8 +203,7 @@ TABLE = (
     Row(r"vllm-ascend-pd keygen .*", makes_a_secret),
     Row(r"\(umask 077; openssl .*", makes_a_secret),
     Row(r"vllm-ascend-pd plan .*", plans),
-    Row(r"vllm-ascend-pd migrate .*", migrates),
-    Row(re.escape(DECODE_SH), is_run_before),
+    Row(r"bash decode\.sh 4", migrates),
     Row(r"vllm-ascend-pd doctor( --port .*| --hardware)?", "tests/integration/test_doctor.py::test_a_machine"),
     Row(r"vllm-ascend-pd doctor --proxy .*", "tests/integration/test_doctor.py::test_a_pair"),
     Row(r"vllm-ascend-pd proxy --host .*", opens_the_front_door),

@@ -80,7 +80,7 @@ def test_f20_words_mean_what_vllm_s_parser_makes_of_them() -> None:
         "--additional-config '{\"a\": 1e3}' --hf-overrides.x.y 5 --hf-over.z 6 --allowed-origins '[\"*\"]' -q fp8"
     )
     theirs = serve_parser().parse_args(words)
-    ours = read_arguments(["vllm", "serve", *words], vllm_serve.table(), {}, {})
+    ours = read_arguments(["vllm", "serve", *words], vllm_serve.table(), {})
     assert not ours.unknown
     assert [word for part in ours.words() for word in part] == ["vllm", "serve", *words]
     assert ours.model == theirs.model_tag == "m"

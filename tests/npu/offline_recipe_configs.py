@@ -48,7 +48,7 @@ def configured(recipe: Recipe, command: list[list[str]], parser: Any) -> Any:
     options = {words[0]: words[1:] for words in command[1:] if words[0] not in FRONT_END}
     with tempfile.TemporaryDirectory() as folder:
         make_model(recipe.architecture, Path(folder))
-        os.environ.update({n: v for n, v in recipe.migrated.environment.items() if n.startswith("VLLM_ASCEND_")})
+        os.environ.update({n: v for n, v in recipe.arguments().environment.items() if n.startswith("VLLM_ASCEND_")})
         try:
             if (draft := json.loads(options.get("--speculative-config", ["{}"])[0])).get("model"):
                 draft["model"] = make_draft(recipe.architecture, Path(folder))

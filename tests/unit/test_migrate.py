@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from harness.recipes import make_model
-from vllm_ascend_pd.tools.command_line import as_json
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
 from vllm_ascend_pd.tools.migrate.changes import ChangeKind, MigrateError, Migration, render
-from vllm_ascend_pd.tools.migrate.command import migrate_command, migrate_pair, read_result
+from vllm_ascend_pd.tools.migrate.engine import migrate_command
 from vllm_ascend_pd.tools.vllm_serve import ServeOptions, table
 
 OLD = {
@@ -52,13 +51,11 @@ def read(text: str, options: ServeOptions | None = None) -> EngineArguments:
     """Reads the words that a shell makes of `text`, with the variables before them set."""
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
-    return read_arguments(words[len(variables) :], options or table(), variables, variables)
+    return read_arguments(words[len(variables) :], options or table(), variables)
 
 
-def migrated(text: str, *others: str, model: Path | None = None, proxy: str | None = None) -> Migration:
-    folder = None if model is None else str(model)
-    results = [migrate_command(read(each), folder, proxy) for each in (text, *others)]
-    return results[0] if not others else migrate_pair(results, folder, proxy)
+def migrated(text: str, model: Path | None = None, proxy: str | None = None) -> Migration:
+    return migrate_command(read(text), None if model is None else str(model), proxy)
 
 
 def serve(options: str = "", **changes: Any) -> str:
@@ -66,7 +63,7 @@ def serve(options: str = "", **changes: Any) -> str:
 
 
 def said(result: Migration) -> dict[str, ChangeKind]:
-    return {change.subject: change.kind for change in result.engines[0].changes}
+    return {change.subject: change.kind for change in result.changes}
 
 
 @pytest.fixture
@@ -88,27 +85,25 @@ def model_in(folder: Path, architecture: str) -> Path:
 def test_a_command(mla: Path) -> None:
     result = migrated(COMMAND, model=mla, proxy="http://192.0.2.1:8000")
     assert result.ok
-    [engine] = result.engines
-    assert engine.kv_transfer_config == {
+    assert result.kv_transfer_config == {
         "kv_connector": "LayerwisePushConnector",
         "kv_role": "kv_consumer",
         "kv_port": 36200,
         "kv_connector_extra_config": {"metaserver_allowlist": ["http://192.0.2.1:8000"]},
     }
-    assert engine.command[:4] == [
+    assert result.command[:4] == [
         ["vllm", "serve", "/models/DeepSeek-R1"],
         ["--host", "0.0.0.0"],
         ["--port", "8201"],
         ["--tensor-parallel-size=4"],
     ]
-    assert ["--max_num_batched_tokens", "256"] in engine.command
-    assert engine.environment == {"HCCL_IF_IP": "192.0.2.3", "VLLM_ASCEND_ENABLE_MLAPO": "1"}
+    assert ["--max_num_batched_tokens", "256"] in result.command
+    assert said(result)["VLLM_USE_V1"] is ChangeKind.LEFT_OUT
     assert result.proxy[-2:] == ["--decode", "http://HOST:8201"]
     # What it prints is a command again, and one that is left as it is.
     printed = render(result)
     back = read(printed[printed.index("Command:\n") + 9 : printed.index("== proxy ==")])
-    assert back.words() == engine.command
-    assert back.assigned == engine.environment
+    assert back.words() == result.command
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
@@ -121,7 +116,7 @@ def test_a_pool_beside_it_comes_second_on_decode(role: str, qwen: Path) -> None:
     listed = {"connectors": [pool, {**OLD, "kv_role": role}]}
     config = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": listed}
     result = migrated(f"vllm serve m --kv-transfer-config {shlex.quote(json.dumps(config))}", model=qwen)
-    entries = result.engines[0].kv_transfer_config["kv_connector_extra_config"]["connectors"]
+    entries = result.kv_transfer_config["kv_connector_extra_config"]["connectors"]
     names = [entry["kv_connector"] for entry in entries]
     ordered = ["LayerwisePushConnector", "AscendStoreConnector"]
     assert names == (ordered if role == "kv_consumer" else ordered[::-1])
@@ -139,7 +134,7 @@ def test_a_pool_beside_it_comes_second_on_decode(role: str, qwen: Path) -> None:
 def test_the_connector_s_refusals_stop_it(options: str, named: str, qwen: Path) -> None:
     result = migrated(serve(options), model=qwen)
     assert not result.ok
-    assert named in result.engines[0].stops[0].why
+    assert named in result.stops[0].why
 
 
 def test_full_graphs_with_context_parallelism_on_decode(qwen: Path, mla: Path) -> None:
@@ -148,7 +143,7 @@ def test_full_graphs_with_context_parallelism_on_decode(qwen: Path, mla: Path) -
     assert result.ok
     assert said(result)["cudagraph_mode"] is ChangeKind.CHANGED
     assert "who_computes" not in said(result)
-    assert ["--compilation-config", '{"cudagraph_mode": "PIECEWISE"}'] in result.engines[0].command
+    assert ["--compilation-config", '{"cudagraph_mode": "PIECEWISE"}'] in result.command
     without_weights = migrated(serve(f"{options} --max-num-batched-tokens 256 -q ascend"), model=mla)
     assert without_weights.ok
     assert {"cudagraph_mode", "who_computes"} <= set(said(without_weights))
@@ -164,7 +159,7 @@ def test_mla_without_weights_for_prompts_leaves_them_to_prefill(tokens: int, mla
 def test_a_model_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
     result = migrated(serve(), model=tmp_path)
     assert not result.ok
-    assert "give --model" in result.engines[0].stops[0].why
+    assert "give --model" in result.stops[0].why
 
 
 @pytest.mark.parametrize("settings", [{}, {"recompute_scheduler_enable": True}])
@@ -178,49 +173,20 @@ def test_decode_that_keeps_int8_computes_no_prompts(tmp_path: Path, model: str, 
     for role, never in (("kv_producer", None), ("kv_consumer", None if settings else "never")):
         result = migrated(serve(additional, kv_role=role), model=tmp_path)
         assert result.ok
-        extra = result.engines[0].kv_transfer_config.get("kv_connector_extra_config", {})
+        extra = result.kv_transfer_config.get("kv_connector_extra_config", {})
         assert extra.get("who_computes") == never
 
 
 def test_int8_caches_with_context_parallelism_stop_it(tmp_path: Path) -> None:
     make_model("deepseek-v3-c8", tmp_path)
     result = migrated(serve("--decode-context-parallel-size 2"), model=tmp_path)
-    assert [change.subject for change in result.engines[0].stops] == ["--decode-context-parallel-size"]
+    assert [change.subject for change in result.stops] == ["--decode-context-parallel-size"]
 
 
 @pytest.mark.parametrize(("host", "url"), [("::1", "http://[::1]:8200"), ("::", "http://HOST:8200")])
 def test_an_engine_at_an_ipv6_address(host: str, url: str, qwen: Path) -> None:
     result = migrated(serve(f"-tp 4 --host {host} --port 8200"), model=qwen)
-    assert result.engines[0].url == url
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "subject"),
-    [
-        ("-tp 8 --kv-cache-dtype fp8", "-tp 4", "--kv-cache-dtype"),
-        ("-tp 7", "-tp 4", "parallel sizes"),
-        ("-tp 8 -q ascend", "-tp 4", "--quantization"),
-    ],
-)
-def test_a_pair_that_does_not_fit(prefill: str, decode: str, subject: str, qwen: Path) -> None:
-    result = migrated(serve(prefill, kv_role="kv_producer"), serve(decode), model=qwen)
-    assert not result.ok
-    assert subject in [change.subject for change in result.pair if change.kind is ChangeKind.STOPS]
-
-
-def test_other_paths_of_a_model_with_images(tmp_path: Path, qwen: Path) -> None:
-    """vLLM's hash of an image includes the path, so prefill could not tell whether it has decode's image."""
-    vision = model_in(tmp_path / "vision", "qwen3-vl-moe")
-    prefill = serve(kv_role="kv_producer")
-    decode = serve().replace("vllm serve m ", "vllm serve elsewhere/m ")
-    for model, refused in ((vision, True), (qwen, False)):
-        [change] = [each for each in migrated(prefill, decode, model=model).pair if each.subject == "model"]
-        assert change.kind is ChangeKind.CHECK
-        assert ("images are refused" in change.why) == refused
-
-
-def test_two_engines_of_one_side_are_no_pair(qwen: Path) -> None:
-    assert [change.subject for change in migrated(serve(), serve(), model=qwen).pair] == ["kv_role"]
+    assert result.proxy[-1] == url
 
 
 def test_json_that_vllm_would_not_take(qwen: Path) -> None:
@@ -234,7 +200,7 @@ def test_the_older_way_to_start_a_server(qwen: Path) -> None:
     text = serve().replace("vllm serve m", "python -m vllm.entrypoints.openai.api_server --model m")
     result = migrated(text, model=qwen)
     assert result.ok
-    assert result.engines[0].model == "m"
+    assert result.model == "m"
 
 
 def test_inputs_that_cannot_be_read() -> None:
@@ -260,24 +226,24 @@ def test_ranks_of_a_model_without_experts_are_engines_of_their_own(tmp_path: Pat
     result = migrated(serve("-dp 8 --data-parallel-rank 3 --data-parallel-address 192.0.2.1"), model=tmp_path)
     assert result.ok
     assert said(result)["--data-parallel-*"] is ChangeKind.CHANGED
-    assert not [words for words in result.engines[0].command if words[0].startswith("--data-parallel")]
+    assert not [words for words in result.command if words[0].startswith("--data-parallel")]
     together = migrated(serve("-dp 8"), model=tmp_path)
-    assert ["-dp", "8"] in together.engines[0].command
+    assert ["-dp", "8"] in together.command
 
 
 def test_steps_of_fewer_tokens_than_requests(qwen: Path) -> None:
     drafts = '--speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
     result = migrated(serve(f"--max-num-seqs 8 --max-num-batched-tokens 4 {drafts}"), model=qwen)
-    assert ["--max-num-batched-tokens", "32"] in result.engines[0].command
+    assert ["--max-num-batched-tokens", "32"] in result.command
     enough = migrated(serve(f"--max-num-seqs 8 --max-num-batched-tokens 8 {drafts}"), model=qwen)
-    assert ["--max-num-batched-tokens", "8"] in enough.engines[0].command
+    assert ["--max-num-batched-tokens", "8"] in enough.command
 
 
 @pytest.mark.parametrize(("port", "ours"), [(20001, 18001), (21600, 19600), (21700, 21700), (30100, 30100)])
 def test_decode_s_port_is_none_of_mooncake_s(port: int, ours: int, qwen: Path) -> None:
-    assert migrated(serve(kv_port=port), model=qwen).engines[0].kv_transfer_config["kv_port"] == ours
+    assert migrated(serve(kv_port=port), model=qwen).kv_transfer_config["kv_port"] == ours
     prefill = migrated(serve(kv_port=port, kv_role="kv_producer"), model=qwen)
-    assert "kv_port" not in prefill.engines[0].kv_transfer_config
+    assert "kv_port" not in prefill.kv_transfer_config
 
 
 def test_compressed_caches(tmp_path: Path) -> None:
@@ -288,23 +254,16 @@ def test_compressed_caches(tmp_path: Path) -> None:
     shared = migrated(serve("-pcp 2", kv_role="kv_producer"), model=tmp_path)
     assert said(shared)["--prefill-context-parallel-size"] is ChangeKind.CHECK
     for options in ("-dcp 2", "--block-size 16"):
-        assert len(migrated(serve(options), model=tmp_path).engines[0].stops) == 1
-    sides = [serve(f"-tp {tp}", kv_role=role) for tp, role in ((2, "kv_producer"), (1, "kv_consumer"))]
-    assert not [change for change in migrated(*sides, model=tmp_path).pair if change.kind is ChangeKind.STOPS]
-    sides[1] = serve("-tp 3", kv_role="kv_consumer")
-    pair = migrated(*sides, model=tmp_path).pair
-    assert [change.why for change in pair if change.kind is ChangeKind.STOPS] == [
-        "decode: tensor parallel size 3 does not divide 16 attention heads"
-    ]
+        assert len(migrated(serve(options), model=tmp_path).stops) == 1
     (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in migrated(serve(), model=tmp_path).engines[0].stops[0].why
+    assert "is not JSON" in migrated(serve(), model=tmp_path).stops[0].why
 
 
 # --- words -------------------------------------------------------------------------------------------------
 
 
 def words_of(text: str, options: ServeOptions | None = None) -> EngineArguments:
-    return read_arguments(["vllm", "serve", "m", *shlex.split(text)], options or table(), {}, {})
+    return read_arguments(["vllm", "serve", "m", *shlex.split(text)], options or table(), {})
 
 
 def test_f20_dotted_options_are_one_object() -> None:
@@ -328,20 +287,20 @@ def test_f20_dotted_options_are_one_object() -> None:
 def test_f20_words_that_are_not_known_stay_and_are_named(qwen: Path) -> None:
     result = migrated(serve("--brand-new 5 6 -tp 2 extra --data-parallel"), model=qwen)
     assert result.ok
-    command = result.engines[0].command
+    command = result.command
     assert command[1:4] == [["--brand-new", "5", "6"], ["-tp", "2"], ["extra"]]
     assert said(result)["--brand-new 5 6 --data-parallel extra"] is ChangeKind.CHECK
     own = ServeOptions(["1 --tensor-parallel-size -tp", "1 --kv-transfer-config"], of_installed_vllm=True)
     refused = migrate_command(read(serve("-dp 2"), own), str(qwen), None)
-    assert [change.subject for change in refused.engines[0].stops] == ["-dp 2"]
+    assert [change.subject for change in refused.stops] == ["-dp 2"]
 
 
 def test_what_is_before_vllm_stays(qwen: Path) -> None:
     words = ["numactl", "-N", "0", "env", "VLLM_PLUGINS=ascend", "/opt/bin/vllm", *shlex.split(serve())[1:]]
     result = migrate_command(read_arguments(words, table(), {}), str(qwen), None)
     env = ["env", "VLLM_PLUGINS=ascend,vllm_ascend_pd"]
-    assert result.engines[0].command[0] == ["numactl", "-N", "0", *env, "/opt/bin/vllm", "serve", "m"]
-    assert result.engines[0].environment == {}
+    assert result.command[0] == ["numactl", "-N", "0", *env, "/opt/bin/vllm", "serve", "m"]
+    assert result.environment == {}
 
 
 # --- what vLLM would do without a word ---------------------------------------------------------------------
@@ -349,7 +308,7 @@ def test_what_is_before_vllm_stays(qwen: Path) -> None:
 
 def test_f20_base_ports_without_room_are_named(qwen: Path) -> None:
     def engine(base: str, port: int) -> Any:
-        return migrated(f"ASCEND_BASE_PORT={base} {serve(kv_port=port)}", model=qwen).engines[0]
+        return migrated(f"ASCEND_BASE_PORT={base} {serve(kv_port=port)}", model=qwen)
 
     [stop] = engine("1000", 1500).stops
     assert stop.subject == "kv_port"
@@ -358,8 +317,8 @@ def test_f20_base_ports_without_room_are_named(qwen: Path) -> None:
         assert [change.subject for change in engine(base, 20001).stops] == ["ASCEND_BASE_PORT"]
     assert engine("30000", 30001).kv_transfer_config["kv_port"] == 28001
     for port in (0, 80, 65536, "x", None):
-        assert [change.subject for change in migrated(serve(kv_port=port), model=qwen).engines[0].stops] == ["kv_port"]
-    last = migrated(serve("-dp 2", kv_port=65535), model=qwen).engines[0]
+        assert [change.subject for change in migrated(serve(kv_port=port), model=qwen).stops] == ["kv_port"]
+    last = migrated(serve("-dp 2", kv_port=65535), model=qwen)
     assert [change.subject for change in last.stops] == ["kv_port"]
 
 
@@ -368,16 +327,16 @@ def test_f24_plugins_without_ours_get_it(given: str, qwen: Path) -> None:
     right = f"{given},vllm_ascend_pd".removeprefix(",")
     result = migrated(f"VLLM_PLUGINS='{given}' {serve()}", model=qwen)
     assert said(result)["VLLM_PLUGINS"] is ChangeKind.CHANGED
-    assert result.engines[0].environment == {"VLLM_PLUGINS": right}
+    assert result.environment == {"VLLM_PLUGINS": right}
     exported = migrate_command(read_arguments(shlex.split(serve()), table(), {"VLLM_PLUGINS": given}), str(qwen), None)
-    assert exported.engines[0].environment == {"VLLM_PLUGINS": right}
+    assert exported.environment == {"VLLM_PLUGINS": right}
     assert f"VLLM_PLUGINS={shlex.quote(right)} \\\n" in render(exported)
     assert "VLLM_PLUGINS" not in said(migrated(f"VLLM_PLUGINS='{right}' {serve()}", model=qwen))
 
 
 @pytest.mark.parametrize("option", ["--kv-offloading-size 10", "--kv_offloading_size=10", "--kv-offloading-s 10"])
 def test_f25_offloading_that_replaces_the_connector_stops_it(option: str, qwen: Path) -> None:
-    [stop] = migrated(serve(option), model=qwen).engines[0].stops
+    [stop] = migrated(serve(option), model=qwen).stops
     assert stop.subject == "--kv-offloading-size"
     assert "MultiConnector" in stop.why
 
@@ -389,24 +348,8 @@ def test_f30_a_pool_beside_linear_attention_gets_the_remedy_that_helps(role: str
     listed = {"connectors": [{**OLD, "kv_role": role}, pool]}
     config = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": listed}
     text = f"vllm serve m --no-enable-prefix-caching --kv-transfer-config {shlex.quote(json.dumps(config))}"
-    [stop] = migrated(text, model=linear).engines[0].stops
+    [stop] = migrated(text, model=linear).stops
     assert stop.subject == "AscendStoreConnector"
     assert "Leave the pool out" in stop.why
     assert migrated(text, model=qwen).ok
     assert migrated(serve("--no-enable-prefix-caching", kv_role=role), model=linear).ok
-
-
-def test_saved_results_make_a_pair(qwen: Path, tmp_path: Path) -> None:
-    sides = [serve("-tp 8 --port 8100", kv_role="kv_producer"), serve("-tp 4 --port 8200 -q ascend")]
-    for number, text in enumerate(sides):
-        made = migrate_command(read(text), str(qwen), None)
-        (tmp_path / f"{number}.json").write_text(as_json(made))
-        assert read_result(tmp_path / f"{number}.json") == made
-    results = [read_result(tmp_path / f"{number}.json") for number in (0, 1)]
-    pair = migrate_pair(results, str(qwen), None)
-    assert [change.subject for change in pair.pair if change.kind is ChangeKind.STOPS] == ["--quantization"]
-    assert as_json(pair).startswith('{\n  "schema": 2,\n  "ok": false')
-    for wrong in ("{", as_json(pair), as_json(results[0]).replace('"schema": 2', '"schema": 1')):
-        (tmp_path / "wrong.json").write_text(wrong)
-        with pytest.raises(MigrateError, match="is not what"):
-            read_result(tmp_path / "wrong.json")

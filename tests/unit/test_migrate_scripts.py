@@ -66,23 +66,22 @@ def test_f20_the_command_has_the_words_that_the_shell_makes(name: str, tmp_path:
     words, environment = run(edited, tmp_path, *arguments)
     assert words == ["migrate", "--model", str(tmp_path), "--", "vllm", *plain]
     result, printed = migrated(words, environment)
-    [engine] = result["engines"]
     wanted = ["vllm", *plain]
     place = wanted.index("--kv-transfer-config") + 1
-    assert json.loads(wanted[place])["kv_role"] == engine["kv_transfer_config"]["kv_role"] == engine["role"]
-    wanted[place] = json.dumps(engine["kv_transfer_config"])
-    assert [word for part in engine["command"] for word in part] == wanted
+    assert json.loads(wanted[place])["kv_role"] == result["kv_transfer_config"]["kv_role"] == result["role"]
+    wanted[place] = json.dumps(result["kv_transfer_config"])
+    assert [word for part in result["command"] for word in part] == wanted
     # What is printed means the same to a shell.
     command = printed[printed.index("Command:\n") + 9 : printed.index("== proxy ==")]
     assert run(command, tmp_path)[0] == wanted[1:]
-    stops = [(change["subject"], change["why"]) for change in engine["changes"] if change["kind"] == "stops"]
+    stops = [(change["subject"], change["why"]) for change in result["changes"] if change["kind"] == "stops"]
     if name == "base_port":
         [(subject, why)] = stops
         assert subject == "kv_port"
         assert "ASCEND_BASE_PORT is 1000" in why
     else:
         assert (stops, result["ok"]) == ([], True)
-        assert engine["kv_transfer_config"].get("kv_port") == (None if name == "case" else 23000)
+        assert result["kv_transfer_config"].get("kv_port") == (None if name == "case" else 23000)
 
 
 def test_options_are_before_the_command(tmp_path: Path) -> None:
@@ -91,7 +90,7 @@ def test_options_are_before_the_command(tmp_path: Path) -> None:
     words = ["migrate", "--json", "vllm", "serve", "--model", str(tmp_path), "--kv-transfer-config", config]
     given = CliRunner().invoke(cli.app, words)
     assert given.exit_code == 0
-    assert json.loads(given.stdout)["engines"][0]["command"][1] == ["--model", str(tmp_path)]
+    assert json.loads(given.stdout)["command"][1] == ["--model", str(tmp_path)]
 
 
 def test_f20_a_word_that_the_installed_vllm_does_not_know_starts_nothing(
@@ -113,10 +112,7 @@ def test_f20_a_word_that_the_installed_vllm_does_not_know_starts_nothing(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "give the `vllm serve` command"),
-        (["--pair", "a", "b", "vllm", "serve"], "give the `vllm serve` command"),
-        (["--pair", "a", "b", "--exec"], "--exec and --save are for one engine"),
-        (["--pair", "/nowhere/a", "/nowhere/b"], "No such file"),
+        ([], "Missing argument 'COMMAND'"),
         (["--", "echo", "hello"], "there is no `vllm serve` in it"),
         (["decode.sh"], "put `vllm-ascend-pd migrate --` before `vllm serve`"),
     ],

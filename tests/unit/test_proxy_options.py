@@ -12,7 +12,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from vllm_ascend_pd import __version__
-from vllm_ascend_pd.cli import REMOVED, app, main
+from vllm_ascend_pd.cli import REMOVED, REMOVED_OF_MIGRATE, app, main
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.proxy import settings
 from vllm_ascend_pd.proxy.server import Capacity, capacity, files_for
@@ -72,17 +72,28 @@ def test_every_command_says_its_version(command: str | None) -> None:
     assert (done.exit_code, done.output) == (0, f"vllm-ascend-pd {__version__}\n")
 
 
-def test_there_are_25_options_and_each_that_is_gone_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "removed"),
+    [(["proxy", *ENGINES], REMOVED), (["migrate"], REMOVED_OF_MIGRATE)],
+    ids=["proxy", "migrate"],
+)
+def test_each_option_that_is_gone_is_refused_by_name(
+    command: list[str],
+    removed: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert len(settings.options()) <= 25
-    assert not {*REMOVED} & {*OPTIONS}
-    for name, instead in REMOVED.items():
-        monkeypatch.setattr("sys.argv", ["vllm-ascend-pd", "proxy", *ENGINES, f"{name}=1"])
+    for name, instead in removed.items():
+        monkeypatch.setattr("sys.argv", ["vllm-ascend-pd", *command, f"{name}=1"])
         with pytest.raises(SystemExit) as end:
             main()
         said = f"vllm-ascend-pd: there is no option {name} any more: {instead}\n"
         assert (end.value.code, capsys.readouterr().err) == (2, said)
+
+
+def test_there_are_25_options_and_none_that_is_gone() -> None:
+    assert len(settings.options()) <= 25
+    assert not {*REMOVED} & {*OPTIONS}
 
 
 def test_defaults_are_as_patient_as_gateways_and_vllms_router() -> None:

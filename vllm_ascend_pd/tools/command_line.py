@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, NoReturn, cast
 
 import msgspec
@@ -36,6 +37,17 @@ def as_json(result: msgspec.Struct) -> str:
 def new_app(**settings: Any) -> typer.Typer:
     """Returns an app with plain help, because rich cuts the names of options at 80 columns."""
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **settings)
+
+
+def removed_option(words: Iterable[str], removed: Mapping[str, str]) -> str | None:
+    """Returns what replaces an option of an earlier version, None if there is none before `--`.
+
+    removed: the options, each with what holds instead.
+    """
+    for word in takewhile(lambda word: word != "--", words):
+        if (name := word.partition("=")[0]) in removed:
+            return f"there is no option {name} any more: {removed[name]}"
+    return None
 
 
 def run_app(app: typer.Typer, name: str) -> NoReturn:

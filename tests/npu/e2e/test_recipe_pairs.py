@@ -69,7 +69,7 @@ def engine(recipe: Recipe, role: Role, tp: int, dp: int, more: Shape) -> EngineC
     left_out = _EXPERTS if names_experts and tp > 1 else (*_EXPERTS, *_SEQUENCE_PARALLEL)
     given = json.loads(options.pop("--additional-config", ["{}"])[0])
     additional = json.loads(NO_NZ) | {name: value for name, value in given.items() if name not in left_out}
-    env = [(name, value) for name, value in recipe.migrated.environment.items() if value and name not in left_out]
+    env = [(name, value) for name, value in recipe.arguments().environment.items() if value and name not in left_out]
     if dp > 1:  # vLLM starts one for each engine otherwise
         options["--api-server-count"] = ["1"]
     not_here = _NOT_HERE.keys() | (set() if names_experts else {_EXPERT_PARALLEL})

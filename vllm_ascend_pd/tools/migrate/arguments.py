@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -30,14 +30,14 @@ class EngineArguments:
     start: its first words, such as `vllm serve`.
     options: by which the parts were read.
     environment: the engine's variables.
-    assigned: those of them that are set before the command.
+    assigned: variables to set before the command.
     """
 
     start: tuple[str, ...]
     parts: tuple[CommandPart, ...]
     options: ServeOptions
     environment: Mapping[str, str]
-    assigned: Mapping[str, str]
+    assigned: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def model(self) -> str:
@@ -145,13 +145,8 @@ class EngineArguments:
         return [part for part in self.parts if part.name == name]
 
 
-def read_arguments(
-    words: Sequence[str],
-    options: ServeOptions,
-    environment: Mapping[str, str],
-    assigned: Mapping[str, str] | None = None,
-) -> EngineArguments:
-    """Reads the words of a command. `environment` are variables that it gets, `assigned` are set before it.
+def read_arguments(words: Sequence[str], options: ServeOptions, environment: Mapping[str, str]) -> EngineArguments:
+    """Reads the words of a command. `environment` are variables that it gets.
 
     Raises MigrateError if it is no `vllm serve`.
     """
@@ -159,9 +154,7 @@ def read_arguments(
         raise MigrateError("the command has a word that is not UTF-8")
     start = _first_argument(words)
     own = dict(word.split("=", 1) for word in words[:start] if _ASSIGNMENT.match(word))
-    assigned = assigned or {}
-    variables = {**environment, **assigned, **own}
-    return EngineArguments(tuple(words[:start]), tuple(options.split(words[start:])), options, variables, assigned)
+    return EngineArguments(tuple(words[:start]), tuple(options.split(words[start:])), options, {**environment, **own})
 
 
 def _first_argument(words: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-ascend-pd migrate` says about one engine or a pair: as JSON, which is a `Migration` as it stands here, and
-as text that can be copied into a script."""
+"""What `vllm-ascend-pd migrate` says: as JSON, which is a `Migration` as it stands here, and as text that can be copied
+into a script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from vllm_ascend_pd.tools.vllm_serve import KV_ROLES
 
-SCHEMA = 2
+SCHEMA = 3
 """Grows when a field changes its meaning or goes."""
 
 
@@ -35,7 +35,7 @@ class ChangeKind(enum.Enum):
     CHECK = "check"
     """For the operator: this command cannot see it."""
     STOPS = "stops"
-    """The engine or the pair would not start or not work."""
+    """The engine would not start or not work."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -46,35 +46,23 @@ class Change(msgspec.Struct, frozen=True):
     why: str
 
 
-class EngineMigration(msgspec.Struct, frozen=True):
+class Migration(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's command, before and after."""
 
+    schema: int = SCHEMA
+    ok: bool  # whether the engine will start
     role: str  # kv_producer or kv_consumer, empty if unknown
     model: str
     was: tuple[str, ...]  # the connectors of the given command
     kv_transfer_config: dict[str, Any]  # ours; empty if there is none
     command: list[list[str]]  # the new command, one list per option
     environment: dict[str, str]  # what has to change of it, set before the command
-    url: str  # where the engine serves, for the proxy
     changes: tuple[Change, ...]
+    proxy: list[str]  # the proxy's command
 
     @property
     def stops(self) -> list[Change]:
-        return stopping(self.changes)
-
-
-class Migration(msgspec.Struct, frozen=True):
-    """The result of the command."""
-
-    schema: int
-    ok: bool  # whether everything will start
-    engines: tuple[EngineMigration, ...]
-    pair: tuple[Change, ...]  # what does not fit between prefill and decode
-    proxy: list[str]  # the proxy's command
-
-
-def stopping(changes: Iterable[Change]) -> list[Change]:
-    return [change for change in changes if change.kind is ChangeKind.STOPS]
+        return [change for change in self.changes if change.kind is ChangeKind.STOPS]
 
 
 # As text.
@@ -84,24 +72,16 @@ _SIDES = {role: side for side, role in KV_ROLES.items()}
 
 
 def render(result: Migration) -> str:
-    parts = [_engine(engine) for engine in result.engines]
-    if len(result.engines) > 1:
-        parts.append(_heading("prefill and decode") + (_table(result.pair) or "they fit\n"))
-    if any(engine.kv_transfer_config for engine in result.engines):
+    side = _SIDES.get(result.role, "an engine")
+    parts = [_heading(f"{side}: {result.model or 'no model named'}") + (_table(result.changes) or "nothing changes\n")]
+    if result.kv_transfer_config:
+        parts.append("Connector:\n\n" + json.dumps(result.kv_transfer_config, indent=2) + "\n")
+        assigned = [f"{name}={shlex.quote(value)}" for name, value in result.environment.items()]
+        lines = [*assigned, *(shlex.join(words) for words in result.command)]
+        parts.append("Command:\n\n" + " \\\n  ".join(lines) + "\n")
         parts.append(_heading("proxy") + shlex.join(result.proxy) + "\n")
     verdict = "works with these changes" if result.ok else "does not work yet: see what stops it"
     return "\n".join([*parts, f"{verdict}\n"])
-
-
-def _engine(engine: EngineMigration) -> str:
-    side = _SIDES.get(engine.role, "an engine")
-    text = _heading(f"{side}: {engine.model or 'no model named'}") + (_table(engine.changes) or "nothing changes\n")
-    if not engine.kv_transfer_config:
-        return text
-    text += "\nConnector:\n\n" + json.dumps(engine.kv_transfer_config, indent=2) + "\n"
-    assigned = [f"{name}={shlex.quote(value)}" for name, value in engine.environment.items()]
-    lines = [*assigned, *(shlex.join(words) for words in engine.command)]
-    return text + "\nCommand:\n\n" + " \\\n  ".join(lines) + "\n"
 
 
 def _heading(text: str) -> str:

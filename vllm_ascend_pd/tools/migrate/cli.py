@@ -4,34 +4,33 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, NoReturn
 
 import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
 from vllm_ascend_pd.tools.vllm_serve import ServeOptions, UnknownOptionsError, installed, table
 
+_AT_THE_START = (
+    "engines that do not fit refuse each other with the reason; `doctor --prefill URL --decode URL` says more"
+)
+REMOVED = {"--pair": _AT_THE_START, "--save": _AT_THE_START}
+"""Options of earlier versions, each with what holds instead."""
+
 
 def migrate(
     command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="-- and the `vllm serve` command of an engine.",
-            show_default=False,
-        ),
-    ] = None,
+        list[str],
+        typer.Argument(metavar="COMMAND", help="-- and the `vllm serve` command of an engine.", show_default=False),
+    ],
     model: Annotated[
         str | None,
         typer.Option(help="Folder with the model's config.json, if it is not where the command says."),
     ] = None,
     proxy: Annotated[str | None, typer.Option(help="URL at which decode engines reach the proxy.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Also write the result to this file, for --pair.")] = None,
-    pair: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(metavar="FILE FILE", help="Results of --save: check that these prefill and decode engines fit."),
-    ] = None,
     execute: Annotated[
         bool, typer.Option("--exec", help="Start the new command, if nothing stops it. Prints to standard error.")
     ] = False,
@@ -44,33 +43,31 @@ def migrate(
     only if the new command will start.
     """
     # Imported here so that other commands start faster.
-    from vllm_ascend_pd.tools.migrate import command as commands
     from vllm_ascend_pd.tools.migrate.arguments import read_arguments
     from vllm_ascend_pd.tools.migrate.changes import MigrateError, render
+    from vllm_ascend_pd.tools.migrate.engine import migrate_command
 
-    if (pair is None) is (not command):
-        raise USAGE_ERROR("give the `vllm serve` command of one engine after --, or --pair and two files of --save")
-    if pair is not None and (execute or save is not None):
-        raise USAGE_ERROR("--exec and --save are for one engine, not for --pair")
     try:
-        if pair is not None:
-            result = commands.migrate_pair([commands.read_result(file) for file in pair], model, proxy)
-        else:
-            arguments = read_arguments(command or [], _options(), os.environ)
-            result = commands.migrate_command(arguments, model, proxy)
-        if save is not None:
-            save.write_text(as_json(result), encoding="utf-8")
+        result = migrate_command(read_arguments(command, _options(), os.environ), model, proxy)
     except (MigrateError, OSError, UnicodeDecodeError) as error:
         raise USAGE_ERROR(str(error)) from None
     print(as_json(result) if json else render(result), end="", file=sys.stderr if execute else sys.stdout)
     if not result.ok:
         raise typer.Exit(1)
     if execute:
-        try:
-            commands.start(result.engines[0], os.environ)
-        except OSError as error:
-            print(f"vllm-ascend-pd: {result.engines[0].command[0][0]}: {error}", file=sys.stderr)
-            raise typer.Exit(127) from None
+        _start([word for part in result.command for word in part], {**os.environ, **result.environment})
+
+
+def _start(words: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Becomes the engine's process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the engine would inherit that
+    try:
+        os.execvpe(words[0], words, environment)
+    except OSError as error:
+        print(f"vllm-ascend-pd: {words[0]}: {error}", file=sys.stderr)
+        raise typer.Exit(127) from None
 
 
 def _options() -> ServeOptions:

@@ -8,16 +8,20 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from yarl import URL
+
 from vllm_ascend_pd.connector.model import has_recompute_scheduler
 from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.core.hosts import authority
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
-from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
+from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, MigrateError, Migration
 from vllm_ascend_pd.tools.migrate.connectors import translate
-from vllm_ascend_pd.tools.migrate.fits import ModelFacts, refusal
+from vllm_ascend_pd.tools.migrate.refusal import ModelFacts, read_facts, refusal
 from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, ModelShape
 from vllm_ascend_pd.tools.vllm_serve import (
     KV_PORT,
+    KV_ROLES,
     PLUGIN,
     PLUGINS,
     REPLACES_CONNECTOR,
@@ -40,8 +44,14 @@ _ENVIRONMENT_LEFT_OUT = {
 }
 
 
-def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | None) -> EngineMigration:
-    """Returns the new command of an engine. `proxy_url`: where decode engines reach the proxy. Raises MigrateError."""
+def migrate_command(old: EngineArguments, model: str | None, proxy_url: str | None) -> Migration:
+    """Raises MigrateError.
+
+    model: folder or file of the model's config.json, None for where the command says.
+    proxy_url: where decode engines reach the proxy.
+    """
+    _check_proxy(proxy_url)
+    served = read_facts(model or old.model, old.text("kv-cache-dtype"))
     translated = translate(old.json(_OPTION), proxy_url)
     changes = list(translated.changes)
     arguments, ours, config = old, translated.ours, translated.ours
@@ -50,36 +60,31 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
             why = "was no valid JSON, perhaps for a comma too many: the new one is"
             changes.append(Change(ChangeKind.CHANGED, f"--{_OPTION}", why))
         changes += [*_of_words(old), *_of_model(served), *_compressed(old, served), *_int8_caches(old, served)]
-        arguments, apart = _external_engines(arguments, served)
-        changes += apart
-        arguments, raised = _too_few_tokens(arguments)
-        changes += raised
-        arguments, stated = _states(arguments, served.shape, translated.was)
-        changes += stated
-        ours, moved = _clear_of_mooncake(ours, arguments)
-        changes += moved
-        arguments, changed, said = _accepted(arguments, ours, served)
-        changes += said
-        config = translated.whole(changed)
+        arguments = _external_engines(arguments, served, changes)
+        arguments = _too_few_tokens(arguments, changes)
+        arguments = _states(arguments, served.shape, translated.was, changes)
+        ours = _clear_of_mooncake(ours, arguments, changes)
+        arguments, entry = _accepted(arguments, ours, served, changes)
+        config = translated.whole(entry)
         arguments = arguments.with_json(_OPTION, config)
         if (plugins := plugins_with_ours(old.environment)) is not None:
             why = f"{plugins}: vLLM loads no other plugins, and {PLUGIN} brings the connector"
             changes.append(Change(ChangeKind.CHANGED, PLUGINS, why))
             arguments = arguments.with_variable(PLUGINS, plugins)
-    assigned = dict(arguments.assigned)
-    for name, why in _ENVIRONMENT_LEFT_OUT.items():
-        if ours and name in old.environment:
-            assigned.pop(name, None)
-            changes.append(Change(ChangeKind.LEFT_OUT, name, why))
-    return EngineMigration(
-        role=str(ours.get("kv_role") or ""),
+        for name, why in _ENVIRONMENT_LEFT_OUT.items():
+            if name in old.environment:
+                changes.append(Change(ChangeKind.LEFT_OUT, name, why))
+    role = str(ours.get("kv_role") or "")
+    return Migration(
+        ok=all(change.kind is not ChangeKind.STOPS for change in changes),
+        role=role,
         model=old.model,
         was=translated.was,
         kv_transfer_config=config,
         command=arguments.words() if ours else [],
-        environment=assigned,
-        url=_url(old),
+        environment=dict(arguments.assigned),
         changes=tuple(changes),
+        proxy=_proxy(role, _url(old), proxy_url),
     )
 
 
@@ -142,53 +147,59 @@ def _compressed(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
     return changes
 
 
-def _external_engines(arguments: EngineArguments, served: ModelFacts) -> tuple[EngineArguments, list[Change]]:
+def _external_engines(arguments: EngineArguments, served: ModelFacts, changes: list[Change]) -> EngineArguments:
     """vLLM refuses --data-parallel-rank for models without experts, whose data-parallel engines share nothing."""
     names = [name for name in arguments.names if name.startswith("data-parallel-")]
     if served.experts or "data-parallel-rank" not in names:
-        return arguments, []
+        return arguments
     why = "left out: vLLM refuses --data-parallel-rank for models without experts. Each rank is an engine of its own"
-    return arguments.without(*names), [Change(ChangeKind.CHANGED, "--data-parallel-*", f"{why}, with its own kv_port")]
+    changes.append(Change(ChangeKind.CHANGED, "--data-parallel-*", f"{why}, with its own kv_port"))
+    return arguments.without(*names)
 
 
-def _clear_of_mooncake(ours: dict[str, Any], arguments: EngineArguments) -> tuple[dict[str, Any], list[Change]]:
+def _clear_of_mooncake(ours: dict[str, Any], arguments: EngineArguments, changes: list[Change]) -> dict[str, Any]:
     """Decode's ports must be none of those among which Mooncake chooses on NPUs."""
     if ours.get("kv_role") != "kv_consumer":
-        return ours, []
+        return ours
     port, engines = ours.get("kv_port", KV_PORT), arguments.number("data-parallel-size", 1)
     base = arguments.environment.get(_BASE_PORT, "20000")
     if not isinstance(port, int) or not _FIRST_PORT <= port <= 65536 - engines:
-        return ours, [Change(ChangeKind.STOPS, "kv_port", f"is {port!r}: decode needs {engines} free ports from there")]
+        changes.append(
+            Change(ChangeKind.STOPS, "kv_port", f"is {port!r}: decode needs {engines} free ports from there")
+        )
+        return ours
     if not re.fullmatch("[0-9]{1,5}", base) or not 0 < int(base) < 65536:
-        return ours, [Change(ChangeKind.STOPS, _BASE_PORT, f"is {base!r}: no port")]
+        changes.append(Change(ChangeKind.STOPS, _BASE_PORT, f"is {base!r}: no port"))
+        return ours
     theirs = ascend_ports(range(_NPUS), arguments.environment).values()
     if not any(each in ports for ports in theirs for each in range(port, port + engines)):
-        return ours, []
+        return ours
     moved, why = port - _BELOW, f"{port} is one of the ports among which Mooncake chooses on NPUs"
     if moved < _FIRST_PORT:
         why += f" ({_BASE_PORT} is {base}), and there is no room below them. Choose other ports"
-        return ours, [Change(ChangeKind.STOPS, "kv_port", why)]
-    return {**ours, "kv_port": moved}, [Change(ChangeKind.CHANGED, "kv_port", f"{moved}: {why}")]
+        changes.append(Change(ChangeKind.STOPS, "kv_port", why))
+        return ours
+    changes.append(Change(ChangeKind.CHANGED, "kv_port", f"{moved}: {why}"))
+    return {**ours, "kv_port": moved}
 
 
-def _too_few_tokens(arguments: EngineArguments) -> tuple[EngineArguments, list[Change]]:
+def _too_few_tokens(arguments: EngineArguments, changes: list[Change]) -> EngineArguments:
     """vLLM refuses steps of fewer tokens than requests."""
     requests = arguments.number("max-num-seqs", 1)
     if arguments.number("max-num-batched-tokens", requests) >= requests:
-        return arguments, []
+        return arguments
     tokens = requests * (1 + (whole_number(str(arguments.speculation.get("num_speculative_tokens"))) or 0))
     why = f"{tokens}: vLLM refuses fewer than --max-num-seqs, and each request may have its drafts in a step"
-    changed = arguments.with_option("max-num-batched-tokens", "--max-num-batched-tokens", str(tokens))
-    return changed, [Change(ChangeKind.CHANGED, "--max-num-batched-tokens", why)]
+    changes.append(Change(ChangeKind.CHANGED, "--max-num-batched-tokens", why))
+    return arguments.with_option("max-num-batched-tokens", "--max-num-batched-tokens", str(tokens))
 
 
 def _states(
-    arguments: EngineArguments, model: ModelShape | None, connectors: Sequence[str]
-) -> tuple[EngineArguments, list[Change]]:
+    arguments: EngineArguments, model: ModelShape | None, connectors: Sequence[str], changes: list[Change]
+) -> EngineArguments:
     """Says what this connector does not do with states of Mamba and linear attention. `connectors`: the old ones."""
     if model is None or Cached.STATE not in model.cached:
-        return arguments, []
-    changes = []
+        return arguments
     if _STORE in connectors:
         why = (
             "with it vllm-ascend caches states of linear attention even without prefix caching, and a pool that loads "
@@ -199,13 +210,13 @@ def _states(
         arguments = arguments.with_option("mamba-cache-mode", "--mamba-cache-mode", "align")
         why = "align: this connector sends no states that are cached in mode all"
         changes.append(Change(ChangeKind.CHANGED, "--mamba-cache-mode", why))
-    return arguments, changes
+    return arguments
 
 
 def _accepted(
-    arguments: EngineArguments, ours: dict[str, Any], served: ModelFacts
-) -> tuple[EngineArguments, dict[str, Any], list[Change]]:
-    """Returns the least change that the connector does not refuse, or the refusal."""
+    arguments: EngineArguments, ours: dict[str, Any], served: ModelFacts, changes: list[Change]
+) -> tuple[EngineArguments, dict[str, Any]]:
+    """Makes the least change that the connector does not refuse, or says why it refuses."""
     never = {
         **ours,
         "kv_connector_extra_config": {**ours.get("kv_connector_extra_config", {}), "who_computes": "never"},
@@ -215,8 +226,10 @@ def _accepted(
     for changed, graphs in ((arguments, []), _piecewise(arguments)):
         for entry, said in ((ours, _recompute(arguments, ours)), (never, promised)):
             if refusal(changed, entry, served) is None:
-                return changed, entry, [*graphs, *said]
-    return arguments, ours, [Change(ChangeKind.STOPS, "the engine's settings", refusal(arguments, ours, served) or "")]
+                changes += [*graphs, *said]
+                return changed, entry
+    changes.append(Change(ChangeKind.STOPS, "the engine's settings", refusal(arguments, ours, served) or ""))
+    return arguments, ours
 
 
 def _recompute(arguments: EngineArguments, ours: dict[str, Any]) -> list[Change]:
@@ -240,3 +253,23 @@ def _url(arguments: EngineArguments) -> str:
     host = arguments.text("host") or "HOST"
     port = arguments.number("port", _DEFAULT_PORT)
     return f"http://{authority('HOST' if host in ('0.0.0.0', '::') else host, port)}"
+
+
+def _check_proxy(url: str | None) -> None:
+    """`url` is a root URL: paths are appended."""
+    if url is None:
+        return
+    is_root = not set("/?#@") & set(url.partition("://")[2])
+    if not (is_root and URL(url).host and URL(url).scheme in ("http", "https")):
+        raise MigrateError(f"--proxy {url}: not http://HOST:PORT")
+
+
+def _proxy(role: str, engine_url: str, url: str | None) -> list[str]:
+    """Returns the proxy's command. `url`: its own."""
+    words = ["vllm-ascend-pd", "proxy"]
+    if url is not None:
+        words += ["--host", "0.0.0.0", "--port", str(URL(url).port or 80)]
+        words += ["--metaserver-url", f"{url}{METASERVER_PATH}"]
+    for side, its_role in KV_ROLES.items():
+        words += [f"--{side}", engine_url if role == its_role else f"http://{side.upper()}_HOST:PORT"]
+    return words

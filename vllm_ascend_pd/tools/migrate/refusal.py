@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine would start, and whether prefill and decode fit together: as far as their commands and the model's
-files tell."""
+"""Whether the connector would refuse an engine, as far as its command and the model's files tell."""
 
 from __future__ import annotations
 
@@ -17,11 +16,7 @@ from vllm_ascend_pd.connector.model import (
     unsupported,
     unsupported_weights,
 )
-from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
-from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
-from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
-from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.model import CacheDtype, ModelShape, PlanError, read_model
 
 # The model that an engine serves: its `config.json`, and how its caches are quantized.
@@ -34,7 +29,6 @@ class ModelFacts:
     shape: ModelShape | None  # None if it cannot be described
     problem: str | None = None  # why not, if that means that the engine may be refused
     experts: bool = True  # whether it has experts (MoE)
-    media: bool = False  # whether it takes images
 
     @property
     def compressed(self) -> bool:
@@ -63,7 +57,7 @@ def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
         return ModelFacts(None, problem)
     text = config.get("text_config") or config
     experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
-    return ModelFacts(shape, problem, experts, "vision_config" in config)
+    return ModelFacts(shape, problem, experts)
 
 
 def _read_shape(path: Path, dtype: CacheDtype) -> ModelShape:
@@ -167,66 +161,3 @@ def _vllm_config(arguments: EngineArguments, ours: Mapping[str, Any]) -> SimpleN
             kv_connector_extra_config=ours.get("kv_connector_extra_config") or {},
         ),
     )
-
-
-# A pair.
-
-# Options that must be the same on both sides, because they change what KV means.
-_SAME = ("kv-cache-dtype", "quantization", "dtype", "hf-overrides")
-
-
-def check_pair(prefill: EngineArguments, decode: EngineArguments, served: ModelFacts) -> list[Change]:
-    """`served`: what is known of the model."""
-    found, model = [], served.shape
-    if prefill.model.rstrip("/") != decode.model.rstrip("/"):
-        why = f"prefill serves {prefill.model}, decode {decode.model}: weights that differ are refused at first contact"
-        if served.media:
-            why += ". Prompts with images are refused: vLLM's hash of an image includes the path. Use one path"
-        found.append(Change(ChangeKind.CHECK, "model", why))
-    for name in _SAME:
-        if (left := _value(prefill, name)) != (right := _value(decode, name)):
-            why = f"prefill has {left or 'none'}, decode {right or 'none'}: KV would be of another model"
-            found.append(Change(ChangeKind.STOPS, f"--{name}", why))
-    found += _drafts(prefill, decode)
-    most = [side.number("max-model-len", 0) for side in (prefill, decode)]
-    if all(most) and most[0] < most[1]:
-        why = f"prefill takes {most[0]} tokens, decode {most[1]}: longer prompts than prefill's fail"
-        found.append(Change(ChangeKind.CHECK, "--max-model-len", why))
-    if model is not None:
-        try:
-            _plan(prefill, decode, model)
-        except PlanError as error:
-            found.append(Change(ChangeKind.STOPS, "parallel sizes", str(error)))
-    return found
-
-
-def _drafts(prefill: EngineArguments, decode: EngineArguments) -> list[Change]:
-    methods = [side.speculation.get("method") for side in (prefill, decode)]
-    if methods[0] == methods[1]:
-        return []
-    why = (
-        f"prefill speculates with {methods[0]}, decode with {methods[1]}: the draft's KV of prompts is not sent, so "
-        "fewer of its tokens are accepted. Answers are the same"
-    )
-    return [Change(ChangeKind.CHECK, "--speculative-config", why)]
-
-
-def _plan(prefill: EngineArguments, decode: EngineArguments, model: ModelShape) -> None:
-    sides = [_planned(name, side) for name, side in (("prefill", prefill), ("decode", decode))]
-    tokens = prefill.number("max-num-batched-tokens", 2048)
-    make_plan(model, *sides, step_tokens=tokens, staging_slots=ConnectorConfig().slots(tokens))
-
-
-def _planned(name: str, side: EngineArguments) -> PlannedEngine:
-    return PlannedEngine(
-        name,
-        side.number("tensor-parallel-size", 1),
-        side.number("pipeline-parallel-size", 1),
-        side.number("data-parallel-size", 1),
-        side.number("block-size", DEFAULT_BLOCK_SIZE),
-    )
-
-
-def _value(side: EngineArguments, name: str) -> object:
-    """Returns what must be the same on both sides, JSON as an object."""
-    return side.json(name) if name == "hf-overrides" else side.text(name)
