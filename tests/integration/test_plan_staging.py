@@ -85,7 +85,7 @@ def test_staging_memory(process, tmp_path, heads, widths):
 def test_20_times_less_than_a_layers_cache(layers, kv_heads, ratio, step_tokens):
     """In whole pages of registration, on a rank of TP 8 with a cache of 36 GB."""
     shape = {"num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": kv_heads, "head_dim": 128}
-    model = parse_model({"architectures": ["any"], "torch_dtype": "bfloat16", **shape})
+    model = parse_model({"model_type": "llama", "torch_dtype": "bfloat16", **shape})
     prefill, decode = PlannedEngine("prefill", 8, 1, 1, 128), PlannedEngine("decode", kv_heads // ratio, 1, 1, 128)
     slots = ConnectorConfig().slots(step_tokens)
     plan = make_plan(model, prefill, decode, step_tokens=step_tokens, staging_slots=slots)

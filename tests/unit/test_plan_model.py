@@ -33,6 +33,7 @@ LETTERS = {Cached.FULL: "F", Cached.WINDOW: "W", Cached.STATE: "S", Cached.NOTHI
 BFLOAT16 = {"torch_dtype": "bfloat16"}
 TINY = {
     "architectures": ["TinyForCausalLM"],
+    "model_type": "llama",
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_hidden_layers": 4,
@@ -43,6 +44,8 @@ SIZES = {"hidden_size": 640, "num_attention_heads": 20, "num_hidden_layers": 12,
 LISTED = {"layer_types": ["full_attention"] * 12}
 GIVEN = {**SIZES, "head_dim": 64, "num_key_value_heads": 4}
 WINDOW = {"sliding_window": 512}
+OF_ITS_OWN = {"model_type": "of-its-own", **GIVEN, **LISTED}
+"""A model that transformers does not know."""
 PART_ON = {**WINDOW, "use_sliding_window": True, "max_window_layers": 5}
 GEMMA_3_4B = {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
 LLAMA_4_SCOUT = {
@@ -154,6 +157,8 @@ def test_sparse_attention_caches_a_key_more():
 
 NO_TRANSFORMERS = ("transformers.models.auto.configuration_auto", None)
 """An entry of sys.modules with which it cannot be imported."""
+SAY_ALL = ("MiniMax-M2", "Kimi-Linear-48B-A3B")
+"""The published files that leave nothing to the model's code."""
 
 
 @pytest.mark.parametrize("transformers", [True, False], ids=["transformers", "alone"])
@@ -162,14 +167,24 @@ def test_published_files_are_described(model: str, transformers: bool, monkeypat
     config, kv_heads, widths, kinds = PUBLISHED[model]
     if not transformers:
         monkeypatch.setitem(sys.modules, *NO_TRANSFORMERS)
-        if "text_config" in config:
-            with pytest.raises(PlanError, match=r"does not say .* where transformers is installed"):
+        if model not in SAY_ALL:
+            with pytest.raises(PlanError, match=r"does not say .*: install the transformers that comes with vLLM"):
                 parse_model(config)
             return
     shape = parse_model(config)
     assert (shape.kv_heads, shape.widths) == (kv_heads, widths)
     layers = {"LongCat-Flash-Chat": 56}.get(model) or (config.get("text_config") or config)["num_hidden_layers"]
     assert cached(shape) == (kinds * 62)[:layers]
+
+
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_a_model_that_transformers_does_not_know_is_read_by_its_architecture(part: str) -> None:
+    """As Kimi K2 and K2.5 are, which have DeepSeek V3's code."""
+    config = {**json.loads(DEEPSEEK.read_text()), "model_type": "kimi_k2"}
+    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", part: config}
+    assert parse_model(outer if part else config).widths == (512, 64)
+    with pytest.raises(PlanError, match=r"does not say layer_types, and .* \(it does not know kimi_k2\)"):
+        parse_model({**config, "architectures": ["KimiK2ForCausalLM"]})
 
 
 def test_transformers_fills_in_what_else_is_missing() -> None:
@@ -181,19 +196,19 @@ def test_transformers_fills_in_what_else_is_missing() -> None:
     ("base", "fields", "kinds"),
     [
         (TINY, {}, "FFFF"),
-        (TINY, WINDOW, "WWWW"),
-        (TINY, {**WINDOW, "use_sliding_window": False}, "FFFF"),
         (TINY, {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], **WINDOW}, "WWWF"),
         (TINY, {"layer_types": ["linear_attention", "full_attention"] * 2}, "SFSF"),
         (TINY, {"layers_block_type": ["mamba", "attention", "moe", "attention"], "mamba_d_conv": 4}, "SFNF"),
-        (TINY, {"full_attention_interval": 4}, "SSSF"),
         (TINY, {"num_kv_shared_layers": 3}, "FNNN"),
         (MINIMAX_M2, {"attn_type_list": [0, 1] * 31}, "SF" * 31),
+        (GIVEN, {"model_type": "qwen3_next", "full_attention_interval": 4}, "SSSFSSSFSSSF"),
         (GIVEN, {"model_type": "cohere2", **WINDOW, "sliding_window_pattern": 4}, "WWWFWWWFWWWF"),
         (GIVEN, {"model_type": "gemma3_text", **WINDOW, "sliding_window_pattern": 6}, "WWWWWFWWWWWF"),
         (GIVEN, {"model_type": "qwen2", **WINDOW}, "FFFFFFFFFFFF"),
         (GIVEN, {"model_type": "qwen2", **PART_ON, "use_sliding_window": False}, "FFFFFFFFFFFF"),
+        (GIVEN, {"model_type": "qwen2", **PART_ON}, "FFFFFWWWWWWW"),
         (GIVEN, {"model_type": "mistral", **WINDOW}, "WWWWWWWWWWWW"),
+        (GIVEN, {"model_type": "mistral"}, "WWWWWWWWWWWW"),
         (GIVEN, {"model_type": "mistral", "sliding_window": None}, "FFFFFFFFFFFF"),
     ],
 )
@@ -272,16 +287,10 @@ def test_an_indexers_key_is_counted_only_where_there_is_one(fields: dict[str, An
     [
         (TINY, {"num_attention_heads": None}, "does not say num_attention_heads"),
         (TINY, {"num_hidden_layers": "many"}, "num_hidden_layers is 'many', not a positive number"),
-        (TINY, {"num_key_value_heads": [1, 2]}, r"num_key_value_heads is \[1, 2\], not a positive number"),
+        (OF_ITS_OWN, {"num_key_value_heads": [1, 2]}, r"num_key_value_heads is \[1, 2\], not a positive number"),
         (TINY, {"layer_types": 1}, "layer_types is 1, not a list of names"),
         (TINY, {"layer_types": [1, 2, 3, 4]}, r"layer_types is \[1, 2, 3, 4\], not a list of names"),
         (TINY, {"layers_block_type": "full_attention"}, "layers_block_type is 'full_attention', not a list of names"),
-        (TINY, {"full_attention_interval": "x"}, "full_attention_interval is 'x', not a positive number"),
-        (
-            TINY,
-            {"sliding_window": 8, "sliding_window_pattern": "LLLG"},
-            "sliding_window_pattern is 'LLLG', not a positive",
-        ),
         (TINY, {"num_kv_shared_layers": "x"}, "num_kv_shared_layers is 'x', not a positive number"),
         (TINY, {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, not a positive number"),
         (TINY, {"architectures": 1}, "architectures is 1, not a list of names"),
@@ -290,7 +299,7 @@ def test_an_indexers_key_is_counted_only_where_there_is_one(fields: dict[str, An
         (TINY, {"layer_types": ["psychic_attention"] * 4}, "does not know layers of kind psychic_attention"),
         (TINY, {"layer_types": ["mamba"] * 4}, "no layer of this model has its own attention"),
         (TINY, {"mamba_d_conv": 4}, "has mamba_d_conv but no layer_types"),
-        (TINY, {"compress_ratios": [4, 128]}, "compress_ratios: only deepseek_v4 is described, not None"),
+        (TINY, {"compress_ratios": [4, 128]}, "compress_ratios: only deepseek_v4 is described, not llama"),
         (TINY, {"v_head_dim": 32}, "keys of 16 and values of 32 elements per head"),
         (CONFIG, {"compress_ratios": [4, 128]}, "compress_ratios is not a list with a number for each of 43 layers"),
         (CONFIG, {"compress_ratios": 4}, "compress_ratios is not a list"),
@@ -303,8 +312,8 @@ def test_an_indexers_key_is_counted_only_where_there_is_one(fields: dict[str, An
         (KIMI_LINEAR, {"linear_attn_config": {"full_attn_layers": 4}}, "no list full_attn_layers"),
         (LONGCAT_FLASH, {"num_layers": "x"}, "num_layers is 'x'"),
         (SPARSE, {"index_topk_freq": 0}, "index_topk_freq is 0"),
-        (SPARSE, {"index_topk_pattern": 7}, "index_topk_pattern is 7"),
-        (SPARSE, {"index_topk_freq": 2, "index_skip_topk_offset": "x"}, "index_skip_topk_offset is 'x'"),
+        (SPARSE, {**OF_ITS_OWN, "index_topk_pattern": 7}, "index_topk_pattern is 7"),
+        (SPARSE, {**OF_ITS_OWN, "index_topk_freq": 2, "index_skip_topk_offset": "x"}, "index_skip_topk_offset is 'x'"),
     ],
 )
 def test_what_is_not_described(base: dict[str, Any], fields: dict[str, Any], reason: str) -> None:
@@ -331,23 +340,21 @@ def test_files_that_are_no_config(tmp_path, content):
 @pytest.mark.parametrize(
     ("fields", "missing"),
     [
-        ({"model_type": "qwen3", **SIZES, "num_key_value_heads": 4}, "head_dim"),
-        ({"model_type": "qwen3", **SIZES, "num_key_value_heads": 4, "head_dim": None}, "head_dim"),
-        ({"model_type": "qwen3", **SIZES, "head_dim": 64}, "num_key_value_heads"),
-        ({"model_type": "gemma2", **GIVEN, **WINDOW}, "layer_types"),
-        ({"model_type": "qwen2", **GIVEN, **PART_ON}, "layer_types"),
-        ({"model_type": "of-its-own", **GIVEN, **PART_ON}, "layer_types"),
-        ({"model_type": "mistral", **GIVEN}, "sliding_window"),
-        ({"model_type": "gemma3n_text", **GIVEN, **LISTED}, "num_kv_shared_layers"),
+        ({**GIVEN, **LISTED, "head_dim": None}, "head_dim"),
+        ({**GIVEN, **LISTED, "num_key_value_heads": None}, "num_key_value_heads"),
+        ({**GIVEN, **WINDOW}, "layer_types"),
+        (GIVEN, "layer_types"),
     ],
 )
-def test_what_only_the_code_knows_is_asked_for(
+def test_a_field_that_nobody_says_is_asked_for(
     fields: dict[str, Any], missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where transformers is missing, or does not know the model."""
+    config = {"model_type": "of-its-own", **fields}
+    with pytest.raises(PlanError, match=rf"does not say {missing}, .*\(it does not know of-its-own\): install"):
+        parse_model(config)
     monkeypatch.setitem(sys.modules, *NO_TRANSFORMERS)
-    with pytest.raises(PlanError, match=rf"does not say {missing} .*: add it to a copy of the file"):
-        parse_model(fields)
+    with pytest.raises(PlanError, match=rf"does not say {missing}, .*\(ModuleNotFoundError: .*or add the field"):
+        parse_model(config)
 
 
 def decoders() -> Iterator[tuple[str, type]]:
@@ -374,6 +381,7 @@ def differences(model_type: str, config: type, fields: dict[str, Any]) -> list[s
             read = config(**fields)
         theirs = {name: getattr(read, name, None) for name in ("hidden_size", "head_dim", "num_key_value_heads")}
         kinds, window = getattr(read, "layer_types", None), getattr(read, "sliding_window", None)
+        kinds = kinds or getattr(read, "layers_block_type", None)
     except Exception:  # noqa: BLE001 - not with these fields, whatever its checks raise
         return []
     if theirs["hidden_size"] != SIZES["hidden_size"] or read.is_encoder_decoder or hasattr(read, "kv_lora_rank"):

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the shape of a model's KV cache from its `config.json`, as vLLM does. Refuses what only code defines.
+"""Reads the shape of a model's KV cache from its `config.json`, as vLLM does.
+
+The installed transformers says what the file leaves to the model's code. Where it cannot, such a file is refused.
 
 The caches of DeepSeek V4's layers keep one entry for several tokens. Their sizes are those of vllm-ascend 0.23 on Atlas
 A2 and A3 (`models/deepseek_v4.py`, `models/layer/attention/layer.py`).
 """
 
 import enum
+import importlib
 import json
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.tools.plan.defaults import filled, in_code
+from vllm_ascend_pd.core.text import one_line
 
 BLOCK_SIZES = (32, 64, 128)
 """The values of `--block-size` that vllm-ascend takes for this model."""
@@ -101,7 +105,7 @@ class PlanError(ValueError):
 
 
 class UnsaidError(PlanError):
-    """`config.json` lacks a field whose default may be in the model's code."""
+    """`config.json` lacks a field."""
 
 
 class CacheDtype(enum.StrEnum):
@@ -173,14 +177,33 @@ _COMPRESSED_NOTE = (
 # Fields of models in which only some layers have attention, and no list names them.
 _HYBRID_PREFIXES = ("mamba_", "ssm_", "attn_layer_", "hybrid_")
 
-# Models whose published config.json has no model_type.
-_MODEL_TYPES = {"LongcatFlashForCausalLM": "longcat_flash"}
+# Models whose published config.json has no model_type, or one of its own, by architecture.
+_MODEL_TYPES = {"LongcatFlashForCausalLM": "longcat_flash", "DeepseekV3ForCausalLM": "deepseek_v3"}
 
 # Two attentions in each layer, numbered as layers of their own.
 _TWO_ATTENTIONS = "longcat_flash"
 
 # Fields with the text part of multimodal models, outermost first.
 _TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
+
+# Fields that transformers is asked for: a model's code fills them in or overrules them.
+_ASKED = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "head_dim",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "index_head_dim",
+    "layer_types",
+    "layers_block_type",
+    "sliding_window",
+    "num_kv_shared_layers",
+    *_NOT_DESCRIBED,
+)
 
 
 @dataclass(frozen=True)
@@ -230,15 +253,19 @@ class ModelShape:
 def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
     """Reads the model whose `config.json` is `path` or in that folder. Raises PlanError or OSError."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PlanError(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise PlanError(f"{file} is not a JSON object")
-    shape = parse_model(config, dtype)
+    shape = parse_model(_read_object(file), dtype)
     described = file.with_name(QUANTIZATION)
     return shape if shape.compressed or not described.exists() else _quantized(shape, described)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PlanError(f"{file} is not JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise PlanError(f"{file} is not a JSON object")
+    return read
 
 
 QUANTIZATION = "quant_model_description.json"
@@ -251,12 +278,7 @@ part of the names of its layers' scales (`quantization/modelslim_config.py`)."""
 
 def _quantized(shape: ModelShape, file: Path) -> ModelShape:
     """Returns the shape with the layers that are in int8 on decode. Raises PlanError or OSError."""
-    try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PlanError(f"{file} is not JSON: {error}") from None
-    if not isinstance(described, dict):
-        raise PlanError(f"{file} is not a JSON object")
+    described = _read_object(file)
     scales = [scale for key, scale in INT8_KEYS.items() if described.get(key)]
     found = {
         int(number[1]) for name in described for scale in scales if scale in name and (number := _IN_NAME.search(name))
@@ -275,19 +297,56 @@ _IN_NAME = re.compile(r"\.(\d+)\.")
 
 def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
     """Raises PlanError, which names the missing or unsupported field."""
-    text = config
-    model_type = str(config.get("model_type") or _MODEL_TYPES.get("".join(_names(config, "architectures")[:1])))
-    for part in _TEXT_PARTS:
-        inner = text.get(part)
-        text = inner if isinstance(inner, dict) else text
-        model_type = str(text.get("model_type") or model_type)
+    parts = [config]
+    for name in _TEXT_PARTS:
+        inner = parts[-1].get(name)
+        parts += [inner] if isinstance(inner, dict) else []
+    text = parts[-1]
+    model_types = [each for part in reversed(parts) for each in _model_types(part)]
+    known, problems = _as_transformers(text, model_types)
     try:
-        return _parse(config, text, model_type, dtype)
-    except UnsaidError:
-        return _parse(config, filled(text, model_type), model_type, dtype)
+        return _parse(config, {**text, **known}, model_types[0] if model_types else None, dtype, is_known=bool(known))
+    except UnsaidError as error:
+        why = "; ".join(problems) or "its class leaves it out"
+        raise PlanError(
+            f"{error}, and transformers does not fill it in ({why}): install the transformers that comes with vLLM, or "
+            "add the field to a copy of the file"
+        ) from None
 
 
-def _parse(config: Mapping[str, Any], text: Mapping[str, Any], model_type: str, dtype: CacheDtype) -> ModelShape:
+def _model_types(part: Mapping[str, Any]) -> list[str]:
+    """Returns the part's model type, and that of its architecture."""
+    by_architecture = [_MODEL_TYPES.get(name, "") for name in _names(part, "architectures")[:1]]
+    return [str(each) for each in (part.get("model_type"), *by_architecture) if each]
+
+
+def _as_transformers(text: Mapping[str, Any], model_types: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields in `_ASKED` as transformers has them, and vLLM from there, by the first of these model types
+    that it knows. Returns none if it is missing, knows none, or refuses the file, and why."""
+    problems = []
+    for model_type in model_types:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module("transformers.utils.logging").set_verbosity_error()
+                known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+                if model_type not in known:
+                    problems.append(f"it does not know {model_type}")
+                    continue
+                config = known[model_type]
+                config = (getattr(config, "sub_configs", None) or {}).get("text_config", config)
+                read = config(**{field: value for field, value in text.items() if field != "model_type"})
+                return {field: getattr(read, field) for field in _ASKED if hasattr(read, field)}, []
+        except Exception as problem:  # noqa: BLE001 - its checks raise whatever they like
+            problems.append(one_line(f"{type(problem).__name__}: {problem}", 200))
+    return {}, problems or ["config.json has no model_type"]
+
+
+def _parse(
+    config: Mapping[str, Any], text: Mapping[str, Any], model_type: str | None, dtype: CacheDtype, *, is_known: bool
+) -> ModelShape:
+    """`text`: the text part of `config`, with what transformers fills in. `is_known`: whether it knows the model, so
+    that all other models' rules hold for a field that it leaves open."""
     for field, meaning in _NOT_DESCRIBED.items():
         if text.get(field):
             raise PlanError(f"config.json has {field}, {meaning}: this command does not describe such models")
@@ -296,7 +355,7 @@ def _parse(config: Mapping[str, Any], text: Mapping[str, Any], model_type: str, 
         return _compressed(config, text, model_type, dtype)
     if model_type == _TWO_ATTENTIONS and text.get("num_layers"):
         text = {**text, "num_hidden_layers": 2 * _number(text, "num_layers")}
-    cached = _cached(text, model_type)
+    cached = _cached(text, is_known)
     notes = _notes_of_kinds(text, cached)
     if model_type == _TWO_ATTENTIONS:
         notes.append("each layer of this model has two attentions, which are counted as layers here")
@@ -306,8 +365,8 @@ def _parse(config: Mapping[str, Any], text: Mapping[str, Any], model_type: str, 
     if mla:
         kv_heads, widths = 1, _latent_widths(text, chosen)
     else:
-        kv_heads = _kv_heads(text, model_type, heads)
-        widths = _head_widths(text, model_type, heads)
+        kv_heads = _number(text, "num_key_value_heads", text.get("num_kv_heads") or (heads if is_known else None))
+        widths = _head_widths(text, heads, is_known)
     name = _name(config, text)
     without = _without_key(text, len(cached)) if len(widths) > 2 else frozenset()
     if without and not text.get("indexer_types"):
@@ -318,7 +377,9 @@ def _parse(config: Mapping[str, Any], text: Mapping[str, Any], model_type: str, 
     return ModelShape(name, cached, heads, kv_heads, mla, widths, chosen, tuple(notes), without_key=without)
 
 
-def _compressed(config: Mapping[str, Any], text: Mapping[str, Any], model_type: str, dtype: CacheDtype) -> ModelShape:
+def _compressed(
+    config: Mapping[str, Any], text: Mapping[str, Any], model_type: str | None, dtype: CacheDtype
+) -> ModelShape:
     """Returns the shape of DeepSeek V4."""
     if model_type != _COMPRESSING_MODEL:
         raise PlanError(f"config.json has compress_ratios: only {_COMPRESSING_MODEL} is described, not {model_type}")
@@ -354,7 +415,7 @@ def _number(text: Mapping[str, Any], field: str, default: int | None = None) -> 
     value = text.get(field)
     value = default if value is None else value
     if value is None:
-        raise _unsaid(field)
+        raise UnsaidError(f"config.json does not say {field}")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"config.json: {field} is {value!r}, not a positive number")
     return value
@@ -369,17 +430,8 @@ def _names(part: Mapping[str, Any], field: str) -> list[str]:
     return names
 
 
-def _unsaid(field: str) -> UnsaidError:
-    return UnsaidError(
-        f"config.json does not say {field} (a default may be in the model's code, which is read where transformers is "
-        "installed and knows the model): add it to a copy of the file"
-    )
-
-
-def _cached(text: Mapping[str, Any], model_type: str) -> tuple[Cached, ...]:
-    kinds = _kinds(text, model_type, _number(text, "num_hidden_layers"))
-    if "num_kv_shared_layers" not in text and in_code("num_kv_shared_layers", model_type):
-        raise _unsaid("num_kv_shared_layers")
+def _cached(text: Mapping[str, Any], is_known: bool) -> tuple[Cached, ...]:
+    kinds = _kinds(text, is_known, _number(text, "num_hidden_layers"))
     if text.get("num_kv_shared_layers"):
         # The last ones, which read what earlier layers wrote.
         shared = min(_number(text, "num_kv_shared_layers"), len(kinds))
@@ -389,17 +441,16 @@ def _cached(text: Mapping[str, Any], model_type: str) -> tuple[Cached, ...]:
     return kinds
 
 
-def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Cached, ...]:
-    kinds = _names(text, "layer_types") or _names(text, "layers_block_type")
-    if not kinds and text.get("full_attention_interval"):
-        interval = _number(text, "full_attention_interval")
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+def _kinds(text: Mapping[str, Any], is_known: bool, layers: int) -> tuple[Cached, ...]:
+    kinds = _numbered_kinds(text, layers) or _names(text, "layer_types") or _names(text, "layers_block_type")
     if not kinds:
-        kinds = _numbered_kinds(text, layers)
-    if not kinds:
+        if not is_known or "layer_types" in text:
+            raise UnsaidError("config.json does not say layer_types")
+        if text.get("sliding_window") and "max_window_layers" in text:
+            raise PlanError("config.json has max_window_layers but no layer_types: add which layers see the window")
         if hybrid := [field for field in text if field.startswith(_HYBRID_PREFIXES)]:
-            raise UnsaidError(f"config.json has {hybrid[0]} but no layer_types: add which layers have attention")
-        kinds = _alike_or_in_turn(text, model_type, layers)
+            raise PlanError(f"config.json has {hybrid[0]} but no layer_types: add which layers have attention")
+        kinds = ["sliding_attention" if text.get("sliding_window") else "full_attention"] * layers
     if unknown := sorted(set(kinds) - _LAYER_KINDS.keys()):
         raise PlanError(f"config.json: this command does not know layers of kind {unknown[0]}")
     if len(kinds) != layers:
@@ -449,23 +500,6 @@ def _notes_of_kinds(text: Mapping[str, Any], cached: tuple[Cached, ...]) -> list
     return notes
 
 
-def _alike_or_in_turn(text: Mapping[str, Any], model_type: str, layers: int) -> list[str]:
-    """Returns the kinds of layers without a list: all of one kind, or full attention in every n-th layer."""
-    if text.get("sliding_window") and text.get("sliding_window_pattern"):
-        pattern = _number(text, "sliding_window_pattern")
-        return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
-    if in_code("layer_types", model_type):
-        raise _unsaid("layer_types")
-    if "sliding_window" not in text and in_code("sliding_window", model_type):
-        raise _unsaid("sliding_window")
-    # Some models see the window only where use_sliding_window is true, and then in layers that their code chooses.
-    off_by_default = in_code("use_sliding_window", model_type)
-    window = text.get("sliding_window") if text.get("use_sliding_window", not off_by_default) else None
-    if window and (off_by_default or "max_window_layers" in text):
-        raise _unsaid("layer_types")
-    return ["sliding_attention" if window else "full_attention"] * layers
-
-
 def _latent_widths(text: Mapping[str, Any], dtype: CacheDtype) -> tuple[int, ...]:
     if dtype.itemsize == 1:
         raise PlanError(f"with MLA, a KV cache of {dtype.value} has another memory layout: not supported")
@@ -473,18 +507,10 @@ def _latent_widths(text: Mapping[str, Any], dtype: CacheDtype) -> tuple[int, ...
     return (*widths, _number(text, "index_head_dim")) if text.get("index_head_dim") else widths
 
 
-def _kv_heads(text: Mapping[str, Any], model_type: str, heads: int) -> int:
-    given = text.get("num_kv_heads")
-    if not given and "num_key_value_heads" not in text and in_code("num_key_value_heads", model_type):
-        raise _unsaid("num_key_value_heads")
-    return _number(text, "num_key_value_heads", given or heads)
-
-
-def _head_widths(text: Mapping[str, Any], model_type: str, heads: int) -> tuple[int, ...]:
-    # 0 and null stand for the default, too.
-    if not text.get("head_dim") and in_code("head_dim", model_type):
-        raise _unsaid("head_dim")
-    key = _number(text, "head_dim") if text.get("head_dim") else _number(text, "hidden_size") // heads
+def _head_widths(text: Mapping[str, Any], heads: int, is_known: bool) -> tuple[int, ...]:
+    # 0 stands for the default, too.
+    default = _number(text, "hidden_size") // heads if is_known else None
+    key = _number({"head_dim": text.get("head_dim") or default}, "head_dim")
     value = text.get("v_head_dim") or key
     if value != key:
         raise PlanError(f"keys of {key} and values of {value} elements per head: not supported")
