@@ -8,17 +8,15 @@ A2 and A3 (`models/deepseek_v4.py`, `models/layer/attention/layer.py`).
 """
 
 import enum
-import importlib
 import json
 import re
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.tools.plan.defaults import as_transformers
 
 BLOCK_SIZES = (32, 64, 128)
 """The values of `--block-size` that vllm-ascend takes for this model."""
@@ -303,7 +301,7 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
         parts += [inner] if isinstance(inner, dict) else []
     text = parts[-1]
     model_types = [each for part in reversed(parts) for each in _model_types(part)]
-    known, problems = _as_transformers(text, model_types)
+    known, problems = as_transformers(text, model_types, _ASKED)
     try:
         return _parse(config, {**text, **known}, model_types[0] if model_types else None, dtype, is_known=bool(known))
     except UnsaidError as error:
@@ -318,28 +316,6 @@ def _model_types(part: Mapping[str, Any]) -> list[str]:
     """Returns the part's model type, and that of its architecture."""
     by_architecture = [_MODEL_TYPES.get(name, "") for name in _names(part, "architectures")[:1]]
     return [str(each) for each in (part.get("model_type"), *by_architecture) if each]
-
-
-def _as_transformers(text: Mapping[str, Any], model_types: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields in `_ASKED` as transformers has them, and vLLM from there, by the first of these model types
-    that it knows. Returns none if it is missing, knows none, or refuses the file, and why."""
-    problems = []
-    for model_type in model_types:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                importlib.import_module("transformers.utils.logging").set_verbosity_error()
-                known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
-                if model_type not in known:
-                    problems.append(f"it does not know {model_type}")
-                    continue
-                config = known[model_type]
-                config = (getattr(config, "sub_configs", None) or {}).get("text_config", config)
-                read = config(**{field: value for field, value in text.items() if field != "model_type"})
-                return {field: getattr(read, field) for field in _ASKED if hasattr(read, field)}, []
-        except Exception as problem:  # noqa: BLE001 - its checks raise whatever they like
-            problems.append(one_line(f"{type(problem).__name__}: {problem}", 200))
-    return {}, problems or ["config.json has no model_type"]
 
 
 def _parse(
