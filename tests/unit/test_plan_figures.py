@@ -39,7 +39,7 @@ def test_deepseek_r1_tp16_to_dp4_tp4():
     sent = [(flow.source.tp_rank, flow.lane, flow.target.tp_rank) for flow in plan.prompt.flows]
     assert sent == [(rank, rank // 4, rank % 4) for rank in range(16)]
     assert (plan.lanes, plan.regrouping) == (4, ())
-    assert (plan.all_to_all, plan.groups_created, plan.staging.total_bytes) == ((), 0, 0)
+    assert (plan.staging.groups, plan.staging.total_bytes) == (0, 0)
     assert plan.prompt.busiest_reader == SENT_TOKENS * 70_272
     assert plan.prompt.busiest_sender == SENT_TOKENS * 70_272
     assert plan.prompt.nbytes == 4 * plan.prompt.busiest_sender
@@ -60,10 +60,10 @@ def test_llama_70b_in_int8_on_decode_tp8_to_tp4(tmp_path: Path) -> None:
     model = int8_model(tmp_path, LLAMA, kv_cache_type="C8", **scales)
     plan = _plan(model, (8, 1), (4, 1), 128, 128, 1000)
     # Each rank writes its own head: no heads are exchanged.
-    assert (plan.all_to_all, plan.groups_created) == ((), 0)
+    assert plan.staging.groups == 0
     assert plan.regrouping == ("quantized",)
     assert [(flow.source.tp_rank, flow.target.tp_rank) for flow in plan.prompt.flows] == [(r, r // 2) for r in range(8)]
-    assert (plan.prefill_bytes, plan.decode_bytes) == ((80 * 512,), (80 * 512,))
+    assert plan.decode_bytes == 80 * 512
     assert plan.prompt.nbytes == SENT_TOKENS * 80 * 8 * 2 * 128
     # K and V of one head in int8, or one of them in 16 bits, for a step of 64 tokens and two blocks.
     assert plan.staging.slot_bytes == (64 + 2 * 128) * 256
@@ -73,8 +73,7 @@ def test_a_latent_in_int8_on_decode(tmp_path: Path) -> None:
     scales = {f"model.layers.{layer}.self_attn.fa_k.scale": "FLOAT" for layer in range(1, 61)}
     model = int8_model(tmp_path, DEEPSEEK, fa_quant_type="FAKQuant", **scales)
     plan = _plan(model, (4, 1), (1, 1), 128, 128, 1000)
-    assert plan.prefill_bytes == (61 * 1152,)
-    assert plan.decode_bytes == (1152 + 60 * (512 + 128),)
+    assert plan.decode_bytes == 1152 + 60 * (512 + 128)
     assert plan.prompt.nbytes == SENT_TOKENS * (1152 + 60 * (512 + 128))
     assert plan.staging.slot_bytes == (64 + 2 * 128) * 1024
     with pytest.raises(PlanError, match="so both sides need the same block size"):
@@ -84,15 +83,13 @@ def test_a_latent_in_int8_on_decode(tmp_path: Path) -> None:
 def test_llama_70b_tp8_to_tp4():
     plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1))
     assert plan.bytes_per_token == 80 * 8 * (128 + 128) * 2 == 327_680
-    assert plan.all_to_all == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert plan.groups_created == 4 + 2 + 1
     # A rank is in one group of each size.
     assert (plan.staging.groups, plan.staging.communicator_bytes) == (3, 3 * 2 * 16 * 1024**2)
     assert plan.regrouping == ("exchanged",)
     # Whole blocks, two heads wide: every other rank has half of them.
     for rank, flow in enumerate(plan.prompt.flows):
         assert (flow.source.tp_rank, flow.target.tp_rank, flow.exchanging) == (rank, rank // 2, 2)
-        assert flow.layer_writes == ((128 * 2 * 256, 2 * 4),)
+        assert flow.scattered == dict.fromkeys(range(80), {128 * 2 * 256: 2 * 4})
     assert plan.prompt.nbytes == SENT_TOKENS * 327_680
     assert (plan.prompt.descriptors, plan.prompt.descriptors_contiguous) == (80 * 2 * 8 * 4, 80 * 2 * 8)
     assert_conserved(plan, [True] * 80, 2)
@@ -104,7 +101,7 @@ def test_llama_70b_tp4_to_tp8(pp):
     assert plan.regrouping == ("dealt out",)
     sent = [(flow.source.tp_rank, flow.target.tp_rank) for flow in plan.prompt.flows]
     assert sent == [(rank // 2, rank) for rank in range(8)] * pp
-    assert {flow.layer_writes for flow in plan.prompt.flows} == {((128 * 256, 2 * 8),)}
+    assert all(each == {128 * 256: 2 * 8} for flow in plan.prompt.flows for each in flow.scattered.values())
     assert plan.prompt.nbytes == SENT_TOKENS * 327_680
     assert plan.prompt.busiest_sender == plan.prompt.nbytes // 4 // pp
     assert plan.prompt.busiest_reader == plan.prompt.nbytes // 8

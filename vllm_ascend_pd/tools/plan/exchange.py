@@ -3,7 +3,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,7 +25,6 @@ from vllm_ascend_pd.tools.plan.figures import (
     PromptFigures,
     RankPosition,
     Staging,
-    WriteSize,
 )
 from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError, whole
 from vllm_ascend_pd.tools.plan.times import write_times
@@ -74,7 +72,6 @@ def make_plan(
     unit = routes[0][0].unit
     exchange = any(geometry.sent.order is Order.TOKEN_MAJOR for geometry in p_ranks[RankPosition(0, 0)].geometries)
     groups = topology.regroup_groups(prefill.sharding, model.kv_heads) if exchange else []
-    staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
     per_token, per_layer = _bytes_per_token(model)
     return PlanFigures(
         model=model,
@@ -83,14 +80,11 @@ def make_plan(
         window_bytes=sum(cache.window_bytes for caches in model.layers for cache in caches),
         prefill=prefill,
         decode=decode,
-        prefill_bytes=_stage_bytes(model, prefill, p_ranks),
-        decode_bytes=_stage_bytes(model, decode, d_ranks),
+        decode_bytes=max(_stage_bytes(model, d_ranks[RankPosition(stage, 0)]) for stage in range(decode.pp)),
         unit_tokens=unit,
         lanes=routes[0][0].replicas,
         regrouping=_regrouping(routes),
-        all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
-        groups_created=len(groups) if staging.slots else 0,
-        staging=staging,
+        staging=_staging(p_ranks.values(), step_tokens, staging_slots, groups),
         prompt=_prompt(tokens, unit, flows),
         write_times=write_times(flows, write_costs),
         compute_ms=compute_ms,
@@ -123,14 +117,6 @@ def _check_fit(
             raise PlanError(reason)
 
 
-@dataclass
-class _Traffic:
-    nbytes: int = 0
-    # Descriptors by layer, each a count by size: with no two blocks of the prompt adjacent, and with all.
-    scattered: dict[int, Counter[int]] = field(default_factory=dict)
-    contiguous: dict[int, Counter[int]] = field(default_factory=dict)
-
-
 def _flows(
     model: ModelShape,
     source: RankPosition,
@@ -142,7 +128,7 @@ def _flows(
 ) -> list[Flow]:
     """Returns what `source` sends to the ranks of decode's stage `d_stage`, whose caches look like `theirs`."""
     there = theirs.by_name()
-    traffic: dict[int, _Traffic] = {}
+    flows: dict[int, Flow] = {}
     copies: dict[tuple[int, Target], tuple[Counter[int], Counter[int]]] = {}
     for tensor in caches.tensors:
         index = there.get((tensor.layer, tensor.part))
@@ -157,34 +143,14 @@ def _flows(
                 scattered, contiguous = (_copies(route, target, ours, others, sent_tokens, gap=gap) for gap in (1, 0))
                 copies[key] = (scattered, contiguous)
             scattered, contiguous = copies[key]
-            sent = traffic.setdefault(target.tp_rank, _Traffic())
+            flow = flows.setdefault(
+                target.tp_rank,
+                Flow(source, RankPosition(d_stage, target.tp_rank), routes[0].replica_index, len(routes[0].ranks) or 1),
+            )
             layer = int(tensor.layer.split(".")[2])
-            sent.nbytes += _bytes(scattered)
-            sent.scattered.setdefault(layer, Counter()).update(scattered)
-            sent.contiguous.setdefault(layer, Counter()).update(contiguous)
-    return [
-        Flow(
-            source=source,
-            target=RankPosition(d_stage, tp_rank),
-            lane=routes[0].replica_index,
-            exchanging=len(routes[0].ranks) or 1,
-            nbytes=sent.nbytes,
-            descriptors=sum(each.total() for each in sent.scattered.values()),
-            descriptors_contiguous=sum(each.total() for each in sent.contiguous.values()),
-            layer_writes=_largest(sent.scattered),
-            layer_writes_contiguous=_largest(sent.contiguous),
-        )
-        for tp_rank, sent in sorted(traffic.items())
-    ]
-
-
-def _bytes(descriptors: Mapping[int, int]) -> int:
-    return sum(size * count for size, count in descriptors.items())
-
-
-def _largest(by_layer: Mapping[int, Mapping[int, int]]) -> tuple[WriteSize, ...]:
-    """Returns the descriptors of the layer with the most bytes."""
-    return tuple(WriteSize(*each) for each in sorted(max(by_layer.values(), key=_bytes).items()))
+            flow.scattered.setdefault(layer, Counter()).update(scattered)
+            flow.contiguous.setdefault(layer, Counter()).update(contiguous)
+    return [flow for _, flow in sorted(flows.items())]
 
 
 def _window(model: ModelShape, geometry: Geometry) -> int:
@@ -277,13 +243,7 @@ def _bytes_per_token(model: ModelShape) -> tuple[float, float]:
     return whole(sum(per_layer)), whole(max(per_layer))
 
 
-def _stage_bytes(
-    model: ModelShape, engine: PlannedEngine, ranks: Mapping[RankPosition, RankCaches]
-) -> tuple[float, ...]:
-    """Returns the bytes of a token on a rank of each stage."""
-    by_stage = (ranks[RankPosition(stage, 0)] for stage in range(engine.pp))
-    geometries = ([caches.geometry_of(tensor) for tensor in caches.tensors] for caches in by_stage)
-    return tuple(
-        whole(sum(each.entry_bytes / each.tokens_per_entry for each in stage if not _window(model, each)))
-        for stage in geometries
-    )
+def _stage_bytes(model: ModelShape, caches: RankCaches) -> float:
+    """Returns the bytes of a token on a rank of a stage."""
+    geometries = map(caches.geometry_of, caches.tensors)
+    return sum(each.entry_bytes / each.tokens_per_entry for each in geometries if not _window(model, each))

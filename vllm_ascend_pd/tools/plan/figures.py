@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result of `vllm-ascend-pd plan`. Sizes are in bytes, times in milliseconds."""
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -30,26 +33,34 @@ class Staging(msgspec.Struct, frozen=True):
     communicator_bytes: int  # that HCCL takes for these groups on an NPU; not in `total_bytes`
 
 
-class WriteSize(NamedTuple):
-    """Descriptors of one size."""
-
-    nbytes: int
-    number: int
-
-
-class Flow(msgspec.Struct, frozen=True):
+@dataclass
+class Flow:
     """The writes of one prefill rank to one decode rank for a prompt."""
 
     source: RankPosition
     target: RankPosition
     lane: int  # index among the prefill ranks with the same heads and decode ranks. It serves prompts of this index
     exchanging: int  # ranks of the source's all-to-all, including itself; 1 if there is none
-    nbytes: int
-    descriptors: int  # if no two blocks of the prompt are adjacent
-    descriptors_contiguous: int  # if all blocks of the prompt are adjacent
-    # The descriptors of the layer with the most bytes, by size, in the same two cases.
-    layer_writes: tuple[WriteSize, ...]
-    layer_writes_contiguous: tuple[WriteSize, ...]
+    # Descriptors by layer, each a count by size in bytes: with no two blocks of the prompt adjacent, and with all.
+    scattered: dict[int, Counter[int]] = field(default_factory=dict)
+    contiguous: dict[int, Counter[int]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(size_of, self.scattered.values()))
+
+    @property
+    def descriptors(self) -> int:
+        return sum(each.total() for each in self.scattered.values())
+
+    @property
+    def descriptors_contiguous(self) -> int:
+        return sum(each.total() for each in self.contiguous.values())
+
+
+def size_of(descriptors: Mapping[int, int]) -> int:
+    """Returns the bytes of descriptors that are counted by size."""
+    return sum(size * count for size, count in descriptors.items())
 
 
 class PromptFigures(msgspec.Struct, frozen=True):
@@ -89,8 +100,6 @@ class RateFigures(msgspec.Struct, frozen=True):
     An engine here has all its data-parallel ranks.
     """
 
-    prompt_tokens: int
-    output_tokens: int
     prefill_compute: float
     prefill_link: float
     decode_steps: float
@@ -108,13 +117,10 @@ class PlanFigures(msgspec.Struct, frozen=True):
     bytes_per_token_and_layer: float  # the most of any layer
     prefill: PlannedEngine
     decode: PlannedEngine
-    prefill_bytes: tuple[float, ...]  # per token, by stage, on each of its ranks
-    decode_bytes: tuple[float, ...]  # the same
+    decode_bytes: float  # per token, on a decode rank of the stage with the most
     unit_tokens: int  # the smaller block size of the two sides
     lanes: int  # prefill ranks with the same heads and decode ranks, which serve prompts in turn
     regrouping: tuple[str, ...]  # exchanged, dealt out, quantized: how units become decode's
-    all_to_all: tuple[tuple[int, ...], ...]  # groups of prefill ranks that exchange heads for this decode engine
-    groups_created: int  # groups that prefill creates at its start, for any decode engine
     staging: Staging
     prompt: PromptFigures
     write_times: tuple[WriteTime, ...]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables that `vllm-ascend-pd plan` prints."""
 
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.table import Table
 
@@ -65,8 +63,6 @@ def _prompt(plan: PlanFigures) -> Table:
     table.add_row(
         "descriptors", f"{prompt.descriptors:,}; {prompt.descriptors_contiguous:,} if all blocks are neighbours"
     )
-    groups = " ".join(f"[{_ranks(group)}]" for group in plan.all_to_all) or "none"
-    table.add_row("all-to-all groups", f"{groups} ({plan.groups_created} created, for any decode engine)")
     slots = f"{staging.slots} slots of {_size(staging.slot_bytes)} for {staging.step_tokens} tokens, and 2 as large"
     table.add_row(
         "staging memory of each prefill rank", f"{_size(staging.total_bytes)} ({slots})" if staging.slots else "none"
@@ -95,7 +91,6 @@ def _write_times(plan: PlanFigures) -> Table:
 
 def _rates(rates: RateFigures) -> Table:
     table = Table(title="requests/s of one engine", show_header=False)
-    table.add_row("request", f"{rates.prompt_tokens} + {rates.output_tokens} tokens")
     parts = {
         "prefill: computing": rates.prefill_compute,
         "prefill: link": rates.prefill_link,
@@ -111,17 +106,6 @@ def _rates(rates: RateFigures) -> Table:
         limit = min((part for part in parts if part.startswith(side)), key=lambda part: parts[part])
         table.add_row(f"{side} is limited by", limit.removeprefix(f"{side}: "))
     return table
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    """Shortens runs of three and more numbers: 0-3, 6."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
 
 
 def _size(nbytes: float) -> str:

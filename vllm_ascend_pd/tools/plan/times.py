@@ -4,7 +4,8 @@
 docs/plan.md has the formulas with their sources.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_pd.tools.plan.figures import (
@@ -13,8 +14,8 @@ from vllm_ascend_pd.tools.plan.figures import (
     PlanFigures,
     RankPosition,
     RateFigures,
-    WriteSize,
     WriteTime,
+    size_of,
 )
 from vllm_ascend_pd.tools.plan.model import PlanError
 from vllm_ascend_pd.tools.write_costs import WriteCosts
@@ -31,15 +32,15 @@ def write_times(flows: Iterable[Flow], costs: Sequence[WriteCosts]) -> tuple[Wri
             by_source.setdefault(flow.source, []).append(flow)
     ranks = list(by_source.values())
     # A rank of r that exchange heads writes 1/r of the units, and gets all but 1/r of their bytes from the others.
-    exchanged = max(_layer_writes_bytes(flows) * (1 - 1 / flows[0].exchanging) for flows in ranks)
+    exchanged = max(_layer_bytes(flows) * (1 - 1 / flows[0].exchanging) for flows in ranks)
     return tuple(_write_time(each, ranks, exchanged) for each in costs)
 
 
 def _write_time(costs: WriteCosts, ranks: Sequence[Sequence[Flow]], exchanged: float) -> WriteTime:
     """`ranks`: the flows of each prefill rank. `exchanged`: bytes that a rank gets by the layer's all-to-all."""
-    contiguous = max(_writes_ms(costs, [flow.layer_writes_contiguous for flow in flows]) for flows in ranks)
+    contiguous = max(_writes_ms(costs, [flow.contiguous for flow in flows]) for flows in ranks)
     scattered, nbytes = max(
-        (_writes_ms(costs, [flow.layer_writes for flow in flows]), _layer_writes_bytes(flows)) for flows in ranks
+        (_writes_ms(costs, [flow.scattered for flow in flows]), _layer_bytes(flows)) for flows in ranks
     )
     exchange = 0.0 if not exchanged else None if costs.exchange is None else exchanged / (costs.exchange * 1e6)
     if exchange is not None and exchange > scattered:
@@ -49,12 +50,17 @@ def _write_time(costs: WriteCosts, ranks: Sequence[Sequence[Flow]], exchanged: f
     return WriteTime(costs.chip, costs.link, costs.engine, contiguous, scattered, exchange, limit)
 
 
-def _writes_ms(costs: WriteCosts, writes: Iterable[Iterable[WriteSize]]) -> float:
-    return 1000 * sum(each.number * costs.seconds(each.nbytes) for sizes in writes for each in sizes)
+def _writes_ms(costs: WriteCosts, flows: Iterable[Mapping[int, Counter[int]]]) -> float:
+    return 1000 * sum(costs.total(_largest(by_layer).elements()) for by_layer in flows)
 
 
-def _layer_writes_bytes(flows: Iterable[Flow]) -> int:
-    return sum(each.nbytes * each.number for flow in flows for each in flow.layer_writes)
+def _layer_bytes(flows: Iterable[Flow]) -> int:
+    return sum(size_of(_largest(flow.scattered)) for flow in flows)
+
+
+def _largest(by_layer: Mapping[int, Counter[int]]) -> Counter[int]:
+    """Returns the descriptors of the layer with the most bytes."""
+    return max(by_layer.values(), key=size_of)
 
 
 class Traffic(NamedTuple):
@@ -86,14 +92,14 @@ def make_rates(plan: PlanFigures, compute_ms: float, traffic: Traffic) -> RateFi
         plan.decode.dp * bytes_per_second / (plan.prompt.busiest_reader * prompts),
     )
     ratio = min(decode) / min(prefill)
-    return RateFigures(traffic.prompt_tokens, traffic.output_tokens, *prefill, *decode, prefill_per_decode=ratio)
+    return RateFigures(*prefill, *decode, prefill_per_decode=ratio)
 
 
 def _fitting_requests(plan: PlanFigures, traffic: Traffic) -> int:
     """Returns how many whole requests fit into the KV cache of a data-parallel rank, in whole blocks."""
     block = plan.decode.block_size
     tokens = -(-(traffic.prompt_tokens + traffic.output_tokens) // block) * block
-    fitting = int(traffic.kv_gib * 2**30 // (tokens * max(plan.decode_bytes) + plan.window_bytes))
+    fitting = int(traffic.kv_gib * 2**30 // (tokens * plan.decode_bytes + plan.window_bytes))
     if not fitting:
         raise PlanError(f"decode: a request of {tokens} tokens does not fit into {traffic.kv_gib:g} GiB of KV cache")
     return fitting
