@@ -11,7 +11,7 @@ import msgspec
 from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.core.hosts import HostList
-from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.vllm_serve import KV_PORT, KV_ROLES, PLUGIN, PLUGINS, plugins_with_ours
@@ -52,8 +52,8 @@ def judge_plugins(environment: Mapping[str, str]) -> list[Finding]:
     """Returns an error if VLLM_PLUGINS leaves out the plugin that brings the connector."""
     if (plugins := plugins_with_ours(environment)) is None:
         return []
-    found = f"{PLUGINS} is {one_line(environment[PLUGINS], 200)!r}: without {PLUGIN}, vLLM has no {CONNECTOR}"
-    return [error("config.plugins", found, f"set it to {one_line(plugins, 200)}, here and where the engine starts")]
+    found = f"{PLUGINS} is {environment[PLUGINS]!r}: without {PLUGIN}, vLLM has no {CONNECTOR}"
+    return [error("config.plugins", found, f"set it to {plugins}, here and where the engine starts")]
 
 
 def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConfig]:

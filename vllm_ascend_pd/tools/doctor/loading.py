@@ -20,7 +20,6 @@ import msgspec
 
 from vllm_ascend_pd.connector import setup
 from vllm_ascend_pd.core.hosts import is_loopback
-from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, ok, warning
 from vllm_ascend_pd.tools.programs import Ran, child, run
 from vllm_ascend_pd.transport import ascend, mooncake_library
@@ -28,7 +27,6 @@ from vllm_ascend_pd.transport import ascend, mooncake_library
 TIMEOUT_S = 240.0
 """Importing vLLM takes seconds, or more than a minute on a busy machine."""
 
-_CHARS = 300
 _CANN = "load CANN's environment (`source` its set_env.sh)"
 _KERNELS = "pip install -v --no-build-isolation -e . in vllm-ascend-pd"
 _HOST = "set VLLM_HOST_IP to the address by which other hosts reach this one"
@@ -181,7 +179,7 @@ def load(name: str) -> Finding:
         if problem.__cause__ is not None:
             reason = f"{type(problem.__cause__).__name__}: {problem.__cause__}, so {reason}"
         action = mooncake_library.remedy(reason) if name == "mooncake" else part.action
-        return error(check, f"{part.what} cannot be loaded: {one_line(reason, _CHARS)}", action)
+        return error(check, f"{part.what} cannot be loaded: {reason}", action)
     seconds = time.monotonic() - started
     found = result if isinstance(result, Finding) else ok(check, f"{part.what}: loaded in {seconds:.1f} s")
     return msgspec.structs.replace(found, figures={**found.figures, "seconds": round(seconds, 3)})

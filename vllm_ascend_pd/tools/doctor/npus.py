@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_pd.core.hosts import normal_host
-from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.programs import NOT_STARTED, Ran, run_all
 from vllm_ascend_pd.transport import ascend
@@ -31,7 +30,7 @@ HCCN_TIMEOUT_S = 20.0
 """Timeout of one call."""
 
 _AT_ONCE = 8
-_CHARS = 300
+_LAST_CHARS = 300
 
 _HEADER = re.compile(r"npu-smi\s+\S+\s+Version:\s*(\S{1,40})")
 _NPU = re.compile(r"\|\s*(\d{1,4})\s+([^|\s][^|]{0,40}?)\s*\|\s*([^|]{1,40}?)\s*\|")
@@ -86,8 +85,7 @@ def judge(ran: Ran, wanted: bool, seen: Sequence[str] | None) -> tuple[list[Find
         problem = f"npu-smi {ran.problem}: no Ascend driver, or its tools are not on PATH"
         return [error(check, problem, _DRIVER)], None, []
     if ran.problem is not None or found is None or not found[1]:
-        said = one_line(ran.said[-_CHARS:], _CHARS)
-        problem = f"npu-smi info {ran.problem or 'lists no NPU'}: {said or 'it says nothing'}"
+        problem = f"npu-smi info {ran.problem or 'lists no NPU'}: {ran.said[-_LAST_CHARS:] or 'it says nothing'}"
         return [error(check, problem, _INIT)], None, []
     driver, chips = found
     names = ", ".join(dict.fromkeys(chip.name for chip in chips))
@@ -168,8 +166,8 @@ def judge_addresses(device: int, configured: Sequence[str], ran: Ran) -> Finding
     if not own:
         return warning(check, f"device {device} has no address: {_said(ran)}", f"for RoCE, set it with {repair}")
     if configured and not {*map(normal_host, own)} & {*map(normal_host, configured)}:
-        listed = one_line(", ".join(configured), _CHARS)
-        found = f"device {device} has the address {', '.join(own)}, and {listed} in {ascend.HCCN_CONF}"
+        listed = ", ".join(configured)
+        found = f"device {device} has the address {', '.join(own)}, and {ascend.HCCN_CONF} has {listed}"
         action = f"make both the same ({repair}), and start engines again: until then others cannot reach it"
         return error(check, found, action)
     return ok(check, f"device {device}: {', '.join(own)}", address=own[0])
@@ -177,4 +175,4 @@ def judge_addresses(device: int, configured: Sequence[str], ran: Ran) -> Finding
 
 def _said(ran: Ran) -> str:
     reason = f"hccn_tool {ran.problem}" if ran.problem else "hccn_tool says"
-    return f"{reason}: {one_line(ran.said, _CHARS) or 'nothing'}"
+    return f"{reason}: {ran.said or 'nothing'}"

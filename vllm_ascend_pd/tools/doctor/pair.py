@@ -21,7 +21,7 @@ import msgspec
 
 from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.reasons import WRONG_KV
-from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
 from vllm_ascend_pd.observe.stats import PREFIX, PUSHED_BYTES, TICKET_TO_READY_SECONDS, VERIFIED
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, note, ok, warning
@@ -46,7 +46,6 @@ _MAX_BYTES = {"/health": 1 << 20, "/version": 1 << 20, "/v1/models": 1 << 20, "/
 """Pages that servers are asked for, and how much of them is read. Metrics have about 100 KiB per data-parallel rank."""
 
 _AT_ONCE = 16
-_CHARS = 200
 _MAX_SKEW_S = CLOCK_SKEW_S / 2
 """From this host's clock. Of two clocks that are too far apart, one is further from it than half of that."""
 
@@ -116,7 +115,7 @@ class _Models(msgspec.Struct, frozen=True):
     data: Annotated[list[ServedModel], msgspec.Meta(min_length=1)]
 
     def __str__(self) -> str:
-        return one_line(", ".join(model.id for model in self.data), _CHARS)
+        return ", ".join(model.id for model in self.data)
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -303,7 +302,7 @@ def _judge_engines_of(proxy: CheckedServer, engines: Sequence[CheckedServer]) ->
     for role, states in used.items():
         for url, state in states.items():
             if state != "healthy":
-                found = f"{proxy.named} finds {role} {one_line(url, _CHARS)}: {one_line(state, _CHARS)}"
+                found = f"{proxy.named} finds {role} {url}: {state}"
                 findings.append(error(check, found, "check that engine, and the network from the proxy's host to it"))
     for engine in engines:
         roles = [role for role, urls in used.items() if server_of(engine.url) in map(server_of, urls)]
@@ -336,7 +335,7 @@ def _compare_servers(servers: Sequence[CheckedServer], engines: Sequence[Checked
 
 def _compare(what: str, values: Mapping[str, object], level: Level, action: str) -> list[Finding]:
     """`values`: of each server, by its name."""
-    listed = one_line("; ".join(f"{server}: {value}" for server, value in values.items()), 2 * _CHARS)
+    listed = "; ".join(f"{server}: {value}" for server, value in values.items())
     if len(set(values.values())) > 1:
         return [finding(level, f"pair.{what}", f"the {what} differ: {listed}", action)]
     return [ok(f"pair.{what}", f"all servers have the same {what}")] if len(values) > 1 else []
