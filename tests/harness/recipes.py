@@ -18,7 +18,6 @@ from typing import Any
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
 from vllm_ascend_pd.tools.migrate.changes import ChangeKind, Migration
 from vllm_ascend_pd.tools.migrate.engine import migrate_command
-from vllm_ascend_pd.tools.vllm_serve import table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = REPOSITORY / "tests/unit/data/recipes"
@@ -127,7 +126,7 @@ class Recipe:
         names = [name for name in self.data["env"] if name.startswith("VLLM_ASCEND_ENABLE_")]
         experts = self.data["args"].get("enable-expert-parallel", False)
         variables = {name: str(int(experts or not name.endswith("FLASHCOMM1"))) for name in names}
-        return read_arguments(words, table(), variables)
+        return read_arguments(words, variables)
 
     def _filled(self, text: str) -> str:
         own = re.search(rf'"{self.side}": *{{([^}}]*)}}', self._old)

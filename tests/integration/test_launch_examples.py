@@ -20,8 +20,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
+from harness.serve_options import option_lines, serve_parser
 from vllm_ascend_pd import cli
-from vllm_ascend_pd.connector.serve_options import option_lines, serve_parser
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.tools.launch.engine import REFUSED, refused_argument

@@ -13,7 +13,6 @@ from harness.recipes import make_model
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
 from vllm_ascend_pd.tools.migrate.changes import ChangeKind, MigrateError, Migration, render
 from vllm_ascend_pd.tools.migrate.engine import migrate_command
-from vllm_ascend_pd.tools.vllm_serve import ServeOptions, table
 
 OLD = {
     "kv_connector": "MooncakeConnectorV1",
@@ -47,11 +46,11 @@ HCCL_IF_IP=192.0.2.3 VLLM_USE_V1=1 VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=480 VLLM_
 """
 
 
-def read(text: str, options: ServeOptions | None = None) -> EngineArguments:
+def read(text: str) -> EngineArguments:
     """Reads the words that a shell makes of `text`, with the variables before them set."""
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
-    return read_arguments(words[len(variables) :], options or table(), variables)
+    return read_arguments(words[len(variables) :], variables)
 
 
 def migrated(text: str, model: Path | None = None, proxy: str | None = None) -> Migration:
@@ -218,7 +217,7 @@ def test_inputs_that_cannot_be_read() -> None:
         with pytest.raises(MigrateError, match="not http://HOST:PORT"):
             migrated(serve(), proxy=proxy)
     with pytest.raises(MigrateError, match="not UTF-8"):
-        read_arguments(["vllm", "serve", "m\udcff"], table(), {})
+        read_arguments(["vllm", "serve", "m\udcff"], {})
 
 
 def test_ranks_of_a_model_without_experts_are_engines_of_their_own(tmp_path: Path) -> None:
@@ -262,8 +261,8 @@ def test_compressed_caches(tmp_path: Path) -> None:
 # --- words -------------------------------------------------------------------------------------------------
 
 
-def words_of(text: str, options: ServeOptions | None = None) -> EngineArguments:
-    return read_arguments(["vllm", "serve", "m", *shlex.split(text)], options or table(), {})
+def words_of(text: str) -> EngineArguments:
+    return read_arguments(["vllm", "serve", "m", *shlex.split(text)], {})
 
 
 def test_f20_dotted_options_are_one_object() -> None:
@@ -290,14 +289,11 @@ def test_f20_words_that_are_not_known_stay_and_are_named(qwen: Path) -> None:
     command = result.command
     assert command[1:4] == [["--brand-new", "5", "6"], ["-tp", "2"], ["extra"]]
     assert said(result)["--brand-new 5 6 --data-parallel extra"] is ChangeKind.CHECK
-    own = ServeOptions(["1 --tensor-parallel-size -tp", "1 --kv-transfer-config"], of_installed_vllm=True)
-    refused = migrate_command(read(serve("-dp 2"), own), str(qwen), None)
-    assert [change.subject for change in refused.stops] == ["-dp 2"]
 
 
 def test_what_is_before_vllm_stays(qwen: Path) -> None:
     words = ["numactl", "-N", "0", "env", "VLLM_PLUGINS=ascend", "/opt/bin/vllm", *shlex.split(serve())[1:]]
-    result = migrate_command(read_arguments(words, table(), {}), str(qwen), None)
+    result = migrate_command(read_arguments(words, {}), str(qwen), None)
     env = ["env", "VLLM_PLUGINS=ascend,vllm_ascend_pd"]
     assert result.command[0] == ["numactl", "-N", "0", *env, "/opt/bin/vllm", "serve", "m"]
     assert result.environment == {}
@@ -328,7 +324,7 @@ def test_f24_plugins_without_ours_get_it(given: str, qwen: Path) -> None:
     result = migrated(f"VLLM_PLUGINS='{given}' {serve()}", model=qwen)
     assert said(result)["VLLM_PLUGINS"] is ChangeKind.CHANGED
     assert result.environment == {"VLLM_PLUGINS": right}
-    exported = migrate_command(read_arguments(shlex.split(serve()), table(), {"VLLM_PLUGINS": given}), str(qwen), None)
+    exported = migrate_command(read_arguments(shlex.split(serve()), {"VLLM_PLUGINS": given}), str(qwen), None)
     assert exported.environment == {"VLLM_PLUGINS": right}
     assert f"VLLM_PLUGINS={shlex.quote(right)} \\\n" in render(exported)
     assert "VLLM_PLUGINS" not in said(migrated(f"VLLM_PLUGINS='{right}' {serve()}", model=qwen))

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from typer.testing import CliRunner
 
 from harness.recipes import make_model
 from vllm_ascend_pd import cli
-from vllm_ascend_pd.tools.migrate import cli as migrate_cli
-from vllm_ascend_pd.tools.vllm_serve import ServeOptions
 
 SCRIPTS = Path(__file__).parent / "data/launch_scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.sh"))
@@ -27,13 +24,6 @@ RECORD = """#!/bin/sh
 printf '%s\\0' "$@" >"$OUT/words"
 env -0 >"$OUT/environment"
 """
-
-
-@pytest.fixture(autouse=True)
-def without_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This package's table instead of the installed vLLM's parser, which takes seconds to import."""
-    monkeypatch.setattr(migrate_cli, "installed", lambda: None)
-    return
 
 
 def run(text: str, folder: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
@@ -91,22 +81,6 @@ def test_options_are_before_the_command(tmp_path: Path) -> None:
     given = CliRunner().invoke(cli.app, words)
     assert given.exit_code == 0
     assert json.loads(given.stdout)["command"][1] == ["--model", str(tmp_path)]
-
-
-def test_f20_a_word_that_the_installed_vllm_does_not_know_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """tests/integration/test_migrate_exec.py has one that starts."""
-    make_model("qwen3-moe", tmp_path)
-    own = ServeOptions(["1 --kv-transfer-config"], of_installed_vllm=True)
-    monkeypatch.setattr(migrate_cli, "installed", lambda: own)
-    config = '{"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer"}'
-    words = ["vllm", "serve", str(tmp_path), "--brand-new", "1", "--kv-transfer-config", config]
-    given = CliRunner().invoke(cli.app, ["migrate", "--exec", "--", *words])
-    assert (given.exit_code, given.stdout) == (1, "")
-    assert "stops" in given.stderr
-    assert "--brand-new 1" in given.stderr
-    assert "is not known to the installed vLLM" in given.stderr
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_llama_70b_tp8_to_tp4():
     # Whole blocks, two heads wide: every other rank has half of them.
     for rank, flow in enumerate(plan.prompt.flows):
         assert (flow.source.tp_rank, flow.target.tp_rank, flow.exchanging) == (rank, rank // 2, 2)
-        assert flow.scattered == dict.fromkeys(range(80), {128 * 2 * 256: 2 * 4})
+        assert flow.scattered == {layer: {128 * 2 * 256: 2 * 4} for layer in range(80)}
     assert plan.prompt.nbytes == SENT_TOKENS * 327_680
     assert (plan.prompt.descriptors, plan.prompt.descriptors_contiguous) == (80 * 2 * 8 * 4, 80 * 2 * 8)
     assert_conserved(plan, [True] * 80, 2)

@@ -6,17 +6,13 @@ Launch scripts, `migrate` and `doctor` share this.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from vllm_ascend_pd.tools.programs import child, run
 
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 """vLLM's name for each side."""
@@ -28,12 +24,6 @@ REPLACES_CONNECTOR = "kv-offloading-size"
 """The option with which vLLM replaces every connector, without a word (`VllmConfig._post_init_kv_transfer_config`)."""
 _TABLE = Path(__file__).with_name("serve_options.txt")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_TIMEOUT_S = 240.0
-"""Importing vLLM takes seconds, or more than a minute on a busy machine."""
-
-
-class UnknownOptionsError(RuntimeError):
-    """The installed vLLM does not say its options."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +61,13 @@ class CommandPart:
 class ServeOptions:
     """Tells what the words of a command line are, as vLLM's parser would (`vllm/utils/argparse_utils.py`)."""
 
-    def __init__(self, lines: Iterable[str], *, of_installed_vllm: bool) -> None:
-        """`lines`: those that `connector/serve_options.py` prints."""
-        self.of_installed_vllm = of_installed_vllm
+    def __init__(self, lines: Iterable[str]) -> None:
+        """`lines`: those of `serve_options.txt`."""
         self._options: dict[str, Option] = {}
         for line in lines:
             takes, *names = line.split()
             option = Option(names[0].removeprefix("--"), takes)
             self._options |= dict.fromkeys(names, option)
-
-    @property
-    def names(self) -> Mapping[str, Option]:
-        """Options by each of their names, with the dashes."""
-        return self._options
 
     def read(self, word: str) -> Word | None:
         """Returns None for a word that is no option: a value, or the model."""
@@ -135,22 +119,7 @@ class ServeOptions:
 def table() -> ServeOptions:
     """Returns the options of vLLM 0.23 to 0.32."""
     lines = _TABLE.read_text(encoding="utf-8").splitlines()
-    return ServeOptions((line for line in lines if not line.startswith("#")), of_installed_vllm=False)
-
-
-def installed() -> ServeOptions | None:
-    """Returns the options of the installed vLLM, None if there is no vLLM. Raises UnknownOptionsError.
-
-    Says on standard error what it waits for.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        return None
-    print("vllm-ascend-pd: importing vLLM to read its options, which can take a minute", file=sys.stderr, flush=True)
-    # A process of its own, since importing vLLM prints, loads native libraries and may crash.
-    ran = run(child("vllm_ascend_pd.connector.serve_options"), _TIMEOUT_S)
-    if ran.problem is not None:
-        raise UnknownOptionsError(ran.ending)
-    return ServeOptions(ran.reports(str), of_installed_vllm=True)
+    return ServeOptions(line for line in lines if not line.startswith("#"))
 
 
 def plugins_with_ours(environment: Mapping[str, str]) -> str | None:

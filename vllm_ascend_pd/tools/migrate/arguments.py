@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from vllm_ascend_pd.tools.migrate.changes import MigrateError
-from vllm_ascend_pd.tools.vllm_serve import CommandPart, Option, ServeOptions, Word, nested, whole_number
+from vllm_ascend_pd.tools.vllm_serve import CommandPart, Option, Word, nested, table, whole_number
 
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
@@ -28,14 +28,12 @@ class EngineArguments:
     """The command of one engine.
 
     start: its first words, such as `vllm serve`.
-    options: by which the parts were read.
     environment: the engine's variables.
     assigned: variables to set before the command.
     """
 
     start: tuple[str, ...]
     parts: tuple[CommandPart, ...]
-    options: ServeOptions
     environment: Mapping[str, str]
     assigned: Mapping[str, str] = field(default_factory=dict)
 
@@ -145,7 +143,7 @@ class EngineArguments:
         return [part for part in self.parts if part.name == name]
 
 
-def read_arguments(words: Sequence[str], options: ServeOptions, environment: Mapping[str, str]) -> EngineArguments:
+def read_arguments(words: Sequence[str], environment: Mapping[str, str]) -> EngineArguments:
     """Reads the words of a command. `environment` are variables that it gets.
 
     Raises MigrateError if it is no `vllm serve`.
@@ -154,7 +152,7 @@ def read_arguments(words: Sequence[str], options: ServeOptions, environment: Map
         raise MigrateError("the command has a word that is not UTF-8")
     start = _first_argument(words)
     own = dict(word.split("=", 1) for word in words[:start] if _ASSIGNMENT.match(word))
-    return EngineArguments(tuple(words[:start]), tuple(options.split(words[start:])), options, {**environment, **own})
+    return EngineArguments(tuple(words[:start]), tuple(table().split(words[start:])), {**environment, **own})
 
 
 def _first_argument(words: Sequence[str]) -> int:

@@ -12,7 +12,6 @@ from typing import Annotated, NoReturn
 import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
-from vllm_ascend_pd.tools.vllm_serve import ServeOptions, UnknownOptionsError, installed, table
 
 _AT_THE_START = (
     "engines that do not fit refuse each other with the reason; `doctor --prefill URL --decode URL` says more"
@@ -39,8 +38,8 @@ def migrate(
 ) -> None:
     """Turn the command of an engine with vllm-ascend's Mooncake connectors into one for this connector.
 
-    Put `vllm-ascend-pd migrate --` in front of `vllm serve` in a launch script and run the script. The exit code is 0
-    only if the new command will start.
+    Put `vllm-ascend-pd migrate --` in front of `vllm serve` in a launch script and run the script. The exit code is 1
+    if something is known to keep the new command from starting.
     """
     # Imported here so that other commands start faster.
     from vllm_ascend_pd.tools.migrate.arguments import read_arguments
@@ -48,7 +47,7 @@ def migrate(
     from vllm_ascend_pd.tools.migrate.engine import migrate_command
 
     try:
-        result = migrate_command(read_arguments(command, _options(), os.environ), model, proxy)
+        result = migrate_command(read_arguments(command, os.environ), model, proxy)
     except (MigrateError, OSError, UnicodeDecodeError) as error:
         raise USAGE_ERROR(str(error)) from None
     print(as_json(result) if json else render(result), end="", file=sys.stderr if execute else sys.stdout)
@@ -68,12 +67,3 @@ def _start(words: list[str], environment: Mapping[str, str]) -> NoReturn:
     except OSError as error:
         print(f"vllm-ascend-pd: {words[0]}: {error}", file=sys.stderr)
         raise typer.Exit(127) from None
-
-
-def _options() -> ServeOptions:
-    """Returns the options of the installed vLLM, or those of a table of ours."""
-    try:
-        return installed() or table()
-    except UnknownOptionsError as error:
-        print(f"vllm-ascend-pd: uses the options of vLLM 0.23 to 0.32, since this vLLM fails: {error}", file=sys.stderr)
-        return table()

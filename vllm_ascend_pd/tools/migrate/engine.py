@@ -92,10 +92,8 @@ def _of_words(arguments: EngineArguments) -> list[Change]:
     """Returns what the words and options themselves need, whatever the connector."""
     found = []
     if unknown := arguments.unknown:
-        kind, where = ChangeKind.CHECK, "this command's table of vLLM 0.23 to 0.32"
-        if arguments.options.of_installed_vllm:
-            kind, where = ChangeKind.STOPS, "the installed vLLM"
-        found.append(Change(kind, shlex.join(unknown)[:300], f"is not known to {where}. It stays as it is"))
+        why = "is not known to this command's table of vLLM 0.23 to 0.32. It stays as it is: see that your vLLM has it"
+        found.append(Change(ChangeKind.CHECK, shlex.join(unknown)[:300], why))
     if REPLACES_CONNECTOR in arguments.names:
         why = (
             "vLLM would replace this connector by OffloadingConnector without a word. Leave it out. To offload, too, "

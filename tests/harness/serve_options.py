@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of the installed vLLM's `vllm serve`, one a line. As a program it prints them.
 
-`tools/vllm_serve.py` runs it. `tools/serve_options.txt` is the output for vLLM 0.23, 0.30 and 0.32, by `sort -u`.
+`tools/serve_options.txt` is the output for vLLM 0.23, 0.30 and 0.32, by `sort -u`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,5 @@ def option_lines(parser: argparse.ArgumentParser) -> list[str]:
     return found
 
 
-def main() -> list[str]:
-    return option_lines(serve_parser())
-
-
 if __name__ == "__main__":
-    print("\n".join(main()))
+    print("\n".join(option_lines(serve_parser())))
