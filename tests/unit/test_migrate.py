@@ -291,6 +291,15 @@ def test_f20_words_that_are_not_known_stay_and_are_named(qwen: Path) -> None:
     assert said(result)["--brand-new 5 6 --data-parallel extra"] is ChangeKind.CHECK
 
 
+def test_a_model_that_transformers_does_not_know_may_start(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of-its-own", **sizes}))
+    result = migrated(serve(), model=tmp_path)
+    assert result.ok
+    [change] = [change for change in result.changes if change.subject == "model"]
+    assert (change.kind, "does not say layer_types" in change.why) == (ChangeKind.CHECK, True)
+
+
 def test_what_is_before_vllm_stays(qwen: Path) -> None:
     words = ["numactl", "-N", "0", "env", "VLLM_PLUGINS=ascend", "/opt/bin/vllm", *shlex.split(serve())[1:]]
     result = migrate_command(read_arguments(words, {}), str(qwen), None)

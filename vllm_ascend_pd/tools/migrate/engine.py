@@ -108,7 +108,9 @@ def _of_words(arguments: EngineArguments) -> list[Change]:
 
 def _of_model(served: ModelFacts) -> list[Change]:
     changes = []
-    if served.problem is not None:
+    if served.unsaid:
+        changes.append(Change(ChangeKind.CHECK, "model", f"{served.problem}. Nothing here is checked against it"))
+    elif served.problem is not None:
         changes.append(Change(ChangeKind.STOPS, "model", served.problem))
     if served.compressed:
         why = (

@@ -17,7 +17,7 @@ from vllm_ascend_pd.connector.model import (
     unsupported_weights,
 )
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
-from vllm_ascend_pd.tools.plan.model import CacheDtype, ModelShape, PlanError, read_model
+from vllm_ascend_pd.tools.plan.model import CacheDtype, ModelShape, PlanError, UnsaidError, read_model
 
 # The model that an engine serves: its `config.json`, and how its caches are quantized.
 
@@ -27,7 +27,8 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exp
 @dataclass(frozen=True)
 class ModelFacts:
     shape: ModelShape | None  # None if it cannot be described
-    problem: str | None = None  # why not, if that means that the engine may be refused
+    problem: str | None = None  # why not
+    unsaid: bool = False  # whether that is only because a field is not known, so that the engine may well start
     experts: bool = True  # whether it has experts (MoE)
 
     @property
@@ -44,20 +45,20 @@ class ModelFacts:
 def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
     """`path`: a folder with config.json, or that file. `kv_cache_dtype`: of the engine."""
     given = Path(path)
-    shape, problem = None, None
+    shape, problem, unsaid = None, None, False
     try:
         shape = _read_shape(given, _dtype(kv_cache_dtype))
     except OSError:
         return ModelFacts(None, f"there is no config.json at {path!r} on this host: give --model FOLDER")
     except PlanError as error:
-        problem = str(error)
+        problem, unsaid = str(error), isinstance(error, UnsaidError)
     try:
         config = json.loads((given / "config.json" if given.is_dir() else given).read_text(encoding="utf-8"))
     except ValueError:
-        return ModelFacts(None, problem)
+        return ModelFacts(None, problem, unsaid)
     text = config.get("text_config") or config
     experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
-    return ModelFacts(shape, problem, experts)
+    return ModelFacts(shape, problem, unsaid, experts)
 
 
 def _read_shape(path: Path, dtype: CacheDtype) -> ModelShape:

@@ -306,7 +306,7 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
         return _parse(config, {**text, **known}, model_types[0] if model_types else None, dtype, is_known=bool(known))
     except UnsaidError as error:
         why = "; ".join(problems) or "its class leaves it out"
-        raise PlanError(
+        raise UnsaidError(
             f"{error}, and transformers does not fill it in ({why}): install the transformers that comes with vLLM, or "
             "add the field to a copy of the file"
         ) from None
