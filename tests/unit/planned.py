@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of known models and engines, and what must hold of every plan."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine, stage_layers
-from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.figures import PlanFigures
+from vllm_ascend_pd.tools.plan.exchange import PlanFigures, make_plan
 from vllm_ascend_pd.tools.plan.model import read_model
-from vllm_ascend_pd.tools.write_costs import HIXL, WriteCosts
 
 DATA = Path(__file__).parent / "data"
 DEEPSEEK = DATA / "deepseek-r1.json"
@@ -22,7 +19,6 @@ def plan_for(
     config: Path,
     prefill: tuple[int, int, int],
     decode: tuple[int, int, int],
-    write_costs: Sequence[WriteCosts] = HIXL,
 ) -> PlanFigures:
     """Engines as (TP, PP, DP)."""
     return make_plan(
@@ -31,7 +27,6 @@ def plan_for(
         PlannedEngine("decode", *decode, DEFAULT_BLOCK_SIZE),
         step_tokens=8192,
         staging_slots=4,
-        write_costs=write_costs,
     )
 
 

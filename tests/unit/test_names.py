@@ -24,7 +24,7 @@ def test_no_two_classes_have_the_same_name() -> None:
 def test_f37_tools_need_neither_vllm_nor_torch() -> None:
     """The doctor and `migrate` run on hosts without them, and where torch cannot be loaded."""
     doctor = ["hardware", "loading", "loopback", "npus", "pair", "ports", "versions"]
-    names = ["cli", *(f"tools.doctor.{name}" for name in doctor), "tools.migrate.command", "tools.plan.tables"]
+    names = ["cli", *(f"tools.doctor.{name}" for name in doctor), "tools.migrate.engine", "tools.plan.tables"]
     program = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; "
         f"[__import__('vllm_ascend_pd.' + name) for name in {names}]"

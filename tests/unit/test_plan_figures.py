@@ -20,12 +20,9 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.tools.command_line import as_json
 from vllm_ascend_pd.tools.doctor.report import make_report, ok
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches, stage_layers
-from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.figures import Flow
-from vllm_ascend_pd.tools.plan.measured import read_measured
+from vllm_ascend_pd.tools.plan.exchange import Flow, make_plan
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
-from vllm_ascend_pd.tools.plan.times import Traffic, make_rates
-from vllm_ascend_pd.tools.write_costs import HIXL, KIB
+from vllm_ascend_pd.tools.plan.times import HIXL, KIB, Traffic, make_rates, read_measured, write_times
 
 # 1000 tokens travel as 8 blocks of 128.
 SENT_TOKENS = 1024
@@ -115,24 +112,25 @@ def test_llama_70b_tp4_to_tp8(pp):
 def test_a_layers_writes_by_hixls_figures():
     """Llama 70B, TP 8 to 4: a rank writes K and V of 4 of 8 units, of 64 KiB each or as 256 KiB together."""
     plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1))
-    for costs, time in zip(HIXL, plan.write_times, strict=True):
-        assert (time.chip, time.link, time.engine) == (costs.chip, costs.link, costs.engine)
+    times = write_times(plan, HIXL)
+    assert [time.costs for time in times] == [*HIXL]
+    for costs, time in zip(HIXL, times, strict=True):
         assert time.scattered_ms == pytest.approx(8 * costs.seconds(64 << 10) * 1000)
         assert time.contiguous_ms == pytest.approx(2 * costs.seconds(256 << 10) * 1000)
         # It has half of the heads of 8 units, and half of those bytes are another rank's.
         assert time.exchange_ms == pytest.approx((256 << 10) / costs.exchange / 1e6)
         slow = time.scattered_ms > 1.5 * (512 << 10) / costs.most / 1e6
         assert time.limited_by == ("descriptors" if slow else "link")
-    assert {time.limited_by for time in plan.write_times} == {"descriptors", "link"}
+    assert {time.limited_by for time in times} == {"descriptors", "link"}
 
 
 def test_an_all_to_all_that_takes_longer_than_the_writes_limits_a_layer():
     slow = dataclasses.replace(HIXL[0], exchange=0.1)
     unknown = dataclasses.replace(HIXL[0], exchange=None)
-    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1), write_costs=(slow, unknown))
-    assert [time.limited_by for time in plan.write_times] == ["all-to-all", "descriptors"]
-    assert plan.write_times[1].exchange_ms is None
-    assert {time.exchange_ms for time in plan_for(LLAMA, (4, 1, 1), (4, 1, 1)).write_times} == {0.0}
+    times = write_times(plan_for(LLAMA, (8, 1, 1), (4, 1, 1)), (slow, unknown))
+    assert [time.limited_by for time in times] == ["all-to-all", "descriptors"]
+    assert times[1].exchange_ms is None
+    assert {time.exchange_ms for time in write_times(plan_for(LLAMA, (4, 1, 1), (4, 1, 1)), HIXL)} == {0.0}
 
 
 def measured(folder: Path, *findings: tuple[str, dict[str, float | str]]) -> Path:
@@ -153,8 +151,7 @@ def test_what_the_doctor_measured_replaces_hixls_figures(tmp_path: Path) -> None
     assert (costs.chip, costs.link, costs.sizes) == ("measured", "hccs", (32768, 65536))
     assert costs.exchange == 50
     assert [costs.seconds(size) for size in (16384, 32768, 65536)] == pytest.approx([1.5e-6, 1.5e-6, 2e-6])
-    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1), write_costs=(costs,))
-    [time] = plan.write_times
+    [time] = write_times(plan_for(LLAMA, (8, 1, 1), (4, 1, 1)), [costs])
     assert time.scattered_ms == pytest.approx(8 * 2e-3)
 
 
@@ -180,32 +177,31 @@ def test_rates_of_deepseek_r1():
     """
     plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
     rates = make_rates(plan, 18.7, Traffic(4096, 1500, step_ms=19.3, requests=48, kv_gib=14, link_gbit=200))
-    assert rates.prefill_compute == pytest.approx(1 / (4.096 * 0.0187))
+    assert rates.prefill["computing"] == pytest.approx(1 / (4.096 * 0.0187))
     # A prefill rank sends the latent to 4 decode ranks, and each of 16 prefill ranks serves one request of 16.
     sent = SENT_TOKENS * 70_272 * 4.096 / 25e9
-    assert rates.prefill_link == pytest.approx(16 / (4 * sent))
-    assert rates.decode_link == pytest.approx(4 / sent)
-    assert rates.decode_steps == pytest.approx(4 * 48 / (1500 * 0.0193))
+    assert rates.prefill["link"] == pytest.approx(16 / (4 * sent))
+    assert rates.decode["link"] == pytest.approx(4 / sent)
+    assert rates.decode["steps"] == pytest.approx(4 * 48 / (1500 * 0.0193))
     # Every decode rank holds the latent: 38 requests of 44 blocks fit. Each is there for its prefill, too.
     assert 14 * 2**30 // (44 * 128 * 70_272) == 37
-    assert rates.decode_kv == pytest.approx(4 * 37 / (1500 * 0.0193 + 4.096 * 0.0187))
-    assert rates.prefill_per_decode == pytest.approx(rates.decode_kv / rates.prefill_compute)
+    assert rates.decode["KV cache"] == pytest.approx(4 * 37 / (1500 * 0.0193 + 4.096 * 0.0187))
+    assert rates.prefill_per_decode == pytest.approx(rates.decode["KV cache"] / rates.prefill["computing"])
 
 
 @pytest.mark.parametrize(
     ("link_gbit", "step_ms", "requests", "limits"),
     [
-        (200, 19.3, 48, ("prefill_compute", "decode_kv")),
-        (200, 19.3, 4, ("prefill_compute", "decode_steps")),
-        (0.1, 19.3, 48, ("prefill_link", "decode_link")),
+        (200, 19.3, 48, ("computing", "KV cache")),
+        (200, 19.3, 4, ("computing", "steps")),
+        (0.1, 19.3, 48, ("link", "link")),
     ],
 )
 def test_the_slowest_part_of_each_side_decides_the_ratio(link_gbit, step_ms, requests, limits):
     plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
     rates = make_rates(plan, 18.7, Traffic(4096, 1500, step_ms, requests, 14, link_gbit))
-    prefill, decode = (getattr(rates, name) for name in limits)
-    assert prefill == min(rates.prefill_compute, rates.prefill_link)
-    assert decode == min(rates.decode_steps, rates.decode_kv, rates.decode_link)
+    prefill, decode = rates.prefill[limits[0]], rates.decode[limits[1]]
+    assert (prefill, decode) == (min(rates.prefill.values()), min(rates.decode.values()))
     assert rates.prefill_per_decode == pytest.approx(decode / prefill)
 
 

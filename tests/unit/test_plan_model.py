@@ -16,8 +16,7 @@ import pytest
 from planned import DATA, DEEPSEEK, assert_conserved, plan_for
 
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine
-from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.figures import PlanFigures
+from vllm_ascend_pd.tools.plan.exchange import PlanFigures, make_plan
 from vllm_ascend_pd.tools.plan.model import (
     _LAYER_KINDS,
     Cached,
@@ -459,7 +458,7 @@ def test_stages_and_blocks_that_differ() -> None:
 
 
 def test_the_headline_names_the_windows() -> None:
-    text = render(plan_for(FLASH, (2, 1, 1), (1, 1, 1)))
+    text = render(plan_for(FLASH, (2, 1, 1), (1, 1, 1)), [], None, None)
     assert "43 layers with compressed caches, latents of 512 bfloat16" in text
     assert "6,218.5 bytes per token, and 17.02 MiB per prompt for windows" in text
 

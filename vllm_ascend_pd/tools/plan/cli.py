@@ -60,15 +60,10 @@ def plan(
             "need each other and --compute-ms-per-1000-tokens"
         )
     # Imported here so that other commands start faster.
-    import msgspec
-
     from vllm_ascend_pd.core.config import ConnectorConfig
-    from vllm_ascend_pd.tools.plan.exchange import make_plan
-    from vllm_ascend_pd.tools.plan.figures import PROMPT_TOKENS
-    from vllm_ascend_pd.tools.plan.measured import read_measured
+    from vllm_ascend_pd.tools.plan.exchange import PROMPT_TOKENS, make_plan
     from vllm_ascend_pd.tools.plan.tables import render
-    from vllm_ascend_pd.tools.plan.times import Traffic, make_rates
-    from vllm_ascend_pd.tools.write_costs import HIXL
+    from vllm_ascend_pd.tools.plan.times import HIXL, Traffic, make_rates, read_measured, write_times
 
     sides = (
         PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
@@ -79,20 +74,14 @@ def plan(
     try:
         costs = HIXL if measured is None else read_measured(measured)
         shape = read_model(model, kv_cache_dtype)
-        figures = make_plan(
-            shape,
-            *sides,
-            step_tokens=max_num_batched_tokens,
-            staging_slots=slots,
-            write_costs=costs,
-            compute_ms=compute_ms,
-        )
+        figures = make_plan(shape, *sides, step_tokens=max_num_batched_tokens, staging_slots=slots)
+        rates = None
         if compute_ms is not None and None not in given:
             traffic = Traffic(*cast("tuple[int, int, float, int, float, float]", given))
-            figures = msgspec.structs.replace(figures, rates=make_rates(figures, compute_ms, traffic))
+            rates = make_rates(figures, compute_ms, traffic)
     except OSError as error:
         raise USAGE_ERROR(f"cannot read the model's config.json, or what was measured: {error}") from None
     except PlanError as error:
         print(f"vllm-ascend-pd: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    print(render(figures))
+    print(render(figures, write_times(figures, costs), compute_ms, rates))

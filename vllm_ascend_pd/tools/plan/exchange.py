@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a plan with the connector's own functions, so that it matches what the connector does."""
+"""Computes a plan with the connector's own functions, so that it matches what the connector does.
+
+Sizes are in bytes.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from vllm_ascend_pd.core import topology
@@ -18,17 +24,90 @@ from vllm_ascend_pd.tools.plan.engine import (
     check_engine,
     rank_caches,
 )
-from vllm_ascend_pd.tools.plan.figures import (
-    PROMPT_TOKENS,
-    Flow,
-    PlanFigures,
-    PromptFigures,
-    RankPosition,
-    Staging,
-)
 from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError, whole
-from vllm_ascend_pd.tools.plan.times import write_times
-from vllm_ascend_pd.tools.write_costs import HIXL, WriteCosts
+
+PROMPT_TOKENS = 1000
+"""Length of the prompt that the figures are for, in tokens."""
+
+
+class RankPosition(NamedTuple):
+    """The position of a rank within its engine."""
+
+    pp_rank: int
+    tp_rank: int
+
+
+class Staging(msgspec.Struct, frozen=True):
+    """Memory that each prefill rank reserves for regrouping. All figures are 0 if no request can need it."""
+
+    step_tokens: int  # tokens of a step, a layer of which fits into a slot
+    slots: int
+    slot_bytes: int
+    total_bytes: int  # of all slots, and of two buffers of a slot's size for the all-to-all
+    groups: int  # all-to-all groups that a rank belongs to
+    communicator_bytes: int  # that HCCL takes for these groups on an NPU; not in `total_bytes`
+
+
+@dataclass
+class Flow:
+    """The writes of one prefill rank to one decode rank for a prompt."""
+
+    source: RankPosition
+    target: RankPosition
+    lane: int  # index among the prefill ranks with the same heads and decode ranks. It serves prompts of this index
+    exchanging: int  # ranks of the source's all-to-all, including itself; 1 if there is none
+    # Descriptors by layer, each a count by size in bytes: with no two blocks of the prompt adjacent, and with all.
+    scattered: dict[int, Counter[int]] = field(default_factory=dict)
+    contiguous: dict[int, Counter[int]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(size_of, self.scattered.values()))
+
+    @property
+    def descriptors(self) -> int:
+        return sum(each.total() for each in self.scattered.values())
+
+    @property
+    def descriptors_contiguous(self) -> int:
+        return sum(each.total() for each in self.contiguous.values())
+
+
+def size_of(descriptors: Mapping[int, int]) -> int:
+    """Returns the bytes of descriptors that are counted by size."""
+    return sum(size * count for size, count in descriptors.items())
+
+
+class PromptFigures(msgspec.Struct, frozen=True):
+    """The transfer of one prompt."""
+
+    tokens: int
+    units: int  # whole units that the prompt is transferred as
+    flows: tuple[Flow, ...]
+    nbytes: int  # of all ranks
+    busiest_sender: int  # maximum bytes that one prefill rank sends
+    busiest_reader: int  # maximum bytes that one decode rank receives
+    descriptors: int  # of all ranks, if no two blocks are adjacent
+    descriptors_contiguous: int  # of all ranks, if all blocks are adjacent
+
+
+class PlanFigures(msgspec.Struct, frozen=True):
+    """What engines of two shapes send each other."""
+
+    model: ModelShape
+    bytes_per_token: float  # windows of compressed caches are not counted
+    window_bytes: int  # of the compressed caches of all layers, once per prompt
+    bytes_per_token_and_layer: float  # the most of any layer
+    prefill: PlannedEngine
+    decode: PlannedEngine
+    decode_bytes: float  # per token, on a decode rank of the stage with the most
+    unit_tokens: int  # the smaller block size of the two sides
+    lanes: int  # prefill ranks with the same heads and decode ranks, which serve prompts in turn
+    regrouping: tuple[str, ...]  # exchanged, dealt out, quantized: how units become decode's
+    staging: Staging
+    prompt: PromptFigures
+    notes: tuple[str, ...]  # what the figures leave out
+
 
 _NUM_BLOCKS = 1 << 20  # of every cache: more than any figure needs
 _EXCHANGE_BUFFERS = 2  # of a slot's size, see `prefill.regroup.Regrouper`
@@ -42,13 +121,10 @@ def make_plan(
     step_tokens: int,
     staging_slots: int,
     tokens: int = PROMPT_TOKENS,
-    write_costs: Sequence[WriteCosts] = HIXL,
-    compute_ms: float | None = None,
 ) -> PlanFigures:
-    """Returns the transfers from one prefill engine to one decode engine, for a prompt of `tokens`, without rates.
+    """Returns the transfers from one prefill engine to one decode engine, for a prompt of `tokens`.
 
-    `write_costs`: what descriptors cost. `compute_ms`: what prefill computes the prompt in, if known. Raises PlanError
-    where that cannot work.
+    Raises PlanError where that cannot work.
     """
     for engine in (prefill, decode):
         check_engine(model, engine)
@@ -86,9 +162,6 @@ def make_plan(
         regrouping=_regrouping(routes),
         staging=_staging(p_ranks.values(), step_tokens, staging_slots, groups),
         prompt=_prompt(tokens, unit, flows),
-        write_times=write_times(flows, write_costs),
-        compute_ms=compute_ms,
-        rates=None,
         notes=(*model.notes, *_notes(prefill, decode, routes)),
     )
 

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables that `vllm-ascend-pd plan` prints."""
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.table import Table
 
 from vllm_ascend_pd.core.ascend import BUFFER_MB
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine
-from vllm_ascend_pd.tools.plan.figures import PlanFigures, RateFigures
+from vllm_ascend_pd.tools.plan.exchange import PlanFigures
+from vllm_ascend_pd.tools.plan.times import Rates, WriteTime
 
 _WIDTH = 120
 
 
-def render(plan: PlanFigures) -> str:
+def render(plan: PlanFigures, times: Iterable[WriteTime], compute_ms: float | None, rates: Rates | None) -> str:
+    """`compute_ms`: what prefill computes the prompt in, if known."""
     console = Console(width=_WIDTH, highlight=False, markup=False, soft_wrap=False)
     with console.capture() as capture:
         console.print(_headline(plan))
         console.print(_prompt(plan))
-        console.print(_write_times(plan))
-        if plan.rates is not None:
-            console.print(_rates(plan.rates))
+        layer_ms = None if compute_ms is None else compute_ms / len(plan.model.cached)
+        console.print(_write_times(times, layer_ms))
+        if rates is not None:
+            console.print(_rates(rates))
         for note in plan.notes:
             console.print(f"- {note}")
     return capture.get().rstrip()
@@ -73,38 +78,30 @@ def _prompt(plan: PlanFigures) -> Table:
     return table
 
 
-def _write_times(plan: PlanFigures) -> Table:
-    computed = ""
-    if plan.compute_ms is not None:
-        computed = f"; prefill computes it in {plan.compute_ms / len(plan.model.cached):.2f} ms"
+def _write_times(write_times: Iterable[WriteTime], layer_ms: float | None) -> Table:
+    computed = "" if layer_ms is None else f"; prefill computes it in {layer_ms:.2f} ms"
     table = Table(title=f"a layer's writes{computed}")
     for column in ("chip, link", "engine", "all blocks neighbours", "no blocks neighbours", "all-to-all", "limited by"):
         table.add_column(column)
-    for time in plan.write_times:
+    for time in write_times:
         exchange = (
             "unknown" if time.exchange_ms is None else f"{time.exchange_ms:.3f} ms" if time.exchange_ms else "none"
         )
         times = (f"{time.contiguous_ms:.3f} ms", f"{time.scattered_ms:.3f} ms", exchange)
-        table.add_row(f"{time.chip}, {time.link}", time.engine, *times, time.limited_by)
+        table.add_row(f"{time.costs.chip}, {time.costs.link}", time.costs.engine, *times, time.limited_by)
     return table
 
 
-def _rates(rates: RateFigures) -> Table:
+def _rates(rates: Rates) -> Table:
     table = Table(title="requests/s of one engine", show_header=False)
-    parts = {
-        "prefill: computing": rates.prefill_compute,
-        "prefill: link": rates.prefill_link,
-        "decode: steps": rates.decode_steps,
-        "decode: KV cache": rates.decode_kv,
-        "decode: link": rates.decode_link,
-    }
-    for part, rate in parts.items():
-        table.add_row(part, f"{rate:.2f}")
+    sides = {"prefill": rates.prefill, "decode": rates.decode}
+    for side, parts in sides.items():
+        for part, rate in parts.items():
+            table.add_row(f"{side}: {part}", f"{rate:.2f}")
     table.add_section()
     table.add_row("prefill engines per decode engine", f"{rates.prefill_per_decode:.2f}")
-    for side in ("prefill", "decode"):
-        limit = min((part for part in parts if part.startswith(side)), key=lambda part: parts[part])
-        table.add_row(f"{side} is limited by", limit.removeprefix(f"{side}: "))
+    for side, parts in sides.items():
+        table.add_row(f"{side} is limited by", min(parts, key=lambda part: parts[part]))
     return table
 
 
