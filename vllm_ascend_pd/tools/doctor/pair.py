@@ -25,7 +25,6 @@ from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
 from vllm_ascend_pd.observe.stats import PREFIX, PUSHED_BYTES, TICKET_TO_READY_SECONDS, VERIFIED
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, note, ok, warning
-from vllm_ascend_pd.tools.doctor.versions import release
 from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR
 from vllm_ascend_pd.transport.http_client import (
     HTTP_FAILURES,
@@ -42,7 +41,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 PROXY_PREFIX = PREFIX + "proxy_"
 TIMEOUT_S = 5.0
 
-_MAX_BYTES = {"/health": 1 << 20, "/version": 1 << 20, "/v1/models": 1 << 20, "/metrics": 16 << 20}
+_MAX_BYTES = {"/health": 1 << 20, "/v1/models": 1 << 20, "/metrics": 16 << 20}
 """Pages that servers are asked for, and how much of them is read. Metrics have about 100 KiB per data-parallel rank."""
 
 _AT_ONCE = 16
@@ -116,10 +115,6 @@ class _Models(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return ", ".join(model.id for model in self.data)
-
-
-class _Version(msgspec.Struct, frozen=True):
-    version: str
 
 
 class _ProxyHealth(msgspec.Struct, frozen=True):
@@ -322,12 +317,10 @@ def _judge_engines_of(proxy: CheckedServer, engines: Sequence[CheckedServer]) ->
 
 def _compare_servers(servers: Sequence[CheckedServer], engines: Sequence[CheckedServer]) -> list[Finding]:
     models = {server: models for server in servers if (models := server.decoded("/v1/models", _Models)) is not None}
-    versions = {each.named: release(v.version) for each in engines if (v := each.decoded("/version", _Version))}
     lengths = {server.named: each.data[0].max_model_len for server, each in models.items() if server in engines}
     names = {server.named: ", ".join(sorted(model.id for model in each.data)) for server, each in models.items()}
     same_models = "serve the same under the same names everywhere (--served-model-name)"
     return [
-        *_compare("versions", versions, Level.WARNING, "run the same vLLM on both sides: caches may differ"),
         *_compare("models", names, Level.ERROR, same_models),
         *_compare("max-model-len", lengths, Level.WARNING, "a prompt that only one side takes fails"),
     ]

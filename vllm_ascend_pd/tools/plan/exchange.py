@@ -24,7 +24,7 @@ from vllm_ascend_pd.tools.plan.engine import (
     check_engine,
     rank_caches,
 )
-from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError, whole
+from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError
 
 PROMPT_TOKENS = 1000
 """Length of the prompt that the figures are for, in tokens."""
@@ -313,7 +313,7 @@ def _notes(prefill: PlannedEngine, decode: PlannedEngine, routes: Sequence[Seque
 def _bytes_per_token(model: ModelShape) -> tuple[float, float]:
     """Returns the bytes of a token in all layers, and the most in any of them."""
     per_layer = [model.kv_heads * sum(cache.bytes_per_token for cache in caches) for caches in model.layers]
-    return whole(sum(per_layer)), whole(max(per_layer))
+    return sum(per_layer), max(per_layer)
 
 
 def _stage_bytes(model: ModelShape, caches: RankCaches) -> float:

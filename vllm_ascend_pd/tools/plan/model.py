@@ -58,7 +58,7 @@ class LayerCache:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of a token of a long prompt and one KV head. 0 for a window, whose bytes do not grow with prompts."""
-        return 0 if self.window else whole(self._entry_bytes / self.tokens_per_entry)
+        return 0 if self.window else self._entry_bytes / self.tokens_per_entry
 
     @property
     def window_bytes(self) -> int:
@@ -91,11 +91,6 @@ def _compressor(name: str, ratio: int, width: int) -> LayerCache:
     both = 2 if ratio == RATIOS[0] else 1
     state = TensorEntry("float32", 2 * both * width, _STATE)  # keys and their scores
     return LayerCache(name, (state,), window=both * ratio, block_share=16 if ratio == RATIOS[0] else 4)
-
-
-def whole(number: float) -> float:
-    """Returns the number, as int if it is one."""
-    return int(number) if number == int(number) else number
 
 
 class PlanError(ValueError):
@@ -168,8 +163,8 @@ _NOT_DESCRIBED = {
 
 _COMPRESSING_MODEL = "deepseek_v4"
 _COMPRESSED_NOTE = (
-    "every rank has all of the compressed caches, which are those of Atlas A2 and A3 (A5 has others); the table of "
-    "prefill's ranks shows their windows of tokens only; whole blocks are sent, so short prompts take more bytes"
+    "every rank has all of the compressed caches, which are those of Atlas A2 and A3 (A5 has others); whole blocks are "
+    "sent, so short prompts take more bytes"
 )
 
 # Fields of models in which only some layers have attention, and no list names them.

@@ -37,12 +37,12 @@ def _headline(plan: PlanFigures) -> str:
         return (
             f"{model.name}: {len(model.cached)} layers with compressed caches, latents of {widths} "
             f"{model.dtype}\n"
-            f"{plan.bytes_per_token:,} bytes per token, and {_size(plan.window_bytes)} per prompt for windows"
+            f"{plan.bytes_per_token:,.10g} bytes per token, and {_size(plan.window_bytes)} per prompt for windows"
         )
     return (
         f"{model.name}: {model.cached_layers} of {len(model.cached)} layers cache {heads}, {widths} "
         f"{model.dtype} each\n"
-        f"{plan.bytes_per_token:,} bytes per token, {plan.bytes_per_token_and_layer:,} of them per layer"
+        f"{plan.bytes_per_token:,.10g} bytes per token, {plan.bytes_per_token_and_layer:,.10g} of them per layer"
     )
 
 
