@@ -7,15 +7,14 @@ data here: HIXL's `benchmarks/performance_en.md` (fetched 2026-11-27), 128 MiB i
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.tools.doctor.report import DoctorReport
@@ -56,13 +55,8 @@ class WriteCosts:
         """
         sizes = self.sizes[: len(self.rates)]
         times = [size / rate / 1e9 for size, rate in zip(sizes, self.rates, strict=True)]
-        place = bisect_left(sizes, num_bytes)
-        if place == 0:
-            return times[0]
-        if place == len(sizes):
-            return max(times[-1], num_bytes / self.most / 1e9)
-        (low, high), (fast, slow) = list(pairwise(sizes))[place - 1], list(pairwise(times))[place - 1]
-        return fast + (slow - fast) * (num_bytes - low) / (high - low)
+        at_full_link = num_bytes / self.most / 1e9 if num_bytes > sizes[-1] else 0.0
+        return max(float(np.interp(num_bytes, sizes, times)), at_full_link)
 
     def total(self, sizes: Iterable[int]) -> float:
         """Returns what descriptors of these sizes take one after the other, in seconds."""
