@@ -37,7 +37,7 @@ from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
-from vllm_ascend_pd.decode.metaserver import PostOutcome
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
 from vllm_ascend_pd.transport.wakeup import IdleWait
 
 BLOCK = 16

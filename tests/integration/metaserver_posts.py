@@ -27,7 +27,8 @@ from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, WAITING_SUFFIX
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 QUICK = MetaserverSettings(deadline_s=10, backoff_base_s=0.01, backoff_max_s=0.02)
 

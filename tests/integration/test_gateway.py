@@ -19,7 +19,8 @@ from harness.certificates import Authority, Certificate
 from harness.gateway import needs_nginx, running_nginx
 from harness.ports import release_port, reserve_port
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 STREAM = {**COMPLETION, "stream": True}
 

@@ -33,8 +33,10 @@ from harness.tcp_server import serving
 from vllm_ascend_pd.core.protocol import METASERVER_PATH, RECOMPUTES_HEADER, TransferFailure
 from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.decode import metaserver as metaserver_module
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError, MetaserverSettings, PostOutcome
+from vllm_ascend_pd.decode import ticket_client
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError, MetaserverSettings
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 
 @pytest.mark.parametrize(
@@ -275,13 +277,14 @@ def test_a_post_without_a_connection_ends_at_its_deadline(metaserver: Metaserver
         assert outcome.reason == f"not posted to metaserver {url_of(9)} {text}"
 
 
-def test_too_many_pending(metaserver: Metaserver) -> None:
-    with client_with(max_pending=2) as client:
+def test_too_many_pending(metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticket_client, "MAX_PENDING", 2)
+    with client_with() as client:
         for key in "abc":
             client.post(key, metaserver.url, {"id": key, "do": "hang"})
         [overflow] = client.poll()
         assert overflow.key == "c"
-        assert "2 posts wait already" in overflow.reason
+        assert "2 tickets wait already" in overflow.reason
         client.cancel("a")
         client.post("d", metaserver.url, {"id": "d", "do": "ok"})
         assert outcomes(client, 1) == [PostOutcome("d", ok=True)]
@@ -327,26 +330,26 @@ def test_cancelled_posts_leave_no_connection(client: MetaserverClient) -> None:
     assert client.poll() == []
 
 
-def test_a_cancelled_post_has_no_outcome_and_frees_its_key(client: MetaserverClient, metaserver: Metaserver) -> None:
+def test_a_cancelled_post_has_no_outcome(client: MetaserverClient, metaserver: Metaserver) -> None:
     client.post("key", metaserver.url, {"id": "cancelled", "do": "hang"})
     with pytest.raises(ValueError, match="under way"):
         client.post("key", metaserver.url, {})
     client.cancel("key")
     client.cancel("never posted")
-    client.post("key", metaserver.url, {"id": "again", "do": "ok"})
-    assert outcomes(client, 1) == [PostOutcome("key", ok=True)]
+    client.post("other", metaserver.url, {"id": "other", "do": "ok"})
+    assert outcomes(client, 1) == [PostOutcome("other", ok=True)]
     time.sleep(0.1)
     assert client.poll() == []
 
 
 def test_a_post_cancelled_before_it_begins_is_not_sent(client: MetaserverClient, metaserver: Metaserver) -> None:
-    client._thread.call(time.sleep, 0.3)
+    client._thread.loop.call_soon_threadsafe(time.sleep, 0.3)
     client.post("key", metaserver.url, {"id": "cancelled", "do": "ok"})
     client.cancel("key")
-    client.post("key", metaserver.url, {"id": "again", "do": "ok"})
-    assert outcomes(client, 1) == [PostOutcome("key", ok=True)]
+    client.post("other", metaserver.url, {"id": "other", "do": "ok"})
+    assert outcomes(client, 1) == [PostOutcome("other", ok=True)]
     time.sleep(0.1)
-    assert metaserver.attempts == {"again": 1}
+    assert metaserver.attempts == {"other": 1}
 
 
 def test_close_is_quick_and_leaves_no_thread(metaserver: Metaserver) -> None:
@@ -367,8 +370,8 @@ def test_close_is_quick_and_leaves_no_thread(metaserver: Metaserver) -> None:
 
 
 def test_closing_takes_no_longer_than_it_may(client: MetaserverClient) -> None:
-    client._thread.call(time.sleep, 1.0)
-    with pytest.raises(MetaserverError, match=r"did not stop within 0\.1 s"):
+    client._thread.loop.call_soon_threadsafe(time.sleep, 1.0)
+    with pytest.raises(TimeoutError, match=r"did not stop within 0\.1 s"):
         client.close(timeout_s=0.1)
 
 

@@ -21,7 +21,8 @@ from harness.certificates import Authority, Certificate
 from harness.waiting import wait_for
 from vllm_ascend_pd.core.config import TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError, MetaserverSettings, PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError, MetaserverSettings
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 SETTINGS = MetaserverSettings(deadline_s=60, retries=1, backoff_base_s=0.01)
 PATIENCE_S = 60.0

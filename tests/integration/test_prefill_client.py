@@ -22,8 +22,8 @@ from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.protocol import AskTicket, OfferTicket, Problem, ReleasePrompt
 from vllm_ascend_pd.decode import prefill_client
-from vllm_ascend_pd.decode.metaserver import PostOutcome
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 TICKET = make_ticket(100, [3])
 HOSTS = HostList(["127.0.0.0/8"], "is not allowed")
@@ -146,7 +146,7 @@ def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker)
     prefill = taker()
     offer(client, prefill.params)
     wait_until(lambda: prefill.of(AskTicket), 20)
-    client.end(TICKET.ticket_id)
+    client.cancel(TICKET.ticket_id)
     client.release(client.parse(prefill.params), TICKET, "the request was aborted")
     wait_until(lambda: prefill.of(ReleasePrompt), 20)
     asked = len(prefill.of(AskTicket))
@@ -158,24 +158,6 @@ def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker)
     assert client.poll() == []
 
 
-def test_too_many_at_a_time(taker: MakeTaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_client, "_MAX_PENDING", 2)
-    client = PrefillClient(HOSTS, CONFIG)
-    prompt = client.parse(taker().params)
-    try:
-        for n in range(3):
-            client.offer(numbered(n), prompt)
-        [refused] = client.poll()
-        assert refused.key == numbered(2).ticket_id
-        assert "2 tickets wait already" in refused.reason
-    finally:
-        client.close()
-
-
-def numbered(n: int) -> Any:
-    return msgspec.structs.replace(TICKET, ticket_id=f"{n:032x}")
-
-
 def test_closing_ends_everything(taker: MakeTaker) -> None:
     client = PrefillClient(HOSTS, CONFIG)
     prefill = taker()
@@ -185,8 +167,8 @@ def test_closing_ends_everything(taker: MakeTaker) -> None:
     client.close()
     offer(client, prefill.params)
     client.release(client.parse(prefill.params), TICKET, "late")
-    client.end(TICKET.ticket_id)
-    assert client.poll() == []
+    client.cancel(TICKET.ticket_id)
+    assert [each.reason for each in client.poll()] == ["the ticket was not sent: the engine is shutting down"]
 
 
 def test_other_keys_get_no_ticket(taker: MakeTaker, tmp_path: Path) -> None:
@@ -300,7 +282,7 @@ def test_a_bootstrap_answer_that_comes_late(client: PrefillClient, taker: MakeTa
         for ticket in (TICKET, left):
             client.offer(ticket, client.parse(params))
         connections = [slow.accept()[0] for _ in range(2)]
-        client.end(left.ticket_id)
+        client.cancel(left.ticket_id)
         client.release(client.parse(params), left, "the client left")
         connections.append(slow.accept()[0])
         time.sleep(0.4)

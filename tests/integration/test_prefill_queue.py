@@ -19,7 +19,8 @@ from proxy_cluster import COMPLETION, Cluster, beside, eventually, running_clust
 from starlette.responses import Response
 
 from harness.plain_http import PLAIN_HTTP
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 DEADLINE_S = 4.0
 SETTINGS = MetaserverSettings(deadline_s=DEADLINE_S, backoff_base_s=0.01, backoff_max_s=0.02)

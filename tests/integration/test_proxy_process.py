@@ -21,7 +21,8 @@ from proxy_cluster import COMPLETION, command, eventually, running_proxy
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings, PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 
 def test_idle_connections_are_closed() -> None:

@@ -58,7 +58,7 @@ class Delivered:
     expect: Expect
     # The expected blocks that are compared.
     verified: VerifiedBlocks
-    # As in `ArrivalQueue.ticket_ended`.
+    # As in `Arrivals.ticket_ended`.
     received: tuple[int, int]
     cached_tokens: int | None
     # How prefill's ranks share KV.

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -82,15 +82,9 @@ class ExpectedWriters:
         return frozenset(found)
 
 
-# Hands ended transfers from a decode rank's control thread to its model thread.
-#
-# Both threads use one `ArrivalQueue`. Its condition guards every field, and neither thread waits for anything else
-# while it holds the condition.
-
-
 @dataclass
 class Arrivals:
-    """What one step learns of transfers. The queue fills it; once it is taken, only `settle` changes it."""
+    """What one step learns of transfers. The control thread adds to it until the model thread takes it."""
 
     # Requests that no prefill rank can write for any more: their blocks may be used or freed.
     finished: set[str] = field(default_factory=set)
@@ -100,19 +94,49 @@ class Arrivals:
     lost_blocks: set[int] = field(default_factory=set)
     # Tickets whose KV has arrived and must be verified before their requests count as finished.
     delivered: list[Delivered] = field(default_factory=list)
+    # The same, as the scheduler learns it.
+    report: WorkerReport = field(default_factory=WorkerReport)
 
     def __bool__(self) -> bool:
         return bool(self.finished or self.lost_blocks or self.delivered)
 
+    def ticket_failed(self, expect: Expect, reason: str) -> None:
+        """A ticket failed. Prefill ranks may still write to its blocks until `ticket_ended`."""
+        self.report.failed[expect.ticket_id] = reason
+        self.lost_blocks.update(expect.blocks)
+
+    def ticket_ended(self, expect: Expect, received: tuple[int, int] | None, cached_tokens: int | None) -> None:
+        """No prefill rank can write for a ticket any more.
+
+        `received`: bytes, and those of them that arrived before prefill ended; None if the KV is not complete.
+        `cached_tokens`: how many tokens of the prompt prefill had in its prefix cache; None if no writer said so.
+        """
+        if received is None:
+            self.failed.add(expect.request_id)
+        else:
+            self.report.received[expect.ticket_id] = received
+        if cached_tokens is not None:
+            self.report.cached[expect.ticket_id] = cached_tokens
+        self.finished.add(expect.request_id)
+
+    def ticket_verified(self, delivered: Delivered, mismatch: str | None) -> None:
+        """The KV of a delivered ticket was verified. `mismatch`: what differs; None if nothing does."""
+        if mismatch is not None:
+            self.report.wrong.add(delivered.expect.ticket_id)
+            self.ticket_failed(delivered.expect, mismatch)
+        received = delivered.received if mismatch is None else None
+        self.ticket_ended(delivered.expect, received, delivered.cached_tokens)
+
 
 class ArrivalQueue:
-    """Transfers that ended or failed on the control thread, until a step takes them."""
+    """Hands what has ended or failed from the control thread, which calls `add`, to the model thread.
+
+    The condition guards every field. Neither thread waits for anything else while it holds the condition.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # All of these change under the condition.
         self._news = Arrivals()
-        self._report = WorkerReport()
         # Whether the model thread waits in `take`.
         self._waiting = False
         # Where the scheduler sleeps between two steps (`transport/wakeup.py`). "": nowhere.
@@ -120,53 +144,15 @@ class ArrivalQueue:
         # The control thread's.
         self._wakeup = WakeupSender()
 
-    # The control thread calls these.
-
-    def ticket_failed(self, ticket_id: str, reason: str, blocks: Collection[int], ends: bool) -> None:
-        """A ticket failed. Prefill ranks may still write to `blocks` until `ticket_ended`.
-
-        `ends`: whether `ticket_ended` follows at once. Then that wakes the step, which learns both together.
-        """
+    def add(self, note: Callable[[Arrivals], None], wakes: bool = True) -> None:
+        """Lets `note` add to the news. `wakes`: wakes the step that waits, or else the scheduler, which sleeps before
+        the next step."""
         with self._changed:
-            self._fail(self._news, ticket_id, reason, blocks)
-            if not ends:
-                self._wake()
-
-    def ticket_ended(
-        self, ticket_id: str, request_id: str, received: tuple[int, int] | None, cached_tokens: int | None
-    ) -> None:
-        """No prefill rank can write for a ticket any more.
-
-        `received`: bytes, and those of them that arrived before prefill ended; None if the KV is not complete.
-        `cached_tokens`: how many tokens of the prompt prefill had in its prefix cache; None if no writer said so.
-        """
-        with self._changed:
-            self._end(self._news, ticket_id, request_id, received, cached_tokens)
-            self._wake()
-
-    def ticket_delivered(self, delivered: Delivered) -> None:
-        """A ticket has ended with all its KV, which the model thread verifies. `settle` follows."""
-        with self._changed:
-            self._news.delivered.append(delivered)
-            self._wake()
-
-    # The model thread calls these.
-
-    def settle(self, news: Arrivals, delivered: Delivered, mismatch: str | None) -> None:
-        """A ticket's KV was verified: adds it to `news`, which this step has taken. `mismatch`: what differs; None if
-        nothing does."""
-        expect = delivered.expect
-        with self._changed:
-            if mismatch is not None:
-                self._report.wrong.add(expect.ticket_id)
-                self._fail(news, expect.ticket_id, mismatch, expect.blocks)
-            received = delivered.received if mismatch is None else None
-            self._end(news, expect.ticket_id, expect.request_id, received, delivered.cached_tokens)
-
-    def overwritten(self, expect: Expect, reason: str) -> None:
-        """The KV of a ticket that was received is no longer right."""
-        with self._changed:
-            self._report.overwritten[expect.request_id] = reason, expect.blocks
+            note(self._news)
+            if wakes and (self._waiting or not self._address):
+                self._changed.notify_all()
+            elif wakes:
+                self._wakeup.wake(self._address)
 
     def wake_at(self, address: str) -> None:
         """Lets later news wake the scheduler at `address` while no step waits. "": it is not woken."""
@@ -174,7 +160,7 @@ class ArrivalQueue:
             self._address = address
 
     def take(self, wait_s: float) -> Arrivals:
-        """Returns what has ended since the last call. Waits up to `wait_s` seconds if nothing has."""
+        """Returns what was added since the last call. Waits up to `wait_s` seconds if nothing was."""
         with self._changed:
             if wait_s:
                 self._waiting = True
@@ -183,42 +169,9 @@ class ArrivalQueue:
             news, self._news = self._news, Arrivals()
         return news
 
-    def take_report(self) -> WorkerReport:
-        """Returns what has happened since the last call, for the scheduler."""
-        with self._changed:
-            report, self._report = self._report, WorkerReport()
-        return report
-
     def close(self) -> None:
         """Call it when the control thread has ended."""
         self._wakeup.close()
-
-    def _fail(self, news: Arrivals, ticket_id: str, reason: str, blocks: Collection[int]) -> None:
-        self._report.failed[ticket_id] = reason
-        news.lost_blocks.update(blocks)
-
-    def _end(
-        self,
-        news: Arrivals,
-        ticket_id: str,
-        request_id: str,
-        received: tuple[int, int] | None,
-        cached_tokens: int | None,
-    ) -> None:
-        if received is None:
-            news.failed.add(request_id)
-        else:
-            self._report.received[ticket_id] = received
-        if cached_tokens is not None:
-            self._report.cached[ticket_id] = cached_tokens
-        news.finished.add(request_id)
-
-    def _wake(self) -> None:
-        """Wakes the step that waits, or else the scheduler, which sleeps before the next step."""
-        if self._waiting or not self._address:
-            self._changed.notify_all()
-        else:
-            self._wakeup.wake(self._address)
 
 
 logger = logging.getLogger(__name__)
@@ -446,7 +399,9 @@ class GrantService:
                 request_id,
                 ticket.reason,
             )
-            self._arrivals.ticket_failed(ticket_id, ticket.reason, each.expect.blocks, ends=ticket.is_quiesced(now))
+            # If the ticket ends at once, that wakes the step, which learns both together.
+            fail = functools.partial(Arrivals.ticket_failed, expect=each.expect, reason=ticket.reason)
+            self._arrivals.add(fail, wakes=not ticket.is_quiesced(now))
         self._revoke(each, now)
         if not ticket.is_quiesced(now):
             return
@@ -463,9 +418,9 @@ class GrantService:
         if received is not None and each.reported and verified is not None and prefill is not None:
             reports = tuple(each.reported.values())
             delivered = Delivered(each.expect, verified, received, ticket.cached_tokens, prefill, reports)
-            self._arrivals.ticket_delivered(delivered)
+            self._arrivals.add(lambda news: news.delivered.append(delivered))
             return
-        self._arrivals.ticket_ended(ticket_id, request_id, received, ticket.cached_tokens)
+        self._arrivals.add(lambda news: news.ticket_ended(each.expect, received, ticket.cached_tokens))
 
     def _revoke(self, each: OpenTicket, now: float) -> None:
         """Tells writers to stop, every second until they report or their processes end."""

@@ -12,9 +12,7 @@ import contextlib
 import logging
 import random
 import ssl
-import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,8 +33,8 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
+from vllm_ascend_pd.decode.ticket_client import PostOutcome, TicketClient
 from vllm_ascend_pd.transport import http_client
-from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
 from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, clean, describe, tls_context
 from vllm_ascend_pd.transport.keys import SecretFileError, read_text_secret
 
@@ -50,7 +48,7 @@ _ASK_EVERY_S = 30.0  # between two questions to a metaserver; shorter if deadlin
 
 
 class MetaserverError(Exception):
-    """The client could not be started or stopped."""
+    """The client could not be started."""
 
 
 class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +59,6 @@ class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     deadline_s: float = 300.0  # from `post` to the outcome; anew when the metaserver says that the ticket waits
     longest_s: float = 3900.0  # from `post` to the outcome in any case
     max_connections: int = 256  # posts that have a connection at a time; further ones wait
-    max_pending: int = 4096  # posts without an outcome; further ones fail at once
     retries: int = 5  # with these pauses, all take 1.5 to 3.1 s: longer than a proxy's restart
     backoff_base_s: float = 0.1  # the longest pause before the first retry; it doubles with each further one
     backoff_max_s: float = 2.0
@@ -77,44 +74,28 @@ class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return f"MetaserverSettings({', '.join(shown)})"
 
 
-@dataclass(frozen=True)
-class PostOutcome:
-    """How the post of `key` ended."""
-
-    key: str
-    ok: bool  # the metaserver accepted the ticket, and prefill succeeded
-    reason: str = ""  # one line: what failed, where, and what to do. Empty if `ok`
-    may_follow: bool = False  # the prefill failed, and one under another ticket may succeed
-
-
 @dataclass(eq=False, slots=True)
 class _Post:
-    """A ticket without an outcome. Times are `time.monotonic`'s. The loop's thread changes the fields with defaults."""
+    """A ticket on its way. Times are `time.monotonic`'s."""
 
     key: str
     url: str
     content: bytes
     posted_at: float
-    latest: float  # the largest value that `deadline` may get
-    deadline: float  # when the post ends
+    latest: float  # the largest value that the deadline may get
+    scope: anyio.CancelScope  # ends the post at its deadline
     extended: bool = False  # the metaserver said that the ticket waits
     has_connection: bool = False  # else the metaserver does not have the ticket: all connections here are busy
-    scope: anyio.CancelScope | None = None  # ends the post at `deadline`, or when it is cancelled. None: not begun
 
     def extend(self, deadline: float) -> None:
-        """Does nothing if the post has not begun, or if its deadline has passed."""
-        if self.scope is not None and not self.scope.cancel_called:
+        """Does nothing if the deadline has passed."""
+        if not self.scope.cancel_called:
             self.extended = True
-            self.scope.deadline = self.deadline = max(self.deadline, min(deadline, self.latest))
-
-    def cancel(self) -> None:
-        if self.scope is not None:  # otherwise it finds out when it begins
-            self.scope.cancel()
+            self.scope.deadline = max(self.scope.deadline, min(deadline, self.latest))
 
 
-class MetaserverClient:
-    """Posts tickets to metaservers. Any thread may call the public methods. Only `close` waits for the network. The
-    coroutines run on the event loop's thread."""
+class MetaserverClient(TicketClient):
+    """Posts tickets to metaservers, on the thread `metaserver-client`."""
 
     def __init__(
         self, settings: MetaserverSettings, own_host: str, observer: DecodeSchedulerObserver | None = None
@@ -138,17 +119,14 @@ class MetaserverClient:
         except (OSError, SecretFileError) as error:  # ssl.SSLError is an OSError
             raise MetaserverError(f"a certificate or token of the metaserver cannot be read: {error}") from error
         self._connections = http_client.Connections(timeout, headers, tls)
-        self._lock = threading.Lock()
-        self._posts: dict[str, _Post] = {}  # by key, those without an outcome; under the lock
-        self._reports = 0  # failure reports on their way; under the lock
-        self._closed = False  # under the lock
-        self._outcomes: deque[PostOutcome] = deque()  # its own operations are atomic
         self._free = asyncio.Semaphore(settings.max_connections)
         self._reporting, self._asking = asyncio.Semaphore(_SIDE_MESSAGES), asyncio.Semaphore(_SIDE_MESSAGES)
-        self._asked: set[str] = set()  # URLs with a question on its way; the loop's thread owns it
-        self._thread = EventLoopThread("metaserver-client", self._connections.close)
-        self._thread.call(self._thread.start, self._connections.close_idle)
-        self._thread.call(self._thread.start, self._ask_at_intervals)
+        # The client's thread owns these two: posts by key, and URLs with a question on its way.
+        self._posts: dict[str, _Post] = {}
+        self._asked: set[str] = set()
+        super().__init__("metaserver-client")
+        self._thread.start(self._connections.close_idle)
+        self._thread.start(self._ask_at_intervals)
 
     def check(self, url: str) -> str | None:
         """Returns why `url` must not be posted to, or None if it may."""
@@ -159,79 +137,28 @@ class MetaserverClient:
         if (refused := self.check(url)) is not None:
             self._outcomes.append(PostOutcome(key, False, f"metaserver URL {clean(url)!r} refused: {refused}"))
             return
-        now, settings = time.monotonic(), self._settings
-        post = _Post(key, url, msgspec.json.encode(body), now, now + settings.longest_s, now + settings.deadline_s)
-        with self._lock:
-            if key in self._posts:
-                raise ValueError(f"a post for {key!r} is under way")
-            if self._closed:
-                refused = "the engine is shutting down"
-            elif len(self._posts) >= settings.max_pending:
-                refused = f"{len(self._posts)} posts wait already; prefill does not keep up or the proxy hangs"
-            else:
-                self._posts[key] = post
-        if refused is None:
-            self._thread.call(self._thread.start, self._run, post)
-        else:
-            self._outcomes.append(PostOutcome(key, False, f"not posted to metaserver {url}: {refused}"))
-
-    def cancel(self, key: str) -> None:
-        """Ends the post of `key` without an outcome, and closes its connection. `key` can be posted again. If the post
-        has ended already, `poll` still returns its outcome."""
-        with self._lock:
-            post = self._posts.pop(key, None)
-        if post is not None:
-            self._thread.call(post.cancel)
+        self._begin(key, self._post, key, url, msgspec.json.encode(body), time.monotonic())
 
     def report_failure(self, url: str, failure: TransferFailure) -> None:
         """Reports a failed transfer to the metaserver at `url`, where the ticket was posted. There is no outcome:
-        without the report the client gets no reason. Beyond `max_pending` reports at a time, one is dropped."""
-        if self.check(url) is not None:
-            return
-        with self._lock:
-            if self._closed or self._reports >= self._settings.max_pending:
-                return
-            self._reports += 1
-        self._thread.call(self._thread.start, self._report, url, failure)
+        without the report the client gets no reason."""
+        if self.check(url) is None:
+            self._tell(self._report, url, failure)
 
-    def poll(self) -> list[PostOutcome]:
-        """Returns the outcomes since the last call, in the order in which posts ended."""
-        outcomes = []
-        while self._outcomes:
-            outcomes.append(self._outcomes.popleft())
-        return outcomes
+    async def _end(self) -> None:
+        await self._connections.close()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Ends all posts without outcomes, the thread and all connections. A second call does no harm. Raises
-        `MetaserverError` if that takes longer than `timeout_s`."""
-        with self._lock:
-            self._closed = True
-            self._posts.clear()
-        if not self._thread.close(timeout_s):
-            raise MetaserverError(f"the metaserver client did not stop within {timeout_s:g} s")
-
-    def _pending(self) -> list[_Post]:
-        with self._lock:
-            return list(self._posts.values())
-
-    async def _run(self, post: _Post) -> None:
-        """Runs `post` to its outcome, unless it is cancelled first."""
-        try:
-            with anyio.CancelScope(deadline=post.deadline) as post.scope:
-                if self._posts.get(post.key) is not post:  # cancelled before it began
-                    return
+    async def _post(self, key: str, url: str, content: bytes, posted_at: float) -> PostOutcome:
+        with anyio.CancelScope(deadline=posted_at + self._settings.deadline_s) as scope:
+            post = _Post(key, url, content, posted_at, posted_at + self._settings.longest_s, scope)
+            self._posts[key] = post
+            try:
                 async with self._free:
                     post.has_connection = True
-                    outcome = await self._attempts(post)
-            if post.scope.cancelled_caught:
-                outcome = PostOutcome(post.key, False, self._why_timed_out(post))
-        except Exception as error:  # noqa: BLE001 - becomes the outcome
-            reason = f"post to metaserver {post.url} failed: {type(error).__name__}: {clean(str(error))}"
-            outcome = PostOutcome(post.key, False, reason)
-        with self._lock:
-            if self._posts.get(post.key) is post:
-                del self._posts[post.key]
-                self._outcomes.append(outcome)
+                    return await self._attempts(post)
+            finally:
+                del self._posts[key]
+        return PostOutcome(key, False, self._why_timed_out(post))
 
     async def _attempts(self, post: _Post) -> PostOutcome:
         """Posts until the metaserver accepts the ticket, or no retry is left."""
@@ -253,7 +180,7 @@ class MetaserverClient:
 
     def _why_timed_out(self, post: _Post) -> str:
         seconds = f"within {self._settings.deadline_s:g} s"
-        if post.extended and post.deadline >= post.latest:
+        if post.extended and post.scope.deadline >= post.latest:
             seconds, why = f"within {self._settings.longest_s:g} s", "though it said that the ticket waits for prefill"
             why = f", {why} (queue_timeout_s, transfer_timeout_s): more prefill engines are needed"
         elif post.has_connection:
@@ -272,9 +199,6 @@ class MetaserverClient:
             problem = f"it answered {status}" if status >= 500 else None
         except HTTP_FAILURES as error:
             problem = describe(error)
-        finally:
-            with self._lock:
-                self._reports -= 1
         if problem is not None:
             text = "request %s: its failed transfer cannot be reported to metaserver %s: %s; its client gets no reason"
             logger.warning(text, failure.request_id, url, problem)
@@ -285,14 +209,14 @@ class MetaserverClient:
         while True:
             await asyncio.sleep(every_s)
             old = time.monotonic() - every_s
-            for url in {post.url for post in self._pending() if post.posted_at <= old} - self._asked:
+            for url in {post.url for post in self._posts.values() if post.posted_at <= old} - self._asked:
                 self._asked.add(url)
                 self._thread.start(self._ask, url)
 
     async def _ask(self, url: str) -> None:
         try:
             async with self._asking:
-                await self._ask_about([post for post in self._pending() if post.url == url], url)
+                await self._ask_about([post for post in self._posts.values() if post.url == url], url)
         except Exception as error:  # noqa: BLE001 - whatever it is, deadlines stay, and it is asked again
             logger.info("metaserver %s does not say which tickets wait: %s", url, describe(error))
         finally:

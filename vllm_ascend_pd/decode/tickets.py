@@ -21,8 +21,9 @@ from vllm_ascend_pd.core.protocol import TransferFailure
 from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest, VerifiedBlocks
 from vllm_ascend_pd.core.ticket import Secret, Ticket, names_prefill, signed
 from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, PostOutcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class _ToPrefill:
         self._client.offer(ticket, self._prompt)
 
     def ended(self, ticket: Ticket, failure: str | None) -> None:
-        self._client.end(ticket.ticket_id)
+        self._client.cancel(ticket.ticket_id)
         if failure is not None:
             self._client.release(self._prompt, ticket, failure)
 

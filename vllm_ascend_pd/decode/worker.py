@@ -86,6 +86,8 @@ class DecodeWorker(ConnectorRole):
         self._brought = False
         self._observer = observer or DecodeObserver()
         self._arrivals = ArrivalQueue()
+        # What the scheduler has not been told of.
+        self._report = WorkerReport()
         # None without `verify_kv`.
         self._verifier = Verifier(rank_info, device, caches, config.trace_dir) if config.verified_share else None
         expected_writers = ExpectedWriters(caches.description, rank_info.rank, rank_info.sharding)
@@ -129,7 +131,7 @@ class DecodeWorker(ConnectorRole):
             self._server.call(functools.partial(self._grants.cancel, step.cancelled, now))
         if self._verifier is not None:
             for expect, reason in self._verifier.verify_again(step.begun):
-                self._arrivals.overwritten(expect, reason)
+                self._report.overwritten[expect.request_id] = reason, expect.blocks
 
     def _open(self, expect: Expect, vacated: Event, step: DecodeStep, now: float) -> OpenTicket:
         ticket = DecodeTicket(
@@ -167,21 +169,18 @@ class DecodeWorker(ConnectorRole):
         wait_s = self._wait_s if self._num_open and not self._brought else 0.0
         arrivals = self._arrivals.take(wait_s)
         if self._verifier is not None:
-            self._verify(self._verifier, arrivals, wait_s)
+            self._verifier.begin(arrivals.delivered)
+            for delivered, mismatch in self._verifier.take(0.0 if arrivals.finished else wait_s):
+                arrivals.ticket_verified(delivered, mismatch)
+        self._report = self._report.merge(arrivals.report)
         self._num_open -= len(arrivals.finished)
         self._brought = bool(arrivals.finished or arrivals.lost_blocks)
         return arrivals
 
-    def _verify(self, verifier: Verifier, arrivals: Arrivals, wait_s: float) -> None:
-        """Begins to verify what was delivered, and adds the requests whose KV is verified by now."""
-        verifier.begin(arrivals.delivered)
-        for delivered, reason in verifier.take(0.0 if arrivals.finished else wait_s):
-            self._arrivals.settle(arrivals, delivered, reason)
-
     @owned
     def take_report(self) -> WorkerReport | None:
         """Returns what the scheduler must hear of this rank; None if there is nothing."""
-        report = self._arrivals.take_report()
+        report, self._report = self._report, WorkerReport()
         report.weight_updates = self._updates.take_news()
         if self._verifier is not None:
             report.verified = self._verifier.take_counts()

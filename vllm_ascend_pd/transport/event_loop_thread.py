@@ -2,36 +2,45 @@
 """An asyncio event loop on a thread of its own."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+
+logger = logging.getLogger(__name__)
 
 
 class EventLoopThread:
-    """Any thread may call `call` and `close`. What is called runs on the loop's own thread."""
+    """Any thread may call the methods. Tasks run on the loop's own thread."""
 
     def __init__(self, name: str, closing: Callable[[], Awaitable[None]]) -> None:
         """Starts the thread. `closing`: runs there at the end, when no task is left."""
         self.loop = asyncio.new_event_loop()
         self._closing = closing
         self._lock = threading.Lock()
-        self._closed = False  # under the lock: no call gets to the loop once it is set
+        self._closed = False  # under the lock: nothing gets to the loop once it is set
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps no reference to its tasks
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, function: Callable[..., object], *args: object) -> None:
-        """Calls `function` on the loop's thread soon. Does nothing after `close`."""
+    def start(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> Future[None] | None:
+        """Starts a task soon. Cancelling what it returns cancels the task. After `close` it does nothing."""
         with self._lock:
-            if not self._closed:
-                self.loop.call_soon_threadsafe(function, *args)
+            if self._closed:
+                return None
+            return asyncio.run_coroutine_threadsafe(self._run_task(work, *args), self.loop)
 
-    def start(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> asyncio.Task[None]:
-        """Starts a task. Only the loop's thread may call this: other threads say `call(self.start, work, ...)`."""
-        task = self.loop.create_task(work(*args))
+    async def _run_task(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        try:
+            await work(*args)
+        except Exception:
+            logger.exception("a task of thread %s failed", self._thread.name)
+        finally:
+            self._tasks.discard(task)
 
     def close(self, timeout_s: float) -> bool:
         """Cancels all tasks and ends the thread. Returns False if that takes longer."""
