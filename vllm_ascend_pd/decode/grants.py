@@ -42,44 +42,27 @@ from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.transport.side_channel import ClientConnection
 from vllm_ascend_pd.transport.wakeup import WakeupSender
 
-# Results kept. Prefill engines of more different shapes make the rank work them out again.
+# Results of `expected_writers` kept. Prefill engines of more different shapes make the rank work them out again.
 _MAX_SHAPES = 1024
 
 
-class ExpectedWriters:
-    """Finds the writers that one decode rank expects. Results are cached, since most tickets come from prefill engines
-    of one shape.
+def expected_writers(
+    caches: RankCaches, rank: int, decode: Sharding, prefill: Sharding, replica: int, draft: str
+) -> frozenset[tuple[int, int]]:
+    """Returns pairs (index of a tensor of ours, rank in prefill's pipeline stage that must write to it).
+
+    `rank`: this rank's place in its pipeline stage. `draft`: draft layers expect nothing unless it is theirs. Raises
+    TopologyError if the engines cannot fit.
     """
-
-    def __init__(self, caches: RankCaches, rank: int, sharding: Sharding) -> None:
-        """`rank`: the decode rank's place in its pipeline stage, as `sharding` counts."""
-        self._caches = caches
-        self._rank = rank
-        self._sharding = sharding
-        # By prefill's sharding, the replica, and prefill's draft if it is ours.
-        self._known = functools.lru_cache(_MAX_SHAPES)(self._work_out)
-
-    def of(self, prefill: Sharding, replica_hash: int, draft: str) -> frozenset[tuple[int, int]]:
-        """Returns pairs (index of a tensor of ours, rank in prefill's pipeline stage that must write to it).
-
-        Draft layers expect nothing unless `draft`, prefill's draft model, is the one used here. Raises TopologyError
-        if the engines cannot fit.
-        """
-        ours = draft if draft == self._caches.draft else ""
-        return self._known(prefill, replica_hash % len(prefill.shares), ours)
-
-    def _work_out(self, prefill: Sharding, replica_hash: int, draft: str) -> frozenset[tuple[int, int]]:
-        found: set[tuple[int, int]] = set()
-        for number, geometry in enumerate(self._caches.geometries):
-            if geometry.is_known_to(draft):
-                writing, reading = held(geometry, prefill, self._sharding)
-                exchange = geometry.order is Order.TOKEN_MAJOR
-                writers = writers_to(
-                    self._rank, reading, writing, geometry.total_heads, replica_hash, exchange=exchange
-                )
-                tensors = (i for i, tensor in enumerate(self._caches.tensors) if tensor.geometry == number)
-                found.update(itertools.product(tensors, writers))
-        return frozenset(found)
+    found: set[tuple[int, int]] = set()
+    for number, geometry in enumerate(caches.geometries):
+        if geometry.is_known_to(draft):
+            writing, reading = held(geometry, prefill, decode)
+            exchange = geometry.order is Order.TOKEN_MAJOR
+            writers = writers_to(rank, reading, writing, geometry.total_heads, replica, exchange=exchange)
+            tensors = (i for i, tensor in enumerate(caches.tensors) if tensor.geometry == number)
+            found.update(itertools.product(tensors, writers))
+    return frozenset(found)
 
 
 @dataclass
@@ -211,36 +194,34 @@ class OpenTicket:
     warn_at: float = -math.inf
 
 
-@dataclass(frozen=True)
-class _ClosedTicket:
-    """How a ticket ended, for prefill ranks that ask too late."""
-
-    digest: str
-    state: TicketState
-    reason: str
-
-
 class GrantService:
     """The open tickets of one decode rank. All methods run on the control thread."""
 
     def __init__(
         self,
         config: ConnectorConfig,
-        expected_writers: ExpectedWriters,
+        caches: RankCaches,
+        rank: int,
+        sharding: Sharding,
         loaded: LoadedWeights,
         arrivals: ArrivalQueue,
         observer: DecodeObserver,
     ) -> None:
-        """`loaded`: this engine's weights. `arrivals`: gets what has ended."""
+        """`caches`, `rank`, `sharding`: as `expected_writers` has them. `loaded`: this engine's weights. `arrivals`:
+        gets what has ended."""
         self._config = config
-        self._expected_writers = expected_writers
+        # The draft that layers here belong to.
+        self._draft = caches.draft
+        # Most tickets come from prefill engines of one shape.
+        expected = functools.partial(expected_writers, caches, rank, sharding)
+        self._expected_writers = functools.lru_cache(_MAX_SHAPES)(expected)
         self._loaded = loaded
         self._arrivals = arrivals
         self._observer = observer
         # By ticket id.
         self._open: dict[str, OpenTicket] = {}
-        # By ticket id, the oldest first. At most `MAX_TOMBSTONES`.
-        self._closed: OrderedDict[str, _ClosedTicket] = OrderedDict()
+        # Ticket id -> how it ended, for prefill ranks that ask too late. The oldest first, at most `MAX_TOMBSTONES`.
+        self._closed: OrderedDict[str, str] = OrderedDict()
         # Set when no ticket is open. None unless the engine sleeps.
         self._quiet: threading.Event | None = None
 
@@ -326,9 +307,10 @@ class GrantService:
         if ranks > MAX_TP or request.writer.rank >= ranks:
             return GrantRefused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)
         if not ticket.is_owned:
-            replica_hash = replica_hash_of(request.ticket_id)
+            replica, draft = replica_hash_of(request.ticket_id) % ranks, request.draft
             try:
-                expected = self._expected_writers.of(request.sharding, replica_hash, request.draft)
+                # Other drafts are alike, too.
+                expected = self._expected_writers(request.sharding, replica, draft if draft == self._draft else "")
             except TopologyError as error:
                 return GrantRefused(str(error), retry=False)
             ticket.expect(request.writer.engine_id, request.sharding, expected)
@@ -345,7 +327,7 @@ class GrantService:
         ended = self._closed.get(request.ticket_id)
         if ended is None:
             return GrantRefused("the ticket is not known here", retry=True)
-        return GrantRefused(f"the ticket is closed: {ended.reason or ended.state.value}", retry=False)
+        return GrantRefused(f"the ticket is closed: {ended}", retry=False)
 
     def _refuse_weights(self, request: GrantRequest) -> GrantRefused | None:
         """Refuses KV of other weights than ours (R8). Renewals are checked too: either side may update its weights."""
@@ -408,7 +390,7 @@ class GrantService:
         del self._open[ticket_id]
         if self._quiet is not None and not self._open:
             self._quiet.set()
-        self._closed[ticket_id] = _ClosedTicket(ticket.digest, ticket.state, ticket.reason)
+        self._closed[ticket_id] = ticket.reason or ticket.state.value
         while len(self._closed) > MAX_TOMBSTONES:
             self._closed.popitem(last=False)
         is_received = ticket.state is TicketState.RECEIVED

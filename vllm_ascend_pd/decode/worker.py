@@ -33,7 +33,6 @@ from vllm_ascend_pd.decode.grants import (
     UNKNOWN_WEIGHTS,
     ArrivalQueue,
     Arrivals,
-    ExpectedWriters,
     GrantService,
     OpenTicket,
 )
@@ -90,8 +89,15 @@ class DecodeWorker(ConnectorRole):
         self._report = WorkerReport()
         # None without `verify_kv`.
         self._verifier = Verifier(rank_info, device, caches, config.trace_dir) if config.verified_share else None
-        expected_writers = ExpectedWriters(caches.description, rank_info.rank, rank_info.sharding)
-        self._grants = GrantService(config, expected_writers, self._loaded, self._arrivals, self._observer)
+        self._grants = GrantService(
+            config,
+            caches.description,
+            rank_info.rank,
+            rank_info.sharding,
+            self._loaded,
+            self._arrivals,
+            self._observer,
+        )
         keys = load_keys(config.side_channel_key_file)
         self._server = SideChannelServer(
             rank_info.host,

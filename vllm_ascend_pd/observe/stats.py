@@ -333,18 +333,11 @@ class PrefillStats(PrefillObserver):
             self._stats.observe(OVERLAP_RATIO, early_bytes / num_bytes)
 
 
-class PrefillSchedulerStats(PrefillSchedulerObserver):
+class PrefillSchedulerStats(Stats, PrefillSchedulerObserver):
     """The metrics of a prefill engine's scheduler."""
 
-    def __init__(self) -> None:
-        self._stats = Stats()
-
-    def take(self) -> Data:
-        """Returns what was recorded since the last call."""
-        return self._stats.take()
-
     def ticket_refused(self, request_id: str, reason: str) -> None:
-        self._stats.add(PUSH_FAILURES, reason=PushFailure.TICKET.value)
+        self.add(PUSH_FAILURES, reason=PushFailure.TICKET.value)
 
 
 class DecodeSchedulerStats(DecodeSchedulerObserver):

@@ -48,14 +48,12 @@ class SideChannelError(RuntimeError):
     """A side channel could not be opened, or a request got no usable answer."""
 
 
+@dataclass(frozen=True, slots=True)
 class ClientConnection:
     """The connection that a message came from. The server may send on it later, on any thread."""
 
-    __slots__ = ("_identity", "_server")
-
-    def __init__(self, server: "SideChannelServer", identity: bytes) -> None:
-        self._server = server
-        self._identity = identity
+    _server: "SideChannelServer"
+    _identity: bytes
 
     def send(self, message: Message, gone: Callable[[], None] = lambda: None) -> None:
         """Queues `message`. It may be lost, so nothing may depend on its arrival alone.
@@ -63,16 +61,6 @@ class ClientConnection:
         `gone` is called on the server's thread if the connection is closed.
         """
         self._server._post(self._identity, message, gone)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both are the same connection."""
-        return isinstance(other, ClientConnection) and (other._server, other._identity) == (
-            self._server,
-            self._identity,
-        )
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
 
 
 class SideChannelServer(Loop):
