@@ -15,7 +15,6 @@ import msgspec
 from vllm_ascend_pd.connector.model import computes_prompts, unsupported
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
-from vllm_ascend_pd.transport.engine import SharedEngine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -151,14 +150,13 @@ def host_address() -> str:
     return str(get_ip())
 
 
-def shared_engine(protocol: str) -> SharedEngine | None:
-    """Returns the engine of vllm-ascend's connectors that use Mooncake, if one of them is loaded in this process.
+def shared_engine(protocol: str) -> Any:
+    """Returns what vllm-ascend's connectors share Mooncake's engine by, if one of them is loaded in this process.
 
     None otherwise, and for every protocol but "ascend".
     """
     module = sys.modules.get("vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine")
-    global_te = getattr(module, "global_te", None)
-    return None if protocol != "ascend" or global_te is None else SharedEngine(global_te)
+    return getattr(module, "global_te", None) if protocol == "ascend" else None
 
 
 # Connectors beside this one in a MultiConnector.

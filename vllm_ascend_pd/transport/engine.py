@@ -35,10 +35,11 @@ class TransferEngine:
     "tcp" and "rdma".
     """
 
-    def __init__(self, host: str, protocol: str, limits: TransferLimits, existing: SharedEngine | None = None) -> None:
+    def __init__(self, host: str, protocol: str, limits: TransferLimits, existing: Any = None) -> None:
         """Start an engine that listens on `host`. `protocol`: "tcp", "rdma" or "ascend".
 
-        `existing`: the Mooncake engine of other connectors in this process, for "ascend" only.
+        `existing`: vllm-ascend's `global_te`, for "ascend" only. It has the Mooncake engine that other connectors of
+        this process use, too. None: there is none.
 
         Settings that the environment already holds win over those of `limits`. For "ascend", set the device first.
         Raises TransferError if the engine cannot start.
@@ -46,8 +47,8 @@ class TransferEngine:
         problems = ascend.check() if protocol == "ascend" else []
         if fatal := [problem.message for problem in problems if problem.fatal]:
             raise TransferError(host, "; ".join(fatal), retryable=False)
-        if existing is not None:
-            existing.export_settings()
+        if existing is not None and existing.transfer_engine is not None:
+            _export(_DEFAULTS)  # it runs: settings have no effect any more
         try:
             # The limits in effect, which settings in the environment may have changed.
             self.limits = export_settings(limits, protocol, host)
@@ -69,7 +70,7 @@ class TransferEngine:
         """Starts Mooncake's engine. `problems`: why it may fail. Raises TransferError."""
         host, protocol, existing = self._host, self._protocol, self._shared
         try:
-            self._engine: Any = _start(host, protocol) if existing is None else existing.start(host)
+            self._engine: Any = _start(host, protocol) if existing is None else existing.get_transfer_engine(host, None)
         except mooncake_library.LibraryError as error:
             raise TransferError(host, str(error), retryable=False) from error
         except RuntimeError as error:
@@ -125,7 +126,7 @@ class TransferEngine:
             if self._chip is not None and (reason := refusal(together, self._chip)) is not None:
                 raise self._error(f"memory cannot be registered: {reason}")
             if self._shared is not None and of_caches:
-                self._register_for_all(self._shared, fresh)
+                self._register_for_all(fresh)
             else:
                 self._register(fresh)
             self._known = together
@@ -226,9 +227,17 @@ class TransferEngine:
             raise self._error(f"{_not_registered(regions)} (code {code})")
         self._own += addresses
 
-    def _register_for_all(self, shared: SharedEngine, regions: Sequence[Region]) -> None:
+    def _register_for_all(self, regions: Sequence[Region]) -> None:
+        """Registers this process's KV caches, unless another connector has. They stay registered.
+
+        Two engines of one process cannot both register them:
+
+        - HCCL refuses memory that overlaps other registered memory of the process, unless both are equal. Older
+          versions refuse equal memory, too (global_mem_manager.cc, `CheckOverlapAndInsert`).
+        - Within one engine, Mooncake refuses both (transfer_engine_impl.cpp).
+        """
         try:
-            shared.register_caches(regions)
+            self._shared.register_buffer([address for address, _ in regions], [size for _, size in regions])
         except RuntimeError as error:
             raise self._error(f"{_not_registered(regions)}: {error}") from error
 
@@ -252,15 +261,10 @@ def _not_registered(regions: Sequence[Region]) -> str:
     return f"Mooncake did not register {len(regions)} regions of {sum(size for _, size in regions)} bytes"
 
 
-# A Mooncake engine that other connectors of this process use, too.
+# Puts Mooncake's settings into the environment, from where it reads them when an engine starts.
 #
-# Two engines of one process cannot both register the KV caches:
-#
-# - HCCL refuses memory that overlaps other registered memory of the process, unless both are equal. Older versions
-#   refuse equal memory, too (global_mem_manager.cc, `CheckOverlapAndInsert`).
-# - Within one engine, Mooncake refuses both (transfer_engine_impl.cpp).
-#
-# vllm-ascend has one object for this, `global_te`. The connector that registers the caches first does it for all.
+# What the environment holds already wins, so the limits may become others than those asked for. With protocol "ascend"
+# nothing of TCP is imported.
 
 _DEFAULTS = {
     "ASCEND_CONNECT_TIMEOUT": "10000",
@@ -269,38 +273,6 @@ _DEFAULTS = {
     "MC_TRANSFER_TIMEOUT": "30",
 }
 """Mooncake's defaults, from transfer_executor_base.h, slice_dispatcher.cpp and transfer_engine_py.cpp."""
-
-
-class SharedEngine:
-    """vllm-ascend's `global_te`. Any thread may call the methods, one at a time."""
-
-    def __init__(self, global_te: Any) -> None:
-        self._global_te = global_te
-
-    def export_settings(self) -> None:
-        """Put the settings of an engine that already runs into the environment, where they are missing.
-
-        Call it before other settings are exported: they have no effect on a running engine.
-        """
-        if self._global_te.transfer_engine is not None:
-            _export(_DEFAULTS)
-
-    def start(self, host: str) -> Any:
-        """Return the Mooncake engine, started at `host` unless it runs. Raises RuntimeError if it does not start."""
-        return self._global_te.get_transfer_engine(host, None)
-
-    def register_caches(self, regions: Sequence[Region]) -> None:
-        """Register this process's KV caches, unless another connector has. They stay registered.
-
-        Raises RuntimeError if Mooncake refuses them.
-        """
-        self._global_te.register_buffer([address for address, _ in regions], [size for _, size in regions])
-
-
-# Puts Mooncake's settings into the environment, from where it reads them when an engine starts.
-#
-# What the environment holds already wins, so the limits may become others than those asked for. With protocol "ascend"
-# nothing of TCP is imported.
 
 # If it is set, to whatever value, Mooncake listens and connects over IPv6; else over IPv4.
 _IPV6 = "MC_USE_IPV6"
