@@ -25,12 +25,14 @@ from starlette.routing import Route
 
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, WAITING_SUFFIX
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.decode import metaserver as metaserver_module
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
-QUICK = MetaserverSettings(deadline_s=10, backoff_base_s=0.01, backoff_max_s=0.02)
+QUICK = ConnectorConfig(transfer_timeout_s=10)
 
 eventually = partial(wait_until, timeout_s=20)
 
@@ -123,12 +125,19 @@ class Retries(DecodeSchedulerObserver):
 
 
 @contextlib.contextmanager
-def client_with(observer: DecodeSchedulerObserver | None = None, **settings: Any) -> Iterator[MetaserverClient]:
-    client = MetaserverClient(msgspec.structs.replace(QUICK, **settings), "127.0.0.1", observer)
+def client_with(
+    observer: DecodeSchedulerObserver | None = None, recomputes: bool = False, **settings: Any
+) -> Iterator[MetaserverClient]:
+    client = MetaserverClient(msgspec.structs.replace(QUICK, **settings), "127.0.0.1", recomputes, observer)
     try:
         yield client
     finally:
         client.close()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metaserver_module, "_FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from proxy_cluster import COMPLETION, eventually, running_proxy
 from harness.certificates import Authority, Certificate
 from harness.gateway import needs_nginx, running_nginx
 from harness.ports import release_port, reserve_port
+from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 STREAM = {**COMPLETION, "stream": True}
@@ -132,11 +133,10 @@ def test_tickets_by_mutual_tls(gateway: Gateway, ours: Authority, others: Author
     gateway.decode.hangs_after_first_token = True
 
     def posted(own: Certificate | None) -> PostOutcome:
-        files = {} if own is None else {"cert_file": str(own.cert), "key_file": str(own.key)}
-        settings = MetaserverSettings(
-            allowlist=(gateway.for_decode,), ca_file=str(ours.cert), retries=1, backoff_base_s=0.01, **files
-        )
-        decode = MetaserverClient(settings, own_host="127.0.0.1")
+        files = {} if own is None else {"ssl_certfile": str(own.cert), "ssl_keyfile": str(own.key)}
+        tls = TlsConfig(True, ssl_ca_certs=str(ours.cert), **files)
+        config = ConnectorConfig(metaserver_allowlist=(gateway.for_decode,), metaserver_retries=1, tls_config=tls)
+        decode = MetaserverClient(config, own_host="127.0.0.1")
         with (
             closing(decode),
             gateway.client() as client,

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
 
 LOCAL_ONLY: tuple[str, ...] = ()
 LISTED = ("https://proxy.example:8443/pd", "http://10.0.0.5:8000", "http://[fd00::1]/")
@@ -96,8 +97,8 @@ def client_for() -> Iterator[Callable[[tuple[str, ...]], MetaserverClient]]:
 
     def get(allowlist: tuple[str, ...]) -> MetaserverClient:
         if allowlist not in clients:
-            settings = MetaserverSettings(allowlist=allowlist)
-            clients[allowlist] = MetaserverClient(settings, own_host="Decode-7")
+            config = ConnectorConfig(metaserver_allowlist=allowlist)
+            clients[allowlist] = MetaserverClient(config, own_host="Decode-7")
         return clients[allowlist]
 
     yield get

@@ -26,7 +26,7 @@ DEADLINE_S = 1.2
 
 
 def test_failures_are_reported_while_posts_have_all_connections(metaserver: Metaserver, token_file: str) -> None:
-    with client_with(max_connections=1, token_file=token_file) as client:
+    with client_with(metaserver_max_connections=1, metaserver_token_file=token_file) as client:
         for key in ("first", "second"):
             client.post(key, metaserver.url, {"id": key, "do": "hang"})
         client.report_failure(metaserver.url, FAILURE)
@@ -101,7 +101,7 @@ def all_wait(ticket_ids: list[str]) -> Response:
 @contextmanager
 def posted(metaserver: Metaserver, says: Says, *keys: str, **settings: Any) -> Iterator[MetaserverClient]:
     metaserver.says = says
-    with client_with(**{"deadline_s": DEADLINE_S, **settings}) as client:
+    with client_with(**{"transfer_timeout_s": DEADLINE_S, **settings}) as client:
         for key in keys:
             client.post(key, metaserver.url, {"id": key, "do": "hold"})
         yield client
@@ -117,7 +117,7 @@ def test_a_ticket_that_waits_gets_its_time_again(metaserver: Metaserver) -> None
 
 
 def test_a_ticket_that_waits_ends_at_the_longest_time(metaserver: Metaserver) -> None:
-    with posted(metaserver, all_wait, "t", longest_s=2.0) as client:
+    with posted(metaserver, all_wait, "t", queue_timeout_s=2.0 - DEADLINE_S) as client:
         [outcome] = outcomes(client, 1)
         assert "did not answer within 2 s, though it said that the ticket waits for prefill" in outcome.reason
 
@@ -148,7 +148,7 @@ def test_a_question_that_is_lost_is_asked_again(metaserver: Metaserver) -> None:
     def says(ticket_ids: list[str]) -> Response:
         return Response(status_code=503) if len(metaserver.questions) == 1 else all_wait(ticket_ids)
 
-    with posted(metaserver, says, "t", deadline_s=2.0) as client:
+    with posted(metaserver, says, "t", transfer_timeout_s=2.0) as client:
         eventually(lambda: len(metaserver.questions) > 5)
         assert client.poll() == []
 
@@ -157,7 +157,7 @@ def test_many_tickets_are_asked_about_in_few_messages(metaserver: Metaserver, mo
     monkeypatch.setattr(metaserver_module, "MAX_ASKED", 8)
     monkeypatch.setattr(metaserver_module, "_ASK_EVERY_S", 2.0)
     keys = [f"{number:032x}" for number in range(16)]
-    with posted(metaserver, all_wait, *keys, deadline_s=60.0, max_connections=12) as client:
+    with posted(metaserver, all_wait, *keys, transfer_timeout_s=60.0, metaserver_max_connections=12) as client:
         eventually(lambda: len(metaserver.questions) >= 2)
         # The last four wait for a connection of decode's own: the metaserver does not know them.
         assert metaserver.questions[:2] == [keys[:8], keys[8:12]]
@@ -165,7 +165,7 @@ def test_many_tickets_are_asked_about_in_few_messages(metaserver: Metaserver, mo
 
 
 def test_posts_without_a_connection_get_their_time_again_if_the_metaserver_answers(metaserver: Metaserver) -> None:
-    with posted(metaserver, all_wait, "first", "second", max_connections=1) as client:
+    with posted(metaserver, all_wait, "first", "second", metaserver_max_connections=1) as client:
         time.sleep(3 * DEADLINE_S)
         assert client.poll() == []
         assert set(map(tuple, metaserver.questions)) == {("first",)}
@@ -174,7 +174,7 @@ def test_posts_without_a_connection_get_their_time_again_if_the_metaserver_answe
 
 
 def test_a_ticket_answered_soon_is_not_asked_about(metaserver: Metaserver) -> None:
-    with posted(metaserver, all_wait, "t", deadline_s=4.0) as client:
+    with posted(metaserver, all_wait, "t", transfer_timeout_s=4.0) as client:
         time.sleep(0.3)
         metaserver.released = True
         assert outcomes(client, 1) == [PostOutcome("t", ok=True)]
@@ -184,12 +184,12 @@ def test_a_ticket_answered_soon_is_not_asked_about(metaserver: Metaserver) -> No
 
 def test_a_deadline_that_is_prolonged_too_late_is_no_success(metaserver: Metaserver) -> None:
     """The deadline passes at the moment of the answer."""
-    with posted(metaserver, lambda _: Response(status_code=404), "t", deadline_s=2.0, longest_s=3.0) as client:
-        [post], loop = client._pending(), client._thread.loop
-        eventually(lambda: post.scope)
+    with posted(metaserver, lambda _: Response(status_code=404), "t", transfer_timeout_s=2.0) as client:
+        eventually(lambda: client._posts)
+        [post], loop = client._posts.values(), client._thread.loop
 
         def too_late() -> None:
-            time.sleep(max(0.0, post.deadline - loop.time()) + 0.01)
+            time.sleep(max(0.0, post.scope.deadline - loop.time()) + 0.01)
             loop.call_later(0, post.extend, loop.time() + 60)  # behind the deadline's own timer
 
         loop.call_soon_threadsafe(too_late)
@@ -208,7 +208,7 @@ def test_an_answer_counts_from_when_it_was_asked_for(metaserver: Metaserver) -> 
         time.sleep(0.7)  # the server's only thread: nothing else is answered meanwhile
         return all_wait(ticket_ids)
 
-    with posted(metaserver, says, "t", deadline_s=4.0) as client:
+    with posted(metaserver, says, "t", transfer_timeout_s=4.0) as client:
         [outcome] = outcomes(client, 1)
         assert not outcome.ok
         assert 3.9 < time.monotonic() - asked[0] < 4.5

@@ -30,11 +30,12 @@ from metaserver_posts import (
 from starlette.responses import JSONResponse
 
 from harness.tcp_server import serving
+from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH, RECOMPUTES_HEADER, TransferFailure
 from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.decode import metaserver as metaserver_module
 from vllm_ascend_pd.decode import ticket_client
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError, MetaserverSettings
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
@@ -93,8 +94,10 @@ def test_an_unreachable_port(client: MetaserverClient) -> None:
     assert reason.endswith("; is the proxy running, and reachable from here? (6 attempts)")
 
 
-def test_pauses_between_attempts_grow() -> None:
-    with raw_server(b"") as (url, seen), client_with(retries=4, backoff_base_s=0.2, backoff_max_s=0.4) as client:
+def test_pauses_between_attempts_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metaserver_module, "_FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(metaserver_module, "_LAST_PAUSE_S", 0.4)
+    with raw_server(b"") as (url, seen), client_with(metaserver_retries=4) as client:
         outcome_of(client, url, "ok")
         pauses = [later - earlier for earlier, later in itertools.pairwise(seen)]
         assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.2, 0.2), strict=True)), pauses
@@ -151,7 +154,7 @@ def test_a_redirect_and_proxies_of_the_environment_lead_nowhere(
 
 def test_what_a_ticket_is_sent_with(metaserver: Metaserver, token_file: str) -> None:
     """HTTP/1.1, a token from a file, whether decode recomputes, and no cookies of answers before."""
-    for settings in ({}, {"recomputes": True, "token_file": token_file}):
+    for settings in ({}, {"recomputes": True, "metaserver_token_file": token_file}):
         with client_with(**settings) as client:
             for _ in range(2):
                 assert outcome_of(client, metaserver.url, "ok").ok
@@ -164,18 +167,19 @@ def test_what_a_ticket_is_sent_with(metaserver: Metaserver, token_file: str) -> 
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "config",
     [
-        MetaserverSettings(allowlist=("proxy:8000",)),
-        MetaserverSettings(allowlist=("http://user@proxy",)),
-        MetaserverSettings(token_file="/nonexistent/token"),
-        MetaserverSettings(ca_file="/nonexistent/ca.pem"),
+        ConnectorConfig(metaserver_allowlist=("proxy:8000",)),
+        ConnectorConfig(metaserver_allowlist=("http://user@proxy",)),
+        ConnectorConfig(metaserver_token_file="/nonexistent/token"),
+        ConnectorConfig(tls_config=TlsConfig(True, ssl_ca_certs="/nonexistent/ca.pem")),
+        ConnectorConfig(tls_config=TlsConfig(True, ssl_keyfile_password_file="/nonexistent/password")),
     ],
 )
-def test_unusable_settings(settings: MetaserverSettings) -> None:
+def test_unusable_settings(config: ConnectorConfig) -> None:
     before = threading.active_count()
     with pytest.raises(MetaserverError):
-        MetaserverClient(settings, own_host="127.0.0.1")
+        MetaserverClient(config, own_host="127.0.0.1")
     assert threading.active_count() == before
 
 
@@ -203,7 +207,7 @@ def test_the_allow_list_is_asked_before_each_attempt(client: MetaserverClient) -
 @pytest.mark.parametrize("do", ["hang", "trickle"])
 def test_no_answer_by_the_deadline(metaserver: Metaserver, do: str) -> None:
     """Also if a byte comes now and then."""
-    with client_with(deadline_s=0.5) as client:
+    with client_with(transfer_timeout_s=0.5) as client:
         started = time.monotonic()
         assert "did not answer within 0.5 s" in outcome_of(client, metaserver.url, do).reason
         assert time.monotonic() - started < 3
@@ -224,7 +228,7 @@ def test_a_ticket_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_connection_that_is_not_accepted_in_time() -> None:
     """The server's backlog is full, so the kernel drops new connections."""
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(client_with(connect_timeout_s=0.3, retries=0))
+        client = stack.enter_context(client_with(metaserver_connect_timeout_s=0.3, metaserver_retries=0))
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(2):
             filler = stack.enter_context(socket.socket())
@@ -253,7 +257,7 @@ def test_answers_held_back_for_many_posts_at_once(client: MetaserverClient, meta
 
 
 def test_connections_at_a_time_are_bounded() -> None:
-    with client_with(max_connections=2) as client, socket.create_server(("127.0.0.1", 0)) as silent:
+    with client_with(metaserver_max_connections=2) as client, socket.create_server(("127.0.0.1", 0)) as silent:
         for key in "abcd":
             client.post(key, url_of(silent.getsockname()[1]), {})
         silent.settimeout(5)
@@ -268,7 +272,7 @@ def test_connections_at_a_time_are_bounded() -> None:
 def test_a_post_without_a_connection_ends_at_its_deadline(metaserver: Metaserver) -> None:
     """The only connection is busy: prefill has not come to another metaserver's ticket."""
     metaserver.says = lambda ticket_ids: JSONResponse({"waiting": ticket_ids})
-    with client_with(deadline_s=2.0, max_connections=1) as client:
+    with client_with(transfer_timeout_s=2.0, metaserver_max_connections=1) as client:
         client.post("first", metaserver.url, {"id": "first", "do": "hold"})
         client.post("second", url_of(9), {})
         [outcome] = outcomes(client, 1)

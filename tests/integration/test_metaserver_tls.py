@@ -19,12 +19,12 @@ from starlette.routing import Route
 
 from harness.certificates import Authority, Certificate
 from harness.waiting import wait_for
-from vllm_ascend_pd.core.config import TlsConfig
+from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError, MetaserverSettings
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
-SETTINGS = MetaserverSettings(deadline_s=60, retries=1, backoff_base_s=0.01)
+CONFIG = ConnectorConfig(transfer_timeout_s=60, metaserver_retries=1)
 PATIENCE_S = 60.0
 PASSWORD = "password-of-the-key"
 TOKEN = "a-token-that-nobody-sees"
@@ -62,14 +62,23 @@ def metaserver(certificate: Certificate, clients_of: Authority | None = None) ->
     assert not thread.is_alive()
 
 
-def outcome(url: str, trusted: Authority | None, own: Certificate | None = None, **settings: object) -> PostOutcome:
+def outcome(
+    url: str,
+    trusted: Authority | None,
+    own: Certificate | None = None,
+    password: str | None = None,
+    token_file: str | None = None,
+) -> PostOutcome:
     """Of posting a ticket."""
-    files = {
-        "ca_file": None if trusted is None else str(trusted.cert),
-        "cert_file": None if own is None else str(own.cert),
-        "key_file": None if own is None else str(own.key),
-    }
-    client = MetaserverClient(msgspec.structs.replace(SETTINGS, **files, **settings), own_host="127.0.0.1")
+    tls = TlsConfig(
+        ssl_enable=True,
+        ssl_certfile=None if own is None else str(own.cert),
+        ssl_keyfile=None if own is None else str(own.key),
+        ssl_keyfile_password=password,
+        ssl_ca_certs=None if trusted is None else str(trusted.cert),
+    )
+    config = msgspec.structs.replace(CONFIG, tls_config=tls, metaserver_token_file=token_file)
+    client = MetaserverClient(config, own_host="127.0.0.1")
     try:
         client.post("key", url, {"ticket": 1})
         [only] = wait_for(client.poll, bool, PATIENCE_S)
@@ -151,24 +160,22 @@ def test_a_key_with_a_password_and_a_token_stay_secret(
     token = tmp_path / "token"
     token.write_text(f"{TOKEN}\n")
     token.chmod(0o600)
-    shown = [repr(MetaserverSettings(key_password=PASSWORD)), repr(TlsConfig(True, ssl_keyfile_password=PASSWORD))]
+    shown = [repr(ConnectorConfig(tls_config=TlsConfig(True, ssl_keyfile_password=PASSWORD)))]
     with (
         caplog.at_level(logging.DEBUG),
         metaserver(ours.issue("server", "IP:127.0.0.1"), clients_of=ours) as (url, tickets),
     ):
-        assert outcome(url, ours, own, key_password=PASSWORD, token_file=str(token)).ok
+        assert outcome(url, ours, own, PASSWORD, token_file=str(token)).ok
         assert tickets == [f"Bearer {TOKEN}"]
-        refused = outcome(
-            url.replace("127.0.0.1", "localhost"), ours, own, key_password=PASSWORD, token_file=str(token)
-        )
+        refused = outcome(url.replace("127.0.0.1", "localhost"), ours, own, PASSWORD, token_file=str(token))
         shown.append(refused.reason)
         for password in ("wrong", None):
             with pytest.raises(MetaserverError, match="certificate or token of the metaserver") as error:
-                outcome(url, ours, own, key_password=password, token_file=str(token))
+                outcome(url, ours, own, password, token_file=str(token))
             shown += [str(error.value), repr(error.value.__cause__)]
         token.chmod(0o640)
         with pytest.raises(MetaserverError, match=f"{token} has mode 0640") as error:
-            outcome(url, ours, own, key_password=PASSWORD, token_file=str(token))
+            outcome(url, ours, own, PASSWORD, token_file=str(token))
         shown.append(str(error.value))
     shown += [record.getMessage() for record in caplog.records]
     assert caplog.records, "asyncio logs at this level"

@@ -19,11 +19,12 @@ from proxy_cluster import COMPLETION, Cluster, beside, eventually, running_clust
 from starlette.responses import Response
 
 from harness.plain_http import PLAIN_HTTP
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 DEADLINE_S = 4.0
-SETTINGS = MetaserverSettings(deadline_s=DEADLINE_S, backoff_base_s=0.01, backoff_max_s=0.02)
+CONFIG = ConnectorConfig(transfer_timeout_s=DEADLINE_S)
 
 
 class OneAtATime(PrefillEngine):
@@ -65,8 +66,8 @@ class RealClientDecode(DecodeEngine):
 
 
 @contextmanager
-def real_client(settings: MetaserverSettings = SETTINGS) -> Iterator[MetaserverClient]:
-    client = MetaserverClient(settings, own_host="127.0.0.1")
+def real_client(config: ConnectorConfig = CONFIG) -> Iterator[MetaserverClient]:
+    client = MetaserverClient(config, own_host="127.0.0.1")
     yield client
     client.close()
 
@@ -132,8 +133,7 @@ def test_a_prefill_engine_that_stops_with_a_queue_loses_it_to_another() -> None:
     """Long before any timeout of decode."""
     stops = PrefillEngine()
     stops.hangs = True
-    settings = MetaserverSettings(deadline_s=30.0)
-    with real_client(settings) as client, Servers() as others:
+    with real_client(ConnectorConfig(transfer_timeout_s=30.0)) as client, Servers() as others:
         urls = (others.start(lambda _: stops.app),)
         limits = {"max_per_prefill": 2, "probe_timeout": 0.5}
         with (

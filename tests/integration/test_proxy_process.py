@@ -20,8 +20,9 @@ from proxy_cluster import COMPLETION, command, eventually, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.cli import main
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 
@@ -44,7 +45,7 @@ def test_another_proxy_takes_the_place_of_a_killed_one() -> None:
     """The client sees the connection closed, decode gets a clear reason, and a new proxy serves at the same port."""
     prefill, decode = PrefillEngine(), DecodeEngine()
     prefill.hangs = True
-    client = MetaserverClient(MetaserverSettings(backoff_base_s=0.01, backoff_max_s=0.02), own_host="127.0.0.1")
+    client = MetaserverClient(ConnectorConfig(), own_host="127.0.0.1")
     with Servers() as servers:
         urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
         decode.needs_prefill = False

@@ -15,9 +15,10 @@ from harness.schedulers import decode_scheduler
 from harness.scheduling import make_request
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.caches import TokenGroup
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH
 from vllm_ascend_pd.core.step import DecodeStep
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo
 
@@ -25,7 +26,7 @@ BLOCK = 4
 PROMPT = 10
 BLOCKS = ([7, 1, 5],)
 ENGINE = EngineInfo("decode-0", "10.0.0.1", 5555, 2)
-SETTINGS = MetaserverSettings(deadline_s=20, retries=0)
+CONFIG = ConnectorConfig(transfer_timeout_s=20, metaserver_retries=0)
 
 
 class Metaserver:
@@ -59,7 +60,7 @@ def metaserver() -> Iterator[Metaserver]:
 
 @pytest.fixture
 def scheduler() -> Iterator[DecodeScheduler]:
-    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], MetaserverClient(CONFIG, own_host="127.0.0.1"))
     yield scheduler
     scheduler.close()
 

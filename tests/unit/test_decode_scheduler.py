@@ -6,7 +6,7 @@ import time
 
 import pytest
 from decode_requests import *  # noqa: F403
-from decode_requests import BLOCK, BLOCKS, ENGINE, PROMPT, SETTINGS, eventually, issue, step_with, wanting
+from decode_requests import BLOCK, BLOCKS, CONFIG, ENGINE, PROMPT, eventually, issue, step_with, wanting
 from vllm.v1.request import RequestStatus
 
 from harness.schedulers import decode_scheduler
@@ -23,7 +23,7 @@ from vllm_ascend_pd.observe import stats
 
 def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
     secret = Secret(b"a secret of this test, long enough")
-    client = MetaserverClient(SETTINGS, own_host="127.0.0.1")
+    client = MetaserverClient(CONFIG, own_host="127.0.0.1")
     scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, secret)
     try:
         before = time.time()
@@ -78,7 +78,7 @@ def test_logprobs_of_the_prompt_are_decodes_own_to_compute(scheduler, metaserver
 def test_the_first_cache_group_may_hold_nothing_of_a_prompt(metaserver):
     """Chunked attention, and a chunk ends where decode begins: a failure is known by the other groups' blocks."""
     groups = [TokenGroup(BLOCK, windowed=True), TokenGroup(BLOCK)]
-    scheduler = decode_scheduler(ENGINE, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    scheduler = decode_scheduler(ENGINE, groups, MetaserverClient(CONFIG, own_host="127.0.0.1"))
     try:
         [expect] = issue(scheduler, wanting(metaserver.url, num_tokens=9), ([0, 0], [7, 1])).expects
         assert expect.blocks == [7, 1]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decode_requests import BLOCK, BLOCKS, ENGINE, PROMPT, SETTINGS, eventually, issue, step_with
+from decode_requests import BLOCK, BLOCKS, CONFIG, ENGINE, PROMPT, eventually, issue, step_with
 
 from harness.schedulers import decode_scheduler
 from harness.scheduling import make_request, remembered
@@ -30,7 +30,7 @@ def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def scheduler() -> Iterator[DecodeScheduler]:
-    metaserver = MetaserverClient(SETTINGS, own_host="127.0.0.1")
+    metaserver = MetaserverClient(CONFIG, own_host="127.0.0.1")
     prefill = PrefillClient(prefill_hosts((), "127.0.0.1"))
     scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], metaserver, prefill=prefill)
     yield scheduler

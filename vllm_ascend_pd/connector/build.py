@@ -57,7 +57,7 @@ from vllm_ascend_pd.connector.vllm_view import (
 )
 from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.caches import CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
-from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
+from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.hosts import HostList, authority, decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.layout import LayoutError
 from vllm_ascend_pd.core.observer import (
@@ -71,7 +71,7 @@ from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.core.topology import RankInfo
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
@@ -88,7 +88,7 @@ from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.keys import Keys, SecretFileError, load_keys, read_text_secret, read_ticket_secret
+from vllm_ascend_pd.transport.keys import Keys, SecretFileError, load_keys, read_ticket_secret
 from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelError
 from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSocket
@@ -241,9 +241,7 @@ def _decode(
     measured = DecodeSchedulerStats()
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
     observer = tell_all(DecodeSchedulerObserver, measured, ReceiveSpans(), traced)
-    metaserver = MetaserverClient(
-        _metaserver_settings(config, recomputes and config.who_computes != "never"), setup.host, observer
-    )
+    metaserver = MetaserverClient(config, setup.host, recomputes and config.who_computes != "never", observer)
     hosts = prefill_hosts(config.prefill_allowlist, setup.host, own_networks())
     logger.info(
         "tickets are posted to proxies at: %s; or offered to prefill engines at: %s; requests that name others are "
@@ -289,22 +287,6 @@ def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:
         return None if path is None else reader(path)
     except SecretFileError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
-
-
-def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> MetaserverSettings:
-    tls = config.tls_config or TlsConfig()
-    password = _read(read_text_secret, tls.ssl_keyfile_password_file) or tls.ssl_keyfile_password
-    return MetaserverSettings(
-        allowlist=config.metaserver_allowlist,
-        deadline_s=config.transfer_timeout_s,
-        longest_s=config.queue_timeout_s + config.transfer_timeout_s,
-        ca_file=tls.ssl_ca_certs,
-        cert_file=tls.ssl_certfile,
-        key_file=tls.ssl_keyfile,
-        key_password=password,
-        token_file=config.metaserver_token_file,
-        recomputes=recomputes,
-    )
 
 
 # Builds the connector of a rank, once vLLM has allocated its KV caches.

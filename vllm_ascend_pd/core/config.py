@@ -37,7 +37,7 @@ REMOVED = {
 }
 """Keys of earlier versions, each with what holds instead."""
 
-_MAY_BE_ZERO = ("decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens")
+_MAY_BE_ZERO = ("decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens", "metaserver_retries")
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -210,6 +210,12 @@ class ConnectorConfig(UserConfig, frozen=True):
     # Most layers that wait to be sent to one decode engine: a step of the deepest models, many times over. Further ones
     # make the step wait.
     push_queue_size: int = 4096
+    # To open a connection to a metaserver, and once more for its TLS handshake.
+    metaserver_connect_timeout_s: float = 5.0
+    # Posts of tickets that have a connection at a time. Further ones wait.
+    metaserver_max_connections: int = 256
+    # How often a ticket is posted again. The pauses take 1.5 to 3.1 s, longer than a proxy's restart.
+    metaserver_retries: int = 5
 
 
 _ALIKE = 0.65

@@ -307,10 +307,10 @@ class GrantService:
         if ranks > MAX_TP or request.writer.rank >= ranks:
             return GrantRefused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)
         if not ticket.is_owned:
-            replica, draft = replica_hash_of(request.ticket_id) % ranks, request.draft
+            replica = replica_hash_of(request.ticket_id) % ranks
+            draft = request.draft if request.draft == self._draft else ""  # all other drafts have one cached result
             try:
-                # Other drafts are alike, too.
-                expected = self._expected_writers(request.sharding, replica, draft if draft == self._draft else "")
+                expected = self._expected_writers(request.sharding, replica, draft)
             except TopologyError as error:
                 return GrantRefused(str(error), retry=False)
             ticket.expect(request.writer.engine_id, request.sharding, expected)

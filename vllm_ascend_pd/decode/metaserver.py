@@ -20,6 +20,7 @@ import anyio
 import httpx
 import msgspec
 
+from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.protocol import (
     FAILURE_SUFFIX,
@@ -44,34 +45,14 @@ _MAX_BODY_BYTES = 64 * 1024
 _WRITE_TIMEOUT_S = 10.0  # for sending one message
 _SIDE_TIMEOUT_S = 10.0  # for a failure report or a question, in total: a client that waits for the reason gives up then
 _SIDE_MESSAGES = 8  # reports at a time, and questions. They never wait for posts, which take until prefill ends
+# Before a post is sent again, at most. It doubles from the first to the last.
+_FIRST_PAUSE_S = 0.1
+_LAST_PAUSE_S = 2.0
 _ASK_EVERY_S = 30.0  # between two questions to a metaserver; shorter if deadlines are short
 
 
 class MetaserverError(Exception):
     """The client could not be started."""
-
-
-class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the connector's configuration says of metaservers. Times in seconds."""
-
-    allowlist: tuple[str, ...] = ()
-    connect_timeout_s: float = 5.0  # to open a connection, and once more for its TLS handshake
-    deadline_s: float = 300.0  # from `post` to the outcome; anew when the metaserver says that the ticket waits
-    longest_s: float = 3900.0  # from `post` to the outcome in any case
-    max_connections: int = 256  # posts that have a connection at a time; further ones wait
-    retries: int = 5  # with these pauses, all take 1.5 to 3.1 s: longer than a proxy's restart
-    backoff_base_s: float = 0.1  # the longest pause before the first retry; it doubles with each further one
-    backoff_max_s: float = 2.0
-    ca_file: str | None = None  # authorities to trust instead of the system's
-    cert_file: str | None = None
-    key_file: str | None = None
-    key_password: str | None = None
-    token_file: str | None = None
-    recomputes: bool = False  # whether this engine computes a prompt whose KV does not arrive; sent with each ticket
-
-    def __repr__(self) -> str:
-        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "key_password")
-        return f"MetaserverSettings({', '.join(shown)})"
 
 
 @dataclass(eq=False, slots=True)
@@ -98,28 +79,38 @@ class MetaserverClient(TicketClient):
     """Posts tickets to metaservers, on the thread `metaserver-client`."""
 
     def __init__(
-        self, settings: MetaserverSettings, own_host: str, observer: DecodeSchedulerObserver | None = None
+        self,
+        config: ConnectorConfig,
+        own_host: str,
+        recomputes: bool = False,
+        observer: DecodeSchedulerObserver | None = None,
     ) -> None:
-        """Raises `MetaserverError` for an allow-list entry, certificate or token that cannot be used."""
-        self._settings, self._observer = settings, observer or DecodeSchedulerObserver()
+        """`recomputes`: whether this engine computes a prompt whose KV does not arrive. It is sent with each ticket.
+
+        Raises `MetaserverError` for an allow-list entry, certificate or token that cannot be used.
+        """
+        self._config, self._observer = config, observer or DecodeSchedulerObserver()
+        # Longest time from `post` to the outcome, however often the metaserver says that the ticket waits.
+        self._longest_s = config.queue_timeout_s + config.transfer_timeout_s
         try:
-            self._allowlist = Allowlist(settings.allowlist, own_host)
+            self._allowlist = Allowlist(config.metaserver_allowlist, own_host)
         except ValueError as error:
             raise MetaserverError(str(error)) from error
         self.admitted = self._allowlist.admitted  # where tickets may be posted to, in words
         # The answer comes only when prefill ends: its deadline bounds the post.
-        timeout = httpx.Timeout(settings.connect_timeout_s, read=settings.longest_s, write=_WRITE_TIMEOUT_S)
+        timeout = httpx.Timeout(config.metaserver_connect_timeout_s, read=self._longest_s, write=_WRITE_TIMEOUT_S)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if settings.recomputes:
+        if recomputes:
             headers[RECOMPUTES_HEADER] = "1"
+        self._tls = config.tls_config or TlsConfig()
         try:
-            if settings.token_file is not None:
-                headers["Authorization"] = f"Bearer {read_text_secret(settings.token_file)}"
-            tls = tls_context(settings.ca_file, settings.cert_file, settings.key_file, settings.key_password)
+            if config.metaserver_token_file is not None:
+                headers["Authorization"] = f"Bearer {read_text_secret(config.metaserver_token_file)}"
+            tls = tls_context(self._tls)
         except (OSError, SecretFileError) as error:  # ssl.SSLError is an OSError
             raise MetaserverError(f"a certificate or token of the metaserver cannot be read: {error}") from error
         self._connections = http_client.Connections(timeout, headers, tls)
-        self._free = asyncio.Semaphore(settings.max_connections)
+        self._free = asyncio.Semaphore(config.metaserver_max_connections)
         self._reporting, self._asking = asyncio.Semaphore(_SIDE_MESSAGES), asyncio.Semaphore(_SIDE_MESSAGES)
         # The client's thread owns these two: posts by key, and URLs with a question on its way.
         self._posts: dict[str, _Post] = {}
@@ -149,8 +140,8 @@ class MetaserverClient(TicketClient):
         await self._connections.close()
 
     async def _post(self, key: str, url: str, content: bytes, posted_at: float) -> PostOutcome:
-        with anyio.CancelScope(deadline=posted_at + self._settings.deadline_s) as scope:
-            post = _Post(key, url, content, posted_at, posted_at + self._settings.longest_s, scope)
+        with anyio.CancelScope(deadline=posted_at + self._config.transfer_timeout_s) as scope:
+            post = _Post(key, url, content, posted_at, posted_at + self._longest_s, scope)
             self._posts[key] = post
             try:
                 async with self._free:
@@ -162,31 +153,31 @@ class MetaserverClient(TicketClient):
 
     async def _attempts(self, post: _Post) -> PostOutcome:
         """Posts until the metaserver accepts the ticket, or no retry is left."""
-        settings, attempt = self._settings, 0
+        retries, attempt = self._config.metaserver_retries, 0
         while True:
             try:
                 failure = judge(*await self._send(post.url, "", post.content))
             except HTTP_FAILURES as error:
-                failure = _explain(post.url, error, settings)
+                failure = _explain(post.url, error, self._tls.ssl_certfile is not None)
             if failure is None:
                 return PostOutcome(post.key, ok=True)
-            if not failure.may_pass or attempt == settings.retries:
+            if not failure.may_pass or attempt == retries:
                 tried = f" ({attempt + 1} attempts)" if failure.may_pass else ""
                 return PostOutcome(post.key, False, f"metaserver {post.url}{failure.text}{tried}", failure.may_follow)
             self._observer.post_retried()
-            ceiling = min(settings.backoff_max_s, settings.backoff_base_s * 2**attempt)
+            ceiling = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
             await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
             attempt += 1
 
     def _why_timed_out(self, post: _Post) -> str:
-        seconds = f"within {self._settings.deadline_s:g} s"
+        seconds = f"within {self._config.transfer_timeout_s:g} s"
         if post.extended and post.scope.deadline >= post.latest:
-            seconds, why = f"within {self._settings.longest_s:g} s", "though it said that the ticket waits for prefill"
+            seconds, why = f"within {self._longest_s:g} s", "though it said that the ticket waits for prefill"
             why = f", {why} (queue_timeout_s, transfer_timeout_s): more prefill engines are needed"
         elif post.has_connection:
             why = ": prefill is overloaded or the proxy hangs"
         else:
-            busy = f"all {self._settings.max_connections} connections wait for answers"
+            busy = f"all {self._config.metaserver_max_connections} connections wait for answers"
             return f"not posted to metaserver {post.url} {seconds}: {busy}"
         return f"metaserver {post.url} did not answer {seconds}{why}"
 
@@ -205,7 +196,7 @@ class MetaserverClient(TicketClient):
 
     async def _ask_at_intervals(self) -> None:
         """Asks about posts that are a while old, until it is cancelled: one question per URL at a time."""
-        every_s = min(_ASK_EVERY_S, self._settings.deadline_s / 4)
+        every_s = min(_ASK_EVERY_S, self._config.transfer_timeout_s / 4)
         while True:
             await asyncio.sleep(every_s)
             old = time.monotonic() - every_s
@@ -227,7 +218,7 @@ class MetaserverClient(TicketClient):
         others = [post for post in posts if not post.has_connection]  # if the metaserver works, they come to it
         for first in range(0, max(1, len(named)), MAX_ASKED):
             question = WaitingQuestion(list(named)[first : first + MAX_ASKED])
-            content, until = msgspec.json.encode(question), time.monotonic() + self._settings.deadline_s
+            content, until = msgspec.json.encode(question), time.monotonic() + self._config.transfer_timeout_s
             with anyio.fail_after(_SIDE_TIMEOUT_S):
                 status, body = await self._send(url, WAITING_SUFFIX, content, repeats=1)
             if status != 200:  # not every metaserver has this endpoint
@@ -284,7 +275,7 @@ def judge(status: int, body: bytes) -> PostFailure | None:
     return PostFailure(f"{answered}: it does not know this request or refuses this engine; see the proxy's log")
 
 
-def _explain(url: str, error: Exception, settings: MetaserverSettings) -> PostFailure:
+def _explain(url: str, error: Exception, has_certificate: bool) -> PostFailure:
     """Returns what an error of sending a ticket means, for the operator."""
     cause = http_client.innermost(error)
     match error:
@@ -306,6 +297,6 @@ def _explain(url: str, error: Exception, settings: MetaserverSettings) -> PostFa
             return PostFailure(f" does not speak HTTP ({describe(error)}): check scheme and port")
     wants = ""
     if url.lower().startswith("https:"):  # with TLS 1.3, one that refuses our certificate closes without a reason
-        wants = "want a client" if settings.cert_file is None else "not trust our client"
+        wants = "not trust our client" if has_certificate else "want a client"
         wants = f", or does it {wants} certificate (tls_config.ssl_certfile)"
     return PostFailure(f" closed the connection without an answer; did it restart{wants}?", may_pass=True)

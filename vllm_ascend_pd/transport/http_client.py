@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import anyio
 import httpx
 
+from vllm_ascend_pd.core.config import TlsConfig
 from vllm_ascend_pd.core.hosts import authority, is_host, looks_numeric, normal_host
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.transport.keys import read_text_secret
 
 IDLE_CONNECTION_S = 2.0
 """Seconds until an idle connection is closed. Servers like vLLM's close theirs after 5 s. A shorter time here makes it
@@ -53,15 +55,18 @@ def open_client(
     )
 
 
-def tls_context(ca: str | None, cert: str | None, key: str | None, password: str | None) -> ssl.SSLContext:
-    """Trusts the authorities of the file `ca`, or else the system's. `cert`, `key`, `password`: for mutual TLS.
+def tls_context(tls: TlsConfig) -> ssl.SSLContext:
+    """Trusts the configured authority, or else the system's.
 
-    Raises OSError, of which ssl.SSLError is one.
+    Raises SecretFileError, and OSError, of which ssl.SSLError is one.
     """
-    context = ssl.create_default_context(cafile=ca)
-    if cert is not None:
+    context = ssl.create_default_context(cafile=tls.ssl_ca_certs)
+    password = tls.ssl_keyfile_password or ""
+    if tls.ssl_keyfile_password_file is not None:
+        password = read_text_secret(tls.ssl_keyfile_password_file)
+    if tls.ssl_certfile is not None:
         # A function: without one, a key that has a password would ask for it on the terminal.
-        context.load_cert_chain(cert, key, lambda: password or "")
+        context.load_cert_chain(tls.ssl_certfile, tls.ssl_keyfile, lambda: password)
     return context
 
 
