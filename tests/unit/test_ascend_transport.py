@@ -130,17 +130,24 @@ def test_nothing_of_a_failed_write_rests(monkeypatch: pytest.MonkeyPatch) -> Non
     assert over_tcp.rest_s == over_tcp.settle_s > 0
 
 
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    path = tmp_path / "hccn.conf"
+    path.write_text(HCCN_CONF)
+    return path
+
+
 @pytest.mark.parametrize("device", [3, 4])
-def test_an_entry_that_is_no_address_is_refused(device: int) -> None:
-    finding = ascend.check_entry(HCCN_CONF, device)
+def test_an_entry_that_is_no_address_is_refused(conf: Path, device: int) -> None:
+    finding = ascend.check_address(conf, device, has_tool=True)
     assert finding is not None
     assert finding.fatal
     assert f"address_{device}=" in finding.message
     assert f"hccn_tool -i {device} -ip -s address" in finding.message
 
 
-def test_without_an_address_there_is_hccs() -> None:
-    finding = ascend.check_entry(HCCN_CONF, 7)
+def test_without_an_address_there_is_hccs(conf: Path) -> None:
+    finding = ascend.check_address(conf, 7, has_tool=True)
     assert finding is not None
     assert not finding.fatal
     assert "no address_7" in finding.message
@@ -148,14 +155,16 @@ def test_without_an_address_there_is_hccs() -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "hccn.conf"
-    assert ascend.check_address(path, 0, has_tool=True) == []
-    [finding] = ascend.check_address(path, 0, has_tool=False)
+    assert ascend.check_address(path, 0, has_tool=True) is None
+    finding = ascend.check_address(path, 0, has_tool=False)
+    assert finding is not None
     assert not finding.fatal
     assert f"mount the host's {path}" in finding.message
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    [finding] = ascend.check_address(tmp_path, 0, has_tool=True)  # a folder: root may read any file
+    finding = ascend.check_address(tmp_path, 0, has_tool=True)  # a folder: root may read any file
+    assert finding is not None
     assert finding.fatal
     assert str(tmp_path) in finding.message
 

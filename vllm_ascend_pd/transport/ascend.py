@@ -31,7 +31,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,25 +142,25 @@ def settle_s(timeout_s: int, environment: Mapping[str, str], transport: Transpor
     return _ATTEMPTS * (_METADATA_S + connections * _CONNECT_STEPS * step + transfer + _DISCONNECT_S)
 
 
-def check() -> list[AscendProblem]:
+def check() -> AscendProblem | None:
     """Checks this host for the NPU that is current in this thread. Without an NPU no memory can be registered."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "npu"):
         reason = "protocol 'ascend' moves NPU memory, and torch_npu is not loaded: set transfer_protocol to tcp"
-        return [AscendProblem(reason, fatal=True)]
+        return AscendProblem(reason, fatal=True)
     device = torch.npu.current_device()
     physical = physical_device(device)
     if physical is None:
-        return [
-            AscendProblem(f"ACL does not say which NPU of this machine number {device} is: {HCCN_CONF} is not checked")
-        ]
+        return AscendProblem(
+            f"ACL does not say which NPU of this machine number {device} is: {HCCN_CONF} is not checked"
+        )
     has_tool = HCCN_TOOL.exists() or shutil.which("hccn_tool") is not None
     return check_address(HCCN_CONF, physical, has_tool)
 
 
-def why_not_started(problems: Sequence[AscendProblem], environment: Mapping[str, str]) -> str:
+def why_not_started(problem: AscendProblem | None, environment: Mapping[str, str]) -> str:
     """Returns what may keep an engine from starting. The transport's library needs libraries of CANN."""
-    reasons = [problem.message for problem in problems]
+    reasons = [] if problem is None else [problem.message]
     if not environment.get("ASCEND_HOME_PATH"):
         reasons.append("CANN's environment is not loaded (libllm_datadist.so): `source` its set_env.sh first")
     return "; ".join([*reasons, "its log on standard error may say more"])
@@ -190,27 +190,20 @@ def chip_name() -> str:
     return (name() or b"").decode(errors="replace")
 
 
-def check_address(hccn_conf: Path, device: int, has_tool: bool) -> list[AscendProblem]:
+def check_address(hccn_conf: Path, device: int, has_tool: bool) -> AscendProblem | None:
     """Checks the entry of the physical `device` in `hccn_conf`. `has_tool`: `hccn_tool` replaces a missing file."""
     try:
-        text = hccn_conf.read_text(errors="replace")
+        listed = addresses(hccn_conf.read_text(errors="replace"), device)
     except FileNotFoundError:
         reason = (
             f"{hccn_conf} does not exist and there is no hccn_tool, so NPU {device} has no address: it reaches "
             f"others only over HCCS, if at all. In a container, mount the host's {hccn_conf}"
         )
-        return [] if has_tool else [AscendProblem(reason)]
+        return None if has_tool else AscendProblem(reason)
     except OSError as error:
-        return [
-            AscendProblem(f"{hccn_conf} cannot be read ({error.strerror}): make it readable for this user", fatal=True)
-        ]
-    return [] if (problem := check_entry(text, device)) is None else [problem]
-
-
-def check_entry(hccn_conf: str, device: int) -> AscendProblem | None:
-    """Checks the entry of the physical `device` in the text of hccn.conf."""
+        reason = f"{hccn_conf} cannot be read ({error.strerror}): make it readable for this user"
+        return AscendProblem(reason, fatal=True)
     repair = f"set it with `hccn_tool -i {device} -ip -s address ADDRESS netmask MASK`"
-    listed = addresses(hccn_conf, device)
     if not listed:
         return AscendProblem(
             f"hccn.conf has no address_{device}: NPU {device} reaches others only over HCCS; for RoCE {repair}"
@@ -218,9 +211,8 @@ def check_entry(hccn_conf: str, device: int) -> AscendProblem | None:
     try:
         ipaddress.ip_address(listed[0])
     except ValueError:
-        return AscendProblem(
-            f"hccn.conf has address_{device}={listed[0]!r}, which is not an address: {repair}", fatal=True
-        )
+        reason = f"hccn.conf has address_{device}={listed[0]!r}, which is not an address: {repair}"
+        return AscendProblem(reason, fatal=True)
     return None
 
 

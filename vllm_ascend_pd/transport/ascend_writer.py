@@ -171,7 +171,7 @@ class Slots:
         """Waits for a slot. Returns False if there is none within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            while not self._is_free(session):
+            while not self.is_free(session):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
@@ -182,7 +182,9 @@ class Slots:
     def is_free(self, session: str) -> bool:
         """Returns whether `take` would not wait."""
         with self._lock:
-            return self._is_free(session)
+            if session in self._held or len(self._held) >= self._size:
+                return False
+            return session in self._proven or sum(not proven for proven in self._held.values()) < self._for_unproven
 
     def give_back(self, session: str, proved: bool = False) -> None:
         """Frees the slot of a batch that is no longer in flight. `proved`: it has arrived."""
@@ -196,8 +198,3 @@ class Slots:
         """As `Writer.forget`, and for the peer of a batch that has failed."""
         with self._lock:
             self._proven.difference_update(sessions)
-
-    def _is_free(self, session: str) -> bool:
-        if session in self._held or len(self._held) >= self._size:
-            return False
-        return session in self._proven or sum(not proven for proven in self._held.values()) < self._for_unproven

@@ -44,9 +44,9 @@ class TransferEngine:
         Settings that the environment already holds win over those of `limits`. For "ascend", set the device first.
         Raises TransferError if the engine cannot start.
         """
-        problems = ascend.check() if protocol == "ascend" else []
-        if fatal := [problem.message for problem in problems if problem.fatal]:
-            raise TransferError(host, "; ".join(fatal), retryable=False)
+        problem = ascend.check() if protocol == "ascend" else None
+        if problem is not None and problem.fatal:
+            raise TransferError(host, problem.message, retryable=False)
         if existing is not None and existing.transfer_engine is not None:
             _export(_DEFAULTS)  # it runs: settings have no effect any more
         try:
@@ -62,12 +62,12 @@ class TransferEngine:
         self._known: list[Region] = []
         # Addresses of those that `close` unregisters. Changes under the lock.
         self._own: list[int] = []
-        self._start(problems)
-        for problem in problems:
+        self._start(problem)
+        if problem is not None:
             logger.warning("%s", problem.message)
 
-    def _start(self, problems: Sequence[AscendProblem]) -> None:
-        """Starts Mooncake's engine. `problems`: why it may fail. Raises TransferError."""
+    def _start(self, problem: AscendProblem | None) -> None:
+        """Starts Mooncake's engine. `problem`: why it may fail. Raises TransferError."""
         host, protocol, existing = self._host, self._protocol, self._shared
         try:
             self._engine: Any = _start(host, protocol) if existing is None else existing.get_transfer_engine(host, None)
@@ -76,7 +76,7 @@ class TransferEngine:
         except RuntimeError as error:
             reason = str(error)
             if protocol == "ascend":
-                reason += f": {ascend.why_not_started(problems, os.environ)}"
+                reason += f": {ascend.why_not_started(problem, os.environ)}"
             raise TransferError(host, reason, retryable=False) from error
         if protocol == "ascend" and not ascend.is_loaded(Path("/proc/self/maps").read_text()):
             reason = f"this Mooncake has no Ascend transport and would use TCP: {ascend.INSTALL}"
@@ -186,7 +186,7 @@ class TransferEngine:
         TransferError."""
         self._check_open()
         if self._engine is None:
-            self._start(ascend.check() if self._protocol == "ascend" else [])
+            self._start(ascend.check() if self._protocol == "ascend" else None)
             with self._lock:
                 if self._known:
                     self._register(self._known)

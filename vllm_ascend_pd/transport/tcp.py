@@ -54,7 +54,7 @@ class PeerQueue:
         """Waits until there is room for a batch, and counts it. Returns False after `timeout_s` without room."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not self._has_room(descriptors):
+            while not self.has_room(descriptors):
                 now = time.monotonic()
                 if now >= deadline:
                     return False
@@ -67,7 +67,10 @@ class PeerQueue:
     def has_room(self, descriptors: int) -> bool:
         """Returns whether `enter` would not wait."""
         with self._changed:
-            return self._has_room(descriptors)
+            while self._left and self._left[0][0] <= time.monotonic():
+                self._left.popleft()
+            used = self._descriptors + sum(left for _, left in self._left)
+            return self._batches < BATCHES_IN_FLIGHT and used + descriptors <= self._capacity
 
     def leave(self, descriptors: int, *, failed: bool) -> None:
         """Ends a batch that `enter` counted. If it `failed`, its descriptors count for `settle_s` more seconds."""
@@ -77,12 +80,6 @@ class PeerQueue:
             if failed:
                 self._left.append((time.monotonic() + self._settle_s, descriptors))
             self._changed.notify_all()
-
-    def _has_room(self, descriptors: int) -> bool:
-        while self._left and self._left[0][0] <= time.monotonic():
-            self._left.popleft()
-        used = self._descriptors + sum(left for _, left in self._left)
-        return self._batches < BATCHES_IN_FLIGHT and used + descriptors <= self._capacity
 
 
 # Decides how long a thread may sleep while Mooncake moves a batch over TCP.

@@ -141,7 +141,7 @@ def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> list[Findi
     """Returns the findings about hccn.conf for these devices."""
     findings = []
     for device in devices:
-        for wrong in ascend.check_address(conf, device, has_tool):
+        if (wrong := ascend.check_address(conf, device, has_tool)) is not None:
             action = "correct it: an NPU without an address has no RoCE, and reaches others only over HCCS"
             findings.append((error if wrong.fatal else warning)(f"hccn.conf.{device}", wrong.message, action))
     has_all = f"{conf} has the addresses of all {len(devices)} devices"
