@@ -7,17 +7,14 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import msgspec
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from harness.certificates import Authority, Certificate
+from harness.metaserver import metaserver as serving_metaserver
 from harness.waiting import wait_for
 from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
@@ -35,31 +32,18 @@ def metaserver(certificate: Certificate, clients_of: Authority | None = None) ->
     """Its URL, and the authorization of each ticket. With `clients_of` it wants a certificate of that authority."""
     authorizations: list[str | None] = []
 
-    async def answer(request: Request) -> Response:
-        await request.body()
-        authorizations.append(request.headers.get("authorization"))
-        return Response()
+    def answer(post: BaseHTTPRequestHandler, content: bytes) -> None:
+        authorizations.append(post.headers.get("authorization"))
+        post.send_response(200)
+        post.end_headers()
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        Starlette(routes=[Route(METASERVER_PATH, answer, methods=["POST"])]),
-        log_level="critical",
-        timeout_graceful_shutdown=1,
-        ssl_certfile=str(certificate.cert),
-        ssl_keyfile=str(certificate.key),
-        ssl_ca_certs=None if clients_of is None else str(clients_of.cert),
-        ssl_cert_reqs=ssl.CERT_NONE if clients_of is None else ssl.CERT_REQUIRED,
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"https://127.0.0.1:{listener.getsockname()[1]}{METASERVER_PATH}", authorizations
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        listener.close()
-    assert not thread.is_alive()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate.cert, certificate.key)
+    if clients_of is not None:
+        tls.load_verify_locations(clients_of.cert)
+        tls.verify_mode = ssl.CERT_REQUIRED
+    with serving_metaserver(answer, tls) as url:
+        yield url, authorizations
 
 
 def outcome(

@@ -63,17 +63,11 @@ class PrefillClient(TicketClient):
         config: the engine's; None: the defaults.
         keys: the cluster's keys of the side channel.
         """
-        config = config or ConnectorConfig()
+        self._config = config or ConnectorConfig()
         self._hosts = hosts
-        # For one answer.
-        self._answer_timeout_s = config.control_timeout_s
-        # How long a prefill engine may say that it cannot take a ticket yet.
-        self._retry_s = config.grant_timeout_s
-        # From the offer until the outcome, in any case.
-        self._longest_s = config.queue_timeout_s + config.transfer_timeout_s
         self._keys = keys
         self._observer = observer or DecodeSchedulerObserver()
-        self._addresses = PrefillAddresses(hosts, self._answer_timeout_s)
+        self._addresses = PrefillAddresses(hosts, self._config.control_timeout_s)
         # The client's thread owns the rest.
         # None until something is sent: most engines never get a request that names a prefill engine.
         self._channel: SideChannelClient | None = None
@@ -103,7 +97,7 @@ class PrefillClient(TicketClient):
     async def _deliver(self, ticket: Ticket, prompt: RoutedPrompt) -> PostOutcome:
         """Brings the ticket to its outcome: prefill has ended with it and has not said that it failed. That may be
         before the KV has arrived, or without it: decode's ranks know."""
-        longest_s, reason = self._longest_s, ""
+        longest_s, reason = self._config.queue_timeout_s + self._config.transfer_timeout_s, ""
         try:
             async with asyncio.timeout(longest_s):
                 endpoint, started_as = await self._offer(ticket, prompt)
@@ -132,7 +126,7 @@ class PrefillClient(TicketClient):
     async def _offer(self, ticket: Ticket, prompt: RoutedPrompt) -> tuple[str, str]:
         """Offers the ticket until prefill takes it. Returns the endpoint that took it, and the id of the engine's start
         there."""
-        began, pause, silent, retry_s = time.monotonic(), _FIRST_PAUSE_S, 0, self._retry_s
+        began, pause, silent, retry_s = time.monotonic(), _FIRST_PAUSE_S, 0, self._config.grant_timeout_s
         while True:
             try:
                 endpoint, started_as = await self._addresses.of(prompt)
@@ -188,7 +182,7 @@ class PrefillClient(TicketClient):
         self._idle.pop(endpoint, None)
         works = False
         try:
-            self._channel.request(endpoint, message, self._answer_timeout_s, answered.set_result)
+            self._channel.request(endpoint, message, self._config.control_timeout_s, answered.set_result)
             answer = await asyncio.wrap_future(answered)
             works = not isinstance(answer, SideChannelError)
             return answer

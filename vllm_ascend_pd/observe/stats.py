@@ -12,6 +12,7 @@ data of bounded size. `merged` adds up the data of ranks and steps:
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from bisect import bisect_left
 from collections import deque
@@ -270,11 +271,7 @@ def _added_by_bucket(a: list[list[float]], b: list[list[float]]) -> list[list[fl
     return [[x + y for x, y in zip(mine, other, strict=True)] for mine, other in zip(a, b, strict=True)]
 
 
-def _replaced(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    return {**a, **b}
-
-
-_MERGE: dict[str, Any] = {"counters": _added, "histograms": _added_by_bucket, "gauges": _replaced}
+_MERGE: dict[str, Any] = {"counters": _added, "histograms": _added_by_bucket, "gauges": operator.or_}
 
 
 def observations(histogram: Histogram, counts: list[int], sums: list[float]) -> Iterator[tuple[float, int]]:

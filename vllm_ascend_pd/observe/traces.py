@@ -4,6 +4,7 @@
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from vllm_ascend_pd.core.observer import (
@@ -56,6 +57,9 @@ def _name(name: str) -> str:
     return one_line(name, _MAX_NAME)
 
 
+_on_stream = partial(Traced, on_stream=True)
+
+
 def _transfer(request_id: str, ticket_id: str) -> dict[str, Any]:
     return {"request": _name(request_id), "transfer": fingerprint(ticket_id)}
 
@@ -88,35 +92,25 @@ class PrefillTrace(_Trace, PrefillObserver):
         self._in_step = bool(traced)
         self._computed = time.monotonic()
         if traced:
-            self._on_stream(f"step {number}", "B", "step", {"parts": traced}, "compute", None, self._computed)
+            self._file.put(_on_stream(f"step {number}", "B", "step", {"parts": traced}, "compute", end=self._computed))
 
     def layer_computed(self, layer: str, computed: Event) -> None:
         if self._in_step:
             layer, self._computed = _name(layer), moment(computed)
             # It begins where the layer before it ends.
-            self._on_stream(f"compute {layer}", "X", "layer", {"layer": layer}, "compute", 0.0, self._computed)
+            args = {"layer": layer}
+            self._file.put(_on_stream(f"compute {layer}", "X", "layer", args, "compute", begin=0.0, end=self._computed))
 
     def step_ended(self, computed: Event | None) -> None:
         if self._in_step:
             self._in_step = False
             end = self._computed if computed is None else moment(computed)
-            self._on_stream("step", "E", "step", {}, "compute", None, end)
+            self._file.put(_on_stream("step", "E", "step", {}, "compute", end=end))
 
     def regroup_submitted(self, layer: str, ticket_ids: Sequence[str], computed: Event, ready: Event) -> None:
         args = {"layer": _name(layer), "transfers": [*map(fingerprint, ticket_ids)]}
-        self._on_stream(f"regroup {_name(layer)}", "X", "regroup", args, "regroup", moment(computed), moment(ready))
-
-    def _on_stream(
-        self,
-        name: str,
-        ph: Literal["B", "E", "X"],
-        cat: str,
-        args: dict[str, Any],
-        row: str,
-        begin: Moment | None,
-        end: Moment,
-    ) -> None:
-        self._file.put(Traced(name, ph, cat, args, row=row, begin=begin, end=end, on_stream=True))
+        begin, end = moment(computed), moment(ready)
+        self._file.put(_on_stream(f"regroup {_name(layer)}", "X", "regroup", args, "regroup", begin=begin, end=end))
 
     def write_ended(
         self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Offsets, total: int
