@@ -32,7 +32,7 @@ from vllm_ascend_pd.core.protocol import (
     WriteReport,
     WriterId,
 )
-from vllm_ascend_pd.core.step import Expect, WorkerReport
+from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
 from vllm_ascend_pd.core.topology import Sharding, TopologyError, held, writers_to
@@ -228,22 +228,18 @@ class GrantService:
     # The model thread posts these.
 
     @owned
-    def expect(self, tickets: Iterable[OpenTicket]) -> None:
-        """Opens tickets that the scheduler has issued."""
-        for each in tickets:
-            self._open[each.ticket.ticket_id] = each
-            self._observer.ticket_received(each.expect.request_id, each.ticket.ticket_id)
-
-    @owned
-    def prefill_ended(self, ticket_ids: Iterable[str], now: float) -> None:
-        """The metaserver has answered for these tickets: no further prefill rank will ask for a grant."""
-        for ticket_id in ticket_ids:
+    def begin_step(self, tickets: Iterable[OpenTicket], step: DecodeStep, now: float) -> None:
+        """Takes what the scheduler says in a step. `tickets`: those of `step.expects`."""
+        for new in tickets:
+            self._open[new.ticket.ticket_id] = new
+            self._observer.ticket_received(new.expect.request_id, new.ticket.ticket_id)
+        for ticket_id in step.prefilled:  # the metaserver has answered: no further prefill rank will ask for a grant
             if each := self._open.get(ticket_id):
                 each.ticket.prefill_has_ended(now, self._config.settle_timeout_s)
+        self._cancel(step.cancelled, now)
 
-    @owned
-    def cancel(self, reasons: dict[str, str], now: float) -> None:
-        """The scheduler no longer wants the KV of these tickets. `reasons`: by ticket id."""
+    def _cancel(self, reasons: dict[str, str], now: float) -> None:
+        """The KV of these tickets is no longer wanted. `reasons`: by ticket id."""
         for ticket_id, reason in reasons.items():
             if each := self._open.get(ticket_id):
                 each.ticket.fail(reason)
@@ -253,7 +249,7 @@ class GrantService:
     def sleep(self, quiet: threading.Event, now: float) -> None:
         """Fails all tickets, and grants nothing until `wake`. Sets `quiet` once no writer can write any more."""
         self._quiet = quiet
-        self.cancel(dict.fromkeys(self._open, ASLEEP), now)
+        self._cancel(dict.fromkeys(self._open, ASLEEP), now)
         if not self._open:
             quiet.set()
 

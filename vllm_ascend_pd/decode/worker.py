@@ -126,15 +126,13 @@ class DecodeWorker(ConnectorRole):
         now = time.monotonic()
         self._wait_s = step.wait_s
         self._arrivals.wake_at(step.wakeup_address)
+        opened = []
         if step.expects:
             vacated = self._device.record_event()
             opened = [self._open(expect, vacated, step, now) for expect in step.expects]
             self._num_open += len(opened)
-            self._server.call(functools.partial(self._grants.expect, opened))
-        if step.prefilled:
-            self._server.call(functools.partial(self._grants.prefill_ended, step.prefilled, now))
-        if step.cancelled:
-            self._server.call(functools.partial(self._grants.cancel, step.cancelled, now))
+        if opened or step.prefilled or step.cancelled:
+            self._server.call(functools.partial(self._grants.begin_step, opened, step, now))
         if self._verifier is not None:
             for expect, reason in self._verifier.verify_again(step.begun):
                 self._report.overwritten[expect.request_id] = reason, expect.blocks
