@@ -12,7 +12,6 @@ import threading
 import time
 
 import httpx
-import msgspec
 import pytest
 from metaserver_posts import *  # noqa: F403
 from metaserver_posts import (
@@ -32,7 +31,6 @@ from starlette.responses import JSONResponse
 from harness.tcp_server import serving
 from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH, RECOMPUTES_HEADER, TransferFailure
-from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.decode import metaserver as metaserver_module
 from vllm_ascend_pd.decode import ticket_client
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError
@@ -377,9 +375,3 @@ def test_closing_takes_no_longer_than_it_may(client: MetaserverClient) -> None:
     client._thread.loop.call_soon_threadsafe(time.sleep, 1.0)
     with pytest.raises(TimeoutError, match=r"did not stop within 0\.1 s"):
         client.close(timeout_s=0.1)
-
-
-def test_only_the_event_loops_thread_sends(client: MetaserverClient, metaserver: Metaserver) -> None:
-    assert outcome_of(client, metaserver.url, "ok").ok
-    with pytest.raises(WrongThreadError, match="metaserver-client owns the MetaserverClient"):
-        client._send(metaserver.url, "", msgspec.json.encode({}))
