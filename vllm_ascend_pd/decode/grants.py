@@ -286,7 +286,9 @@ class GrantService:
             return GrantRefused(ASLEEP, retry=False)
         each = self._open.get(request.ticket_id)
         if each is None:
-            return self._answer_late(request)
+            if (ended := self._closed.get(request.ticket_id)) is not None:
+                return GrantRefused(f"the ticket is closed: {ended}", retry=False)
+            return GrantRefused("the ticket is not known here", retry=True)  # the scheduler's step may bring it
         ticket = each.ticket
         if (refused := ticket.admit(request, now)) is not None:
             return refused
@@ -317,13 +319,6 @@ class GrantService:
         if each.weights_version is None:
             each.weights_version = self._loaded.current.version
         return answer
-
-    def _answer_late(self, request: GrantRequest) -> GrantRefused:
-        """For a ticket that is not open: it has ended, or the scheduler's step has not brought it yet."""
-        ended = self._closed.get(request.ticket_id)
-        if ended is None:
-            return GrantRefused("the ticket is not known here", retry=True)
-        return GrantRefused(f"the ticket is closed: {ended}", retry=False)
 
     def _refuse_weights(self, request: GrantRequest) -> GrantRefused | None:
         """Refuses KV of other weights than ours (R8). Renewals are checked too: either side may update its weights."""

@@ -60,7 +60,12 @@ class ClientConnection:
 
         `gone` is called on the server's thread if the connection is closed.
         """
-        self._server._post(self._identity, message, gone)
+
+        def send() -> None:
+            if not self._server._send(self._identity, 0, message):
+                gone()
+
+        self._server.call(send)
 
 
 class SideChannelServer(Loop):
@@ -125,13 +130,6 @@ class SideChannelServer(Loop):
     def refused(self) -> int:
         """Handshakes of clients that were not admitted."""
         return self._guard.refused
-
-    def _post(self, identity: bytes, message: Message, gone: Callable[[], None]) -> None:
-        def send() -> None:
-            if not self._send(identity, 0, message):
-                gone()
-
-        self.call(send)
 
     def _send(self, identity: bytes, seq: int, message: Message) -> bool:
         """Sends a message. Returns False if the connection is closed."""
