@@ -20,8 +20,8 @@ A writer holds a lease from its grant until it reports. A granted writer can wri
 """
 
 import enum
+import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, GrantRequest, WriteReport, WriterId
 from vllm_ascend_pd.core.topology import Sharding
@@ -67,15 +67,6 @@ class _Lease:
         return self.settled or (self.gone and now >= self.until)
 
 
-class _PrefillEnd(NamedTuple):
-    """Prefill has ended, as the metaserver's answer says."""
-
-    # When.
-    at: float
-    # For so many seconds after that, writers may still ask for a grant.
-    settle_s: float
-
-
 @dataclass
 class DecodeTicket:
     """The state of a ticket on one decode rank. Times are in seconds of one monotonic clock, and passed in."""
@@ -100,7 +91,8 @@ class DecodeTicket:
     cached_tokens: int | None = None
     # When a writer first asked.
     _begun_at: float | None = None
-    _prefill_end: _PrefillEnd | None = None
+    # Until when writers may still ask, because prefill has ended.
+    _last_asks_at: float = math.inf
     # The prefill engine that asked last, and owns the ticket once it has a lease.
     _engine: tuple[str, Sharding] | None = None
     _leases: dict[WriterId, _Lease] = field(default_factory=dict)
@@ -225,19 +217,18 @@ class DecodeTicket:
 
     def prefill_has_ended(self, now: float, settle_s: float) -> None:
         """Prefill has ended: writers have asked for a grant, or will within `settle_s` seconds."""
-        self._prefill_end = _PrefillEnd(now, settle_s)
+        self._last_asks_at = now + settle_s
 
     def tick(self, now: float) -> None:
         """Lets time pass. The ticket fails if a lease has run out, or its deadline has passed."""
         if self.state is not TicketState.OPEN:
             return
-        end = self._prefill_end
         lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.ends]
         if lost:
             self.fail(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
         elif now >= self.deadline:
             self.fail(_WAITED if self._begun_at is None else "the transfer took too long")
-        elif end is not None and now >= end.at + end.settle_s and not self.live_writers():
+        elif now >= self._last_asks_at and not self.live_writers():
             self.fail("prefill ended without writing everything")
 
     def is_quiesced(self, now: float) -> bool:
