@@ -114,22 +114,6 @@ def test_a_server_cannot_be_reached_before_its_guard_is_there(keys: Keys) -> Non
             client.close()
 
 
-def test_two_servers_in_one_process(
-    keys: Keys, client: SideChannelClient, server: SideChannelServer, tmp_path: Path
-) -> None:
-    """Each asks its own guard."""
-    others = make_keys(tmp_path / "other")
-    other_server, other_client = SideChannelServer(HOST, 0, echo, keys=others), SideChannelClient(keys=others)
-    try:
-        assert_works(client, server)
-        assert_works(other_client, other_server)
-        assert isinstance(ask(client, other_server.endpoint, timeout_s=SHORT_S), SideChannelError)
-    finally:
-        other_client.close()
-        other_server.close()
-    assert_works(client, server)
-
-
 def test_ranks_with_keys_send_and_receive(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     make_keys(path)
