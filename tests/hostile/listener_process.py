@@ -48,8 +48,8 @@ def serve(pipe: Connection, kind: str) -> None:
         tickets = TicketListener(ENGINE, HOST, 0, hosts=PEERS)
         endpoint, close, server = tickets.endpoint, lambda: tickets.close(5.0), tickets._server
     else:
-        listener = DescriptionListener(LARGE, HOST, 0, hosts=PEERS)
-        endpoint, close, server = listener.endpoint, lambda: listener.close(5.0), listener._server
+        server = DescriptionListener(LARGE, HOST, 0, hosts=PEERS)
+        endpoint, close = server.endpoint, server.close
     pipe.send(endpoint)
     process = psutil.Process()
     trim = ctypes.CDLL(None).malloc_trim
