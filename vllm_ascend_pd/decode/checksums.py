@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,9 +73,9 @@ def _first(names: Sequence[object]) -> str:
 
 @dataclass
 class _Check:
-    """Checksums of some delivered tickets, all of prefill engines of one shape."""
+    """Checksums of a delivered ticket."""
 
-    delivered: list[Delivered]
+    delivered: Delivered
     # By geometry: the units, what takes their checksums, and the indices of our tensors.
     summed: dict[int, tuple[SummedUnits, UnitSummer, list[int]]] = field(default_factory=dict)
     # By tensor: `[units, heads]`, on the host when `done`. The side stream fills it.
@@ -109,20 +109,16 @@ class Verifier:
     @owned
     def begin(self, delivered: Iterable[Delivered]) -> None:
         """Submits the checksums of tickets whose KV has just arrived."""
-        self._pending.extend(self._checks(delivered))
+        self._pending.extend(map(self._check, delivered))
 
-    def _checks(self, delivered: Iterable[Delivered]) -> Iterator[_Check]:
-        """Submits the checksums of delivered tickets."""
-        alike: dict[Sharding, list[Delivered]] = {}
-        for each in delivered:
-            alike.setdefault(each.prefill, []).append(each)
-        for prefill, group in alike.items():
-            check = _Check(group)
-            try:
-                self._submit(check, prefill)
-            except (DeviceError, ValueError) as error:
-                check.failure = str(error)
-            yield check
+    def _check(self, delivered: Delivered) -> _Check:
+        """Submits the checksums of a ticket."""
+        check = _Check(delivered)
+        try:
+            self._submit(check)
+        except (DeviceError, ValueError) as error:
+            check.failure = str(error)
+        return check
 
     @owned
     def take(self, wait_s: float) -> list[tuple[Delivered, str | None]]:
@@ -130,21 +126,21 @@ class Verifier:
         ended: list[tuple[Delivered, str | None]] = []
         deadline = time.monotonic() + wait_s
         while self._pending:
+            check, reason = self._pending[0], None
             try:
-                found = self._found(self._pending[0], 0.0 if ended else max(0.0, deadline - time.monotonic()))
+                mismatches = self._mismatches(check, 0.0 if ended else max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 break
             self._pending.popleft()
-            for each, mismatches in found:
-                reason = None
-                if mismatches:
-                    reason = _describe(mismatches)
-                    self._counts[Verified.WRONG.value] += 1
-                    logger.error("request %s: wrong on arrival: %s", each.expect.request_id, reason)
-                elif mismatches is not None:
-                    self._counts[Verified.RIGHT.value] += 1
-                    self._right[each.expect.ticket_id] = each, time.monotonic()
-                ended.append((each, reason))
+            expect = check.delivered.expect
+            if mismatches:
+                reason = _describe(mismatches)
+                self._counts[Verified.WRONG.value] += 1
+                logger.error("request %s: wrong on arrival: %s", expect.request_id, reason)
+            elif mismatches is not None:
+                self._counts[Verified.RIGHT.value] += 1
+                self._right[expect.ticket_id] = check.delivered, time.monotonic()
+            ended.append((check.delivered, reason))
         while len(self._right) > _MAX_WAITING:
             del self._right[next(iter(self._right))]
         return ended
@@ -156,22 +152,22 @@ class Verifier:
         Call it right before a step that reads their KV first. Waits for the comparison, `_AGAIN_S` seconds at most.
         """
         arrived = [self._right.pop(ticket_id) for ticket_id in ticket_ids if ticket_id in self._right]
-        compared_at = {each.expect.ticket_id: then for each, then in arrived}
         overwritten = []
-        for check in list(self._checks(each for each, _ in arrived)):
+        deadline = time.monotonic() + _AGAIN_S
+        for check, compared_at in [(self._check(each), then) for each, then in arrived]:
+            expect = check.delivered.expect
             try:
-                found = self._found(check, _AGAIN_S)
+                mismatches = self._mismatches(check, max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                logger.error("verify_kv: %d requests are not compared again: it takes too long", len(check.delivered))
-                self._counts[Verified.UNKNOWN.value] += len(check.delivered)
+                logger.error("request %s is not compared again: it takes too long", expect.request_id)
+                self._counts[Verified.UNKNOWN.value] += 1
                 continue
-            for each, mismatches in found:
-                if mismatches:
-                    ago = time.monotonic() - compared_at[each.expect.ticket_id]
-                    reason = f"overwritten later: right on arrival {ago:.3f} s ago: {_describe(mismatches)}"
-                    logger.error("request %s: %s", each.expect.request_id, reason)
-                    self._counts[Verified.OVERWRITTEN.value] += 1
-                    overwritten.append((each.expect, reason))
+            if mismatches:
+                ago = time.monotonic() - compared_at
+                reason = f"overwritten later: right on arrival {ago:.3f} s ago: {_describe(mismatches)}"
+                logger.error("request %s: %s", expect.request_id, reason)
+                self._counts[Verified.OVERWRITTEN.value] += 1
+                overwritten.append((expect, reason))
         return overwritten
 
     @owned
@@ -180,37 +176,36 @@ class Verifier:
         counts, self._counts = +self._counts, Counter()  # without those at 0
         return dict(counts)
 
-    def _found(self, check: _Check, wait_s: float) -> list[tuple[Delivered, list[str] | None]]:
-        """Returns a check's tickets, with what differs; None if they cannot be compared.
+    def _mismatches(self, check: _Check, wait_s: float) -> list[str] | None:
+        """Returns what of a ticket's KV differs. None, which is counted: it cannot be compared.
 
-        Those are counted here. Raises TimeoutError if the check has not ended in `wait_s` seconds.
+        Raises TimeoutError if the check has not ended in `wait_s` seconds.
         """
-        if check.done is not None:
-            try:
+        found = None
+        try:
+            if check.done is not None:
                 check.done.wait(wait_s)
-            except DeviceError as error:
-                check.failure = str(error)
-        found: list[list[str] | None]
-        if check.failure is not None:
-            logger.error("verify_kv: %d requests are not verified: %s", len(check.delivered), check.failure)
-            found = [None] * len(check.delivered)
+        except DeviceError as error:
+            check.failure = str(error)
+        if check.failure is None:
+            found = self._compare(check)
         else:
-            found = [self._compare(check, n, each) for n, each in enumerate(check.delivered)]
-        self._counts[Verified.UNKNOWN.value] += found.count(None)
-        return list(zip(check.delivered, found, strict=True))
+            logger.error("request %s: its KV is not verified: %s", check.delivered.expect.request_id, check.failure)
+        self._counts[Verified.UNKNOWN.value] += found is None
+        return found
 
-    def _submit(self, check: _Check, prefill: Sharding) -> None:
+    def _submit(self, check: _Check) -> None:
+        prefill, verified = check.delivered.prefill, check.delivered.verified
         for index, tensors in self._tensors.items():
             geometry = self._caches.description.geometries[index]
             # A unit lies within one block here, and within the tokens of one rank there.
             unit = math.gcd(geometry.run, prefill.interleave) if prefill.parts > 1 else geometry.run
-            blocks = [each.verified.blocks[geometry.group] for each in check.delivered]
+            blocks = verified.blocks[geometry.group]
             if geometry.kind is BlockKind.STATE:  # as one token
-                ranges = [(0, len(state)) for state in blocks]
+                start, stop = 0, len(blocks)
             else:
-                wanted = [(each.expect.cached_tokens, each.verified.num_tokens) for each in check.delivered]
-                ranges = [(start, max(start, geometry.complete(stop))) for start, stop in wanted]
-            summed = SummedUnits.of(geometry, unit, ranges, blocks)
+                start, stop = check.delivered.expect.cached_tokens, geometry.complete(verified.num_tokens)
+            summed = SummedUnits.of(geometry, unit, [(start, max(start, stop))], [blocks])
             if len(summed.units):
                 check.summed[index] = summed, UnitSummer(self._device, summed), tensors
 
@@ -222,8 +217,8 @@ class Verifier:
 
         check.done = self._device.submit(take, self._device.record_event())
 
-    def _compare(self, check: _Check, number: int, delivered: Delivered) -> list[str] | None:
-        found, is_known = [], True
+    def _compare(self, check: _Check) -> list[str] | None:
+        found, is_known, delivered = [], True, check.delivered
         of = delivered.verified
         for report in delivered.reports:
             if report.writer.rank >= len(delivered.prefill.shares):
@@ -232,7 +227,7 @@ class Verifier:
             for summed, _, tensors in check.summed.values():
                 places = [place for place, tensor in enumerate(tensors) if tensor in report.covers]
                 if places:
-                    chosen, own, common = self._written(summed, number, delivered.prefill, report.writer.rank)
+                    chosen, own, common = self._written(summed, delivered.prefill, report.writer.rank)
                     sums = np.stack([to_numpy(check.sums[tensors[place]])[chosen] for place in places])
                     rows = [report.covers.index(tensors[place]) for place in places]
                     tally.add(rows, sums, own, common, summed.units.tokens[chosen])
@@ -245,16 +240,16 @@ class Verifier:
             if rows or columns:
                 found.append(self._mismatch(delivered, report, rows, columns))
             if rows and columns and self._dump_dir is not None:
-                self._dump(check, number, report, rows, columns, missing[0], found[-1])
+                self._dump(check, report, rows, columns, missing[0], found[-1])
         return found if found or is_known else None
 
-    def _written(self, summed: SummedUnits, number: int, prefill: Sharding, writer: int) -> tuple[Mask, range, range]:
-        """Returns which units of a ticket a prefill rank has, our heads, and those of them that it has, too."""
+    def _written(self, summed: SummedUnits, prefill: Sharding, writer: int) -> tuple[Mask, range, range]:
+        """Returns which units a prefill rank has, our heads, and those of them that it has, too."""
         writers, _ = held(summed.geometry, prefill, prefill)
         total = summed.geometry.total_heads
         own = self._rank_info.sharding.heads(self._rank_info.rank, total)
         common = common_heads(own, prefill.heads(writer, total))
-        return summed.chosen(number, writers.share(writer)), own, common
+        return summed.chosen(0, writers.share(writer)), own, common
 
     def _mismatch(self, delivered: Delivered, report: Reported, rows: Sequence[int], columns: Sequence[int]) -> str:
         """Returns what of a prefill rank's KV differs here: each block has some wrong tokens, or is next to one."""
@@ -280,7 +275,6 @@ class Verifier:
     def _dump(
         self,
         check: _Check,
-        number: int,
         report: Reported,
         rows: Sequence[int],
         columns: Sequence[int],
@@ -289,10 +283,10 @@ class Verifier:
     ) -> None:
         """Writes the first place that differs into the dump folder, for `vllm-ascend-pd verify`."""
         assert self._dump_dir is not None
-        index, delivered = report.covers[rows[0]], check.delivered[number]
+        index, delivered = report.covers[rows[0]], check.delivered
         tensor, of = self._caches.description.tensors[index], delivered.verified
         summed, summer, _ = check.summed[tensor.geometry]
-        chosen, own, common = self._written(summed, number, delivered.prefill, report.writer.rank)
+        chosen, own, common = self._written(summed, delivered.prefill, report.writer.rank)
         chosen &= summed.units.tokens // of.column_tokens == columns[0]
         heads = np.where([head in common for head in own], head_weights(own), np.uint64(0))
         try:
