@@ -3,7 +3,6 @@
 
 import ctypes
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -234,41 +233,6 @@ def test_wrong_kv_is_found_and_blamed(pair: Pair, fault: str) -> None:
     assert found.startswith("the whole block" if is_int8 and fault == "heads" else PATTERNS[fault]), (fault, found)
 
 
-def flip_on_the_way(rank: PrefillRank, ranges: list[tuple[str, int, int]]) -> None:
-    """Flips a bit of what is about to be written into one of decode's ranges: in the staging slot or in the cache."""
-    begin = TransferEngine.begin
-
-    def begin_flipped(session: str, batch: Batch, *others: Any) -> Flight | None:
-        for source, target, size in zip(*batch, strict=True):
-            for theirs, start, length in ranges:
-                if theirs == session and target <= start < target + size and length:
-                    ctypes.c_uint8.from_address(source + start - target).value ^= 4
-        return begin(rank.engine, session, batch, *others)
-
-    rank.engine.begin = begin_flipped
-
-
-def stop_flipping(rank: PrefillRank) -> None:
-    rank.engine.__dict__.pop("begin", None)
-
-
-def test_a_bit_that_flips_after_prefill_computed_it_is_found_and_blamed(pair: Pair) -> None:
-    requests = prompts(pair, [40, 70, 60])
-    victim = requests[VICTIM]
-    holders = [n for n, has in enumerate(pair.each(pair.d_ranks, "do", holds_first, victim)) if has]
-    session = pair.descriptions[holders[0]].session
-    [place] = [each for each in pair.addresses(LAYER, victim.d_blocks[:1]) if each[0] == session][:1]
-    pair.each(pair.p_ranks, "do", flip_on_the_way, [place])
-    wrong, decode = holders[:1], pair.decode
-    if pair.prefill.ranks == decode.dcp == 1:  # replicas get the same staging slot
-        heads = [pair.model.heads_of(n % decode.tp, decode.tp) for n in holders]
-        wrong = [n for n, own in zip(holders, heads, strict=True) if own == heads[0]]
-    try:
-        expect_blame(pair, requests, wrong, whole=False)
-    finally:
-        pair.each(pair.p_ranks, "do", stop_flipping)
-
-
 def hold_back(rank: PrefillRank, ranges: list[tuple[str, int, int]]) -> None:
     """Makes the writes into decode's ranges succeed without writing anything, until `write_late`."""
     begin = TransferEngine.begin
@@ -288,6 +252,10 @@ def hold_back(rank: PrefillRank, ranges: list[tuple[str, int, int]]) -> None:
         return begin(rank.engine, session, (sources, targets, sizes), *others) if kept else None
 
     rank.engine.begin = begin_some
+
+
+def stop_holding_back(rank: PrefillRank) -> None:
+    rank.engine.__dict__.pop("begin", None)
 
 
 def write_late(rank: PrefillRank) -> None:
@@ -311,7 +279,7 @@ def test_a_write_that_is_late_is_found_and_blamed_and_so_is_what_it_overwrites(p
     try:
         expect_blame(pair, requests, holders[:1], whole=True)
     finally:
-        pair.each(pair.p_ranks, "do", stop_flipping)
+        pair.each(pair.p_ranks, "do", stop_holding_back)
     run(pair, requests)
     expect_delivery(pair, requests)
     pair.each(pair.p_ranks, "do", write_late)
@@ -348,38 +316,7 @@ def test_a_block_that_is_reused_on_its_way_is_found_and_blamed(pair: Pair) -> No
         pair.each(pair.p_ranks, "do", keep_blocks)
 
 
-def send_early(rank: PrefillRank, ranges: list[tuple[str, int, int]]) -> None:
-    """The sender does not wait for layer 1. That is computed when the first of it has been written into decode's
-    ranges, or if none is written, after a while."""
-    written, compute, begin = threading.Event(), rank.compute, TransferEngine.begin
-
-    def compute_late(layer: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if layer != LAYER:
-            compute(layer, copies)
-            return
-        rank.device.submit(lambda: (written.wait(3.0), compute(layer, copies)), rank.device.record_event())
-
-    def submit(device: Any, steps: Any, *others: Any) -> Event:
-        ready = checksums_of_prefill.submit_layer(device, steps, *others)
-        return device.record_event() if steps[0][1].described[0].layer == layer_name(LAYER) else ready
-
-    class Noted:
-        def __init__(self, flight: Flight) -> None:
-            self.flight = flight
-
-        def wait(self) -> None:
-            self.flight.wait()
-            written.set()
-
-    def begin_noted(session: str, batch: Batch, *others: Any) -> Any:
-        flight = begin(rank.engine, session, batch, *others)
-        mine = any(s == session and a <= target < a + size for s, a, size in ranges for target in batch[1])
-        return Noted(flight) if mine and flight is not None else flight
-
-    rank.compute, rank.engine.begin, prefill_worker.submit_layer = compute_late, begin_noted, submit
-
-
-def announce_early(rank: PrefillRank, _: list[tuple[str, int, int]]) -> None:
+def announce_early(rank: PrefillRank) -> None:
     """Layer 1 is computed when its checksums have been taken, and before it is regrouped or written."""
     compute, kept = rank.compute, []
 
@@ -400,18 +337,13 @@ def announce_early(rank: PrefillRank, _: list[tuple[str, int, int]]) -> None:
 
 def compute_in_time(rank: PrefillRank) -> None:
     prefill_worker.submit_layer = checksums_of_prefill.submit_layer
-    for name in ("compute", "begin"):
-        (rank if name == "compute" else rank.engine).__dict__.pop(name, None)
+    rank.__dict__.pop("compute", None)
 
 
-def expect_layer_blamed(pair: Pair, fault: Any, seed: int) -> None:
-    """Runs requests with a fault in layer 1, and checks that this layer, their blocks and its stage are named.
-
-    `seed`: of KV that is in no cache yet.
-    """
-    requests = prompts(pair, [40, 70, 60], seed=seed)
-    blocks = [block for prompt in requests for block in prompt.d_blocks]
-    pair.each(pair.p_ranks, "do", fault, pair.addresses(LAYER, blocks))
+def test_a_layer_that_is_announced_before_it_is_computed_is_found_and_blamed(pair: Pair) -> None:
+    """This layer, the requests' blocks and its stage are named."""
+    requests = prompts(pair, [40, 70, 60], seed=50)
+    pair.each(pair.p_ranks, "do", announce_early)
     try:
         run(pair, requests)
         _, failed = pair.wait_arrivals(len(requests))
@@ -428,16 +360,6 @@ def expect_layer_blamed(pair: Pair, fault: Any, seed: int) -> None:
             assert {name.partition(" tensor ")[0] for name in place[1].split(", ")} == {layer_name(LAYER)}
             assert set(place[2].partition(" and ")[0].split(", ")) <= blocks_of[request_id]
             assert int(place[3]) == stage
-
-
-@pytest.mark.parametrize("pair", ["GQA_TP2_TO_TP2", "MLA_DCP2_TO_TP1"], indirect=True)
-def test_a_layer_that_is_sent_without_waiting_for_it_is_found_and_blamed(pair: Pair) -> None:
-    """A layer that is written straight from the cache: one that is regrouped has no slot before that."""
-    expect_layer_blamed(pair, send_early, seed=40)
-
-
-def test_a_layer_that_is_announced_before_it_is_computed_is_found_and_blamed(pair: Pair) -> None:
-    expect_layer_blamed(pair, announce_early, seed=50)
 
 
 def overwritten(rank: DecodeRank, ticket_ids: list[str]) -> dict[str, tuple[str, list[int]]]:
