@@ -62,7 +62,7 @@ def test_f20_the_command_has_the_words_that_the_shell_makes(name: str, tmp_path:
     wanted[place] = json.dumps(result["kv_transfer_config"])
     assert [word for part in result["command"] for word in part] == wanted
     # What is printed means the same to a shell.
-    command = printed[printed.index("Command:\n") + 9 : printed.index("== proxy ==")]
+    command = printed[printed.index("Command:\n") + 9 : printed.rindex("\n\n")]
     assert run(command, tmp_path)[0] == wanted[1:]
     stops = [(change["subject"], change["why"]) for change in result["changes"] if change["kind"] == "stops"]
     if name == "base_port":

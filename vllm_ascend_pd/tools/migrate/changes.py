@@ -21,10 +21,6 @@ SCHEMA = 3
 """Grows when a field changes its meaning or goes."""
 
 
-class MigrateError(ValueError):
-    """The input cannot be understood."""
-
-
 class ChangeKind(enum.Enum):
     LEFT_OUT = "left out"
     """A setting that is not needed here."""
@@ -58,7 +54,6 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True):
     command: list[list[str]]  # the new command, one list per option
     environment: dict[str, str]  # what has to change of it, set before the command
     changes: tuple[Change, ...]
-    proxy: list[str]  # the proxy's command
 
     @property
     def stops(self) -> list[Change]:
@@ -73,19 +68,15 @@ _SIDES = {role: side for side, role in KV_ROLES.items()}
 
 def render(result: Migration) -> str:
     side = _SIDES.get(result.role, "an engine")
-    parts = [_heading(f"{side}: {result.model or 'no model named'}") + (_table(result.changes) or "nothing changes\n")]
+    heading = f"== {side}: {result.model or 'no model named'} ==\n"
+    parts = [heading + (_table(result.changes) or "nothing changes\n")]
     if result.kv_transfer_config:
         parts.append("Connector:\n\n" + json.dumps(result.kv_transfer_config, indent=2) + "\n")
         assigned = [f"{name}={shlex.quote(value)}" for name, value in result.environment.items()]
         lines = [*assigned, *(shlex.join(words) for words in result.command)]
         parts.append("Command:\n\n" + " \\\n  ".join(lines) + "\n")
-        parts.append(_heading("proxy") + shlex.join(result.proxy) + "\n")
     verdict = "works with these changes" if result.ok else "does not work yet: see what stops it"
     return "\n".join([*parts, f"{verdict}\n"])
-
-
-def _heading(text: str) -> str:
-    return f"== {text} ==\n"
 
 
 def _table(changes: Iterable[Change]) -> str:

@@ -42,13 +42,13 @@ def migrate(
     if something is known to keep the new command from starting.
     """
     # Imported here so that other commands start faster.
-    from vllm_ascend_pd.tools.migrate.arguments import read_arguments
-    from vllm_ascend_pd.tools.migrate.changes import MigrateError, render
+    from vllm_ascend_pd.tools.migrate.changes import render
     from vllm_ascend_pd.tools.migrate.engine import migrate_command
+    from vllm_ascend_pd.tools.serve_command import CommandError, read_arguments
 
     try:
         result = migrate_command(read_arguments(command, os.environ), model, proxy)
-    except (MigrateError, OSError, UnicodeDecodeError) as error:
+    except (CommandError, OSError, UnicodeDecodeError) as error:
         raise USAGE_ERROR(str(error)) from None
     print(as_json(result) if json else render(result), end="", file=sys.stderr if execute else sys.stdout)
     if not result.ok:

@@ -9,7 +9,8 @@ from typing import Any
 
 from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, parse_config
-from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, MigrateError
+from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
+from vllm_ascend_pd.tools.serve_command import CommandError
 
 LAYERWISE = "MooncakeLayerwiseConnector"
 PULLING = (
@@ -92,13 +93,13 @@ def translate(old: Mapping[str, Any], proxy_url: str | None) -> Translated:
 
 
 def connectors(old: Mapping[str, Any]) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
-    """Returns the names and the entries of a configuration's connectors, in order. Raises MigrateError."""
+    """Returns the names and the entries of a configuration's connectors, in order. Raises CommandError."""
     entries, extra = [dict(old)], old.get("kv_connector_extra_config")
     if old.get("kv_connector") == _MULTI and isinstance(extra, dict):
         listed = extra.get("connectors") or []
         entries = [dict(entry) for entry in listed if isinstance(entry, dict)]
     if wrong := [each for each in entries if not isinstance(each.get("kv_connector_extra_config") or {}, dict)]:
-        raise MigrateError(f"kv_connector_extra_config of {wrong[0].get('kv_connector')} is no JSON object")
+        raise CommandError(f"kv_connector_extra_config of {wrong[0].get('kv_connector')} is no JSON object")
     return tuple(str(entry.get("kv_connector")) for entry in entries), entries
 
 

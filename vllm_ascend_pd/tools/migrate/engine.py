@@ -12,16 +12,13 @@ from yarl import URL
 
 from vllm_ascend_pd.connector.model import has_recompute_scheduler
 from vllm_ascend_pd.core.ascend import ascend_ports
-from vllm_ascend_pd.core.hosts import authority
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
-from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, MigrateError, Migration
+from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, Migration
 from vllm_ascend_pd.tools.migrate.connectors import translate
 from vllm_ascend_pd.tools.migrate.refusal import ModelFacts, read_facts, refusal
 from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, ModelShape
+from vllm_ascend_pd.tools.serve_command import CommandError, EngineArguments
 from vllm_ascend_pd.tools.vllm_serve import (
     KV_PORT,
-    KV_ROLES,
     PLUGIN,
     PLUGINS,
     REPLACES_CONNECTOR,
@@ -30,7 +27,6 @@ from vllm_ascend_pd.tools.vllm_serve import (
 )
 
 _OPTION = "kv-transfer-config"
-_DEFAULT_PORT = 8000  # vLLM's
 _RECOMPUTE = "recompute_scheduler_enable"
 _NPUS = 16  # of a server at most
 _BELOW = 2000  # more than the ports that Mooncake takes for so many NPUs
@@ -38,14 +34,9 @@ _BASE_PORT = "ASCEND_BASE_PORT"
 _FIRST_PORT = 1024
 _STORE = "AscendStoreConnector"
 
-_ENVIRONMENT_LEFT_OUT = {
-    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "only Mooncake's pulling connectors read it; here KV is pushed under leases",
-    "VLLM_USE_V1": "vLLM has nothing else from 0.23 on, and does not read it",
-}
-
 
 def migrate_command(old: EngineArguments, model: str | None, proxy_url: str | None) -> Migration:
-    """Raises MigrateError.
+    """Raises CommandError.
 
     model: folder or file of the model's config.json, None for where the command says.
     proxy_url: where decode engines reach the proxy.
@@ -71,20 +62,15 @@ def migrate_command(old: EngineArguments, model: str | None, proxy_url: str | No
             why = f"{plugins}: vLLM loads no other plugins, and {PLUGIN} brings the connector"
             changes.append(Change(ChangeKind.CHANGED, PLUGINS, why))
             arguments = arguments.with_variable(PLUGINS, plugins)
-        for name, why in _ENVIRONMENT_LEFT_OUT.items():
-            if name in old.environment:
-                changes.append(Change(ChangeKind.LEFT_OUT, name, why))
-    role = str(ours.get("kv_role") or "")
     return Migration(
         ok=all(change.kind is not ChangeKind.STOPS for change in changes),
-        role=role,
+        role=str(ours.get("kv_role") or ""),
         model=old.model,
         was=translated.was,
         kv_transfer_config=config,
         command=arguments.words() if ours else [],
         environment=dict(arguments.assigned),
         changes=tuple(changes),
-        proxy=_proxy(role, _url(old), proxy_url),
     )
 
 
@@ -249,27 +235,10 @@ def _piecewise(arguments: EngineArguments) -> tuple[EngineArguments, list[Change
     return arguments.with_json("compilation-config", compilation), [Change(ChangeKind.CHANGED, "cudagraph_mode", why)]
 
 
-def _url(arguments: EngineArguments) -> str:
-    host = arguments.text("host") or "HOST"
-    port = arguments.number("port", _DEFAULT_PORT)
-    return f"http://{authority('HOST' if host in ('0.0.0.0', '::') else host, port)}"
-
-
 def _check_proxy(url: str | None) -> None:
-    """`url` is a root URL: paths are appended."""
+    """Refuses what is no root URL, which becomes an entry of decode's allow-list."""
     if url is None:
         return
     is_root = not set("/?#@") & set(url.partition("://")[2])
     if not (is_root and URL(url).host and URL(url).scheme in ("http", "https")):
-        raise MigrateError(f"--proxy {url}: not http://HOST:PORT")
-
-
-def _proxy(role: str, engine_url: str, url: str | None) -> list[str]:
-    """Returns the proxy's command. `url`: its own."""
-    words = ["vllm-ascend-pd", "proxy"]
-    if url is not None:
-        words += ["--host", "0.0.0.0", "--port", str(URL(url).port or 80)]
-        words += ["--metaserver-url", f"{url}{METASERVER_PATH}"]
-    for side, its_role in KV_ROLES.items():
-        words += [f"--{side}", engine_url if role == its_role else f"http://{side.upper()}_HOST:PORT"]
-    return words
+        raise CommandError(f"--proxy {url}: not http://HOST:PORT")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A command that starts `vllm serve`: its options, and the same command with some of them changed.
 
+`migrate` and the launch scripts read such commands.
 Words that are not changed stay as they are, in their order, whether they are understood or not.
 """
 
@@ -16,11 +17,14 @@ from typing import Any
 
 import yaml
 
-from vllm_ascend_pd.tools.migrate.changes import MigrateError
 from vllm_ascend_pd.tools.vllm_serve import CommandPart, Option, Word, nested, table, whole_number
 
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
+
+
+class CommandError(ValueError):
+    """A command cannot be understood, or its options contradict each other. The message is for the operator."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,17 @@ class EngineArguments:
         return next((part.values[-1] for part in reversed(self._given(name)) if part.values), None)
 
     def number(self, name: str, default: int) -> int:
-        """Raises MigrateError for a value that is no number. Returns `default` for auto."""
+        """Raises CommandError for a value that is no number. Returns `default` for auto."""
         text = self.text(name)
         if text is None or text.strip() in ("auto", "-1"):
             return default
         number = whole_number(text.strip())
         if number is None:
-            raise MigrateError(f"--{name}: {text[:80]!r} is no number")
+            raise CommandError(f"--{name}: {text[:80]!r} is no number")
         return number
 
     def json(self, name: str) -> dict[str, Any]:
-        """Returns the value of an option that is a JSON object, {} if it is not given. Raises MigrateError."""
+        """Returns the value of an option that is a JSON object, {} if it is not given. Raises CommandError."""
         dotted = [part for part in self._given(name) if part.option is not None and part.option.keys]
         if dotted:  # vLLM puts these behind all others, by their name as it is cut; the last is what counts
             spelled = [part.words[0].partition(".")[0].replace("_", "-") for part in dotted]
@@ -80,9 +84,9 @@ class EngineArguments:
             # YAML is JSON with fewer rules: a comma too many is read, too.
             value = json.loads(text if self.is_json(name) else json.dumps(yaml.safe_load(text.replace("\t", " "))))
         except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
-            raise MigrateError(f"--{name}: {' '.join(str(error).split())[:300]}") from None
+            raise CommandError(f"--{name}: {' '.join(str(error).split())[:300]}") from None
         if not isinstance(value, dict):
-            raise MigrateError(f"--{name}: {text[:80]!r} is no JSON object")
+            raise CommandError(f"--{name}: {text[:80]!r} is no JSON object")
         return value
 
     def is_json(self, name: str) -> bool:
@@ -146,10 +150,10 @@ class EngineArguments:
 def read_arguments(words: Sequence[str], environment: Mapping[str, str]) -> EngineArguments:
     """Reads the words of a command. `environment` are variables that it gets.
 
-    Raises MigrateError if it is no `vllm serve`.
+    Raises CommandError if it is no `vllm serve`.
     """
     if any("\ud800" <= sign <= "\udfff" for word in words for sign in word):  # what Python could not decode
-        raise MigrateError("the command has a word that is not UTF-8")
+        raise CommandError("the command has a word that is not UTF-8")
     start = _first_argument(words)
     own = dict(word.split("=", 1) for word in words[:start] if _ASSIGNMENT.match(word))
     return EngineArguments(tuple(words[:start]), tuple(table().split(words[start:])), {**environment, **own})
@@ -162,6 +166,6 @@ def _first_argument(words: Sequence[str]) -> int:
             return index + 2
         if word == "-m" and after in _MODULES:
             return index + 2 + (words[index + 2 : index + 3] == ["serve"])
-    raise MigrateError(
+    raise CommandError(
         "there is no `vllm serve` in it: put `vllm-ascend-pd migrate --` before `vllm serve` in the script, and run it"
     )
