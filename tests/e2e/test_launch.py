@@ -51,10 +51,12 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     hosts = yaml.safe_load((REPOSITORY / EXAMPLE).read_text())
     model = make_model(TINY, models)
     keys, tickets, token = map(str, secret_files := make_secrets(tmp_path))
-    hosts["args"] = ["--model", str(model), "--device", "cpu", "--side-channel-keys", keys, "--ticket-secret", tickets]
+    secure = ["--extra", f"side_channel_key_file={keys}", "--extra", f"ticket_secret_file={tickets}"]
+    hosts["args"] = [*secure, *(str(model) if word == "/tmp/tiny-model" else word for word in hosts["args"])]
     prefill, decode, proxy = hosts["prefill"][0], hosts["decode"][0], hosts["proxy"]
-    prefill["args"] = ["--port", ports[0], *prefill["args"][prefill["args"].index("--") :]]
-    decode["args"] = ["--port", ports[1], "--kv-port", ports[2], "--metaserver-token", token, *decode["args"]]
+    prefill["args"] = ["--", "--port", ports[0]]
+    own = ["--kv-port", ports[2], "--extra", f"metaserver_token_file={token}"]
+    decode["args"] = [*own, "--", "--port", ports[1]]
     proxy |= {"port": ports[3], "args": ["--metaserver-token-file", token]}
     file = tmp_path / "hosts.yaml"
     file.write_text(yaml.safe_dump(hosts))

@@ -74,7 +74,7 @@ def migrates(command: Command, folder: Path) -> None:
 def makes_the_model(command: Command, folder: Path) -> None:
     """The command makes the model that examples/single-node-1p1d/hosts-cpu.yaml names."""
     words = yaml.safe_load((REPOSITORY / "examples/single-node-1p1d/hosts-cpu.yaml").read_text())["args"]
-    model = words[words.index("--model") + 1]
+    model = words[words.index("--") + 1]
     assert model in command.line
     for _ in range(2):  # the second time it is there
         command.with_values({"/tmp": str(folder), ".venv/bin/python": sys.executable}).run(REPOSITORY)
@@ -108,7 +108,32 @@ def is_understood(command: Command, folder: Path) -> None:
     if command.words[0] == "scripts/launch_cluster.sh":
         assert shlex.split(last)[1:4] == ["-m", "vllm_ascend_pd.cli", "proxy"]
     else:
-        assert shlex.split(last.removeprefix("exec "))[1] == ("start" if "--ray-node" in command.words else "serve")
+        assert shlex.split(last.removeprefix("exec "))[1] == "serve"
+
+
+def prints_an_environment(command: Command, folder: Path) -> None:
+    """Of an NPU server. This machine has neither CANN nor the server's address."""
+    command = command.with_values({"scripts/": f"{REPOSITORY}/scripts/"})
+    command.run(folder, HOME=str(folder), GLOO_SOCKET_IFNAME="eth0", ASCEND_HOME_PATH="/cann")
+    assert "export ASCEND_RT_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\n" in (folder / "environment.sh").read_text()
+
+
+def runs_over_ray(command: Command, folder: Path) -> None:
+    """With stand-ins for Ray and vLLM, in the environment that the page's first command prints."""
+    others = [each for each in COMMANDS if each.pages == command.pages]
+    [first] = [each for each in others if "--dry-run" in each.words]
+    prints_an_environment(first, folder)
+    for name in ("ray", "vllm"):
+        (folder / name).write_text('#!/bin/sh\nprintf "%s\\n" "$VLLM_HOST_IP" "${0##*/}" "$@"\n')
+        (folder / name).chmod(0o755)
+    address, *words = command.run(folder, PATH=f"{folder}:{ENVIRONMENT['PATH']}").splitlines()
+    assert address == first.words[first.words.index("--address") + 1]
+    if words[0] == "vllm":
+        examples.understood(words, "prefill" if "kv_producer" in words[-1] else "decode")
+        assert words[words.index("--distributed-executor-backend") + 1] == "ray"
+    elif "--head" not in words:
+        [head] = [word.removeprefix("--address=").split(":") for word in words if word.startswith("--address=")]
+        assert any(f"--head --port={head[1]} --node-ip-address={head[0]})" in each.line for each in others)
 
 
 def is_a_test(command: Command, folder: Path) -> None:
@@ -239,7 +264,8 @@ TABLE = (
     Row(r"scripts/launch_cluster\.sh \S+", is_understood, NPUS),
     Row(r"PYTHONPATH=tests .*", makes_the_model),
     Row(r"VENV=.*", "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops"),
-    Row(r"scripts/launch_prefill\.sh .*", is_understood, "starts Ray or an engine on NPUs"),
+    Row(r"scripts/launch_prefill\.sh .* >environment\.sh", prints_an_environment),
+    Row(r"\(source environment\.sh; .*\)", runs_over_ray, "there is no Ray here"),
     Row(r"mooncake_master .*", serves_a_pool),
     Row(r"(apt-get download|dpkg -x) .*", is_done_by_setup, "needs a network: scripts/setup_env.sh does it for tests"),
     Row(

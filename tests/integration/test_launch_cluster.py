@@ -94,15 +94,15 @@ class Site:
         http, kv, proxy, head = self._ports[0:2], self._ports[3:5], self._ports[2], self._ports[5]
         vllm = json.dumps(str(self.folder / "vllm"))
         self.hosts.write_text(f"""\
-args: [--model, "a model's $(touch {self.folder}/owned); name", --device, cpu]
+args: [--device, cpu, --, "a model's $(touch {self.folder}/owned); name"]
 python: {sys.executable}
 hosts:
   a: {{address: {HOST}, {a}}}
   b: {{address: {HOST_B}, {b}}}
 prefill:
-  - {{hosts: [a], args: [--port, {http[0]}], env: {{VLLM: {vllm}, LOADS: "a  'b' \\"$HOME"}}}}
+  - {{hosts: [a], args: [--, --port, {http[0]}], env: {{VLLM: {vllm}, LOADS: "a  'b' \\"$HOME"}}}}
 decode:
-  - {{hosts: [a, b], args: [--head-port, {head}, --dp, 2, --port, {http[1]}, --kv-port, {kv[0]}],
+  - {{hosts: [a, b], args: [--head-port, {head}, --kv-port, {kv[0]}, --, -dp, 2, --port, {http[1]}],
      env: {{VLLM: {vllm}, LOADS: "", STANDIN: "{decode}"}}}}
 proxy: {{host: b, port: {proxy}}}
 """)
@@ -313,10 +313,10 @@ def test_waiting_for_the_end_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "options", "message"),
     [
-        ("--dp, 2", "--dp, 3", (), "hosts.yaml: decode[0].args: tensor x pipeline"),
+        ("-dp, 2", "-dp, 3", (), "hosts.yaml: decode[0].args: tensor x pipeline"),
         ("proxy: ", "proxi: ", (), "hosts.yaml: Object contains unknown field `proxi`"),
-        ("", "", ("--stop",), "--stop was removed: Ctrl-C or SIGTERM stops"),
-        ("", "", ("--detach",), "--detach was removed: Ctrl-C or SIGTERM stops the launcher; use tmux"),
+        ("", "", ("--stop",), "there is no option --stop any more: Ctrl-C or SIGTERM stops"),
+        ("", "", ("--detach",), "there is no option --detach any more: Ctrl-C or SIGTERM"),
         ("", "", ("--bogus",), "No such option"),
     ],
 )

@@ -15,7 +15,8 @@ from typer.main import get_command
 from vllm_ascend_pd import cli
 from vllm_ascend_pd.tools.launch.cluster import local_command
 from vllm_ascend_pd.tools.launch.hosts import LaunchedProcess, make_plan, parse_hosts
-from vllm_ascend_pd.tools.launch.shape import EngineOptionsError, ParallelSizes
+from vllm_ascend_pd.tools.launch.shape import ParallelSizes
+from vllm_ascend_pd.tools.serve_command import CommandError
 
 PYTHON, REPOSITORY = "/opt/python", "/opt/pd"
 
@@ -23,13 +24,13 @@ TWO_NODES = """\
 hosts:
   a: {address: 10.0.0.1}
   b: {address: 10.0.0.2, ssh: user@b}
-args: [--model, /models/m, --device, a3]
+args: [--device, a3, --, /models/m]
 prefill:
   - hosts: [a]
-    args: [--tp, 8, --interface, eth0]
+    args: [--head-port, 8, --, -tp, 8]
 decode:
   - hosts: [a, b]
-    args: [--tp, 4, --dp, 4]
+    args: [--, -tp, 4, -dp, 4]
 proxy:
   host: a
 """
@@ -52,25 +53,17 @@ def test_two_nodes() -> None:
     assert [process.name for process in made] == ["prefill-0", "decode-0-node-0", "decode-0-node-1", "proxy"]
     prefill, first, second, proxy = made
     assert options(prefill) == {
-        "--address": "10.0.0.1", "--decode-host": "10.0.0.2", "--model": "/models/m", "--device": "a3", "--tp": "8",
-        "--interface": "eth0",
+        "--address": "10.0.0.1", "--decode-host": "10.0.0.2", "--device": "a3", "--head-port": "8",
     }  # fmt: skip  # the last decode host of two; each is named
+    assert prefill.command[-4:] == ("--", "/models/m", "-tp", "8")
     assert [options(node)["--node-rank"] for node in (first, second)] == ["0", "1"]
     assert {options(node)["--head-address"] for node in (first, second)} == {"10.0.0.1"}
     assert {options(node)["--metaserver"] for node in (first, second)} == {"http://10.0.0.1:8000"}
     assert [process.ssh for process in made] == ["10.0.0.1", "10.0.0.1", "user@b", "10.0.0.1"]
     assert proxy.command[-2:] == ("--decode", "http://10.0.0.1:8200")
+    *_, proxy = plan(TWO_NODES.replace("-dp, 4", "-dp, 4, --port, 8300"))
+    assert proxy.command[-2:] == ("--decode", "http://10.0.0.1:8300")
     assert {process.ssh for process in plan(TWO_NODES.replace("ssh: user@b", "local: true"))} == {"10.0.0.1", None}
-
-
-def test_ray_runs_on_all_nodes_and_vllm_on_the_first() -> None:
-    made = plan(TWO_NODES.replace("--dp, 4", "--dp, 4, --executor, ray"))
-    commands = {process.name: process.command for process in made}
-    assert list(commands) == ["prefill-0", "decode-0-ray-0", "decode-0", "decode-0-ray-1", "proxy"]
-    assert [name for name, command in commands.items() if "--ray-node" in command] == [
-        "decode-0-ray-0",
-        "decode-0-ray-1",
-    ]
 
 
 def test_the_proxys_command_is_one_that_it_takes() -> None:
@@ -87,37 +80,40 @@ def test_the_proxys_command_is_one_that_it_takes() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("    args: [--tp, 8", "    tp: 8\n    args: [--tp, 8", "`$.prefill[0]`; it was removed: give --tp in args"),
-        ("prefill:", "model: m\nprefill:", "unknown field `model`; it was removed: give --model in args"),
-        ("prefill:", "metaserver_token: m\nprefill:", "it was removed: give --metaserver-token in args"),
+        ("    args: [--head", "    tp: 8\n    args: [--head", "`$.prefill[0]`; it was removed: give vLLM its own"),
+        ("prefill:", "model: m\nprefill:", "`model`; it was removed: the model comes first behind the --"),
+        ("prefill:", "kv_port: 1\nprefill:", "field `kv_port`; it was removed: give --kv-port in args"),
         ("prefill:", "state: /x\nprefill:", "field `state`; it was removed: the launcher keeps no files"),
         ("host: a", "host: a\n  listen: b", "field `listen` - at `$.proxy`; it was removed: give --host in args"),
         ("prefill:", "  c: {address: 10.0.0.3, interface: e}\nprefill:", "while parsing a block mapping"),
-        ("ssh: user@b", "interface: eth0", "`interface` - at `$.hosts[...]`; it was removed: give --interface in args"),
+        ("ssh: user@b", "interface: eth0", "`$.hosts[...]`; it was removed: set GLOO_SOCKET"),
         ("proxy:", "proxi:", "unknown field `proxi`"),
         ("proxy:\n  host: a\n", "", "missing required field `proxy`"),
-        ("[--tp, 8", "[true", "Expected `int | float | str`, got `bool` - at `$.prefill[0].args[0]`"),
+        ("[--head-port, 8", "[true", "Expected `int | float | str`, got `bool` - at `$.prefill[0].args[0]`"),
         ("host: a", "host: a\n  port: 65536", "Expected `int` <= 65535 - at `$.proxy.port`"),
         ("[a, b]", "[]", "Expected `array` of length >= 1 - at `$.decode[0].hosts`"),
         ("host: a", "host: a\n  host: b", "host is listed twice\n  in \"<unicode string>\", line 13"),
         ("prefill:", "prefill: [", "expected the node content"),
         ("[a, b]", "[a, c]", "hosts: no host 'c', which another key names"),
         ("host: a", "host: z", "hosts: no host 'z', which another key names"),
-        ("[--tp, 8", "[--tpp, 8", "prefill[0].args: No such option: --tpp"),
-        ("[--tp, 8", "[--tp, eight", "prefill[0].args: Invalid value for '--tp': "),
-        ("[--tp, 8", "[--help", "prefill[0].args: --help and --dry-run start no engine"),
-        ("[--tp, 8", "[--kv-port, 1", "prefill[0].args: --kv-port: only for decode"),
-        ("--dp, 4", "--dp, 3", "decode[0].args: a node has 6 devices, a data-parallel replica 4"),
-        ("--dp, 4", "--kv-port, 21598", "decode[0].args: --kv-port 21598: Mooncake listens on"),
+        ("[--head-port", "[--tpp", "prefill[0].args: No such option: --tpp"),
+        ("[--head-port", "[--tp", "prefill[0].args: there is no option --tp any more: give vLLM its own"),
+        ("[--head-port, 8", "[--head-port, eight", "prefill[0].args: Invalid value for '--head-port': "),
+        ("-tp, 8", "-tp, eight", "prefill[0].args: --tensor-parallel-size: 'eight' is no number"),
+        ("[--head-port, 8", "[--help", "prefill[0].args: --help and --dry-run start no engine"),
+        ("[--head-port, 8", "[--kv-port, 1", "prefill[0].args: --kv-port: only for decode"),
+        ("-dp, 4", "-dp, 3", "decode[0].args: a node has 6 devices, a data-parallel replica 4"),
+        ("[--, -tp, 4", "[--kv-port, 21598, --, -tp, 4", "decode[0].args: --kv-port 21598: Mooncake listens on"),
         ("--device, a3", "--device, a4", "prefill[0].args: Invalid value for '--device': "),
-        ("/models/m", "''", "prefill[0].args: --model '' is empty or begins with a dash"),
-        ("[--tp, 8", "[--extra, lease=3", "prefill[0].args: kv_connector_extra_config: unknown key `lease`"),
-        ("eth0]", "eth0]\n    env: {HF_TOKEN: abc}", "prefill[0].env.HF_TOKEN: looks like a secret"),
-        ("eth0]", "eth0, --, --api-key=abc]", "prefill[0].args: --api-key: every user"),
-        ("eth0]", "eth0, --, -tp, 3]", "prefill[0].args: --tensor-parallel-size is set here: use --tp"),
-        ("eth0]", 'eth0, --, "a\\nb"]', "prefill[0].args: 'a\\nb' has more than one line"),
-        ("[--tp, 8", "&a [*a", "got `array` - at `$.prefill[0].args[0]`"),
-        ("[--tp, 8", "[!!python/name:os.system ''", "could not determine a constructor"),
+        ("/models/m", "''", "prefill[0].args: the model comes first behind the --, not ''"),
+        (", /models/m", "", "prefill[0].args: the model comes first behind the --, not '-tp'"),
+        ("[--head-port, 8", "[--extra, lease=3", "prefill[0].args: kv_connector_extra_config: unknown key `lease`"),
+        ("-tp, 8]", "-tp, 8]\n    env: {HF_TOKEN: abc}", "prefill[0].env.HF_TOKEN: looks like a secret"),
+        ("-tp, 8]", "-tp, 8, --api-key=abc]", "prefill[0].args: --api-key: every user"),
+        ("-tp, 8]", "-tp, 8, -n, 3]", "prefill[0].args: --nnodes is set here: use --nodes"),
+        ("-tp, 8]", '-tp, 8, "a\\nb"]', "prefill[0].args: 'a\\nb' has more than one line"),
+        ("[--head-port, 8", "&a [*a", "got `array` - at `$.prefill[0].args[0]`"),
+        ("[--head-port, 8", "[!!python/name:os.system ''", "could not determine a constructor"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_by_its_key(old: str, new: str, message: str) -> None:
@@ -132,7 +128,7 @@ def test_what_cannot_work_is_refused_by_its_key(old: str, new: str, message: str
 def test_each_replica_is_on_one_node(tp: int, pp: int, dp: int, nodes: int) -> None:
     try:
         shape = ParallelSizes(tp, pp, dp, nodes)
-    except EngineOptionsError:
+    except CommandError:
         assume(False)
     placed = 0
     for rank in range(nodes):
@@ -154,12 +150,11 @@ def test_every_word_of_the_file_reaches_the_other_side_as_one_word(model: str, a
     args = [word for word in args if not word.startswith("-")]
     quoted = partial(json.dumps, ensure_ascii=False)
     text = TWO_NODES.replace("/models/m", quoted(model)).replace(
-        "eth0]", f"eth0, --, *w]\n    env: {{VALUE: {quoted(value)}}}".replace("*w", quoted(args)[1:-1])
+        "-tp, 8]", f"-tp, 8, *w]\n    env: {{VALUE: {quoted(value)}}}".replace("*w", quoted(args)[1:-1])
     )
     prefill = plan(text)[0]
     *ssh, host, line = local_command(prefill)
     assert (ssh[0], ssh[-1], host) == ("ssh", "--", "10.0.0.1")
     assert shlex.split(line) == list(prefill.command)
-    assert options(prefill)["--model"] == model
     assert f"VALUE={value}" in prefill.command
-    assert list(prefill.command[prefill.command.index("--") + 1 :]) == args
+    assert list(prefill.command[prefill.command.index("--") + 1 :]) == [model, "-tp", "8", *args]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from typing import Annotated, Any, NoReturn, cast
 
@@ -52,16 +52,8 @@ def removed_option(words: Iterable[str], removed: Mapping[str, str]) -> str | No
 
 def run_app(app: typer.Typer, name: str) -> NoReturn:
     """Exits with 2 and one line for a wrong option."""
-    sys.exit(run_command(app, name))
-
-
-def run_command(app: typer.Typer, name: str, words: Sequence[str] | None = None) -> Any:
-    """Returns what the command returns, or an exit code after `--help` and the like. Exits as `run_app` does.
-
-    `words`: those behind the command's name, by default of this process.
-    """
     try:
-        return app(args=words, prog_name=name, standalone_mode=False)
+        sys.exit(app(prog_name=name, standalone_mode=False))
     except typer.Abort:
         sys.exit(130)
     except USAGE_ERROR as error:

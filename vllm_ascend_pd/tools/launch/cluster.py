@@ -24,7 +24,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import new_app, run_app
+from vllm_ascend_pd.tools.command_line import new_app, removed_option, run_app
 from vllm_ascend_pd.tools.launch.hosts import LaunchedProcess, make_plan, parse_hosts
 
 SSH = shlex.split("ssh -tt -e none -oBatchMode=yes -oLogLevel=ERROR -oConnectTimeout=15 -oServerAliveInterval=15 --")
@@ -130,7 +130,8 @@ def main(
 
 
 if __name__ == "__main__":
-    if removed := {"--stop", "--detach"} & set(sys.argv):
-        say(f"launch_cluster: {removed.pop()} was removed: Ctrl-C or SIGTERM stops the launcher; use tmux or nohup")
+    instead = "Ctrl-C or SIGTERM stops the launcher; use tmux or nohup"
+    if removed := removed_option(sys.argv[1:], {"--stop": instead, "--detach": instead}):
+        say(f"launch_cluster: {removed}")
         sys.exit(2)
     run_app(app, "launch_cluster.sh")

@@ -17,16 +17,15 @@ import typer
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, parse_config
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR, new_app
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, new_app, removed_option
 from vllm_ascend_pd.tools.launch.shape import (
     DEFAULT_KV_PORT,
     HEAD_PORT,
     DeviceType,
-    EngineOptionsError,
-    Executor,
     ParallelSizes,
     check_kv_port,
 )
+from vllm_ascend_pd.tools.serve_command import CommandError, EngineArguments, read_arguments
 from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR, table
 
 _QUIET = "disable-access-log-for-endpoints"
@@ -59,26 +58,14 @@ class EngineOptions:
     """One node of an engine. typer makes the scripts' command line of the fields."""
 
     role: Annotated[EngineSide, typer.Option(hidden=True)]
-    model: Annotated[str, _option("Model to serve: a folder, or a name that vLLM finds.", "PATH")]
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="MODEL", help="-- and the model, then options of `vllm serve`.")
+    ]
     device: Annotated[
         DeviceType, _option("Atlas servers with 8 (a2) or 16 (a3) NPUs as vLLM counts them, or the CPU for tests.")
     ]
-    served_model_name: Annotated[str | None, _option("The model's name for clients.", "NAME")] = None
     address: Annotated[
         str | None, _option("Address at which other nodes reach this one.", "IP", show_default="with cpu 127.0.0.1")
-    ] = None
-    interface: Annotated[str | None, _option("Network interface with --address.", "NAME", show_default="looked up")] = (
-        None
-    )
-    port: Annotated[int | None, _port("HTTP port of the engine.", show_default="8100 for prefill, 8200 for decode")] = (
-        None
-    )
-    tp: Annotated[int, _size("Tensor-parallel size of the engine.")] = 1
-    pp: Annotated[int, _size("Pipeline-parallel size.")] = 1
-    dp: Annotated[int, _size("Data-parallel size.")] = 1
-    devices: Annotated[
-        str | None,
-        _option("NPUs of this node, such as 0,1,2,3.", "LIST", show_default="the first ones, as many as needed"),
     ] = None
     nodes: Annotated[
         int, _size("Nodes of the engine. Run the script on each, with the same options but --node-rank.")
@@ -86,13 +73,6 @@ class EngineOptions:
     node_rank: Annotated[int, _size("Number of this node, from 0. Node 0 serves HTTP.", 0)] = 0
     head_address: Annotated[str | None, _option("Address of node 0, for the others.", "HOST")] = None
     head_port: Annotated[int, _port("A free port of node 0, below those for outgoing connections.")] = HEAD_PORT
-    executor: Annotated[
-        Executor, _option("ray: the nodes are a Ray cluster, and the script runs only on the first one.")
-    ] = Executor.MP
-    ray_node: Annotated[
-        bool,
-        typer.Option("--ray-node", help="Start a node of the Ray cluster instead of vLLM, in the same environment."),
-    ] = False
     kv_port: Annotated[
         int | None,
         _port(
@@ -116,22 +96,13 @@ class EngineOptions:
             show_default="a proxy on this host",
         ),
     ] = None
-    metaserver_token: Annotated[
-        str | None, _option("Decode: file with the bearer token that the proxy requires.", "FILE")
-    ] = None
     decode_host: Annotated[
         list[str] | None,
         _option(
             "Prefill: address, network (10.0.0.0/24) or name of a decode engine that it may write to. May be repeated.",
             "HOST",
-            show_default="private networks, or any with --ticket-secret",
+            show_default="private networks, or any with a ticket secret",
         ),
-    ] = None
-    side_channel_keys: Annotated[
-        str | None, _option("File of `vllm-ascend-pd keygen`, the same on all engines.", "FILE")
-    ] = None
-    ticket_secret: Annotated[
-        str | None, _option("File of `vllm-ascend-pd keygen --ticket-secret`, the same on all engines.", "FILE")
     ] = None
     beside: Annotated[
         Path | None,
@@ -150,48 +121,51 @@ class EngineOptions:
     ] = False
 
     @cached_property
+    def serve(self) -> EngineArguments:
+        """The model and the options of `vllm serve`."""
+        return read_arguments(["vllm", "serve", *self.arguments], {})
+
+    @cached_property
     def shape(self) -> ParallelSizes:
-        """Raises EngineOptionsError."""
-        return ParallelSizes(self.tp, self.pp, self.dp, self.nodes, self.executor)
+        """Raises CommandError."""
+        tp, pp, dp = (self.serve.number(f"{which}-parallel-size", 1) for which in ("tensor", "pipeline", "data"))
+        return ParallelSizes(tp, pp, dp, self.nodes)
 
     @property
     def http_port(self) -> int:
-        return self.port or self.role.default_port
+        return self.serve.number("port", self.role.default_port)
 
-    def check(self, arguments: Sequence[str]) -> None:
-        """Raises EngineOptionsError for options that cannot work. `arguments`: the operator's own of `vllm serve`."""
-        if not self.model or self.model.startswith("-"):
-            raise EngineOptionsError(f"--model {self.model!r} is empty or begins with a dash")
-        self.shape.check_rank(self.node_rank)
-        self.transfer_config()
-        for argument in arguments:
+    def check(self) -> None:
+        """Raises CommandError for options that cannot work."""
+        model = self.arguments[0]
+        if not model or model.startswith("-"):
+            raise CommandError(f"the model comes first behind the --, not {model!r}")
+        for argument in self.arguments:
             if (reason := refused_argument(argument)) is not None:
-                raise EngineOptionsError(reason)
+                raise CommandError(reason)
+        self.shape.check_rank(self.node_rank)
+        if not 0 < self.http_port < 65536:
+            raise CommandError(f"--port {self.http_port}: no port")
+        self.transfer_config()
 
     def transfer_config(self, beside: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the value of `--kv-transfer-config`, checked by the connector's own configuration.
 
         beside: another connector's entry of a MultiConnector.
 
-        Raises EngineOptionsError.
+        Raises CommandError.
         """
         self._check_side()
-        own = {
-            "metaserver_allowlist": self.metaserver,
-            "decode_allowlist": self.decode_host,
-            "metaserver_token_file": self.metaserver_token,
-            "side_channel_key_file": self.side_channel_keys,
-            "ticket_secret_file": self.ticket_secret,
-        }
+        own = {"metaserver_allowlist": self.metaserver, "decode_allowlist": self.decode_host}
         own = {name: value for name, value in own.items() if value}
         more = _parse_extra(self.extra or [])
         if twice := sorted(own.keys() & more.keys()):
-            raise EngineOptionsError(f"--extra {twice[0]}: use the script's own option for this key")
+            raise CommandError(f"--extra {twice[0]}: use the script's own option for this key")
         try:
             Allowlist(parse_config(own | more).metaserver_allowlist, "localhost")
             HostList(self.decode_host or (), "")
         except (ConfigError, ValueError) as error:
-            raise EngineOptionsError(str(error)) from None
+            raise CommandError(str(error)) from None
         kv_role = KV_ROLES[self.role]
         whole: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": kv_role}
         if self.role is EngineSide.DECODE:
@@ -200,7 +174,7 @@ class EngineOptions:
             whole["kv_connector_extra_config"] = own | more
         if beside is not None:
             if beside.get("kv_connector") in (None, CONNECTOR, "MultiConnector"):
-                raise EngineOptionsError("the other connector's file must be one JSON object with its kv_connector")
+                raise CommandError("the other connector's file must be one JSON object with its kv_connector")
             # Ours comes first: on decode it must be the first one that has a handshake.
             listed = {"connectors": [whole, {"kv_role": kv_role, **beside}]}
             whole = {"kv_connector": "MultiConnector", "kv_role": kv_role, "kv_connector_extra_config": listed}
@@ -215,7 +189,6 @@ class EngineOptions:
             given = {
                 "--kv-port": self.kv_port,
                 "--metaserver": self.metaserver,
-                "--metaserver-token": self.metaserver_token,
                 "--load-failure-policy": self.load_failure_policy,
             }
             reason = "only for decode; prefill accepts no connections and posts no tickets"
@@ -225,68 +198,50 @@ class EngineOptions:
             check_kv_port(self.device, self.kv_port or DEFAULT_KV_PORT, self.shape, self.http_port)
         for option, value in given.items():
             if value:
-                raise EngineOptionsError(f"{option}: {reason}")
+                raise CommandError(f"{option}: {reason}")
         if self.load_failure_policy not in (None, "fail", "recompute"):
-            raise EngineOptionsError(f"--load-failure-policy {self.load_failure_policy}: must be fail or recompute")
+            raise CommandError(f"--load-failure-policy {self.load_failure_policy}: must be fail or recompute")
 
-    def serve_words(self, arguments: Sequence[str]) -> list[str]:
-        """Returns the words behind `vllm`. `arguments`: the operator's own. Raises EngineOptionsError."""
-        self.check(arguments)
+    def serve_words(self) -> list[str]:
+        """Returns the words behind `vllm`. Raises CommandError."""
+        self.check()
         address = self.address or ""
-        words = ["serve", self.model]
-        serves_http = self.node_rank == 0 or self.nodes == 1
-        if serves_http:
-            words += ["--host", address, "--port", str(self.http_port)]
-        if self.served_model_name is not None:
-            words += ["--served-model-name", self.served_model_name]
+        model, *others = self.arguments
+        words = ["serve", model]
         # The first node binds to its own address, so that must not be a name.
         head = address if self.node_rank == 0 else self.head_address
         words += self.shape.arguments(self.node_rank, head, self.head_port)
         config = self.transfer_config(None if self.beside is None else _read_entry(self.beside))
         words += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
-        given = [word.option.name for each in arguments if (word := table().read(each)) is not None and word.option]
-        if serves_http and _QUIET not in given:
-            words += [f"--{_QUIET}", "/health,/metrics"]
-        words += arguments
+        if self.node_rank == 0:  # it serves HTTP
+            own = {"host": address, "port": str(self.http_port), _QUIET: "/health,/metrics"}
+            words += [word for name in own if name not in self.serve.names for word in (f"--{name}", own[name])]
+        words += others
         if broken := next((word for word in words if "\n" in word), None):
-            raise EngineOptionsError(f"{broken[:40]!r} has more than one line")
+            raise CommandError(f"{broken[:40]!r} has more than one line")
         return words
 
-    def ray_words(self) -> list[str]:
-        """Returns the words behind `ray` on one node of the engine's Ray cluster. Raises EngineOptionsError."""
-        if self.executor is not Executor.RAY:
-            raise EngineOptionsError("--ray-node needs --executor ray")
-        self.shape.check_rank(self.node_rank)
-        common = [f"--node-ip-address={self.address}", "--disable-usage-stats", "--block"]
-        if self.node_rank == 0:
-            return ["start", "--head", f"--port={self.head_port}", *common]
-        if self.head_address is None:
-            raise EngineOptionsError("all nodes but the first need its address: --head-address")
-        return ["start", f"--address={self.head_address}:{self.head_port}", *common]
 
-
-def parse_options(side: EngineSide, words: Sequence[str]) -> EngineOptions:
-    """Parses and checks all words of a launch script, with those behind `--`. Raises EngineOptionsError."""
+def parse_options(side: EngineSide, words: Sequence[str], script: str, text: str = "") -> EngineOptions | None:
+    """Parses the words of a launch script. Returns None after `--help`, which shows `text`. Raises CommandError."""
+    if reason := removed_option(words, REMOVED):
+        raise CommandError(reason)
     app = new_app()
-    app.command()(EngineOptions)
-    end = words.index("--") if "--" in words else len(words)
+    app.command(help=text)(EngineOptions)
     try:
-        options = app(["--role", side, *words[:end]], standalone_mode=False)
+        options = app(["--role", side, *words], prog_name=script, standalone_mode=False)
     except USAGE_ERROR as error:
-        raise EngineOptionsError(" ".join(error.format_message().split())) from None
-    if not isinstance(options, EngineOptions) or options.dry_run:
-        raise EngineOptionsError("--help and --dry-run start no engine")
-    options.check(words[end + 1 :])
-    return options
+        raise CommandError(" ".join(error.format_message().split())) from None
+    return options if isinstance(options, EngineOptions) else None
 
 
 def _parse_extra(entries: list[str]) -> dict[str, Any]:
-    """Parses `KEY=VALUE` pairs. A value that is not JSON is a string. Raises EngineOptionsError."""
+    """Parses `KEY=VALUE` pairs. A value that is not JSON is a string. Raises CommandError."""
     extra = {}
     for entry in entries:
         key, equals, value = entry.partition("=")
         if not equals:
-            raise EngineOptionsError(f"--extra {entry}: must be KEY=VALUE")
+            raise CommandError(f"--extra {entry}: must be KEY=VALUE")
         try:
             extra[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -295,22 +250,31 @@ def _parse_extra(entries: list[str]) -> dict[str, Any]:
 
 
 def _read_entry(path: Path) -> dict[str, Any]:
-    """Reads another connector's entry for a MultiConnector. Raises EngineOptionsError."""
+    """Reads another connector's entry for a MultiConnector. Raises CommandError."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise EngineOptionsError(f"--beside {path}: {error}") from None
+        raise CommandError(f"--beside {path}: {error}") from None
     if not isinstance(entry, dict):
-        raise EngineOptionsError(f"--beside {path}: not a JSON object")
+        raise CommandError(f"--beside {path}: not a JSON object")
     return entry
 
 
+_RAY = "is not supported here: examples/ray starts engines over Ray"
+_BEHIND = "give vLLM its own option, behind the --"
+REMOVED = {
+    "--model": "the model comes first behind the --",
+    **dict.fromkeys(("--served-model-name", "--port", "--tp", "--pp", "--dp"), _BEHIND),
+    **dict.fromkeys(("--executor", "--ray-node"), "examples/ray starts engines over Ray"),
+    "--devices": "set ASCEND_RT_VISIBLE_DEVICES in the environment",
+    "--interface": "set GLOO_SOCKET_IFNAME in the environment",
+    "--metaserver-token": "give --extra metaserver_token_file=FILE",
+    "--side-channel-keys": "give --extra side_channel_key_file=FILE",
+    "--ticket-secret": "give --extra ticket_secret_file=FILE",
+}
+"""Options of earlier versions, each with what replaces it."""
 _OWN = {
-    "port": "--port",
     "host": "--address",
-    "tensor-parallel-size": "--tp",
-    "pipeline-parallel-size": "--pp",
-    "data-parallel-size": "--dp",
     "data-parallel-size-local": "--nodes",
     "data-parallel-address": "--head-address",
     "data-parallel-rpc-port": "--head-port",
@@ -321,10 +285,7 @@ _OWN = {
     "node-rank": "--node-rank",
     "master-addr": "--head-address",
     "master-port": "--head-port",
-    "distributed-executor-backend": "--executor",
     "kv-transfer-config": "this script's options",
-    "served-model-name": "--served-model-name",
-    "model": "--model",
 }
 """Options of `vllm serve` that the launch scripts set, and what to use instead."""
 _SECRET = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
@@ -332,7 +293,9 @@ _SCRIPTS = dict.fromkeys(("--dry-run", "--help", "-h"), "is an option of the lau
 _OTHERS = {
     "help": _SCRIPTS["--help"],
     "config": "names a file that could contradict this script: give its options here",
+    "model": "is not needed: the model comes first behind the --",
     "prefill-context-parallel-size": "is not supported here: start such an engine with `vllm serve` itself",
+    "distributed-executor-backend": _RAY,
     REPLACES_CONNECTOR: "makes vLLM replace this connector: give OffloadingConnector's entry with --beside, for a "
     "MultiConnector of both",
 }

@@ -10,11 +10,12 @@ import msgspec
 import yaml
 
 from vllm_ascend_pd.core.hosts import authority
-from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide, parse_options
-from vllm_ascend_pd.tools.launch.shape import EngineOptionsError, Executor
+from vllm_ascend_pd.tools.launch.engine import REMOVED, EngineOptions, EngineSide, parse_options
+from vllm_ascend_pd.tools.serve_command import CommandError
 
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)\Z", re.IGNORECASE)
 _REMOVED = {name: f"give --{name.replace('_', '-')} in args" for name in EngineOptions.__annotations__}
+_REMOVED |= {option[2:].replace("-", "_"): instead for option, instead in REMOVED.items()}
 _REMOVED |= {"listen": "give --host in args", "engine_id": "vLLM makes a new one at each start"}
 _REMOVED |= dict.fromkeys(
     ("name", "state", "start_seconds", "stop_seconds"), "the launcher keeps no files and no times"
@@ -80,7 +81,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proxy: Proxy
     """The proxy, which clients talk to."""
     args: Words = ()
-    """Arguments of all engines' launch scripts, before an engine's own: `--model`, `--device`."""
+    """Arguments of all engines' launch scripts, before an engine's own: `--device`, and the model behind a `--`."""
     python: str | None = None
     """Python with vLLM and this package. Default: the path of the one that runs here."""
     repository: str | None = None
@@ -142,15 +143,32 @@ def make_plan(cluster: Cluster, python: str, repository: str) -> list[LaunchedPr
             words = ["--address", cluster.address(host), *peers[side]]
             if nodes > 1:
                 words += ["--nodes", str(nodes), "--node-rank", str(rank), "--head-address", head]
-            words += map(str, (*cluster.args, *engine.args))
+            words += _joined(cluster.args, engine.args)
             try:
-                options = parse_options(side, words)
-            except EngineOptionsError as error:
+                http_port = _http_port(side, words)
+            except CommandError as error:
                 raise ValueError(f"{side}[{i}].args: {error}") from None
-            if ray := options.executor is Executor.RAY:
-                add(f"{name}-ray-{rank}", host, *script, "--ray-node", *words)
-            if rank == 0 or not ray:
-                add(f"{name}-node-{rank}" if nodes > 1 and not ray else name, host, *script, *words)
-        proxy += [f"--{side}", f"http://{authority(head, options.http_port)}"]
+            add(f"{name}-node-{rank}" if nodes > 1 else name, host, *script, *words)
+        proxy += [f"--{side}", f"http://{authority(head, http_port)}"]
     add("proxy", cluster.proxy.host, *proxy, *map(str, cluster.proxy.args))
     return plan
+
+
+def _http_port(side: EngineSide, words: list[str]) -> int:
+    """Checks the words of a launch script. Returns the engine's port. Raises CommandError."""
+    options = parse_options(side, words, f"launch_{side}.sh")
+    if options is None or options.dry_run:
+        raise CommandError("--help and --dry-run start no engine")
+    options.check()
+    return options.http_port
+
+
+def _joined(*args: Words) -> list[str]:
+    """Returns all words before a `--`, then all words behind one."""
+    options: list[str] = []
+    arguments: list[str] = []
+    for words in args:
+        end = words.index("--") if "--" in words else len(words)
+        options += map(str, words[:end])
+        arguments += map(str, words[end + 1 :])
+    return [*options, "--", *arguments]

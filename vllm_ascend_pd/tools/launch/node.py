@@ -13,7 +13,6 @@ import shutil
 import signal
 import stat
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +21,13 @@ from typing import NamedTuple, NoReturn
 import psutil
 
 from vllm_ascend_pd.core.hosts import normal_host
-from vllm_ascend_pd.tools.command_line import new_app, run_command
-from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide
-from vllm_ascend_pd.tools.launch.shape import DeviceType, EngineOptionsError, Executor
+from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide, parse_options
+from vllm_ascend_pd.tools.launch.shape import DeviceType
+from vllm_ascend_pd.tools.serve_command import CommandError
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
 
+_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 _WHAT_TO_SET = "set PYTHON to the Python, or VENV to the environment, in which vllm-ascend-pd is installed"
-_RAY_SECONDS = 600
-"""Time for the engine's Ray cluster to start."""
 
 _HELP = {
     EngineSide.PREFILL: """Start one node of a prefill engine on Ascend NPUs, or on the CPU for tests.
@@ -37,28 +35,32 @@ _HELP = {
 For example, TP 16 on an A3 server:
 
 \b
-  scripts/launch_prefill.sh --model /models/DeepSeek-R1-W8A8 --device a3 \\
-    --address 10.0.0.11 --tp 16 --decode-host 10.0.0.12 \\
-    -- --enable-expert-parallel --quantization ascend --enforce-eager
+  scripts/launch_prefill.sh --device a3 --address 10.0.0.11 \\
+    --decode-host 10.0.0.12 -- /models/DeepSeek-R1-W8A8 -tp 16 \\
+    --enable-expert-parallel --quantization ascend --enforce-eager
 """,
     EngineSide.DECODE: """Start one node of a decode engine on Ascend NPUs, or on the CPU for tests.
 
 For example, DP 4 of TP 4 on an A3 server:
 
 \b
-  scripts/launch_decode.sh --model /models/DeepSeek-R1-W8A8 --device a3 \\
-    --address 10.0.0.12 --tp 4 --dp 4 --metaserver http://10.0.0.10:8000 \\
-    -- --enable-expert-parallel --quantization ascend
+  scripts/launch_decode.sh --device a3 --address 10.0.0.12 \\
+    --metaserver http://10.0.0.10:8000 -- /models/DeepSeek-R1-W8A8 \\
+    -tp 4 -dp 4 --enable-expert-parallel --quantization ascend
 """,
 }
 _MORE_HELP = """
 
-Arguments after -- go to `vllm serve`. Its access log omits /health and /metrics unless
---disable-access-log-for-endpoints is given. Exits with 2 and a reason if options contradict each other.
+What follows -- goes to `vllm serve`. Its port is 8100 for prefill and 8200 for decode unless --port is given. Its
+access log omits /health and /metrics unless --disable-access-log-for-endpoints is given. Exits with 2 and a reason if
+options contradict each other.
 
-PYTHON (default: $VENV/bin/python, else python3) is the Python with vLLM. VLLM and RAY are the commands (default: those
-beside PYTHON). If CANN's environment is not loaded, loads it from ASCEND_TOOLKIT_ENV and ASCEND_ATB_ENV (default:
-set_env.sh at the usual paths).
+Environment variables for vLLM and CANN are set unless you have set them; --dry-run shows each with its purpose. Set
+ASCEND_RT_VISIBLE_DEVICES for other NPUs than the first ones, and GLOO_SOCKET_IFNAME if no interface has --address.
+
+PYTHON (default: $VENV/bin/python, else python3) is the Python with vLLM. VLLM is the command (default: the one beside
+PYTHON). If CANN's environment is not loaded, loads it from ASCEND_TOOLKIT_ENV and ASCEND_ATB_ENV (default: set_env.sh
+at the usual paths).
 """
 
 
@@ -107,13 +109,13 @@ def _npu(options: EngineOptions, address: str, interface: str, devices: str) -> 
     """Values are those of vllm-ascend's guides to prefill/decode disaggregation (0.23) unless the purpose says
     otherwise."""
     buffer_mb = "256" if options.role is EngineSide.PREFILL else "600"
-    found = [
+    return [
         Variable("VLLM_HOST_IP", address, _LISTENS),
         Variable("HCCL_IF_IP", address, "address at which HCCL's ranks find each other"),
         Variable("HCCL_SOCKET_IFNAME", interface, "network interface of HCCL_IF_IP"),
         Variable("GLOO_SOCKET_IFNAME", interface, "network interface of torch's gloo groups, for the CPU's exchanges"),
         Variable("TP_SOCKET_IFNAME", interface, "network interface of torch's TensorPipe"),
-        Variable("ASCEND_RT_VISIBLE_DEVICES", devices, "NPUs of this engine; engines of a node must not share NPUs"),
+        Variable(_DEVICES, devices, "NPUs of this engine; engines of a node must not share NPUs"),
         Variable("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "reduces memory fragmentation"),
         Variable("HCCL_BUFFSIZE", buffer_mb, "MB of each HCCL communicator; expert-parallel decode needs more"),
         Variable(
@@ -131,34 +133,23 @@ def _npu(options: EngineOptions, address: str, interface: str, devices: str) -> 
         Variable("OMP_NUM_THREADS", "10", "CPU threads per rank; ranks * threads should not exceed the cores"),
         Variable("OMP_PROC_BIND", "false", "binds no threads to cores, because all ranks would take the same ones"),
     ]
-    if options.executor is Executor.RAY:
-        why = "vLLM joins the Ray cluster that runs here, and fails if there is none"
-        found.append(Variable("RAY_ADDRESS", "auto", why))
-        why = "vLLM chooses the NPUs, not Ray"
-        found.append(Variable("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "1", why))
-    return found
 
 
-def script(
-    options: EngineOptions, arguments: Sequence[str], environment: Mapping[str, str], secrets: Mapping[str, str]
-) -> str:
+def script(options: EngineOptions, environment: Mapping[str, str], secrets: Mapping[str, str]) -> str:
     """Returns the shell script that starts the engine's node. It names secrets without their values.
 
-    arguments: the operator's own of `vllm serve`.
     environment: of this process.
     secrets: variables of --env-file.
 
-    Raises EngineOptionsError.
+    Raises CommandError.
     """
     if (plugins := plugins_with_ours(environment)) is not None:
-        raise EngineOptionsError(
-            f"{PLUGINS} must name {PLUGIN}, too, or vLLM has no such connector: set it to {plugins}"
-        )
+        raise CommandError(f"{PLUGINS} must name {PLUGIN}, too, or vLLM has no such connector: set it to {plugins}")
     most, needed = options.device.per_node, options.shape.per_node
     if most is not None and needed > most:
         server = f"{options.device.value.upper()} servers have {most}"
-        raise EngineOptionsError(f"{needed} devices on a node, but {server}: use more nodes")
-    words = options.ray_words() if options.ray_node else options.serve_words(arguments)
+        raise CommandError(f"{needed} devices on a node, but {server}: use more nodes")
+    words = options.serve_words()
     devices = _devices(options, needed, environment)
     own = {**environment, **secrets}
     lines = ["set -e", *(f"source {shlex.quote(file)}" for file in _cann_files(options, own))]
@@ -167,12 +158,7 @@ def script(
         lines.append(f"# {variable.name}: {variable.why}{origin}")
         lines.append(f"export {variable.name}={shlex.quote(own.get(variable.name, variable.value))}")
     lines += [f"# {name}: from {options.env_file}" for name in secrets]
-    ray = environment.get("RAY") or _beside_python("ray")
-    if options.executor is Executor.RAY and not options.ray_node:  # its Ray cluster may just be starting
-        wait = f"until {shlex.quote(ray)} status &>/dev/null; do sleep 1; done"
-        lines.append(f"timeout --foreground {_RAY_SECONDS} bash -c {shlex.quote(wait)} ||")
-        lines.append(f"  {{ echo 'launch_{options.role}: no Ray cluster has started on this host' >&2; exit 1; }}")
-    program = ray if options.ray_node else environment.get("VLLM") or _beside_python("vllm")
+    program = environment.get("VLLM") or _vllm_beside_python()
     return "\n".join([*lines, f"exec {shlex.join([program, *words])}"])
 
 
@@ -187,51 +173,44 @@ def _cann_files(options: EngineOptions, environment: Mapping[str, str]) -> list[
     return [environment.get(name) or path for name, path in usual.items()]
 
 
-def _beside_python(command: str) -> str:
-    """Returns the command of this Python's environment, or its name alone for the one in PATH."""
-    own = Path(sys.executable).with_name(command)
-    return str(own) if os.access(own, os.X_OK) else command
+def _vllm_beside_python() -> str:
+    """Returns vLLM's command of this Python's environment, or its name alone for the one in PATH."""
+    own = Path(sys.executable).with_name("vllm")
+    return str(own) if os.access(own, os.X_OK) else "vllm"
 
 
 def _devices(options: EngineOptions, needed: int, environment: Mapping[str, str]) -> str:
     """Returns the NPUs of this node as a list for ASCEND_RT_VISIBLE_DEVICES."""
-    most, given = options.device.per_node, options.devices
+    most = options.device.per_node
     if most is None:
-        if given is not None:
-            raise EngineOptionsError("--devices: the CPU backend has no NPUs")
         return ""
-    preset = environment.get("ASCEND_RT_VISIBLE_DEVICES")
-    if given is not None and preset not in (None, given):
-        raise EngineOptionsError(f"--devices {given} contradicts ASCEND_RT_VISIBLE_DEVICES={preset}")
-    listed = preset if given is None else given
+    listed = environment.get(_DEVICES)
     if listed is None:
         return ",".join(map(str, range(needed)))
     if not re.fullmatch(r"(0|[1-9]\d{0,5})(,(0|[1-9]\d{0,5}))*", listed, re.ASCII):
-        raise EngineOptionsError(f"--devices {listed}: must be numbers, such as 0,1,2")
+        raise CommandError(f"{_DEVICES}={listed}: must be numbers, such as 0,1,2")
     numbers = [int(number) for number in listed.split(",")]
     for place, number in enumerate(numbers):
         if number >= most:
             server = f"{options.device.value.upper()} servers have NPUs 0 to {most - 1}"
-            raise EngineOptionsError(f"--devices {listed}: {server}, not {number}")
+            raise CommandError(f"{_DEVICES}={listed}: {server}, not {number}")
         if number in numbers[:place]:
-            raise EngineOptionsError(f"--devices {listed}: {number} is listed twice")
+            raise CommandError(f"{_DEVICES}={listed}: {number} is listed twice")
     if len(numbers) != needed:
-        raise EngineOptionsError(
-            f"--devices {listed} lists {len(numbers)} NPUs, but the engine needs {needed} on this node"
-        )
+        raise CommandError(f"{_DEVICES}={listed} lists {len(numbers)} NPUs, but the engine needs {needed} on this node")
     return listed
 
 
 def _interface(options: EngineOptions, environment: Mapping[str, str]) -> str:
     address = normal_host(options.address or "")
-    if found := options.interface or environment.get("GLOO_SOCKET_IFNAME"):
+    if found := environment.get("GLOO_SOCKET_IFNAME"):
         return found
     if options.device is DeviceType.CPU and address.startswith("127."):
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():
         if any(normal_host(each.address) == address for each in addresses):
             return str(name)
-    raise EngineOptionsError(f"--interface is missing: no interface with {address} was found")
+    raise CommandError(f"set GLOO_SOCKET_IFNAME: no interface with {address} was found")
 
 
 def _read_env_file(file: Path) -> dict[str, str]:
@@ -268,42 +247,27 @@ def _start(options: EngineOptions, text: str, environment: Mapping[str, str]) ->
     os.execvpe("bash", ["bash", "-c", text], environment)
 
 
-def _environment_help(role: EngineSide) -> str:
-    options = EngineOptions(role=role, model="", device=DeviceType.A3, address="IP")
-    lines = ["Environment variables, their default values, and their purpose:"]
-    for name, value, why in variables(options, "NAME", "0,1,..."):
-        lines.append(f"  {name}={value}")
-        lines += textwrap.wrap(why, 80, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines)
-
-
 def main(words: Sequence[str]) -> NoReturn:
     """`words`: the role, then the options of the launch script."""
-    role, rest = EngineSide(words[0]), words[1:]
+    role = EngineSide(words[0])
     name = f"launch_{role}"
-    end = rest.index("--") if "--" in rest else len(rest)
-    app = new_app()
-    app.command(help=_HELP[role] + _MORE_HELP)(EngineOptions)
-    options = run_command(app, f"{name}.sh", ["--role", role, *rest[:end]])
-    if not isinstance(options, EngineOptions):  # after --help
-        print(f"\n{_environment_help(role)}")
-        sys.exit(options)
     try:
+        options = parse_options(role, words[1:], f"{name}.sh", _HELP[role] + _MORE_HELP)
+        if options is None:
+            sys.exit()
         if options.device is DeviceType.CPU:
             options = replace(options, address=options.address or "127.0.0.1")
-            if options.executor is Executor.RAY:
-                raise EngineOptionsError("--executor ray: vLLM's CPU backend does not run on Ray")
         if not options.address:
-            raise EngineOptionsError("--address is missing: other nodes need it to reach this one")
+            raise CommandError("--address is missing: other nodes need it to reach this one")
         secrets = {} if options.env_file is None else _read_env_file(options.env_file)
-        text = script(options, rest[end + 1 :], os.environ, secrets)
+        text = script(options, os.environ, secrets)
         if options.dry_run:
             print(text)
             sys.exit()
         _start(options, text, {**os.environ, **secrets})
-    except (EngineOptionsError, CannotStartError) as error:
+    except (CommandError, CannotStartError) as error:
         print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, EngineOptionsError) else 1)
+        sys.exit(2 if isinstance(error, CommandError) else 1)
 
 
 if __name__ == "__main__":

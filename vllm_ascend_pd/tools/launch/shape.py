@@ -7,8 +7,7 @@ vLLM 0.23 to 0.32 (`vllm/entrypoints/cli/serve.py`, `vllm/engine/arg_utils.py`) 
   the first also get `--headless` and `--data-parallel-start-rank`.
 - If a replica spans several nodes: `--nnodes`, `--node-rank` and `--master-addr`.
 
-The first node serves HTTP, and the others have no HTTP port. With Ray (`--executor ray`), vLLM is started on the first
-node only, and Ray starts processes on the others.
+The first node serves HTTP, and the others have no HTTP port.
 """
 
 from __future__ import annotations
@@ -17,23 +16,13 @@ import enum
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core.ascend import ascend_ports
+from vllm_ascend_pd.tools.serve_command import CommandError
 
 DEFAULT_KV_PORT = 19000
 """Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""
 
 HEAD_PORT = 13345
 """Port at which an engine's nodes connect. It is below the kernel's ephemeral ports."""
-
-
-class EngineOptionsError(ValueError):
-    """Options of an engine contradict each other. The message is for the operator."""
-
-
-class Executor(enum.StrEnum):
-    """What starts an engine's ranks: vLLM itself (`mp`), or a Ray cluster that already runs."""
-
-    MP = "mp"
-    RAY = "ray"
 
 
 class DeviceType(enum.StrEnum):
@@ -57,29 +46,30 @@ class DeviceType(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """The parallel sizes of one engine, and the number of its nodes. Raises EngineOptionsError."""
+    """The parallel sizes of one engine, and the number of its nodes. Raises CommandError."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     nodes: int = 1
-    executor: Executor = Executor.MP
 
     def __post_init__(self) -> None:
+        if not self.devices:
+            raise CommandError("a parallel size is 0")
         if self.nodes == 1:
             return
         if self.devices % self.nodes:
-            raise EngineOptionsError(
+            raise CommandError(
                 f"tensor x pipeline x data parallel is {self.tp} x {self.pp} x {self.dp} = {self.devices} devices, "
                 f"which is not a multiple of {self.nodes} nodes",
             )
         if self.replica % self.per_node and self.per_node % self.replica:
-            raise EngineOptionsError(
+            raise CommandError(
                 f"a node has {self.per_node} devices, a data-parallel replica {self.replica}: neither is a multiple of "
                 "the other",
             )
-        if self.spans_nodes and self.dp > 1 and self.executor is Executor.MP:
-            raise EngineOptionsError(
+        if self.spans_nodes and self.dp > 1:
+            raise CommandError(
                 f"each of {self.dp} data-parallel replicas would span {self.replica // self.per_node} nodes: start "
                 "them as engines of their own",
             )
@@ -104,36 +94,31 @@ class ParallelSizes:
 
     def check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.nodes:
-            raise EngineOptionsError(f"node {rank} of {self.nodes} does not exist: nodes are numbered from 0")
+            raise CommandError(f"node {rank} of {self.nodes} does not exist: nodes are numbered from 0")
 
     def arguments(self, rank: int, head: str | None, port: int) -> list[str]:
-        """Returns the arguments of `vllm serve` on node `rank`. `head` is the first node's address, `port` a free port
-        there."""
-        arguments = ["--tensor-parallel-size", str(self.tp)]
-        if self.pp > 1:
-            arguments += ["--pipeline-parallel-size", str(self.pp)]
-        if self.dp > 1:
-            arguments += ["--data-parallel-size", str(self.dp)]
-        if self.executor is Executor.RAY:
-            arguments += ["--distributed-executor-backend", "ray"]
-            return arguments + (["--data-parallel-backend", "ray"] if self.dp > 1 else [])
+        """Returns what `vllm serve` is told of the nodes, on node `rank`.
+
+        head: the first node's address.
+        port: a free port there.
+        """
         if self.nodes == 1:
-            return arguments
+            return []
         if head is None:
-            raise EngineOptionsError("an engine on several nodes needs the address of the first one: --head-address")
+            raise CommandError("an engine on several nodes needs the address of the first one: --head-address")
         self.check_rank(rank)
         headless = ["--headless"] if rank else []
         if self.spans_nodes:
             place = ["--nnodes", str(self.nodes), "--node-rank", str(rank)]
-            return [*arguments, *place, "--master-addr", head, "--master-port", str(port), *headless]
+            return [*place, "--master-addr", head, "--master-port", str(port), *headless]
         local = self.dp // self.nodes
-        arguments += ["--data-parallel-size-local", str(local)]
+        arguments = ["--data-parallel-size-local", str(local)]
         arguments += ["--data-parallel-address", head, "--data-parallel-rpc-port", str(port), *headless]
         return arguments + (["--data-parallel-start-rank", str(rank * local)] if rank else [])
 
 
 def check_kv_port(device: DeviceType, kv_port: int, shape: ParallelSizes, port: int) -> None:
-    """Raises EngineOptionsError if a port of decode's listeners, `kv_port` + data-parallel index, has another use."""
+    """Raises CommandError if a port of decode's listeners, `kv_port` + data-parallel index, has another use."""
     ports, taken = range(kv_port, kv_port + shape.dp), device.mooncake_ports
     reason = None
     if ports.stop > 65536:
@@ -146,4 +131,4 @@ def check_kv_port(device: DeviceType, kv_port: int, shape: ParallelSizes, port: 
     elif port in ports:
         reason = f"--port {port} is a side-channel port of decode ({ports.start} to {ports.stop - 1})"
     if reason is not None:
-        raise EngineOptionsError(reason)
+        raise CommandError(reason)
