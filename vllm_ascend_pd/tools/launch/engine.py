@@ -41,6 +41,13 @@ class EngineSide(enum.StrEnum):
         return {"prefill": 8100, "decode": 8200}[self.value]
 
 
+_OF_ONE_SIDE = {
+    **dict.fromkeys(("kv_port", "metaserver", "load_failure_policy"), EngineSide.DECODE),
+    "decode_host": EngineSide.PREFILL,
+}
+"""Options of the side that listens and posts tickets, and of the side that connects."""
+
+
 def _option(text: str, metavar: str | None = None, **settings: Any) -> Any:
     return typer.Option(help=text, metavar=metavar, **settings)
 
@@ -184,21 +191,11 @@ class EngineOptions:
 
     def _check_side(self) -> None:
         """Refuses options that have no meaning on this side, and ports that have another use."""
-        given: dict[str, object]
-        if self.role is EngineSide.PREFILL:
-            given = {
-                "--kv-port": self.kv_port,
-                "--metaserver": self.metaserver,
-                "--load-failure-policy": self.load_failure_policy,
-            }
-            reason = "only for decode; prefill accepts no connections and posts no tickets"
-        else:
-            given = {"--decode-host": self.decode_host}
-            reason = "only for prefill; decode connects to no decode engine"
+        for name, side in _OF_ONE_SIDE.items():
+            if getattr(self, name) and side is not self.role:
+                raise CommandError(f"--{name.replace('_', '-')}: only for {side}")
+        if self.role is EngineSide.DECODE:
             check_kv_port(self.device, self.kv_port or DEFAULT_KV_PORT, self.shape, self.http_port)
-        for option, value in given.items():
-            if value:
-                raise CommandError(f"{option}: {reason}")
         if self.load_failure_policy not in (None, "fail", "recompute"):
             raise CommandError(f"--load-failure-policy {self.load_failure_policy}: must be fail or recompute")
 
