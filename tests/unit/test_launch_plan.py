@@ -14,8 +14,8 @@ from typer.main import get_command
 
 from vllm_ascend_pd import cli
 from vllm_ascend_pd.tools.launch.cluster import local_command
+from vllm_ascend_pd.tools.launch.engine import ParallelSizes
 from vllm_ascend_pd.tools.launch.hosts import LaunchedProcess, make_plan, parse_hosts
-from vllm_ascend_pd.tools.launch.shape import ParallelSizes
 from vllm_ascend_pd.tools.serve_command import CommandError
 
 PYTHON, REPOSITORY = "/opt/python", "/opt/pd"

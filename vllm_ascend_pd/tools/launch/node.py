@@ -21,8 +21,7 @@ from typing import NamedTuple, NoReturn
 import psutil
 
 from vllm_ascend_pd.core.hosts import normal_host
-from vllm_ascend_pd.tools.launch.engine import EngineOptions, EngineSide, parse_options
-from vllm_ascend_pd.tools.launch.shape import DeviceType
+from vllm_ascend_pd.tools.launch.engine import DeviceType, EngineOptions, EngineSide, parse_options
 from vllm_ascend_pd.tools.serve_command import CommandError
 from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
 
