@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_ascend_pd.tools.migrate.changes import ChangeKind, Migration
 from vllm_ascend_pd.tools.migrate.engine import migrate_command
-from vllm_ascend_pd.tools.serve_command import EngineArguments, read_arguments
+from vllm_ascend_pd.tools.vllm_serve import EngineArguments, read_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = REPOSITORY / "tests/unit/data/recipes"

@@ -12,7 +12,7 @@ from page_commands import ENVIRONMENT
 
 from harness.recipes import make_model
 from harness.serve_options import serve_parser
-from vllm_ascend_pd.tools.serve_command import read_arguments
+from vllm_ascend_pd.tools.vllm_serve import read_arguments
 
 CONFIG = json.dumps({"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer", "kv_port": "20001"})
 ENGINE = """\

@@ -16,7 +16,7 @@ from vllm_ascend_pd import cli
 from vllm_ascend_pd.tools.launch.cluster import local_command
 from vllm_ascend_pd.tools.launch.engine import ParallelSizes
 from vllm_ascend_pd.tools.launch.hosts import LaunchedProcess, make_plan, parse_hosts
-from vllm_ascend_pd.tools.serve_command import CommandError
+from vllm_ascend_pd.tools.vllm_serve import CommandError
 
 PYTHON, REPOSITORY = "/opt/python", "/opt/pd"
 

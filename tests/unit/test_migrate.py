@@ -12,7 +12,7 @@ import pytest
 from harness.recipes import make_model
 from vllm_ascend_pd.tools.migrate.changes import ChangeKind, Migration, render
 from vllm_ascend_pd.tools.migrate.engine import migrate_command
-from vllm_ascend_pd.tools.serve_command import CommandError, EngineArguments, read_arguments
+from vllm_ascend_pd.tools.vllm_serve import CommandError, EngineArguments, read_arguments
 
 OLD = {
     "kv_connector": "MooncakeConnectorV1",

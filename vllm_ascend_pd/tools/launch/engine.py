@@ -20,8 +20,14 @@ from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, parse_config
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, new_app, removed_option
-from vllm_ascend_pd.tools.serve_command import CommandError, EngineArguments, read_arguments
-from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR, table
+from vllm_ascend_pd.tools.vllm_serve import (
+    KV_ROLES,
+    REPLACES_CONNECTOR,
+    CommandError,
+    EngineArguments,
+    read_arguments,
+    table,
+)
 
 _QUIET = "disable-access-log-for-endpoints"
 """Keeps the proxy's health and metrics requests, one per second, out of vLLM's log. vLLM 0.23 to 0.32 has it."""

@@ -11,7 +11,7 @@ import yaml
 
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.launch.engine import REMOVED, EngineOptions, EngineSide, parse_options
-from vllm_ascend_pd.tools.serve_command import CommandError
+from vllm_ascend_pd.tools.vllm_serve import CommandError
 
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)\Z", re.IGNORECASE)
 _REMOVED = {name: f"give --{name.replace('_', '-')} in args" for name in EngineOptions.__annotations__}

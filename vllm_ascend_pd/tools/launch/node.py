@@ -22,8 +22,7 @@ import psutil
 
 from vllm_ascend_pd.core.hosts import normal_host
 from vllm_ascend_pd.tools.launch.engine import DeviceType, EngineOptions, EngineSide, parse_options
-from vllm_ascend_pd.tools.serve_command import CommandError
-from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, plugins_with_ours
+from vllm_ascend_pd.tools.vllm_serve import PLUGIN, PLUGINS, CommandError, plugins_with_ours
 
 _DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 _WHAT_TO_SET = "set PYTHON to the Python, or VENV to the environment, in which vllm-ascend-pd is installed"

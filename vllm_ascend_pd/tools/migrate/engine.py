@@ -16,12 +16,13 @@ from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, Migration
 from vllm_ascend_pd.tools.migrate.connectors import translate
 from vllm_ascend_pd.tools.migrate.refusal import ModelFacts, read_facts, refusal
 from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, ModelShape
-from vllm_ascend_pd.tools.serve_command import CommandError, EngineArguments
 from vllm_ascend_pd.tools.vllm_serve import (
     KV_PORT,
     PLUGIN,
     PLUGINS,
     REPLACES_CONNECTOR,
+    CommandError,
+    EngineArguments,
     plugins_with_ours,
     whole_number,
 )
