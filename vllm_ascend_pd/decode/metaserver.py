@@ -124,17 +124,14 @@ class MetaserverClient(TicketClient):
         return self._allowlist.refusal(url)
 
     def post(self, key: str, url: str, body: dict[str, object]) -> None:
-        """Sends `body` as JSON to `url`; `poll` returns the outcome. Raises ValueError if `key` has a post already."""
-        if (refused := self.check(url)) is not None:
-            self._outcomes.append(PostOutcome(key, False, f"metaserver URL {clean(url)!r} refused: {refused}"))
-            return
+        """Sends `body` as JSON to `url`, if the allow-list admits it; `poll` returns the outcome. Raises ValueError if
+        `key` has a post already."""
         self._begin(key, self._post, key, url, msgspec.json.encode(body), time.monotonic())
 
     def report_failure(self, url: str, failure: TransferFailure) -> None:
-        """Reports a failed transfer to the metaserver at `url`, where the ticket was posted. There is no outcome:
-        without the report the client gets no reason."""
-        if self.check(url) is None:
-            self._tell(self._report, url, failure)
+        """Reports a failed transfer to the metaserver at `url`, where the ticket was posted, if the allow-list admits
+        it. There is no outcome: without the report the client gets no reason."""
+        self._tell(self._report, url, failure)
 
     async def _end(self) -> None:
         await self._connections.close()
@@ -153,7 +150,7 @@ class MetaserverClient(TicketClient):
 
     async def _attempts(self, post: _Post) -> PostOutcome:
         """Posts until the metaserver accepts the ticket, or no retry is left."""
-        retries, attempt = self._config.metaserver_retries, 0
+        retries, attempt, where = self._config.metaserver_retries, 0, f"metaserver {clean(post.url)}"
         while True:
             try:
                 failure = judge(*await self._send(post.url, "", post.content))
@@ -163,7 +160,7 @@ class MetaserverClient(TicketClient):
                 return PostOutcome(post.key, ok=True)
             if not failure.may_pass or attempt == retries:
                 tried = f" ({attempt + 1} attempts)" if failure.may_pass else ""
-                return PostOutcome(post.key, False, f"metaserver {post.url}{failure.text}{tried}", failure.may_follow)
+                return PostOutcome(post.key, False, f"{where}{failure.text}{tried}", failure.may_follow)
             self._observer.post_retried()
             ceiling = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
             await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
@@ -192,7 +189,7 @@ class MetaserverClient(TicketClient):
             problem = describe(error)
         if problem is not None:
             text = "request %s: its failed transfer cannot be reported to metaserver %s: %s; its client gets no reason"
-            logger.warning(text, failure.request_id, url, problem)
+            logger.warning(text, failure.request_id, clean(url), problem)
 
     async def _ask_at_intervals(self) -> None:
         """Asks about posts that are a while old, until it is cancelled: one question per URL at a time."""
