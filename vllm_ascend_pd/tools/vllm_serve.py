@@ -62,68 +62,63 @@ class CommandPart:
         return "" if self.option is None or self.option.option is None else self.option.option.name
 
 
-class ServeOptions:
-    """Tells what the words of a command line are, as vLLM's parser would (`vllm/utils/argparse_utils.py`)."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        """`lines`: those of `serve_options.txt`."""
-        self._options: dict[str, Option] = {}
-        for line in lines:
-            takes, *names = line.split()
-            option = Option(names[0].removeprefix("--"), takes)
-            self._options |= dict.fromkeys(names, option)
-
-    def read(self, word: str) -> Word | None:
-        """Returns None for a word that is no option: a value, or the model."""
-        if not word.startswith("-") or word in ("-", "--") or re.fullmatch(r"-\d+|-\d*\.\d+", word):
-            return None
-        if word[:2] == "-O" and word != "-O":  # -O3
-            return Word(self._options.get("--optimization-level"), value=word[2:].removeprefix("="))
-        head, equals, text = word.partition("=")
-        value = text if equals else None
-        name, *keys = head.split(".")
-        name = name.replace("_", "-") if name.startswith("--") else name
-        longer = [name] if name in self._options else [each for each in self._options if each.startswith(name)]
-        perhaps = tuple(dict.fromkeys(self._options[each] for each in longer))
-        option = perhaps[0] if len(perhaps) == 1 else None
-        if option is None and (found := self._options.get(word[:2])) is not None and not word.startswith("--"):
-            return Word(found, value=word[2:])  # -n2
-        if option is None and " " in word:
-            return None  # as argparse says
-        off = option is not None and longer[0].startswith("--no-") and not option.name.startswith("no-")
-        return Word(option, perhaps, value, tuple(keys), off)
-
-    def split(self, words: Sequence[str]) -> Iterator[CommandPart]:
-        """Groups each option with its values. Keeps all words in their order."""
-        at = 0
-        while at < len(words):
-            begin, word = at, words[at]
-            at += 1
-            read = self.read(word)
-            if word == "-O" and words[at : at + 1] and words[at] in ("0", "1", "2", "3"):
-                read = self.read("--optimization-level")
-            if word == "--":  # no options behind it
-                at = len(words)
-            elif read is None:  # the model
-                pass
-            elif read.value is not None:
-                yield CommandPart((word,), read, (read.value,))
-                continue
-            elif read.keys:  # takes the next word, whatever it is
-                at = min(at + 1, len(words))
-            else:
-                takes = "*" if read.option is None else read.option.takes
-                most = {"0": 0, "1": 1, "?": 1}.get(takes, len(words))
-                while at < len(words) and at - begin - 1 < most and words[at] != "--" and self.read(words[at]) is None:
-                    at += 1
-            yield CommandPart(tuple(words[begin:at]), read, tuple(words[begin + 1 : at]))
-
-
 @cache
-def table() -> ServeOptions:
-    """Returns the options of vLLM 0.23 to 0.32."""
-    lines = _TABLE.read_text(encoding="utf-8").splitlines()
-    return ServeOptions(line for line in lines if not line.startswith("#"))
+def _options() -> Mapping[str, Option]:
+    """Returns the options of vLLM 0.23 to 0.32, by each of their names with the dashes."""
+    options: dict[str, Option] = {}
+    for line in _TABLE.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            takes, *names = line.split()
+            options |= dict.fromkeys(names, Option(names[0].removeprefix("--"), takes))
+    return options
+
+
+def read_word(word: str) -> Word | None:
+    """Reads a word as vLLM's parser does (`vllm/utils/argparse_utils.py`). Returns None for a value, or the model."""
+    options = _options()
+    if not word.startswith("-") or word in ("-", "--") or re.fullmatch(r"-\d+|-\d*\.\d+", word):
+        return None
+    if word[:2] == "-O" and word != "-O":  # -O3
+        return Word(options.get("--optimization-level"), value=word[2:].removeprefix("="))
+    head, equals, text = word.partition("=")
+    value = text if equals else None
+    name, *keys = head.split(".")
+    name = name.replace("_", "-") if name.startswith("--") else name
+    longer = [name] if name in options else [each for each in options if each.startswith(name)]
+    perhaps = tuple(dict.fromkeys(options[each] for each in longer))
+    option = perhaps[0] if len(perhaps) == 1 else None
+    if option is None and (found := options.get(word[:2])) is not None and not word.startswith("--"):
+        return Word(found, value=word[2:])  # -n2
+    if option is None and " " in word:
+        return None  # as argparse says
+    off = option is not None and longer[0].startswith("--no-") and not option.name.startswith("no-")
+    return Word(option, perhaps, value, tuple(keys), off)
+
+
+def split_words(words: Sequence[str]) -> Iterator[CommandPart]:
+    """Groups each option with its values. Keeps all words in their order."""
+    at = 0
+    while at < len(words):
+        begin, word = at, words[at]
+        at += 1
+        read = read_word(word)
+        if word == "-O" and words[at : at + 1] and words[at] in ("0", "1", "2", "3"):
+            read = read_word("--optimization-level")
+        if word == "--":  # no options behind it
+            at = len(words)
+        elif read is None:  # the model
+            pass
+        elif read.value is not None:
+            yield CommandPart((word,), read, (read.value,))
+            continue
+        elif read.keys:  # takes the next word, whatever it is
+            at = min(at + 1, len(words))
+        else:
+            takes = "*" if read.option is None else read.option.takes
+            most = {"0": 0, "1": 1, "?": 1}.get(takes, len(words))
+            while at < len(words) and at - begin - 1 < most and words[at] != "--" and read_word(words[at]) is None:
+                at += 1
+        yield CommandPart(tuple(words[begin:at]), read, tuple(words[begin + 1 : at]))
 
 
 def plugins_with_ours(environment: Mapping[str, str]) -> str | None:
@@ -311,7 +306,7 @@ def read_arguments(words: Sequence[str], environment: Mapping[str, str]) -> Engi
         raise CommandError("the command has a word that is not UTF-8")
     start = _first_argument(words)
     own = dict(word.split("=", 1) for word in words[:start] if _ASSIGNMENT.match(word))
-    return EngineArguments(tuple(words[:start]), tuple(table().split(words[start:])), {**environment, **own})
+    return EngineArguments(tuple(words[:start]), tuple(split_words(words[start:])), {**environment, **own})
 
 
 def _first_argument(words: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ from vllm_ascend_pd.tools.vllm_serve import (
     CommandError,
     EngineArguments,
     read_arguments,
-    table,
+    read_word,
 )
 
 _QUIET = "disable-access-log-for-endpoints"
@@ -434,7 +434,7 @@ def refused_argument(argument: str) -> str | None:
         return f"{argument[:40]!r} has more than one line"
     if argument in _SCRIPTS:
         return f"{argument} {_SCRIPTS[argument]}"
-    word = table().read(argument)
+    word = read_word(argument)
     options = () if word is None else word.perhaps if word.option is None else (word.option,)
     name = next((option.name for option in options if option.name in REFUSED), None)
     if name is None:
