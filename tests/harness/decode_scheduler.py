@@ -10,26 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 import vllm_ascend_pd
 from harness.ports import reserve_port
+from harness.real_scheduler import BLOCK, VllmScheduler
 from harness.scheduling import remembered
 from vllm_ascend_pd.connector import build as build_scheduler
 from vllm_ascend_pd.connector.caches import lost_blocks_say_all
@@ -38,16 +29,13 @@ from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
-from vllm_ascend_pd.transport.wakeup import IdleWait
 
-BLOCK = 16
 MAX_MODEL_LEN = 128
 LONGEST = MAX_MODEL_LEN // BLOCK
 """Blocks of the longest request."""
 DRAFTS = 3
 """Tokens that are drafted for a step, where some are."""
 METASERVER = "http://127.0.0.1:9/v1/metaserver"
-OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
 
 
 class SilentMetaserver:
@@ -87,7 +75,7 @@ def decode_config(engine_config: VllmConfig, policy: str = "fail", who_computes:
     return engine_config
 
 
-class EngineScheduler:
+class EngineScheduler(VllmScheduler):
     """The scheduler. `blocks`: the blocks for requests. `windowed`: there is a group of a sliding window beside full
     attention's. `states`: there is a group of cached states beside it.
     """
@@ -102,31 +90,11 @@ class EngineScheduler:
         scheduler_class: type[Scheduler] = Scheduler,
         seed: int = 0,
     ) -> None:
-        specs: list[Any] = [FullAttentionSpec(**OF_A_BLOCK)]
-        if windowed:
-            specs.append(SlidingWindowSpec(**OF_A_BLOCK, sliding_window=2 * BLOCK))
-        if states:
-            config.cache_config.mamba_cache_mode = "align"
-            drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-            state: Any = {"block_size": BLOCK, "shapes": ((2, 2),), "dtypes": (torch.float32,)}
-            specs.append(MambaSpec(**state, mamba_cache_mode="align", num_speculative_blocks=drafts))
-        groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
-        caches = KVCacheConfig(num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups)
-        config.cache_config.num_gpu_blocks = blocks + 1
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+        windows = (2 * BLOCK,) if windowed else ()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build_scheduler, "MetaserverClient", SilentMetaserver)
-            self.vllm = scheduler_class(
-                vllm_config=config,
-                kv_cache_config=caches,
-                structured_output_manager=_grammars(),
-                block_size=BLOCK,
-                hash_block_size=BLOCK,
-            )
-        self.connector: Any = self.vllm.connector
-        self.connector._role._idle.close()
-        self.connector._role._idle = IdleWait(0.0, 1)
+            super().__init__(config, blocks + 1, windows, int(states), drafts, scheduler_class=scheduler_class)
         if max_loras is not None:
             self.vllm.lora_config = SimpleNamespace(max_loras=max_loras)
         self._steps_under_way = 1 if scheduler_class is Scheduler else 2
@@ -153,7 +121,7 @@ class EngineScheduler:
 
     @property
     def free(self) -> int:
-        return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
+        return int(self.pool.get_num_free_blocks())
 
     def add(
         self,
@@ -189,11 +157,7 @@ class EngineScheduler:
         if grammar:
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             request.structured_output_request = SimpleNamespace(grammar=None)
-        self.vllm.add_request(request)
-        blocks = self.connector._role._blocks
-        while not blocks.is_ready(request):  # another thread reads its adapter
-            blocks.take_adapters()
-        return request
+        return self.enter(request)
 
     def ready(self, request: Request) -> None:
         """Lets the request's grammar be ready."""
@@ -292,16 +256,7 @@ class EngineScheduler:
         )
         for name in ended:
             del self.expected[name]
-        ran = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=tokens,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=output,
-        )
-        said = [each for outputs in self.vllm.update_from_output(scheduled, ran).values() for each in outputs.outputs]
+        said = self.end_step(scheduled, tokens, output)
         self.tokens_of += [each.request_id for each in said if each.new_token_ids]
         self.given_up += [each.request_id for each in said if each.finish_reason == FinishReason.ERROR]
         drafts = self.vllm.num_spec_tokens
@@ -313,14 +268,3 @@ class EngineScheduler:
         if HAS_TRANSFER_RESULTS and (self._asks_again or not lost_blocks_say_all(self.vllm.kv_cache_config)):
             return {"failed_recving": failed}
         return {"invalid_block_ids": {block for name in failed for block in self.expected[name].blocks}}
-
-
-def _grammars() -> Any:
-    """Grammars for requests that only wait for one."""
-    return SimpleNamespace(
-        should_advance=lambda request: False,
-        grammar_bitmask=lambda *args: None,
-        grammar_init=lambda request: None,
-        accept_tokens=lambda *args, **kwargs: True,
-        validate_tokens=lambda request, tokens: tokens,
-    )

@@ -36,7 +36,7 @@ class Prefill(RealScheduler):
     def __init__(self, model: Path, **options: Any) -> None:
         super().__init__(Role.PREFILL, model, **options)
         self.client = SideChannelClient()
-        self.held = self.scheduler.connector._role._held
+        self.held = self.connector._role._held
         self.clock = Clock()
         self.held._clock = self.held.inbox._clock = self.clock.monotonic
         self.all_free = self.pool.get_num_free_blocks()
@@ -128,7 +128,7 @@ def sampling_params() -> Any:
 
 def remembered_of(prefill: Prefill) -> dict[str, Any]:
     """What is kept of requests and tickets."""
-    objects = (prefill.scheduler.connector._role, prefill.held)
+    objects = (prefill.connector._role, prefill.held)
     return {
         name: value for each in objects for name, value in vars(each).items() if isinstance(value, dict | set) and value
     }

@@ -8,9 +8,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
-import msgspec
 import pytest
 import torch
 from vllm import SamplingParams
@@ -35,31 +33,99 @@ from harness.metaserver import metaserver
 from harness.models import TINY, make_model
 from vllm_ascend_pd import register
 from vllm_ascend_pd.connector.metrics import ReportMetadata
-from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.core.step import WorkerReport
+from vllm_ascend_pd.transport.wakeup import IdleWait
 
 BLOCK = 16
 TOKEN = 7
 """What every step generates."""
 
+_OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 _STRUCTURED = types.SimpleNamespace(
     should_advance=lambda request: False,
     grammar_bitmask=lambda *_: None,
     grammar_init=lambda request: None,
     should_fill_bitmask=lambda request: False,
     accept_tokens=lambda *_, **__: True,
+    validate_tokens=lambda request, tokens: tokens,
 )
+"""Grammars for requests that only wait for one."""
 
 
-def _parse_config(extra: dict[str, Any]) -> ConnectorConfig:
-    """Steps that compute nothing hardly wait."""
-    return msgspec.structs.replace(parse_config(extra), idle_wait_s=0.001)
+class VllmScheduler:
+    """vLLM's own scheduler with this connector's scheduler side, whose steps do not wait.
+
+    windows: how many tokens each further cache group sees; the first sees all.
+    states: how many groups of states there are, cached in mode "align".
+    drafts: for how many drafted tokens they have blocks.
+    dcp: how many ranks of context parallelism share tokens.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        blocks: int,
+        windows: Sequence[int] = (),
+        states: int = 0,
+        drafts: int = 0,
+        dcp: int = 1,
+        scheduler_class: type[Scheduler] = Scheduler,
+    ) -> None:
+        config.cache_config.num_gpu_blocks = blocks
+        specs: list[Any] = [FullAttentionSpec(**_OF_A_BLOCK)]
+        specs += [SlidingWindowSpec(**_OF_A_BLOCK, sliding_window=size) for size in windows]
+        if states:
+            config.cache_config.mamba_cache_mode = "align"
+            state: Any = {"block_size": BLOCK, "shapes": ((2, 2),), "dtypes": (torch.float32,)}
+            specs += states * [MambaSpec(**state, mamba_cache_mode="align", num_speculative_blocks=drafts)]
+        groups = [KVCacheGroupSpec([f"layers.{index}.attn"], spec) for index, spec in enumerate(specs)]
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.vllm = scheduler_class(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            structured_output_manager=_STRUCTURED,
+            block_size=BLOCK * dcp,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        self.connector: Any = self.vllm.connector
+        self.connector._role._idle.close()
+        self.connector._role._idle = IdleWait(0.0, 1)
+
+    @property
+    def pool(self) -> Any:
+        return self.vllm.kv_cache_manager.block_pool
+
+    def enter(self, request: Request) -> Request:
+        """Adds a request, once the files of its adapter were read, which another thread does."""
+        self.vllm.add_request(request)
+        blocks = self.connector._role._blocks
+        while not blocks.is_ready(request):
+            blocks.take_adapters()
+        return request
+
+    def end_step(
+        self, scheduled: SchedulerOutput, tokens: list[list[int]], told: KVConnectorOutput | None
+    ) -> list[Any]:
+        """Ends a step in which the model answered with `tokens`. Returns the outputs."""
+        names = list(scheduled.num_scheduled_tokens)
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=told,
+        )
+        by_client = self.vllm.update_from_output(scheduled, output)
+        return [each for outputs in by_client.values() for each in outputs.outputs]
 
 
-class RealScheduler:
-    """`windows`: how many tokens each further cache group sees; the first sees all. `states`: how many groups of
-    states there are, cached in mode "align". `drafts`: for how many drafted tokens they have blocks. `dcp`: how many
-    ranks of context parallelism share tokens. `extra`: the connector's keys."""
+class RealScheduler(VllmScheduler):
+    """An engine's scheduler over a small model's configuration. `extra`: the connector's keys; `of`: more of
+    `VllmScheduler`."""
 
     def __init__(
         self,
@@ -68,12 +134,10 @@ class RealScheduler:
         blocks: int = 200,
         *,
         step_tokens: int = 512,
-        windows: Sequence[int] = (),
-        states: int = 0,
-        drafts: int = 0,
         dcp: int = 1,
         load_failure_policy: str = "fail",
         extra: Mapping[str, object] = MappingProxyType({"who_computes": "prefill"}),
+        **of: Any,
     ) -> None:
         register()
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
@@ -96,45 +160,14 @@ class RealScheduler:
                 kv_connector_extra_config={**extra},
             ),
         )
-        config.cache_config.num_gpu_blocks = blocks
         config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = dcp
         config.parallel_config.cp_kv_cache_interleave_size = BLOCK
-        shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
-        specs: list[Any] = [
-            FullAttentionSpec(**shape),
-            *(SlidingWindowSpec(**shape, sliding_window=size) for size in windows),
-        ]
-        if states:
-            config.cache_config.mamba_cache_mode = "align"
-            state = MambaSpec(
-                block_size=BLOCK,
-                shapes=((2, 2),),
-                dtypes=(torch.float32,),
-                mamba_cache_mode="align",
-                num_speculative_blocks=drafts,
-            )
-            specs += states * [state]
-        groups = [KVCacheGroupSpec([f"layers.{index}.attn"], spec) for index, spec in enumerate(specs)]
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        with mock.patch("vllm_ascend_pd.connector.setup.parse_config", _parse_config):
-            self.scheduler = Scheduler(
-                vllm_config=config,
-                kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
-                structured_output_manager=_STRUCTURED,
-                block_size=BLOCK * dcp,
-                hash_block_size=BLOCK,
-                log_stats=True,
-            )
+        super().__init__(config, blocks, dcp=dcp, **of)
         if dcp > 1:  # hits end with blocks, as in vllm-ascend's own coordinator (`patch_kv_cache_coordinator.py`)
-            coordinator = self.scheduler.kv_cache_manager.coordinator
+            coordinator = self.vllm.kv_cache_manager.coordinator
             coordinator.enable_partial_hash_hits = False
             for manager in coordinator.single_type_managers:
                 manager.cache_hit_alignment_tokens = coordinator.scheduler_block_size
-
-    @property
-    def pool(self) -> Any:
-        return self.scheduler.kv_cache_manager.block_pool
 
     def add(
         self,
@@ -148,43 +181,29 @@ class RealScheduler:
         sampling = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, temperature=0, extra_args={"kv_transfer_params": params}
         )
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=list(prompt),
-            sampling_params=sampling,
-            pooling_params=None,
-            block_hasher=self._hasher,
-            lora_request=lora,
-            cache_salt=salt,
+        return self.enter(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=list(prompt),
+                sampling_params=sampling,
+                pooling_params=None,
+                block_hasher=self._hasher,
+                lora_request=lora,
+                cache_salt=salt,
+            )
         )
-        self.scheduler.add_request(request)
-        blocks = self.scheduler.connector._role._blocks
-        while not blocks.is_ready(request):  # another thread reads its adapter
-            blocks.take_adapters()
-        return request
 
     def schedule(self) -> SchedulerOutput:
-        return self.scheduler.schedule()
+        return self.vllm.schedule()
 
     def end(self, step: SchedulerOutput, report: WorkerReport | None = None, **said: set[Any]) -> list[Any]:
         """Ends `step`: each request that has all its tokens gets one more. `said`: more of the `KVConnectorOutput`.
         Returns the outputs."""
-        ids = list(step.num_scheduled_tokens)
-        requests = [self.scheduler.requests[each] for each in ids]
-        computed = {each.request_id: each.num_computed_tokens >= each.num_tokens for each in requests}
+        requests = [self.vllm.requests[name] for name in step.num_scheduled_tokens]
+        tokens = [[TOKEN] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
         metadata = None if report is None else ReportMetadata(report)
         told = KVConnectorOutput(kv_connector_worker_meta=metadata, **said)
-        output = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={each: index for index, each in enumerate(ids)},
-            sampled_token_ids=[[TOKEN] if computed[each] else [] for each in ids],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=told if report is not None or said else None,
-        )
-        by_client = self.scheduler.update_from_output(step, output)
-        return [each for outputs in by_client.values() for each in outputs.outputs]
+        return self.end_step(step, tokens, told if report is not None or said else None)
 
     def step(self, report: WorkerReport | None = None, **said: set[Any]) -> tuple[SchedulerOutput, list[Any]]:
         step = self.schedule()
@@ -192,12 +211,12 @@ class RealScheduler:
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's blocks away, as where they run out. A step that was not ended is forgotten."""
-        self.scheduler.running.remove(request)
-        self.scheduler._preempt_request(request, 0.0)
+        self.vllm.running.remove(request)
+        self.vllm._preempt_request(request, 0.0)
         request.num_output_placeholders = 0
         if hasattr(request, "num_in_flight_tokens"):
             request.num_in_flight_tokens = request.num_stale_output_tokens = 0
-        self.scheduler.prev_step_scheduled_req_ids.clear()
+        self.vllm.prev_step_scheduled_req_ids.clear()
 
     def evict(self, request: Request, block: int, group: int = 0) -> None:
         """Takes number `block` of a prompt out of the prefix cache, of one cache group."""
@@ -205,7 +224,7 @@ class RealScheduler:
         self.pool._maybe_evict_cached_block(cached)
 
     def close(self) -> None:
-        self.scheduler.connector.shutdown()
+        self.connector.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> No
     assert prefill.free == prefill.all_free - 3
     step, _ = prefill.run()
     assert (step.tickets, step.awaits_tickets, step.computes) == ({}, True, False)
-    assert prefill.scheduler.has_requests()
+    assert prefill.vllm.has_requests()
 
     ticket = ticket_for(PROMPT)
     assert prefill.offer(transfer_id, ticket) == TicketTaken()
@@ -58,7 +58,7 @@ def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> No
 
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free
-    assert not prefill.scheduler.has_requests()
+    assert not prefill.vllm.has_requests()
     assert until(lambda: isinstance(prefill.fate(transfer_id, ticket), TicketRefused)), "it has ended"
     assert remembered_of(prefill) == {}
 
@@ -138,7 +138,7 @@ def test_the_router_aborts_the_request(scheduled_model: Path) -> None:
     prefill = Prefill(scheduled_model, step_tokens=16)
     prefill.add("r", PROMPT, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
     prefill.run()
-    prefill.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    prefill.vllm.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     assert prefill.free == prefill.all_free
     ticket = ticket_for(PROMPT)
     prefill.offer("xfer-1", ticket)
@@ -189,7 +189,7 @@ def test_a_window(scheduled_model: Path) -> None:
     prefill = Prefill(scheduled_model, windows=[17])
     prompt = list(range(100, 100 + 3 * BLOCK + 1))
     transfer_id = prefill.answered("r", prompt)["transfer_id"]
-    [full, windowed] = prefill.scheduler.connector._role._prompts["r"].blocks
+    [full, windowed] = prefill.connector._role._prompts["r"].blocks
     free = {block.block_id for block in prefill.pool.free_block_queue.get_all_free_blocks()}
     wanted = [0, 0, 102]  # tokens 32 to 47: token 48 sees those from 32 on
     ticket = ticket_for(prompt, groups=2, num_tokens=len(prompt) - 1)

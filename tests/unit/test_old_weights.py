@@ -39,7 +39,7 @@ def run(engine: RealScheduler, name: str, extra: int = 0, **fields: Any) -> int:
     step = engine.schedule()
     cached = int(request.prefill_stats.num_cached_tokens)
     engine.end(step)
-    while name in engine.scheduler.requests:
+    while name in engine.vllm.requests:
         engine.step()
     return cached
 
@@ -87,11 +87,11 @@ def test_a_request_that_runs_during_the_update_leaves_nothing_in_the_cache(engin
     """Its later blocks are computed with new weights, and see its first ones, which were not."""
     engine.add("a", range(PROMPT))
     engine.step(updated(rank=2))  # 64 tokens of it
-    while "a" in engine.scheduler.requests:
+    while "a" in engine.vllm.requests:
         engine.step()
     assert cached_blocks(engine) > 0, "under hashes of its own"
     engine.add("b", range(64))
-    while "b" in engine.scheduler.requests:
+    while "b" in engine.vllm.requests:
         engine.step()
     assert run(engine, "c") == 64, "of the request after the update, and none of the one before"
 
@@ -100,7 +100,7 @@ def test_a_short_request_that_runs_during_the_update_does_not_either(engine: Rea
     """Its first block fills up after the update."""
     engine.add("a", range(BLOCK - 1), max_tokens=BLOCK)
     engine.step(updated(rank=2))
-    while "a" in engine.scheduler.requests:
+    while "a" in engine.vllm.requests:
         engine.step()
     assert cached_blocks(engine) > 0, "under hashes of its own"
     request = engine.add("b", [*range(BLOCK - 1), *[TOKEN] * BLOCK])
@@ -171,7 +171,7 @@ def test_a_request_waits_for_its_adapter_to_be_read_and_no_step_does(
     assert set(step.num_scheduled_tokens) == {"c"}
     engine.end(step)
     may_read.set()
-    while engine.scheduler.requests:
+    while engine.vllm.requests:
         engine.step()
     assert run(engine, "d", lora=lora) == HIT, "the request's KV is found under its adapter's content"
 
@@ -189,7 +189,7 @@ def test_salts_keep_prompts_of_a_replaced_adapter_apart(engine: RealScheduler, a
     assert cached == [0, HIT, 0, 0]
     request = engine.add("f", range(PROMPT), lora=second, salt="x")
     assert request.cache_salt != salt_of_client(request) == "x", "tickets compare the client's"
-    while "f" in engine.scheduler.requests:
+    while "f" in engine.vllm.requests:
         engine.step()
 
 

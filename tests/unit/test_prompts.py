@@ -181,7 +181,7 @@ def test_images_that_cannot_be_compared_are_refused(decode, prefill, caplog):
 def test_the_config_of_prefill_allows_it(allowed, scheduled_model):
     posted = posted_by_decode(mm_features=[image("a")])
     engine = RealScheduler(Role.PREFILL, scheduled_model, extra={"allow_other_model": allowed})
-    connector = engine.scheduler.connector
+    connector = engine.connector
     asked = request({name: value for name, value in posted.items() if name != "token_ids"}, mm_features=[image("a")])
     connector.get_num_new_matched_tokens(asked, 0)
     connector.update_state_after_alloc(asked, SimpleNamespace(get_block_ids=lambda: BLOCKS), 0)

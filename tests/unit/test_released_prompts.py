@@ -121,7 +121,7 @@ def test_a_ticket_that_waits_when_the_engine_has_no_more_work_is_refused(prefill
     prefill.ask(prefill.release_of(transfer_id, ticket_for(PROMPT)))
     prefill.run()
     prefill.run(sent={"r"})
-    assert not prefill.scheduler.has_requests()
+    assert not prefill.vllm.has_requests()
     prefill.clock.now += held_prompts.EARLY_S
     assert "tokens differ" in refused(prefill, transfer_id, ticket)
 

@@ -62,7 +62,7 @@ class Engine:
                     table.extend(ids)
             computed[request_id] = tokens
         for request_id, number in output.num_scheduled_tokens.items():
-            tokens = list(self.scheduler.scheduler.requests[request_id].all_token_ids)
+            tokens = list(self.scheduler.vllm.requests[request_id].all_token_ids)
             self._compute(request_id, tokens, computed[request_id], computed[request_id] + number)
 
     def _compute(self, request_id: str, tokens: list[int], start: int, stop: int) -> None:
@@ -118,14 +118,14 @@ class Pair:
         return {each.request_id for each in outputs if each.finished}
 
     def _take_tickets(self) -> None:
-        transfers = self.decode.scheduler.scheduler.connector._role._transfers
+        transfers = self.decode.scheduler.connector._role._transfers
         for request_id, transfer in transfers.items():
             ticket = transfer.ticket
             if self.tickets.get(request_id) == ticket:
                 continue
             self.tickets[request_id] = ticket
             self.decode_cached += ticket.remote_cached_tokens
-            prompt = self.decode.scheduler.scheduler.requests[request_id].all_token_ids
+            prompt = self.decode.scheduler.vllm.requests[request_id].all_token_ids
             self.prefill.scheduler.add(request_id, prompt, msgspec.to_builtins(ticket))
 
     def _transfer(self, send: Send) -> None:
@@ -176,7 +176,7 @@ def converse(pair: Pair, chance: random.Random, conversations: int, turns: int, 
             running[request_id] = name
             left[name] -= 1
             pair.ask(request_id, prompts[name], chance.randint(1, 30))
-        requests = dict(pair.decode.scheduler.scheduler.requests)
+        requests = dict(pair.decode.scheduler.vllm.requests)
         for request_id in pair.round():
             said = list(requests[request_id].all_token_ids)
             pair.preempted += requests[request_id].num_preemptions
@@ -222,5 +222,5 @@ def test_the_same_prompt_again(pair: Pair, tokens: int, forgets: bool) -> None:
             pass
         if forgets:
             pair.round()
-            assert pair.decode.scheduler.scheduler.kv_cache_manager.reset_prefix_cache()
+            assert pair.decode.scheduler.vllm.kv_cache_manager.reset_prefix_cache()
     assert pair.transfers == 3 or not forgets

@@ -161,7 +161,7 @@ class Counted(DecodeSchedulerObserver):
 @pytest.fixture
 def counted(auto: RealScheduler) -> Counted:
     observer = Counted()
-    auto.scheduler.connector._role._placement._observer = observer
+    auto.connector._role._placement._observer = observer
     return observer
 
 
@@ -185,7 +185,7 @@ def test_a_prompt_that_waits_for_blocks_counts_when_it_has_them(
     for _ in range(5):
         assert "waits" not in auto.step()[0].num_scheduled_tokens
     assert counted.prompts == []
-    auto.scheduler.finish_requests(before.request_id, RequestStatus.FINISHED_ABORTED)
+    auto.vllm.finish_requests(before.request_id, RequestStatus.FINISHED_ABORTED)
     assert auto.schedule().num_scheduled_tokens == {"waits": AT_MOST}
     assert counted.prompts == [("decode", "cheap", AT_MOST)]
 
