@@ -4,15 +4,15 @@
 import json
 import typing
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
-from wire_messages import BODIES_SENT, ID, MESSAGES, SECRET, SEQ, bodies, frames
+from wire_messages import BODIES_SENT, DIGEST, ID, MESSAGES, SECRET, SEQ, TICKET, bodies, frames
 
-from harness.tickets import ticket_with
 from vllm_ascend_pd.core import protocol
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
-from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_names, digest_of_tokens
+from vllm_ascend_pd.core.layout import CacheTensor, RankCaches
+from vllm_ascend_pd.core.prompt_digest import digest_of_names, digest_of_tokens
 from vllm_ascend_pd.core.protocol import (
     MAX_CHECKSUM_BYTES,
     MAX_DESCRIPTION_BYTES,
@@ -39,24 +39,15 @@ from vllm_ascend_pd.core.ticket import Ticket, verify
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode.bootstrap import Engine
 
-WRITER = WriterId("prefill-0", 1, 3)
-CACHES = RankCaches(
-    (Geometry(0, Order.TOKEN_MAJOR, "bfloat16", 128, 32768, 2, 8, 128),),
-    (CacheTensor("model.layers.0.attn", 0, 2**47, 1000, 0), CacheTensor("model.layers.0.attn", 1, 2**48, 1000, 0)),
-)
-WROTE = WriteReport(
-    "0" * 32, WRITER, None, num_bytes=2**40, bytes_before_end=2**39, cached_tokens=2**20, checksums=b"12345678"
-)
-TICKET = ticket_with(request_id="cmpl-0", remote_host="10.0.0.1", prompt=PromptDigest(tokens="0" * 32))
-DESCRIBED = EngineDescription(
-    "decode-0",
-    "llama",
-    1,
-    1,
-    (RankDescription(0, 0, "tcp://10.0.0.1:5555", "10.0.0.1:7777", CACHES),),
-    settings={"rope_theta": "10000"},
-)
-ASKED = GrantRequest("0" * 32, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef")
+
+def of_kind(kind: type) -> Any:
+    """The message of this kind that this release sends."""
+    [message] = [each for each in MESSAGES if isinstance(each, kind)]
+    return message
+
+
+def fields_of(kind: type) -> dict[str, Any]:
+    return msgspec.to_builtins(of_kind(kind), builtin_types=[bytes])
 
 
 def body(message: object) -> bytes:
@@ -215,10 +206,8 @@ def test_json_of_a_later_version_with_more_fields_is_read(kind):
 
 # --- ranges ------------------------------------------------------------------------------------------------------
 
-GRANT_REQUEST = msgspec.to_builtins(ASKED)
-OFFER = msgspec.to_builtins(OfferTicket("prefill-0", "xfer-0", TICKET))
-REPORT = msgspec.to_builtins(WROTE)
-DESCRIPTION = msgspec.to_builtins(DESCRIBED)
+GRANT_REQUEST, OFFER = fields_of(GrantRequest), fields_of(OfferTicket)
+REPORT, DESCRIPTION = fields_of(WriteReport), fields_of(EngineDescription)
 
 
 def altered(message: dict, **fields: object) -> bytes:
@@ -287,7 +276,7 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(described("geometries", total_heads=0), id="no heads"),
         pytest.param(described("geometries", head_bytes=2**31), id="heads of 2 GiB"),
         pytest.param(described("geometries", group=-1), id="negative cache group"),
-        pytest.param(described("tensors", geometry=1), id="geometry that is not described"),
+        pytest.param(described("tensors", geometry=4), id="geometry that is not described"),
         pytest.param(described("tensors", base=2**63), id="address beyond int64"),
         pytest.param(described("tensors", num_blocks=2**31), id="more blocks than ids"),
         pytest.param(body({"type": "Granted"}), id="field missing"),
@@ -307,10 +296,10 @@ def test_large_engines_stay_within_the_bounds():
     layers = tuple(
         CacheTensor(f"model.layers.{n}.self_attn.attn", part, 2**47, 100_000, 0) for n in range(61) for part in (0, 1)
     )
-    caches = RankCaches(CACHES.geometries, layers)
+    caches = RankCaches(of_kind(EngineDescription).ranks[0].caches.geometries, layers)
     ranks = tuple(RankDescription(0, n, "tcp://10.0.0.1:55555", "10.0.0.1:55555", caches) for n in range(64))
     assert len(encode(0, EngineDescription("decode-0", "large", 64, 1, ranks))) < MAX_DESCRIPTION_BYTES / 4
-    request = GrantRequest("0" * 32, "f" * 32, WRITER, sharding(64), tuple(range(10_000)), 5.0)
+    request = GrantRequest(ID, DIGEST, WriterId("prefill-0", 1, 3), sharding(64), tuple(range(10_000)), 5.0)
     assert len(encode(0, request)) < 1024 + 5 * len(request.covers) < MAX_MESSAGE_BYTES
 
 
@@ -322,13 +311,11 @@ def test_the_ticket_of_a_long_prompt_stays_within_the_bounds() -> None:
 
 
 def test_an_engine_that_leaves_out_optional_fields_is_understood() -> None:
-    for message, field, nothing in (
-        (ASKED, "weights", ""),
-        (DESCRIBED, "settings", {}),
-        (WROTE, "cached_tokens", None),
-        (WROTE, "checksums", None),
+    for kind, field, nothing in (
+        (GrantRequest, "weights", ""),
+        (EngineDescription, "settings", {}),
+        (WriteReport, "cached_tokens", None),
+        (WriteReport, "checksums", None),
     ):
-        old = {
-            name: value for name, value in msgspec.to_builtins(message, builtin_types=[bytes]).items() if name != field
-        }
+        old = {name: value for name, value in fields_of(kind).items() if name != field}
         assert getattr(decode(frame(body(old)))[1], field) == nothing
