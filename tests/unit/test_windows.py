@@ -86,27 +86,30 @@ def ticket_of(decode: Engine, prompt: int, block: int = BLOCK) -> Ticket:
 
 
 class Prefill(Engine):
-    def __init__(self, spec: Any, prompt: int) -> None:
-        super().__init__(FullAttentionSpec(**OF_A_BLOCK), spec)
-        ticket = ticket_of(Engine(FullAttentionSpec(**OF_A_BLOCK), spec), prompt)
-        self.wanted_numbers = [n for n, block in enumerate(ticket.remote_block_ids[WINDOWED]) if block]
-        self.scheduler = prefill_scheduler(self.groups, pool=self.pool)
-        self.request = make_request("p", prompt, msgspec.to_builtins(ticket))
-        self.sent: set[int] = set()
+    """With a request for `ticket`. Of the last group, decode has blocks for those that are `wanted`."""
 
-    def step(self, tokens: int) -> None:
-        """Of the windowed group's blocks, `sent` are those that decode has blocks for."""
+    def __init__(self, ticket: Ticket, *specs: Any) -> None:
+        super().__init__(*specs)
+        self.ticket = ticket
+        self.scheduler = prefill_scheduler(self.groups, pool=self.pool)
+        self.request = make_request("p", ticket.num_tokens + 1, msgspec.to_builtins(ticket))
+        self.request.num_computed_tokens = 0
+
+    def wanted(self, number: int) -> bool:
+        return self.ticket.remote_block_ids[-1][number * BLOCK // self.ticket.remote_block_size[-1]] != 0
+
+    def step(self, tokens: int) -> dict[int, int]:
+        """Returns which of its blocks are sent to decode, with their numbers in the prompt."""
         computed = self.request.num_computed_tokens
-        known = [len(ids) for ids in self.manager.get_block_ids("p")] if computed else [0, 0]
+        known = [len(ids) for ids in self.manager.get_block_ids("p")] if computed else [0] * len(self.groups)
         blocks = self.allocate(self.request, tokens)
         part = Scheduled(self.request, tuple(ids[n:] for ids, n in zip(blocks, known, strict=True)), computed, tokens)
         if not computed:
             self.scheduler.allocated(self.request, blocks)
         step = self.scheduler.build_step(make_output(**{"running" if computed else "new": [part]}))
         self.request.num_computed_tokens = computed + tokens
-        for send in step.sends:
-            first = send.start // BLOCK
-            self.sent |= {block for n, block in enumerate(send.blocks[WINDOWED], first) if n in self.wanted_numbers}
+        placed = (enumerate(send.blocks[-1], send.start // BLOCK) for send in step.sends)
+        return {block: number for of_send in placed for number, block in of_send if self.wanted(number)}
 
     def generate(self, tokens: int) -> None:
         for token in range(tokens):
@@ -118,57 +121,54 @@ class Prefill(Engine):
         self.manager.remove_skipped_blocks("p", self.request.num_computed_tokens)
         assert self.scheduler.finished(self.request)[0]
 
+    def end(self) -> None:
+        """Once all is sent."""
+        self.manager.free(self.request)
+        self.scheduler.update(None, {"p"})
+        assert remembered(self.scheduler) == {}
+
+
+def windowed_prefill(spec: Any, prompt: int) -> Prefill:
+    specs = FullAttentionSpec(**OF_A_BLOCK), spec
+    return Prefill(ticket_of(Engine(*specs), prompt), *specs)
+
 
 @kinds
 @pytest.mark.parametrize("chunk", [64, 5])
 @pytest.mark.parametrize("generated", [0, 20])
 @pytest.mark.parametrize("prompt", range(2, 28))
 def test_blocks_of_windows_are_held_until_they_are_sent(spec: Any, prompt: int, generated: int, chunk: int) -> None:
-    prefill = Prefill(spec, prompt)
+    prefill, sent = windowed_prefill(spec, prompt), set()
     for begin in range(0, prompt, chunk):
-        prefill.step(min(chunk, prompt - begin))
-        assert not prefill.sent & prefill.handed_out()
+        sent |= {*prefill.step(min(chunk, prompt - begin))}
+        assert not sent & prefill.handed_out()
     prefill.generate(generated)
-    assert not prefill.sent & prefill.handed_out()
+    assert not sent & prefill.handed_out()
     prefill.finish()
-    assert len(prefill.sent) == len(prefill.wanted_numbers)
-    assert not prefill.sent & prefill.handed_out()
-    prefill.manager.free(prefill.request)
-    prefill.scheduler.update(None, {"p"})
+    assert len(sent) == sum(map(bool, prefill.ticket.remote_block_ids[WINDOWED]))
+    assert not sent & prefill.handed_out()
+    prefill.end()
     assert prefill.pool.get_num_free_blocks() == prefill.all_free
-    assert remembered(prefill.scheduler) == {}
 
 
 def test_blocks_are_held_while_decodes_longer_ones_fill_up() -> None:
     """Parts are cut to the longer blocks: of a window, tokens that are computed are sent only steps later."""
-    p_block, d_block, prompt = BLOCK, 4 * BLOCK, 30
+    d_block, prompt = 4 * BLOCK, 30
     narrow = SlidingWindowSpec(**OF_A_BLOCK, sliding_window=3)
     decode = Engine(dataclasses.replace(narrow, block_size=d_block), block=d_block)
-    ticket = msgspec.structs.replace(ticket_of(decode, prompt, d_block), remote_block_size=[d_block])
-    prefill = Engine(narrow)
+    prefill = Prefill(msgspec.structs.replace(ticket_of(decode, prompt, d_block), remote_block_size=[d_block]), narrow)
     prefill.pool.get_new_blocks(prefill.all_free - 7)  # others': of what is given away, blocks soon come again
     free = prefill.pool.get_num_free_blocks()
-    scheduler = prefill_scheduler(prefill.groups, pool=prefill.pool)
-    request = make_request("p", prompt, msgspec.to_builtins(ticket))
     computed: dict[int, int] = {}  # block id -> its number, of what was computed last
-    request.num_computed_tokens = done = 0
+    done = 0
     for tokens in (22, 4, 4):
-        known = len(prefill.manager.get_block_ids("p")[0]) if done else 0
-        blocks = prefill.allocate(request, tokens)
-        computed |= {blocks[0][n]: n for n in range(done // p_block, math.ceil((done + tokens) / p_block))}
-        part = Scheduled(request, (blocks[0][known:],), done, tokens)
-        if not done:
-            scheduler.allocated(request, blocks)
-        step = scheduler.build_step(make_output(**{"running" if done else "new": [part]}))
-        request.num_computed_tokens = done = done + tokens
-        for send in step.sends:
-            for number, block in enumerate(send.blocks[0], send.start // p_block):
-                if ticket.remote_block_ids[0][number * p_block // d_block]:
-                    assert computed[block] == number, "it holds other tokens"
-    prefill.manager.remove_skipped_blocks("p", done)
-    assert scheduler.finished(request)[0]
-    prefill.manager.free(request)
-    scheduler.update(None, {"p"})
+        sent = prefill.step(tokens)
+        [blocks] = prefill.manager.get_block_ids("p")
+        computed |= {blocks[n]: n for n in range(done // BLOCK, math.ceil((done + tokens) / BLOCK))}
+        assert sent.items() <= computed.items(), "a block holds other tokens"
+        done += tokens
+    prefill.finish()
+    prefill.end()
     assert prefill.pool.get_num_free_blocks() == free
     assert len({block.block_id for block in prefill.pool.get_new_blocks(free)}) == free, "a block was given away twice"
 
@@ -252,7 +252,7 @@ def test_what_decode_wants_is_there_though_prefill_knows_the_prompt(
 @kinds
 def test_a_preempted_request_gets_all_blocks_back(spec: Any) -> None:
     """Else it might wait for what it holds itself. In the same step ranks end what reads them."""
-    prefill = Prefill(spec, prompt=24)
+    prefill = windowed_prefill(spec, prompt=24)
     prefill.step(24)
     prefill.manager.free(prefill.request)
     assert prefill.pool.get_num_free_blocks() < prefill.all_free
