@@ -1,38 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tickets that decode's scheduler issues, what it reports of those that are received, and what becomes of those
-that cannot be posted, fail or are aborted. The metaserver client and its HTTP server are real."""
+that cannot be posted, fail or are aborted. The metaserver client, its HTTP server and the side channel are real."""
 
+import json
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 import pytest
-from decode_requests import *  # noqa: F403
-from decode_requests import BLOCK, BLOCKS, CONFIG, ENGINE, PROMPT, eventually, issue, step_with, wanting
 from vllm.v1.request import RequestStatus
 
+from harness.metaserver import metaserver as serving_metaserver
 from harness.schedulers import decode_scheduler
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, make_request, remembered
+from harness.ticket_takers import REFUSED, TAKEN, TicketTaker
 from harness.tickets import ticket_with
-from harness.waiting import wait_until
+from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.core.caches import TokenGroup
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
-from vllm_ascend_pd.core.step import WorkerReport
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Secret, parse_ticket, verify
+from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.tickets import EngineInfo
 from vllm_ascend_pd.observe import stats
+
+BLOCK = 4
+PROMPT = 10
+BLOCKS = ([7, 1, 5],)
+ENGINE = EngineInfo("decode-0", "10.0.0.1", 5555, 2)
+CONFIG = ConnectorConfig(transfer_timeout_s=20, metaserver_retries=0)
+
+
+class Metaserver:
+    """What was posted. Posts are answered with `status`, once `answering` is set."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.status = 200
+        self.bodies: list[dict] = []
+        self.failures: list[dict] = []
+        self.answering = threading.Event()
+        self.answering.set()
+
+    def answer(self, post: BaseHTTPRequestHandler, content: bytes) -> None:
+        if post.path == METASERVER_PATH + FAILURE_SUFFIX:
+            self.failures.append(json.loads(content))
+        else:
+            self.bodies.append(json.loads(content))
+            self.answering.wait(20)
+        post.send_response(self.status)
+        post.end_headers()
+
+
+@pytest.fixture
+def metaserver() -> Iterator[Metaserver]:
+    metaserver = Metaserver()
+    with serving_metaserver(metaserver.answer) as metaserver.url:
+        yield metaserver
+        metaserver.answering.set()
+
+
+@pytest.fixture
+def scheduler() -> Iterator[DecodeScheduler]:
+    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], MetaserverClient(CONFIG, own_host="127.0.0.1"))
+    yield scheduler
+    scheduler.close()
+
+
+def wanting(url: object, request_id: str = "r", num_tokens: int = PROMPT, **wants: object):
+    """A request as the proxy sends it to decode."""
+    return make_request(request_id, num_tokens, {"do_remote_prefill": True, "metaserver": url}, **wants)
+
+
+def issue(scheduler: DecodeScheduler, request, blocks=BLOCKS, computed: int = 0) -> DecodeStep:
+    """The step in which `request` gets its ticket."""
+    external = scheduler.matched_tokens(request, computed)
+    scheduler.allocated(request, blocks, external)
+    return scheduler.build_step({"other": 1})
+
+
+def step_with(scheduler: DecodeScheduler, what: Callable[[DecodeStep], object]) -> DecodeStep:
+    """Runs empty steps until `what` is in one."""
+    return wait_for(lambda: scheduler.build_step({}), what, timeout_s=10, every_s=0.005)
+
+
+eventually = partial(wait_until, timeout_s=10)
 
 
 def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
     secret = Secret(b"a secret of this test, long enough")
     client = MetaserverClient(CONFIG, own_host="127.0.0.1")
-    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, secret)
-    try:
-        before = time.time()
+    before = time.time()
+    with closing(decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, secret)) as scheduler:
         scheduler.allocated(wanting(metaserver.url), BLOCKS, PROMPT)
         scheduler.build_step({})
-        wait_until(lambda: metaserver.bodies, 20)
-        ticket = parse_ticket(metaserver.bodies[0], PROMPT, 1)
-    finally:
-        scheduler.close()
+        eventually(lambda: metaserver.bodies)
+    ticket = parse_ticket(metaserver.bodies[0], PROMPT, 1)
     verify(ticket, secret)
     assert before + 480 <= ticket.expires_at <= time.time() + 481
 
@@ -61,15 +132,6 @@ def test_a_request_gets_a_ticket(scheduler, metaserver):
     assert ticket.digest() == expect.digest
 
 
-def test_the_ticket_leaves_with_the_step_that_tells_the_ranks(scheduler, metaserver):
-    request = wanting(metaserver.url)
-    scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
-    time.sleep(0.1)
-    assert metaserver.bodies == []
-    assert len(scheduler.build_step({"other": 1}).expects) == 1
-    eventually(lambda: metaserver.bodies)
-
-
 def test_logprobs_of_the_prompt_are_decodes_own_to_compute(scheduler, metaserver):
     request = wanting(metaserver.url, prompt_logprobs=1)
     assert scheduler.matched_tokens(request, 0) == 0
@@ -78,12 +140,9 @@ def test_logprobs_of_the_prompt_are_decodes_own_to_compute(scheduler, metaserver
 def test_the_first_cache_group_may_hold_nothing_of_a_prompt(metaserver):
     """Chunked attention, and a chunk ends where decode begins: a failure is known by the other groups' blocks."""
     groups = [TokenGroup(BLOCK, windowed=True), TokenGroup(BLOCK)]
-    scheduler = decode_scheduler(ENGINE, groups, MetaserverClient(CONFIG, own_host="127.0.0.1"))
-    try:
+    with closing(decode_scheduler(ENGINE, groups, MetaserverClient(CONFIG, own_host="127.0.0.1"))) as scheduler:
         [expect] = issue(scheduler, wanting(metaserver.url, num_tokens=9), ([0, 0], [7, 1])).expects
-        assert expect.blocks == [7, 1]
-    finally:
-        scheduler.close()
+    assert expect.blocks == [7, 1]
 
 
 @pytest.mark.parametrize(
@@ -287,4 +346,109 @@ def test_the_metaserver_answers_after_the_kv_has_arrived(scheduler, metaserver):
     time.sleep(0.1)
     assert scheduler.build_step({}).cancelled == {}
     assert scheduler.finished(request) == {"received_bytes": 1000, "bytes_before_prefill_end": 800}
+    assert remembered(scheduler) == {}
+
+
+# --- prompts that a prefill engine holds, which is played ------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_client, "_ASK_EVERY_S", 0.05)
+
+
+@pytest.fixture
+def prefill(request: pytest.FixtureRequest) -> Iterator[TicketTaker]:
+    taker = TicketTaker(*getattr(request, "param", ()))
+    yield taker
+    taker.close()
+
+
+def routed(prefill: TicketTaker, **changes: Any) -> Any:
+    return make_request("r", PROMPT, prefill.params | changes)
+
+
+def prompt_of(release: ReleasePrompt) -> tuple[Any, ...]:
+    """What says which prompt is released: the same as in a ticket for it."""
+    assert (len(release.ticket_id), release.num_tokens) == (32, PROMPT)
+    assert release.prompt is not None
+    assert release.prompt.tokens == digest_of_tokens(release.ticket_id, list(range(PROMPT)))
+    return release.ticket_id, release.num_tokens, release.prompt
+
+
+def test_the_ticket_goes_straight_to_prefill_with_the_step_that_tells_the_ranks(
+    scheduler: DecodeScheduler, prefill: TicketTaker
+) -> None:
+    request = routed(prefill)
+    scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
+    time.sleep(0.1)
+    assert prefill.got == []
+    [expect] = scheduler.build_step({"other": 1}).expects
+    eventually(lambda: prefill.got)
+    offer = prefill.got[0]
+    assert isinstance(offer, OfferTicket)
+    assert (offer.engine_id, offer.transfer_id) == ("prefill-0-12ab", "t-1")
+    assert (offer.ticket.ticket_id, offer.ticket.digest()) == (expect.ticket_id, expect.digest)
+    assert offer.ticket.token_ids == []
+    scheduler.update(None, {"r"})
+    assert scheduler.finished(request) == {"received_bytes": 0, "bytes_before_prefill_end": 0}
+    time.sleep(0.2)
+    assert prefill.of(ReleasePrompt) == []
+    assert remembered(scheduler) == {}
+
+
+@pytest.mark.parametrize("prefill", [([REFUSED], [TAKEN]), ([TAKEN], [REFUSED])], indirect=True)
+def test_prefill_that_refuses(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
+    request = routed(prefill)
+    [expect] = issue(scheduler, request).expects
+    [(ticket_id, reason)] = step_with(scheduler, lambda step: step.cancelled).cancelled.items()
+    assert ticket_id == expect.ticket_id
+    assert "it is for another prompt" in reason
+    eventually(lambda: prefill.of(ReleasePrompt))
+    scheduler.update(None, {"r"})
+    assert "it is for another prompt" in scheduler.finished(request)["error"]
+    assert remembered(scheduler) == {}
+
+
+def test_a_failure_that_a_rank_notices_releases_the_prompt(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
+    request = routed(prefill)
+    [expect] = issue(scheduler, request).expects
+    scheduler.update(WorkerReport({expect.ticket_id: "a lease ran out"}), set())
+    assert scheduler.build_step({"other": 1}).cancelled == {expect.ticket_id: "a lease ran out"}
+    eventually(lambda: prefill.of(ReleasePrompt))
+    assert prefill.of(ReleasePrompt)[0].reason == "a lease ran out"
+    assert prefill.of(ReleasePrompt)[0].ticket_id == expect.ticket_id
+
+
+def test_a_prompt_that_decode_computes_is_released(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
+    request = routed(prefill)
+    assert scheduler.matched_tokens(request, PROMPT - 1) == 0
+    scheduler.allocated(request, BLOCKS, 0)
+    scheduler.allocated(request, BLOCKS, 0)  # once more, after a preemption
+    assert scheduler.finished(request) is None
+    eventually(lambda: prefill.got)
+    time.sleep(0.2)
+    [release] = prefill.got
+    assert release == ReleasePrompt("prefill-0-12ab", "t-1", "decode computes the prompt", *prompt_of(release))
+    assert remembered(scheduler) == {}
+
+
+def test_a_request_that_ends_before_it_starts_releases_its_prompt(
+    scheduler: DecodeScheduler, prefill: TicketTaker
+) -> None:
+    assert scheduler.finished(routed(prefill)) is None
+    eventually(lambda: prefill.got)
+    [release] = prefill.got
+    assert release == ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted", *prompt_of(release))
+    assert remembered(scheduler) == {}
+
+
+def test_an_aborted_request_releases_its_prompt(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
+    request = routed(prefill)
+    [expect] = issue(scheduler, request).expects
+    eventually(lambda: prefill.of(OfferTicket))
+    assert scheduler.finished(request) == {"error": "the request was aborted"}
+    assert scheduler.build_step({"other": 1}).cancelled == {expect.ticket_id: "the request was aborted"}
+    eventually(lambda: prefill.of(ReleasePrompt))
+    scheduler.update(None, {"r"})
     assert remembered(scheduler) == {}
