@@ -39,17 +39,19 @@ METASERVER = "http://127.0.0.1:9/v1/metaserver"
 
 
 class SilentMetaserver:
-    """Takes all tickets and answers only those of `EngineScheduler.prefill_fails`."""
+    """Takes all tickets, and answers only those of `EngineScheduler.prefill_fails`. `posted`: what it took."""
 
     retried = 0
     admitted = "all hosts"
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.outcomes: list[PostOutcome] = []
+        self.posted: list[object] = []
 
     def check(self, url: str) -> None: ...
 
-    def post(self, *args: object) -> None: ...
+    def post(self, key: str, url: str, body: object) -> None:
+        self.posted.append(body)
 
     def cancel(self, key: str) -> None: ...
 

@@ -130,27 +130,15 @@ def test_nothing_of_a_failed_write_rests(monkeypatch: pytest.MonkeyPatch) -> Non
     assert over_tcp.rest_s == over_tcp.settle_s > 0
 
 
-@pytest.fixture
-def conf(tmp_path: Path) -> Path:
-    path = tmp_path / "hccn.conf"
-    path.write_text(HCCN_CONF)
-    return path
-
-
-@pytest.mark.parametrize("device", [3, 4])
-def test_an_entry_that_is_no_address_is_refused(conf: Path, device: int) -> None:
-    finding = ascend.check_address(conf, device, has_tool=True)
+@pytest.mark.parametrize(("device", "fatal"), [(3, True), (4, True), (7, False)])
+def test_an_entry_that_is_no_address_is_refused(tmp_path: Path, device: int, fatal: bool) -> None:
+    """Without any address there is HCCS."""
+    (tmp_path / "hccn.conf").write_text(HCCN_CONF)
+    finding = ascend.check_address(tmp_path / "hccn.conf", device, has_tool=True)
     assert finding is not None
-    assert finding.fatal
-    assert f"address_{device}=" in finding.message
+    assert finding.fatal is fatal
+    assert (f"address_{device}=" if fatal else f"no address_{device}") in finding.message
     assert f"hccn_tool -i {device} -ip -s address" in finding.message
-
-
-def test_without_an_address_there_is_hccs(conf: Path) -> None:
-    finding = ascend.check_address(conf, 7, has_tool=True)
-    assert finding is not None
-    assert not finding.fatal
-    assert "no address_7" in finding.message
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.clock import Clock
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.device import ops
@@ -108,13 +109,6 @@ def test_f35_a_layer_whose_requests_have_failed_does_not_wait(regrouping: Regrou
 # --- slots at rest after a failed write --------------------------------------------------------------------------
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -122,7 +116,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def ring(clock: Clock) -> StagingRing[str]:
-    return StagingRing(torch.zeros(2 * 64, dtype=torch.uint8), 64, 2, clock)  # type: ignore[arg-type]
+    return StagingRing(torch.zeros(2 * 64, dtype=torch.uint8), 64, 2, clock.monotonic)  # type: ignore[arg-type]
 
 
 def test_a_slot_at_rest_is_nobodys_until_its_time(ring: StagingRing[str], clock: Clock) -> None:

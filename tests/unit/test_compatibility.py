@@ -70,12 +70,6 @@ def found(ours: RankCaches, decode: EngineDescription, tp: int = 1, whole_model:
     return answer
 
 
-def test_another_model():
-    assert (
-        found(caches(), engine(model="GemmaForCausalLM")) == f"prefill serves {MODEL}, decode serves GemmaForCausalLM"
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -108,22 +102,6 @@ def test_head_major_blocks_of_other_sizes(p_block, d_block):
     assert answer.startswith(f"{LAYERS[0]}: block sizes {p_block} (prefill) and {d_block} (decode): ")
 
 
-def test_a_tensor_parallel_size_that_the_heads_do_not_allow():
-    three = engine(tp=3, heads=1)
-    assert found(caches(), three) == f"{LAYERS[0]}: tensor parallel size 3 and 4 KV heads: neither divides the other"
-
-
-def test_layers_that_decode_lacks():
-    extra = "model.layers.4.self_attn.attn"
-    answer = found(caches(layers=(*LAYERS, extra)), engine())
-    assert answer == f"prefill has cache ('{extra}', 0) that decode lacks (10 against 8 tensors)"
-
-
-def test_layers_that_prefill_lacks():
-    answer = found(caches(layers=LAYERS[:3]), engine())
-    assert answer == f"decode has cache ('{LAYERS[3]}', 0) that prefill lacks (8 against 6 tensors)"
-
-
 DRAFT_LAYER = "model.layers.4.self_attn.attn"
 DRAFT = "eagle LlamaForCausalLM with 1 layers"
 
@@ -148,14 +126,27 @@ def test_drafts_fit_whatever_drafts_on_the_other_side(ours, decode):
     assert found(ours, decode) is None
 
 
-def test_the_same_draft_with_other_caches():
-    answer = found(drafting(head_bytes=64), drafting_engine())
-    assert answer == f"{DRAFT_LAYER}: head_bytes is 64 on prefill, 32 on decode"
+THREE = LAYERS[:3]
+MISFITS = {
+    f"prefill serves {MODEL}, decode serves GemmaForCausalLM": (caches(), engine(model="GemmaForCausalLM")),
+    f"{LAYERS[0]}: tensor parallel size 3 and 4 KV heads: neither divides the other": (caches(), engine(3, heads=1)),
+    "prefill has cache ('extra', 0) that decode lacks (10 against 8 tensors)": (
+        caches(layers=(*LAYERS, "extra")),
+        engine(),
+    ),
+    f"decode has cache ('{LAYERS[3]}', 0) that prefill lacks (8 against 6 tensors)": (caches(layers=THREE), engine()),
+    # Of drafts: the same one with other caches. Nor does one excuse layers of the model.
+    f"{DRAFT_LAYER}: head_bytes is 64 on prefill, 32 on decode": (drafting(head_bytes=64), drafting_engine()),
+    f"decode has cache ('{LAYERS[3]}', 0) that prefill lacks (10 against 8 tensors)": (
+        drafting(layers=THREE),
+        drafting_engine(),
+    ),
+}
 
 
-def test_a_draft_does_not_excuse_layers_of_the_model():
-    answer = found(drafting(layers=LAYERS[:3]), drafting_engine())
-    assert answer == f"decode has cache ('{LAYERS[3]}', 0) that prefill lacks (10 against 8 tensors)"
+@pytest.mark.parametrize("reason", MISFITS)
+def test_engines_that_do_not_fit(reason):
+    assert found(*MISFITS[reason]) == reason
 
 
 def sharing(described: EngineDescription, dcp: int, interleave: int) -> EngineDescription:

@@ -45,15 +45,17 @@ def failed(writer: WriterId, reason: str = "it broke", settle_s: float = 0.0) ->
     return WriteReport(TICKET_ID, writer, reason, settle_s=settle_s)
 
 
-def test_the_smallest_cached_count_of_all_reports_counts():
+@pytest.mark.parametrize(("other", "least"), [(32, 32), (128, 64), (None, 0)])
+def test_the_smallest_cached_count_of_all_reports_counts(other, least):
+    """An engine that does not say what it had cached counts as one that had nothing."""
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.grant(asks(RIGHT), 0.0)
     assert ticket.cached_tokens is None
     ticket.report(msgspec.structs.replace(wrote(LEFT), cached_tokens=64), 1.0)
     assert ticket.cached_tokens == 64
-    ticket.report(msgspec.structs.replace(wrote(RIGHT), cached_tokens=32), 1.0)
-    assert (ticket.state, ticket.cached_tokens) == (TicketState.RECEIVED, 32)
+    ticket.report(msgspec.structs.replace(wrote(RIGHT), cached_tokens=other), 1.0)
+    assert (ticket.state, ticket.cached_tokens) == (TicketState.RECEIVED, least)
 
 
 def test_a_report_that_is_repeated_counts_once():
@@ -65,13 +67,6 @@ def test_a_report_that_is_repeated_counts_once():
     assert (ticket.num_bytes, ticket.bytes_before_end) == (2000, 1600)
     assert ticket.report(failed(LEFT), 1.0)
     assert ticket.state is TicketState.RECEIVED
-
-
-def test_an_engine_that_does_not_say_what_it_had_cached_counts_as_one_that_had_nothing():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.report(wrote(LEFT), 1.0)
-    assert ticket.cached_tokens == 0
 
 
 def test_a_writer_that_fails_fails_the_ticket():
@@ -129,15 +124,19 @@ def test_a_writer_may_report_failure_before_it_asks():
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 1: it broke")
 
 
-def test_a_process_that_ends_during_its_lease():
-    """Its blocks are kept for as long as those of one that goes on."""
+@pytest.mark.parametrize(
+    ("seen", "free"), [((1.0,), LEASE_S + SETTLE_S), ((100.0, 101.0), 100.0 + SETTLE_S)], ids=["during", "after"]
+)
+def test_a_process_that_ends_during_or_after_its_lease(seen, free):
+    """Blocks are kept for as long as those of one that goes on, and for bytes that it sent when it went on later."""
     ticket = opened()
     ticket.gone(RIGHT, 0.0)  # which has no grant
     ticket.grant(asks(LEFT), 0.0)
     ticket.fail("the request was aborted")
-    ticket.gone(LEFT, 1.0)
-    assert not ticket.is_quiesced(LEASE_S + SETTLE_S - 0.1)
-    assert ticket.is_quiesced(LEASE_S + SETTLE_S)
+    for now in seen:
+        ticket.gone(LEFT, now)
+    assert not ticket.is_quiesced(free - 0.1)
+    assert ticket.is_quiesced(free)
 
 
 def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
@@ -152,17 +151,6 @@ def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
     assert (ticket.is_quiesced(1e6 + 4.0), ticket.overdue(1e6), ticket.overdue(1e6 + 4.0)) == (False, [], [LEFT])
     assert ticket.report(failed(LEFT), 1e6 + 4.0)
     assert (ticket.is_quiesced(1e6 + 4.0), ticket.overdue(1e6 + 4.0)) == (True, [])
-
-
-def test_a_process_that_went_on_before_it_ended():
-    """The bytes that it sent then have the settling time to arrive."""
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.fail("the request was aborted")
-    for now in (100.0, 101.0):
-        ticket.gone(LEFT, now)
-    assert not ticket.is_quiesced(100.0 + SETTLE_S - 0.1)
-    assert ticket.is_quiesced(100.0 + SETTLE_S)
 
 
 # Over time: renewals, deadlines, the wait in a queue, and the end of prefill.

@@ -44,12 +44,8 @@ def test_what_else_is_said_elsewhere() -> None:
     assert f"CANN {versions.CANN} " in (ROOT / NPU.file).read_text()
 
 
-@pytest.mark.parametrize("stack", [CPU, NPU])
-def test_all_that_is_pinned_is_fine(stack: Stack) -> None:
-    assert levels(dict(stack.pins)) == {}
-
-
 def test_builds_do_not_matter() -> None:
+    assert levels(dict(CPU.pins)) == {}
     assert release("2.10.0.post4") == release("2.10.0+cpu") == release("2.10.0rc1") == "2.10.0"
     assert levels({**CPU.pins, "torch": "2.13.0+cpu", "vllm": "0.30.0+cpu"}) == {}
 

@@ -82,6 +82,11 @@ class Done(Event):
         pass
 
 
+class Failed(Done):
+    def wait(self, timeout_s: float) -> None:
+        raise DeviceError("an all-to-all failed")
+
+
 def make_transfer(name: str, d_block: int, lease_s: float = 60.0) -> Transfer:
     """A request of one block, which decode has granted."""
     ticket = ticket_with(
@@ -169,10 +174,6 @@ def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(executor, 
     executor.execute(LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done()))
     assert (engine.arrived, ungranted.failure) == ([], None)
 
-    class Failed(Done):
-        def wait(self, timeout_s: float) -> None:
-            raise DeviceError("an all-to-all failed")
-
     executor.execute(LayerPush(LAYERS[1], send, [OURS[1]], Done(), Failed()))
     assert ungranted.failure is not None
     assert "an all-to-all failed" in ungranted.failure
@@ -231,11 +232,6 @@ def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(executor, engine):
 
 def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(executor, transfers, monkeypatch):
     """Or their staging slots would stay taken."""
-
-    class Failed(Done):
-        def wait(self, timeout_s: float) -> None:
-            raise DeviceError("it failed")
-
     ended: list[LayerPush] = []
     monkeypatch.setattr(executor, "_end", ended.append)
     first, second = pushes(transfers)

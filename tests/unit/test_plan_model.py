@@ -131,11 +131,6 @@ def planned(model: ModelShape, p_tp: int = 1, p_pp: int = 1, block_size: int = 1
     return make_plan(model, *engines, step_tokens=128, staging_slots=2, tokens=tokens)
 
 
-def test_folder_of_a_model(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    assert read_model(tmp_path) == parse_model(TINY)
-
-
 def test_heads_without_groups_and_head_size_of_its_own():
     model = parse_model({**TINY, "num_key_value_heads": None, "head_dim": 32})
     assert (model.kv_heads, model.widths) == (4, (32, 32))
@@ -147,11 +142,6 @@ def test_text_part_of_a_larger_model(part):
     inner = {name: value for name, value in TINY.items() if name not in ("architectures", "torch_dtype")}
     model = parse_model({**outer, part: inner, "vision_config": {"num_hidden_layers": 7}})
     assert (model.name, len(model.cached), model.dtype) == ("LookForCausalLM", 4, CacheDtype.FLOAT16)
-
-
-def test_sparse_attention_caches_a_key_more():
-    config = {**json.loads(DEEPSEEK.read_text()), "index_head_dim": 128}
-    assert parse_model(config).widths == (512, 64, 128)
 
 
 NO_TRANSFORMERS = ("transformers.models.auto.configuration_auto", None)

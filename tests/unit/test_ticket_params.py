@@ -82,16 +82,13 @@ def test_a_state_beside_tokens_that_ranks_share():
         ({"ticket_id": TICKET_ID[:-1]}, "ticket_id"),
         ({"ticket_id": TICKET_ID + "0"}, "ticket_id"),
         ({"ticket_id": TICKET_ID.upper()}, "ticket_id"),
-        ({"ticket_id": "g" * 32}, "ticket_id"),
         ({"ticket_id": "٣" * 32}, "ticket_id"),
         ({"remote_host": ""}, "remote_host"),
         ({"remote_port": 0}, "remote_port"),
-        ({"remote_port": -1}, "remote_port"),
         ({"remote_port": 65536}, "remote_port"),
         ({"remote_port": "5555"}, "remote_port"),
         ({"remote_tp_size": 0}, "remote_tp_size"),
         ({"remote_tp_size": MAX_TP + 1}, "remote_tp_size"),
-        ({"remote_tp_size": 2**64}, "remote_tp_size"),
         *(
             ({"remote_host": host}, "neither an address nor a host's name")
             for host in ("decode\n10.0.0.1", "decode\0", "\x1b[31m", "\ud800", "décodeur.example", "eth0;10.0.0.1", "*")
@@ -118,9 +115,7 @@ def test_a_state_beside_tokens_that_ranks_share():
         ({"remote_block_ids": [[7, -3, 9]]}, r"remote_block_ids\[0\]\[1\]"),
         ({"remote_block_ids": [[7, 3.0, 9]]}, r"remote_block_ids\[0\]\[1\]"),
         ({"remote_block_ids": [[7, 2**31, 9]]}, r"remote_block_ids\[0\]\[1\]"),
-        ({"remote_block_ids": [[7, 2**64, 9]]}, r"remote_block_ids\[0\]\[1\]"),
         ({"remote_block_size": [0], "remote_cached_tokens": 0}, r"remote_block_size\[0\]"),
-        ({"remote_block_size": [-4]}, r"remote_block_size\[0\]"),
         ({"remote_block_size": [2**64], "remote_cached_tokens": 0}, r"remote_block_size\[0\]"),
         ({"remote_cached_tokens": 3}, "does not fit remote_cached_tokens"),
         ({"remote_cached_tokens": 12}, "remote_cached_tokens 12 is out of range"),
@@ -132,7 +127,6 @@ def test_a_state_beside_tokens_that_ranks_share():
         ({"remote_dcp_size": 2, "remote_cached_tokens": 0, "remote_block_ids": [[7]]}, "1 blocks of 8 for 10 tokens"),
         ({"remote_interleave_size": 0}, "remote_interleave_size"),
         ({"remote_interleave_size": 3}, "remote_interleave_size 3 does not divide remote_block_size 4"),
-        ({"remote_interleave_size": -1}, "remote_interleave_size"),
     ],
     ids=str,
 )
