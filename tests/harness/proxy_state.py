@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a proxy says of its engines and of failed attempts, by `/health` and `/metrics`."""
 
-from __future__ import annotations
-
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 

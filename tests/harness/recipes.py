@@ -4,8 +4,6 @@
 `python tests/harness/recipes.py` writes docs/recipes.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -2,8 +2,6 @@
 """Pieces of a proxy: a client request without a client, settings, and engine registries that record what they tell
 their limiter and their prefix affinity."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from starlette.types import Message

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine's answer means: the table, and how answers are told apart."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor makes of an engine's configuration and of its own options."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor makes of a machine's ports, how it runs programs, and its report."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor reads in `npu-smi info`, of versions 23 to 26, in /etc/hccn.conf and of `hccn_tool`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor's verdicts about a running pair."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from email.utils import formatdate

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions that fit together, as the doctor judges them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 """What is read from a model's config.json: as vLLM and transformers read it, or refused. DeepSeek V4's caches, which
 have one entry for several tokens."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots at engines: never more than the limit, given in order, and none lost when requests end at any time."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

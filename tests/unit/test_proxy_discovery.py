@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DNS names whose addresses change, by a stand-in for DNS; and which URLs engines may have."""
 
-from __future__ import annotations
-
 import logging
 
 import anyio

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load reports of engines, the load that the proxy computes from them, and engines that are avoided."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from pathlib import Path

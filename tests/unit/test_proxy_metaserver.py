@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tickets whose prefill fails just when nobody waits for it any more."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status snapshot: all figures, and nothing that a client sent."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 from typing import Any

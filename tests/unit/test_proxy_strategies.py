@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing: which engine is preferred, and what is known of a prompt."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
