@@ -2,7 +2,6 @@
 """Every state a model can reach, breadth first: what is found wrong is found on a shortest way."""
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 S = TypeVar("S", bound=Hashable)
@@ -19,20 +18,14 @@ class Wrong(AssertionError):
         super().__init__(f"{reason}\n{steps}")
 
 
-@dataclass(frozen=True)
-class Explored:
-    states: int
-    moves: int
-    depth: int
-
-
 def explore(
     initial: S, moves: Callable[[S], Iterable[tuple[str, S]]], wrong: Callable[[S], str | None], at_most: int
-) -> Explored:
-    """Follows `moves(state)`, pairs of a label and the state it leads to, from `initial` to the last state. Raises
-    `Wrong` at the first state for which `wrong` has a reason, and when there are more than `at_most`."""
+) -> int:
+    """Follows `moves(state)`, pairs of a label and the state it leads to, from `initial` to the last state. Returns how
+    many states there are. Raises `Wrong` at the first state for which `wrong` has a reason, and when there are more
+    than `at_most`."""
     came_from: dict[S, tuple[S, str] | None] = {initial: None}
-    layer, depth, taken = [initial], 0, 0
+    layer = [initial]
     while layer:
         following = []
         for state in layer:
@@ -40,14 +33,12 @@ def explore(
             if reason is not None:
                 raise Wrong(reason, _way(came_from, state))
             for label, successor in moves(state):
-                taken += 1
                 if successor not in came_from:
                     came_from[successor] = (state, label)
                     following.append(successor)
-        assert len(came_from) <= at_most, f"more than {at_most} states, {depth} moves deep"
+        assert len(came_from) <= at_most, f"more than {at_most} states"
         layer = following
-        depth += bool(layer)
-    return Explored(len(came_from), taken, depth)
+    return len(came_from)
 
 
 def _way(came_from: dict[S, tuple[S, str] | None], state: S) -> list[str]:

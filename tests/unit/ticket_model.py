@@ -41,12 +41,7 @@ from vllm_ascend_pd.core.reasons import PushFailure
 
 
 class TicketModel(Ranks):
-    def __init__(
-        self,
-        bounds: Bounds,
-        producer: type[PrefillTicket] = PrefillTicket,
-        consumer: type[DecodeTicket] = DecodeTicket,
-    ) -> None:
+    def __init__(self, bounds: Bounds, producer: type[PrefillTicket], consumer: type[DecodeTicket]) -> None:
         super().__init__(bounds, producer, consumer)
         self._end_alone: set[Any] = set()
 

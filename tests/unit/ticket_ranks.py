@@ -14,8 +14,10 @@ from ticket_world import (
     GRANT_S,
     LEASE_S,
     NOT_YET,
+    QUEUE_S,
     RECEIVED,
     SETTLE_S,
+    TRANSFER_S,
     Ask,
     Revoked,
     Sender,
@@ -66,9 +68,7 @@ class Serving(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The size of the model. `fine`: every answer and every wait is a step of its own; `queue_s`, `transfer_s`:
-    decode's deadlines.
-    """
+    """The size of the model. `fine`: every answer and every wait is a step of its own."""
 
     writers: int
     readers: int
@@ -76,8 +76,6 @@ class Bounds:
     faults: int
     engines: int = 1
     fine: bool = False
-    queue_s: int = 3
-    transfer_s: int = 3
 
     @property
     def transfers(self) -> range:
@@ -102,12 +100,7 @@ class Bounds:
 class Ranks:
     """`producer` and `consumer`: the classes of the state machines, which a test may replace."""
 
-    def __init__(
-        self,
-        bounds: Bounds,
-        producer: type[PrefillTicket] = PrefillTicket,
-        consumer: type[DecodeTicket] = DecodeTicket,
-    ) -> None:
+    def __init__(self, bounds: Bounds, producer: type[PrefillTicket], consumer: type[DecodeTicket]) -> None:
         self.bounds = bounds
         self._make_producer, self._make_consumer = producer, consumer
         self._consumers = Numbered[DecodeTicket](copy_of_consumer, consumer_key)
@@ -126,9 +119,7 @@ class Ranks:
     # Decode.
 
     def _issued(self, world: World, ticket: int) -> World:
-        bounds = self.bounds
-        issued = self._make_consumer(TICKET_ID, DIGEST, bounds.queue_s, bounds.transfer_s, LEASE_S)
-        number = self._consumers.add(issued)
+        number = self._consumers.add(self._make_consumer(TICKET_ID, DIGEST, QUEUE_S, TRANSFER_S, LEASE_S))
         for reader in range(self.bounds.readers):
             world = world._replace(consumers=put(world.consumers, self.bounds.at_reader(ticket, reader), number))
         return world

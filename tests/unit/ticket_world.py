@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 
-LEASE_S, SETTLE_S, GRANT_S, CONTROL_S = 2, 1, 2, 1
+LEASE_S, SETTLE_S, GRANT_S, CONTROL_S, QUEUE_S, TRANSFER_S = 2, 1, 2, 1, 3, 3
 
 # In place of a ticket's number: not known here yet; over (failed, received); its process has ended.
 NOT_YET, FAILED, RECEIVED, DEAD = -1, -2, -3, -4
