@@ -3,6 +3,7 @@
 schedulers and requests."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ def test_of_several_ranks_the_least_counts(decode, all_prefilled):
 
 
 def test_a_prompt_that_decode_computes_after_a_failed_transfer(scheduled_model, all_prefilled):
-    decode = RealScheduler(Role.DECODE, scheduled_model, load_failure_policy="recompute")
-    try:
+    with closing(RealScheduler(Role.DECODE, scheduled_model, load_failure_policy="recompute")) as decode:
         decode.add("before", range(PROMPT))
         decode.step()
         decode.add("r", [*range(PROMPT), *range(40)], all_prefilled)
@@ -79,8 +79,6 @@ def test_a_prompt_that_decode_computes_after_a_failed_transfer(scheduled_model, 
         failed = WorkerReport(failed={expect.ticket_id: "the link is down"})
         decode.step(failed, finished_recving={"r"}, invalid_block_ids=set(expect.blocks))
         _, outputs = decode.step()
-    finally:
-        decode.close()
     assert cached_tokens(outputs) == 6 * BLOCK
 
 
@@ -102,31 +100,25 @@ def never_computes(model: Path) -> RealScheduler:
 
 def test_what_prefill_computed_for_an_earlier_ticket_does_not_count(scheduled_model, all_prefilled):
     """The request is preempted before its first token, and prefill has cached what it computed for the first ticket."""
-    decode = never_computes(scheduled_model)
-    try:
+    with closing(never_computes(scheduled_model)) as decode:
         request = decode.add("r", range(PROMPT), all_prefilled, max_tokens=2)
         decode.step(received(ticket_id(decode), BLOCK), finished_recving={"r"})
         decode.schedule()
         decode.preempt(request)
         decode.pool.reset_prefix_cache()
         assert arrives(decode, "r", received(ticket_id(decode), 6 * BLOCK)) == BLOCK
-    finally:
-        decode.close()
     assert request.num_preemptions == 1
 
 
 @pytest.mark.parametrize("had", [0, 2 * BLOCK])
 def test_what_prefill_computed_for_a_ticket_that_failed_does_not_count(scheduled_model, all_prefilled, had):
-    decode = never_computes(scheduled_model)
-    try:
+    with closing(never_computes(scheduled_model)) as decode:
         decode.add("r", range(PROMPT), all_prefilled)
         step, _ = decode.step()
         [expect] = step.kv_connector_metadata.step.expects
         failed = WorkerReport(failed={expect.ticket_id: "the link is down"}, cached={expect.ticket_id: had})
         decode.step(failed, finished_recving={"r"}, invalid_block_ids=set(expect.blocks))
         assert arrives(decode, "r", received(ticket_id(decode), 6 * BLOCK)) == had
-    finally:
-        decode.close()
 
 
 def ticketed(request_id: str, tokens: int, blocks: list[int]) -> dict[str, Any]:

@@ -35,24 +35,6 @@ def tickets(decode: RealScheduler, tokens: int, params: dict[str, Any]) -> int:
     return len(expects)
 
 
-@pytest.mark.parametrize("tokens", [WHOLE + 1, WHOLE, BLOCK + 1, BLOCK])
-def test_a_prompt_that_is_cached_as_a_whole_needs_no_prefill(decode, all_prefilled, tokens):
-    computed_once(decode, tokens)
-    assert tickets(decode, tokens, all_prefilled) == 0
-
-
-@pytest.mark.parametrize("tokens", [WHOLE + 2, WHOLE + BLOCK - 1])
-def test_what_follows_the_last_whole_block_is_prefills(decode, all_prefilled, tokens):
-    computed_once(decode, tokens)
-    assert tickets(decode, tokens, all_prefilled) == 1
-
-
-@pytest.mark.parametrize("block", [5, 4, 0])
-def test_a_block_that_the_cache_has_given_up(decode, all_prefilled, block):
-    decode.evict(computed_once(decode, WHOLE), block)
-    assert tickets(decode, WHOLE, all_prefilled) == 1
-
-
 @pytest.fixture
 def windowed(scheduled_model):
     decode = RealScheduler(Role.DECODE, scheduled_model, windows=(2 * BLOCK, 3 * BLOCK))
@@ -60,10 +42,19 @@ def windowed(scheduled_model):
     decode.close()
 
 
-@pytest.mark.parametrize(("tokens", "asked"), [(WHOLE + 1, 0), (WHOLE, 0), (WHOLE + 2, 1), (BLOCK, 0)])
-def test_windows(windowed, all_prefilled, tokens, asked):
-    computed_once(windowed, tokens)
-    assert tickets(windowed, tokens, all_prefilled) == asked
+@pytest.mark.parametrize("engine", ["decode", "windowed"])
+@pytest.mark.parametrize(("tokens", "asked"), [*((n, 0) for n in (WHOLE + 1, WHOLE, BLOCK + 1, BLOCK)), (WHOLE + 2, 1)])
+def test_a_prompt_that_is_cached_as_a_whole_needs_no_prefill(request, all_prefilled, engine, tokens, asked):
+    """What follows the last whole block is prefill's."""
+    decode = request.getfixturevalue(engine)
+    computed_once(decode, tokens)
+    assert tickets(decode, tokens, all_prefilled) == asked
+
+
+@pytest.mark.parametrize("block", [5, 4, 0])
+def test_a_block_that_the_cache_has_given_up(decode, all_prefilled, block):
+    decode.evict(computed_once(decode, WHOLE), block)
+    assert tickets(decode, WHOLE, all_prefilled) == 1
 
 
 def test_a_window_that_the_cache_has_given_up(windowed, all_prefilled):
