@@ -31,7 +31,6 @@ class Prompt:
     skip_reading_prefix_cache: bool = False
     is_text: bool = True
     max_tokens: int = 16
-    trace_headers: None = None
 
     @property
     def num_tokens(self) -> int:
