@@ -47,8 +47,8 @@ class Prefill(RealScheduler):
         self.client.request(f"tcp://{self.held.inbox.host}:{self.held.inbox.port}", message, 10.0, answers.append)
         return until(lambda: answers and answers[0])
 
-    def offer(self, transfer_id: str, ticket: Ticket, engine_id: str | None = None) -> Any:
-        return self.ask(OfferTicket(engine_id or self.engine_id, transfer_id, ticket))
+    def offer(self, transfer_id: str, ticket: Ticket) -> Any:
+        return self.ask(OfferTicket(self.engine_id, transfer_id, ticket))
 
     def release_of(self, transfer_id: str, ticket: Ticket, reason: str = "decode computes it") -> ReleasePrompt:
         """Says that this ticket will not come."""

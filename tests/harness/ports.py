@@ -23,10 +23,10 @@ def reserve_port(first: int = FIRST, last: int = LAST) -> int:
     raise RuntimeError(f"no free TCP port in [{first}, {last})")
 
 
-def reserve_ports(count: int, first: int = FIRST, last: int = LAST) -> range:
+def reserve_ports(count: int) -> range:
     """As `reserve_port`, `count` ports in a row."""
     while True:
-        start = reserve_port(first, last - count + 1)
+        start = reserve_port(FIRST, LAST - count + 1)
         wanted = range(start, start + count)
         held = [start, *(port for port in wanted[1:] if _hold(port))]
         if len(held) == count:

@@ -8,7 +8,6 @@ from vllm_ascend_pd.connector.vllm_view import NAMES_ALL_PREEMPTED, VllmBlocks, 
 from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import AnyHost
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
 from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
@@ -26,7 +25,6 @@ def prefill_scheduler(
     admission: TicketAdmission | None = None,
     *,
     pool: Any = None,
-    observer: PrefillSchedulerObserver | None = None,
     media_hashing: str = "",
     allow_other_media: bool = False,
     names_all_preempted: bool = NAMES_ALL_PREEMPTED,
@@ -34,7 +32,7 @@ def prefill_scheduler(
     """A prefill engine's scheduler. It serves every ticket unless `admission` says otherwise."""
     requests = VllmRequests(media_hashing, allow_other_media, names_all_preempted)
     admission = admission or TicketAdmission(AnyHost())
-    return PrefillScheduler(groups, requests, blocks_of(pool), IdleWait(0.05, in_flight=2), admission, observer)
+    return PrefillScheduler(groups, requests, blocks_of(pool), IdleWait(0.05, in_flight=2), admission)
 
 
 def decode_scheduler(
@@ -42,21 +40,16 @@ def decode_scheduler(
     groups: Sequence[CacheGroup],
     metaserver: Any,
     secret: Secret | None = None,
-    *,
     media_hashing: str = "",
-    observer: DecodeSchedulerObserver | None = None,
-    placement: ConnectorConfig | None = None,
-    prefill: PrefillClient | None = None,
 ) -> DecodeScheduler:
-    """A decode engine's scheduler. `metaserver`, `prefill`: the clients, which the scheduler closes. It counts by
-    default, and has all prompts computed by prefill."""
-    observer = observer or DecodeSchedulerStats()
+    """A decode engine's scheduler, which counts, and has all prompts computed by prefill. It closes `metaserver`."""
+    observer = DecodeSchedulerStats()
     requests = VllmRequests(media_hashing)
     issuer = TicketIssuer(engine, groups, requests, secret, lifetime_s=480.0)
     blocks = VllmBlocks(groups)
-    placement = placement or ConnectorConfig(who_computes="prefill")
+    placement = ConnectorConfig(who_computes="prefill")
     who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)
-    routes = TicketRoutes(metaserver, prefill or PrefillClient(AnyHost()))
+    routes = TicketRoutes(metaserver, PrefillClient(AnyHost()))
     return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), observer)
 
 

@@ -45,12 +45,10 @@ class RegistryListener:
         self.forgotten.append(url)
 
 
-def registry(
-    role: EngineRole, listener: RegistryListener | None = None, limiter: ConcurrencyLimiter | None = None, **limits: int
-) -> EngineRegistry:
+def registry(role: EngineRole, listener: RegistryListener | None = None, **limits: int) -> EngineRegistry:
     """An empty registry. `listener` is its limiter and its prefix affinity."""
     if listener is None:
-        return EngineRegistry(role, limiter or ConcurrencyLimiter(None, 0, 0.0), settings_with(**limits))
+        return EngineRegistry(role, ConcurrencyLimiter(None, 0, 0.0), settings_with(**limits))
     engines = EngineRegistry(role, cast(ConcurrencyLimiter, listener), settings_with(**limits))
     engines.affinity = cast(PrefixAffinity, listener)
     return engines

@@ -24,11 +24,12 @@ from vllm_ascend_pd.core.checksum import (
 from vllm_ascend_pd.core.kv_dump import MAX_DUMPS, Place, write_dump
 from vllm_ascend_pd.core.layout import Geometry, Order, TokenShare
 from vllm_ascend_pd.core.protocol import MAX_CHECKSUM_BYTES
-from vllm_ascend_pd.core.topology import Sharding, sharding
 from vllm_ascend_pd.device import checksums
 from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.device.checksums import UnitSummer, check_exact, take_sums, to_numpy
 from vllm_ascend_pd.device.cpu import CpuDevice
+
+BLOCK = 16
 
 
 @pytest.fixture(scope="module")
@@ -38,48 +39,33 @@ def device():
     made.close()
 
 
-class Rank:
+class Cache:
     """A rank's cache with the KV of one prompt, in random blocks, and random bytes everywhere else."""
 
-    def __init__(self, truth, rank, sharded: Sharding, block_size, order=Order.TOKEN_MAJOR, pad=0, seed=0):
-        tokens, total, width = truth.shape
-        rng = random.Random(seed)
-        self.sharded, self.rank, share = sharded, rank, sharded.share(rank)
-        self.heads = sharded.heads(rank, total)
-        count = -(-tokens // (block_size * share.ranks))
-        self.blocks = rng.sample(range(1, 3 * count + 2), count)
-        block_bytes = block_size * len(self.heads) * width
-        self.geometry = Geometry(
-            0, order, "uint8", block_size, block_bytes + pad, len(self.heads), total, width, share=share
-        )
-        whole = np.random.default_rng(seed).integers(0, 256, (3 * count + 2, block_bytes + pad), dtype=np.uint8)
+    def __init__(self, truth, order=Order.TOKEN_MAJOR, seed=0):
+        self.tokens, heads, width = truth.shape
+        self.heads = range(heads)
+        count = -(-self.tokens // BLOCK)
+        self.blocks = random.Random(seed).sample(range(1, 3 * count + 2), count)
+        block_bytes = BLOCK * heads * width
+        self.geometry = Geometry(0, order, "uint8", BLOCK, block_bytes, heads, heads, width)
+        whole = np.random.default_rng(seed).integers(0, 256, (3 * count + 2, block_bytes), dtype=np.uint8)
         self.tensor = torch.from_numpy(whole)
-        shape = (block_size, len(self.heads), width)
-        for token in range(tokens):
-            if token // share.interleave % share.ranks != share.rank:
-                continue
-            within = token % (block_size * share.ranks)
-            run, offset = divmod(within, share.interleave)
-            place = run // share.ranks * share.interleave + offset if share.ranks > 1 else within
-            block = whole[self.blocks[token // (block_size * share.ranks)], :block_bytes]
-            rows = truth[token, self.heads.start : self.heads.stop]
+        for token, values in enumerate(truth):
+            block, place = whole[self.blocks[token // BLOCK]], token % BLOCK
             if order is Order.TOKEN_MAJOR:
-                block.reshape(shape)[place] = rows
+                block.reshape(BLOCK, heads, width)[place] = values
             else:
-                block.reshape(len(self.heads), block_size, width)[:, place] = rows
+                block.reshape(heads, BLOCK, width)[:, place] = values
 
-    def sums(self, device, unit, num_tokens, tensor=None):
-        summed = SummedUnits.of(self.geometry, unit, [(0, num_tokens)], [self.blocks])
+    def tally(self, device, tensor=None):
         tensor = self.tensor if tensor is None else tensor
+        summed = SummedUnits.of(self.geometry, BLOCK, [(0, self.tokens)], [self.blocks])
         (taken,) = take_sums([UnitSummer(device, summed).of(tensor, tensor.data_ptr())])
-        return summed, to_numpy(taken)[None]
-
-    def tally(self, device, unit, num_tokens, peer_heads, peer_share, width, tensor=None):
-        tally = Tally.empty(1, width, num_tokens)
-        summed, sums = self.sums(device, unit, num_tokens, tensor)
-        chosen = summed.chosen(0, peer_share)
-        tokens = summed.units.tokens[chosen]
-        tally.add([0], sums[:, :, :][:, chosen], self.heads, common_heads(self.heads, peer_heads), tokens)
+        chosen = summed.chosen(0, TokenShare())
+        tally = Tally.empty(1, BLOCK, self.tokens)
+        common = common_heads(self.heads, self.heads)
+        tally.add([0], to_numpy(taken)[None][:, chosen], self.heads, common, summed.units.tokens[chosen])
         return tally
 
 
@@ -97,55 +83,54 @@ def a_prompt(tokens, heads, width, seed):
 def test_every_bit_counts_and_the_column_is_named(device, order, seed):
     rng = random.Random(seed)
     tokens, heads, width = rng.randrange(20, 120), 2, rng.choice([2, 8, 24])
-    whole = sharding(1)
-    rank = Rank(a_prompt(tokens, heads, width, seed), 0, whole, 16, order, seed=seed)
-    right = rank.tally(device, 16, tokens, rank.heads, TokenShare(), 16).encode()
+    cache = Cache(a_prompt(tokens, heads, width, seed), order, seed)
+    right = cache.tally(device).encode()
     for _ in range(20):
         token, head, byte, bit = rng.randrange(tokens), rng.randrange(heads), rng.randrange(width), rng.randrange(8)
         place = token % 16
-        wrong = rank.tensor.clone()
+        wrong = cache.tensor.clone()
         entry = place * heads + head if order is Order.TOKEN_MAJOR else head * 16 + place
-        wrong[rank.blocks[token // 16], entry * width + byte] ^= 1 << bit
-        tally = rank.tally(device, 16, tokens, rank.heads, TokenShare(), 16, wrong)
+        wrong[cache.blocks[token // 16], entry * width + byte] ^= 1 << bit
+        tally = cache.tally(device, wrong)
         assert differing(tally, right) == ([0], [token // 16])
 
 
 def test_changes_of_the_highest_bits_do_not_cancel_out(device):
-    rank = Rank(a_prompt(64, 2, 64, 1), 0, sharding(1), 16, seed=1)
-    right = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16).encode()
+    cache = Cache(a_prompt(64, 2, 64, 1), seed=1)
+    right = cache.tally(device).encode()
     for count in range(2, 34):
-        wrong = rank.tensor.clone()
-        wrong[rank.blocks[0], 7 : 8 * count : 8] ^= 128  # bit 63 of so many neighbouring words of 64 bits
-        found = differing(rank.tally(device, 16, 64, rank.heads, TokenShare(), 16, wrong), right)
+        wrong = cache.tensor.clone()
+        wrong[cache.blocks[0], 7 : 8 * count : 8] ^= 128  # bit 63 of so many neighbouring words of 64 bits
+        found = differing(cache.tally(device, wrong), right)
         assert found == ([0], [0])
 
 
 def test_what_follows_the_prompt_in_its_last_block_does_not_count(device):
-    rank = Rank(a_prompt(20, 2, 8, 1), 0, sharding(1), 16, seed=1)
-    right = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).encode()
-    rank.tensor[rank.blocks[1], 4 * 16 :] ^= 255
-    assert differing(rank.tally(device, 16, 20, rank.heads, TokenShare(), 16), right) == ([], [])
+    cache = Cache(a_prompt(20, 2, 8, 1), seed=1)
+    right = cache.tally(device).encode()
+    cache.tensor[cache.blocks[1], 4 * 16 :] ^= 255
+    assert differing(cache.tally(device), right) == ([], [])
 
 
 @pytest.mark.parametrize("draft", ["", "a draft"])
 def test_what_a_draft_writes_after_the_prompt_in_a_head_major_block_does_not_count(device, draft):
     """Such a block is opaque: the tokens of the prompt in it are left out, too. A model writes nothing there."""
-    rank = Rank(a_prompt(20, 2, 8, 1), 0, sharding(1), 16, Order.HEAD_MAJOR, seed=1)
-    rank.geometry = msgspec.structs.replace(rank.geometry, draft=draft)
-    right = rank.tally(device, 16, 20, rank.heads, TokenShare(), 16).encode()
-    rank.tensor[rank.blocks[1], 15 * 8] ^= 255
-    found = differing(rank.tally(device, 16, 20, rank.heads, TokenShare(), 16), right)
+    cache = Cache(a_prompt(20, 2, 8, 1), Order.HEAD_MAJOR, seed=1)
+    cache.geometry = msgspec.structs.replace(cache.geometry, draft=draft)
+    right = cache.tally(device).encode()
+    cache.tensor[cache.blocks[1], 15 * 8] ^= 255
+    found = differing(cache.tally(device), right)
     assert found == (([], []) if draft else ([0], [1]))
-    rank.tensor[rank.blocks[0], 15 * 8] ^= 255
-    found = differing(rank.tally(device, 16, 20, rank.heads, TokenShare(), 16), right)
+    cache.tensor[cache.blocks[0], 15 * 8] ^= 255
+    found = differing(cache.tally(device), right)
     assert found == (([0], [0]) if draft else ([0], [0, 1]))
 
 
 def test_the_null_block_is_left_out(device):
-    rank = Rank(a_prompt(64, 2, 8, 3), 0, sharding(1), 16, seed=3)
-    wanted = [0, 0, *rank.blocks[2:]]
-    ours = SummedUnits.of(rank.geometry, 16, [(0, 64)], [wanted])
-    theirs = SummedUnits.of(rank.geometry, 16, [(0, 64)], [rank.blocks], [(wanted, 16)])
+    cache = Cache(a_prompt(64, 2, 8, 3), seed=3)
+    wanted = [0, 0, *cache.blocks[2:]]
+    ours = SummedUnits.of(cache.geometry, 16, [(0, 64)], [wanted])
+    theirs = SummedUnits.of(cache.geometry, 16, [(0, 64)], [cache.blocks], [(wanted, 16)])
     assert ours.units.tokens.tolist() == theirs.units.tokens.tolist() == [32, 48]
 
 
@@ -191,18 +176,20 @@ def test_a_device_whose_checksums_are_not_exact_is_refused(device, monkeypatch):
 
 def test_a_dump_is_bounded_private_and_read(tmp_path, device):
     """The folder takes `MAX_DUMPS`, and what is no dump is refused."""
-    rank = Rank(a_prompt(64, 4, 64, 1), 0, sharding(1), 16, seed=1)
-    summed = SummedUnits.of(rank.geometry, 16, [(0, 64)], [rank.blocks])
-    right = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16).encode()
-    wrong = rank.tensor.clone()
-    block = wrong[rank.blocks[2]].view(16, 4, 64)
+    cache = Cache(a_prompt(64, 4, 64, 1), seed=1)
+    summed = SummedUnits.of(cache.geometry, 16, [(0, 64)], [cache.blocks])
+    right = cache.tally(device).encode()
+    wrong = cache.tensor.clone()
+    block = wrong[cache.blocks[2]].view(16, 4, 64)
     block.copy_(block.roll(1, dims=1))
-    rows, _ = rank.tally(device, 16, 64, rank.heads, TokenShare(), 16, wrong).missing(right)
+    rows, _ = cache.tally(device, wrong).missing(right)
     chosen = summed.units.tokens // 16 == 2
     content, copies = UnitSummer(device, summed).content(wrong, wrong.data_ptr(), chosen)
     place = Place("layer 0", int(rows[0]), copies)
     for _ in range(MAX_DUMPS + 2):
-        write_dump(str(tmp_path), rank.geometry, content, summed.entry_weights[chosen], head_weights(rank.heads), place)
+        write_dump(
+            str(tmp_path), cache.geometry, content, summed.entry_weights[chosen], head_weights(cache.heads), place
+        )
     files = sorted(tmp_path.iterdir())
     assert len(files) == MAX_DUMPS
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}

@@ -80,10 +80,9 @@ def wanting(url: object, request_id: str = "r", num_tokens: int = PROMPT, **want
     return make_request(request_id, num_tokens, {"do_remote_prefill": True, "metaserver": url}, **wants)
 
 
-def issue(scheduler: DecodeScheduler, request, blocks=BLOCKS, computed: int = 0) -> DecodeStep:
+def issue(scheduler: DecodeScheduler, request, blocks=BLOCKS) -> DecodeStep:
     """The step in which `request` gets its ticket."""
-    external = scheduler.matched_tokens(request, computed)
-    scheduler.allocated(request, blocks, external)
+    scheduler.allocated(request, blocks, scheduler.matched_tokens(request, 0))
     return scheduler.build_step({"other": 1})
 
 

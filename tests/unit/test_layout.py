@@ -143,9 +143,9 @@ def test_shares_that_cannot_be():
 WIDTH = 3  # bytes of an entry
 
 
-def geometry(entries: int, ratio: int, padding: int = 0, share: TokenShare | None = None) -> Geometry:
-    spec = LayerSpec(0, entries * ratio, 1, 1, share=share or ALL_TOKENS, tokens_per_entry=ratio)
-    strides = (entries * WIDTH + padding, WIDTH, WIDTH, 1)
+def geometry(entries: int, ratio: int, share: TokenShare = ALL_TOKENS) -> Geometry:
+    spec = LayerSpec(0, entries * ratio, 1, 1, share=share, tokens_per_entry=ratio)
+    strides = (entries * WIDTH, WIDTH, WIDTH, 1)
     return block_geometry((9, entries, 1, WIDTH), strides, 1, "uint8", spec, heads_first=False)
 
 

@@ -33,29 +33,14 @@ def run(case: Case) -> tuple[int, ...]:
 
 SCATTERED = Request(num_tokens=11, p_blocks=(5, 2, 3), d_blocks=(1, 6, 4), replica_hash=5)
 CHUNKED = dataclasses.replace(SCATTERED, steps=(3, 4, 9))
-# Prefill has the same prompt prefix in the same blocks; decode keeps its own copy.
 
 
-ONE_LAYER = Engine(tp=1, block_size=4, num_blocks=8)
 K_AND_V = (3, 5)
 
 
-def case(
-    heads: int,
-    p_tp: int,
-    d_tp: int,
-    *requests: Request,
-    part_bytes: tuple[int, ...] = K_AND_V,
-    order: Order = Order.TOKEN_MAJOR,
-    prefill: Engine = ONE_LAYER,
-    decode: Engine = ONE_LAYER,
-) -> Case:
-    return Case(
-        Model(heads, part_bytes, order),
-        dataclasses.replace(prefill, tp=p_tp),
-        dataclasses.replace(decode, tp=d_tp),
-        requests,
-    )
+def case(heads: int, p_tp: int, d_tp: int, request: Request, order: Order) -> Case:
+    prefill, decode = (Engine(tp, block_size=4, num_blocks=8) for tp in (p_tp, d_tp))
+    return Case(Model(heads, (2,), order), prefill, decode, (request,))
 
 
 SHARED = (
@@ -111,7 +96,7 @@ def test_every_combination_of_sizes(heads, order):
         for d_tp in sizes(heads):
             for replica_hash in range(max(1, p_tp // heads)):
                 request = dataclasses.replace(CHUNKED, replica_hash=replica_hash)
-                run(case(heads, p_tp, d_tp, request, part_bytes=(2,), order=order))
+                run(case(heads, p_tp, d_tp, request, order))
 
 
 # --- any configuration ---------------------------------------------------------------------------------------
@@ -227,7 +212,7 @@ THREE_NEIGHBOURS = Request(12, p_blocks=(2, 3, 4), d_blocks=(5, 6, 7))
 )
 def test_copies_per_tensor_and_decode_rank(heads, p_tp, d_tp, order, scattered, neighbours):
     for request, expected in ((THREE_BLOCKS, scattered), (THREE_NEIGHBOURS, neighbours)):
-        copies = run(case(heads, p_tp, d_tp, request, part_bytes=(2,), order=order))
+        copies = run(case(heads, p_tp, d_tp, request, order))
         assert max(copies) == expected
 
 

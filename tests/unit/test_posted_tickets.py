@@ -10,7 +10,6 @@ import pytest
 from harness.tickets import ticket_with
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import UNREADABLE
-from vllm_ascend_pd.core.ticket import Ticket as WholeTicket
 from vllm_ascend_pd.core.ticket import parse_ticket
 from vllm_ascend_pd.proxy.rendezvous.tickets import read_ticket
 
@@ -28,8 +27,8 @@ WHOLE = ticket_with(
 )
 
 
-def posted(token_ids: Any = (), ticket: WholeTicket = WHOLE) -> bytes:
-    return msgspec.json.encode({**msgspec.to_builtins(ticket), "token_ids": token_ids})
+def posted(token_ids: Any = ()) -> bytes:
+    return msgspec.json.encode({**msgspec.to_builtins(WHOLE), "token_ids": token_ids})
 
 
 def test_token_ids_are_taken_out() -> None:

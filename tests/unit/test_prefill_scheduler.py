@@ -40,10 +40,10 @@ def ticketed(request_id="r", num_tokens=PROMPT, **fields):
     return make_request(request_id, num_tokens, msgspec.to_builtins(ticket(request_id, num_tokens, **fields)))
 
 
-def starts(scheduler, request, tokens, blocks=BLOCKS, computed=0):
+def starts(scheduler, request, tokens, blocks=BLOCKS):
     """The step in which `request` runs for the first time."""
     scheduler.allocated(request, blocks)
-    return scheduler.build_step(make_output(new=[Scheduled(request, blocks, computed, tokens)]))
+    return scheduler.build_step(make_output(new=[Scheduled(request, blocks, 0, tokens)]))
 
 
 def goes_on(scheduler, request, computed, tokens, blocks=None):
@@ -73,14 +73,11 @@ def with_states():
     return prefill_scheduler([TokenGroup(BLOCK), StateGroup(4096)])
 
 
-def wants_a_state(num_tokens=PROMPT):
+def wants_a_state():
     """Decode computes the last of the client's tokens itself, so its ticket is for one less."""
-    fields = msgspec.structs.replace(
-        ticket(num_tokens=num_tokens - 1),
-        remote_block_ids=[[100, 101, 102], [200]],
-        remote_block_size=[BLOCK, 1],
-    )
-    return make_request("r", num_tokens, msgspec.to_builtins(fields))
+    blocks = {"remote_block_ids": [[100, 101, 102], [200]], "remote_block_size": [BLOCK, 1]}
+    fields = msgspec.structs.replace(ticket(num_tokens=PROMPT - 1), **blocks)
+    return make_request("r", PROMPT, msgspec.to_builtins(fields))
 
 
 def test_a_state_is_sent_once_the_prompt_is_computed():

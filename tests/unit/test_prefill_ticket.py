@@ -20,11 +20,11 @@ def contacted():
     return state
 
 
-def granted(at=0.0):
+def granted():
     state = contacted()
     for key in (LEFT, RIGHT):
-        state.asked(key, at)
-        assert not state.answered(key, at, Granted(LEASE_S))
+        state.asked(key, 0.0)
+        assert not state.answered(key, 0.0, Granted(LEASE_S))
     return state
 
 

@@ -69,11 +69,11 @@ class World:
         self.placement.allocated(prompt, by_decode=True)
         self.placement.step_built({name: tokens})
 
-    def generates(self, seconds: float = 0.01, times: int = 4) -> None:
+    def generates(self) -> None:
         """For another request, which goes on."""
-        for _ in range(times):
+        for _ in range(4):
             self.placement.step_built({"other": 1})
-            self.now += seconds
+            self.now += 0.01
 
     def prefill_takes(self, seconds: float, tokens: int = 100, waited_s: float = 0.0, times: int = 4) -> None:
         for _ in range(times):

@@ -54,8 +54,8 @@ def body(message: object) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def frame(body: bytes, version: int = PROTOCOL_VERSION, seq: int = 0) -> bytes:
-    return msgspec.msgpack.encode((version, seq, msgspec.Raw(body)))
+def frame(body: bytes, version: int = PROTOCOL_VERSION) -> bytes:
+    return msgspec.msgpack.encode((version, 0, msgspec.Raw(body)))
 
 
 # --- what a peer may get wrong -------------------------------------------------------------------------------

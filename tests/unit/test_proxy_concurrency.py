@@ -215,14 +215,10 @@ def test_no_slot_is_lost_or_given_twice(seed: int) -> None:
 # --- engines that come and go while requests wait ------------------------------------------------------------
 
 
-def pool_of(role: EngineRole, timeout: float = FOREVER, eject_after: int = 3) -> EnginePool:
+def pool_of_decode(timeout: float = FOREVER, eject_after: int = 3) -> EnginePool:
     """Each engine has one slot."""
-    return EnginePool(
-        role,
-        settings_with(
-            max_per_prefill=1, max_per_decode=1, queue_per_engine=3, queue_timeout=timeout, eject_after=eject_after
-        ),
-    )
+    limits = settings_with(max_per_decode=1, queue_per_engine=3, queue_timeout=timeout, eject_after=eject_after)
+    return EnginePool(EngineRole.DECODE, limits)
 
 
 @asynccontextmanager
@@ -242,7 +238,7 @@ async def waiting(pool: EnginePool, ranking: EngineRanking) -> AsyncIterator[lis
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_replaced_engines_do_not_restart_the_queue_timeout(at_once: bool) -> None:
     """`at_once`: for a moment there is no engine."""
-    pool = pool_of(EngineRole.DECODE, timeout=0.3)
+    pool = pool_of_decode(timeout=0.3)
     engines = pool.engines
     assert await pool.limiter.acquire([engines.add("http://0", "file")]) is not None
     begun = time.monotonic()
@@ -272,7 +268,7 @@ async def test_replaced_engines_do_not_restart_the_queue_timeout(at_once: bool) 
 
 
 async def test_a_healthy_engine_is_chosen_among_those_that_replace_others() -> None:
-    pool = pool_of(EngineRole.DECODE, eject_after=1)
+    pool = pool_of_decode(eject_after=1)
     engines = pool.engines
     old = engines.add("http://old", "test")
     assert await pool.limiter.acquire([old]) is old
@@ -285,7 +281,7 @@ async def test_a_healthy_engine_is_chosen_among_those_that_replace_others() -> N
 
 
 async def test_an_engine_that_failed_is_the_last_resort_when_others_are_removed() -> None:
-    pool = pool_of(EngineRole.DECODE)
+    pool = pool_of_decode()
     engines = pool.engines
     failed, old = engines.add("http://failed", "test"), engines.add("http://old", "test")
     assert await pool.limiter.acquire([old]) is old
@@ -297,7 +293,7 @@ async def test_an_engine_that_failed_is_the_last_resort_when_others_are_removed(
 
 async def test_a_request_goes_elsewhere_when_the_engine_of_its_new_slot_is_removed() -> None:
     """In one turn of the event loop it gets the slot, another engine has a free slot, and its own is removed."""
-    pool = pool_of(EngineRole.DECODE)
+    pool = pool_of_decode()
     engines, limiter = pool.engines, pool.limiter
     a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
     assert [await limiter.acquire([each]) for each in (a, b)] == [a, b]

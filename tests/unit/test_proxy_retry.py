@@ -24,8 +24,8 @@ URLS = ("a", "b", "c")
 DECODE_KINDS = [kind for role, kind in RULES if role is EngineRole.DECODE]
 
 
-def failure(kind: FailureKind, url: str = "a", reason: str = "why") -> Failure:
-    return Failure(kind, reason, url, Response())
+def failure(kind: FailureKind, url: str = "a") -> Failure:
+    return Failure(kind, "why", url, Response())
 
 
 @pytest.mark.parametrize("role", EngineRole)

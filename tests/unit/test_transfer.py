@@ -22,9 +22,9 @@ from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer, Withdrawals
 KEY = (0, 0)
 
 
-def make_transfer(grant_timeout_s: float = 60.0) -> Transfer:
+def make_transfer() -> Transfer:
     sender: Any = None
-    state = PrefillTicket(time.monotonic() + grant_timeout_s)
+    state = PrefillTicket(time.monotonic() + 60.0)
     return Transfer("request", make_ticket(10, [1]), sender, state, Withdrawals())
 
 
