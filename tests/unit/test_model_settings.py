@@ -16,6 +16,7 @@ from vllm_ascend_pd.core.text import is_name
 
 def settings(config: PretrainedConfig, max_model_len: int = 4096, **model: Any) -> dict[str, str]:
     options = {
+        "dtype": "torch.bfloat16",
         "quantization": None,
         "disable_sliding_window": False,
         "multimodal_config": None,
@@ -85,8 +86,10 @@ def test_what_has_is_named_with_both_values(changes: dict[str, Any], named: str)
     assert difference(settings(llama(**changes)), settings(llama())) == f"the engines compute other KV: {named}"
 
 
-def test_quantization_and_windows_that_are_switched_off() -> None:
+def test_engines_own_settings() -> None:
     plain = settings(llama())
+    half = settings(llama(), dtype="torch.float16")
+    assert "dtype is torch.float16 on prefill, torch.bfloat16 on decode" in difference(half, plain)
     assert "quantization is fp8 on prefill, none on decode" in difference(settings(llama(), quantization="fp8"), plain)
     assert "disable_sliding_window is True" in difference(settings(llama(), disable_sliding_window=True), plain)
 

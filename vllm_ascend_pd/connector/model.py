@@ -86,6 +86,7 @@ def model_settings(vllm_config: "VllmConfig") -> dict[str, str]:
     found |= _flat(text)
     found |= _rope(text, model.max_model_len)
     found |= _media(model)
+    found["dtype"] = str(model.dtype)  # caches in 8 bits do not show it
     found["quantization"] = str(model.quantization or "none")
     found["disable_sliding_window"] = str(bool(model.disable_sliding_window))
     found["calculate_kv_scales"] = str(bool(getattr(cache, "calculate_kv_scales", False)))
