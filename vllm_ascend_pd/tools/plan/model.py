@@ -170,8 +170,9 @@ _COMPRESSED_NOTE = (
 # Fields of models in which only some layers have attention, and no list names them.
 _HYBRID_PREFIXES = ("mamba_", "ssm_", "attn_layer_", "hybrid_")
 
-# Models whose published config.json has no model_type, or one of its own, by architecture.
-_MODEL_TYPES = {"LongcatFlashForCausalLM": "longcat_flash", "DeepseekV3ForCausalLM": "deepseek_v3"}
+# The model types as which vLLM reads models that have none (by architecture), or that transformers need not know
+# (`_CONFIG_REGISTRY` of its `transformers_utils/config.py`).
+_READ_AS = {"LongcatFlashForCausalLM": "longcat_flash", "kimi_k2": "deepseek_v3", "deepseek_v32": "deepseek_v3"}
 
 # Two attentions in each layer, numbered as layers of their own.
 _TWO_ATTENTIONS = "longcat_flash"
@@ -308,9 +309,9 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
 
 
 def _model_types(part: Mapping[str, Any]) -> list[str]:
-    """Returns the part's model type, and that of its architecture."""
-    by_architecture = [_MODEL_TYPES.get(name, "") for name in _names(part, "architectures")[:1]]
-    return [str(each) for each in (part.get("model_type"), *by_architecture) if each]
+    """Returns the part's model type, and what else it is read as."""
+    own = [str(part["model_type"])] if part.get("model_type") else []
+    return own + [_READ_AS[name] for name in (*own, *_names(part, "architectures")) if name in _READ_AS]
 
 
 def _parse(
