@@ -2,7 +2,6 @@
 """Real torch tensors, laid out as vLLM and vllm-ascend lay out their caches, and what is read off them."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,20 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import (
     ALL_TOKENS,
-    CacheTensor,
     Geometry,
     LayerSpec,
     LayoutError,
     Order,
-    RankCaches,
     TokenShare,
     block_geometry,
 )
 from vllm_ascend_pd.core.plan import make_route
-from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.topology import sharding
 
 
@@ -159,16 +154,3 @@ def test_an_entry_does_not_cross_blocks_or_shares() -> None:
         block_geometry((9, 16, 1, 3), (48, 3, 3, 1), 1, "uint8", spec, heads_first=False)
     with pytest.raises(LayoutError, match="decode's blocks are of 6 tokens, prefill has an entry for 4 tokens"):
         make_route(geometry(4, 4), 0, sharding(1), sharding(1), 6)
-
-
-def test_a_peer_with_another_compression_is_refused_with_both_sides_named() -> None:
-    def caches(entries: int, ratio: int) -> RankCaches:
-        return RankCaches((geometry(entries, ratio),), (CacheTensor("layer.2", 0, 4096, 9, 0),))
-
-    def decode(of: RankCaches) -> EngineDescription:
-        rank = SimpleNamespace(pp_rank=0, tp_rank=0, caches=of)
-        return EngineDescription("decode", "model", 1, 1, (rank,))  # type: ignore[arg-type]
-
-    assert mismatch(caches(8, 4), "model", 0, sharding(1), True, decode(caches(16, 4))) is None
-    reason = mismatch(caches(8, 4), "model", 0, sharding(1), True, decode(caches(8, 8)))
-    assert reason == "layer.2: tokens_per_entry is 4 on prefill, 8 on decode"

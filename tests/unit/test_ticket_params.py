@@ -232,13 +232,13 @@ OTHER_VALUES = {
     "prompt": None,
     "remote_block_ids": [[7, 3, 8], [5]],
     "remote_draft": "a draft",
-    "signature": "0" * 64,
+    "signature": "ü" * 64,
 }
 
 
-def verifies(ticket: Ticket, secret: Secret = SECRET) -> bool:
+def verifies(ticket: Ticket) -> bool:
     try:
-        verify(ticket, secret)
+        verify(ticket, SECRET)
     except TicketError:
         return False
     return True
@@ -286,14 +286,6 @@ def test_no_field_can_change(name):
 def test_bytes_cannot_move_from_one_field_to_another():
     moved = msgspec.structs.replace(SIGNED, request_id="cmpl-", remote_engine_id="1decode-0")
     assert not verifies(moved)
-
-
-def test_another_secret_and_none():
-    assert not verifies(SIGNED, Secret(CONTENT + b"x"))
-    with pytest.raises(TicketError, match="not signed"):
-        verify(TICKET, SECRET)
-    with pytest.raises(TicketError, match="altered, or signed with another secret"):
-        verify(msgspec.structs.replace(SIGNED, signature="ü" * 64), SECRET)
 
 
 def test_a_secret_does_not_show():
