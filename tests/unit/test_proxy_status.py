@@ -42,11 +42,9 @@ class Proxy:
         limits = {"max_per_prefill": limit, "max_per_decode": limit, "eject_after": 2, "return_after": 2}
         return EnginePool(role, settings_with(check_interval=1.0, health_timeout=1.0, **limits))
 
-    def fail(
-        self, role: EngineRole, kind: FailureKind = FailureKind.LOST, reason: str = "why", unquoted: str | None = None
-    ) -> None:
+    def fail(self, role: EngineRole, kind: FailureKind, reason: str) -> None:
         url = (self.p if role is EngineRole.PREFILL else self.d).url
-        self.observer.attempt_failed(role, Failure(kind, reason, url, Response(), unquoted), "0123456789abcdef")
+        self.observer.attempt_failed(role, Failure(kind, reason, url, Response()), "0123456789abcdef")
 
     def status(self, after: float = 0.0) -> Status:
         """The status when so many seconds have passed."""
