@@ -6,6 +6,7 @@ taken out.
 """
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,8 +15,7 @@ from ticket_model import TicketModel
 from ticket_ranks import Bounds
 
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
-from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
-from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket, TicketView
 
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
 TWO_WRITERS = Bounds(writers=2, readers=1, tickets=1, faults=1)
@@ -48,23 +48,24 @@ def test_every_interleaving(bounds):
 # Prefill's guards.
 
 
+class EndlessView(TicketView):
+    def lease_until(self, key):
+        return math.inf
+
+
 class BeginsOldPlans(PrefillTicket):
     """Checks a lease when a write is planned, and not when it begins."""
 
-    def may_write(self, key, now):
-        if self.destinations[key].granted and not super().holds(key, now):
-            self.fail("the lease ran out", PushFailure.LEASE)
-        return super().may_write(key, now)
-
-    def holds(self, key, now):
-        return self.destinations[key].granted
+    def view(self):
+        return EndlessView(**vars(super().view()))
 
 
 class LeavesWithoutEnd(PrefillTicket):
     """Lets a writer write for ever after one grant."""
 
-    def lease_until(self, key):
-        return math.inf if self.destinations[key].granted else -math.inf
+    def view(self):
+        view = super().view()
+        return replace(view, leases=dict.fromkeys(view.leases, math.inf))
 
 
 class CountsFromTheAnswer(PrefillTicket):

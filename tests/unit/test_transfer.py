@@ -137,13 +137,13 @@ def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message
                     happen(state, event, now)
             now += seconds
             plain = LeaseCheck(transfers, KEY).may_plan()
-            assert plain == all(s.destinations is not None and s.writable_until(KEY) > now for s in states)
+            assert plain == all(state.view().writable_until(KEY) > now for state in states)
             if all(state.phase is Phase.WRITING for state in states):  # nothing is asked for a transfer that has ended
                 assert asked_again.may_plan() == plain
             if plain:
-                assert all(state.may_write(KEY, now) for state in states)
+                assert all(state.view().may_write(KEY, now) for state in states)
             if all(state.destinations is not None for state in states):
                 check = check or LeaseCheck(transfers, KEY)  # kept, as if for a long write
-                assert check.may_begin() == all(state.holds(KEY, now) for state in states)
-                assert all(state.lease_until(KEY) >= before for state, before in zip(states, leases, strict=True))
-                leases = [state.lease_until(KEY) for state in states]
+                assert check.may_begin() == all(state.view().lease_until(KEY) > now for state in states)
+                before, leases = leases, [state.view().lease_until(KEY) for state in states]
+                assert all(until >= earlier for until, earlier in zip(leases, before, strict=True))

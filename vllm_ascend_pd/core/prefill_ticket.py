@@ -112,18 +112,17 @@ class TicketView:
     # Whether a decode rank has not granted or refused yet.
     waits_for_grant: bool = True
 
-    def may_write(self, key: RankKey, now: float) -> bool | None:
-        """Whether a write to decode rank `key` may be planned; None if that is not known yet."""
+    def may_write(self, key: RankKey | None, now: float) -> bool | None:
+        """Whether a write to decode rank `key` may be planned; None if that is not known yet.
+
+        If `key` is None: whether it is known where to write.
+        """
         if self.failed or not self.is_writing:
             return False
+        if key is None:
+            return self.is_located or None
         until = self.leases.get(key)
         return None if until is None else now < until
-
-    def located(self) -> bool | None:
-        """Whether it is known where to write; None if the decode engine may still describe itself."""
-        if self.failed:
-            return False
-        return True if self.is_located else None
 
     def overdue(self, key: RankKey | None, now: float) -> tuple[str, PushFailure] | None:
         """Returns why a write to `key` must fail now because something came too late; None if it need not fail.
@@ -157,11 +156,7 @@ class TicketView:
 
 @dataclass
 class PrefillTicket:
-    """The state of a ticket on one prefill rank. Times are in seconds, and passed in.
-
-    `known`, `may_write` and `finish` return None for "not yet": call them again when something has changed. After
-    `grant_deadline` they never return None.
-    """
+    """The state of a ticket on one prefill rank. Times are in seconds, and passed in."""
 
     # Until when a description and grants may come.
     grant_deadline: float
@@ -198,7 +193,7 @@ class PrefillTicket:
             self.phase is Phase.WRITING,
             self.destinations is not None,
             self.grant_deadline,
-            {key: self.lease_until(key) for key, d in destinations.items() if d.granted},
+            {key: d.until for key, d in destinations.items() if d.granted},
             self.waits_for_grant,
         )
 
@@ -236,46 +231,19 @@ class PrefillTicket:
 
     # Writing.
 
-    def known(self, now: float) -> bool | None:
-        """Whether it is known where to write."""
-        return self._view_at(None, now).located()
-
-    def may_write(self, key: RankKey, now: float) -> bool | None:
-        """Whether a write to `key` may be planned now; it may begin as long as `holds` returns True."""
-        return self._view_at(key, now).may_write(key, now)
-
-    def _view_at(self, key: RankKey | None, now: float) -> TicketView:
-        """Fails the transfer if something for `key` came too late. Returns the view afterwards."""
-        view = self.view()
-        overdue = view.overdue(key, now)
-        if overdue is None:
-            return view
-        self.fail(*overdue)
-        return self.view()
-
-    def writable_until(self, key: RankKey) -> float:
-        """As `TicketView.writable_until`."""
-        return self.view().writable_until(key)
-
-    def lease_until(self, key: RankKey) -> float:
-        """Returns the time until which bytes for `key` may be sent. It only gets later."""
-        return self._destination(key).until
-
-    def holds(self, key: RankKey, now: float) -> bool:
-        """Whether bytes for `key` may be sent now."""
-        return now < self.lease_until(key)
-
     def mark_in_flight(self, until: float) -> None:
         """Records that a write was given up, whose bytes may arrive until `until`."""
         self.settled_at = max(self.settled_at, until)
 
     def finish(self, now: float) -> bool | None:
-        """Ends the writing. Returns whether the KV is complete; None while a decode rank may still grant."""
-        if self.known(now):
-            answers = [self.may_write(key, now) for key in self.destinations or ()]
-            if self.failure is None and None in answers:
-                return None
-        elif self.failure is None:
+        """Ends the writing. Returns whether the KV is complete.
+
+        Returns None while decode may still describe itself or grant: call it again when something has changed.
+        """
+        for key in self.destinations or (None,):
+            if (overdue := self.view().overdue(key, now)) is not None:
+                self.fail(*overdue)
+        if self.waits_for_grant:
             return None
         self.phase = Phase.FINISHED
         return self.failure is None

@@ -14,13 +14,13 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_ascend_pd.core import threads
-from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RankKey, TicketView
+from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import WriteReport, WriterId
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
@@ -161,14 +161,14 @@ class Transfer:
 
     def await_destinations(self) -> bool:
         """Waits until it is known where to write. Returns False if the transfer has failed."""
-        return self._await(None, lambda view, now: view.located())
+        return self._await(None)
 
     def await_grant(self, key: RankKey) -> bool:
         """Waits until a write to `key` may be planned. Returns False if it must not be."""
-        return self._await(key, lambda view, now: view.may_write(key, now))
+        return self._await(key)
 
-    def _await(self, key: RankKey | None, question: Callable[[TicketView, float], bool | None]) -> bool:
-        """Waits for an answer to `question`. If a grant or a description comes too late, the transfer fails.
+    def _await(self, key: RankKey | None) -> bool:
+        """Waits until `TicketView.may_write` answers. The transfer fails if a grant or a description comes too late.
 
         It also fails if a lease has run out while its renewal is in flight.
         """
@@ -177,7 +177,7 @@ class Transfer:
                 now = time.monotonic()
                 if (overdue := self._view.overdue(key, now)) is not None:
                     self._fail(*overdue)
-                elif (answer := question(self._view, now)) is not None:
+                elif (answer := self._view.may_write(key, now)) is not None:
                     return answer
                 else:
                     self._changed.wait(max(0.0, self._view.grant_deadline - now))
