@@ -51,8 +51,6 @@ class _Lease:
     covers: frozenset[int]
     # Seconds that bytes of the writer may take to arrive.
     settle_s: float
-    # When the lease runs out unless the writer renews it.
-    ends: float
     # When bytes of the writer have arrived, unless its process is stopped.
     until: float
     # Whether it has reported, so that it begins no write any more.
@@ -61,6 +59,10 @@ class _Lease:
     settled: bool = False
     # Whether its process has ended.
     gone: bool = False
+
+    def has_run_out(self, now: float) -> bool:
+        """Returns whether the writer has neither reported nor renewed its lease in time."""
+        return not self.reported and now >= self.until - self.settle_s
 
     def is_over(self, now: float) -> bool:
         """Returns whether no byte of the writer can arrive any more."""
@@ -151,8 +153,7 @@ class DecodeTicket:
         covers = frozenset(request.covers)
         if lease is not None and lease.covers != covers:
             return GrantRefused("a renewal must cover the same tensors as the grant", retry=False)
-        ends = now + self.lease_s
-        until = ends + request.settle_s
+        until = now + self.lease_s + request.settle_s
         if lease is None:
             if self._has_other(writer) or len(self._leases) == MAX_WRITERS:
                 return GrantRefused(
@@ -161,9 +162,9 @@ class DecodeTicket:
             claimed = {(t, w.rank) for w, other in self._leases.items() for t in other.covers}
             if not {(tensor, writer.rank) for tensor in covers} <= self._missing - claimed:
                 return GrantRefused("the writer covers tensors that it must not write", retry=False)
-            self._leases[writer] = _Lease(covers, request.settle_s, ends, until)
+            self._leases[writer] = _Lease(covers, request.settle_s, until)
         else:
-            lease.ends, lease.until, lease.settle_s = ends, until, request.settle_s
+            lease.until, lease.settle_s = until, request.settle_s
             lease.gone = False
         return Granted(self.lease_s)
 
@@ -223,7 +224,7 @@ class DecodeTicket:
         """Lets time pass. The ticket fails if a lease has run out, or its deadline has passed."""
         if self.state is not TicketState.OPEN:
             return
-        lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.ends]
+        lost = [writer for writer, lease in self._leases.items() if lease.has_run_out(now)]
         if lost:
             self.fail(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
         elif now >= self.deadline:
@@ -233,7 +234,7 @@ class DecodeTicket:
 
     def is_quiesced(self, now: float) -> bool:
         """Returns whether the ticket has ended and no writer can write any more, so that its blocks may be released."""
-        return self.state in (TicketState.RECEIVED, TicketState.FAILED) and self._silent(now)
+        return self.state is not TicketState.OPEN and all(lease.is_over(now) for lease in self._leases.values())
 
     def live_writers(self) -> list[WriterId]:
         """Returns the writers that have not reported, so that they may begin a write."""
@@ -242,9 +243,6 @@ class DecodeTicket:
     def overdue(self, now: float) -> list[WriterId]:
         """Returns the writers whose time has passed, but whose process may be stopped and go on later."""
         return [w for w, lease in self._leases.items() if now >= lease.until and not lease.is_over(now)]
-
-    def _silent(self, now: float) -> bool:
-        return all(lease.is_over(now) for lease in self._leases.values())
 
     def _has_other(self, writer: WriterId) -> bool:
         """Returns whether the same rank has a grant for another transfer of this ticket."""
