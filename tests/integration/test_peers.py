@@ -10,12 +10,10 @@ import pytest
 
 from harness.scheduling import make_ticket
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.compatibility import FitCheck
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
-from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.control import ControlPlane
@@ -59,7 +57,7 @@ def make_control() -> Iterator[Callable[[], ControlPlane]]:
                 RunningTime(),
                 LoadedWeights(),
                 Routes(rank_info, caches),
-                FitCheck(rank_info, ConnectorConfig(), caches, TransportInfo("tcp")),
+                lambda description: None,
                 PrefillObserver(),
             )
         )

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.tickets import ticket_with
-from vllm_ascend_pd.core.compatibility import FitCheck, different_settings, foreign, mismatch, unsound
-from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
+from vllm_ascend_pd.core.compatibility import different_settings, foreign, misfit, mismatch, unsound
+from vllm_ascend_pd.core.config import parse_config
 from vllm_ascend_pd.core.hosts import AnyHost, decode_hosts
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.protocol import (
@@ -64,8 +64,12 @@ def engine(
     return EngineDescription("decode-0", model, tp, len(stages), ranks)
 
 
+def prefill_rank(**settings: str) -> RankInfo:
+    return RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,), settings=settings)
+
+
 def found(ours: RankCaches, decode: EngineDescription) -> str | None:
-    return mismatch(ours, MODEL, 0, sharding(1), True, decode)
+    return mismatch(ours, prefill_rank(), decode)
 
 
 @pytest.mark.parametrize(
@@ -228,20 +232,9 @@ def test_a_ticket_that_deals_out_tokens_otherwise_than_its_engine(dcp, interleav
 ROTATED = {"rope_theta": "20000"}
 
 
-def misfit(
-    rank_info: RankInfo,
-    config: ConnectorConfig,
-    caches: RankCaches,
-    transport: TransportInfo,
-    decode: EngineDescription,
-) -> str | None:
-    return FitCheck(rank_info, config, caches, transport).misfit(decode)
-
-
 def misfit_of(settings: dict[str, str], **config: object) -> str | None:
-    rank_info = RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,), settings={"rope_theta": "10000"})
     described = msgspec.structs.replace(engine(), settings=settings)
-    return misfit(rank_info, parse_config(config), caches(), TransportInfo(), described)
+    return misfit(prefill_rank(rope_theta="10000"), parse_config(config), caches(), TransportInfo(), described)
 
 
 def test_other_settings_are_refused_unless_prefill_allows_it(caplog):
@@ -254,7 +247,7 @@ def test_other_settings_are_refused_unless_prefill_allows_it(caplog):
 
 
 def test_a_transport_that_cannot_write_to_one_of_decodes_ranks_is_refused():
-    rank_info = RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+    rank_info = prefill_rank()
     ours = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", "client/server", "AutoConnect")
     theirs = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.11.post1", "comm", "Connect")
     described = engine(2)
@@ -390,7 +383,7 @@ def test_whatever_decodes_is_sound_or_refused_with_a_reason(description):
     reason = unsound(description, AnyHost())
     assert reason is None or (reason.isprintable() and len(reason) < 1000)
     if reason is None:
-        mismatch(caches(), MODEL, 0, sharding(1), True, description)
+        mismatch(caches(), prefill_rank(), description)
         different = different_settings({"rope_theta": "10000"}, description.settings)
         assert different is None or (different.isprintable() and len(different) < 3000)
         DecodeLayout(description)

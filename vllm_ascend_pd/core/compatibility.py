@@ -3,7 +3,6 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -17,16 +16,14 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo, Sharding, TopologyError, held
 
 
-def mismatch(
-    caches: RankCaches, model: str, rank: int, prefill: Sharding, whole_model: bool, decode: EngineDescription
-) -> str | None:
-    """Returns why prefill's `rank` cannot send to `decode`, with both sides' values; None if it can.
+def mismatch(caches: RankCaches, rank_info: RankInfo, decode: EngineDescription) -> str | None:
+    """Returns why a prefill rank cannot send to `decode`, with both sides' values; None if it can.
 
-    `whole_model`: this rank holds every layer (no pipeline parallelism), so layers that only decode has count, too.
+    Without pipeline parallelism the rank holds every layer, so layers that only decode has count, too.
     Draft layers may be on one side only: output is right without their KV, since drafts are verified.
     """
-    if model != decode.model:
-        return f"prefill serves {model}, decode serves {decode.model}"
+    if rank_info.model != decode.model:
+        return f"prefill serves {rank_info.model}, decode serves {decode.model}"
     our_draft, their_draft = caches.draft, decode.draft
     # By tensor, from all ranks that have it.
     theirs: dict[tuple[str, int], dict[Geometry, None]] = {}
@@ -44,12 +41,12 @@ def mismatch(
     }
     if missing := sorted(ours.keys() - theirs.keys()):
         return f"prefill has cache {missing[0]} that decode lacks ({len(ours)} against {len(theirs)} tensors)"
-    if whole_model and (missing := sorted(theirs.keys() - ours.keys())):
+    if rank_info.pp == 1 and (missing := sorted(theirs.keys() - ours.keys())):
         return f"decode has cache {missing[0]} that prefill lacks ({len(theirs)} against {len(ours)} tensors)"
     for (layer, part), index in ours.items():
         tensor = caches.tensors[index]
         for other in theirs[layer, part]:
-            if (reason := _unequal(caches.geometry_of(tensor), rank, prefill, other, decode)) is not None:
+            if (reason := _unequal(caches.geometry_of(tensor), rank_info, other, decode)) is not None:
                 return f"{layer}: {reason}"
         if scales[layer, part] != {tensor.scales}:
             return f"{layer}: prefill and decode have other scales for KV in int8: they need the same checkpoint"
@@ -104,7 +101,7 @@ def different_settings(prefill: Mapping[str, str], decode: Mapping[str, str]) ->
     return f"the engines compute other KV: {'; '.join(named)}{more}"
 
 
-def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, decode: EngineDescription) -> str | None:
+def _unequal(mine: Geometry, rank_info: RankInfo, other: Geometry, decode: EngineDescription) -> str | None:
     """Returns why blocks of `mine` cannot be written into blocks of `other`; None if they can."""
     sent = mine.sent
     compared = ("kind", "packing", "dtype", "order", "total_heads", "head_bytes", "group", "tokens_per_entry")
@@ -114,7 +111,7 @@ def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, deco
             named = [getattr(value, "value", value) for value in values]
             return f"{what} is {named[0]} on prefill, {named[1]} on decode"
     try:
-        make_route(mine, rank, prefill, decode.sharding, other.ticket_block_size(decode.dcp))
+        make_route(mine, rank_info.rank, rank_info.sharding, decode.sharding, other.ticket_block_size(decode.dcp))
     except (LayoutError, TopologyError) as error:
         return str(error)
     return None
@@ -214,42 +211,36 @@ def foreign(
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class FitCheck:
-    """Checks decode engines for one prefill rank."""
+def misfit(
+    rank_info: RankInfo,
+    config: ConnectorConfig,
+    caches: RankCaches,
+    transport: TransportInfo,
+    description: EngineDescription,
+) -> str | None:
+    """Returns why this prefill rank cannot send to the decode engine that described itself, None if it can.
 
-    rank_info: RankInfo
-    config: ConnectorConfig
-    caches: RankCaches
-    transport: TransportInfo
-
-    def misfit(self, description: EngineDescription) -> str | None:
-        """Returns why this rank cannot send to the decode engine that described itself, None if it can.
-
-        Warns of differences that are allowed but cost something.
-        """
-        rank_info = self.rank_info
-        if description.draft not in ("", rank_info.draft):
-            logger.warning(
-                "decode engine %s drafts with %s, prefill with %s: the draft's KV of prompts is not sent, and fewer of "
-                "its tokens will be accepted",
-                description.engine_id,
-                description.draft,
-                rank_info.draft or "no layers of its own",
-            )
-        whole = rank_info.pp == 1
-        reason = mismatch(self.caches, rank_info.model, rank_info.rank, rank_info.sharding, whole, description)
-        if reason is not None:
+    Warns of differences that are allowed but cost something.
+    """
+    if description.draft not in ("", rank_info.draft):
+        logger.warning(
+            "decode engine %s drafts with %s, prefill with %s: the draft's KV of prompts is not sent, and fewer of "
+            "its tokens will be accepted",
+            description.engine_id,
+            description.draft,
+            rank_info.draft or "no layers of its own",
+        )
+    if (reason := mismatch(caches, rank_info, description)) is not None:
+        return reason
+    for rank in description.ranks:
+        if (reason := cannot_write(transport, rank.transport)) is not None:
             return reason
-        for rank in description.ranks:
-            if (reason := cannot_write(self.transport, rank.transport)) is not None:
-                return reason
-        different = different_settings(rank_info.settings, description.settings)
-        if different is not None and self.config.allow_other_model:
-            logger.warning(
-                "decode engine %s: %s: allow_other_model is set, so answers may be wrong",
-                description.engine_id,
-                different,
-            )
-            return None
-        return different
+    different = different_settings(rank_info.settings, description.settings)
+    if different is not None and config.allow_other_model:
+        logger.warning(
+            "decode engine %s: %s: allow_other_model is set, so answers may be wrong",
+            description.engine_id,
+            different,
+        )
+        return None
+    return different

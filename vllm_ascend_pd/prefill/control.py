@@ -10,12 +10,12 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from vllm_ascend_pd.core.compatibility import FitCheck, foreign, unsound
+from vllm_ascend_pd.core.compatibility import foreign, unsound
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.observer import PrefillObserver
@@ -120,7 +120,7 @@ class ControlPlane:
         running_time: RunningTime,
         loaded: LoadedWeights,
         routes: Routes,
-        fit: FitCheck,
+        misfit: Callable[[EngineDescription], str | None],
         observer: PrefillObserver,
     ) -> None:
         """Starts the thread."""
@@ -128,7 +128,7 @@ class ControlPlane:
         self._engine = engine
         self._running_time = running_time
         self._routes = routes
-        self._fit = fit
+        self._misfit = misfit
         self._observer = observer
         self._timeout_s = config.control_timeout_s
         signed = config.ticket_secret_file is not None
@@ -292,7 +292,7 @@ class ControlPlane:
             peer.endpoints.update(rank.control for rank in answer.ranks)
             if answer.engine_id == peer.engine_id:
                 self._take_over(peer)
-                reason = self._fit.misfit(answer)
+                reason = self._misfit(answer)
             else:
                 reason = f"engine {answer.engine_id} answers in place of {peer.engine_id}"
         else:

@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
-from vllm_ascend_pd.core.compatibility import FitCheck
+from vllm_ascend_pd.core.compatibility import misfit
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import BlockKind
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus
@@ -88,7 +89,7 @@ class PrefillWorker(ConnectorRole):
             self._running_time,
             loaded,
             routes,
-            FitCheck(rank_info, config, caches.description, engine.transport),
+            partial(misfit, rank_info, config, caches.description, engine.transport),
             self._observer,
         )
         # None if each layer has a buffer of its own.

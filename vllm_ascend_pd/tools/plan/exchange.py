@@ -185,8 +185,8 @@ def _check_fit(
     described = tuple(RankDescription(*rank, "", "", caches) for rank, caches in d_ranks.items())
     description = EngineDescription("decode", name, decode.tp, decode.pp, described)
     for rank, caches in p_ranks.items():
-        reason = mismatch(caches, name, rank.tp_rank, prefill.sharding, prefill.pp == 1, description)
-        if reason is not None:
+        rank_info = topology.RankInfo("prefill", name, "", rank.tp_rank, prefill.sharding, rank.pp_rank, prefill.pp, ())
+        if (reason := mismatch(caches, rank_info, description)) is not None:
             raise PlanError(reason)
 
 
