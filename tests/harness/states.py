@@ -15,7 +15,7 @@ from harness.kv import Model, Prompt
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair
 from vllm_ascend_pd.core.caches import StateSpec
-from vllm_ascend_pd.core.layout import LayerState, StatePartition, partition_states
+from vllm_ascend_pd.core.layout import LayerState, partition_states
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import aligned_buffer
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES
@@ -55,7 +55,7 @@ class States:
     ) -> tuple[torch.Tensor, list[torch.Tensor], StateSpec]:
         """Returns a rank's memory, all zero, views of each state in it, `[num_blocks, ...]`, and what it holds."""
         shapes = [state.shape for state in self.of_rank(rank, tp, conv_axis)]
-        dealt = partition_states(StatePartition(self.kind, tp, self.groups, conv_axis), shapes)
+        dealt = partition_states(self.kind, tp, self.groups, conv_axis, shapes)
         states = tuple(LayerState(shape, "float32", 4, axis, s) for shape, (axis, s) in zip(shapes, dealt, strict=True))
         page = sum(state.nbytes for state in states) + SLACK
         alignment = REGISTRATION_BYTES if device == "npu" else 64

@@ -17,7 +17,6 @@ from vllm_ascend_pd.core.layout import (
     LayerState,
     LayoutError,
     Section,
-    StatePartition,
     partition_states,
 )
 from vllm_ascend_pd.core.plan import Units, descriptors, make_route
@@ -79,10 +78,10 @@ def _copy(destination: int, source: int, nbytes: int) -> None:
 
 
 def test_states_of_an_unknown_kind_fit_equal_sizes_only() -> None:
-    dealt = partition_states(StatePartition("SOMETHING_NEW", 4, None, 0), [(3, 5), (7, 2)])
+    dealt = partition_states("SOMETHING_NEW", 4, None, 0, [(3, 5), (7, 2)])
     assert dealt == [(0, (Section(1, 4, 3),)), (0, (Section(1, 4, 7),))]
     # A description with 4 heads in all meets one with 2: refused as total_heads differ.
-    assert partition_states(StatePartition("SOMETHING_NEW", 2, None, 0), [(6, 5)])[0][1][0].total_heads == 2
+    assert partition_states("SOMETHING_NEW", 2, None, 0, [(6, 5)])[0][1][0].total_heads == 2
 
 
 @pytest.mark.parametrize(
@@ -150,5 +149,4 @@ def test_blocks_of_a_group_of_states() -> None:
     group = StateGroup(4)
     assert group.holding([10, 11, 12], 0, 8, last=False) == []
     assert [group.holding([10, 11, 12], 0, stop, last=True) for stop in (1, 4, 5, 12)] == [[10], [10], [11], [12]]
-    assert group.ticket_blocks([0, 11, 12], 8) == [11]
     assert group.ticket_block_size == 1

@@ -27,7 +27,6 @@ from vllm_ascend_pd.core.layout import (
     LayerSpec,
     LayerState,
     LayoutError,
-    StatePartition,
     TokenShare,
     partition_states,
 )
@@ -417,12 +416,11 @@ def _states(layer: str, spec: Any, vllm_config: "VllmConfig") -> tuple[LayerStat
     tp = 1 if replicated else vllm_config.parallel_config.tensor_parallel_size
     config = vllm_config.model_config.hf_text_config
     groups = next((getattr(config, name) for name in _GROUPS_OF_B_AND_C if hasattr(config, name)), None)
-    partition = StatePartition(spec.mamba_type.name, tp, groups, conv_axis=0 if is_conv_state_dim_first() else 1)
+    conv_axis = 0 if is_conv_state_dim_first() else 1
+    partition = partition_states(spec.mamba_type.name, tp, groups, conv_axis, spec.shapes)
     return tuple(
         LayerState(tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize, axis, sections)
-        for shape, dtype, (axis, sections) in zip(
-            spec.shapes, spec.dtypes, partition_states(partition, spec.shapes), strict=True
-        )
+        for shape, dtype, (axis, sections) in zip(spec.shapes, spec.dtypes, partition, strict=True)
     )
 
 

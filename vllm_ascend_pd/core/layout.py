@@ -370,52 +370,41 @@ class LayerState:
         return math.prod(self.shape) * self.itemsize
 
 
-@dataclass(frozen=True)
-class StatePartition:
-    """What decides how ranks share a layer's states."""
-
-    # Name of the layer's kind in vLLM's `MambaAttentionBackendEnum`.
-    kind: str
-    # Tensor-parallel size.
-    tp: int
-    # Mamba 2: groups of B and C in the whole model.
-    groups: int | None
-    # The dimension of the convolution's state that its channels are.
-    conv_axis: int
-
-
 def partition_states(
-    partition: StatePartition, shapes: Sequence[tuple[int, ...]]
+    kind: str, tp: int, groups: int | None, conv_axis: int, shapes: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, tuple[Section, ...]]]:
-    """Returns (axis, sections) of each state of a layer.
+    """Returns (axis, sections) of each state of a layer: how ranks share it.
+
+    `kind`: name of the layer's kind in vLLM's `MambaAttentionBackendEnum`. `tp`: tensor-parallel size.
+    `groups`: Mamba 2's groups of B and C in the whole model. `conv_axis`: the channels' dimension in the convolution's
+    state. `shapes`: of the states on this rank.
 
     A state of an unknown kind counts as one head per rank, so it fits only engines of the same tensor-parallel size.
     """
-    tp, axis = partition.tp, partition.conv_axis
 
     def evenly(heads: int, width: int = 1) -> Section:
         return Section(heads, heads * tp, width)
 
-    if partition.kind in ("MAMBA1", "MAMBA2", "GDN_ATTN") and len(shapes) == 2:
+    if kind in ("MAMBA1", "MAMBA2", "GDN_ATTN") and len(shapes) == 2:
         conv, recurrent = shapes
-        channels, heads, width = conv[axis], recurrent[0], recurrent[1]
+        channels, heads, width = conv[conv_axis], recurrent[0], recurrent[1]
         by_head = (0, (evenly(heads),))
-        if partition.kind == "MAMBA1":
-            return [(axis, (evenly(channels),)), by_head]
+        if kind == "MAMBA1":
+            return [(conv_axis, (evenly(channels),)), by_head]
         last = evenly(heads, width)  # Mamba 2's x, Gated DeltaNet's V
         key_width = recurrent[2]
         key_heads, rest = divmod(channels - last.channels, 2 * key_width)
         if key_heads > 0 and rest == 0:
-            if partition.kind == "GDN_ATTN":
+            if kind == "GDN_ATTN":
                 keys = evenly(key_heads, key_width)
-                return [(axis, (keys, keys, last)), by_head]
+                return [(conv_axis, (keys, keys, last)), by_head]
             # With fewer groups than ranks, vLLM gives each rank a copy of the group that its heads belong to.
-            total = key_heads * tp if partition.groups is None or partition.groups >= tp else partition.groups
+            total = key_heads * tp if groups is None or groups >= tp else groups
             group = Section(key_heads, total, key_width)
-            return [(axis, (last, group, group)), by_head]
-    if partition.kind == "SHORT_CONV" and len(shapes) == 1:
-        return [(axis, (evenly(shapes[0][axis]),))]
-    if partition.kind == "LINEAR" and len(shapes) == 1:
+            return [(conv_axis, (last, group, group)), by_head]
+    if kind == "SHORT_CONV" and len(shapes) == 1:
+        return [(conv_axis, (evenly(shapes[0][conv_axis]),))]
+    if kind == "LINEAR" and len(shapes) == 1:
         return [(0, (evenly(shapes[0][0]),))]
     return [(0, (Section(1, tp, shape[0]),)) for shape in shapes]
 
