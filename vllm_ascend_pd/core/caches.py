@@ -73,10 +73,6 @@ class TokenGroup:
         stop -= stop % self.tokens_per_entry
         return list(blocks[start // self.span : math.ceil(stop / self.span)])
 
-    def ticket_blocks(self, blocks: Sequence[int], num_tokens: int) -> list[int]:
-        """Returns those of a request's `blocks` that its ticket names. `num_tokens`: of the prompt."""
-        return self.holding(blocks, 0, num_tokens, last=True)
-
 
 @dataclass(frozen=True)
 class StateGroup:
@@ -94,9 +90,6 @@ class StateGroup:
     def holding(self, blocks: Sequence[int], start: int, stop: int, last: bool) -> list[int]:
         """As in `TokenGroup`. Without `last` there is none."""
         return [blocks[(stop - 1) // self.block_size]] if last else []
-
-    def ticket_blocks(self, blocks: Sequence[int], num_tokens: int) -> list[int]:
-        return self.holding(blocks, 0, num_tokens, last=True)
 
 
 CacheGroup: TypeAlias = TokenGroup | StateGroup

@@ -100,7 +100,9 @@ class TicketIssuer:
         ticket_id = secrets.token_hex(16)
         ticket = Ticket(
             request_id=self._requests.external_id(request),
-            remote_block_ids=[g.ticket_blocks(ids, num_tokens) for g, ids in zip(self.groups, blocks, strict=True)],
+            remote_block_ids=[
+                group.holding(ids, 0, num_tokens, last=True) for group, ids in zip(self.groups, blocks, strict=True)
+            ],
             remote_block_size=[group.ticket_block_size for group in self.groups],
             remote_engine_id=self._engine.engine_id,
             remote_host=self._engine.host,
