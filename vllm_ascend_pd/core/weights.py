@@ -95,12 +95,11 @@ class WeightUpdates:
     def __init__(self, rank: str, loaded: LoadedWeights) -> None:
         self._rank = rank
         self._loaded = loaded
-        self._at_start = loaded.current.version
         self._reported = 0
 
     def take_news(self) -> dict[str, int]:
         """Returns {rank: number of updates}, once for each number; else {}."""
-        count = self._count()
+        count = self._loaded.current.version
         if count == self._reported:
             return {}
         self._reported = count
@@ -108,10 +107,7 @@ class WeightUpdates:
 
     def are_unknown_to(self, known: dict[str, int]) -> bool:
         """Returns whether the scheduler made a step without knowing the latest update. `known`: as in the step."""
-        return known.get(self._rank, 0) != self._count()
-
-    def _count(self) -> int:
-        return self._loaded.current.version - self._at_start
+        return known.get(self._rank, 0) != self._loaded.current.version
 
 
 # Fingerprints of files.
