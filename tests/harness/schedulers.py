@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.connector.vllm_view import NAMES_ALL_PREEMPTED, VllmBlocks, VllmRequests
+from vllm_ascend_pd.connector.vllm_view import VllmBlocks, VllmRequests
 from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import AnyHost
@@ -27,10 +27,11 @@ def prefill_scheduler(
     pool: Any = None,
     media_hashing: str = "",
     allow_other_media: bool = False,
-    names_all_preempted: bool = NAMES_ALL_PREEMPTED,
+    names_all_preempted: bool = VllmRequests.names_all_preempted,
 ) -> PrefillScheduler:
     """A prefill engine's scheduler. It serves every ticket unless `admission` says otherwise."""
-    requests = VllmRequests(media_hashing, allow_other_media, names_all_preempted)
+    requests = VllmRequests(media_hashing, allow_other_media)
+    requests.names_all_preempted = names_all_preempted
     admission = admission or TicketAdmission(AnyHost())
     return PrefillScheduler(groups, requests, blocks_of(pool), IdleWait(0.05, in_flight=2), admission)
 

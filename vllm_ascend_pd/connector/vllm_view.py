@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 # failed blocks beside them.
 HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
 
-# From 0.30 on a step's output names every request that was preempted. Before, it leaves out those of a prefix cache
-# reset. vllm-ascend's SchedulerDynamicBatch names none.
-NAMES_ALL_PREEMPTED = HAS_TRANSFER_RESULTS
-
 # From 0.30 on vLLM asks the scheduler for statistics in every step. Before, it asks only if a rank has some, be they
 # empty.
 ASKS_SCHEDULER_FOR_STATS = hasattr(KVConnectorStats, "to_dict")
@@ -261,16 +257,14 @@ class VllmRequests:
     allow_other_media: prefill serves images, sounds and videos that cannot be compared with decode's.
     """
 
-    def __init__(
-        self,
-        media_hashing: str = "",
-        allow_other_media: bool = False,
-        names_all_preempted: bool = NAMES_ALL_PREEMPTED,
-    ) -> None:
+    # Before 0.30 a step's output leaves out requests preempted by a prefix cache reset. vllm-ascend's
+    # SchedulerDynamicBatch names none.
+    names_all_preempted = HAS_TRANSFER_RESULTS
+
+    def __init__(self, media_hashing: str = "", allow_other_media: bool = False) -> None:
         self._media_hashing = media_hashing
         self._allow_other_media = allow_other_media
         self._said_not_compared = False
-        self.names_all_preempted = names_all_preempted
 
     def external_id(self, request: "Request") -> str:
         return external_request_id(request.request_id)
