@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from harness.tickets import ticket_with
 from vllm_ascend_pd.connector import metrics as spans_module
-from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans, TransferSpan
+from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
 from vllm_ascend_pd.core.observer import ReceiveEnding
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.reasons import ReceiveFailure
@@ -95,12 +95,16 @@ def test_why_prefill_failed_is_not_quoted(spans: InMemorySpanExporter) -> None:
 
 @pytest.mark.parametrize("headers", [None, {}, {"tracestate": "a=1"}, {"traceparent": "00-zz"}])
 def test_without_a_trace_there_is_no_span(headers: object, spans: InMemorySpanExporter) -> None:
-    TransferSpan("kv_push", headers).end({}, "write")
+    pushes = PushSpans()
+    pushes.transfer_began("r", headers)
+    pushes.transfer_ended("r", TICKET, "write")
     assert not spans.get_finished_spans()
 
 
 def test_what_is_not_sampled_is_not_recorded(spans: InMemorySpanExporter) -> None:
-    TransferSpan("kv_push", {"traceparent": f"00-{TRACE}-{PARENT}-00"}).end({})
+    pushes = PushSpans()
+    pushes.transfer_began("r", {"traceparent": f"00-{TRACE}-{PARENT}-00"})
+    pushes.transfer_ended("r", TICKET, None)
     assert not spans.get_finished_spans()
 
 

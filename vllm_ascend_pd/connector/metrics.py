@@ -169,25 +169,33 @@ EARLY_BYTES = "kv_pd.bytes_before_prefill_end"
 _MAX_REASON_CHARS = 300
 
 
-class TransferSpan:
-    """A span that begins when it is made. Ending it puts it into a queue, and another thread sends it.
+class _TransferSpans:
+    """A span for each transfer of a side. Ending one puts it into a queue, and another thread sends it.
 
     Nothing is recorded without a request's trace headers. vLLM keeps these only if tracing is on.
     """
 
-    def __init__(self, name: str, headers: Mapping[str, str] | None) -> None:
+    def __init__(self, name: str) -> None:
+        """`name`: of the spans."""
         self._name = name
-        self._headers = headers
-        self._begun_ns = time.time_ns()
+        # By request id, of transfers that have not ended: the trace headers, and when it began (nanoseconds).
+        self._begun: dict[str, tuple[Mapping[str, str], int]] = {}
 
-    def end(self, attributes: dict[str, str | int], error: str | None = None, reason: str = "") -> None:
-        """Ends the span. `error`: how the transfer failed, in a word; None: it did not.
+    def _begin(self, request_id: str, headers: Mapping[str, str] | None) -> None:
+        if headers:
+            self._begun[request_id] = headers, time.time_ns()
+
+    def _end(
+        self, request_id: str, attributes: dict[str, str | int], error: str | None = None, reason: str = ""
+    ) -> None:
+        """Ends the request's span. `error`: how the transfer failed, in a word; None: it did not.
 
         Neither `error` nor `reason` may quote a client's or another engine's words about a prompt.
         """
-        if not self._headers:
+        if request_id not in self._begun:
             return
-        context = extract_trace_context(self._headers)
+        headers, begun_ns = self._begun.pop(request_id)
+        context = extract_trace_context(headers)
         if context is None:  # OpenTelemetry is not installed
             return
         from opentelemetry import trace
@@ -196,7 +204,7 @@ class TransferSpan:
             return  # the span would begin a trace of its own
         # vLLM has made the provider for this process.
         span = trace.get_tracer("vllm_ascend_pd").start_span(
-            self._name, context, attributes=attributes, start_time=self._begun_ns
+            self._name, context, attributes=attributes, start_time=begun_ns
         )
         if error is not None:
             span.set_attribute("error.type", error)
@@ -204,45 +212,38 @@ class TransferSpan:
         span.end()
 
 
-class PushSpans(PrefillSchedulerObserver):
+class PushSpans(_TransferSpans, PrefillSchedulerObserver):
     """A span `kv_push` for each transfer of a prefill engine."""
 
     def __init__(self) -> None:
-        self._spans: dict[str, TransferSpan] = {}  # by request id, of transfers that have not ended
+        super().__init__("kv_push")
 
     def transfer_began(self, request_id: str, trace_headers: Mapping[str, str] | None) -> None:
-        if trace_headers:
-            self._spans[request_id] = TransferSpan("kv_push", trace_headers)
+        self._begin(request_id, trace_headers)
 
     def ticket_refused(self, request_id: str, reason: str) -> None:
-        if span := self._spans.pop(request_id, None):
-            span.end({}, PushFailure.TICKET.value, reason)
+        self._end(request_id, {}, PushFailure.TICKET.value, reason)
 
     def transfer_ended(self, request_id: str, ticket: Ticket, failure: str | None) -> None:
-        if (span := self._spans.pop(request_id, None)) is None:
-            return
         attributes: dict[str, str | int] = {
             REQUEST_ID: ticket.request_id,
             DECODE_ENGINE: ticket.remote_engine_id,
             TOKENS: ticket.num_tokens - ticket.remote_cached_tokens,
             CACHED_TOKENS: ticket.remote_cached_tokens,
         }
-        span.end(attributes, None if failure is None else "not_delivered", failure or "")
+        self._end(request_id, attributes, None if failure is None else "not_delivered", failure or "")
 
 
-class ReceiveSpans(DecodeSchedulerObserver):
+class ReceiveSpans(_TransferSpans, DecodeSchedulerObserver):
     """A span `kv_receive` for each ticket of a decode engine."""
 
     def __init__(self) -> None:
-        self._spans: dict[str, TransferSpan] = {}  # by request id, of tickets that have not ended
+        super().__init__("kv_receive")
 
     def ticket_issued(self, request_id: str, ticket: Ticket, trace_headers: Mapping[str, str] | None) -> None:
-        if trace_headers:
-            self._spans[request_id] = TransferSpan("kv_receive", trace_headers)
+        self._begin(request_id, trace_headers)
 
     def transfer_ended(self, request_id: str, ending: ReceiveEnding) -> None:
-        if (span := self._spans.pop(request_id, None)) is None:
-            return
         ticket, cause = ending.ticket, ending.cause
         attributes: dict[str, str | int] = {
             REQUEST_ID: ticket.request_id,
@@ -252,4 +253,4 @@ class ReceiveSpans(DecodeSchedulerObserver):
         }
         # The reason of a failed prefill is the metaserver's text, which may quote an engine's error about a prompt.
         reason = "" if cause is ReceiveFailure.PREFILL else ending.failure
-        span.end(attributes, None if cause is None else cause.value, reason)
+        self._end(request_id, attributes, None if cause is None else cause.value, reason)
