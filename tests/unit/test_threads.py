@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from vllm_ascend_pd.core import threads
-from vllm_ascend_pd.core.threads import WrongThreadError, hand_over, owned
+from vllm_ascend_pd.core.threads import WrongThreadError, owned
 
 
 class Counter:
@@ -34,10 +34,3 @@ def test_a_call_from_another_thread_fails() -> None:
     with pytest.raises(WrongThreadError, match=r"Counter\.add runs on other_0, but MainThread owns the Counter"):
         on_another_thread(counter)
     assert counter.count == 2
-
-
-def test_an_owner_hands_over() -> None:
-    counter = Counter()
-    counter.add()
-    hand_over(counter)
-    assert on_another_thread(counter) == 2

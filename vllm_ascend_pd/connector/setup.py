@@ -80,9 +80,8 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -
 def own_host() -> str:
     """Returns the address that vLLM knows this host by. Raises ConfigError for that of all interfaces by accident."""
     from vllm import envs
-    from vllm.utils.network_utils import get_ip
 
-    host: str = get_ip()
+    host = host_address()
     if host in ("0.0.0.0", "::") and not envs.VLLM_HOST_IP:
         raise ConfigError(
             "vLLM does not know this host's address, and listening on all interfaces is not allowed: set VLLM_HOST_IP"

@@ -165,20 +165,15 @@ def tell_all(interface: type[_Observer], *listeners: _Observer | None) -> _Obser
     nothing. So observing costs no more than what listens.
     """
     observer = interface()
-    for name in vars(interface):
+    for name, default in vars(interface).items():
         if name.startswith("_"):
             continue
-        default = getattr(interface, name)
-        heard = [getattr(each, name) for each in listeners if each is not None and _overrides(each, name, default)]
+        heard = [getattr(each, name) for each in listeners if each and getattr(type(each), name) is not default]
         if len(heard) == 1:
             setattr(observer, name, heard[0])
         elif heard:
             setattr(observer, name, _one_after_the_other(heard))
     return observer
-
-
-def _overrides(listener: object, name: str, default: Any) -> bool:
-    return name in vars(listener) or getattr(type(listener), name) is not default
 
 
 def _one_after_the_other(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:

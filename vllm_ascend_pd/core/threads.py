@@ -40,8 +40,3 @@ def check_owner(thing: object, action: str) -> None:
     owner = vars(thing).setdefault(_OWNER, thread)  # atomic
     if owner is not thread:
         raise WrongThreadError(f"{action} runs on {thread.name}, but {owner.name} owns the {type(thing).__name__}")
-
-
-def hand_over(thing: object) -> None:
-    """The next thread that calls an `owned` method becomes the owner. Only for a thread that stops using `thing`."""
-    vars(thing).pop(_OWNER, None)
