@@ -3,7 +3,6 @@
 
 import re
 
-import msgspec
 import pytest
 
 from vllm_ascend_pd.core.config import (
@@ -17,11 +16,7 @@ from vllm_ascend_pd.core.config import (
 
 KEYS = UserConfig.__struct_fields__
 MAY_BE_ZERO = ("decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens")
-TIMES_AND_SIZES = [
-    field.name
-    for field in msgspec.structs.fields(UserConfig)
-    if field.type in (int, float, int | None) and field.name not in MAY_BE_ZERO
-]
+TIMES = [name for name in KEYS if name.endswith("_s")]
 
 
 def test_every_key_has_a_default():
@@ -126,17 +121,17 @@ def test_a_value_of_the_wrong_type(key, value):
         parse_config({key: value})
 
 
-@pytest.mark.parametrize("name", TIMES_AND_SIZES)
+@pytest.mark.parametrize("name", [*TIMES, "bootstrap_port", "staging_slots"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_times_and_sizes_are_positive(name, value):
-    with pytest.raises(ConfigError, match=f"`{name}` must be positive"):
+    with pytest.raises(ConfigError, match=rf"Expected `.*` >=? .* - at `\$\.{name}`"):
         parse_config({name: value})
 
 
-@pytest.mark.parametrize("name", [name for name in TIMES_AND_SIZES if name.endswith("_s")])
+@pytest.mark.parametrize("name", TIMES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_times_are_finite(name, value):
-    with pytest.raises(ConfigError, match=f"`{name}` must be positive and finite"):
+    with pytest.raises(ConfigError, match=rf"Expected `float` .* - at `\$\.{name}`"):
         parse_config({name: value})
 
 
@@ -153,19 +148,19 @@ def test_a_share_of_requests_is_verified(value, share):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"lease_s": 0.5}, "`lease_s` must be from 1 second to a day, not 0.5"),
-        ({"lease_s": 86401}, "`lease_s` must be from 1 second to a day"),
-        ({"write_timeout_s": 601}, "`write_timeout_s` must be at most 600 seconds"),
-        ({"queue_timeout_s": 86401}, "`queue_timeout_s` must be at most a day"),
-        ({"hold_timeout_s": 86401}, "`hold_timeout_s` must be at most a day"),
-        ({"bootstrap_port": 65536}, "`bootstrap_port` must be at most 65535"),
-        *(({name: -1}, f"`{name}` must not be negative") for name in MAY_BE_ZERO),
-        ({"decode_prompt_share": float("nan")}, "`decode_prompt_share` must not be negative"),
-        ({"decode_prompt_share": 1.5}, "`decode_prompt_share` must be at most 1, not 1.5"),
+        ({"lease_s": 0.5}, r"Expected `float` >= 1.0 - at `\$\.lease_s`"),
+        ({"lease_s": 86401}, r"Expected `float` <= 86400.0 - at `\$\.lease_s`"),
+        ({"write_timeout_s": 601}, r"Expected `float` <= 600.0 - at `\$\.write_timeout_s`"),
+        ({"queue_timeout_s": 86401}, r"Expected `float` <= 86400.0 - at `\$\.queue_timeout_s`"),
+        ({"hold_timeout_s": 86401}, r"Expected `float` <= 86400.0 - at `\$\.hold_timeout_s`"),
+        ({"bootstrap_port": 65536}, r"Expected `int` <= 65535 - at `\$\.bootstrap_port`"),
+        *(({name: -1}, rf"Expected `.*` >= 0.* - at `\$\.{name}`") for name in MAY_BE_ZERO),
+        ({"decode_prompt_share": float("nan")}, r"Expected `float` >= 0.0 - at `\$\.decode_prompt_share`"),
+        ({"decode_prompt_share": 1.5}, r"Expected `float` <= 1.0 - at `\$\.decode_prompt_share`"),
         ({"who_computes": "decode"}, "who_computes"),
         ({"verify_kv": "on"}, "verify_kv"),
-        ({"verify_kv": 1.5}, "`verify_kv` must be `off`, `all`, or from 0 to 1, not 1.5"),
-        ({"verify_kv": float("nan")}, "`verify_kv` must be `off`, `all`, or from 0 to 1"),
+        ({"verify_kv": 1.5}, r"Expected `float` <= 1.0 - at `\$\.verify_kv`"),
+        ({"verify_kv": float("nan")}, r"Expected `float` >= 0.0 - at `\$\.verify_kv`"),
         ({"decode_allowlist": ["10.0.0.1:80"]}, "`decode_allowlist`: '10.0.0.1:80' is not a host"),
         (
             {"tls_config": {"ssl_enable": True, "ssl_keyfile_password": "a", "ssl_keyfile_password_file": "/b"}},

@@ -6,8 +6,8 @@ below the fields are the reference of docs/configuration.md (`scripts/config_ref
 """
 
 import difflib
-import math
-from typing import Any, Literal
+import sys
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -37,7 +37,15 @@ REMOVED = {
 }
 """Keys of earlier versions, each with what holds instead."""
 
-_MAY_BE_ZERO = ("decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens", "metaserver_retries")
+# Upper bounds: what the messages that carry these times (or multiples of them) allow.
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+_UpToADay = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+_LeaseSeconds = Annotated[float, msgspec.Meta(ge=1, le=86400)]
+_WriteSeconds = Annotated[float, msgspec.Meta(gt=0, le=600)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Positive = Annotated[int, msgspec.Meta(gt=0)]
+_NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+_Port = Annotated[int, msgspec.Meta(gt=0, le=65535)]
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,27 +80,27 @@ class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a user sets. Times are seconds, sizes bytes. Files with secrets must be regular files of mode 0600."""
 
-    transfer_timeout_s: float = 480.0
+    transfer_timeout_s: _Seconds = 480.0
     """Longest time from prefill's first request for a grant until the KV has arrived. Time in a queue for prefill does
     not count while the proxy says that the ticket waits."""
-    queue_timeout_s: float = 3600.0
+    queue_timeout_s: _UpToADay = 3600.0
     """Longest time from issuing a ticket until prefill begins: in the proxy's line and in prefill's queue. A signed
     ticket expires after this time. At most a day."""
-    lease_s: float = 20.0
+    lease_s: _LeaseSeconds = 20.0
     """How long a grant lasts unless it is renewed. Bounds how long a dead prefill engine holds decode's blocks. 1 to
     86,400."""
-    write_timeout_s: float = 10.0
+    write_timeout_s: _WriteSeconds = 10.0
     """Longest time that one batch of the transfer engine may take. At most 600. Over `ascend` it is at least the time
     that RoCE needs to repair a link (34 s)."""
-    collective_timeout_s: float = 60.0
+    collective_timeout_s: _Seconds = 60.0
     """Longest time of one all-to-all. After a longer one the engine must be restarted."""
-    hold_timeout_s: float | None = None
+    hold_timeout_s: _UpToADay | None = None
     """Longest time that a computed prompt keeps its blocks on prefill until decode's ticket comes, behind a router that
     asks prefill first. At most a day. None: 480 s. In a MultiConnector, None means that no such prompts are kept."""
-    bootstrap_port: int | None = None
+    bootstrap_port: _Port | None = None
     """Port where prefill tells routers for MooncakeConnector its engine id (routers.md). None: what the environment
     variable VLLM_MOONCAKE_BOOTSTRAP_PORT says, or no such port."""
-    staging_slots: int | None = None
+    staging_slots: _Positive | None = None
     """Number of buffers for regrouped layers, each for one layer of one step's tokens. None: 4, or 2 where a step may
     have more than 8192 tokens."""
     metaserver_allowlist: tuple[str, ...] = ()
@@ -120,19 +128,19 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who computes prompts, or what decode has not cached of them. `auto`: decode computes those that it computes
     sooner than prefill would. `prefill`: prefill computes all, unless a request asks for decode. `never`: decode
     computes none, not even that of a preempted request. Read by decode, as are the next three."""
-    decode_prompt_tokens: int | None = None
+    decode_prompt_tokens: _NotNegative | None = None
     """With `auto`: the most tokens of a prompt, beyond decode's cache, that decode computes. None: tuned by measuring.
     """
-    decode_prompt_share: float = 0.1
+    decode_prompt_share: _Share = 0.1
     """The largest share of its time that decode spends on prompts while it generates for other requests. 0 to 1."""
-    max_decode_prompt_tokens: int = 16384
+    max_decode_prompt_tokens: _NotNegative = 16384
     """Most tokens of a prompt, beyond decode's cache, that decode computes if the request asks for it, or if no prefill
     engine is well. 0: none."""
     allow_other_model: bool = False
     """Accept KV of another model. **Answers may be wrong without any sign.** For checkpoints that differ although you
     know that they mean the same. On prefill it allows other settings, and images, sounds and videos that cannot be
     compared with decode's. On decode it allows other weights. Shapes and cache data types must still be equal."""
-    verify_kv: Literal["off", "all"] | float = "off"
+    verify_kv: Literal["off", "all"] | _Share = "off"
     """Which requests' KV is compared with what prefill computed ([garbled.md](garbled.md)): `off`, `all`, or a share of
     them from 0 to 1. The smaller share of prefill and decode counts. A request whose KV differs fails, or decode
     computes it (`kv_load_failure_policy`)."""
@@ -159,31 +167,6 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.staging_slots or (4 if step_tokens <= 8192 else 2)
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, bool) or name in (*_MAY_BE_ZERO, "verify_kv"):
-                continue
-            if isinstance(value, (int, float)) and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be positive and finite, not {value}")
-        for name in _MAY_BE_ZERO:
-            value = getattr(self, name)
-            if value is not None and not value >= 0:  # NaN is not
-                raise ValueError(f"`{name}` must not be negative, not {value}")
-        if not 0 <= self.verified_share <= 1:
-            raise ValueError(f"`verify_kv` must be `off`, `all`, or from 0 to 1, not {self.verify_kv}")
-        if self.decode_prompt_share > 1:
-            raise ValueError(f"`decode_prompt_share` must be at most 1, not {self.decode_prompt_share}")
-        # Upper bounds: what the messages that carry these times (or multiples of them) allow.
-        if not 1.0 <= self.lease_s <= 86400.0:
-            raise ValueError(f"`lease_s` must be from 1 second to a day, not {self.lease_s}")
-        if self.queue_timeout_s > 86400.0:
-            raise ValueError(f"`queue_timeout_s` must be at most a day (86400), not {self.queue_timeout_s}")
-        if self.hold_timeout_s is not None and self.hold_timeout_s > 86400.0:
-            raise ValueError(f"`hold_timeout_s` must be at most a day (86400), not {self.hold_timeout_s}")
-        if self.bootstrap_port is not None and self.bootstrap_port > 65535:
-            raise ValueError(f"`bootstrap_port` must be at most 65535, not {self.bootstrap_port}")
-        if self.write_timeout_s > 600.0:
-            raise ValueError(f"`write_timeout_s` must be at most 600 seconds, not {self.write_timeout_s}")
         for name in ("decode_allowlist", "prefill_allowlist"):
             try:
                 HostList(getattr(self, name), "")
