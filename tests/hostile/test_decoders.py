@@ -20,6 +20,7 @@ import pytest
 from examples import PLAIN, RANK
 from mutate import hostile_bytes, json_text, msgpack
 
+from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.config import ConfigError, UserConfig, parse_config
 from vllm_ascend_pd.core.protocol import PROTOCOL_VERSION, ProtocolError, RankDescription, decode, encode
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
@@ -94,9 +95,9 @@ def _parsed_ticket(data: bytes) -> None:
     if not isinstance(params, dict):
         assert wanted == (False, False)
         raise ValueError("no object")
-    for groups, states in ((2, {1}), (1, set())):
+    for groups in ([TokenGroup(16), StateGroup(16)], [TokenGroup(16)]):
         with contextlib.suppress(TicketError):
-            _use(parse_ticket(params, 60, groups, states))
+            _use(parse_ticket(params, 60, groups))
 
 
 def _use(ticket: Ticket) -> None:

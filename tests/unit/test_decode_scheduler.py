@@ -102,7 +102,7 @@ def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
         scheduler.allocated(wanting(metaserver.url), BLOCKS, PROMPT)
         scheduler.build_step({})
         eventually(lambda: metaserver.bodies)
-    ticket = parse_ticket(metaserver.bodies[0], PROMPT, 1)
+    ticket = parse_ticket(metaserver.bodies[0], PROMPT, [TokenGroup(BLOCK)])
     verify(ticket, secret)
     assert before + 480 <= ticket.expires_at <= time.time() + 481
 
@@ -116,7 +116,7 @@ def test_a_request_gets_a_ticket(scheduler, metaserver):
     assert (step.cancelled, step.prefilled, step.wait_s) == ({}, [], 0.0)
     assert step_with(scheduler, lambda step: step.prefilled).prefilled == [expect.ticket_id]
     [body] = metaserver.bodies
-    ticket = parse_ticket(body, PROMPT, 1)  # as prefill reads it
+    ticket = parse_ticket(body, PROMPT, [TokenGroup(BLOCK)])  # as prefill reads it
     assert ticket == ticket_with(
         request_id="r",
         remote_block_ids=[[7, 1, 5]],

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from harness.tickets import ticket_with
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import parse_ticket
@@ -35,7 +36,7 @@ def test_token_ids_are_taken_out() -> None:
     taken = read_ticket(posted([5, 0, 2**31 - 1]))
     assert taken.token_ids is not None
     assert bytes(taken.token_ids) == b"[5,0,2147483647]"
-    assert parse_ticket(json.loads(taken.encoded), PROMPT, 1) == WHOLE
+    assert parse_ticket(json.loads(taken.encoded), PROMPT, [TokenGroup(16)]) == WHOLE
     assert "token_ids" not in json.loads(taken.encoded)
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from harness.tickets import ticket_with
+from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.ticket import (
     MAX_TP,
@@ -39,12 +40,13 @@ PARAMS = {
     "ticket_id": TICKET_ID,
     "num_tokens": 10,
 }
+TOKENS = [TokenGroup(4)]
 REQUIRED = [field.name for field in msgspec.structs.fields(Ticket) if field.required]
 
 
 def test_a_ticket_comes_back_as_it_was_sent():
     sent = Ticket(**PARAMS)
-    received = parse_ticket(json.loads(json.dumps(msgspec.to_builtins(sent))), 10, 1)
+    received = parse_ticket(json.loads(json.dumps(msgspec.to_builtins(sent))), 10, TOKENS)
     assert received == sent
     assert received.digest() == sent.digest()
     assert received.endpoint == "tcp://10.0.0.1:5555"
@@ -52,27 +54,31 @@ def test_a_ticket_comes_back_as_it_was_sent():
 
 def test_a_ticket_with_a_state():
     params = {**PARAMS, "remote_block_ids": [[7, 3, 9], [5]], "remote_block_size": [4, 1]}
-    assert parse_ticket(params, 10, 2, {1}).remote_block_ids == [[7, 3, 9], [5]]
+    assert parse_ticket(params, 10, [*TOKENS, StateGroup(4)]).remote_block_ids == [[7, 3, 9], [5]]
     for blocks, size in (([], 1), ([5, 6], 1), ([5], 4)):
         bad = {**params, "remote_block_ids": [[7, 3, 9], blocks], "remote_block_size": [4, size]}
         with pytest.raises(TicketError, match="state in group 1"):
-            parse_ticket(bad, 10, 2, {1})
+            parse_ticket(bad, 10, [*TOKENS, StateGroup(4)])
 
 
 def test_a_ticket_names_blocks_for_complete_entries():
     """Of caches that keep one entry for several tokens."""
     params = {**PARAMS, "remote_block_ids": [[5], [1, 2]], "remote_block_size": [16, 16], "num_tokens": 19}
     params["remote_cached_tokens"] = 0
-    assert parse_ticket(params, 19, 2, tokens_per_entry={0: 4}).remote_block_ids == [[5], [1, 2]]
+
+    def compressed(*ratios: int) -> list[TokenGroup]:
+        return [TokenGroup(16, tokens_per_entry=ratio) for ratio in ratios]
+
+    assert parse_ticket(params, 19, compressed(4, 1)).remote_block_ids == [[5], [1, 2]]
     with pytest.raises(TicketError, match="remote_block_ids: 1 blocks of 16 for 19 tokens"):
-        parse_ticket(params, 19, 2, tokens_per_entry={0: 2})
+        parse_ticket(params, 19, compressed(2, 1))
     with pytest.raises(TicketError, match="remote_block_size 16 in group 1, which has an entry for 32 tokens"):
-        parse_ticket(params, 19, 2, tokens_per_entry={0: 4, 1: 32})
+        parse_ticket(params, 19, compressed(4, 32))
 
 
 def test_a_state_beside_tokens_that_ranks_share():
     params = {**PARAMS, "remote_block_ids": [[7, 3], [5]], "remote_block_size": [4, 1], "remote_dcp_size": 2}
-    ticket = parse_ticket({**params, "remote_tp_size": 2, "remote_cached_tokens": 8}, 10, 2, {1})
+    ticket = parse_ticket({**params, "remote_tp_size": 2, "remote_cached_tokens": 8}, 10, [*TOKENS, StateGroup(4)])
     assert ticket.remote_block_ids == [[7, 3], [5]]
 
 
@@ -132,21 +138,21 @@ def test_a_state_beside_tokens_that_ranks_share():
 )
 def test_what_is_refused(changes, complaint):
     with pytest.raises(TicketError, match=complaint):
-        parse_ticket({**PARAMS, **changes}, 10, 1)
+        parse_ticket({**PARAMS, **changes}, 10, TOKENS)
 
 
 def test_decode_may_compute_the_last_token_itself():
     blocks = {"remote_block_ids": [[7, 3]], "remote_block_size": [4]}  # it has none for that token yet
-    assert parse_ticket({**PARAMS, **blocks, "num_tokens": 8}, 9, 1).num_tokens == 8
+    assert parse_ticket({**PARAMS, **blocks, "num_tokens": 8}, 9, TOKENS).num_tokens == 8
     with pytest.raises(TicketError, match="the ticket is for 0 prompt tokens, the prompt has 1"):
-        parse_ticket({**PARAMS, "num_tokens": 0, "remote_cached_tokens": 0}, 1, 1)
+        parse_ticket({**PARAMS, "num_tokens": 0, "remote_cached_tokens": 0}, 1, TOKENS)
 
 
 @pytest.mark.parametrize("field", REQUIRED)
 def test_no_field_may_be_missing(field):
     for params in ({name: value for name, value in PARAMS.items() if name != field}, {**PARAMS, field: None}):
         with pytest.raises(TicketError, match=f"not a ticket.*{field}"):
-            parse_ticket(params, 10, 1)
+            parse_ticket(params, 10, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,7 @@ def test_a_ticket_without_a_digest_of_its_prompt_has_the_digest_that_older_versi
 
 def test_token_ids_are_dropped():
     """They are for the metaserver, so prefill's ranks do not carry them."""
-    assert parse_ticket({**PARAMS, "token_ids": [1, 2, 3]}, 10, 1).token_ids == []
+    assert parse_ticket({**PARAMS, "token_ids": [1, 2, 3]}, 10, TOKENS).token_ids == []
 
 
 @pytest.mark.parametrize(
@@ -195,7 +201,7 @@ def test_token_ids_are_dropped():
 )
 def test_a_malformed_digest_of_the_prompt_is_refused(prompt, complaint):
     with pytest.raises(TicketError, match=complaint):
-        parse_ticket({**PARAMS, "prompt": prompt}, 10, 1)
+        parse_ticket({**PARAMS, "prompt": prompt}, 10, TOKENS)
 
 
 def test_a_digest_of_the_prompt_comes_back_as_it_was_sent_and_new_parts_are_left_alone():
@@ -203,7 +209,7 @@ def test_a_digest_of_the_prompt_comes_back_as_it_was_sent_and_new_parts_are_left
     params = json.loads(json.dumps(msgspec.to_builtins(sent)))
     assert params["prompt"] == {"tokens": "0" * 32, "adapter": "unread:sql"}
     params["prompt"]["of a later version"] = 1
-    assert parse_ticket(params, 10, 1) == sent
+    assert parse_ticket(params, 10, TOKENS) == sent
 
 
 # --- signed tickets ----------------------------------------------------------------------------------------------

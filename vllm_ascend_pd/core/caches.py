@@ -85,6 +85,7 @@ class StateGroup:
     block_size: int
     holds_state = True
     windowed = False
+    tokens_per_entry = 1
     ticket_block_size = 1
 
     def holding(self, blocks: Sequence[int], start: int, stop: int, last: bool) -> list[int]:

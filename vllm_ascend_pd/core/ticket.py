@@ -4,9 +4,8 @@
 import functools
 import hashlib
 import hmac
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import msgspec
 
@@ -14,6 +13,9 @@ from vllm_ascend_pd.core.hosts import authority, is_host
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import is_name
 from vllm_ascend_pd.core.topology import Sharding, sharding
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.core.caches import CacheGroup
 
 # Numbers of blocks and tokens from outside. Within this range they fit offset arithmetic and messages.
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -226,23 +228,12 @@ def expects_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, A
     return isinstance(params, Mapping) and bool(params.get("do_remote_decode")) and not carries_ticket(params)
 
 
-# The engine has no compressed caches.
-NO_ENTRIES: Mapping[int, int] = MappingProxyType({})
-
-
-def parse_ticket(
-    params: object,
-    num_tokens: int,
-    num_groups: int,
-    state_groups: Collection[int] = frozenset(),
-    tokens_per_entry: Mapping[int, int] = NO_ENTRIES,
-) -> Ticket:
+def parse_ticket(params: object, num_tokens: int, groups: Sequence["CacheGroup"]) -> Ticket:
     """Returns the ticket in a request's `kv_transfer_params`, checked.
 
     `num_tokens`: the prompt's length. The ticket may be for one token less.
-    `num_groups`: the number of cache groups of this engine.
-    `state_groups`: those of them that hold states. A ticket names one block of one token for each.
-    `tokens_per_entry`: by group, for compressed caches. A ticket names blocks for complete entries only.
+    `groups`: this engine's cache groups. For one that holds states, a ticket names one block of one token. For
+        compressed caches it names blocks for complete entries only.
 
     Raises TicketError, which names what is wrong.
     """
@@ -256,8 +247,8 @@ def parse_ticket(
         raise TicketError("remote_host is neither an address nor a host's name")
     if not max(1, num_tokens - 1) <= ticket.num_tokens <= num_tokens:
         raise TicketError(f"the ticket is for {ticket.num_tokens} prompt tokens, the prompt has {num_tokens}")
-    if not len(ticket.remote_block_ids) == len(ticket.remote_block_size) == num_groups:
-        raise TicketError(f"the ticket has {len(ticket.remote_block_ids)} cache groups, this engine has {num_groups}")
+    if not len(ticket.remote_block_ids) == len(ticket.remote_block_size) == len(groups):
+        raise TicketError(f"the ticket has {len(ticket.remote_block_ids)} cache groups, this engine has {len(groups)}")
     if not 0 <= ticket.remote_cached_tokens <= ticket.num_tokens:
         raise TicketError(f"remote_cached_tokens {ticket.remote_cached_tokens} is out of range")
     if ticket.remote_pcp_size != 1:
@@ -265,8 +256,9 @@ def parse_ticket(
     dcp, interleave = ticket.remote_dcp_size, ticket.remote_interleave_size
     if ticket.remote_tp_size % dcp:
         raise TicketError(f"remote_dcp_size {dcp} does not divide remote_tp_size {ticket.remote_tp_size}")
-    for group, (blocks, size) in enumerate(zip(ticket.remote_block_ids, ticket.remote_block_size, strict=True)):
-        if group in state_groups:
+    named = zip(groups, ticket.remote_block_ids, ticket.remote_block_size, strict=True)
+    for group, (ours, blocks, size) in enumerate(named):
+        if ours.holds_state:
             if size != 1 or len(blocks) != 1:
                 raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {size} for the state in group {group}")
             continue
@@ -274,7 +266,7 @@ def parse_ticket(
             raise TicketError(f"remote_block_size {size} does not fit remote_cached_tokens")
         if size % interleave:
             raise TicketError(f"remote_interleave_size {interleave} does not divide remote_block_size {size}")
-        per_entry = tokens_per_entry.get(group, 1)
+        per_entry = ours.tokens_per_entry
         if size % per_entry:
             raise TicketError(f"remote_block_size {size} in group {group}, which has an entry for {per_entry} tokens")
         if len(blocks) * span < ticket.num_tokens - ticket.num_tokens % per_entry:

@@ -7,10 +7,9 @@ All of it runs on the scheduler's thread.
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, PrefillStep, ScheduledRequest, Send, WorkerReport
@@ -66,9 +65,7 @@ class PrefillScheduler(ConnectorRole):
         self._idle = idle
         self._admission = admission
         self._held = held
-        self._state_groups = frozenset(i for i, group in enumerate(groups) if group.holds_state)
-        of_tokens = {i: g.tokens_per_entry for i, g in enumerate(groups) if isinstance(g, TokenGroup)}
-        self._tokens_per_entry = MappingProxyType(of_tokens)
+        self._has_states = any(group.holds_state for group in groups)
         self._windows = WindowHolds(groups, blocks)
         self._prompts: dict[str, ComputedPrompt] = {}  # those with a ticket or that wait for one, by request id
         self._transfers: dict[str, OutgoingTransfer] = {}  # those with a ticket, by request id
@@ -97,7 +94,7 @@ class PrefillScheduler(ConnectorRole):
         self._blocks.arrived(request)
         params = request.kv_transfer_params
         if carries_ticket(params):
-            if self._state_groups and params.get("num_tokens") == request.num_prompt_tokens - 1 > 0:
+            if self._has_states and params.get("num_tokens") == request.num_prompt_tokens - 1 > 0:
                 self._requests.drop_last_prompt_token(request)
             if self._windows:
                 with suppress(TicketError):  # `allocated` reports it
@@ -113,9 +110,9 @@ class PrefillScheduler(ConnectorRole):
         reason = None
         if not is_transfer_id(transfer_id):
             reason = f"{TRANSFER_ID} is not a string of 1 to {MAX_TRANSFER_ID_CHARS} printable characters"
-        elif self._state_groups and request.max_tokens > 1:
+        elif self._has_states and request.max_tokens > 1:
             reason = _CHANGED_STATES.format(request.max_tokens)
-        elif self._state_groups and request.num_prompt_tokens == 1:
+        elif self._has_states and request.num_prompt_tokens == 1:
             reason = (
                 "the prompt is one token, which decode computes itself: states are those before a prompt's last token"
             )
@@ -123,7 +120,7 @@ class PrefillScheduler(ConnectorRole):
             self._refuse(request, reason)
             return
         assert isinstance(transfer_id, str)
-        prompt = ComputedPrompt(request, self._requests.preemptions(request), is_cut=bool(self._state_groups))
+        prompt = ComputedPrompt(request, self._requests.preemptions(request), is_cut=self._has_states)
         if prompt.is_cut:
             self._requests.drop_last_prompt_token(request)
         self._prompts[request.request_id] = prompt
@@ -161,15 +158,14 @@ class PrefillScheduler(ConnectorRole):
         self._observer.ticket_refused(request.request_id, reason)
 
     def _parse(self, request: ScheduledRequest, params: object) -> Ticket:
-        num_tokens, num_groups = request.num_prompt_tokens, len(self._groups)
-        return parse_ticket(params, num_tokens, num_groups, self._state_groups, self._tokens_per_entry)
+        return parse_ticket(params, request.num_prompt_tokens, self._groups)
 
     def _check(self, request: ScheduledRequest, ticket: Ticket) -> None:
         """Raises TicketError if the ticket is not for this request's prompt, or cannot be served."""
         if ticket.ticket_id in self._served:
             raise TicketError("this ticket is being served already")
         self._requests.check_prompt(request, ticket)
-        if self._state_groups and request.max_tokens > 1:
+        if self._has_states and request.max_tokens > 1:
             raise TicketError(_CHANGED_STATES.format(request.max_tokens))
 
     def _serve(self, prompt: ComputedPrompt, ticket: Ticket) -> OutgoingTransfer:

@@ -14,6 +14,7 @@ import pytest
 from vllm_ascend_contract import LAYERWISE, REQUEST_ID
 
 from harness.scheduling import BLOCK, make_ticket
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 
 pytestmark = pytest.mark.npu
@@ -76,7 +77,7 @@ def test_their_ticket_means_what_ours_does(posted: dict[str, Any]) -> None:
 
     assert posted["url"] == "http://192.0.2.2:9000/v1/metaserver", "the ticket goes elsewhere than the request says"
     body = json.loads(json.dumps(posted["json"]))
-    ticket = parse_ticket({**body, "ticket_id": 32 * "0", "num_tokens": 300}, 300, 1)
+    ticket = parse_ticket({**body, "ticket_id": 32 * "0", "num_tokens": 300}, 300, [TokenGroup(BLOCK)])
     assert ticket.request_id == external_request_id(REQUEST_ID), "another id for the proxy"
     assert (ticket.do_remote_prefill, ticket.do_remote_decode) == (False, True)
     assert (ticket.remote_block_ids, ticket.remote_block_size) == ([[5, 6, 7]], [BLOCK])
