@@ -13,7 +13,7 @@ states), `CrossAttentionSpec`, `EncoderOnlyAttentionSpec` (an encoder's tokens),
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
@@ -33,7 +33,7 @@ from vllm_ascend_pd.core.layout import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
 _PACKAGES = ("vllm", "vllm_ascend")
@@ -90,21 +90,18 @@ _QUANTIZATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 
 def check_kinds(kv_cache_config: "KVCacheConfig") -> None:
     """Raises LayoutError, which names the first layer whose kind of cache is not supported."""
-    described = [
-        member
-        for group in kv_cache_config.kv_cache_groups
-        for member in _layers_of(group.layer_names[0], group.kv_cache_spec)
-    ]
+    described: list[tuple[str, Any]] = []
+    for group in kv_cache_config.kv_cache_groups:
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            raise _refused(group.layer_names[0], "caches that vLLM keeps in host memory or excludes from transfers")
+        described += _layers_of(group).items()
     compressed = [(layer, spec) for layer, spec in described if _name(spec) in _KINDS and _ratio(spec) != 1]
     if compressed and not any(getattr(spec, "model_version", None) == _COMPRESSING_MODEL for _, spec in described):
         layer, spec = compressed[0]
         raise _refused(layer, f"caches with an entry for {_ratio(spec)} tokens of models other than DeepSeek V4")
-    for group in kv_cache_config.kv_cache_groups:
-        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-            raise _refused(group.layer_names[0], "caches that vLLM keeps in host memory or excludes from transfers")
-        for layer, spec in _layers_of(group.layer_names[0], group.kv_cache_spec):
-            if (reason := _reason(spec)) is not None:
-                raise _refused(layer, reason)
+    for layer, spec in described:
+        if (reason := _reason(spec)) is not None:
+            raise _refused(layer, reason)
 
 
 def _refused(layer: str, reason: str) -> LayoutError:
@@ -114,12 +111,10 @@ def _refused(layer: str, reason: str) -> LayoutError:
     )
 
 
-def _layers_of(layer: str, spec: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the layers of a group with their specs. `layer`: the name to use if all have one spec."""
-    if _name(spec) == _WRAPPER:
-        yield from spec.kv_cache_specs.items()
-    else:
-        yield layer, spec
+def _layers_of(group: "KVCacheGroupSpec") -> dict[str, Any]:
+    """Returns a group's layers, each with its spec."""
+    spec: Any = group.kv_cache_spec
+    return dict(spec.kv_cache_specs) if _name(spec) == _WRAPPER else dict.fromkeys(group.layer_names, spec)
 
 
 def _name(spec: Any) -> str:
@@ -203,30 +198,28 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
     Raises LayoutError for caches that are not supported.
     """
     check_kinds(kv_cache_config)
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
-        if len({block_tokens(member) for member in _attention(spec)}) > 1:
+    found: list[CacheGroup] = []
+    for group in kv_cache_config.kv_cache_groups:
+        first, specs = group.layer_names[0], list(_layers_of(group).values())
+        if shares > 1 and not all(map(_is_shared, specs)):
             raise LayoutError(
-                f"{group.layer_names[0]}: a cache group whose layers differ in the tokens of a block is not supported"
-            )
-        if shares > 1 and not _is_shared(spec):
-            raise LayoutError(
-                f"{group.layer_names[0]}: with context parallelism caches of kind {type(spec).__name__} are not "
+                f"{first}: with context parallelism caches of kind {type(group.kv_cache_spec).__name__} are not "
                 "supported: its ranks hold copies of them, not shares"
             )
-    return [
-        StateGroup(spec.block_size)
-        if _holds_state(spec)
-        else TokenGroup(
-            block_tokens(_attention(spec)[0]),
-            shares,
-            _sees_a_window(spec),
-            _longest(spec, "sliding_window"),
-            _longest(spec, "attention_chunk_size"),
-            min(map(tokens_per_entry, _attention(spec))),
+        if any(map(_holds_state, specs)):
+            found.append(StateGroup(group.kv_cache_spec.block_size))
+            continue
+        if len({block_tokens(spec) for spec in specs}) > 1:
+            raise LayoutError(f"{first}: a cache group whose layers differ in the tokens of a block is not supported")
+        windowed = [_sees_a_window(spec) for spec in specs]
+        window, chunk = (
+            # The longest. 0: there is none, or a layer sees all tokens.
+            max(getattr(spec, kind, None) or 0 for spec in specs) if all(windowed) else 0
+            for kind in _WINDOWS
         )
-        for spec in specs
-    ]
+        per_entry = min(map(tokens_per_entry, specs))
+        found.append(TokenGroup(block_tokens(specs[0]), shares, any(windowed), window, chunk, per_entry))
+    return found
 
 
 def layer_specs(
@@ -245,9 +238,7 @@ def layer_specs(
     encoding = _encoding(vllm_config.cache_config.cache_dtype)
     specs: dict[str, LayerSpec | StateSpec] = {}
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        for layer in group.layer_names:
-            spec: Any = per_layer[layer] if per_layer is not None else group.kv_cache_spec
+        for layer, spec in _layers_of(group).items():
             if _holds_state(spec):
                 specs[layer] = StateSpec(index, _states(layer, spec, vllm_config))
                 continue
@@ -313,8 +304,8 @@ def lost_blocks_say_all(kv_cache_config: "KVCacheConfig") -> bool:
     vLLM looks for lost blocks in the first cache group, and counts all tokens before the first of them as computed. A
     window has no blocks for its past, so there vLLM would count too many.
     """
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return len(specs) == 1 and not _sees_a_window(specs[0])
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and not any(map(_sees_a_window, _layers_of(groups[0]).values()))
 
 
 def lacks_a_block(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
@@ -333,40 +324,22 @@ def gives_blocks_away(kv_cache_config: "KVCacheConfig") -> bool:
     It does not where it keeps all groups alike: windows are in blocks of full attention then.
     """
     return any(
-        _sees_a_window(member) and not isinstance(member, FullAttentionSpec)
+        _sees_a_window(spec) and not isinstance(spec, FullAttentionSpec)
         for group in kv_cache_config.kv_cache_groups
-        for member in _members(group.kv_cache_spec)
+        for spec in _layers_of(group).values()
     )
 
 
-def _members(spec: Any) -> list[Any]:
-    """Returns the specs of a group's layers, which may have one each."""
-    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
-
-
-def _attention(spec: Any) -> list[Any]:
-    """Returns the specs of a group's layers that hold KV of tokens."""
-    return [member for member in _members(spec) if not _holds_state(member)]
+_WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 def _sees_a_window(spec: Any) -> bool:
-    return any(
-        getattr(member, window, None) is not None
-        for member in _members(spec)
-        for window in ("sliding_window", "attention_chunk_size")
-    )
-
-
-def _longest(spec: Any, window: str) -> int:
-    """The longest of one kind of window of a group's layers. 0: there is none, or a layer sees all tokens."""
-    if not all(map(_sees_a_window, _members(spec))):
-        return 0
-    return max(getattr(member, window, None) or 0 for member in _members(spec))
+    return any(getattr(spec, kind, None) is not None for kind in _WINDOWS)
 
 
 def _is_shared(spec: Any) -> bool:
     """Whether ranks of context parallelism share the tokens of such a cache, or each has states of its own heads."""
-    return all(tokens_per_entry(member) == 1 and getattr(member, "dcp_sharded", True) for member in _members(spec))
+    return tokens_per_entry(spec) == 1 and getattr(spec, "dcp_sharded", True)
 
 
 def index_of_sparse(spec: Any) -> int | None:
@@ -405,7 +378,7 @@ def _encoding(cache_dtype: str) -> str | None:
 
 
 def _holds_state(spec: Any) -> bool:
-    return hasattr(spec, "mamba_type") or any(map(_holds_state, getattr(spec, "kv_cache_specs", {}).values()))
+    return hasattr(spec, "mamba_type")
 
 
 def _states(layer: str, spec: Any, vllm_config: "VllmConfig") -> tuple[LayerState, ...]:
