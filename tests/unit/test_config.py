@@ -81,7 +81,6 @@ def test_long_steps_have_fewer_staging_slots_unless_it_is_said_how_many():
         ("metaserver_allow_list", "metaserver_allowlist"),
         ("Decode", "decode"),
         ("stagingslots", "staging_slots"),
-        ("tls", "tls_config"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_known_one(key, near):
@@ -98,7 +97,7 @@ def test_what_no_user_sets_is_refused():
             parse_config({key: 1})
 
 
-@pytest.mark.parametrize("key", ["", "x", "完全不同", "use_ascend_direct", "lookup_rpc_port", "kv_buffer_size"])
+@pytest.mark.parametrize("key", ["", "x", "tls", "完全不同", "use_ascend_direct", "lookup_rpc_port", "kv_buffer_size"])
 def test_an_unknown_key_unlike_any_other(key):
     """No other is suggested."""
     with pytest.raises(ConfigError) as error:

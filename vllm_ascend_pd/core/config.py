@@ -203,8 +203,6 @@ class ConnectorConfig(UserConfig, frozen=True):
 
 _ALIKE = 0.65
 """How alike two names are, by difflib's measure, if one may be a misspelling of the other."""
-_BEGINNING_CHARS = 3
-"""Characters of a beginning of a name that say which is meant."""
 
 
 def parse_config(extra: dict[str, Any]) -> ConnectorConfig:
@@ -215,8 +213,7 @@ def parse_config(extra: dict[str, Any]) -> ConnectorConfig:
         if key in REMOVED:
             raise ConfigError(f"kv_connector_extra_config: there is no key `{key}` any more: {REMOVED[key]}")
         if key not in known:
-            begun = [name for name in known if len(key) >= _BEGINNING_CHARS and name.startswith(key)]
-            near = difflib.get_close_matches(key, begun or known, n=1, cutoff=0.0 if begun else _ALIKE)
+            near = difflib.get_close_matches(key, known, n=1, cutoff=_ALIKE)
             meant = f"did you mean `{near[0]}`?" if near else "docs/configuration.md lists all"
             raise ConfigError(f"kv_connector_extra_config: unknown key `{key}`; {meant}")
     try:
