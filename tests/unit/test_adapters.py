@@ -25,8 +25,9 @@ class Adapter:
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_read", "_loaded", "_warned"):
-        monkeypatch.setattr(weights_module, name, weights_module._Recent())
+    monkeypatch.setattr(weights_module, "_loaded", weights_module._Recent())
+    weights_module._content_of.cache_clear()
+    weights_module._warn.cache_clear()
 
 
 _CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none", "peft_type": "LORA"}

@@ -155,7 +155,6 @@ class Adapter(Protocol):
     lora_path: str
 
 
-_FileState = tuple[int, int, int, int]
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -172,11 +171,8 @@ class _Recent(OrderedDict[_K, _V]):
         return self[key]
 
 
-# Caches, used by the thread that reads adapters: digests of files; digests of loaded adapters; warnings that were
-# logged.
-_read: _Recent[tuple[str, _FileState, _FileState], str] = _Recent()
+# Digests of loaded adapters. Used by the thread that reads adapters.
 _loaded: _Recent[tuple[str, int], str] = _Recent()
-_warned: _Recent[tuple[str, str], None] = _Recent()
 # Adapter's name -> the first content that it stood for. Entries are never dropped, and at most `_MAX_NAMES` made.
 # Used by the thread that reads adapters.
 _first_contents: dict[str, str] = {}
@@ -251,9 +247,9 @@ def adapter_digest(lora_request: Adapter | None) -> str:
         digest = _content(local_folder(lora_request.lora_path))
     except Exception as error:  # noqa: BLE001 - the files are the user's, and the scheduler must go on
         _warn(
-            lora_request,
-            "unread",
             "LoRA adapter %s at %s cannot be read (%s): it is compared with the other engines' by its name alone",
+            lora_request.lora_name,
+            lora_request.lora_path,
             repr(error),
         )
         return f"{_UNREAD}{lora_request.lora_name}"
@@ -262,10 +258,10 @@ def adapter_digest(lora_request: Adapter | None) -> str:
     loaded = _loaded.remember((lora_request.lora_name, lora_request.lora_int_id), lambda: digest)
     if loaded != digest:
         _warn(
-            lora_request,
-            "changed",
             "LoRA adapter %s: the files at %s changed after it was loaded (%s): its requests fail until it is unloaded "
             "and loaded again",
+            lora_request.lora_name,
+            lora_request.lora_path,
             f"{loaded} is now {digest}",
         )
         return f"changed:{secrets.token_hex(8)}"
@@ -285,12 +281,10 @@ def content_beyond_name(lora_request: Adapter, content: str) -> str:
     return "" if _first_contents.get(lora_request.lora_name) == content else content
 
 
-def _warn(adapter: Adapter, what: str, message: str, detail: str) -> None:
-    """Logs a warning once for each adapter."""
-    key = (what, f"{adapter.lora_name} {adapter.lora_int_id}")
-    if key not in _warned:
-        _warned.remember(key, lambda: None)
-        logger.warning(message, adapter.lora_name, adapter.lora_path, detail)
+@functools.lru_cache(_MAX_CACHED)
+def _warn(message: str, *about: str) -> None:
+    """Logs a warning once."""
+    logger.warning(message, *about)
 
 
 def _content(folder: str) -> str:
@@ -298,19 +292,20 @@ def _content(folder: str) -> str:
     weights = next(filter(os.path.isfile, (os.path.join(folder, name) for name in _WEIGHTS_FILES)), None)
     if weights is None:
         raise FileNotFoundError(f"none of {', '.join(_WEIGHTS_FILES)} in {folder}")
-    key = (folder, _state(config), _state(weights))
-
-    def read() -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(_settings(config))
-        is_tensors = weights.endswith(".safetensors")
-        digest.update((of_tensors([weights], _ADAPTER_READ_S) if is_tensors else of_file(weights)).encode())
-        return digest.hexdigest()
-
-    return _read.remember(key, read)
+    return _content_of(config, weights, _state(config), _state(weights))
 
 
-def _state(path: str) -> _FileState:
+@functools.lru_cache(_MAX_CACHED)
+def _content_of(config: str, weights: str, *states: tuple[int, ...]) -> str:
+    """`states`: of both files, so that they are read again when one has changed."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(_settings(config))
+    is_tensors = weights.endswith(".safetensors")
+    digest.update((of_tensors([weights], _ADAPTER_READ_S) if is_tensors else of_file(weights)).encode())
+    return digest.hexdigest()
+
+
+def _state(path: str) -> tuple[int, ...]:
     """Returns a value that changes whenever the file's content does."""
     status = os.stat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
