@@ -74,7 +74,7 @@ def test_a_refusal_ends_the_writing_everywhere():
     state.asked(LEFT, 3.0)
     assert state.answered(LEFT, 3.0, GrantRefused("cancelled", retry=False))
     assert state.failure == "decode rank (0, 0) refused: cancelled"
-    assert (state.view().may_write(RIGHT, 3.0), state.due(9.0), state.finish(3.0)) == (False, [], False)
+    assert (state.due(9.0), state.finish(3.0)) == ([], False)
     assert state.view().lease_until(RIGHT) > 3.0  # what has begun may end
 
 

@@ -93,14 +93,12 @@ class Destination:
 
 @dataclass(frozen=True)
 class TicketView:
-    """What a ticket allows at one moment. It is immutable, so any thread may read it.
+    """What a ticket that has not failed allows at one moment. It is immutable, so any thread may read it.
 
     An old view never allows too much: leases only get longer. A write that begins after a failure does no harm while
     its lease runs.
     """
 
-    # Whether the transfer has failed: no write may begin, and the KV will not be complete.
-    failed: bool
     # Whether writes may still follow.
     is_writing: bool
     # Whether it is known where to write.
@@ -117,7 +115,7 @@ class TicketView:
 
         If `key` is None: whether it is known where to write.
         """
-        if self.failed or not self.is_writing:
+        if not self.is_writing:
             return False
         if key is None:
             return self.is_located or None
@@ -129,8 +127,6 @@ class TicketView:
 
         `key` is None if the decode ranks are not known yet.
         """
-        if self.failed:
-            return None
         if not self.is_located:
             late = "the decode engine did not describe itself in time", PushFailure.UNREACHABLE
             return late if now >= self.grant_deadline else None
@@ -144,9 +140,7 @@ class TicketView:
 
     def writable_until(self, key: RankKey) -> float:
         """Returns the time until which `may_write` returns True in this view; -inf if it does not."""
-        if self.failed or not self.is_writing:
-            return -math.inf
-        return self.leases.get(key, -math.inf)
+        return self.lease_until(key) if self.is_writing else -math.inf
 
     def lease_until(self, key: RankKey) -> float:
         """Returns the time until which bytes for `key` may be sent. They do no harm while the lease runs, so a failure
@@ -189,7 +183,6 @@ class PrefillTicket:
     def view(self) -> TicketView:
         destinations = self.destinations or {}
         return TicketView(
-            self.failure is not None,
             self.phase is Phase.WRITING,
             self.destinations is not None,
             self.grant_deadline,
@@ -240,8 +233,9 @@ class PrefillTicket:
 
         Returns None while decode may still describe itself or grant: call it again when something has changed.
         """
+        view = self.view()
         for key in self.destinations or (None,):
-            if (overdue := self.view().overdue(key, now)) is not None:
+            if (overdue := view.overdue(key, now)) is not None:
                 self.fail(*overdue)
         if self.waits_for_grant:
             return None
