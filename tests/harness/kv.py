@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.core.topology import owned_heads
+from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import aligned_buffer
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES
 
@@ -40,7 +40,7 @@ class Model:
         return self.replicated or (self.whole_from is not None and part >= self.whole_from)
 
     def heads_of(self, rank: int, tp: int, part: int = 0) -> range:
-        return range(1) if self.is_whole(part) else owned_heads(rank, tp, self.heads)
+        return range(1) if self.is_whole(part) else sharding(tp).heads(rank, self.heads)
 
 
 @dataclass(frozen=True)

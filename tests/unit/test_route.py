@@ -11,7 +11,6 @@ from vllm_ascend_pd.core.plan import Units, make_route, slot_bytes, why_slow
 from vllm_ascend_pd.core.topology import (
     Sharding,
     TopologyError,
-    owned_heads,
     regroup_groups,
     replicas,
     sharding,
@@ -25,7 +24,7 @@ NOT_FITTING = [(tp, heads) for heads in range(1, 9) for tp in range(1, 9) if tp 
 def test_sizes_that_do_not_fit(tp, heads):
     for use in (
         lambda: replicas(tp, heads),
-        lambda: owned_heads(0, tp, heads),
+        lambda: Sharding(tp, (0,)).heads(0, heads),
         lambda: Sharding(tp, (0,)).holders(0, heads, 0),
         lambda: regroup_groups(sharding(tp), heads),
         lambda: writers_to(0, sharding(tp), sharding(1), heads, 0, True),

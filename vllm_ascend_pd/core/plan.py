@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_pd.core.layout import ALL_TOKENS, Geometry, LayoutError, Order, RankCaches, TokenShare
-from vllm_ascend_pd.core.topology import Lanes, Sharding, exchanged_heads, held
+from vllm_ascend_pd.core.topology import Sharding, exchanged_heads, held, lanes
 
 
 def _integers(values: Sequence[int]) -> Offsets:
@@ -203,9 +203,9 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
         d_block_size *= decode.parts
     prefill, decode = held(source, prefill, decode)
     share = prefill.share(rank)
-    lanes = Lanes.between(prefill, decode, total)
+    num_lanes, in_turn = lanes(prefill, decode, total)
     replica = prefill.replica_index(rank, total)
-    lane, turn = lanes.of_writer(replica)
+    turn, lane = divmod(replica, num_lanes)
     unit = _common_unit(source, share, decode, d_block_size)
     # Units begin and end with entries: both sides' blocks hold whole ones.
     entries = unit // source.tokens_per_entry
@@ -213,7 +213,7 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
     d_ranks = [
         d_rank
         for d_rank in range(decode.tp)
-        if share.meets(decode.share(d_rank)) and lanes.of_reader(decode.replica_index(d_rank, total)) == lane
+        if share.meets(decode.share(d_rank)) and decode.replica_index(d_rank, total) % num_lanes == lane
     ]
     d_heads = len(decode.heads(0, total))
     if source.order is Order.HEAD_MAJOR or d_heads == source.heads:
@@ -221,8 +221,8 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
         targets = tuple(target for target in overlaps if target is not None)
         if kept.is_packed_on_the_way:
             rows = kept.entry_bytes, source.entry_bytes
-            return Route(unit, targets, turn, lanes.writers, (), 0, 1, entries, *rows, packs=True, token_share=share)
-        return Route(unit, targets, turn, lanes.writers, token_share=share)
+            return Route(unit, targets, turn, in_turn, (), 0, 1, entries, *rows, packs=True, token_share=share)
+        return Route(unit, targets, turn, in_turn, token_share=share)
     group = exchanged_heads(own.start, source.heads, d_heads)
     owners = range(group.start, group.stop, source.heads)
     ranks = tuple(prefill.holders(head, total, prefill.shares[rank])[replica] for head in owners)
@@ -235,7 +235,7 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
             if (heads := decode.heads(d_rank, total)).start in group
         ),
         turn,
-        lanes.writers,
+        in_turn,
         ranks if len(ranks) > 1 else (),
         owners.index(own.start),
         len(group) // d_heads,

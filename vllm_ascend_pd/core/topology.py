@@ -29,14 +29,6 @@ def replicas(tp: int, total: int) -> int:
     return max(1, tp // total)
 
 
-def owned_heads(rank: int, tp: int, total: int) -> range:
-    """Returns the heads that `rank` of `tp` holds, numbered over the whole model."""
-    copies = replicas(tp, total)
-    count = max(1, total // tp)
-    first = (rank // copies) * count
-    return range(first, first + count)
-
-
 class Sharding(msgspec.Struct, frozen=True, array_like=True):
     """How the ranks of a pipeline stage share its KV.
 
@@ -72,7 +64,9 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
 
     def heads(self, rank: int, total: int) -> range:
         """Returns the heads that `rank` holds, numbered over the whole model."""
-        return owned_heads(rank % self.tp, self.tp, total)
+        copies, count = replicas(self.tp, total), max(1, total // self.tp)
+        first = rank % self.tp // copies * count
+        return range(first, first + count)
 
     def replicas(self, total: int) -> int:
         """Returns how many ranks hold the same heads of the same tokens. Raises TopologyError if that differs."""
@@ -120,37 +114,18 @@ def held(geometry: Geometry, prefill: Sharding, decode: Sharding) -> tuple[Shard
     return prefill, decode.copies if geometry.copied else decode
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """How the prefill ranks that hold the same KV divide the decode ranks that want it: each lane's ranks serve each
-    ticket in turn.
+def lanes(prefill: Sharding, decode: Sharding, total: int) -> tuple[int, int]:
+    """Returns how many lanes there are, and how many prefill ranks are in each.
 
-    So equally many ranks on both sides write one to one, and nothing is sent twice while another rank is idle.
+    The prefill ranks that hold the same KV divide the decode ranks that want it. On both sides, replica `i` is in lane
+    `i % count`. The prefill ranks of a lane serve each ticket in turn. So equally many ranks on both sides write one to
+    one, and nothing is sent twice while another rank is idle.
+
+    Raises TopologyError if `total` heads do not fit one of the engines.
     """
-
-    # How many lanes there are.
-    count: int
-    # The prefill ranks of a lane.
-    writers: int
-
-    @classmethod
-    def between(cls, prefill: Sharding, decode: Sharding, total: int) -> "Lanes":
-        """Raises TopologyError if `total` heads do not fit one of the engines."""
-        copies = prefill.replicas(total)
-        count = math.gcd(copies, decode.replicas(total))
-        return cls(count, copies // count)
-
-    def of_writer(self, replica: int) -> tuple[int, int]:
-        """Returns the lane of prefill's replica of this index, and its index there."""
-        return replica % self.count, replica // self.count
-
-    def of_reader(self, replica: int) -> int:
-        """Returns the lane of decode's replica of this index."""
-        return replica % self.count
-
-    def writer(self, lane: int, replica_hash: int) -> int:
-        """Returns which of prefill's replicas serves such a ticket's decode ranks of this lane."""
-        return replica_hash % self.writers * self.count + lane
+    copies = prefill.replicas(total)
+    count = math.gcd(copies, decode.replicas(total))
+    return count, copies // count
 
 
 def exchanged_heads(head: int, p_heads: int, d_heads: int) -> range:
@@ -173,8 +148,8 @@ def writers_to(
     reports. Where several prefill ranks hold the same heads and tokens, `Ticket.replica_hash` picks one of them, so
     that requests spread over them.
     """
-    lanes = Lanes.between(prefill, decode, total)
-    writer = lanes.writer(lanes.of_reader(decode.replica_index(d_rank, total)), replica_hash)
+    count, in_turn = lanes(prefill, decode, total)
+    writer = replica_hash % in_turn * count + decode.replica_index(d_rank, total) % count
     heads = decode.heads(d_rank, total)
     if exchange:
         heads = exchanged_heads(heads.start, len(prefill.heads(0, total)), len(heads))

@@ -71,7 +71,7 @@ def stage_layers(layers: int, pp: int) -> list[range]:
 
 def rank_caches(model: ModelShape, engine: PlannedEngine, pp_rank: int, tp_rank: int, num_blocks: int) -> RankCaches:
     """Returns the caches of one rank, with addresses 0."""
-    heads = len(topology.owned_heads(tp_rank, engine.tp, model.kv_heads))
+    heads = len(engine.sharding.heads(tp_rank, model.kv_heads))
     geometries: list[Geometry] = []
     first: dict[LayerCache, int] = {}
     for group, cache in enumerate(model.kinds):
