@@ -8,6 +8,7 @@ vLLM builds one connector per process. What it does depends on the engine's side
 import sys
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -26,7 +27,7 @@ from vllm_ascend_pd.connector.metrics import (
 )
 from vllm_ascend_pd.connector.registration import log_as_vllm_does
 from vllm_ascend_pd.connector.setup import read_setup
-from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS, transfer_results
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.caches import KVCache
 from vllm_ascend_pd.core.role import ConnectorRole
 
@@ -133,7 +134,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
             self._role.forward_ended(sys.exc_info()[1])
             results = self._role.take_results()
-            return transfer_results(results.sent, results.received, results.failed)
+            return base.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._role.take_lost_blocks()

@@ -45,11 +45,6 @@ HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
 ASKS_SCHEDULER_FOR_STATS = hasattr(KVConnectorStats, "to_dict")
 
 
-def transfer_results(sent: Collection[str] = (), received: Collection[str] = (), failed: Collection[str] = ()) -> Any:
-    """Returns what a worker reports to vLLM from 0.30 on. `failed`: the ids of `received` that have no KV."""
-    return base.KVConnectorTransferResults(set(sent), set(received), set(failed))
-
-
 def prefill_ranks_hold_copies() -> bool:
     """Whether all ranks of prefill context parallelism hold the same KV.
 
