@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights, of_file, of_tens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
 
 
 logger = logging.getLogger(__name__)
@@ -147,14 +148,6 @@ _CONFIG_KEYS = (
 _LISTS_WITHOUT_ORDER = ("target_modules", "target_parameters", "modules_to_save")
 
 
-class Adapter(Protocol):
-    """The fields of vLLM's `LoRARequest` that are read here."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -203,7 +196,7 @@ class Adapters:
         self._thread = ThreadPoolExecutor(1, "pd-adapters")
         self._known: _Recent[tuple[str, int, str], _Known] = _Recent()
 
-    def read(self, adapter: Adapter) -> None:
+    def read(self, adapter: "LoRARequest") -> None:
         """Begins to read the adapter's files. Until that has ended, what was read before counts, if anything.
 
         Nothing counts that was read before if workers read the files anew in every step (`load_inplace`).
@@ -214,23 +207,23 @@ class Adapters:
         if getattr(adapter, "load_inplace", False):
             known.latest = None
 
-    def content(self, adapter: Adapter) -> AdapterContent | None:
+    def content(self, adapter: "LoRARequest") -> AdapterContent | None:
         """Returns None if the adapter has not been read yet."""
         known = self._of(adapter)
         if known.reading is not None and known.reading.done():
             known.latest, known.reading = known.reading.result(), None
         return known.latest
 
-    def _of(self, adapter: Adapter) -> _Known:
+    def _of(self, adapter: "LoRARequest") -> _Known:
         return self._known.remember((adapter.lora_name, adapter.lora_int_id, adapter.lora_path), _Known)
 
 
-def _read_adapter(adapter: Adapter) -> AdapterContent:
+def _read_adapter(adapter: "LoRARequest") -> AdapterContent:
     digest = adapter_digest(adapter)
     return AdapterContent(digest, content_beyond_name(adapter, digest))
 
 
-def adapter_digest(lora_request: Adapter | None) -> str:
+def adapter_digest(lora_request: "LoRARequest | None") -> str:
     """Returns a digest of an adapter's content, which does not depend on where its files are; "" for no adapter.
 
     It covers the settings in `adapter_config.json` that change what the weights mean, and samples of each tensor. That
@@ -268,7 +261,7 @@ def adapter_digest(lora_request: Adapter | None) -> str:
     return digest
 
 
-def content_beyond_name(lora_request: Adapter, content: str) -> str:
+def content_beyond_name(lora_request: "LoRARequest", content: str) -> str:
     """Returns what tells an adapter apart from the first one of its name; "" for that first one. `content`: its digest.
 
     The prefix cache needs it: vLLM 0.23 knows an adapter there by its name alone, vLLM 0.30 by its name and path. So KV
