@@ -10,6 +10,7 @@ import math
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,8 +32,6 @@ _FILES_PER_BACKLOG = 8
 _PER_REQUEST = 4
 """Incoming connections per request, and as many outgoing ones, for three prompts. A request has one connection to its
 client and one to a decode engine. Each of its prompts adds one for the ticket and one to a prefill engine."""
-_LEAST_PER_REQUEST = 2
-"""The same for one prompt, where files are few."""
 _MIN_IDLE = 1024
 """Incoming connections without a request, where few requests are served: gateways keep some open."""
 _SPARE_FILES = 256
@@ -55,44 +54,29 @@ class Capacity(NamedTuple):
     """New connections that wait to be accepted."""
 
 
-def files_for(concurrent: int, waiting: int) -> int:
-    """The open files that so many requests need."""
-    each_way = concurrent * _PER_REQUEST
-    return each_way + max(each_way, _MIN_IDLE) + waiting + _BACKLOG + _SPARE_FILES
-
-
 def capacity(files: int, concurrent: int, waiting: int) -> Capacity:
     """Divides `files` for the wanted numbers of requests. If they are too few, fewer requests may wait, and then fewer
     are served."""
     backlog = max(1, min(_BACKLOG, files // _FILES_PER_BACKLOG))
     left = max(0, files - backlog - _SPARE_FILES)
-    served = max(1, min(concurrent, left // (2 * _LEAST_PER_REQUEST + 1)))
-    to_engines = served * max(_LEAST_PER_REQUEST, min(_PER_REQUEST, left // served // 2))
-    incoming = max(to_engines, min(_MIN_IDLE, left // 8))
-    in_line = max(0, min(waiting, left - to_engines - incoming))
-    return Capacity(served, in_line, incoming + in_line, backlog)
+    incoming = max(concurrent * _PER_REQUEST, _MIN_IDLE)
+    served = incoming + concurrent * _PER_REQUEST
+    share = min(1.0, left / served)
+    in_line = max(0, min(waiting, left - served))
+    connections = max(_PER_REQUEST, int(share * incoming)) + in_line
+    return Capacity(max(1, int(share * concurrent)), in_line, connections, backlog)
 
 
 def reserve_files(concurrent: int, waiting: int) -> Capacity:
-    """Raises the limit of open files as far as needed and allowed, and divides it."""
-    wanted = files_for(concurrent, waiting)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    files = wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
-    found = capacity(files, concurrent, waiting)
-    log.info(
-        "with %d open files %d requests are served at a time, and %d others wait",
-        files,
-        found.concurrent,
-        found.waiting,
-    )
-    if found.concurrent < concurrent or found.waiting < waiting:
+    """Raises the limit of open files to the hard limit, and divides it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    found = capacity(sys.maxsize if hard == resource.RLIM_INFINITY else hard, concurrent, waiting)
+    if (found.concurrent, found.waiting) != (concurrent, waiting):
         log.warning(
-            "the hard limit of open files (ulimit -Hn) does not allow --max-concurrent %d and --max-waiting %d",
-            concurrent,
-            waiting,
+            "the hard limit of %d open files (ulimit -Hn) does not allow --max-concurrent %d and --max-waiting %d: "
+            "%d requests are served at a time, and %d others wait",
+            *(hard, concurrent, waiting, found.concurrent, found.waiting),
         )
     return found
 
