@@ -80,8 +80,7 @@ async def _exposed() -> str:
 
     pool = EnginePool(EngineRole.PREFILL, settings_with())
     pool.engines.add("http://10.0.0.1:8100", "test")
-    observer = Observer()
-    observer.watch(RequestTable(limit=1), (pool,))
+    observer = Observer(RequestTable(limit=1), (pool,))
     reply = Reply(send, request_id=None)
     with observer.request("/v1/completions", reply):
         reply.status, reply.first_event_at = 200, float("inf")

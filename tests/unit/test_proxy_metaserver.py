@@ -69,7 +69,7 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
     """The failure counts nevertheless."""
     request_table, pool = RequestTable(1), Pool()
     engines = cast(EnginePool, pool)
-    metaserver = Metaserver(request_table, engines, Observer(), settings_with(attempts=3))
+    metaserver = Metaserver(request_table, engines, Observer(request_table, ()), settings_with(attempts=3))
 
     async def run() -> None:
         statuses: list[int] = []

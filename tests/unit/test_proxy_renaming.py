@@ -14,7 +14,7 @@ from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.streams import Renaming, Reply
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
-from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest
+from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
 
 ID = "01234567-89ab-4def-8123-456789abcdef"
@@ -40,7 +40,7 @@ def relayed(chunks: list[bytes], content_type: str, given: str = "abc") -> bytes
         reply.renaming = Renaming.to(given, ID)
         proxied = ProxiedRequest("POST", Endpoint.CHAT.value, Endpoint.CHAT, [], reply)
         attempt = DecodeAttempt(proxied, ID, lambda: False)
-        assert await ResponseRelay(attempt, Observer()).run(cast(EngineResponse, answer)) is None
+        assert await ResponseRelay(attempt, Observer(RequestTable(1), ())).run(cast(EngineResponse, answer)) is None
 
     anyio.run(run)
     return b"".join(sent)

@@ -31,7 +31,7 @@ class Proxy:
     def __init__(self, limit: int | None = None) -> None:
         self.prefill, self.decode = (self._pool(role, limit) for role in EngineRole)
         self.request_table = RequestTable(limit=8)
-        self.observer = Observer()
+        self.observer = Observer(self.request_table, (self.prefill, self.decode))
         self.problems: list[str] = []
         self.p, self.d = self.prefill.engines.add("http://p:1", "test"), self.decode.engines.add("http://d:1", "test")
         for engine in (self.p, self.d):
@@ -165,7 +165,7 @@ def test_failures_are_the_last_ones_newest_first() -> None:
     for number in range(MAX_RECENT + 5):
         proxy.fail(EngineRole.PREFILL, FailureKind.TIMEOUT, reason=f"reason {number}")
     proxy.fail(EngineRole.DECODE, FailureKind.TRANSFER, reason="no grant\nin time " + "x" * 1000)
-    proxy.observer.attempt_retried(EngineRole.DECODE)
+    proxy.observer.retries[EngineRole.DECODE] += 1
     status = proxy.status()
     assert [failure.number for failure in status.failures] == list(range(MAX_RECENT + 6, 6, -1))
     first, second = status.failures[:2]

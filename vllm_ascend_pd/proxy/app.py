@@ -46,8 +46,7 @@ class ProxyApp:
         self._discovery = Discovery(roles, settings)
         self.ended = asyncio.Event()
         """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
-        self._observer = Observer()
-        self._observer.watch(self._request_table, self._pools)
+        self._observer = Observer(self._request_table, self._pools)
         self.asgi = Starlette(
             middleware=[Middleware(BoundedBodies)],
             routes=self._routes(settings),

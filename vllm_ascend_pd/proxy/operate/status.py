@@ -27,7 +27,7 @@ from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.http.messages import Action, BearerToken, RequestRefused, guarded
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer, RecentFailure
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
-from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
 from vllm_ascend_pd.proxy.routing.discovery import COMMAND_LINE
 from vllm_ascend_pd.proxy.routing.engine import USABLE, EngineState, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
@@ -255,7 +255,7 @@ class StatusPage:
             pool.limiter.limit,
             pool.limiter.waiting,
             self._observer.retries[pool.role],
-            self._observer.failures[pool.role],
+            sum(self._observer.failures[pool.role, kind] for kind in FailureKind),
             tuple(engine_status(pool, engine, now) for engine in pool.engines),
         )
 

@@ -130,7 +130,7 @@ class ClientRequests:
 
     def _refuse(self, proxied: ProxiedRequest, refused: RequestRefused) -> None:
         if refused.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-            self._observer.request_refused(refused.status)
+            self._observer.refused.labels(str(refused.status.value)).inc()
         proxied.end(refused.response())
 
     async def _run(self, proxied: ProxiedRequest) -> None:
@@ -173,7 +173,7 @@ class ClientRequests:
             avoid = failed
             ranking = ranked_again()
             number += 1
-            self._observer.attempt_retried(EngineRole.DECODE)
+            self._observer.retries[EngineRole.DECODE] += 1
             log.warning(
                 "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
                 attempt.request_id,
@@ -228,7 +228,7 @@ class ClientRequests:
             params[PREFILL_AVAILABLE] = False
             if not proxied.told_without_prefill:
                 proxied.told_without_prefill = True
-                self._observer.asked_without_prefill()
+                self._observer.without_prefill.inc()
         elif (wait := self._prefill.queue_wait()) >= _LEAST_WAIT_SECONDS:
             params[PREFILL_WAIT_S] = round(wait, 3)
         return params

@@ -149,7 +149,7 @@ class Metaserver:
     async def _prefill(self, ticket: ParsedTicket, progress: TicketProgress) -> None:
         """Prefills until that has succeeded or failed, or is cancelled. Sets the answer for decode."""
         try:
-            with progress.attempt.prefill() as scope, self._observer.ticket_waits():
+            with progress.attempt.prefill() as scope, self._observer.tickets_waiting.track_inprogress():
                 progress.begin(scope)
                 failures = await self._run(ticket, progress)
                 if failures:
@@ -206,7 +206,7 @@ class Metaserver:
         if progress.cut is not None:
             failure = failed(*progress.cut, progress.engine)
         if failure is None:
-            self._observer.prefilled(time.monotonic() - begun)
+            self._observer.prefill_seconds.observe(time.monotonic() - begun)
             self._pool.prefilled(progress)
         return failure
 

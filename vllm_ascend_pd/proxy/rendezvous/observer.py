@@ -9,12 +9,12 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from http import HTTPStatus
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -58,15 +58,18 @@ class RecentFailure(msgspec.Struct, frozen=True):
     """The beginning of the attempt's request id."""
 
 
-class Observer:
+class Observer(Collector):
     """Receives reports about client requests and attempts at engines. The event loop's thread owns it."""
 
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+    def __init__(self, request_table: RequestTable, pools: Sequence[EnginePool]) -> None:
+        """`request_table`, `pools`: whose state the metrics show, too."""
+        self._request_table = request_table
+        self._pools = pools
+        self._registry = registry = CollectorRegistry()
         """This proxy's metrics. Each proxy in a process has its own."""
         self.retries: collections.Counter[EngineRole] = collections.Counter()
         """Attempts that followed a failed one."""
-        self.failures: collections.Counter[EngineRole] = collections.Counter()
+        self.failures: collections.Counter[tuple[EngineRole, FailureKind]] = collections.Counter()
         """Failed attempts at engines."""
         self.recent_failures: collections.deque[RecentFailure] = collections.deque(maxlen=MAX_RECENT)
         """The last failures, newest first."""
@@ -76,7 +79,7 @@ class Observer:
             ("route", "status"),
             registry=registry,
         )
-        self._refused = Counter(
+        self.refused = Counter(
             PREFIX + "refused_requests",
             "Requests refused before any engine was asked. 429: too many waited, or too long; 503: shutdown.",
             ("status",),
@@ -96,41 +99,31 @@ class Observer:
             buckets=_REQUEST_SECONDS,
             registry=registry,
         )
-        self._prefill = Histogram(
+        self.prefill_seconds = Histogram(
             PREFIX + "prefill_seconds",
             "Time of successful prefills at the engine, its queue included.",
             buckets=_REQUEST_SECONDS,
             registry=registry,
         )
-        self._after_prefill = Histogram(
+        self.after_prefill_seconds = Histogram(
             PREFIX + "prefill_to_first_token_seconds",
             "Time from the first prefill's end to a stream's first token: remaining transfer and a decode step.",
             buckets=_FIRST_TOKEN_SECONDS,
             registry=registry,
         )
-        self._without_prefill = Counter(
+        self.without_prefill = Counter(
             PREFIX + "requests_without_prefill",
             "Requests for which decode was told that no prefill engine is well, so that it may compute their prompts.",
             registry=registry,
         )
-        self._tickets = Gauge(
+        self.tickets_waiting = Gauge(
             PREFIX + "tickets_waiting",
             "Tickets at the metaserver whose prefill has not ended.",
             registry=registry,
         )
-        self._retries = Counter(
-            PREFIX + "retries", "Attempts that followed a failed one.", ("role",), registry=registry
-        )
-        self._failures = Counter(
-            PREFIX + "failures", "Failed attempts at engines, by kind of failure.", ("role", "kind"), registry=registry
-        )
-        # 0 from the start, not unknown.
         for status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-            self._refused.labels(str(status.value))
-        for role in EngineRole:
-            self._retries.labels(role.value)
-            for kind in FailureKind:
-                self._failures.labels(role.value, kind.label)
+            self.refused.labels(str(status.value))  # 0 from the start, not unknown
+        registry.register(self)
 
     @contextmanager
     def request(self, route: str, reply: Reply) -> Iterator[None]:
@@ -148,15 +141,10 @@ class Observer:
             if reply.first_event_at is not None:
                 self._first_token.labels(route).observe(reply.first_event_at - begun)
 
-    def request_refused(self, status: HTTPStatus) -> None:
-        """A client's request was refused before any engine was asked."""
-        self._refused.labels(str(status.value)).inc()
-
     @owned
     def attempt_failed(self, role: EngineRole, failure: Failure, request_id: str) -> None:
         """An attempt at an engine of `role` failed. `request_id`: of the decode attempt."""
-        self._failures.labels(role.value, failure.kind.label).inc()
-        self.failures[role] += 1
+        self.failures[role, failure.kind] += 1
         self.recent_failures.appendleft(
             RecentFailure(
                 self.failures.total(),
@@ -169,56 +157,32 @@ class Observer:
             )
         )
 
-    @owned
-    def attempt_retried(self, role: EngineRole) -> None:
-        """Another attempt follows a failed one."""
-        self._retries.labels(role.value).inc()
-        self.retries[role] += 1
-
-    def asked_without_prefill(self) -> None:
-        """Decode is told that no prefill engine is well. Once per client request."""
-        self._without_prefill.inc()
-
-    def ticket_waits(self) -> AbstractContextManager[None]:
-        """A ticket, from its post to the end of its prefill."""
-        return self._tickets.track_inprogress()
-
-    def prefilled(self, seconds: float) -> None:
-        """A prefill succeeded and took `seconds`, the engine's queue included."""
-        self._prefill.observe(seconds)
-
-    def first_token_after_prefill(self, seconds: float) -> None:
-        """A stream's first token came `seconds` after the first prefill had ended: the time of the remaining transfer
-        and of decode's first step."""
-        self._after_prefill.observe(seconds)
-
-    def watch(self, request_table: RequestTable, pools: Sequence[EnginePool]) -> None:
-        """Adds the state of queues and engines to the metrics."""
-        self.registry.register(_EngineCollector(pools))
-        in_flight = Gauge(PREFIX + "requests_in_flight", "Client requests being served.", registry=self.registry)
-        in_flight.set_function(lambda: request_table.in_flight)
-        waiting = Gauge(PREFIX + "requests_waiting", "Client requests that wait to be served.", registry=self.registry)
-        waiting.set_function(lambda: request_table.admission.waiting)
-
     async def metrics(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
-        return Response(generate_latest(self.registry), headers={"Content-Type": _TEXT_FORMAT})
-
-
-class _EngineCollector(Collector):
-    """Each engine's health and this proxy's requests there, and the requests that wait for a slot."""
-
-    def __init__(self, pools: Sequence[EnginePool]) -> None:
-        self._pools = pools
+        return Response(generate_latest(self._registry), headers={"Content-Type": _TEXT_FORMAT})
 
     def collect(self) -> Iterator[Metric]:
+        """What the proxy counts or knows anyway: for each scrape."""
+        table = self._request_table
+        in_flight = GaugeMetricFamily(PREFIX + "requests_in_flight", "Client requests being served.", table.in_flight)
+        waiting = GaugeMetricFamily(
+            PREFIX + "requests_waiting", "Client requests that wait to be served.", table.admission.waiting
+        )
+        retries = CounterMetricFamily(PREFIX + "retries", "Attempts that followed a failed one.", labels=("role",))
+        failures = CounterMetricFamily(
+            PREFIX + "failures", "Failed attempts at engines, by kind of failure.", labels=("role", "kind")
+        )
+        for role in EngineRole:
+            retries.add_metric((role.value,), self.retries[role])
+            for kind in FailureKind:
+                failures.add_metric((role.value, kind.label), self.failures[role, kind])
         of_engine = ("role", "engine")
         at_engine = GaugeMetricFamily(
             PREFIX + "engine_requests",
             "This proxy's prompts at a prefill engine, or its sequences at a decode engine.",
             labels=of_engine,
         )
-        waiting = GaugeMetricFamily(
+        queue = GaugeMetricFamily(
             PREFIX + "queue_depth", "Requests that wait for a slot at an engine.", labels=("role",)
         )
         up = GaugeMetricFamily(
@@ -236,5 +200,5 @@ class _EngineCollector(Collector):
                 at_engine.add_metric(labels, engine.sent.requests)
                 up.add_metric(labels, engine.gate.answers)
                 ejected.add_metric(labels, engine.gate.doubtful(now))
-            waiting.add_metric((pool.role.value,), pool.limiter.waiting)
-        yield from (at_engine, up, ejected, waiting)
+            queue.add_metric((pool.role.value,), pool.limiter.waiting)
+        yield from (in_flight, waiting, retries, failures, at_engine, up, ejected, queue)

@@ -91,7 +91,7 @@ class ResponseRelay:
             return await self._explained(Failure(FailureKind.ERROR, reason, self._attempt.engine, answer))
         await self._begin(response, b"")
         if self._attempt.prefilled_at is not None:
-            self._observer.first_token_after_prefill(time.monotonic() - self._attempt.prefilled_at)
+            self._observer.after_prefill_seconds.observe(time.monotonic() - self._attempt.prefilled_at)
         failure = await self._write_events(held)
         async for chunk in chunks:
             failure = await self._write_events(events.feed(chunk)) or failure
