@@ -7,12 +7,14 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 
 import anyio
+import pytest
 from proxied import proxied_request, settings_with
 from starlette.requests import Request
 
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
+from vllm_ascend_pd.proxy.http.messages import RequestRefused
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable
@@ -75,7 +77,9 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
         statuses: list[int] = []
 
         async def post(attempt: DecodeAttempt) -> None:
-            statuses.append((await metaserver.post_ticket(ticket_for(attempt))).status_code)
+            with pytest.raises(RequestRefused) as refused:
+                await metaserver.post_ticket(ticket_for(attempt))
+            statuses.append(refused.value.status)
 
         proxied = proxied_request()
         with request_table.open(proxied):

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.proxy.operate.status import Status, StatusPage, Verdict
 from vllm_ascend_pd.proxy.rendezvous.observer import MAX_RECENT, Observer
-from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable, TicketProgress
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
 from vllm_ascend_pd.proxy.routing.engine import EngineState
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
@@ -193,11 +193,11 @@ async def test_phases_of_a_request() -> None:
             assert only(RequestPhase.QUEUED)
             attempt.engines.append("http://d:1")
             assert only(RequestPhase.DECODE)
-            with attempt.prefill():
+            with TicketProgress(attempt, 0, ()).prefill():
                 assert only(RequestPhase.PREFILL)
             attempt.prefilled_at = NOW
             assert only(RequestPhase.TRANSFER)
-            with attempt.prefill():
+            with TicketProgress(attempt, 0, ()).prefill():
                 assert only(RequestPhase.PREFILL), "the next prompt's"
             attempt.answering = True
             assert only(RequestPhase.ANSWERING)

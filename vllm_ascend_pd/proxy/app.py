@@ -14,12 +14,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
-from vllm_ascend_pd.proxy.http.messages import BoundedBodies, error_response
+from vllm_ascend_pd.proxy.http.messages import BoundedBodies, RequestRefused, error_response
 from vllm_ascend_pd.proxy.operate.status import StatusPage
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
@@ -50,7 +51,7 @@ class ProxyApp:
         self.asgi = Starlette(
             middleware=[Middleware(BoundedBodies)],
             routes=self._routes(settings),
-            exception_handlers={HTTPException: _http_error},
+            exception_handlers={HTTPException: _http_error, RequestRefused: _refused},
             lifespan=self._lifespan,
         )
         """The application. Its lifespan runs the background tasks."""
@@ -96,6 +97,14 @@ class ProxyApp:
 async def _not_served(reason: str, _: Request) -> Response:
     """404: OpenAI's SDKs would retry a 501."""
     return error_response(HTTPStatus.NOT_FOUND, f"this proxy does not serve this route: {reason}")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """The metaserver's errors are `{"error": reason}`, those of other routes as OpenAI's clients read them."""
+    assert isinstance(error, RequestRefused)
+    if request.url.path.startswith(METASERVER_PATH):
+        return JSONResponse({"error": error.message}, error.status)
+    return error.response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

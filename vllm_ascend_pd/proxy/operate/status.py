@@ -24,7 +24,7 @@ from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.http.messages import Action, BearerToken, RequestRefused, guarded
+from vllm_ascend_pd.proxy.http.messages import Action, RequestRefused, guarded
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer, RecentFailure
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
@@ -203,7 +203,7 @@ class StatusPage:
         self._request_table = request_table
         self._observer = observer
         self._problems = problems
-        self._token = None if token is None else BearerToken(token)
+        self._token = token
 
     def routes(self) -> list[BaseRoute]:
         routes: list[BaseRoute] = [
@@ -212,15 +212,16 @@ class StatusPage:
         ]
         if self._token is None:
             return [*routes, Route("/status.json", self.get, methods=["GET"])]
-        return [
-            *routes,
-            Route("/status.json", guarded(self._token, self.get), methods=["GET"]),
-            Route(ADMIN_PATH, guarded(self._token, self.list), methods=["GET"]),
-            Route(ADMIN_PATH, guarded(self._token, self.add), methods=["POST"]),
-            Route(ADMIN_PATH + "/{id}:drain", guarded(self._token, self.drain), methods=["POST"]),
-            Route(ADMIN_PATH + "/{id}:undrain", guarded(self._token, self.undrain), methods=["POST"]),
-            Route(ADMIN_PATH + "/{id}", guarded(self._token, self.remove), methods=["DELETE"]),
-        ]
+        for_operators = (
+            ("GET", "/status.json", self.get),
+            ("GET", ADMIN_PATH, self.list),
+            ("POST", ADMIN_PATH, self.add),
+            ("POST", ADMIN_PATH + "/{id}:drain", self.drain),
+            ("POST", ADMIN_PATH + "/{id}:undrain", self.undrain),
+            ("DELETE", ADMIN_PATH + "/{id}", self.remove),
+        )
+        guard = partial(guarded, self._token, "admin token")
+        return [*routes, *(Route(path, guard(action), methods=[method]) for method, path, action in for_operators)]
 
     async def get(self, _: Request) -> Response:
         """200: `Status` as JSON."""

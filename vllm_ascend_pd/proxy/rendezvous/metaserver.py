@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -35,15 +32,13 @@ from vllm_ascend_pd.core.protocol import (
     WaitingQuestion,
 )
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.bodies import prefill_body, samples_of, tokens_body
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.messages import (
-    Action,
-    BearerToken,
     RequestRefused,
     TooLarge,
     error_response,
+    guarded,
     read_all,
     when_disconnected,
 )
@@ -77,7 +72,6 @@ _MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
 
 _read_failure = partial(msgspec.json.decode, type=TransferFailure)
 _read_question = partial(msgspec.json.decode, type=WaitingQuestion)
-_T = TypeVar("_T")
 
 
 class Metaserver:
@@ -90,22 +84,26 @@ class Metaserver:
         self._request_table = request_table
         self._pool = pool
         self._observer = observer
-        token = settings.metaserver_token()
-        self._token = None if token is None else BearerToken(token)
+        self._token = settings.metaserver_token()
         """Of decode engines; None if they need none."""
         self._max_ticket_bytes = settings.max_ticket_bytes
         self._attempts = settings.attempts
         """How many prefills one prompt may have, over all decode attempts."""
-        self._open: Counter[str] = Counter()
-        """Number of posts that wait, by ticket id. A ticket posted again may count twice."""
+        self._open: set[str] = set()
+        """Ids of tickets that wait in a queue or are prefilled. `StallWatch` ends prefills at engines that stopped."""
 
     def routes(self) -> list[BaseRoute]:
         """A post that cannot be used is answered 400 or 413 (it cannot be read), 401 (the token is missing), 404 (no
         request waits for it) or 503 (the proxy shuts down). The body of errors is `{"error": reason}`."""
+        posts = {"": self.post_ticket, FAILURE_SUFFIX: self.post_failure, WAITING_SUFFIX: self.post_question}
+        name = "bearer token (metaserver_token_file)"
         return [
-            Route(METASERVER_PATH, _refusing(self.post_ticket), methods=["POST"]),
-            Route(METASERVER_PATH + FAILURE_SUFFIX, _refusing(self.post_failure), methods=["POST"]),
-            Route(METASERVER_PATH + WAITING_SUFFIX, _refusing(self.post_question), methods=["POST"]),
+            Route(
+                METASERVER_PATH + suffix,
+                action if self._token is None else guarded(self._token, name, action),
+                methods=["POST"],
+            )
+            for suffix, action in posts.items()
         ]
 
     # Tickets.
@@ -117,20 +115,19 @@ class Metaserver:
         has ended meanwhile. 502: the prefill failed; `may_follow` in the body says whether one under another ticket may
         succeed.
         """
-        ticket = await self._read(request, self._max_ticket_bytes, read_ticket, "ticket")
+        ticket = await self._request_table.read(request, self._max_ticket_bytes, read_ticket, "ticket")
         progress = self._register(ticket)
         progress.recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
         progress.waits()
-        with self._waiting(ticket.header.ticket_id):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_cancel_when_left, request, progress)
-                if progress.posted:  # decode lost its connection, and posts the ticket again
-                    await progress.ended.wait()
-                else:
-                    await self._prefill(ticket, progress)
-                tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_when_left, request, progress)
+            if progress.posted:  # decode lost its connection, and posts the ticket again
+                await progress.ended.wait()
+            else:
+                await self._prefill(ticket, progress)
+            tasks.cancel_scope.cancel()
         if progress.answer is None or progress.attempt.over:
-            return _error(HTTPStatus.GONE, "the client's request has ended or was retried")
+            raise RequestRefused(HTTPStatus.GONE, "the client's request has ended or was retried")
         return progress.answer
 
     def _register(self, ticket: ParsedTicket) -> TicketProgress:
@@ -148,9 +145,10 @@ class Metaserver:
 
     async def _prefill(self, ticket: ParsedTicket, progress: TicketProgress) -> None:
         """Prefills until that has succeeded or failed, or is cancelled. Sets the answer for decode."""
+        ticket_id = ticket.header.ticket_id
+        self._open.add(ticket_id)
         try:
-            with progress.attempt.prefill() as scope, self._observer.tickets_waiting.track_inprogress():
-                progress.begin(scope)
+            with progress.prefill(), self._observer.tickets_waiting.track_inprogress():
                 failures = await self._run(ticket, progress)
                 if failures:
                     progress.answer = _prefill_failed(ticket, progress, failures, self._may_follow(failures))
@@ -159,7 +157,7 @@ class Metaserver:
                     progress.attempt.prefilled()
                     progress.answer = JSONResponse({"status": "ok"})
         finally:
-            progress.ended.set()
+            self._open.discard(ticket_id)
 
     async def _run(self, ticket: ParsedTicket, progress: TicketProgress) -> list[Failure]:
         """Prefills the ticket's prompt. Returns nothing if that succeeded, else why all prefills of the prompt failed,
@@ -200,14 +198,14 @@ class Metaserver:
     async def _attempt(self, ticket: ParsedTicket, progress: TicketProgress, ranking: EngineRanking) -> Failure | None:
         """Prefills at one engine. The stall watch, or a report from decode, may end it early."""
         failure: Failure | None = None
-        begun = time.monotonic()
         with self._pool.watch.over(progress), progress.scope:
             failure = await self._send(ticket, progress, ranking)
         if progress.cut is not None:
             failure = failed(*progress.cut, progress.engine)
         if failure is None:
-            self._observer.prefill_seconds.observe(time.monotonic() - begun)
-            self._pool.prefilled(progress)
+            seconds = time.monotonic() - progress.silent_since
+            self._observer.prefill_seconds.observe(seconds)
+            self._pool.pace.note(progress.work, seconds)
         return failure
 
     async def _send(self, ticket: ParsedTicket, progress: TicketProgress, ranking: EngineRanking) -> Failure | None:
@@ -242,13 +240,13 @@ class Metaserver:
         Ends the ticket's prefill. If the client has got nothing yet, a new decode attempt may follow. A failure without
         a ticket's id is the whole request's: it gets no ticket, or no further one.
         """
-        report = await self._read(request, _MAX_FAILURE_BYTES, _read_failure, "failure")
+        report = await self._request_table.read(request, _MAX_FAILURE_BYTES, _read_failure, "failure")
         attempt, prompt, _ = self._request_table.find(report.request_id)
         reason = one_line(report.reason, MAX_FAILURE_CHARS)
         if report.ticket_id:
             progress = attempt.tickets.get((prompt, report.ticket_id))
             if progress is None:
-                return _error(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
+                raise RequestRefused(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
             self._transfer_failed(progress, reason)
         else:
             _gets_no_ticket(attempt, reason, report.is_unfit)
@@ -285,42 +283,9 @@ class Metaserver:
 
         Only engines that have a ticket know its id, so an engine learns nothing about other tickets.
         """
-        question = await self._read(request, _MAX_QUESTION_BYTES, _read_question, "question")
+        question = await self._request_table.read(request, _MAX_QUESTION_BYTES, _read_question, "question")
         waiting = [ticket_id for ticket_id in question.ticket_ids if ticket_id in self._open]
         return Response(msgspec.json.encode(WaitingAnswer(waiting)), media_type="application/json")
-
-    @owned
-    @contextmanager
-    def _waiting(self, ticket_id: str) -> Iterator[None]:
-        """A ticket is open for the time of the `with` block: it waits in the queue, or a healthy engine prefills it.
-        `StallWatch` ends prefills at other engines."""
-        self._open[ticket_id] += 1
-        try:
-            yield
-        finally:
-            self._open[ticket_id] -= 1
-            if not self._open[ticket_id]:
-                del self._open[ticket_id]
-
-    async def _read(self, request: Request, limit: int, decode: Callable[[bytes], _T], name: str) -> _T:
-        """Checks a post's token, and reads it as `RequestTable.read` does. Raises RequestRefused, with 401 without the
-        token."""
-        if self._token is not None and not self._token.is_in(request):
-            reason = "the bearer token is missing or wrong (metaserver_token_file)"
-            raise RequestRefused(HTTPStatus.UNAUTHORIZED, reason)
-        return await self._request_table.read(request, limit, decode, name)
-
-
-def _refusing(action: Action) -> Action:
-    """An endpoint that turns RequestRefused into an answer in the metaserver's shape."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await action(request)
-        except RequestRefused as refused:
-            return _error(refused.status, refused.message)
-
-    return endpoint
 
 
 async def _cancel_when_left(request: Request, progress: TicketProgress) -> None:
@@ -408,8 +373,3 @@ def _transfer_failure(kind: FailureKind, reason: str, attempt: DecodeAttempt) ->
     """The failure of an attempt whose KV did not come."""
     answer = error_response(HTTPStatus.BAD_GATEWAY, f"KV transfer failed: {reason}")
     return Failure(kind, reason, attempt.engine, answer)
-
-
-def _error(status: HTTPStatus, reason: str) -> JSONResponse:
-    """The metaserver's shape of errors."""
-    return JSONResponse({"error": reason}, status_code=status.value)

@@ -99,7 +99,7 @@ class ProxiedRequest:
         self._prefill_failures: dict[int, list[Failure]] = {}
         """Why prefills failed under earlier attempts, by the number of the prompt."""
         self._ended = False
-        """Whether `end` or `close` was called. Later responses are ignored."""
+        """Whether `end` was called. Later responses are ignored."""
 
     @property
     def may_fall_back(self) -> bool:
@@ -137,10 +137,6 @@ class ProxiedRequest:
             self.final_response = response
             self.scope.cancel()
 
-    def close(self) -> None:
-        """All work has ended: later calls of `end` change nothing."""
-        self._ended = True
-
 
 class TicketProgress(EngineCall):
     """The prefill of one ticket, and how far it has come. The task that serves the ticket owns it; others call its
@@ -176,9 +172,14 @@ class TicketProgress(EngineCall):
         """Whether an earlier post has begun the prefill. A ticket has only one, however often it is posted."""
         return self._prefill is not None
 
-    def begin(self, prefill: anyio.CancelScope) -> None:
-        """The prefill begins. Cancelling `prefill` ends it."""
-        self._prefill = prefill
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        """The time in which the ticket is prefilled. `cancel` and the end of the attempt end it early."""
+        try:
+            with anyio.CancelScope() as self._prefill, self.attempt.prefilling(self):
+                yield
+        finally:
+            self.ended.set()
 
     def waits(self) -> None:
         """A post waits for the answer from now on."""
@@ -233,8 +234,8 @@ class DecodeAttempt(EngineCall):
         self._failed_ticket: TicketProgress | None = None
         """The ticket with this failure. None: it is the whole request's."""
         self._may_follow = may_follow
-        self._prefills: set[anyio.CancelScope] = set()
-        """Prefills of tickets."""
+        self._prefills: set[TicketProgress] = set()
+        """Tickets that are being prefilled."""
 
     @property
     def request(self) -> ClientRequest:
@@ -307,16 +308,15 @@ class DecodeAttempt(EngineCall):
         return () if ticket.answered and not ticket.given_up else ticket.failures
 
     @contextmanager
-    def prefill(self) -> Iterator[anyio.CancelScope]:
-        """The time in which a ticket is prefilled. Yields a scope that is cancelled when the attempt ends."""
-        with anyio.CancelScope() as scope:
-            self._prefills.add(scope)
-            try:
-                yield scope
-            finally:
-                self._prefills.discard(scope)
-                if not math.isinf(self.silent_since):
-                    self.heard()  # decode had nothing to compute meanwhile
+    def prefilling(self, ticket: TicketProgress) -> Iterator[None]:
+        """The time in which a ticket is prefilled."""
+        self._prefills.add(ticket)
+        try:
+            yield
+        finally:
+            self._prefills.discard(ticket)
+            if not math.isinf(self.silent_since):
+                self.heard()  # decode had nothing to compute meanwhile
 
     def prefilled(self) -> None:
         """The prefill of a prompt has succeeded."""
@@ -340,8 +340,8 @@ class DecodeAttempt(EngineCall):
     def close(self) -> None:
         """The attempt has ended, however it did: ends its prefills."""
         self.over = True
-        for scope in self._prefills:
-            scope.cancel()
+        for ticket in self._prefills:
+            ticket.cancel()
 
 
 class RequestTable:
@@ -386,7 +386,6 @@ class RequestTable:
                 yield place
             finally:
                 self._open.discard(proxied)
-                proxied.close()
 
     @owned
     @contextmanager

@@ -102,23 +102,21 @@ class _Refusal(NamedTuple):
 class EngineCall:
     """A request that is in flight at an engine, or waits for one. All its work runs under `scope`.
 
-    `EnginePool.open` sets `engines`, `sent_at` and `work`. `StallWatch` and the metaserver may end the call by
-    `cut_short`.
+    `EnginePool.open` sets `engines` and `work`. `StallWatch` and the metaserver may end the call by `cut_short`.
     """
 
     def __init__(self) -> None:
         self.engines: list[str] = []
         """URLs of the engines asked so far. The last one has the request, or had it."""
-        self.sent_at = math.inf
-        """When the last engine got the request, on `time.monotonic`'s clock. Infinity: none has."""
         self.work = 0
-        """The tokens of that engine's load then (`EngineLoad.tokens`), this request included."""
+        """The tokens of that engine's load when it got the request (`EngineLoad.tokens`), this request included."""
         self.scope = anyio.CancelScope()
         """Cancelled to end the call."""
         self.cut: tuple[FailureKind, str] | None = None
         """Why `cut_short` ended the call: kind and reason."""
         self.silent_since = time.monotonic()
-        """When the engine last sent something, on `time.monotonic`'s clock. Infinity: nothing is expected from it."""
+        """When the engine got the request or last sent something, on `time.monotonic`'s clock. Infinity: nothing is
+        expected from it."""
 
     @property
     def engine(self) -> str:
@@ -136,7 +134,7 @@ class EngineCall:
         return True
 
     def heard(self) -> None:
-        """Notes that the engine sent something, and that more is expected."""
+        """Notes that the engine got the request or sent something, and that more is expected."""
         self.silent_since = time.monotonic()
 
     def pause(self) -> None:
@@ -166,8 +164,8 @@ class StallWatch:
         """Seconds without a byte of a request, and without a new token in the engine's own metrics."""
         self._quiet = settings.probe_timeout if engines.role is EngineRole.DECODE else 0.0
         """Seconds without a byte of a request before the engine is probed."""
-        self._calls: dict[EngineCall, int] = {}
-        """Calls being watched, each with the number of engines it had asked at the last look."""
+        self._calls: set[EngineCall] = set()
+        """Calls being watched."""
 
     def __contains__(self, call: EngineCall) -> bool:
         return call in self._calls
@@ -175,32 +173,21 @@ class StallWatch:
     @contextmanager
     def over(self, call: EngineCall) -> Iterator[None]:
         """Watches a call for the time of the `with` block."""
-        self._calls[call] = 0
+        self._calls.add(call)
         try:
             yield
         finally:
-            del self._calls[call]
+            self._calls.discard(call)
 
     async def run(self) -> None:
         """Looks at all calls once a second, until cancelled."""
         while True:
             await anyio.sleep(_STALL_LOOK_SECONDS)
             now = time.monotonic()
-            silent = self._silent_engines(now)
+            silent = {call.engine for call in self._calls if call.engine and now - call.silent_since >= self._quiet}
             async with anyio.create_task_group() as tasks:
                 for url in silent:
                     tasks.start_soon(self._look_at, url)
-
-    def _silent_engines(self, now: float) -> set[str]:
-        """URLs of the engines to probe."""
-        urls = set()
-        for call, asked in self._calls.items():
-            if len(call.engines) != asked:  # until now it waited for a slot, or for a connection
-                self._calls[call] = len(call.engines)
-                call.heard()
-            if call.engine and now - call.silent_since >= self._quiet:
-                urls.add(call.engine)
-        return urls
 
     async def _look_at(self, url: str) -> None:
         """Probes an engine, and ends its calls if it has stopped."""
@@ -249,7 +236,8 @@ class EnginePool:
         )
         self.watch = StallWatch(self.engines, self._client, settings)
         """Ends requests at engines that have stopped."""
-        self._pace = PrefillPace()
+        self.pace = PrefillPace()
+        """Of its prefills, for `queue_wait`."""
 
     def any_well(self) -> bool:
         """Whether any engine may get requests and is not doubtful. Engines without a free slot count, too."""
@@ -259,11 +247,7 @@ class EnginePool:
         """Estimates the seconds that a further prompt would wait for a prefill engine; 0 if unknown."""
         now = time.monotonic()
         loads = [self.engines.load(engine, now) for engine in self.engines.well(now)]
-        return queue_wait(loads, self.limiter.waiting * self.engines.mean_tokens, self._pace.tokens_per_second)
-
-    def prefilled(self, call: EngineCall) -> None:
-        """Notes that a prefill has just ended well, for `queue_wait`."""
-        self._pace.note(call.work, time.monotonic() - call.sent_at)
+        return queue_wait(loads, self.limiter.waiting * self.engines.mean_tokens, self.pace.tokens_per_second)
 
     def judge(self, url: str, kind: FailureKind | None) -> None:
         """Records how a request to an engine ended. `kind`: None if it succeeded."""
@@ -326,8 +310,8 @@ class EnginePool:
                     self.judge(failure.url, failure.kind)  # the caller judges the last engine
                 call.engines.append(url)
                 slot.enter_context(engine.serving(self.engines.count_sent(ranking.prompt, url)))
-                call.sent_at = time.monotonic()
-                call.work = self.engines.load(engine, call.sent_at).tokens
+                call.heard()
+                call.work = self.engines.load(engine, call.silent_since).tokens
                 try:
                     response = await self._client.send(
                         request.method, url + request.path, request.headers, request.content
