@@ -19,9 +19,8 @@ from vllm_ascend_pd.proxy.routing.load import (
     LoadReport,
     LoadSnapshot,
     PrefillPace,
-    decode_load,
+    load_of,
     parse_metrics,
-    prefill_load,
     queue_wait,
 )
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, TooManyEnginesError
@@ -139,17 +138,17 @@ snapshots = st.builds(LoadSnapshot, *[st.none() | numbers] * 4)
 def test_load_is_never_less_than_what_was_sent(
     sent: InFlightLoad, snapshot: LoadSnapshot, then: InFlightLoad, mean: int
 ) -> None:
-    for load in (prefill_load, decode_load):
-        engine = load("u", sent, LoadReport(snapshot, then, 0.0), mean)
+    for role in EngineRole:
+        engine = load_of(role, "u", sent, LoadReport(snapshot, then, 0.0), mean)
         assert engine.requests >= sent.requests
         assert engine.tokens >= sent.tokens
 
 
 def test_others_requests_count() -> None:
     seen = LoadReport(LoadSnapshot(5, 3, kv_tokens=700, capacity=1000), sent=InFlightLoad(6, 500), at=0.0)
-    assert prefill_load("u", InFlightLoad(1, 40), seen, 100.0) == EngineLoad("u", 3, 240)
-    assert decode_load("u", InFlightLoad(7, 600), seen, 100.0) == EngineLoad("u", 9, 800, 1000)
-    assert decode_load("u", InFlightLoad(7, 600), None, 100.0) == EngineLoad("u", 7, 600)
+    assert load_of(EngineRole.PREFILL, "u", InFlightLoad(1, 40), seen, 100.0) == EngineLoad("u", 3, 240, 1000)
+    assert load_of(EngineRole.DECODE, "u", InFlightLoad(7, 600), seen, 100.0) == EngineLoad("u", 9, 800, 1000)
+    assert load_of(EngineRole.DECODE, "u", InFlightLoad(7, 600), None, 100.0) == EngineLoad("u", 7, 600)
 
 
 def test_old_snapshots_are_ignored() -> None:
@@ -217,10 +216,12 @@ def test_an_engine_that_fails_all_requests_is_passed_over_for_a_while() -> None:
 def test_engines_are_added_and_removed_as_their_sources_list_them() -> None:
     listener = RegistryListener()
     engines = registry(EngineRole.PREFILL, listener)
-    assert engines.replace("file", ["a", "b"]) == (["a", "b"], [])
-    assert engines.replace("dns", ["b", "c"]) == (["c"], [])
-    assert engines.replace("file", ["a"]) == ([], [])
-    assert engines.replace("dns", []) == ([], ["b", "c"])
+    engines.replace("file", ["a", "b"])
+    engines.replace("dns", ["b", "c"])
+    assert engines.urls == ("a", "b", "c")
+    engines.replace("file", ["a"])
+    assert engines.urls == ("a", "b", "c")
+    engines.replace("dns", [])
     assert engines.urls == ("a",)
     assert listener.forgotten == ["b", "c"]
     assert [engine.url for engine in listener.closed] == ["b", "c"]

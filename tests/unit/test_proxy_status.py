@@ -32,7 +32,7 @@ class Proxy:
         self.prefill, self.decode = (self._pool(role, limit) for role in EngineRole)
         self.request_table = RequestTable(limit=8)
         self.observer = Observer(self.request_table, (self.prefill, self.decode))
-        self.problems: list[str] = []
+        self.problems: dict[str, str] = {}
         self.p, self.d = self.prefill.engines.add("http://p:1", "test"), self.decode.engines.add("http://d:1", "test")
         for engine in (self.p, self.d):
             engine.gate.checked(None)
@@ -48,7 +48,7 @@ class Proxy:
 
     def status(self, after: float = 0.0) -> Status:
         """The status when so many seconds have passed."""
-        page = StatusPage((self.prefill, self.decode), self.request_table, self.observer, lambda: self.problems, None)
+        page = StatusPage((self.prefill, self.decode), self.request_table, self.observer, self.problems, None)
         with pytest.MonkeyPatch.context() as clock:
             clock.setattr(time, "monotonic", lambda: NOW + after)
             clock.setattr(time, "time", lambda: WALL)
@@ -152,9 +152,9 @@ def test_the_verdict_counts_engines_that_may_get_requests() -> None:
     proxy.prefill.engines.drain(new)
     assert proxy.status().verdict is Verdict.UNAVAILABLE
     proxy.prefill.engines.undrain(new)
-    proxy.problems = ["the engines file: no\x00such file"]
+    proxy.problems = {"a list": "no\x00such name"}
     assert proxy.status().verdict is Verdict.DEGRADED
-    assert proxy.status().problems == ("the engines file: no such file",)
+    assert proxy.status().problems == ("a list: no such name",)
     proxy.prefill.engines.remove(new)
     proxy.prefill.engines.remove(proxy.p)
     assert proxy.status().verdict is Verdict.UNAVAILABLE

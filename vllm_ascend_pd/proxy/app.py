@@ -85,13 +85,9 @@ class ProxyApp:
             *ClientRequests(table, self._decode, self._prefill, observer, settings).routes(),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
             Route("/metrics", observer.metrics, methods=["GET"]),
-            *StatusPage(self._pools, table, observer, self._problems, token).routes(),
+            *StatusPage(self._pools, table, observer, self._discovery.problems, token).routes(),
             *Metaserver(table, self._prefill, observer, settings).routes(),
         ]
-
-    def _problems(self) -> list[str]:
-        """Problems with the lists of engines, one line each."""
-        return [f"{source}: {problem}" for source, problem in self._discovery.problems.items()]
 
 
 async def _not_served(reason: str, _: Request) -> Response:

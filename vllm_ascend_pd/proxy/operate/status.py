@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
@@ -194,11 +194,11 @@ class StatusPage:
         pools: Sequence[EnginePool],
         request_table: RequestTable,
         observer: Observer,
-        problems: Callable[[], Sequence[str]],
+        problems: Mapping[str, str],
         token: str | None,
     ) -> None:
-        """`problems`: with lists of engines. `token`: the admin API's. None: there is none, and every client may read
-        the status."""
+        """`problems`: of the lists of engines, by list. `token`: the admin API's. None: there is none, and every client
+        may read the status."""
         self._pools = {pool.role: pool for pool in pools}
         self._request_table = request_table
         self._observer = observer
@@ -236,7 +236,7 @@ class StatusPage:
 
     def status(self) -> Status:
         admission, now = self._request_table.admission, time.monotonic()
-        problems = tuple(one_line(problem, _MAX_TEXT_CHARS) for problem in self._problems())
+        problems = tuple(one_line(f"{source}: {each}", _MAX_TEXT_CHARS) for source, each in self._problems.items())
         roles = tuple(self._role(pool, now) for pool in self._pools.values())
         return Status(
             __version__,
@@ -283,7 +283,6 @@ class StatusPage:
             engine = engines.add(url, ADMIN)
         except TooManyEnginesError as full:
             raise RequestRefused(HTTPStatus.CONFLICT, str(full)) from None
-        log.info("%s engine %s: added by %s", engine.role.value, url, ADMIN)
         return _json(self._status(engine), HTTPStatus.CREATED)
 
     async def drain(self, request: Request) -> Response:

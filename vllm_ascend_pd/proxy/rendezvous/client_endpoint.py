@@ -150,7 +150,7 @@ class ClientRequests:
             return may_follow(pool.role, engines.urls, failures, self._attempts)
 
         def ranked_again() -> EngineRanking:
-            return engines.rank(prompt, avoid).then(last_resorts(pool.role, failures, avoid)).of_one_admitted()
+            return engines.rank(prompt, avoid).then(last_resorts(pool.role, failures, avoid))._replace(admitted=True)
 
         while True:
             with self._request_table.attempt(proxied, another) as attempt:

@@ -62,14 +62,9 @@ class Discovery:
         problem = None
         for role, each in urls.items():
             try:
-                added, removed = self._roles[role].replace(source, each)
+                self._roles[role].replace(source, each)
             except TooManyEnginesError as full:
                 problem = str(full)
-                continue
-            for url in added:
-                log.info("%s engine %s: added by %s", role.value, url, source)
-            for url in removed:
-                log.info("%s engine %s: removed because %s no longer lists it", role.value, url, source)
         self._problem(source, problem)
 
     def _problem(self, source: str, problem: str | None) -> None:

@@ -340,7 +340,7 @@ class EnginePool:
                     if call.begun:
                         raise self._busy(url, refusals[-1].how)
                     self.limiter.busy(engine, ranking.group)
-                    ranking = ranking.of_one_admitted()
+                    ranking = ranking._replace(admitted=True)
                     tried.discard(url)
                     continue
             if kind is FailureKind.REFUSED:

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_ascend_pd.core.reasons import WRONG_KV
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED, VERIFIED
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
@@ -157,19 +158,16 @@ def _others_requests(seen: LoadReport) -> int:
     return max(0, (running or 0) + (waiting or 0) - seen.sent.requests)
 
 
-def prefill_load(url: str, sent: InFlightLoad, seen: LoadReport | None, mean_tokens: float) -> EngineLoad:
-    """The load of a prefill engine. Engines do not report lengths: requests of others count with our mean length."""
-    others = 0 if seen is None else _others_requests(seen)
-    return EngineLoad(url, sent.requests + others, sent.tokens + round(others * mean_tokens))
+def load_of(role: EngineRole, url: str, sent: InFlightLoad, seen: LoadReport | None, mean_tokens: float) -> EngineLoad:
+    """The load of an engine: its own report, corrected by what this proxy has sent, and seen end, since then. It is
+    never less than what this proxy has in flight there.
 
-
-def decode_load(url: str, sent: InFlightLoad, seen: LoadReport | None, mean_tokens: float) -> EngineLoad:
-    """The load of a decode engine: its own report, corrected by what this proxy has sent, and seen end, since then. It
-    is never less than what this proxy has in flight there."""
+    Engines do not report how many tokens wait for prefill: requests of others count with our mean length.
+    """
     if seen is None:
         return EngineLoad(url, sent.requests, sent.tokens)
     others = _others_requests(seen)
-    if seen.snapshot.kv_tokens is None:
+    if role is EngineRole.PREFILL or seen.snapshot.kv_tokens is None:
         tokens = sent.tokens + round(others * mean_tokens)
     else:
         tokens = max(sent.tokens, seen.snapshot.kv_tokens + sent.tokens - seen.sent.tokens)

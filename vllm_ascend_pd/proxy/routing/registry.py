@@ -7,6 +7,7 @@ that it already has continue: they need no entry here.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -15,15 +16,11 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, RequestGroup
 from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
-from vllm_ascend_pd.proxy.routing.load import (
-    EngineLoad,
-    InFlightLoad,
-    LoadSnapshot,
-    decode_load,
-    prefill_load,
-)
+from vllm_ascend_pd.proxy.routing.load import EngineLoad, InFlightLoad, LoadSnapshot, load_of
 from vllm_ascend_pd.proxy.routing.strategies import PrefixAffinity, PromptEstimate, decode_costs, prefill_costs
 from vllm_ascend_pd.proxy.settings import ProxySettings
+
+log = logging.getLogger(__name__)
 
 MAX_ENGINES = 512
 """Engines per role. Each one is polled, which takes a connection."""
@@ -31,8 +28,6 @@ _MEAN_OVER_PROMPTS = 32
 """The mean prompt length is an exponential average: each prompt counts 1/32."""
 _FIRST_MEAN_TOKENS = 512.0
 """The mean length before the first prompt."""
-
-
 _MISSED_CHECKS = 3
 """After so many failed checks, an engine's last reported load is too old."""
 
@@ -63,9 +58,6 @@ class EngineRanking(NamedTuple):
         """This ranking with one more tier at the end."""
         return self._replace(tiers=(*self.tiers, tuple(urls)))
 
-    def of_one_admitted(self) -> EngineRanking:
-        return self._replace(admitted=True)
-
     def beside(self, url: str) -> EngineRanking:
         """The engines whose answer counts as much as that of `url`: without doubtful ones, unless it is one itself."""
         return self._replace(tiers=self.tiers[:1]) if self.tiers and url in self.tiers[0] else self
@@ -89,7 +81,6 @@ class EngineRegistry:
         """Of each engine's `HealthGate`."""
         self._fresh = _MISSED_CHECKS * settings.check_interval + 2 * settings.health_timeout
         """Seconds for which an engine's own load report is used."""
-        self._load = prefill_load if role is EngineRole.PREFILL else decode_load
         self._new_need_check = False
         """Whether engines added from now on are asked last until a check is good."""
         self._engines: dict[str, RegisteredEngine] = {}
@@ -131,6 +122,7 @@ class EngineRegistry:
                 raise TooManyEnginesError(f"there are {MAX_ENGINES} {self.role.value} engines already")
             gate = HealthGate(*self._limits, proven=not self._new_need_check)
             engine = self._engines[url] = RegisteredEngine(self.role, url, gate)
+            log.info("%s engine %s: added by %s", self.role.value, url, source)
         engine.sources.add(source)
         return engine
 
@@ -141,23 +133,17 @@ class EngineRegistry:
             self.affinity.forget(engine.url)
             self._limiter.engine_closed(engine)
 
-    def replace(self, source: str, urls: Collection[str]) -> tuple[list[str], list[str]]:
-        """Makes `urls` the engines that `source` lists.
-
-        Returns the URLs that were added, and those that were removed because no source lists them any more. Raises
-        TooManyEnginesError if some could not be added.
-        """
-        removed = []
+    def replace(self, source: str, urls: Collection[str]) -> None:
+        """Makes `urls` the engines that `source` lists. An engine that no source lists any more is removed. Raises
+        TooManyEnginesError if some could not be added."""
         for engine in self:
             if source in engine.sources and engine.url not in urls:
                 engine.sources.discard(source)
                 if not engine.sources:
                     self.remove(engine)
-                    removed.append(engine.url)
-        added = [url for url in urls if url not in self._engines]
+                    log.info("%s engine %s: removed by %s", self.role.value, engine.url, source)
         for url in urls:
             self.add(url, source)
-        return added, removed
 
     # What happens to them.
 
@@ -200,7 +186,7 @@ class EngineRegistry:
 
     def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
         """The load of an engine, from its own report and from what this proxy has sent."""
-        return self._load(engine.url, engine.sent, engine.report(now, self._fresh), self.mean_tokens)
+        return load_of(self.role, engine.url, engine.sent, engine.report(now, self._fresh), self.mean_tokens)
 
     def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot | None:
         """What the engine itself reports of its load; None if it has reported nothing lately."""
