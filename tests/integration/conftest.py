@@ -87,9 +87,9 @@ def idle_cluster() -> "Iterator[Cluster]":
 @pytest.fixture
 def no_reason_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proxy soon stops waiting for decode to say why a request failed."""
-    from vllm_ascend_pd.proxy.rendezvous import response_relay
+    from vllm_ascend_pd.proxy.rendezvous import client_endpoint
 
-    monkeypatch.setattr(response_relay, "_REASON_SECONDS", 0.5)
+    monkeypatch.setattr(client_endpoint, "_REASON_SECONDS", 0.5)
 
 
 @pytest.fixture

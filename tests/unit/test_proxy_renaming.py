@@ -13,9 +13,9 @@ from starlette.types import Message
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.streams import Renaming, Reply
+from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ResponseRelay
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest, RequestTable
-from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
 
 ID = "01234567-89ab-4def-8123-456789abcdef"
 BODY = b'{"id":"chatcmpl-%s","choices":[{"text":"%s"}]}' % (ID.encode(), b"x" * 400)

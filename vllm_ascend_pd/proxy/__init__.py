@@ -18,7 +18,7 @@ A client's request, file by file:
 3. The decode engine posts a ticket per prompt (`rendezvous/tickets`). `rendezvous/metaserver` finds the request that
    waits for it (`rendezvous/request_table`).
 4. It has a prefill engine compute the prompt, then the ticket is answered.
-5. `rendezvous/response_relay` passes the decode engine's response on to the client.
+5. `rendezvous/client_endpoint` passes the decode engine's response on to the client.
 
 `routing/answers` says what follows a failure; `rendezvous/observer` counts what `operate/` shows.
 """
