@@ -30,17 +30,8 @@ _NOT_HTTP = "the answer is not valid HTTP"
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
-_UNKNOWN_AUTHORITY = "is of an unknown authority (SSL_CERT_FILE)"
-_DISTRUST = {
-    10: "has expired",
-    18: _UNKNOWN_AUTHORITY,
-    19: _UNKNOWN_AUTHORITY,
-    20: _UNKNOWN_AUTHORITY,
-    21: _UNKNOWN_AUTHORITY,
-    62: "is for another host",
-    64: "is for another host",
-}
-"""By OpenSSL's codes (X509_V_ERR_...). Its own words for the last two have the host's name in them."""
+_FOR_ANOTHER_HOST = (62, 64)
+"""OpenSSL's codes (X509_V_ERR_..._MISMATCH) whose words have the host's name in them."""
 
 
 class HttpError(Exception):
@@ -318,7 +309,8 @@ def _why_no_connection(cause: OSError) -> str:
     if isinstance(cause, socket.gaierror):
         return "the host name cannot be resolved"
     if isinstance(cause, ssl.SSLCertVerificationError):
-        return f"no TLS connection: its certificate {_DISTRUST.get(cause.verify_code, 'is not valid')}"
+        why = "it is for another host" if cause.verify_code in _FOR_ANOTHER_HOST else cause.verify_message
+        return f"no TLS connection: its certificate is not trusted (SSL_CERT_FILE): {why}"
     if isinstance(cause, ssl.SSLError):
         return f"no TLS connection ({cause.reason})"
     return os.strerror(cause.errno) if cause.errno else "no connection"
