@@ -146,10 +146,6 @@ class RequestRefused(Exception):
         return error_response(self.status, self.message, param=self.param)
 
 
-def body_too_large(limit: int) -> RequestRefused:
-    return RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body exceeds {limit} bytes")
-
-
 def excerpt(body: bytes) -> str:
     """Returns the beginning of an engine's answer as one line, for a reason in the log."""
     return one_line(body[: 4 * _EXCERPT_CHARS].decode(errors="replace"), _EXCERPT_CHARS)

@@ -31,7 +31,6 @@ from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
 from vllm_ascend_pd.proxy.routing.discovery import COMMAND_LINE
 from vllm_ascend_pd.proxy.routing.engine import USABLE, EngineState, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.load import LoadSnapshot
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
 from vllm_ascend_pd.proxy.settings import check_engine_url
 
@@ -158,9 +157,9 @@ class Health(msgspec.Struct, frozen=True):
     problems: tuple[str, ...]
 
 
-def engine_status(pool: EnginePool, engine: RegisteredEngine, now: float) -> EngineStatus:
-    """`now`: from `time.monotonic`."""
-    reported = pool.engines.reported(engine, now) or LoadSnapshot()
+def engine_status(pool: EnginePool, engine: RegisteredEngine) -> EngineStatus:
+    now = time.monotonic()
+    reported = pool.engines.reported(engine, now)
     state, reason = engine.state(now)
     return EngineStatus(
         engine.id,
@@ -235,9 +234,9 @@ class StatusPage:
         return _json(Health(status.verdict, prefill, decode, status.problems), code)
 
     def status(self) -> Status:
-        admission, now = self._request_table.admission, time.monotonic()
+        admission = self._request_table.admission
         problems = tuple(one_line(f"{source}: {each}", _MAX_TEXT_CHARS) for source, each in self._problems.items())
-        roles = tuple(self._role(pool, now) for pool in self._pools.values())
+        roles = tuple(self._role(pool) for pool in self._pools.values())
         return Status(
             __version__,
             time.time(),
@@ -250,22 +249,21 @@ class StatusPage:
             tuple(self._observer.recent_failures),
         )
 
-    def _role(self, pool: EnginePool, now: float) -> RoleStatus:
+    def _role(self, pool: EnginePool) -> RoleStatus:
         return RoleStatus(
             pool.role,
             pool.limiter.limit,
             pool.limiter.waiting,
             self._observer.retries[pool.role],
             sum(self._observer.failures[pool.role, kind] for kind in FailureKind),
-            tuple(engine_status(pool, engine, now) for engine in pool.engines),
+            tuple(engine_status(pool, engine) for engine in pool.engines),
         )
 
     # The admin API.
 
     async def list(self, _: Request) -> Response:
         """200: `{"engines": [...]}`, each as `EngineStatus`."""
-        now = time.monotonic()
-        engines = [engine_status(pool, each, now) for pool in self._pools.values() for each in pool.engines]
+        engines = [engine_status(pool, each) for pool in self._pools.values() for each in pool.engines]
         return _json({"engines": engines})
 
     async def add(self, request: Request) -> Response:
@@ -283,20 +281,18 @@ class StatusPage:
             engine = engines.add(url, ADMIN)
         except TooManyEnginesError as full:
             raise RequestRefused(HTTPStatus.CONFLICT, str(full)) from None
-        return _json(self._status(engine), HTTPStatus.CREATED)
+        return self._show(engine, HTTPStatus.CREATED)
 
     async def drain(self, request: Request) -> Response:
         """200 with the engine. It gets no more requests; those that it has go on."""
         engines, engine = self._find(request)
         engines.drain(engine)
-        log.info("%s engine %s: drains", engine.role.value, engine.url)
-        return _json(self._status(engine))
+        return self._show(engine)
 
     async def undrain(self, request: Request) -> Response:
         engines, engine = self._find(request)
         engines.undrain(engine)
-        log.info("%s engine %s: gets requests again", engine.role.value, engine.url)
-        return _json(self._status(engine))
+        return self._show(engine)
 
     async def remove(self, request: Request) -> Response:
         """200 with the engine as it was. Its requests go on. 409 if the engine would come back, because a DNS name
@@ -307,10 +303,10 @@ class StatusPage:
             raise RequestRefused(
                 HTTPStatus.CONFLICT, f"{', '.join(sorted(listed))} lists this engine: drain it here, or remove it there"
             )
-        shown = self._status(engine)
+        shown = self._show(engine)
         engines.remove(engine)
         log.info("%s engine %s: removed by %s", engine.role.value, engine.url, ADMIN)
-        return _json(shown)
+        return shown
 
     def _find(self, request: Request) -> tuple[EngineRegistry, RegisteredEngine]:
         for pool in self._pools.values():
@@ -319,8 +315,8 @@ class StatusPage:
                 return pool.engines, engine
         raise RequestRefused(HTTPStatus.NOT_FOUND, "no engine has this id")
 
-    def _status(self, engine: RegisteredEngine) -> EngineStatus:
-        return engine_status(self._pools[engine.role], engine, time.monotonic())
+    def _show(self, engine: RegisteredEngine, status: HTTPStatus = HTTPStatus.OK) -> Response:
+        return _json(engine_status(self._pools[engine.role], engine), status)
 
 
 def _json(body: object, status: HTTPStatus = HTTPStatus.OK) -> Response:

@@ -133,9 +133,6 @@ class ClientRequests:
             body = await self._read_body(request, place)
         except ClientDisconnect:
             return
-        except RequestRefused as refused:
-            self._refuse(proxied, refused)
-            return
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(when_disconnected, request.receive, client_left)
             try:
@@ -163,12 +160,14 @@ class ClientRequests:
         pool, engines, reply = self._pool, self._pool.engines, proxied.reply
         clients_id = reply.request_id
         failures: list[Failure] = []
-        number = 1
         begun, avoid = time.monotonic(), frozenset[str]()
         # Of other routes the answer is not named after the X-Request-Id.
         is_named = proxied.format is not None and proxied.format.id_field is None
         prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
         ranking = engines.rank(prompt)
+
+        def may_wait() -> bool:
+            return time.monotonic() - begun < pool.limiter.timeout
 
         def another() -> bool:
             return may_follow(pool.role, engines.urls, failures, self._attempts)
@@ -183,7 +182,7 @@ class ClientRequests:
                 failure = await self._attempt(attempt, ranking)
             if failure is None:
                 return
-            if failure.kind is FailureKind.BUSY and failure.url and not attempt.begun and pool.may_wait(begun):
+            if failure.kind is FailureKind.BUSY and failure.url and not attempt.begun and may_wait():
                 ranking = ranked_again()
                 continue
             self._observer.attempt_failed(EngineRole.DECODE, failure, attempt.request_id)
@@ -196,15 +195,12 @@ class ClientRequests:
                 return
             avoid = failed
             ranking = ranked_again()
-            number += 1
             self._observer.retries[EngineRole.DECODE] += 1
             log.warning(
-                "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
+                "request %s: decode at %s failed: %s: another attempt follows, under another id",
                 attempt.request_id,
                 failure.url,
                 failure.reason,
-                number,
-                ranking.first,
             )
 
     async def _attempt(self, attempt: DecodeAttempt, ranking: EngineRanking) -> Failure | None:
@@ -246,14 +242,14 @@ class ClientRequests:
         params: dict[str, str | bool | float] = {}
         if proxied.who_computes is not None:
             params[WHO_COMPUTES] = proxied.who_computes
-        gone = proxied.prefill_gone or not self._prefill.any_well()
-        attempt.without_prefill = gone and proxied.may_fall_back
+        wait = self._prefill.queue_wait()
+        attempt.without_prefill = (proxied.prefill_gone or wait is None) and proxied.may_fall_back
         if attempt.without_prefill:
             params[PREFILL_AVAILABLE] = False
             if not proxied.told_without_prefill:
                 proxied.told_without_prefill = True
                 self._observer.without_prefill.inc()
-        elif (wait := self._prefill.queue_wait()) >= _LEAST_WAIT_SECONDS:
+        elif wait is not None and wait >= _LEAST_WAIT_SECONDS:
             params[PREFILL_WAIT_S] = round(wait, 3)
         return params
 

@@ -154,8 +154,6 @@ class TicketProgress(EngineCall):
         """Whether the decode engine has got a 200 for the ticket. It then waits for the KV only."""
         self.given_up = False
         """Whether the decode engine has reported that it waits for the KV no longer."""
-        self.left = False
-        """Whether the decode engine has closed the connection on which it waited, and not posted the ticket again."""
         self.recomputes = False
         """Whether the decode engine computes the prompt itself if the KV does not come."""
         self.ended = anyio.Event()
@@ -184,12 +182,15 @@ class TicketProgress(EngineCall):
     def waits(self) -> None:
         """A post waits for the answer from now on."""
         self._waiting += 1
-        self.left = False
 
     def lost(self) -> None:
         """The connection of a post that waited was closed."""
         self._waiting -= 1
-        self.left = not self._waiting
+
+    @property
+    def left(self) -> bool:
+        """Whether the decode engine has closed the connection on which it waited, and not posted the ticket again."""
+        return not self._waiting
 
     def cancel(self) -> None:
         """Nobody waits for the KV any more."""
@@ -357,8 +358,8 @@ class RequestTable:
         """Requests being served, and those that wait for that."""
         self._attempts: dict[str, DecodeAttempt] = {}
         """Attempts in flight, by their request ids."""
-        self._scopes: set[anyio.CancelScope] = set()
-        """Other work that ends when the proxy shuts down."""
+        self._posts: set[anyio.CancelScope] = set()
+        """Other bodies that are being read."""
         self._closed = False
         """Whether the proxy shuts down."""
 
@@ -431,38 +432,30 @@ class RequestTable:
             RequestRefused: 413 for a body that is too large, 400 for one that cannot be read, 503 if the proxy shuts
                 down.
         """
+        if self._closed:
+            raise _shutting_down()
+        scope = anyio.CancelScope()
+        self._posts.add(scope)
         try:
-            with self.until_shut_down():
+            with scope:
                 return decode(await read_all(request.stream(), limit))
+            raise _shutting_down()
         except TooLarge:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the {name} exceeds {limit} bytes") from None
         except ClientDisconnect:
             raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
         except UNREADABLE as error:
             raise RequestRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None
-
-    @owned
-    @contextmanager
-    def until_shut_down(self) -> Iterator[None]:
-        """Work that is no client request. Raises RequestRefused (503) if the proxy shuts down, then or meanwhile."""
-        if self._closed:
-            raise _shutting_down()
-        with anyio.CancelScope() as scope:
-            self._scopes.add(scope)
-            try:
-                yield
-            finally:
-                self._scopes.discard(scope)
-        if scope.cancelled_caught:
-            raise _shutting_down()
+        finally:
+            self._posts.discard(scope)
 
     @owned
     def shut_down(self) -> None:
-        """Ends all requests and all work under `until_shut_down`, and refuses new requests."""
+        """Ends all requests and the reading of all posts, and refuses new ones."""
         self._closed = True
         for proxied in self._open:
             proxied.end(_shutting_down().response())
-        for scope in self._scopes:
+        for scope in self._posts:
             scope.cancel()
 
 

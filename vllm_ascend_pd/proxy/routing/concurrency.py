@@ -16,7 +16,7 @@ from http import HTTPStatus
 import anyio
 
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.http.messages import RequestRefused, body_too_large
+from vllm_ascend_pd.proxy.http.messages import RequestRefused
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 
 _FIRST_PAUSE_SECONDS = 0.1
@@ -340,7 +340,7 @@ class AdmittedRequest:
         async for chunk in chunks:
             body += chunk
             if len(body) > limit:
-                raise body_too_large(limit)
+                raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body exceeds {limit} bytes")
             if self._waits:
                 self._held += len(chunk)
                 admission.held += len(chunk)

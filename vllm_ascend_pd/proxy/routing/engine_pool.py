@@ -239,14 +239,13 @@ class EnginePool:
         self.pace = PrefillPace()
         """Of its prefills, for `queue_wait`."""
 
-    def any_well(self) -> bool:
-        """Whether any engine may get requests and is not doubtful. Engines without a free slot count, too."""
-        return bool(self.engines.well(time.monotonic()))
-
-    def queue_wait(self) -> float:
-        """Estimates the seconds that a further prompt would wait for a prefill engine; 0 if unknown."""
+    def queue_wait(self) -> float | None:
+        """Estimates the seconds that a further prompt would wait for a prefill engine; 0 if unknown. None: no engine is
+        well."""
         now = time.monotonic()
         loads = [self.engines.load(engine, now) for engine in self.engines.well(now)]
+        if not loads:
+            return None
         return queue_wait(loads, self.limiter.waiting * self.engines.mean_tokens, self.pace.tokens_per_second)
 
     def judge(self, url: str, kind: FailureKind | None) -> None:
@@ -267,10 +266,6 @@ class EnginePool:
         if (engine := self.engines.get(url)) is not None:
             self.limiter.busy(engine)
         return self._busy(url, why)
-
-    def may_wait(self, since: float) -> bool:
-        """Whether a request that waits since then, on `time.monotonic`'s clock, may wait on for a busy engine."""
-        return time.monotonic() - since < self.limiter.timeout
 
     @asynccontextmanager
     async def open(
@@ -382,8 +377,7 @@ class EnginePool:
     def _has_no_other(self, engine: RegisteredEngine) -> bool:
         """Whether nothing is known of any request at an engine but one of this proxy."""
         reported = self.engines.reported(engine, time.monotonic())
-        elsewhere = reported is not None and bool(reported.running or reported.waiting)
-        return self.limiter.in_use(engine) <= 1 and not elsewhere
+        return self.limiter.in_use(engine) <= 1 and not (reported.running or reported.waiting)
 
     def _note_taken(self, engine: RegisteredEngine, refusals: Sequence[_Refusal]) -> None:
         """Notes that an engine has taken a request that others refused before."""

@@ -49,11 +49,6 @@ class EngineRanking(NamedTuple):
     group: RequestGroup | None = None
     """The requests with which it shares a place in the queue."""
 
-    @property
-    def first(self) -> str:
-        """URL of the best engine; empty if there is none."""
-        return next((url for tier in self.tiers for url in tier), "")
-
     def then(self, urls: Sequence[str]) -> EngineRanking:
         """This ranking with one more tier at the end."""
         return self._replace(tiers=(*self.tiers, tuple(urls)))
@@ -152,12 +147,14 @@ class EngineRegistry:
         """Stops new requests to an engine. It finishes those that it has."""
         engine.draining = True
         self._limiter.engine_closed(engine)
+        log.info("%s engine %s: drains", self.role.value, engine.url)
 
     @owned
     def undrain(self, engine: RegisteredEngine) -> None:
         engine.draining = False
         if not engine.gate.shut:
             self._limiter.engine_opened(engine)
+        log.info("%s engine %s: gets requests again", self.role.value, engine.url)
 
     @owned
     def checked(self, engine: RegisteredEngine, reason: str | None, at_once: bool = False) -> bool:
@@ -188,10 +185,10 @@ class EngineRegistry:
         """The load of an engine, from its own report and from what this proxy has sent."""
         return load_of(self.role, engine.url, engine.sent, engine.report(now, self._fresh), self.mean_tokens)
 
-    def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot | None:
-        """What the engine itself reports of its load; None if it has reported nothing lately."""
+    def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot:
+        """What the engine itself has lately reported of its load."""
         report = engine.report(now, self._fresh)
-        return None if report is None else report.snapshot
+        return LoadSnapshot() if report is None else report.snapshot
 
     @owned
     def count_sent(self, prompt: PromptEstimate, url: str) -> InFlightLoad:
