@@ -319,7 +319,7 @@ async def test_a_prompt_cancelled_as_it_gets_a_slot_does_not_start_its_group() -
     prompt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await prompt
-    assert (group.started, limiter.in_use(a)) == (False, 0)
+    assert (group.granted, limiter.in_use(a)) == (0, 0)
     assert await limiter.acquire([a]) is a
     with anyio.fail_after(5), pytest.raises(NoFreeSlotError):
         await limiter.acquire([a], group=group)

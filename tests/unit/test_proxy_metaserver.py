@@ -95,6 +95,6 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
             assert len(pool.asked) == 1
             assert statuses == [410]
             assert len(attempt.tickets[0, "t"].failures) == 1
-            assert len(proxied.prefill_failures(0)) == 1
+            assert len(proxied.prefill_failures[0]) == 1
 
     anyio.run(run)

@@ -181,7 +181,6 @@ class Metaserver:
             return failures or [failure]
         proxied.prefill_failed(progress, failure)
         if attempt.over:
-            proxied.inherit(progress)
             return failures
         # A task that is cancelled just as it resumes would otherwise continue.
         await anyio.lowlevel.checkpoint_if_cancelled()
@@ -192,7 +191,7 @@ class Metaserver:
             attempt.note_transfer_failure(
                 Failure(FailureKind.TRANSFER, reason, attempt.engine, failure.answer, unquoted)
             )
-            proxied.begin_anew(progress)
+            attempt.end()
         return failures
 
     async def _attempt(self, ticket: ParsedTicket, progress: TicketProgress, ranking: EngineRanking) -> Failure | None:
@@ -264,7 +263,7 @@ class Metaserver:
         begin_anew = in_flight and attempt.may_begin_anew and not used_up
         attempt_ends = begin_anew or not (attempt.answering or progress.recomputes)
         if attempt_ends:
-            attempt.proxied.begin_anew(progress)
+            attempt.end()
         if in_flight:
             progress.cut_short(FailureKind.TRANSFER, f"decode reported: {reason}")
         elif not attempt_ends:  # otherwise the next attempt logs it
@@ -348,7 +347,7 @@ def _prefill_failed(
     unquoted = "; ".join(failure.for_all for failure in failures)
     attempt.note_transfer_failure(Failure(kind, reason, attempt.engine, answer, unquoted), progress)
     if not continues:
-        attempt.proxied.begin_anew(progress)
+        attempt.end()
     return JSONResponse({"error": reason, "may_follow": may_follow}, status_code=HTTPStatus.BAD_GATEWAY.value)
 
 

@@ -96,8 +96,8 @@ class ProxiedRequest:
         """Whether prefill engines were gone when one of its tickets needed one."""
         self.told_without_prefill = False
         """Whether decode was told, at any attempt, that no prefill engine is well."""
-        self._prefill_failures: dict[int, list[Failure]] = {}
-        """Why prefills failed under earlier attempts, by the number of the prompt."""
+        self.prefill_failures: dict[int, list[Failure]] = {}
+        """Why prefills failed, by the number of the prompt; of several samples, those of the one with most failures."""
         self._ended = False
         """Whether `end` was called. Later responses are ignored."""
 
@@ -106,26 +106,13 @@ class ProxiedRequest:
         """Whether decode may be told that no prefill engine is well."""
         return self.who_computes != BY_PREFILL
 
-    def prefill_failures(self, prompt: int) -> Sequence[Failure]:
-        """Why prefills of a prompt failed under earlier attempts."""
-        return self._prefill_failures.get(prompt, ())
-
     def prefill_failed(self, ticket: TicketProgress, failure: Failure) -> None:
-        """Records a failed prefill of a ticket."""
+        """Records a failed prefill of a ticket. It counts for tickets of later attempts, too."""
         ticket.failures.append(failure)
+        known = self.prefill_failures.get(ticket.prompt, [])
+        self.prefill_failures[ticket.prompt] = max(known, ticket.failures, key=len)
         if RULES[EngineRole.PREFILL, failure.kind].counts is Counts.YES:
             self.failed_prefill.add(failure.url)
-
-    def begin_anew(self, ticket: TicketProgress) -> None:
-        """Gives the attempt of a ticket up because KV did not come. The next attempt inherits the ticket's failures."""
-        self.inherit(ticket)
-        ticket.attempt.end()
-
-    def inherit(self, ticket: TicketProgress) -> None:
-        """Passes a ticket's failures on to the tickets of later attempts."""
-        self._prefill_failures[ticket.prompt] = max(
-            self._prefill_failures.get(ticket.prompt, []), ticket.failures, key=len
-        )
 
     def end(self, response: Response | None) -> None:
         """Stops all work for this request. Only the first call counts.
@@ -234,6 +221,8 @@ class DecodeAttempt(EngineCall):
         """The first reason why KV did not come. The decode engine's own answer does not contain it."""
         self._failed_ticket: TicketProgress | None = None
         """The ticket with this failure. None: it is the whole request's."""
+        self._failed_before = dict(proxied.prefill_failures)
+        """Why prefills failed under earlier attempts, by the number of the prompt."""
         self._may_follow = may_follow
         self._prefills: set[TicketProgress] = set()
         """Tickets that are being prefilled."""
@@ -286,7 +275,7 @@ class DecodeAttempt(EngineCall):
         Returns:
             The ticket's progress, or None if the prompt has all its tickets already, under other ids.
         """
-        failures = self.proxied.prefill_failures(prompt)
+        failures: Sequence[Failure] = self._failed_before.get(prompt, ())
         if not ticket_id:
             self.tickets[prompt, ""] = unnamed = TicketProgress(self, prompt, failures)
             return unnamed

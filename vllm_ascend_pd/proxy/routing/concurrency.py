@@ -39,10 +39,6 @@ class RequestGroup:
         self.granted = 0
         """Slots at engines that its members have been given so far."""
 
-    @property
-    def started(self) -> bool:
-        return self.granted > 0
-
 
 class ConcurrencyLimiter:
     """Gives requests slots at the engines of one role, and queues requests for which no engine has a free slot.
@@ -125,7 +121,7 @@ class ConcurrencyLimiter:
         try:
             with anyio.move_on_after(self.timeout - waited):
                 await waiter.wait()
-            if waiter.engine is None and group.started:
+            if waiter.engine is None and group.granted:
                 await waiter.wait()
             if waiter.engine is not None and not waiter.engine.open:  # it closed in the same turn of the event loop
                 self._give_back(waiter)
@@ -212,9 +208,9 @@ class ConcurrencyLimiter:
         return None
 
     def _may_wait(self, group: RequestGroup, engines: int) -> bool:
-        if group.started or group in self._queue:
+        if group.granted or group in self._queue:
             return True
-        return sum(not other.started for other in self._queue) < self._queue_per_engine * engines
+        return sum(not other.granted for other in self._queue) < self._queue_per_engine * engines
 
     def _has_free_slot(self, engine: RegisteredEngine) -> bool:
         used, room = self._used[engine], self._rooms.get(engine)
