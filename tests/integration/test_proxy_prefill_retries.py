@@ -12,7 +12,6 @@ from engine_standin import DecodeEngine, PrefillEngine, make_failure, make_ticke
 from proxy_cluster import COMPLETION, STREAM, Servers, beside, closing_server, counted, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.routing import engine_pool
 
 FAILURE_PATH = METASERVER_PATH + "/failure"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
@@ -237,12 +236,13 @@ def test_the_prefill_of_a_ticket_posted_again_is_watched() -> None:
         cluster.prefill.frozen = False
 
 
-def test_missing_connections_of_the_proxy_do_not_count_against_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request with more prompts than may be prefilled at a time."""
-    monkeypatch.setattr(engine_pool, "MAX_ENGINES", 1)
-    with running_cluster(max_concurrent=1, connect_timeout=0.3) as cluster, ThreadPoolExecutor(1) as client:
+def test_more_prompts_than_the_proxy_may_prefill_at_a_time_wait_for_each_other() -> None:
+    """So connections do not run out, whatever one request asks for."""
+    with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = True
         answer = client.submit(cluster.complete, prompt=["the quick brown fox"] * 8)
-        assert answer.result().status_code == 429
+        eventually(lambda: cluster.client.get("/status.json").json()["roles"][0]["waiting"] == 4)
+        assert len(cluster.prefill.received) == 4
         cluster.prefill.holds = False
-        assert set(counted(cluster)[1]["prefill"]) == {"full"}
+        assert answer.result().status_code == 200
+        assert cluster.prefill.most_at_once == 4

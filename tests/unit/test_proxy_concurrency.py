@@ -4,6 +4,7 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -167,12 +168,12 @@ def test_an_engine_with_failing_checks_opens_when_they_are_good_not_when_undrain
     assert listener.opened == [one]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_slot_is_lost_or_given_twice(seed: int) -> None:
+@pytest.mark.parametrize("in_all", [3, 6])
+def test_no_slot_is_lost_or_given_twice(in_all: int) -> None:
     """Requests arrive, are cancelled at any time, and end."""
-    chance = random.Random(seed)
+    chance = random.Random(in_all)
     engines = [engine(url) for url in "abc"]
-    limiter = ConcurrencyLimiter(2, 5, 0.02)
+    limiter = ConcurrencyLimiter(2, 5, 0.02, in_all)
     now = dict.fromkeys(engines, 0)
     parties = [RequestGroup() for _ in range(100)]
     outcomes = {"served": 0, "refused": 0, "left": 0}
@@ -190,6 +191,7 @@ def test_no_slot_is_lost_or_given_twice(seed: int) -> None:
             with limiter.releasing(given):
                 now[given] += 1
                 assert now[given] <= 2
+                assert sum(now.values()) <= in_all
                 try:
                     await anyio.sleep(chance.uniform(0, 0.02))
                 finally:
@@ -202,14 +204,23 @@ def test_no_slot_is_lost_or_given_twice(seed: int) -> None:
             for _ in range(300):
                 tasks.start_soon(request)
         assert limiter.waiting == 0
-        for each in engines:
-            assert [await limiter.acquire([each]) for _ in range(2)] == [each, each]
+        given = Counter([await limiter.acquire(engines) for _ in range(in_all)])
+        assert sorted(given.values()) == {3: [1, 2], 6: [2, 2, 2]}[in_all]
         assert await limiter.acquire([]) is None
 
     anyio.run(run)
     assert sum(outcomes.values()) >= 300
     assert outcomes["served"]
     assert outcomes["left"]
+
+
+async def test_a_slot_of_all_engines_together_is_used_at_another_engine() -> None:
+    a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(None, 2, FOREVER, in_all=1)
+    assert await limiter.acquire([a]) is a
+    waits = asyncio.create_task(limiter.acquire([b]))
+    await settle()
+    request_ends(limiter, a)
+    assert await waits is b
 
 
 # --- engines that come and go while requests wait ------------------------------------------------------------

@@ -88,7 +88,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     # What follows has no option: nobody had a reason for another value. Tests do.
 
     connect_timeout: float = 10.0
-    """To open a connection to an engine, or to wait for a free one. A lost SYN is sent again after 1, 3 and 7 s."""
+    """To open a connection to an engine. A lost SYN is sent again after 1, 3 and 7 s."""
     silence_timeout: float = 24 * 3600.0
     """How long an engine may send nothing for a request although it computes: longer than any answer takes."""
     health_timeout: float = 2.0

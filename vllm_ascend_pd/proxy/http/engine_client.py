@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP requests to engines: bounds on connections and time, and errors without addresses."""
+"""HTTP requests to engines: bounds on time, and errors without addresses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
-import anyio
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -50,10 +49,6 @@ class ConnectTimeout(HttpError):
     """The connection took too long. Nothing was sent."""
 
 
-class PoolTimeout(HttpError):
-    """The limit of concurrent requests was reached all the time. Nothing was sent."""
-
-
 class ReadTimeout(HttpError):
     """The engine sent nothing for too long."""
 
@@ -65,9 +60,8 @@ class ConnectionLost(HttpError):
 class EngineResponse:
     """An engine's answer after its headers. Call `close` in any case."""
 
-    def __init__(self, response: aiohttp.ClientResponse, on_close: Callable[[], object]) -> None:
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
-        self._on_close = on_close
         self._body: bytes | None = None
         """The body, once `buffer` has read it."""
         self._lost: asyncio.Future[None] | None = None
@@ -133,12 +127,6 @@ class EngineResponse:
         if self._lost is not None:
             self._lost.remove_done_callback(self._break_off)
         self._response.close()
-        on_close, self._on_close = self._on_close, _nothing
-        on_close()
-
-
-def _nothing() -> None:
-    """`on_close` of an answer that is closed already."""
 
 
 def _heard(lost: asyncio.Future[None]) -> None:
@@ -148,16 +136,12 @@ def _heard(lost: asyncio.Future[None]) -> None:
 
 
 class EngineClient:
-    """Sends at most `max_connections` requests at a time. aiohttp repeats a GET or HEAD if its connection was idle and
-    turns out to be closed. Other requests are never sent twice."""
+    """Sends any number of requests at a time: its users bound them. aiohttp repeats a GET or HEAD if its connection was
+    idle and turns out to be closed. Other requests are never sent twice."""
 
-    def __init__(
-        self, *, max_connections: int, connect_timeout: float, read_timeout: float, reuse_connections: bool = True
-    ) -> None:
-        """`connect_timeout`: seconds to open a connection, or to wait until another request ends. `read_timeout`:
-        seconds without a byte from the engine, or to send the request."""
-        self._places = anyio.Semaphore(max_connections)
-        self._connect_timeout = connect_timeout
+    def __init__(self, *, connect_timeout: float, read_timeout: float, reuse_connections: bool = True) -> None:
+        """`connect_timeout`: seconds to open a connection. `read_timeout`: seconds without a byte from the engine, or
+        to send the request."""
         self._read_timeout = read_timeout
         self._timeout = _time_limits(connect_timeout, read_timeout)
         self._reuse_connections = reuse_connections
@@ -168,7 +152,6 @@ class EngineClient:
     ) -> EngineResponse:
         """Sends a request and returns after the answer's headers. `timeout` replaces both of the client's timeouts.
         Raises HttpError. If it is cancelled, it closes the connection."""
-        await self._take_place(timeout)
         try:
             response = await self._session().request(
                 method,
@@ -178,13 +161,9 @@ class EngineClient:
                 timeout=self._timeout if timeout is None else _time_limits(timeout, timeout),
                 allow_redirects=False,
             )
-            answer = EngineResponse(response, self._places.release)
         except _FAILURES as error:
-            self._places.release()
             raise _error(error) from error
-        except BaseException:
-            self._places.release()
-            raise
+        answer = EngineResponse(response)
         if not answer.may_be_passed_on:
             answer.close()
             raise ConnectionLost(_NOT_HTTP)
@@ -201,18 +180,6 @@ class EngineClient:
     async def aclose(self) -> None:
         if self._opened is not None:
             await self._opened.close()
-
-    async def _take_place(self, timeout: float | None) -> None:
-        try:
-            self._places.acquire_nowait()  # the usual case, without the cost of a timeout
-            return
-        except anyio.WouldBlock:
-            pass
-        try:
-            with anyio.fail_after(self._connect_timeout if timeout is None else timeout):
-                await self._places.acquire()
-        except TimeoutError:
-            raise PoolTimeout from None
 
     def _session(self) -> aiohttp.ClientSession:
         if self._opened is None:  # it needs a running loop
@@ -242,8 +209,8 @@ class _Response(aiohttp.ClientResponse):
 
 
 def _open_session(reuse_connections: bool) -> aiohttp.ClientSession:
-    """A session without a limit of connections: `EngineClient` bounds its requests. It takes no proxies or passwords
-    from the environment and keeps no cookies."""
+    """A session without a limit of connections. It takes no proxies or passwords from the environment and keeps no
+    cookies."""
     connector = aiohttp.TCPConnector(
         limit=0,
         force_close=not reuse_connections,

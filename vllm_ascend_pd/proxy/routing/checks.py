@@ -16,7 +16,7 @@ from vllm_ascend_pd.proxy.http.engine_client import ConnectionLost, EngineClient
 from vllm_ascend_pd.proxy.http.messages import TooLarge, read_all
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, parse_metrics
-from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class HealthChecks:
         """Engines that have a loop."""
         # A client of its own, so that checks take no connections from requests. It keeps none open between checks.
         self._client = EngineClient(
-            max_connections=len(roles) * MAX_ENGINES,
             connect_timeout=self._timeout,
             read_timeout=self._timeout,
             reuse_connections=False,

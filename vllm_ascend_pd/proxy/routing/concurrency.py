@@ -46,18 +46,22 @@ class ConcurrencyLimiter:
     The event loop's thread owns it.
     """
 
-    def __init__(self, limit: int | None, queue_per_engine: int, timeout: float) -> None:
+    def __init__(self, limit: int | None, queue_per_engine: int, timeout: float, in_all: int | None = None) -> None:
         """
         Args:
             limit: slots per engine; None: no limit.
             queue_per_engine: how many groups may wait, for each engine that they could use.
             timeout: seconds that a group waits before it is refused.
+            in_all: slots at all engines together; None: no limit.
         """
         self.limit = limit
+        self._in_all = in_all
         self._queue_per_engine = queue_per_engine
         self.timeout = timeout
         self._used: Counter[RegisteredEngine] = Counter()
         """Slots in use. Engines without any have no entry: they may have been removed."""
+        self._total = 0
+        """Slots in use at all engines."""
         self._readmitted: dict[_Waiter, None] = {}
         """Requests that had a slot before, in order. They are served before the queue."""
         self._queue: dict[RequestGroup, dict[_Waiter, None]] = {}
@@ -214,10 +218,13 @@ class ConcurrencyLimiter:
 
     def _has_free_slot(self, engine: RegisteredEngine) -> bool:
         used, room = self._used[engine], self._rooms.get(engine)
+        if self._total == self._in_all:
+            return False
         return (self.limit is None or used < self.limit) and (room is None or used < room.limit)
 
     def _occupy(self, group: RequestGroup, engine: RegisteredEngine) -> None:
         self._used[engine] += 1
+        self._total += 1
         group.granted += 1
 
     def _give_back(self, waiter: _Waiter) -> None:
@@ -227,10 +234,15 @@ class ConcurrencyLimiter:
             self._release(waiter.engine)
 
     def _release(self, engine: RegisteredEngine) -> None:
+        were_all_used = self._total == self._in_all
+        self._total -= 1
         self._used[engine] -= 1
         if not self._used[engine]:
             del self._used[engine]
         self.assign_slots(engine)
+        if were_all_used and self._total != self._in_all:  # nobody waits for this engine
+            for other in {each for waiter in self._waiters() for each in waiter.engines}:
+                self.assign_slots(other)
 
     def _waiters(self) -> Iterator[_Waiter]:
         """All waiting requests, in the order in which they get slots."""

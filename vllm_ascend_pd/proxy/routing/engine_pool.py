@@ -21,7 +21,6 @@ from vllm_ascend_pd.proxy.http.engine_client import (
     EngineClient,
     EngineResponse,
     HttpError,
-    PoolTimeout,
     ReadTimeout,
 )
 from vllm_ascend_pd.proxy.http.messages import Headers, TooLarge
@@ -38,7 +37,7 @@ from vllm_ascend_pd.proxy.routing.answers import (
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
-from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRanking, EngineRegistry
+from vllm_ascend_pd.proxy.routing.registry import EngineRanking, EngineRegistry
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 log = logging.getLogger(__name__)
@@ -67,8 +66,8 @@ _UNREACHABLE = (ConnectError, ConnectTimeout)
 _MAX_REFUSAL_BYTES = 1024 * 1024
 _STALL_LOOK_SECONDS = 1.0
 _PREFILLS_PER_REQUEST = 4
-"""A request with several prompts or samples (n) has several prefills. If there are more per request, on average,
-tickets wait for a connection, and fail after `connect_timeout`."""
+"""A request with several prompts or samples (n) has several prefills. If there are more per request, on average, they
+wait for each other, so that connections do not run out."""
 
 
 class OutgoingRequest(NamedTuple):
@@ -225,15 +224,11 @@ class EnginePool:
         """A pool without engines."""
         prefills = role is EngineRole.PREFILL
         slots = settings.max_per_prefill if prefills else settings.max_per_decode
-        in_flight = settings.max_concurrent * (_PREFILLS_PER_REQUEST if prefills else 1)
         self.role = role
-        self.limiter = ConcurrencyLimiter(slots, settings.queue_per_engine, settings.queue_timeout)
+        in_all = settings.max_concurrent * _PREFILLS_PER_REQUEST if prefills else None
+        self.limiter = ConcurrencyLimiter(slots, settings.queue_per_engine, settings.queue_timeout, in_all)
         self.engines = EngineRegistry(role, self.limiter, settings)
-        self._client = EngineClient(
-            max_connections=in_flight + MAX_ENGINES,  # one more for each engine's health probe
-            connect_timeout=settings.connect_timeout,
-            read_timeout=settings.silence_timeout,
-        )
+        self._client = EngineClient(connect_timeout=settings.connect_timeout, read_timeout=settings.silence_timeout)
         self.watch = StallWatch(self.engines, self._client, settings)
         """Ends requests at engines that have stopped."""
         self.pace = PrefillPace()
@@ -402,7 +397,8 @@ class EnginePool:
             except NoFreeSlotError as full:
                 if any(map(self.limiter.is_busy, candidates)):
                     raise self._busy("", str(full)) from None
-                raise self._full(str(full)) from None
+                reason = f"all {self.role.value} engines are busy: {full}: retry later"
+                raise EngineError(FailureKind.FULL, "", reason) from None
             if engine is not None:
                 return engine
             # All candidates have gone meanwhile. Engines that were added are ranked as usual.
@@ -418,16 +414,11 @@ class EnginePool:
         return []
 
     def _error(self, url: str, cause: HttpError) -> EngineError:
-        if isinstance(cause, PoolTimeout):
-            return self._full("too many requests are in flight (--max-concurrent)")
         if isinstance(cause, _UNREACHABLE):
             kind = FailureKind.UNREACHABLE
         else:
             kind = FailureKind.TIMEOUT if isinstance(cause, ReadTimeout) else FailureKind.LOST
         return EngineError(kind, url, f"{self.role.value} engine: {cause}")
-
-    def _full(self, bound: str) -> EngineError:
-        return EngineError(FailureKind.FULL, "", f"all {self.role.value} engines are busy: {bound}: retry later")
 
     def _busy(self, url: str, why: str) -> EngineError:
         return EngineError(FailureKind.BUSY, url, f"all {self.role.value} engines are busy: {why}: retry later")
