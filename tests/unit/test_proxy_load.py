@@ -238,7 +238,7 @@ def test_engines_are_bounded() -> None:
     engines = registry(EngineRole.DECODE)
     with pytest.raises(TooManyEnginesError):
         engines.replace("dns", [str(number) for number in range(MAX_ENGINES + 1)])
-    assert len(engines) == MAX_ENGINES
+    assert len(engines.urls) == MAX_ENGINES
 
 
 # --- how long a prompt waits for prefill --------------------------------------------------------------------

@@ -130,7 +130,9 @@ class ClientRequests:
         try:
             if proxied.endpoint is not None:
                 proxied.who_computes = who_computes(proxied.headers)
-            body = await self._read_body(request, place)
+            body = b""
+            if request.method == "POST":
+                body = await place.body(request.stream(), self._max_body_bytes)
         except ClientDisconnect:
             return
         async with anyio.create_task_group() as tasks:
@@ -143,11 +145,6 @@ class ClientRequests:
                 return
             await self._run(proxied)
             tasks.cancel_scope.cancel()
-
-    async def _read_body(self, request: Request, place: AdmittedRequest) -> bytes:
-        if request.method in ("GET", "HEAD"):
-            return b""
-        return await place.body(request.stream(), self._max_body_bytes)
 
     def _refuse(self, proxied: ProxiedRequest, refused: RequestRefused) -> None:
         if refused.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
@@ -166,9 +163,6 @@ class ClientRequests:
         prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
         ranking = engines.rank(prompt)
 
-        def may_wait() -> bool:
-            return time.monotonic() - begun < pool.limiter.timeout
-
         def another() -> bool:
             return may_follow(pool.role, engines.urls, failures, self._attempts)
 
@@ -182,7 +176,8 @@ class ClientRequests:
                 failure = await self._attempt(attempt, ranking)
             if failure is None:
                 return
-            if failure.kind is FailureKind.BUSY and failure.url and not attempt.begun and may_wait():
+            is_busy = failure.kind is FailureKind.BUSY and failure.url and not attempt.begun
+            if is_busy and time.monotonic() - begun < pool.limiter.timeout:
                 ranking = ranked_again()
                 continue
             self._observer.attempt_failed(EngineRole.DECODE, failure, attempt.request_id)
@@ -191,7 +186,14 @@ class ClientRequests:
                 failures.append(failure)
             failed = engines_to_avoid(pool.role, engines.urls, failures, self._attempts)
             if reply.started or failed is None:
-                self._give_up(attempt, failure)
+                log.warning(
+                    "request %s: decode at %s failed: %s: the client gets %d",
+                    attempt.request_id,
+                    failure.url,
+                    failure.reason,
+                    failure.answer.status_code,
+                )
+                proxied.end(failure.answer)
                 return
             avoid = failed
             ranking = ranked_again()
@@ -228,9 +230,11 @@ class ClientRequests:
                 broken_off = responded and error.kind is FailureKind.LOST and not attempt.answering
                 if broken_off and proxied.format is not None and proxied.format.breaks_off:
                     failure = await relay.transfer_failure() or failure
-        if attempt.scope.cancelled_caught:
-            # Of its transfer failure and its engine's stall, whichever came first has ended the attempt.
-            return attempt.transfer_failure or _stalled(attempt)
+        if attempt.scope.cancelled_caught:  # because its KV did not come, or because its engine has stopped
+            failure = attempt.transfer_failure
+            if failure is None and attempt.cut is not None:
+                kind, reason = attempt.cut
+                failure = Failure(kind, reason, attempt.engine, error_response(HTTPStatus.GATEWAY_TIMEOUT, reason))
         return failure
 
     def _advice(self, attempt: DecodeAttempt) -> Mapping[str, str | bool | float]:
@@ -260,16 +264,6 @@ class ClientRequests:
         falls_back = failure.kind is FailureKind.NO_PREFILL and not attempt.without_prefill and proxied.may_fall_back
         proxied.prefill_gone |= falls_back
         return falls_back
-
-    def _give_up(self, attempt: DecodeAttempt, failure: Failure) -> None:
-        log.warning(
-            "request %s: decode at %s failed: %s: the client gets %d",
-            attempt.request_id,
-            failure.url,
-            failure.reason,
-            failure.answer.status_code,
-        )
-        attempt.proxied.end(failure.answer)
 
 
 @dataclass(frozen=True)
@@ -303,14 +297,6 @@ async def _finish(proxied: ProxiedRequest, request: Request) -> None:
         await reply.break_off(error_event(proxied.path, bytes(response.body)))
     else:
         await response(request.scope, request.receive, reply.send)
-
-
-def _stalled(attempt: DecodeAttempt) -> Failure | None:
-    """The failure of an attempt that was ended because its engine has stopped."""
-    if attempt.cut is None:
-        return None
-    kind, reason = attempt.cut
-    return Failure(kind, reason, attempt.engine, error_response(HTTPStatus.GATEWAY_TIMEOUT, reason))
 
 
 class ResponseRelay:
@@ -420,8 +406,9 @@ class ResponseRelay:
         return await self.transfer_failure() or self._guess(failure.answer) or failure
 
     async def transfer_failure(self) -> Failure | None:
-        """Why KV did not come, if that is the reason of an error. Waits a moment for decode to report it."""
-        if self._attempt.may_report:
+        """Why KV did not come, if that is the reason of an error. Waits a moment for decode to report it. Other
+        connectors, whose tickets have no id, never report that."""
+        if any(ticket_id for _, ticket_id in self._attempt.tickets):
             with anyio.move_on_after(_REASON_SECONDS):
                 await self._attempt.transfer_failed.wait()
         return self._attempt.transfer_failure

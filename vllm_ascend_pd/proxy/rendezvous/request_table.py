@@ -254,11 +254,6 @@ class DecodeAttempt(EngineCall):
         return RequestPhase.DECODE if self.prefilled_at is None else RequestPhase.TRANSFER
 
     @property
-    def may_report(self) -> bool:
-        """Whether the decode engine may still report why KV did not come. Other connectors never report that."""
-        return any(ticket_id for _, ticket_id in self.tickets)
-
-    @property
     def may_begin_anew(self) -> bool:
         """Whether another attempt may replace this one: it is allowed, and the client has got nothing yet."""
         return not self.answering and self._may_follow()

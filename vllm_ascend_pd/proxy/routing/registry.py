@@ -84,9 +84,6 @@ class EngineRegistry:
     def __iter__(self) -> Iterator[RegisteredEngine]:
         return iter(tuple(self._engines.values()))
 
-    def __len__(self) -> int:
-        return len(self._engines)
-
     def get(self, url: str) -> RegisteredEngine | None:
         return self._engines.get(url)
 
