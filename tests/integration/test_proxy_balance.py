@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, make_failure
-from proxy_cluster import CHAT, beside, eventually, running_cluster, withheld
+from proxy_cluster import CHAT, beside, eventually, withheld
 
 OFTEN = {"check_interval": 0.1}
 
@@ -131,15 +131,3 @@ def test_an_engine_that_fails_every_request_does_not_count_as_idle() -> None:
         for _ in range(12):
             assert cluster.complete().status_code == 200
         assert len(broken.received) == 2
-
-
-def test_health_counts_only_engines_that_may_get_requests() -> None:
-    with running_cluster(**OFTEN) as cluster:
-        health = cluster.client.get("/health")
-        assert health.status_code == 200
-        assert health.json() == {
-            "status": "ok",
-            "prefill": {cluster.prefill_url: "healthy"},
-            "decode": {cluster.decode_url: "healthy"},
-            "problems": [],
-        }
