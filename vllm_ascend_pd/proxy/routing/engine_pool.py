@@ -191,21 +191,18 @@ class StallWatch:
     async def _look_at(self, url: str) -> None:
         """Probes an engine, and ends its calls if it has stopped."""
         asked = {call: call.silent_since for call in self._calls if call.engine == url}
-        name = self._engines.role.value
-        if await self._is_silent(url):
-            reason = f"{name} engine: no answer to a health probe within {self._probe:g} s"
-            stopped = [call for call, since in asked.items() if time.monotonic() - since >= self._quiet]
-        else:
-            reason = f"{name} engine: its metrics show no new token for {self._stall:g} s"
-            engine = self._engines.get(url)
-            stopped = [
-                call
-                for call, since in asked.items()
-                if engine is not None and call.may_stall and engine.computed_nothing(since) >= self._stall
-            ]
-        for call in stopped:
-            if call in self._calls and call.engine == url and call.silent_since == asked[call]:
-                call.cut_short(FailureKind.TIMEOUT, reason)
+        is_silent = await self._is_silent(url)
+        now, engine = time.monotonic(), self._engines.get(url)
+        for call, since in asked.items():
+            if call not in self._calls or call.engine != url or call.silent_since != since:
+                continue  # it has gone on meanwhile
+            if is_silent and now - since >= self._quiet:
+                reason = f"no answer to a health probe within {self._probe:g} s"
+            elif not is_silent and engine and call.may_stall and engine.computed_nothing(since) >= self._stall:
+                reason = f"its metrics show no new token for {self._stall:g} s"
+            else:
+                continue
+            call.cut_short(FailureKind.TIMEOUT, f"{self._engines.role.value} engine: {reason}")
 
     async def _is_silent(self, url: str) -> bool:
         """Whether an engine neither answers a health probe nor refuses it. An engine that breaks the connection off is
