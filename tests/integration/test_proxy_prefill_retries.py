@@ -242,7 +242,7 @@ def test_more_prompts_than_the_proxy_may_prefill_at_a_time_wait_for_each_other()
         cluster.prefill.holds = True
         answer = client.submit(cluster.complete, prompt=["the quick brown fox"] * 8)
         eventually(lambda: cluster.client.get("/status.json").json()["roles"][0]["waiting"] == 4)
-        assert len(cluster.prefill.received) == 4
+        eventually(lambda: len(cluster.prefill.received) == 4)
         cluster.prefill.holds = False
         assert answer.result().status_code == 200
         assert cluster.prefill.most_at_once == 4

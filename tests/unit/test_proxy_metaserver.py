@@ -49,7 +49,7 @@ class Pool:
     async def open(self, _: EngineRanking, __: OutgoingRequest, call: EngineCall) -> AsyncIterator[EngineResponse]:
         url = self.urls[len(self.asked)]
         self.asked.append(url)
-        call.engines.append(url)
+        call.engine = url
         await self.breaks_off.wait()
         raise EngineError(FailureKind.LOST, url, "it broke off")
         yield

@@ -17,7 +17,6 @@ from vllm_ascend_pd.proxy.routing.answers import (
     FailureKind,
     engines_to_avoid,
     lacks_prefill,
-    may_follow,
 )
 
 URLS = ("a", "b", "c")
@@ -66,8 +65,8 @@ def test_which_engine_is_asked_next(urls, failures, attempts, avoid, role) -> No
     ],
 )
 def test_whether_another_attempt_may_follow(urls, failures, attempts, follows) -> None:
-    assert may_follow(EngineRole.DECODE, urls, failures, attempts) is follows
-    # As it turns out.
+    """Beside the attempt in flight, as it turns out if that fails through no fault of its own engine."""
+    assert (engines_to_avoid(EngineRole.DECODE, urls, failures, attempts - 1) is not None) is follows
     failures = [*failures, failure(FailureKind.TRANSFER, urls[-1:])]
     assert (engines_to_avoid(EngineRole.DECODE, urls, failures, attempts) is not None) is follows
 

@@ -191,7 +191,7 @@ async def test_phases_of_a_request() -> None:
         assert only(RequestPhase.ARRIVING)
         with request_table.attempt(proxied, lambda: True) as attempt:
             assert only(RequestPhase.QUEUED)
-            attempt.engines.append("http://d:1")
+            attempt.engine = "http://d:1"
             assert only(RequestPhase.DECODE)
             with TicketProgress(attempt, 0, ()).prefill():
                 assert only(RequestPhase.PREFILL)

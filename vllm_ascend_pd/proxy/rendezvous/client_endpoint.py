@@ -57,7 +57,6 @@ from vllm_ascend_pd.proxy.routing.answers import (
     is_page,
     kind_of,
     last_resorts,
-    may_follow,
 )
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
@@ -164,7 +163,8 @@ class ClientRequests:
         ranking = engines.rank(prompt)
 
         def another() -> bool:
-            return may_follow(pool.role, engines.urls, failures, self._attempts)
+            """Whether an attempt may follow the one in flight, if that fails through no fault of its own engine."""
+            return engines_to_avoid(pool.role, engines.urls, failures, self._attempts - 1) is not None
 
         def ranked_again() -> EngineRanking:
             return engines.rank(prompt, avoid).then(last_resorts(pool.role, failures, avoid))._replace(admitted=True)

@@ -254,7 +254,7 @@ class Metaserver:
     def _transfer_failed(self, progress: TicketProgress, reason: str) -> None:
         attempt = progress.attempt
         in_flight = progress in self._pool.watch
-        if progress.engines and not progress.given_up:
+        if progress.engine and not progress.given_up:
             attempt.proxied.prefill_failed(progress, failed(FailureKind.TRANSFER, reason, progress.engine))
         progress.given_up = True
         used_up = len(progress.failures) >= self._attempts

@@ -10,6 +10,7 @@ import collections
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 
 import msgspec
@@ -73,53 +74,45 @@ class Observer(Collector):
         """Failed attempts at engines."""
         self.recent_failures: collections.deque[RecentFailure] = collections.deque(maxlen=MAX_RECENT)
         """The last failures, newest first."""
-        self._requests = Counter(
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self._requests = counter(
             PREFIX + "requests",
             f"Completed requests by path and HTTP status. {CLIENT_LEFT}: the client left before the answer.",
             ("route", "status"),
-            registry=registry,
         )
-        self.refused = Counter(
+        self.refused = counter(
             PREFIX + "refused_requests",
             "Requests refused before any engine was asked. 429: too many waited, or too long; 503: shutdown.",
             ("status",),
-            registry=registry,
         )
-        self._first_token = Histogram(
+        self._first_token = histogram(
             PREFIX + "time_to_first_token_seconds",
             "Time from a streaming request's arrival to its first token.",
             ("route",),
             buckets=_FIRST_TOKEN_SECONDS,
-            registry=registry,
         )
-        self._duration = Histogram(
+        self._duration = histogram(
             PREFIX + "request_duration_seconds",
             "Time from a request's arrival to its end, failed requests included.",
             ("route",),
             buckets=_REQUEST_SECONDS,
-            registry=registry,
         )
-        self.prefill_seconds = Histogram(
+        self.prefill_seconds = histogram(
             PREFIX + "prefill_seconds",
             "Time of successful prefills at the engine, its queue included.",
             buckets=_REQUEST_SECONDS,
-            registry=registry,
         )
-        self.after_prefill_seconds = Histogram(
+        self.after_prefill_seconds = histogram(
             PREFIX + "prefill_to_first_token_seconds",
             "Time from the first prefill's end to a stream's first token: remaining transfer and a decode step.",
             buckets=_FIRST_TOKEN_SECONDS,
-            registry=registry,
         )
-        self.without_prefill = Counter(
+        self.without_prefill = counter(
             PREFIX + "requests_without_prefill",
             "Requests for which decode was told that no prefill engine is well, so that it may compute their prompts.",
-            registry=registry,
         )
         self.tickets_waiting = Gauge(
-            PREFIX + "tickets_waiting",
-            "Tickets at the metaserver whose prefill has not ended.",
-            registry=registry,
+            PREFIX + "tickets_waiting", "Tickets at the metaserver whose prefill has not ended.", registry=registry
         )
         for status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
             self.refused.labels(str(status.value))  # 0 from the start, not unknown

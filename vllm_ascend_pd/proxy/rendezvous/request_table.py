@@ -247,7 +247,7 @@ class DecodeAttempt(EngineCall):
     def phase(self) -> RequestPhase:
         if self.answering:
             return RequestPhase.ANSWERING
-        if not self.engines:
+        if not self.engine:
             return RequestPhase.QUEUED
         if self._prefills:
             return RequestPhase.PREFILL

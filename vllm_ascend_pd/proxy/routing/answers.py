@@ -287,14 +287,6 @@ def lacks_prefill(failures: Sequence[Failure]) -> bool:
     return last in (Then.DECODE, Then.ANEW_OR_DECODE) and had_it <= 1
 
 
-def may_follow(role: EngineRole, urls: Collection[str], failures: Sequence[Failure], attempts: int) -> bool:
-    """Whether another attempt could follow the one in flight, if that fails through no fault of its own engine.
-
-    `failures`: of the attempts before the one in flight.
-    """
-    return len(failures) + 1 < attempts and not _unusable(role, failures) >= set(urls)
-
-
 def last_resorts(role: EngineRole, failures: Sequence[Failure], avoid: frozenset[str]) -> list[str]:
     """Returns the engines of `avoid` that may be used again if no other engine can be reached."""
     return sorted({failure.url for failure in failures} & avoid - _unusable(role, failures))

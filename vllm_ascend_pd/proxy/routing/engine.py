@@ -117,11 +117,6 @@ class HealthGate:
         return self.ejected or (self._needs_answer and not self.answered_once)
 
     @property
-    def well(self) -> bool:
-        """Whether no check speaks against it."""
-        return not self.ejected and self._against == 0
-
-    @property
     def answers(self) -> bool:
         """Whether the last check was good."""
         return self.checked_once and (self._against > 0) is self.ejected

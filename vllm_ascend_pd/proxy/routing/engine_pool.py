@@ -101,12 +101,12 @@ class _Refusal(NamedTuple):
 class EngineCall:
     """A request that is in flight at an engine, or waits for one. All its work runs under `scope`.
 
-    `EnginePool.open` sets `engines` and `work`. `StallWatch` and the metaserver may end the call by `cut_short`.
+    `EnginePool.open` sets `engine` and `work`. `StallWatch` and the metaserver may end the call by `cut_short`.
     """
 
     def __init__(self) -> None:
-        self.engines: list[str] = []
-        """URLs of the engines asked so far. The last one has the request, or had it."""
+        self.engine = ""
+        """URL of the engine asked last, which has the request or had it; empty if none was."""
         self.work = 0
         """The tokens of that engine's load when it got the request (`EngineLoad.tokens`), this request included."""
         self.scope = anyio.CancelScope()
@@ -116,11 +116,6 @@ class EngineCall:
         self.silent_since = time.monotonic()
         """When the engine got the request or last sent something, on `time.monotonic`'s clock. Infinity: nothing is
         expected from it."""
-
-    @property
-    def engine(self) -> str:
-        """URL of the engine asked last; empty if none was."""
-        return self.engines[-1] if self.engines else ""
 
     @property
     def begun(self) -> bool:
@@ -295,7 +290,7 @@ class EnginePool:
                 slot.enter_context(self.limiter.releasing(engine))
                 if failure.url:
                     self.judge(failure.url, failure.kind)  # the caller judges the last engine
-                call.engines.append(url)
+                call.engine = url
                 slot.enter_context(engine.serving(self.engines.count_sent(ranking.prompt, url)))
                 call.heard()
                 call.work = self.engines.load(engine, call.silent_since).tokens
@@ -343,8 +338,7 @@ class EnginePool:
         for each in for_client:
             if each is not chosen:
                 self.judge(each.engine.url, each.kind)
-        if call.engine != chosen.engine.url:
-            call.engines.append(chosen.engine.url)
+        call.engine = chosen.engine.url
         return chosen.response
 
     async def _refused(self, engine: RegisteredEngine, response: EngineResponse) -> FailureKind | None:
@@ -354,7 +348,7 @@ class EnginePool:
         try:
             if may_refuse(response.status, content_type):
                 body = await response.buffer(_MAX_REFUSAL_BYTES)
-                is_alive = engine.gate.well or engine.asleep  # one that sleeps, or slept just now, is itself
+                is_alive = engine.gate.answers or engine.asleep  # one that sleeps, or slept just now, is itself
                 kind = kind_of(self.role, response.status, content_type, body, is_alive)
         except TooLarge:
             response.close()
