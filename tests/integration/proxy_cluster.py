@@ -25,7 +25,7 @@ from harness.plain_http import PLAIN_HTTP
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.app import ProxyApp
+from vllm_ascend_pd.proxy.server import ProxyApp
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_engine.py"

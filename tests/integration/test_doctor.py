@@ -25,7 +25,7 @@ from harness.certificates import Authority
 from harness.documented import documented
 from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd import cli
-from vllm_ascend_pd.proxy.app import ProxyApp
+from vllm_ascend_pd.proxy.server import ProxyApp
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.tools.doctor import loopback
 from vllm_ascend_pd.tools.doctor.loopback import Receiver

@@ -7,9 +7,9 @@ import anyio
 import pytest
 from proxied import registry
 
-from vllm_ascend_pd.proxy.routing import discovery as module
+from vllm_ascend_pd.proxy.routing import polling
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.discovery import Discovery
+from vllm_ascend_pd.proxy.routing.polling import Discovery
 from vllm_ascend_pd.proxy.settings import ProxySettings, check_engine_url
 
 P, D, X = "dns+http://p.svc:1", "dns+http://d.svc:2", "http://x"
@@ -32,7 +32,7 @@ def test_engines_follow_names(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
     prefill, decode = roles[EngineRole.PREFILL], roles[EngineRole.DECODE]
 
     dns.addresses = {P: ["a", "b"]}
-    monkeypatch.setattr(module, "resolve_url", dns)
+    monkeypatch.setattr(polling, "resolve_url", dns)
     discovery = Discovery(roles, ProxySettings(prefill=[P, X], decode=[D]))
     assert prefill.urls == (X,)
     anyio.run(discovery.look)

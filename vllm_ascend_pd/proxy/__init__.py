@@ -7,8 +7,7 @@ Rooms, from the bottom up. Each imports only rooms below it; pyproject.toml has 
 - `routing/`: which engines there are, and which one gets a request.
 - `rendezvous/`: brings a client's request, its tickets and its prefills together, and retries what fails.
 - `operate/`: health, status, metrics and the admin API.
-- `settings`, `app`, `server`: options, the ASGI application with all routes and the work beside requests, and the
-  server that runs it.
+- `settings`, `server`: options, and the ASGI application with all routes, the work beside requests, and its server.
 
 A client's request, file by file:
 

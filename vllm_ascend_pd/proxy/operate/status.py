@@ -28,9 +28,9 @@ from vllm_ascend_pd.proxy.http.messages import Action, RequestRefused, guarded
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer, RecentFailure
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
-from vllm_ascend_pd.proxy.routing.discovery import COMMAND_LINE
 from vllm_ascend_pd.proxy.routing.engine import USABLE, EngineState, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.polling import COMMAND_LINE
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
 from vllm_ascend_pd.proxy.settings import check_engine_url
 
