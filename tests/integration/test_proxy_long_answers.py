@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from engine_standin import DecodeEngine, PrefillEngine, _Engine
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, Servers, _Engine
 from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster, stub_engine
 
 SHORT = {"read_timeout": 1.0, "probe_timeout": 0.3, "check_interval": 0.1}
@@ -103,6 +105,24 @@ def test_a_lost_request_names_its_reason() -> None:
         assert answer.status_code == 504
         reason = "decode engine: its metrics show no new token for 1 s"
         assert answer.json()["error"]["message"] == reason
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["lost", "drains"])
+def test_an_engine_that_takes_no_connections_has_a_while_to_end_its_requests(ends: bool) -> None:
+    """vLLM's API server may outlive its engine core, and wait for answers that nobody computes."""
+    leaving = PrefillEngine(takes=2.5)
+    leaving.holds = not ends
+    listener = socket.create_server(("127.0.0.1", 0))
+    with Servers() as servers, ThreadPoolExecutor(1) as client:
+        url = servers.start(lambda _: leaving.app, listener)
+        with running_cluster(other_prefill=(url,), **{**SHORT, "read_timeout": 6.0}) as cluster:
+            answer = client.submit(cluster.complete)
+            assert leaving.working.wait(10)
+            listener.shutdown(socket.SHUT_RDWR)
+            assert answer.result().status_code == 200
+            assert len(cluster.prefill.received) == (not ends)
+            assert counted(cluster)[1]["prefill"] == ({} if ends else {"timeout": 1})
+            leaving.holds = False
 
 
 def test_every_request_has_a_final_timeout() -> None:

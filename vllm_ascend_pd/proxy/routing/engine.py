@@ -200,6 +200,11 @@ class RegisteredEngine:
         ranks = 0 if self._report is None else self._report.snapshot.broken_ranks or 0
         return f"it must be restarted: KV exchange has failed for good on {ranks} rank(s)" if ranks else None
 
+    @property
+    def last_token(self) -> float:
+        """When its token count last grew, by its own metrics; minus infinity if it has sent none."""
+        return self._same_tokens_since
+
     def computed_nothing(self, since: float) -> float:
         """Seconds after `since` in which the engine computed no token, by its own metrics; 0 if it has sent none."""
         return 0.0 if self._report is None else self._report.at - max(since, self._same_tokens_since)

@@ -146,7 +146,8 @@ class StallWatch:
     """Probes the engines of one role while requests wait for their bytes, and ends the requests at those that stopped.
 
     A request at an engine that answers and computes may take any time. A stopped process keeps its connections open, so
-    only a probe tells it from one that computes.
+    only a probe tells it from one that computes. An engine that takes no more connections may still end its requests.
+    But vLLM's API server can outlive its engine core like that, and wait for answers that nobody computes.
     """
 
     def __init__(self, engines: EngineRegistry, client: EngineClient, settings: ProxySettings) -> None:
@@ -155,7 +156,8 @@ class StallWatch:
         self._probe = settings.probe_timeout
         """Seconds to answer a health probe."""
         self._stall = settings.read_timeout
-        """Seconds without a byte of a request, and without a new token in the engine's own metrics."""
+        """Seconds without a byte of a request, and without a new token in the engine's own metrics, as long as it shows
+        them."""
         self._quiet = settings.probe_timeout if engines.role is EngineRole.DECODE else 0.0
         """Seconds without a byte of a request before the engine is probed."""
         self._calls: set[EngineCall] = set()
@@ -186,27 +188,31 @@ class StallWatch:
     async def _look_at(self, url: str) -> None:
         """Probes an engine, and ends its calls if it has stopped."""
         asked = {call: call.silent_since for call in self._calls if call.engine == url}
-        is_silent = await self._is_silent(url)
+        error = await self._probe_error(url)
+        is_silent = isinstance(error, (ConnectTimeout, ReadTimeout))
         now, engine = time.monotonic(), self._engines.get(url)
         for call, since in asked.items():
             if call not in self._calls or call.engine != url or call.silent_since != since:
                 continue  # it has gone on meanwhile
             if is_silent and now - since >= self._quiet:
                 reason = f"no answer to a health probe within {self._probe:g} s"
-            elif not is_silent and engine and call.may_stall and engine.computed_nothing(since) >= self._stall:
+            elif is_silent or not call.may_stall:
+                continue
+            elif error and now - max(since, engine.last_token if engine else since) >= self._stall:
+                reason = f"it takes no connections, and has sent nothing of this request for {self._stall:g} s"
+            elif not error and engine and engine.computed_nothing(since) >= self._stall:
                 reason = f"its metrics show no new token for {self._stall:g} s"
             else:
                 continue
             call.cut_short(FailureKind.TIMEOUT, f"{self._engines.role.value} engine: {reason}")
 
-    async def _is_silent(self, url: str) -> bool:
-        """Whether an engine neither answers a health probe nor refuses it. An engine that breaks the connection off is
-        not silent: its requests end by themselves."""
+    async def _probe_error(self, url: str) -> HttpError | None:
+        """Probes an engine's health. Returns None if it answers, whatever it says."""
         try:
             async with self._client.get(f"{url}/health", self._probe):
-                return False
+                return None
         except HttpError as error:
-            return isinstance(error, (ConnectTimeout, ReadTimeout))
+            return error
 
 
 class EnginePool:
