@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are added, drained and removed while the proxy runs: by its admin API, a file, and DNS names."""
+"""Engines that are added, drained and removed while the proxy runs: by its admin API and by DNS names."""
 
 from __future__ import annotations
 
