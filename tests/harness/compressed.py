@@ -234,7 +234,7 @@ class Cluster:
             before = [len(ids) for ids in blocks]
             computed += count
             request.num_computed_tokens = computed
-        self.scheduler.finished(request)
+        self.scheduler.request_ended(request)
         self.p.manager.free(request)
         self.pair.each(self.pair.p_ranks, "computed", PrefillStep(finished={name: None}), {})
         return known

@@ -52,7 +52,7 @@ class Prefill:
         request = make_request(name, 10, builtins)
         self.scheduler.allocated(request, BLOCKS)
         step = self.scheduler.build_step(make_output(new=[Scheduled(request, BLOCKS, 0, 10)]))
-        kept, said = self.scheduler.finished(request)
+        kept, said = self.scheduler.request_ended(request)
         self.scheduler.update(None, {name})
         assert kept is (name in step.tickets) is (said is None)
         return None if said is None else said["error"]
@@ -73,7 +73,7 @@ def test_preempted_and_run_again_it_is_the_same_request():
     prefill.scheduler.allocated(request, BLOCKS)
     prefill.scheduler.build_step(make_output(new=[Scheduled(request, BLOCKS, 0, 4)]))
     prefill.scheduler.allocated(request, BLOCKS)
-    assert prefill.scheduler.finished(request)[1] is None
+    assert prefill.scheduler.request_ended(request)[1] is None
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_engines_that_may_be_made_up_are_few_at_a_time(monkeypatch):
     another = begin("made-up-2", 8)
     assert prefill.error(of("new", 9)) == too_many
     for request in (*made_up, another):
-        prefill.scheduler.finished(request)
+        prefill.scheduler.request_ended(request)
         prefill.scheduler.update(WorkerReport(failed={request.request_id: "nobody is there"}), {request.request_id})
     assert prefill.error(of("new", 10)) is None
     assert not prefill.admission._open

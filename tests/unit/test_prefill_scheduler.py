@@ -107,7 +107,7 @@ def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the
     assert starts(scheduler, request, 8, ([7, 1],)).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
     assert goes_on(scheduler, request, 8, 1, ([5],)).sends == [Send("r", 8, 9, ([5],), last=True)]
     assert goes_on(scheduler, request, 9, 1).sends == []
-    assert scheduler.finished(request) == (True, None)
+    assert scheduler.request_ended(request) == (True, None)
 
 
 @pytest.mark.parametrize(("max_tokens", "complaint"), [(1, None), (2, "max_tokens is 2: states change")])
@@ -116,7 +116,7 @@ def test_a_state_stays_as_it_is_while_it_is_sent(max_tokens, complaint):
     request.max_tokens = max_tokens
     scheduler.arrived(request)
     starts(scheduler, request, 9, ([7, 1, 5], [30]))
-    sends, params = scheduler.finished(request)
+    sends, params = scheduler.request_ended(request)
     assert sends == (complaint is None)
     assert complaint is None or params["error"].startswith(complaint)
 
@@ -188,7 +188,7 @@ def test_any_schedule_sends_every_token_once(data):
     assert edges[-1] == total
     assert [send.last for send in sends] == [False] * (len(sends) - 1) + [True]
     assert all(send.start < send.stop for send in sends) or cached == total
-    assert scheduler.finished(request) == (True, None)
+    assert scheduler.request_ended(request) == (True, None)
     scheduler.update(None, {"r"})
     scheduler.build_step(make_output())
     assert remembered(scheduler) == {}
@@ -201,7 +201,7 @@ def test_blocks_are_held_until_sent(scheduler):
     request = ticketed()
     starts(scheduler, request, PROMPT)
     assert not scheduler.has_pending_pushes
-    assert scheduler.finished(request) == (True, None)
+    assert scheduler.request_ended(request) == (True, None)
     assert scheduler.has_pending_pushes
     assert scheduler.build_step(make_output()).finished == {"r": None}
     assert scheduler.build_step(make_output()).finished == {}
@@ -214,8 +214,8 @@ def test_blocks_are_held_until_sent(scheduler):
 def test_aborted_before_it_was_scheduled(scheduler):
     never_allocated, allocated = ticketed("a"), ticketed("b")
     scheduler.allocated(allocated, BLOCKS)
-    assert scheduler.finished(never_allocated) == (False, None)
-    assert scheduler.finished(allocated) == (False, None)
+    assert scheduler.request_ended(never_allocated) == (False, None)
+    assert scheduler.request_ended(allocated) == (False, None)
     step = scheduler.build_step(make_output())
     assert (step.finished, step.tickets) == ({}, {})
     assert remembered(scheduler) == {}
@@ -226,7 +226,7 @@ def test_an_error_that_ranks_report_is_in_the_answer(scheduler):
     starts(scheduler, request, PROMPT)
     scheduler.update(WorkerReport(failed={"r": "decode went away"}), set())
     scheduler.update(WorkerReport(failed={"r": "a later reason", "unknown": "x"}), set())
-    assert scheduler.finished(request) == (True, {"error": "decode went away"})
+    assert scheduler.request_ended(request) == (True, {"error": "decode went away"})
     scheduler.update(WorkerReport(failed={"r": "too late for the answer"}), {"r"})
     assert remembered(scheduler) == {}
 
@@ -237,7 +237,7 @@ def test_a_malformed_ticket_ends_in_an_error(scheduler):
     step = starts(scheduler, request, PROMPT)
     assert (step.tickets, step.sends) == ({}, [])
     scheduler.allocated(request, BLOCKS)  # preempted and resumed
-    delay, answer = scheduler.finished(request)
+    delay, answer = scheduler.request_ended(request)
     assert not delay
     assert answer is not None
     assert "remote_block_ids" in answer["error"]
@@ -250,12 +250,12 @@ def test_a_ticket_is_served_once(scheduler):
     starts(scheduler, first, 6)
     step = starts(scheduler, second, PROMPT)
     assert (step.tickets, step.sends) == ({}, [])
-    assert scheduler.finished(second) == (False, {"error": "this ticket is being served already"})
+    assert scheduler.request_ended(second) == (False, {"error": "this ticket is being served already"})
     assert goes_on(scheduler, first, 6, 4).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
-    assert scheduler.finished(first) == (True, None)
+    assert scheduler.request_ended(first) == (True, None)
     third = make_request("once more", PROMPT, msgspec.to_builtins(ticket()))
     assert starts(scheduler, third, PROMPT).tickets == {}, "the ranks have not told decode"
-    assert scheduler.finished(third) == (False, {"error": "this ticket is being served already"})
+    assert scheduler.request_ended(third) == (False, {"error": "this ticket is being served already"})
     scheduler.update(None, {"r"})
     assert remembered(scheduler) == {}
 
@@ -268,7 +268,7 @@ def test_a_ticket_is_served_once(scheduler):
 def test_requests_without_a_ticket(scheduler, params):
     request = make_request("r", PROMPT, params)
     step = starts(scheduler, request, PROMPT)
-    assert (step.tickets, step.sends, scheduler.finished(request)) == ({}, [], (False, None))
+    assert (step.tickets, step.sends, scheduler.request_ended(request)) == ({}, [], (False, None))
     assert remembered(scheduler) == {}
 
 
@@ -305,7 +305,7 @@ def test_preempted_and_aborted_before_the_next_step(scheduler):
     """Its blocks were freed at once, so ranks must stop reading them."""
     request = ticketed()
     starts(scheduler, request, PROMPT)
-    scheduler.finished(request)
+    scheduler.request_ended(request)
     step = scheduler.build_step(make_output(preempted=[request]))
     assert (step.preempted, step.finished) == ({"r"}, {"r": None})
 
@@ -316,7 +316,7 @@ def test_preempted_and_aborted_before_the_next_step_where_vllm_names_nobody():
     request, other = ticketed(), make_request("other", PROMPT, None)
     starts(scheduler, request, PROMPT)
     request.num_preemptions += 1
-    scheduler.finished(request)
+    scheduler.request_ended(request)
     step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
     assert (step.preempted, step.finished) == ({"r"}, {"r": None})
 
@@ -329,7 +329,7 @@ def test_preempted_in_a_step_without_tokens_and_aborted_before_the_next():
     request.status = RequestStatus.PREEMPTED
     assert scheduler.build_step(make_output()).preempted == set()
     request.status = RequestStatus.FINISHED_ABORTED
-    scheduler.finished(request)
+    scheduler.request_ended(request)
     step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
     assert (step.preempted, step.finished) == ({"r"}, {"r": None})
     scheduler.update(None, {"r"})

@@ -77,7 +77,7 @@ def refusal_of_prefill(posted, groups=None, media_hashing=HASHING, allow_other_m
     blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
     scheduler.allocated(asked, blocks)
     step = scheduler.build_step(make_output(new=[Scheduled(asked, blocks, 0, asked.num_prompt_tokens)]))
-    _, said = scheduler.finished(asked)
+    _, said = scheduler.request_ended(asked)
     assert bool(step.tickets) == (said is None)
     return None if said is None else said["error"]
 

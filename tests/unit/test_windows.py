@@ -119,7 +119,7 @@ class Prefill(Engine):
     def finish(self) -> None:
         """As vLLM's scheduler does it."""
         self.manager.remove_skipped_blocks("p", self.request.num_computed_tokens)
-        assert self.scheduler.finished(self.request)[0]
+        assert self.scheduler.request_ended(self.request)[0]
 
     def end(self) -> None:
         """Once all is sent."""

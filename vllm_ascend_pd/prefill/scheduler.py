@@ -319,11 +319,8 @@ class PrefillScheduler(ConnectorRole):
             if (prompt := self._prompts.get(request_id)) and prompt.ended:
                 self._forget(prompt)
 
-    def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
-        return self.finished(request)
-
     @owned
-    def finished(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
+    def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         """The request ended. Returns two things.
 
         - Whether vLLM must keep its blocks until all ranks have reported it as sent.
@@ -353,7 +350,7 @@ class PrefillScheduler(ConnectorRole):
         return True, params
 
     def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
-        """As `finished`, of a request whose ticket has not come."""
+        """As `request_ended`, of a request whose ticket has not come."""
         aborted = _ABORTED if not prompt.is_complete or self._requests.was_aborted(prompt.request) else None
         if (reason := aborted or prompt.given_up) is not None:
             held.remove(prompt)
