@@ -65,12 +65,11 @@ class TicketAdmission:
     @owned
     def admit(self, ticket: Ticket) -> None:
         """Admits a ticket, once. `ended` must follow. Raises TicketError if the ticket is not served."""
-        if (reason := self._hosts.refusal(ticket.remote_host)) is not None:
-            raise TicketError(f"the ticket's {reason}")
+        self.check(ticket)
         if self._secret is None:
             self._check_issuer(ticket)
         else:
-            self._check_signature(ticket, self._secret)
+            self._remember(ticket)
         self._open[ticket.issuer] += 1
 
     @owned
@@ -93,15 +92,16 @@ class TicketAdmission:
                 f"{MAX_UNPROVEN} decode engines have tickets though nothing was ever delivered to them: too many"
             )
 
-    def _check_signature(self, ticket: Ticket, secret: Secret) -> None:
-        verify(ticket, secret)
+    def _remember(self, ticket: Ticket) -> None:
+        """Remembers a signed ticket. Raises TicketError if it has expired, or was admitted before."""
         now = self._clock()
         if now >= ticket.expires_at + CLOCK_SKEW_S:
             raise TicketError(
                 f"the ticket expired {now - ticket.expires_at:.0f} s ago: did the request wait that long, or do the "
                 "clocks of decode and prefill differ?"
             )
-        self._forget_expired(now)
+        for bucket in [each for each in self._seen if (each + 1) * _FORGET_S + CLOCK_SKEW_S <= now]:
+            self._remembered -= len(self._seen.pop(bucket))
         seen = self._seen.setdefault(ticket.expires_at // _FORGET_S, set())
         key = hashlib.blake2b(ticket.ticket_id.encode(), digest_size=16).digest()
         if key in seen:
@@ -110,7 +110,3 @@ class TicketAdmission:
             raise TicketError(f"{self._capacity} tickets that have not expired were served: no more can be remembered")
         seen.add(key)
         self._remembered += 1
-
-    def _forget_expired(self, now: float) -> None:
-        for unit in [unit for unit in self._seen if (unit + 1) * _FORGET_S + CLOCK_SKEW_S <= now]:
-            self._remembered -= len(self._seen.pop(unit))
