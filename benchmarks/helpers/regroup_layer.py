@@ -16,9 +16,8 @@ from vllm_ascend_pd.core.plan import Units, make_route
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import Device
-from vllm_ascend_pd.prefill.regroup import ExchangeGroup, Regrouper
-from vllm_ascend_pd.prefill.staging import Slot, StagingRing
-from vllm_ascend_pd.prefill.step_send import StepSend
+from vllm_ascend_pd.prefill.regroup import ExchangeGroup, Regrouper, StagingRing
+from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend
 
 HEADS, HEAD_SIZE, BLOCK = 8, 128, 128  # of the model; bfloat16
 LAYER = "model.layers.0.self_attn.attn"
@@ -81,7 +80,7 @@ def our_side(
     route = make_route(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
     most, own = route.share(layer.num_blocks)
     slot_bytes = 2 * most * layer.ranks * route.source_bytes
-    ring: StagingRing[StepSend] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
+    ring = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(route.ranks, group)
     regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s, PrefillObserver(), {})
@@ -90,4 +89,6 @@ def our_side(
     nowhere = np.empty(0, dtype=np.int64)
     on_device = offsets.to(caches[0].device)
     step_send = StepSend(route, geometry, [], units, nowhere, nowhere, 1, unit_offsets=on_device, share=most)
-    return lambda: regrouper.run(step_send, registered.tensors), ring
+    computed = device.record_event()
+    push = LayerPush(LAYER, step_send, registered.description.tensors, computed, computed)
+    return lambda: regrouper.run(push, registered.tensors), ring

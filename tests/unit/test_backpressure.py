@@ -14,8 +14,7 @@ from harness.clock import Clock
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.device import ops
-from vllm_ascend_pd.prefill.regroup import Regrouper
-from vllm_ascend_pd.prefill.staging import StagingRing
+from vllm_ascend_pd.prefill.regroup import Regrouper, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush
 
 GRANT_WAIT_S, SLOT_TIMEOUT_S = 0.2, 0.3
@@ -51,7 +50,7 @@ class Regrouping:
         monkeypatch.setattr(ops, "split_heads", lambda *args: None)
         self.waits = Waits()
         self.device: Any = OnTheModelsThread()
-        self.ring: StagingRing[Any] = StagingRing(self.device.allocate(SLOT_BYTES), SLOT_BYTES, 1, RunningTime())
+        self.ring = StagingRing(self.device.allocate(SLOT_BYTES), SLOT_BYTES, 1, RunningTime())
         self.regrouper = Regrouper(self.device, self.ring, {}, SLOT_TIMEOUT_S, GRANT_WAIT_S, self.waits, {})
 
     def submit(self, **state: bool) -> float:
@@ -115,11 +114,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def ring(clock: Clock) -> StagingRing[str]:
+def ring(clock: Clock) -> StagingRing:
     return StagingRing(torch.zeros(2 * 64, dtype=torch.uint8), 64, 2, clock.monotonic)  # type: ignore[arg-type]
 
 
-def test_a_slot_at_rest_is_nobodys_until_its_time(ring: StagingRing[str], clock: Clock) -> None:
+def test_a_slot_at_rest_is_nobodys_until_its_time(ring: StagingRing, clock: Clock) -> None:
     a, b = ring.take("a"), ring.take("b")
     assert a is not None
     assert b is not None

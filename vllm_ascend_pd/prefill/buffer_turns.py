@@ -19,7 +19,7 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
-from vllm_ascend_pd.prefill.staging import LOOK_S
+from vllm_ascend_pd.prefill.regroup import LOOK_S
 from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
 
 

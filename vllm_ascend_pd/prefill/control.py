@@ -38,9 +38,8 @@ from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.checksums import report_checksums
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
+from vllm_ascend_pd.prefill.regroup import StagingRing
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.staging import StagingRing
-from vllm_ascend_pd.prefill.step_send import StepSend
 from vllm_ascend_pd.prefill.transfer import Outcome, Transfer
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.keys import load_keys
@@ -116,7 +115,7 @@ class ControlPlane:
         rank_info: RankInfo,
         config: ConnectorConfig,
         engine: TransferEngine,
-        ring: StagingRing[StepSend] | None,
+        ring: StagingRing | None,
         running_time: RunningTime,
         loaded: LoadedWeights,
         routes: Routes,

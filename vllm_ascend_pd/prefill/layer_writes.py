@@ -22,8 +22,8 @@ from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
-from vllm_ascend_pd.prefill.staging import StagingRing
-from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend, WritePlan, batches_of
+from vllm_ascend_pd.prefill.regroup import StagingRing
+from vllm_ascend_pd.prefill.step_send import LayerPush, WritePlan, batches_of
 from vllm_ascend_pd.prefill.transfer import LeaseCheck
 from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -194,7 +194,7 @@ class LayerExecutor:
     def __init__(
         self,
         engine: TransferEngine,
-        ring: StagingRing[StepSend] | None,
+        ring: StagingRing | None,
         running_time: RunningTime,
         observer: PrefillObserver,
         ready_timeout_s: float,

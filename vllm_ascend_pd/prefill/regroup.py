@@ -25,11 +25,89 @@ from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device import ops, ops_fallback
 from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group
 from vllm_ascend_pd.device.packing import packed
-from vllm_ascend_pd.prefill.staging import Slot, StagingRing
-from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
+from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend
 from vllm_ascend_pd.transport.engine import TransferEngine
 
 logger = logging.getLogger(__name__)
+
+
+# How often, in seconds, to look whether a slot has rested for long enough.
+LOOK_S = 0.5
+
+
+class StagingRing:
+    """Registered memory where regrouped KV waits to be sent. Each layer in flight has a slot, for a step send.
+
+    The side stream takes slots, and senders give them back in any order. Any thread may call it. After a failed write a
+    slot rests until nothing can read it any more.
+    """
+
+    def __init__(self, buffer: torch.Tensor, slot_bytes: int, slots: int, running_time: RunningTime) -> None:
+        """`buffer`: uint8 `[n]`, with room for `slots` slots of `slot_bytes` bytes."""
+        assert buffer.numel() >= slot_bytes * slots
+        self.buffer = buffer
+        self.slot_bytes = slot_bytes
+        first = buffer.data_ptr()
+        self._free = [Slot(n, n * slot_bytes, first + n * slot_bytes) for n in range(slots)]
+        # The holder of each slot that is taken, by the slot's index.
+        self._holders: dict[int, StepSend] = {}
+        # Slots that rest, and until when, in running time.
+        self._resting: list[tuple[float, Slot]] = []
+        self._running_time = running_time
+        # Guards the three above. A condition's own methods are Python and slower, and every layer takes this lock.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+
+    @property
+    def holders(self) -> list[StepSend]:
+        """The holders of the slots that are taken."""
+        with self._lock:
+            return list(self._holders.values())
+
+    def take(self, holder: StepSend) -> Slot | None:
+        """Returns a slot, or None if none is free."""
+        with self._lock:
+            self.rests()
+            if not self._free:
+                return None
+            slot = self._free.pop()
+            self._holders[slot.index] = holder
+            return slot
+
+    def acquire(self, holder: StepSend, timeout_s: float) -> Slot:
+        """Waits for a free slot. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (slot := self.take(holder)) is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no staging slot became free in {timeout_s:g} s: the link does not keep up")
+                self._changed.wait(min(left, LOOK_S) if self._resting else left)
+        return slot
+
+    def release(self, slot: Slot, settled_at: float = 0.0) -> None:
+        """Takes a slot back. `settled_at`: the running time at which nothing reads it any more; 0 for now."""
+        with self._lock:
+            del self._holders[slot.index]  # KeyError: it was free
+            if settled_at:
+                self._resting.append((settled_at, slot))
+                self.rests()
+            else:
+                self._free.append(slot)
+            self._changed.notify()
+
+    def rests(self) -> bool:
+        """Returns whether a slot rests. Frees those that have rested long enough.
+
+        While a slot rests, call this every `LOOK_S` seconds, because running time advances only when it is read.
+        """
+        if not self._resting:
+            return False
+        with self._lock:
+            now = self._running_time()
+            self._free += [slot for until, slot in self._resting if until <= now]
+            self._resting = [(until, slot) for until, slot in self._resting if until > now]
+            return bool(self._resting)
 
 
 class ExchangeGroup:
@@ -108,7 +186,7 @@ class Regrouper:
     def __init__(
         self,
         device: Device,
-        ring: StagingRing[StepSend],
+        ring: StagingRing,
         groups: dict[tuple[int, ...], ExchangeGroup],
         slot_timeout_s: float,
         grant_wait_s: float,
@@ -161,10 +239,7 @@ class Regrouper:
         """
 
         def regroup() -> None:
-            if push.step_send.route.packs:
-                slot: Slot | None = self._filled(push.step_send, partial(self._pack, push, tensors))
-            else:
-                slot = self.run(push.step_send, tensors)
+            slot = self.run(push, tensors)
             if slot is not None and not push.fill(slot):  # the sender has stopped waiting for it
                 self._ring.release(slot)
 
@@ -174,43 +249,58 @@ class Regrouper:
             self.missed(push.step_send.route.ranks, str(error))
             raise
 
-    def run(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> Slot | None:
+    def run(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> Slot | None:
         """Fills a slot and returns it; None if this rank writes none of the units.
 
         The tensors follow each other in a slot, each `[planes, share, staged_bytes]`. Runs on the side stream.
         """
-        route, offsets, share = step_send.route, step_send.unit_offsets, step_send.share
-        assert offsets is not None
-        if route.ranks:
-            per_rank = self._exchange_heads(step_send, tensors)
+        step_send = push.step_send
+        if step_send.route.ranks:
+            self._exchange_heads(step_send, tensors)
             if len(step_send.units) == 0:
                 return None
+        # The slot is taken after the collective, so a rank without a free slot still takes part.
+        slot = self._acquire(step_send)
+        try:
+            if step_send.route.packs:
+                self._pack(push, tensors, slot)
+            else:
+                self._arrange(step_send, tensors, slot)
+        except BaseException:
+            self._ring.release(slot)
+            raise
+        return slot
+
+    def _exchange_heads(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> None:
+        """Receives the group's heads of this rank's share of units."""
+        route, share, offsets = step_send.route, step_send.share, step_send.unit_offsets
+        section = share * route.source_bytes
+        per_rank = section * len(tensors)
+        try:
+            ops.gather_units(tensors, offsets, route.source_bytes, share, self._send, 0, section, per_rank)
+        finally:  # the other ranks wait for the collective even if this rank's part has failed
+            num_bytes = per_rank * route.ratio
+            if self._exchanged[0].numel() != num_bytes:
+                self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
+            self._groups[route.ranks].run(partial(self._device.all_to_all, *self._exchanged))
+
+    def _arrange(self, step_send: StepSend, tensors: Sequence[torch.Tensor], slot: Slot) -> None:
+        """Fills `slot` with units as decode keeps them: exchanged heads side by side, and heads divided into planes."""
+        route, share, offsets = step_send.route, step_send.share, step_send.unit_offsets
+        out, at = self._ring.buffer, slot.offset
+        if route.ranks:
             # Tensors follow each other on both sides, so interleaving takes them as one run of entries.
-            received = (self._received, 0, per_rank)
-            side_by_side = (route.ratio, len(tensors) * share * route.entries, route.source_row)
-            out = self._ring.buffer
+            entries = len(tensors) * share * route.entries
+            received = (self._received, 0, entries * route.source_row)
+            side_by_side = (route.ratio, entries, route.source_row)
             if route.planes == 1:
-                return self._filled(
-                    step_send, lambda slot: ops.interleave_heads(*received, out, slot.offset, *side_by_side)
-                )
+                ops.interleave_heads(*received, out, at, *side_by_side)
+                return
             ops.interleave_heads(*received, self._send, 0, *side_by_side)
-            exchanged = self._send[: per_rank * route.ratio].view(len(tensors), -1)
-            tensors, offsets = exchanged.unbind(), step_send.share_offsets
-            assert offsets is not None
-        return self._filled(
-            step_send,
-            lambda slot: ops.split_heads(
-                tensors,
-                offsets,
-                route.planes,
-                route.entries,
-                route.plane_row,
-                self._ring.buffer,
-                slot.offset,
-                step_send.tensor_bytes,
-                step_send.plane_bytes,
-            ),
-        )
+            tensors, offsets = self._exchanged[1].view(len(tensors), -1).unbind(), step_send.share_offsets
+        assert offsets is not None
+        strides = (step_send.tensor_bytes, step_send.plane_bytes)
+        ops.split_heads(tensors, offsets, route.planes, route.entries, route.plane_row, out, at, *strides)
 
     def _pack(self, push: LayerPush, tensors: Sequence[torch.Tensor], slot: Slot) -> None:
         """Fills `slot` with the units of tensors in the form in which decode keeps them. Runs on the side stream."""
@@ -225,31 +315,6 @@ class Regrouper:
             blocks = packed(gathered, tensor, route.entries, quantize)
             out = self._ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
             out.view(blocks.shape).copy_(blocks)
-
-    def _exchange_heads(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> int:
-        """Receives the group's heads of this rank's share of units. Returns how many bytes each rank has sent."""
-        route, share, offsets = step_send.route, step_send.share, step_send.unit_offsets
-        section = share * route.source_bytes
-        per_rank = section * len(tensors)
-        try:
-            ops.gather_units(tensors, offsets, route.source_bytes, share, self._send, 0, section, per_rank)
-        finally:  # the other ranks wait for the collective even if this rank's part has failed
-            num_bytes = per_rank * route.ratio
-            if self._exchanged[0].numel() != num_bytes:
-                self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
-            self._groups[route.ranks].run(partial(self._device.all_to_all, *self._exchanged))
-        # The slot is taken after the collective, so a rank without a free slot still takes part.
-        return per_rank
-
-    def _filled(self, step_send: StepSend, fill: Callable[[Slot], None]) -> Slot:
-        """Returns a slot that `fill` has filled."""
-        slot = self._acquire(step_send)
-        try:
-            fill(slot)
-        except BaseException:
-            self._ring.release(slot)
-            raise
-        return slot
 
     def _acquire(self, step_send: StepSend) -> Slot:
         """Waits for a slot. Raises TimeoutError.
@@ -291,7 +356,7 @@ def make_regrouper(
     step_tokens: int,
     running_time: RunningTime,
     observer: PrefillObserver,
-) -> tuple[StagingRing[StepSend] | None, Regrouper | None]:
+) -> tuple[StagingRing | None, Regrouper | None]:
     """Returns the staging ring and the regrouper, or None and None if this engine's layout never needs regrouping.
 
     The answer is the same on all ranks: it depends on the model, the layout and the parallel sizes alone.
@@ -312,7 +377,7 @@ def make_regrouper(
         if rank_info.rank in ranks:
             world = tuple(rank_info.stage_ranks[rank] for rank in ranks)
             mine[ranks] = ExchangeGroup(ranks, groups[world])
-    ring: StagingRing[StepSend] = StagingRing(buffer, size, slots, running_time)
+    ring = StagingRing(buffer, size, slots, running_time)
     # A slot may rest after a failed write.
     slot_timeout_s = config.write_timeout_s + engine.limits.rest_s
     grant_wait_s = config.control_timeout_s

@@ -22,8 +22,8 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.layer_writes import LayerExecutor
-from vllm_ascend_pd.prefill.staging import LOOK_S, StagingRing
-from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
+from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
+from vllm_ascend_pd.prefill.step_send import LayerPush
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport.engine import TransferEngine
 
@@ -46,7 +46,7 @@ class Sender:
         self,
         name: str,
         engine: TransferEngine,
-        ring: StagingRing[StepSend] | None,
+        ring: StagingRing | None,
         finished: Callable[[Sequence[Transfer]], None],
         loaded: LoadedWeights,
         running_time: RunningTime,

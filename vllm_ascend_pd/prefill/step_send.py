@@ -36,7 +36,6 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.decode_layout import LayerTarget, WriteShape
-from vllm_ascend_pd.prefill.staging import Slot
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
 from vllm_ascend_pd.transport.batches import Batches, TransferLimits
 
@@ -329,6 +328,17 @@ def _copies(step_send: StepSend, target: Target, theirs: Geometry, only: Collect
         chosen = np.isin(owner, list(only))
         src, dst = src[chosen], dst[chosen]
     return descriptors(target, src, dst)
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A part of the staging ring's buffer (`prefill/regroup.py`)."""
+
+    index: int
+    # Bytes from the start of the buffer.
+    offset: int
+    # In this process.
+    address: int
 
 
 @dataclass(slots=True)
