@@ -236,13 +236,13 @@ class PrefillRank(_RankBase):
         own = list(values)
         for layer in own if hooks.saved is None else hooks.saved:
             if layer in own:
-                self.worker.await_buffers([layer_name(layer)])
+                self.worker.await_buffer(layer_name(layer))
                 self.compute(layer, values.pop(layer, []))
                 self.worker.layer_computed(layer_name(layer))
                 if self.model.whole_from is not None:
                     self.worker.layer_computed(f"{layer_name(layer)}.index_cache")
         for layer, copies in values.items():
-            self.worker.await_buffers([layer_name(layer)])
+            self.worker.await_buffer(layer_name(layer))
             self.compute(layer, copies)
         self.worker.forward_ended()
         if hooks.ended:

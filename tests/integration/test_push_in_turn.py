@@ -170,11 +170,11 @@ def test_a_ticket_that_comes_after_the_prompt_was_computed_fails() -> None:
 def overwritten_by_a_loader(rank: PrefillRank) -> None:
     """Another thread waits for buffers, as AscendStore's does before it loads the next layer's KV from its pool."""
     loads, loaded = queue.SimpleQueue[int](), {layer: threading.Event() for layer in range(LAYERS)}
-    compute, wait = rank.compute, rank.worker.await_buffers
+    compute, wait = rank.compute, rank.worker.await_buffer
 
     def load() -> None:
         for layer in iter(loads.get, -1):
-            wait([layer_name(layer)])
+            wait(layer_name(layer))
             for part in rank.caches[layer_name(layer)]:
                 part.fill_(7)  # what the pool has of other requests
             loaded[layer].set()
@@ -196,7 +196,7 @@ def overwritten_by_a_loader(rank: PrefillRank) -> None:
         time.sleep(0.005)
         written(layer)
 
-    rank.worker.await_buffers = lambda layers: None
+    rank.worker.await_buffer = lambda layer: None
     rank.worker.layer_computed = saved
     rank.compute = prefetching
     threading.Thread(target=load, name="loader", daemon=True).start()

@@ -4,7 +4,6 @@
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -44,11 +43,11 @@ class StorePrefillRank(PrefillRank):
         from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 
         layers, reused = self.model.layers, self.side.buffers
-        wait, self.waiting_threads = self.worker.await_buffers, Counter[str]()
+        wait, self.waiting_threads = self.worker.await_buffer, Counter[str]()
 
         def await_buffer(layer: int) -> None:
             self.waiting_threads[threading.current_thread().name] += 1
-            wait([layer_name(layer)])
+            wait(layer_name(layer))
 
         ours = LayerwisePushConnector.__new__(LayerwisePushConnector)
         vars(ours).update(
@@ -77,12 +76,7 @@ class StorePrefillRank(PrefillRank):
         multi._connectors = [ours, connector]
         multi._configure_layerwise_reuse_completion()
         thread.start()
-
-        def wait_for_layer_load(names: Sequence[str]) -> None:
-            for name in names:
-                multi.wait_for_layer_load(name)
-
-        self.worker.await_buffers = wait_for_layer_load  # type: ignore[method-assign, assignment]
+        self.worker.await_buffer = multi.wait_for_layer_load  # type: ignore[method-assign]
         self._saved, self._synced = saved, synced
 
     def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.prefill.layer_writes import Pipeline
+from vllm_ascend_pd.prefill.pipeline import Pipeline
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, TransferError
 
 

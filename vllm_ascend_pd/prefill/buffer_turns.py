@@ -12,7 +12,6 @@ buffer. A lock guards what they share.
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
@@ -21,14 +20,6 @@ from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.prefill.regroup import LOOK_S
 from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A layer whose KV is in its buffer, and whose reads are not added yet."""
-
-    layer: str
-    sends: Sequence[StepSend]
 
 
 class BufferTurns:
@@ -58,7 +49,8 @@ class BufferTurns:
         self._changed = threading.Condition()
         # The reads that nobody has waited for, in order.
         self._reads: list[LayerPush] = []
-        self._written: _Written | None = None
+        # A layer whose KV is in its buffer, and what is sent of it. None once its reads are added.
+        self._written: tuple[str, Sequence[StepSend]] | None = None
 
     def __contains__(self, layer: object) -> bool:
         """Whether a layer uses a buffer in turn with others."""
@@ -73,7 +65,7 @@ class BufferTurns:
         """
         if layer in self._buffers or layer not in self._layers:
             with self._changed:
-                self._written = _Written(layer, sends)
+                self._written = layer, sends
 
     def read(self, layer: str, pushes: Sequence[LayerPush]) -> None:
         """Adds the reads of a layer. There may be none.
@@ -104,8 +96,9 @@ class BufferTurns:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_written(layers), self._write_wait_s):
                 assert self._written is not None
-                for send in self._written.sends:
-                    send.fail(f"layer {self._written.layer!r} was not saved in time", PushFailure.INTERNAL)
+                layer, sends = self._written
+                for send in sends:
+                    send.fail(f"layer {layer!r} was not saved in time", PushFailure.INTERNAL)
             reads = self._of(layers)
         if not reads:
             return
@@ -118,7 +111,7 @@ class BufferTurns:
     def _is_written(self, layers: Collection[str]) -> bool:
         if self._written is None or not (buffers := self._buffers_of(layers)):
             return False
-        return bool(self._buffers.get(self._written.layer, buffers) & buffers)
+        return bool(self._buffers.get(self._written[0], buffers) & buffers)
 
     def _of(self, layers: Collection[str]) -> list[LayerPush]:
         """Returns the reads of the buffers of `layers`."""
@@ -130,8 +123,9 @@ class BufferTurns:
 
     def _end(self, push: LayerPush, began: float) -> None:
         """Waits for a read, for which the wait has begun at `began`. If it takes too long, its requests fail."""
+        assert push.over is not None
         is_staged = push.step_send.route.is_staged
-        is_over = push.is_staged if is_staged else _event(push).wait
+        is_over = push.is_staged if is_staged else push.over.wait
         granted_until = began + self._grant_wait_s
         if not is_over(max(0.0, granted_until - time.monotonic())):
             if not is_staged:
@@ -142,8 +136,3 @@ class BufferTurns:
                 return
         while not is_staged and (left := push.settled_at - self._running_time()) > 0:
             time.sleep(min(left, LOOK_S))
-
-
-def _event(push: LayerPush) -> threading.Event:
-    assert push.over is not None
-    return push.over

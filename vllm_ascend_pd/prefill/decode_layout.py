@@ -13,42 +13,21 @@ from typing import TypeAlias
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches
 from vllm_ascend_pd.core.plan import Route, Target, make_route, why_slow
 from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
-from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
+from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo, Sharding
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class DecodeTensor:
-    """One cache tensor of a decode rank."""
-
-    rank: RankDescription
-    # Its index among the rank's tensors.
-    index: int
-    tensor: CacheTensor
-    geometry: Geometry
-
-    @property
-    def key(self) -> RankKey:
-        return (self.rank.pp_rank, self.rank.tp_rank)
-
+# The most routes that are kept: shapes of decode engines, times our geometries. Tickets, which come from outside, name
+# the shapes.
+_MAX_ROUTES = 4096
 
 ServedRoutes: TypeAlias = tuple[tuple[int, Route], ...]
 """Some of our geometries, by index, and how their units travel."""
 
-Cover: TypeAlias = tuple[RankDescription, tuple[int, ...]]
-"""A decode rank, and the indices of its tensors that this rank fills."""
-
-
-@dataclass(frozen=True, eq=False)
-class WriteShape:
-    """The parts of each unit that a write takes, without addresses.
-
-    It is compared by identity: `DecodeLayout` makes one object for all layers that have the same parts.
-    """
-
-    # For each tensor that is written: the share of a unit, and how the decode tensor lies in memory.
-    parts: tuple[tuple[Target, Geometry], ...]
+Parts: TypeAlias = tuple[tuple[Target, Geometry], ...]
+"""For each tensor that is written: the share of a unit, and how the decode tensor lies in memory."""
 
 
 @dataclass(frozen=True)
@@ -58,88 +37,82 @@ class LayerTarget:
     key: RankKey
     # The decode rank's Mooncake session.
     session: str
-    shape: WriteShape
-    # For each part of the shape: the index of our tensor that it reads.
+    parts: Parts
+    # A number of these parts, the same for all layers and decode ranks of an engine that have them.
+    shape: int
+    # For each part: the index of our tensor that it reads.
     sources: tuple[int, ...]
-    # For each part of the shape: the address of the decode tensor's block 0.
+    # For each part: the address of the decode tensor's block 0.
     bases: tuple[int, ...]
 
 
 class DecodeLayout:
     """Finds a decode engine's tensors by name. A layer lives on one pipeline stage, on each tensor-parallel rank of it.
 
-    Only its two caches change. The control thread owns that of `covers`, the sender's thread that of `targets`.
+    Only its caches change. The control thread owns that of `destinations`, the sender's thread those of `targets`.
     """
 
     def __init__(self, description: EngineDescription) -> None:
         self.description = description
-        self._tensors: dict[tuple[str, int, int], DecodeTensor] = {}
+        self._ranks = {(rank.pp_rank, rank.tp_rank): rank for rank in description.ranks}
+        # By layer, part and tensor-parallel rank: the decode rank that has the tensor, and its index there.
+        self._tensors: dict[tuple[str, int, int], tuple[RankKey, int]] = {}
         self._targets: dict[tuple[str, int], tuple[Route, tuple[LayerTarget, ...]]] = {}
-        self._shapes: dict[tuple[tuple[Target, Geometry], ...], WriteShape] = {}
-        self._covers: dict[ServedRoutes, dict[RankKey, Cover]] = {}
+        self._shapes: dict[Parts, int] = {}
+        self._covers: dict[ServedRoutes, dict[RankKey, tuple[int, ...]]] = {}
         smallest: dict[tuple[int, int], tuple[CacheTensor, Geometry]] = {}
-        for rank in description.ranks:
+        for key, rank in self._ranks.items():
             for index, tensor in enumerate(rank.caches.tensors):
-                found = DecodeTensor(rank, index, tensor, rank.caches.geometry_of(tensor))
-                self._tensors[tensor.layer, tensor.part, rank.tp_rank] = found
-                kind = (found.geometry.group, found.geometry.block_size)
+                self._tensors[tensor.layer, tensor.part, rank.tp_rank] = key, index
+                geometry = rank.caches.geometry_of(tensor)
+                kind = (geometry.group, geometry.block_size)
                 if kind not in smallest or tensor.num_blocks < smallest[kind][0].num_blocks:
-                    smallest[kind] = tensor, found.geometry
+                    smallest[kind] = tensor, geometry
         # The tensors with the fewest blocks, one of each cache group and block size. Every ticket must fit them.
         self.smallest = tuple(smallest.values())
 
-    def covers(self, tensors: Sequence[CacheTensor], routes: ServedRoutes) -> dict[RankKey, Cover]:
-        """Returns the tensors that our `tensors` of the routes' geometries fill, by decode rank.
+    def destinations(self, tensors: Sequence[CacheTensor], routes: ServedRoutes) -> dict[RankKey, Destination]:
+        """Returns the decode ranks with tensors that our `tensors` of the routes' geometries fill.
 
         Raises KeyError for a tensor that decode does not have.
         """
-        known = self._covers.get(routes)
-        if known is None:
-            known = self._covers[routes] = {
-                key: (found[0][2].rank, tuple(dict.fromkeys(remote.index for _, _, remote in found)))
+        covers = self._covers.get(routes)
+        if covers is None:
+            covers = self._covers[routes] = {
+                key: tuple(dict.fromkeys(index for _, _, index in found))
                 for key, found in self._by_rank(tensors, dict(routes)).items()
             }
-        return known
+        return {key: Destination(self._ranks[key], indices) for key, indices in covers.items()}
 
     def targets(self, tensors: Sequence[CacheTensor], route: Route) -> tuple[LayerTarget, ...]:
         """Returns where `tensors` go, which are one layer's tensors of the route's geometry."""
         at = (tensors[0].layer, tensors[0].part)
         known = self._targets.get(at)
         if known is None or known[0] is not route:
-            targets = tuple(
-                LayerTarget(
-                    key,
-                    found[0][2].rank.session,
-                    self._shape(tuple((target, remote.geometry) for _, target, remote in found)),
-                    tuple(n for n, _, _ in found),
-                    tuple(remote.tensor.base for _, _, remote in found),
-                )
-                for key, found in self._by_rank(tensors, {tensors[0].geometry: route}).items()
-            )
-            known = self._targets[at] = route, targets
+            found = self._by_rank(tensors, {tensors[0].geometry: route})
+            known = self._targets[at] = route, tuple(self._target(key, of) for key, of in found.items())
         return known[1]
 
-    def _shape(self, parts: tuple[tuple[Target, Geometry], ...]) -> WriteShape:
-        return self._shapes.setdefault(parts, WriteShape(parts))
+    def _target(self, key: RankKey, found: Sequence[tuple[int, Target, int]]) -> LayerTarget:
+        rank = self._ranks[key]
+        theirs = [rank.caches.tensors[index] for _, _, index in found]
+        shares = [target for _, target, _ in found]
+        parts = tuple(zip(shares, map(rank.caches.geometry_of, theirs), strict=True))
+        shape = self._shapes.setdefault(parts, len(self._shapes))
+        bases = tuple(tensor.base for tensor in theirs)
+        return LayerTarget(key, rank.session, parts, shape, tuple(n for n, _, _ in found), bases)
 
     def _by_rank(
         self, tensors: Sequence[CacheTensor], routes: Mapping[int, Route]
-    ) -> dict[RankKey, list[tuple[int, Target, DecodeTensor]]]:
-        """Returns for each decode rank: the index of our tensor, the share of its units, and decode's tensor."""
-        found: dict[RankKey, list[tuple[int, Target, DecodeTensor]]] = {}
+    ) -> dict[RankKey, list[tuple[int, Target, int]]]:
+        """Returns for each decode rank: the index of our tensor, the share of its units, and decode's index."""
+        found: dict[RankKey, list[tuple[int, Target, int]]] = {}
         for n, tensor in enumerate(tensors):
             if tensor.geometry in routes:
                 for target in routes[tensor.geometry].targets:
-                    remote = self._tensors[tensor.layer, tensor.part, target.tp_rank]
-                    found.setdefault(remote.key, []).append((n, target, remote))
+                    key, index = self._tensors[tensor.layer, tensor.part, target.tp_rank]
+                    found.setdefault(key, []).append((n, target, index))
         return found
-
-
-logger = logging.getLogger(__name__)
-
-# The most routes that are kept: shapes of decode engines, times our geometries. Tickets, which come from outside, name
-# the shapes.
-_MAX_ROUTES = 4096
 
 
 class Routes:
@@ -183,5 +156,4 @@ class Routes:
             if geometry.is_known_to(ticket.remote_draft)
         )
         served = tuple((index, route) for index, route in routes if route.serves(ticket.replica_hash))
-        covers = layout.covers(self._caches.tensors, served)
-        return {key: Destination(rank, indices) for key, (rank, indices) in covers.items()}
+        return layout.destinations(self._caches.tensors, served)

@@ -3,7 +3,7 @@
 
 The model's thread submits layers. The rest runs in order on the device's side stream. Every rank of a group runs the
 same step sends in the same order, even if their requests have failed, so collectives stay aligned (R5). After a
-collective has failed, its group runs no more of them (R9, `prefill/regroup.py`).
+collective has failed, its group runs no more of them (R9).
 """
 
 import logging

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that writes to one decode engine. It runs tasks in the order in which they were put.
+"""A thread that writes to one decode engine. Read `Sender._write_layers` from top to bottom.
 
-The model's thread puts layers. Any thread puts the end of transfers. The sender's own thread runs the tasks, and owns
-the executor.
+It runs tasks in the order in which they were put: the model's thread puts layers, any thread puts the end of transfers.
+The control thread hands it the decode engine's layout before it lets any transfer know where to write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -20,12 +22,15 @@ from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.weights import LoadedWeights
-from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.layer_writes import LayerExecutor
+from vllm_ascend_pd.device.base import DeviceError
+from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
+from vllm_ascend_pd.prefill.pipeline import Pipeline
 from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
-from vllm_ascend_pd.prefill.step_send import LayerPush
-from vllm_ascend_pd.prefill.transfer import Transfer
+from vllm_ascend_pd.prefill.step_send import LayerPush, WritePlan, batches_of
+from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
+from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.writer import TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +38,13 @@ _Task: TypeAlias = LayerPush | Callable[[], None]
 
 # The most layers that leave together. Their staging slots become free together, too.
 _MOST_JOINED = 8
+# Pause before a request's own write is tried for the last time.
+_RETRY_PAUSE_S = 0.05
 
 
 class Sender:
-    """Writes to one decode engine.
+    """Writes layers to one decode engine: one write for each decode rank and all requests. If that fails, one write for
+    each request, so that only those at fault fail.
 
     Tasks end in the order in which they were put. So when the end of a transfer is handled, all its writes are over.
     The model's thread owns the method that queues layers.
@@ -62,12 +70,16 @@ class Sender:
         queue_size: how many layers may wait.
         ready_timeout_s: how long a layer's bytes may take until they can be read.
         """
-        self._executor = LayerExecutor(engine, ring, running_time, observer, ready_timeout_s)
-        self._pipeline = self._executor.pipeline
+        self._engine = engine
+        self._pipeline = Pipeline(engine)
         self._ring = ring
+        self._running_time = running_time
         self._observer = observer
+        self._ready_timeout_s = ready_timeout_s
         self._finished = finished
         self._loaded = loaded
+        # The control thread sets it before any transfer's destinations; this thread reads it after those.
+        self._layout: DecodeLayout | None = None
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         # The task that was taken to see whether it can leave with the layer before it.
         self._next: _Task | None = None
@@ -93,24 +105,19 @@ class Sender:
 
         Even then the layer is queued, because its staging slot must be released once it is filled.
         """
+        push.room = self._room
         try:
             self._room.get_nowait()
-            push.room = self._room
         except queue.Empty:
-            push.room = self._room if self._await_room(push, timeout_s) else None
-        self._tasks.put(push)
-
-    def _await_room(self, push: LayerPush, timeout_s: float) -> bool:
-        began = time.monotonic()
-        try:
-            self._room.get(timeout=0.0 if push.step_send.has_failed else timeout_s)
-        except queue.Empty:
-            reason = f"the push queue stayed full for {timeout_s} s: the link does not keep up"
-            push.step_send.fail(reason, PushFailure.QUEUE_FULL)
-            return False
-        finally:
+            began = time.monotonic()
+            try:
+                self._room.get(timeout=0.0 if push.step_send.has_failed else timeout_s)
+            except queue.Empty:
+                push.room = None
+                reason = f"the push queue stayed full for {timeout_s} s: the link does not keep up"
+                push.step_send.fail(reason, PushFailure.QUEUE_FULL)
             self._observer.backpressure(time.monotonic() - began)
-        return True
+        self._tasks.put(push)
 
     # On any thread.
 
@@ -136,8 +143,9 @@ class Sender:
             raise RuntimeError("a sender has ended by an error of its own") from self._broken
 
     def engine_described(self, layout: DecodeLayout) -> None:
-        """See `LayerExecutor.engine_described`."""
-        self._executor.engine_described(layout)
+        """Sets the engine's layout, which never changes. The control thread calls it before each transfer learns its
+        destinations."""
+        self._layout = layout
 
     def retire(self) -> None:
         """Lets the thread end after all queued tasks, when no staging slot rests. Nothing more may be put."""
@@ -163,7 +171,7 @@ class Sender:
                 except queue.Empty:
                     continue
                 if isinstance(task, LayerPush):
-                    self._executor.execute(task, partial(self._take_alike, task))
+                    self._write_layers(task)
                 else:
                     task()
             self._pipeline.drain()
@@ -180,16 +188,183 @@ class Sender:
             self._pipeline.drain()
         return self._tasks.get(timeout=LOOK_S if self._slots_rest() else None)
 
-    def _take_alike(self, push: LayerPush) -> list[LayerPush]:
-        """Takes the layers that have come while `push` waited for its turn, and that leave with it."""
-        layers: list[LayerPush] = []
-        while self._next is None and len(layers) + 1 < _MOST_JOINED and not self._tasks.empty():
-            task = self._tasks.get()
-            if isinstance(task, LayerPush) and self._executor.can_join(push, task):
-                layers.append(task)
-            else:
-                self._next = task
-        return layers
+    # Layers.
+
+    def _write_layers(self, push: LayerPush) -> None:
+        """Begins the writes of a layer, and of those that came while it waited for its turn and can leave with it.
+
+        An error fails the requests that it concerns, and is not raised.
+        """
+        pushes, step_send = [push], push.step_send
+        try:
+            self._await_bytes(push)
+            if not step_send.is_located:
+                # Earlier writes end first, so that their requests need not wait for these requests' grants.
+                self._pipeline.drain()
+                for transfer in step_send.transfers:
+                    transfer.await_destinations()
+                step_send.is_located = True
+            if self._layout is None:  # all of its requests have failed
+                step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
+                return
+            of_layers = [self._layout.targets(push.tensors, step_send.route)]
+            for target in of_layers[0][:1]:
+                self._pipeline.await_turn(target.session)
+            while self._next is None and len(pushes) < _MOST_JOINED and not self._tasks.empty():
+                self._next = task = self._tasks.get()
+                if not (isinstance(task, LayerPush) and task.step_send is step_send and task.ready.is_done()):
+                    break
+                targets = self._layout.targets(task.tensors, step_send.route)
+                if [(t.key, t.shape) for t in targets] != [(t.key, t.shape) for t in of_layers[0]]:
+                    break
+                self._next = None
+                pushes.append(task)
+                of_layers.append(targets)
+            for joined in pushes[1:]:
+                self._await_bytes(joined)
+            for targets in zip(*of_layers, strict=True):
+                self._write(pushes, targets)
+        except Exception as error:  # noqa: BLE001 - the layers' requests report it
+            for each in pushes:
+                _fail(each, error)
+        finally:
+            for each in pushes:
+                self._pipeline.then(partial(self._end, each))
+
+    def _write(self, pushes: Sequence[LayerPush], targets: Sequence[LayerTarget]) -> None:
+        """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
+        target, limits = targets[0], self._engine.limits
+        self._pipeline.await_turn(target.session)  # a request that fails meanwhile is not written
+        step_send = pushes[0].step_send
+        plan = step_send.plan_for(target, limits)  # the grant may still be in flight
+        if plan.total_bytes == 0:  # other ranks write all units that are exchanged
+            return
+        transfers = step_send.transfers
+        live: Sequence[int] = range(len(transfers))
+        lease, batches = step_send.lease_for(target.key), plan.batches
+        if not lease.may_plan():
+            self._pipeline.drain()
+            live = [i for i in live if transfers[i].await_grant(target.key)]
+            if not live:
+                return
+            lease = LeaseCheck([transfers[i] for i in live], target.key)
+            if len(live) < len(transfers):
+                batches = batches_of(step_send, target.parts, limits, live)
+        begun = time.monotonic()
+        for push in pushes:
+            push.begun = push.begun or begun
+        places = [(push.sources(to), to.bases) for push, to in zip(pushes, targets, strict=True)]
+        with_addresses = batches.at(*places[0]) if len(places) == 1 else _joined(batches, places, limits)
+        ended = partial(self._ended, pushes, targets, plan, live, begun)
+        # The lease is checked before each batch, since it may end in between (R2).
+        self._pipeline.write(target.session, with_addresses, lease.may_begin, ended)
+
+    def _await_bytes(self, push: LayerPush) -> None:
+        """Waits until the layer's bytes can be read. Raises DeviceError or TimeoutError."""
+        waited_s = 0.0
+        try:
+            push.ready.wait(0.0)
+        except TimeoutError:
+            self._pipeline.drain()
+            deadline = time.monotonic() + self._ready_timeout_s
+            if push.step_send.route.is_staged:
+                with contextlib.suppress(DeviceError, TimeoutError):  # `ready` fails with the same error below
+                    push.computed.wait(self._ready_timeout_s)
+            computed_at = time.monotonic()
+            push.ready.wait(max(0.0, deadline - computed_at))
+            waited_s = time.monotonic() - computed_at
+        if push.step_send.route.is_staged:
+            self._observer.regroup_waited(waited_s)
+
+    def _ended(
+        self,
+        pushes: Sequence[LayerPush],
+        targets: Sequence[LayerTarget],
+        plan: WritePlan,
+        live: Sequence[int],
+        begun: float,
+        error: TransferError | None,
+    ) -> None:
+        """Counts layers whose write is over, which began at `begun`. `live`: their requests that it was for. After an
+        error, writes each of these by itself."""
+        for push, target in zip(pushes, targets, strict=True):
+            try:
+                delivered = live if error is None else self._write_apart(push, target, live, error)
+                push.step_send.arrived(target.key, plan, delivered)
+                ticket_ids, num_bytes, total = push.step_send.ticket_ids, plan.num_bytes, plan.total_bytes
+                if len(delivered) < len(ticket_ids):
+                    ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
+                    total = int(num_bytes.sum())
+                self._observer.write_ended(push.layer, target.key, begun, ticket_ids, num_bytes, total)
+            except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
+                _fail(push, unexpected)
+
+    def _end(self, push: LayerPush) -> None:
+        """Gives the layer's staging slot and its room in the queue back, after all its writes are over."""
+        push.step_send.layer_ended()
+        if push.begun:
+            self._observer.layer_written(time.monotonic() - push.begun)
+        if push.step_send.route.is_staged and (slot := push.take_back()) is not None:
+            assert self._ring is not None
+            self._ring.release(slot, push.settled_at)
+        if push.room is not None:
+            push.room.put(None)
+        if push.over is not None:
+            push.over.set()
+
+    # After a write for all requests has failed.
+
+    def _write_apart(
+        self, push: LayerPush, target: LayerTarget, live: Sequence[int], error: TransferError
+    ) -> list[int]:
+        """Writes once for each request that has not failed and whose lease runs. Returns those that were delivered."""
+        self._mark_in_flight(push, live, error)
+        key = target.key
+        logger.warning("layer %s to decode rank %s: %s; trying each request by itself", push.layer, key, error)
+        delivered = []
+        for i in live:
+            transfer = push.step_send.transfers[i]
+            if not transfer.await_grant(key):
+                continue
+            self._observer.write_retried()
+            try:
+                self._write_twice(push, target, i)
+            except TransferError as final:
+                self._mark_in_flight(push, (i,), final)
+                transfer.fail(f"writing to decode rank {key} failed: {final.reason}", PushFailure.WRITE)
+            if transfer.failure is None:
+                delivered.append(i)
+        return delivered
+
+    def _write_twice(self, push: LayerPush, target: LayerTarget, request: int) -> None:
+        """Writes one request. Tries a second time if the error is retryable. Raises TransferError."""
+        transfer = push.step_send.transfers[request]
+        lease = LeaseCheck([transfer], target.key)
+        batches = batches_of(push.step_send, target.parts, self._engine.limits, (request,))
+
+        def once() -> None:
+            with_addresses = batches.at(push.sources(target), target.bases)
+            self._engine.write_batches(target.session, with_addresses, lease.may_begin)
+
+        try:
+            once()
+        except TransferError as error:
+            if not error.retryable:
+                raise
+            self._mark_in_flight(push, (request,), error)
+            time.sleep(_RETRY_PAUSE_S)
+            if transfer.await_grant(target.key):
+                self._observer.write_retried()
+                once()
+
+    def _mark_in_flight(self, push: LayerPush, requests: Sequence[int], error: TransferError) -> None:
+        """Records that a failed write may still read its source and write to decode for a while."""
+        if error.may_arrive:
+            push.settled_at = self._running_time() + self._engine.limits.settle_s
+            for i in requests:
+                push.step_send.transfers[i].mark_in_flight(push.settled_at)
+
+    # The end.
 
     def _finish(self, transfers: Sequence[Transfer]) -> None:
         """Ends `transfers`, of which no write can follow."""
@@ -212,3 +387,34 @@ class Sender:
 
     def _slots_rest(self) -> bool:
         return self._ring is not None and self._ring.rests()
+
+
+def _joined(
+    batches: Batches, places: Sequence[tuple[Sequence[int], Sequence[int]]], limits: TransferLimits
+) -> Iterator[Batch]:
+    """Yields the batches of several layers, as few as `limits` allow.
+
+    `places`: for each layer, the base addresses of its sources and destinations.
+    """
+    sources, destinations, num_bytes = array("q"), array("q"), 0
+    lengths: list[int] = []
+    for place in places:
+        for src, dst, sizes in batches.at(*place):
+            more = sum(sizes)
+            if lengths and (len(lengths) + len(sizes) > limits.max_descriptors or num_bytes + more > limits.max_bytes):
+                yield sources, destinations, lengths
+                sources, destinations, lengths, num_bytes = array("q"), array("q"), [], 0
+            sources.extend(src)
+            destinations.extend(dst)
+            lengths += sizes
+            num_bytes += more
+    yield sources, destinations, lengths
+
+
+def _fail(push: LayerPush, error: Exception) -> None:
+    """Fails the layer's requests, so that the thread can go on with others."""
+    if isinstance(error, DeviceError | TimeoutError):
+        push.step_send.fail(f"layer {push.layer} could not be read: {error}", PushFailure.DEVICE)
+    else:
+        logger.error("pushing layer %s failed", push.layer, exc_info=error)
+        push.step_send.fail(f"pushing layer {push.layer} failed: {error}", PushFailure.INTERNAL)

@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.checksum import SummedUnits, is_selected
@@ -12,13 +11,13 @@ from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.core.topology import RankInfo, Sharding
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device.base import Device, DeviceError
 from vllm_ascend_pd.prefill.checksums import StepChecksums
 from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.regroup import Regrouper
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_send import RequestSlice, StepSend, plan_sends
+from vllm_ascend_pd.prefill.step_send import RequestSlice, StepSend, plan_sends, tokens_of
 from vllm_ascend_pd.prefill.transfer import Transfer
 
 
@@ -40,24 +39,6 @@ class StepPlan:
     @property
     def all_sends(self) -> list[StepSend]:
         return [step_send for of in self.sends.values() for _, step_send in of]
-
-
-class TicketShape(NamedTuple):
-    """A decode engine as its tickets describe it.
-
-    Plans use this instead of the engine's description, because all ranks must make the same plan (R5), and a rank may
-    not have the description yet.
-    """
-
-    issuer: tuple[str, str]
-    sharding: Sharding
-    block_sizes: tuple[int, ...]
-    draft: str
-
-    @classmethod
-    def of(cls, ticket: Ticket) -> "TicketShape":
-        block_sizes = tuple(ticket.remote_block_size)
-        return cls(ticket.issuer, ticket.sharding, block_sizes, ticket.remote_draft)
 
 
 class Planner:
@@ -104,32 +85,34 @@ class Planner:
         if not sends:
             return plan
         plan.unsaved.update(dict.fromkeys(self._caches.layers))
-        slices: dict[TicketShape, list[RequestSlice]] = {}
+        # By decode engine, as tickets describe it: all ranks must make the same plan (R5), and a rank may not have the
+        # engine's description yet.
+        slices: dict[object, list[RequestSlice]] = {}
         for send in sends:
             transfer = transfers[send.request_id]
             if send.last:
                 plan.last.append(transfer)
             if send.start < send.stop:
-                shape = TicketShape.of(transfer.ticket)
-                slices.setdefault(shape, []).append(RequestSlice(transfer, send))
-        for decode, group in slices.items():
-            sender = senders[decode.issuer]
+                ticket = transfer.ticket
+                shape = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
+                slices.setdefault(shape, []).append((transfer, send))
+        for group in slices.values():
+            ticket = group[0][0].ticket
             for index, geometry in enumerate(self._geometries):
-                if geometry.is_known_to(decode.draft):
-                    for step_send in self._plan_geometry(plan, index, decode, group):
-                        plan.sends.setdefault(index, []).append((sender, step_send))
+                if geometry.is_known_to(ticket.remote_draft):
+                    for step_send in self._plan_geometry(plan, index, ticket, group):
+                        plan.sends.setdefault(index, []).append((senders[ticket.issuer], step_send))
         return plan
 
-    def _plan_geometry(
-        self, plan: StepPlan, index: int, decode: TicketShape, slices: list[RequestSlice]
-    ) -> list[StepSend]:
+    def _plan_geometry(self, plan: StepPlan, index: int, ticket: Ticket, slices: list[RequestSlice]) -> list[StepSend]:
+        """`ticket`: one of the decode engine that gets the slices."""
         try:
-            route = self._routes.route(index, decode.sharding, decode.block_sizes)
+            route = self._routes.route(index, ticket.sharding, tuple(ticket.remote_block_size))
         except ValueError as error:  # the two sides cannot fit
-            for each in slices:
-                each.transfer.fail(str(error), PushFailure.UNFIT)
+            for transfer, _ in slices:
+                transfer.fail(str(error), PushFailure.UNFIT)
             return []
-        served = [each for each in slices if route.serves(each.transfer.ticket.replica_hash)]
+        served = [each for each in slices if route.serves(each[0].ticket.replica_hash)]
         if not served:
             return []
         slot_units = 0
@@ -145,29 +128,28 @@ class Planner:
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
                 self._regrouper.missed(route.ranks, str(error))
-            for each in served:
-                each.transfer.fail(str(error), PushFailure.DEVICE)
+            for transfer, _ in served:
+                transfer.fail(str(error), PushFailure.DEVICE)
             return []
 
     def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: list[RequestSlice]) -> None:
-        verified = [each for each in slices if is_selected(self._verified_share, each.transfer.ticket.ticket_id)]
+        verified = [each for each in slices if is_selected(self._verified_share, each[0].ticket.ticket_id)]
         if not verified:
             return
-        geometry, tickets = self._geometries[index], [each.transfer.ticket for each in verified]
+        geometry, tickets = self._geometries[index], [transfer.ticket for transfer, _ in verified]
         group = geometry.group
         summed = SummedUnits.of(
             geometry,
             route.unit,
-            [each.tokens(geometry) for each in verified],
-            [each.send.blocks[group] for each in verified],
+            [tokens_of(send, geometry) for _, send in verified],
+            [send.blocks[group] for _, send in verified],
             [(ticket.remote_block_ids[group], ticket.span(group)) for ticket in tickets],
             route.token_share,
         )
         if len(summed.units) == 0:  # other ranks have them
             return
         heads = self._rank_info.sharding.heads(self._rank_info.rank, geometry.total_heads)
-        ticket_ids = [ticket.ticket_id for ticket in tickets]
-        checksums = StepChecksums(self._device, heads, summed, ticket_ids)
+        checksums = StepChecksums(self._device, heads, summed, [ticket.ticket_id for ticket in tickets])
         plan.checksums.setdefault(index, []).append(checksums)
-        for each in verified:
-            each.transfer.checksums.append(checksums)
+        for transfer, _ in verified:
+            transfer.checksums.append(checksums)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -35,28 +36,23 @@ from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
-from vllm_ascend_pd.prefill.decode_layout import LayerTarget, WriteShape
+from vllm_ascend_pd.prefill.decode_layout import LayerTarget, Parts
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
 from vllm_ascend_pd.transport.batches import Batches, TransferLimits
 
+RequestSlice: TypeAlias = tuple[Transfer, Send]
+"""Tokens of a request, which become complete in one step: they have this rank's block ids."""
 
-@dataclass(frozen=True)
-class RequestSlice:
-    """Tokens of one request, which become complete in one step."""
 
-    transfer: Transfer
-    # The tokens, and this rank's block ids.
-    send: Send
+def tokens_of(send: Send, geometry: Geometry) -> tuple[int, int]:
+    """Returns (start, stop) in tokens of `geometry`'s blocks. A state that is sent counts as one token.
 
-    def tokens(self, geometry: Geometry) -> tuple[int, int]:
-        """Returns (start, stop) in tokens of `geometry`'s blocks. A state that is sent counts as one token.
-
-        `start` is a multiple of both sides' blocks, so of their entries.
-        """
-        if geometry.kind is BlockKind.STATE:
-            return 0, len(self.send.blocks[geometry.group])
-        start, stop = self.send.tokens(geometry.group)
-        return start, geometry.complete(stop)
+    `start` is a multiple of both sides' blocks, so of their entries.
+    """
+    if geometry.kind is BlockKind.STATE:
+        return 0, len(send.blocks[geometry.group])
+    start, stop = send.tokens(geometry.group)
+    return start, geometry.complete(stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,16 +76,16 @@ _COMPUTED = attrgetter("computed")
 class StepSend:
     """Units of several requests that are sent by one route. Regrouped units fit into one staging slot.
 
-    The model's thread makes it. Afterwards the sender's thread owns `layers_left`, the private fields and the methods
-    that are `owned`. Nothing else changes.
+    The model's thread makes it. Afterwards the sender's thread owns `layers_left`, `is_located`, the private fields and
+    the methods that are `owned`. Nothing else changes.
     """
 
     route: Route
     # How our caches lie in memory.
     geometry: Geometry
-    slices: Sequence[RequestSlice]
-    # The units that this rank writes. Their owner is an index into `slices`. There may be none if units are regrouped:
-    # then this rank only takes part in the exchange.
+    transfers: Sequence[Transfer]
+    # The units that this rank writes. Their owner is an index into `transfers`. There may be none if units are
+    # regrouped: then this rank only takes part in the exchange.
     units: Units
     # `[units]`: where each unit is, in bytes from block 0 of our tensor, or from plane 0 of the staged tensor.
     src_units: Offsets
@@ -105,15 +101,16 @@ class StepSend:
     share_offsets: torch.Tensor | None = None
     # Guards which slot each of its layers has.
     slots_lock: threading.Lock = field(default_factory=threading.Lock)
+    # Whether each request has its destinations, or has failed.
+    is_located: bool = False
 
-    _plans: dict[WriteShape, WritePlan] = field(default_factory=dict)
+    # By the shape of a target.
+    _plans: dict[int, WritePlan] = field(default_factory=dict)
     _leases: dict[RankKey, LeaseCheck] = field(default_factory=dict)
     # How often all bytes of a plan have arrived on a decode rank before a prompt's last layer was computed. The bytes
     # are added up once a step: doing it for each layer of 32 requests adds a seventh to the sender's time (71 to 81
     # microseconds, benchmarks/plan.py).
     _early: defaultdict[tuple[RankKey, WritePlan], int] = field(default_factory=lambda: defaultdict(int))
-    # Whether each request has its destinations, or has failed.
-    _located: bool = False
 
     @cached_property
     def plane_bytes(self) -> int:
@@ -126,14 +123,9 @@ class StepSend:
         return self.route.planes * self.plane_bytes
 
     @cached_property
-    def transfers(self) -> list[Transfer]:
-        """The transfer of each of `slices`."""
-        return [each.transfer for each in self.slices]
-
-    @cached_property
     def ticket_ids(self) -> list[str]:
-        """The ticket id of each of `slices`."""
-        return [each.transfer.ticket.ticket_id for each in self.slices]
+        """The ticket id of each of `transfers`."""
+        return [transfer.ticket.ticket_id for transfer in self.transfers]
 
     @property
     def has_failed(self) -> bool:
@@ -146,7 +138,7 @@ class StepSend:
 
     @property
     def decode_engine(self) -> str:
-        return self.slices[0].transfer.ticket.remote_engine_id
+        return self.transfers[0].ticket.remote_engine_id
 
     def fail(self, reason: str, cause: PushFailure) -> None:
         for transfer in self.transfers:
@@ -158,20 +150,11 @@ class StepSend:
                 transfer.fail(reason, PushFailure.NO_GRANT)
 
     @owned
-    def await_destinations(self, before_waiting: Callable[[], None]) -> None:
-        """Waits until each request has its destinations or has failed. Calls `before_waiting` first."""
-        if not self._located:
-            before_waiting()
-            for transfer in self.transfers:
-                transfer.await_destinations()
-            self._located = True
-
-    @owned
-    def plan_for(self, shape: WriteShape, limits: TransferLimits) -> WritePlan:
+    def plan_for(self, target: LayerTarget, limits: TransferLimits) -> WritePlan:
         """Returns the plan for all layers and decode ranks with targets of this shape. The first one resolves it."""
-        plan = self._plans.get(shape)
+        plan = self._plans.get(target.shape)
         if plan is None:
-            plan = self._plans[shape] = resolve(self, shape, limits)
+            plan = self._plans[target.shape] = resolve(self, target.parts, limits)
         return plan
 
     @owned
@@ -184,7 +167,7 @@ class StepSend:
 
     @owned
     def arrived(self, key: RankKey, plan: WritePlan, delivered: Sequence[int]) -> None:
-        """Counts the bytes of the `delivered` slices, which have arrived on decode rank `key`."""
+        """Counts the bytes of the `delivered` requests, which have arrived on decode rank `key`."""
         transfers = self.transfers
         if len(delivered) == len(transfers) and not any(map(_COMPUTED, transfers)):
             self._early[key, plan] += 1
@@ -222,14 +205,15 @@ def plan_sends(
     which units each of them writes.
     """
     group = geometry.group
-    ranges = [each.tokens(geometry) for each in slices]
+    transfers, of_requests = [transfer for transfer, _ in slices], [send for _, send in slices]
+    ranges = [tokens_of(send, geometry) for send in of_requests]
     units = Units.of(route.unit, ranges)
-    # All are for one decode engine, so its blocks are of one size.
-    span = slices[0].transfer.ticket.span(group)
+    ticket = transfers[0].ticket  # all are for one decode engine, so its blocks are of one size
+    span = ticket.span(group)
     firsts = [start // span for start, _ in ranges]
     d_ids = [
-        each.transfer.ticket.remote_block_ids[group][first : -(-stop // span)]
-        for each, first, (_, stop) in zip(slices, firsts, ranges, strict=True)
+        transfer.ticket.remote_block_ids[group][first : -(-stop // span)]
+        for transfer, first, (_, stop) in zip(transfers, firsts, ranges, strict=True)
     ]
     d_blocks = units.blocks(d_ids, firsts, span)
     # Decode's block table has the null block for tokens that have left its sliding window.
@@ -239,17 +223,17 @@ def plan_sends(
     if not wanted.all():
         units, d_blocks = units.cut(wanted), d_blocks[wanted]
     begins = [start // geometry.span for start, _ in ranges]
-    p_blocks = units.blocks([each.send.blocks[group] for each in slices], begins, geometry.span)
+    p_blocks = units.blocks([send.blocks[group] for send in of_requests], begins, geometry.span)
     if (gone := p_blocks == NULL_BLOCK).any():
         for i in np.unique(units.owner[gone]):
-            slices[i].transfer.fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
+            transfers[i].fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
     src_units = units.offsets(p_blocks, geometry)
     if len(src_units) == 0:
         return []
     if not route.is_staged:
-        return [StepSend(route, geometry, slices, units, src_units, d_blocks, layers)]
+        return [StepSend(route, geometry, transfers, units, src_units, d_blocks, layers)]
     # Staged units may be in any order: in that of decode's blocks, most of them continue each other.
-    order = _by_place(units, d_blocks, span, slices[0].transfer.ticket.sharding)
+    order = _by_place(units, d_blocks, span, ticket.sharding)
     on_device = device.upload(torch.from_numpy(src_units[order]))
     sends = []
     for first in range(0, len(units), slot_units):
@@ -262,7 +246,7 @@ def plan_sends(
         if route.ranks and route.planes > 1:
             split = device.upload(torch.arange(most) * (route.ratio * route.source_bytes))
         sends.append(
-            StepSend(route, geometry, slices, units.cut(own), staged, d_blocks[own], layers, offsets, most, split)
+            StepSend(route, geometry, transfers, units.cut(own), staged, d_blocks[own], layers, offsets, most, split)
         )
     return sends
 
@@ -285,30 +269,30 @@ def _by_place(units: Units, d_blocks: Offsets, span: int, decode: Sharding) -> O
 # All of it is pure, except that `Batches` reuses its memory for addresses. The sender's thread owns all of it.
 
 
-def resolve(step_send: StepSend, shape: WriteShape, limits: TransferLimits) -> WritePlan:
-    """Returns the plan that writes all of `step_send` to a decode rank with targets of this shape."""
-    num_bytes = np.zeros(len(step_send.slices), dtype=np.int64)
+def resolve(step_send: StepSend, parts: Parts, limits: TransferLimits) -> WritePlan:
+    """Returns the plan that writes these parts of all units of `step_send` to a decode rank."""
+    num_bytes = np.zeros(len(step_send.transfers), dtype=np.int64)
     per_unit: Counter[TokenShare] = Counter()
-    for share_of_unit, theirs in shape.parts:
+    for share_of_unit, theirs in parts:
         per_unit[theirs.share] += share_of_unit.nbytes
     for share, size in per_unit.items():
         owner = step_send.units.owner
         if share.ranks > 1:
             owner = owner[step_send.units.held(share)]
         num_bytes += np.bincount(owner, minlength=len(num_bytes)) * size
-    return WritePlan(batches_of(step_send, shape, limits), num_bytes, int(num_bytes.sum()))
+    return WritePlan(batches_of(step_send, parts, limits), num_bytes, int(num_bytes.sum()))
 
 
 def batches_of(
-    step_send: StepSend, shape: WriteShape, limits: TransferLimits, only: Collection[int] | None = None
+    step_send: StepSend, parts: Parts, limits: TransferLimits, only: Collection[int] | None = None
 ) -> Batches:
-    """Returns the copies of a step send, or of `only` some of its slices, in batches that respect `limits`."""
+    """Returns the copies of a step send, or of `only` some of its requests, in batches that respect `limits`."""
     distinct: list[tuple[Target, Geometry]] = []  # K and V are often the same
-    for part in shape.parts:
+    for part in parts:
         if part not in distinct:
             distinct.append(part)
     copies = [_copies(step_send, *part, only) for part in distinct]
-    return Batches.cut([copies[distinct.index(part)] for part in shape.parts], limits)
+    return Batches.cut([copies[distinct.index(part)] for part in parts], limits)
 
 
 def _copies(step_send: StepSend, target: Target, theirs: Geometry, only: Collection[int] | None) -> Descriptors:
@@ -396,7 +380,7 @@ class LayerPush:
         return True
 
     def sources(self, target: LayerTarget) -> list[int]:
-        """Returns the addresses that the source offsets of each part of the target's shape count from."""
+        """Returns the addresses that the source offsets of each part of the target count from."""
         if not self.step_send.route.is_staged:
             return [self.tensors[n].base for n in target.sources]
         assert self._slot is not None

@@ -4,7 +4,7 @@
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
@@ -190,33 +190,26 @@ class PrefillWorker(ConnectorRole):
         `layer`: "" for a linear-attention layer of vllm-ascend (`UnnamedLayers`). Layers that are not known by then are
         pushed when the step ends.
         """
-        for name in self._caches_of.get(layer, (layer,)):
-            self._layer_computed(name)
-
-    def _layer_computed(self, layer: str) -> None:
-        layer = self._unnamed.name(layer)
-        written, self._written = self._written, None
-        if self._plan.sends and layer in self._plan.unsaved:
-            if written is None or written[0] not in ("", layer):
-                written = layer, self._device.record_event()
-            self._push_layer(self._plan, layer, written[1])
-            if not self._plan.unsaved and self._unnamed.in_order:  # decode need not wait for the rest of the step
-                self._finish(self._plan.last)
-        elif self._turns is not None:
-            self._turns.read(layer, ())
+        for name in map(self._unnamed.name, self._caches_of.get(layer, (layer,))):
+            written, self._written = self._written, None
+            if self._plan.sends and name in self._plan.unsaved:
+                if written is None or written[0] not in ("", name):
+                    written = name, self._device.record_event()
+                self._push_layer(self._plan, name, written[1])
+                if not self._plan.unsaved and self._unnamed.in_order:  # decode need not wait for the rest of the step
+                    self._finish(self._plan.last)
+            elif self._turns is not None:
+                self._turns.read(name, ())
 
     def await_buffer(self, layer: str | int) -> None:
-        self.await_buffers(self._in_order[layer] if isinstance(layer, int) else self._caches_of.get(layer, (layer,)))
+        """Waits until the KV of other layers, in the same buffer as that of `layer`, is not read any more (R3).
 
-    def await_buffers(self, layers: Collection[str]) -> None:
-        """Waits until the KV of other layers, in the same buffers as that of `layers`, is not read any more (R3).
-
-        Call it before these layers are written, on any thread. Does not wait if each layer has a buffer of its own.
-        It waits for `control_timeout_s`, `write_timeout_s` and, after a failed write, as long as its bytes may be under
+        Call it before the layer is written, on any thread. Does not wait if each layer has a buffer of its own.
+        `layer`: its name, or its number on this rank. It waits for `control_timeout_s`, `write_timeout_s` and, after a failed write, as long as its bytes may be under
         way. If that is not enough, the requests fail. `backpressure_seconds` counts this.
         """
         if self._turns is not None:
-            self._turns.wait(layers)
+            self._turns.wait(self._in_order[layer] if isinstance(layer, int) else self._caches_of.get(layer, (layer,)))
 
     @owned
     def forward_ended(self, error: BaseException | None = None) -> None:
@@ -243,7 +236,7 @@ class PrefillWorker(ConnectorRole):
             self._turns.read("", ())  # an exception may have come between a layer's hooks
         if plan.unsaved and plan.sends:
             event = self._device.record_event()
-            for layer in list(plan.unsaved):
+            for layer in plan.unsaved:
                 if self._turns is not None and layer in self._turns:
                     for step_send in plan.all_sends:
                         step_send.fail(f"another layer may have overwritten the KV of {layer}", PushFailure.INTERNAL)

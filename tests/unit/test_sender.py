@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's way through the executor, with an engine that only notes what is written."""
+"""A layer's way through a sender, with an engine that only notes what is written."""
 
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,8 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.layer_writes import LayerExecutor
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_send import LayerPush, RequestSlice, StepSend, plan_sends
+from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
@@ -116,12 +116,36 @@ def engine() -> Engine:
     return Engine()
 
 
+@contextmanager
+def sending(engine: Any) -> Iterator[Sender]:
+    """A sender that knows the decode engine."""
+    sender = Sender(
+        "sender", engine, None, lambda transfers: None, LoadedWeights(), RunningTime(), PrefillObserver(), queue_size=8,
+        ready_timeout_s=1.0,
+    )  # fmt: skip
+    sender.engine_described(LAYOUT)
+    try:
+        yield sender
+    finally:
+        sender.close(10)
+
+
 @pytest.fixture
-def executor(engine: Engine) -> LayerExecutor:
-    fake: Any = engine
-    executor = LayerExecutor(fake, None, RunningTime(), PrefillObserver(), ready_timeout_s=1.0)
-    executor.engine_described(LAYOUT)
-    return executor
+def sender(engine: Engine) -> Iterator[Sender]:
+    with sending(engine) as sender:
+        yield sender
+
+
+def write(sender: Sender, *pushes: LayerPush) -> None:
+    """Writes layers, of which all have come when the first one's turn comes."""
+    all_put = threading.Event()
+    sender._tasks.put(all_put.wait)
+    for push in pushes:
+        sender.put_layer(push, 1.0)
+    passed = sender.barrier()
+    all_put.set()
+    assert passed.wait(10)
+    sender.check()
 
 
 @pytest.fixture
@@ -132,7 +156,7 @@ def transfers() -> list[Transfer]:
 def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -> list[StepSend]:
     """Request n is in our block 2 * n + 1."""
     device: Any = SimpleNamespace(upload=lambda tensor: tensor)
-    slices = [RequestSlice(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
+    slices = [(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
     return plan_sends(route, GEOMETRY, slices, device, slot_units, len(LAYERS))
 
 
@@ -146,7 +170,7 @@ def copy_of(layer: int, p_block: int, d_block: int) -> tuple[int, int, int]:
     return OURS[layer].base + p_block * BLOCK_BYTES, THEIRS[layer].base + d_block * BLOCK_BYTES, BLOCK_BYTES
 
 
-def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, executor, transfers):
+def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, sender, transfers):
     """The write for both fails with nothing on its way, then that of the first request alone."""
     engine.lost = {copy_of(0, 1, 7)[1]}
     begin = engine.begin
@@ -156,7 +180,7 @@ def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, ex
         begin(session, batch, may_begin)
 
     engine.begin = fails
-    executor.execute(pushes(transfers)[0])
+    write(sender, pushes(transfers)[0])
     assert transfers[0].in_flight_until > 0
     assert transfers[1].in_flight_until < 0
     assert transfers[1].failure is None
@@ -166,15 +190,15 @@ def staged_route(**fields: Any) -> Route:
     return Route(BLOCK, ROUTE.targets, planes=1, entries=BLOCK, source_row=TOKEN_BYTES, plane_row=TOKEN_BYTES, **fields)
 
 
-def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(executor, engine):
+def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(engine, sender):
     """But its layers end like others: whether the exchange has failed decides what it reports."""
     ungranted = make_transfer("a", 7, lease_s=0.0)
     [send] = plan([ungranted], staged_route(ranks=(0, 1), index=1), slot_units=2)
     assert (len(send.units), send.share) == (0, 1)
-    executor.execute(LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done()))
+    write(sender, LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done()))
     assert (engine.arrived, ungranted.failure) == ([], None)
 
-    executor.execute(LayerPush(LAYERS[1], send, [OURS[1]], Done(), Failed()))
+    write(sender, LayerPush(LAYERS[1], send, [OURS[1]], Done(), Failed()))
     assert ungranted.failure is not None
     assert "an all-to-all failed" in ungranted.failure
 
@@ -211,46 +235,38 @@ def destinations(*layers: int) -> list[int]:
     return [1_000_000_000 * (layer + 1) + block * BLOCK_BYTES for layer in layers for block in (7, 9)]
 
 
-def test_of_layers_that_left_together_each_is_written_again_by_itself(executor, engine, transfers):
+def test_of_layers_that_left_together_each_is_written_again_by_itself(engine, sender, transfers):
     """So only the request at fault fails, and the other one has all of its layers."""
     engine.lost = {destinations(1)[0]}
     first, second = pushes(transfers)
-    executor.execute(first, lambda: [second])
-    executor.pipeline.drain()
+    write(sender, first, second)
     assert [transfer.failure is None for transfer in transfers] == [False, True]
     assert {dst for _, dst, _ in engine.arrived} >= {destinations(layer)[1] for layer in range(2)}
     assert transfers[1].written[KEY][0] == 2 * BLOCK_BYTES
 
 
-def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(executor, engine):
+def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(engine, sender):
     first, second = pushes([make_transfer("a", 7, lease_s=0.05)])
     time.sleep(0.1)
-    executor.execute(first, lambda: [second])
-    executor.pipeline.drain()
+    write(sender, first, second)
     assert engine.arrived == []
 
 
-def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(executor, transfers, monkeypatch):
+def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(sender, transfers, monkeypatch):
     """Or their staging slots would stay taken."""
     ended: list[LayerPush] = []
-    monkeypatch.setattr(executor, "_end", ended.append)
+    monkeypatch.setattr(Sender, "_end", lambda sender, push: ended.append(push))
     first, second = pushes(transfers)
     third = dataclasses.replace(second)
     second.ready = Failed()
-    executor.execute(first, lambda: [second, third])
+    write(sender, first, second, third)
     assert [id(push) for push in ended] == [id(first), id(second), id(third)]
     assert all(transfer.failure is not None for transfer in transfers)
 
 
 def test_an_idle_link_gets_a_layer_at_once_and_a_busy_one_those_that_have_come(transfers):
     calls = Calls()
-    engine: Any = calls
-    sender = Sender(
-        "sender", engine, None, lambda transfers: None, LoadedWeights(), RunningTime(), PrefillObserver(), queue_size=8,
-        ready_timeout_s=1.0,
-    )  # fmt: skip
-    try:
-        sender.engine_described(LAYOUT)
+    with sending(calls) as sender:
         layers = [*pushes(transfers), *pushes(transfers)]
         alone = pushes(transfers)[0]
         sender.put_layer(alone, 1.0)
@@ -263,5 +279,3 @@ def test_an_idle_link_gets_a_layer_at_once_and_a_busy_one_those_that_have_come(t
         calls.proceed.set()
         assert passed.wait(10)
         assert calls.calls == [destinations(0), destinations(0, 1), destinations(0, 1)]
-    finally:
-        sender.close(10)
