@@ -4,6 +4,8 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +13,11 @@ from torch import Tensor
 
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import LayerSpec
-from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Units, make_route
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import ExchangeGroup, Regrouper, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend
 
@@ -83,7 +85,10 @@ def our_side(
     ring = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(route.ranks, group)
-    regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s, PrefillObserver(), {})
+    unused: Any = None
+    config: Any = SimpleNamespace(control_timeout_s=timeout_s, write_timeout_s=timeout_s)
+    engine: Any = SimpleNamespace(limits=SimpleNamespace(rest_s=0.0))
+    regrouper = Regrouper(PrefillRank(unused, config, device, engine, registered), ring, {route.ranks: exchange})
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     units = Units.of(BLOCK, [(0, layer.num_blocks * BLOCK)]).cut(own)
     nowhere = np.empty(0, dtype=np.int64)

@@ -10,14 +10,15 @@ import pytest
 
 from harness.scheduling import make_ticket
 from harness.waiting import wait_until
+from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
+from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
+from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.topology import RankInfo, sharding
-from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import Routes
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.transport import loop
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
@@ -45,22 +46,13 @@ def make_control() -> Iterator[Callable[[], ControlPlane]]:
     made: list[ControlPlane] = []
 
     def make() -> ControlPlane:
-        engine: Any = SimpleNamespace(limits=SimpleNamespace(settle_s=1.0))  # nothing is written
-        caches = RankCaches((), ())
-        rank_info = RankInfo("prefill", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
-        made.append(
-            ControlPlane(
-                rank_info,
-                ConnectorConfig(),
-                engine,
-                None,
-                RunningTime(),
-                LoadedWeights(),
-                Routes(rank_info, caches),
-                lambda description: None,
-                PrefillObserver(),
-            )
-        )
+        # Nothing is written.
+        engine: Any = SimpleNamespace(limits=SimpleNamespace(settle_s=1.0), transport=TransportInfo("tcp"))
+        device: Any = None
+        caches = RegisteredCaches(RankCaches((), ()), (), {})
+        info = RankInfo("prefill", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+        rank = PrefillRank(info, ConnectorConfig(), device, engine, caches)
+        made.append(ControlPlane(rank, None, Routes(info, caches.description)))
         return made[-1]
 
     yield make

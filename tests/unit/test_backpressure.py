@@ -14,6 +14,7 @@ from harness.clock import Clock
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.device import ops
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import Regrouper, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush
 
@@ -51,7 +52,11 @@ class Regrouping:
         self.waits = Waits()
         self.device: Any = OnTheModelsThread()
         self.ring = StagingRing(self.device.allocate(SLOT_BYTES), SLOT_BYTES, 1, RunningTime())
-        self.regrouper = Regrouper(self.device, self.ring, {}, SLOT_TIMEOUT_S, GRANT_WAIT_S, self.waits, {})
+        unused: Any = None
+        config: Any = SimpleNamespace(control_timeout_s=GRANT_WAIT_S, write_timeout_s=SLOT_TIMEOUT_S)
+        engine: Any = SimpleNamespace(limits=SimpleNamespace(rest_s=0.0))
+        rank = PrefillRank(unused, config, self.device, engine, unused, observer=self.waits)
+        self.regrouper = Regrouper(rank, self.ring, {})
 
     def submit(self, **state: bool) -> float:
         """Returns for how long the model waited."""
@@ -65,6 +70,7 @@ def layer(has_failed: bool = False, waits_for_grant: bool = False) -> Any:
     route = SimpleNamespace(planes=1, entries=1, plane_row=SLOT_BYTES, ranks=(), packs=False)
     return SimpleNamespace(
         route=route,
+        ticket_ids=(),
         share=1,
         tensor_bytes=SLOT_BYTES,
         slots_lock=threading.Lock(),

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from harness.tickets import ticket_with
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
-from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Route, make_route
-from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RunningTime
+from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
@@ -81,6 +81,9 @@ class Done(Event):
     def wait(self, timeout_s: float) -> None:
         pass
 
+    def is_done(self) -> bool:
+        return True
+
 
 class Failed(Done):
     def wait(self, timeout_s: float) -> None:
@@ -119,10 +122,9 @@ def engine() -> Engine:
 @contextmanager
 def sending(engine: Any) -> Iterator[Sender]:
     """A sender that knows the decode engine."""
-    sender = Sender(
-        "sender", engine, None, lambda transfers: None, LoadedWeights(), RunningTime(), PrefillObserver(), queue_size=8,
-        ready_timeout_s=1.0,
-    )  # fmt: skip
+    unused: Any = None
+    rank = PrefillRank(unused, ConnectorConfig(), unused, engine, unused)
+    sender = Sender("sender", rank, None, lambda transfers: None)
     sender.engine_described(LAYOUT)
     try:
         yield sender

@@ -34,6 +34,9 @@ class CpuEvent(Event):
         if self._error is not None:
             raise DeviceError(f"work on the side stream failed: {self._error}") from self._error
 
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
 
 _REACHED = CpuEvent()
 _REACHED.set()

@@ -182,28 +182,25 @@ class NpuDevice(Device):
         """torch_npu connects a group at its first collective, in the thread that calls it. This takes seconds, or
         HCCL_CONNECT_TIMEOUT where a rank is missing. So a thread of its own does it now."""
         failed: list[Exception] = []
-        thread = threading.Thread(
-            target=self._exchange_first, args=(groups, timeout_s, failed), name="pd-regroup-connect", daemon=True
-        )
+
+        def exchange_first() -> None:
+            """A tiny all-to-all in one group after the other, in the same order on all ranks."""
+            try:
+                self.bind_thread()
+                with torch.npu.stream(torch.npu.Stream(device=self._index)):
+                    for ranks, group in groups.items():
+                        parts = torch.zeros(len(ranks), dtype=torch.uint8, device=self.name)
+                        self.all_to_all(torch.empty_like(parts), parts, group)
+                        NpuEvent(self, torch.npu.current_stream().record_event()).wait(timeout_s)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failed.append(error)
+
+        thread = threading.Thread(target=exchange_first, name="pd-regroup-connect", daemon=True)
         thread.start()
         thread.join(timeout_s)
         if failed or thread.is_alive():
             reason = failed[0] if failed else f"this took longer than {timeout_s:g} s"
             raise DeviceError(f"ranks {', '.join(map(str, groups))} did not connect over HCCL: {reason}")
-
-    def _exchange_first(
-        self, groups: Mapping[tuple[int, ...], Group], timeout_s: float, failed: list[Exception]
-    ) -> None:
-        """A tiny all-to-all in one group after the other, in the same order on all ranks."""
-        try:
-            self.bind_thread()
-            with torch.npu.stream(torch.npu.Stream(device=self._index)):
-                for ranks, group in groups.items():
-                    parts = torch.zeros(len(ranks), dtype=torch.uint8, device=self.name)
-                    self.all_to_all(torch.empty_like(parts), parts, group)
-                    NpuEvent(self, torch.npu.current_stream().record_event()).wait(timeout_s)
-        except Exception as error:  # noqa: BLE001 - `_connect` raises it
-            failed.append(error)
 
     def close(self) -> None:
         """Does nothing: there is no thread to stop, and queued work runs to its end on the NPU."""

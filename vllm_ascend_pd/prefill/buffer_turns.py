@@ -13,11 +13,8 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 
-from vllm_ascend_pd.core.caches import RegisteredCaches
-from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S
 from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
 
@@ -25,26 +22,17 @@ from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
 class BufferTurns:
     """The reads under way of each buffer that layers use in turn."""
 
-    def __init__(
-        self,
-        caches: RegisteredCaches,
-        config: ConnectorConfig,
-        rest_s: float,
-        running_time: RunningTime,
-        observer: PrefillObserver,
-    ) -> None:
-        """`rest_s`: how long a failed write may go on reading."""
-        in_turn = {layer for pair in caches.in_turn for layer in pair}
-        self._layers = caches.layers
+    def __init__(self, rank: PrefillRank) -> None:
+        self._rank = rank
+        self._layers = rank.caches.layers
         # By layer: the addresses of its buffers. Layers that have theirs alone are left out.
         self._buffers = {
-            layer: frozenset(caches.description.tensors[index].base for index in caches.layers[layer])
-            for layer in in_turn
+            layer: frozenset(rank.caches.description.tensors[index].base for index in rank.caches.layers[layer])
+            for layer in {layer for pair in rank.caches.in_turn for layer in pair}
         }
-        self._grant_wait_s = config.control_timeout_s
-        self._write_wait_s = config.write_timeout_s + rest_s
-        self._running_time = running_time
-        self._observer = observer
+        self._grant_wait_s = rank.config.control_timeout_s
+        # A failed write may go on reading.
+        self._write_wait_s = rank.config.write_timeout_s + rank.engine.limits.rest_s
         # Guards the two below.
         self._changed = threading.Condition()
         # The reads that nobody has waited for, in order.
@@ -106,7 +94,7 @@ class BufferTurns:
             self._end(push, began)
         with self._changed:
             self._reads = [push for push in self._reads if push not in reads]
-        self._observer.backpressure(time.monotonic() - began)
+        self._rank.observer.backpressure(time.monotonic() - began)
 
     def _is_written(self, layers: Collection[str]) -> bool:
         if self._written is None or not (buffers := self._buffers_of(layers)):
@@ -134,5 +122,5 @@ class BufferTurns:
                 reason = f"{push.layer} was not sent while its buffer was needed: the link does not keep up"
                 push.step_send.fail(reason, PushFailure.QUEUE_FULL)
                 return
-        while not is_staged and (left := push.settled_at - self._running_time()) > 0:
+        while not is_staged and (left := push.settled_at - self._rank.running_time()) > 0:
             time.sleep(min(left, LOOK_S))

@@ -15,11 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from vllm_ascend_pd.core.compatibility import foreign, unsound
-from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.compatibility import foreign, misfit, unsound
 from vllm_ascend_pd.core.hosts import decode_hosts
-from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey, RunningTime
+from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey
 from vllm_ascend_pd.core.protocol import (
     Describe,
     EngineDescription,
@@ -34,14 +32,12 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.core.topology import RankInfo
-from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.checksums import report_checksums
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import StagingRing
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.transfer import Outcome, Transfer
-from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.keys import load_keys
 from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
@@ -62,13 +58,13 @@ _FORGET_AFTER_S = 600.0
 
 @dataclass
 class Peer:
-    """One decode engine. The control thread owns all of it except `sender`, `users` and `used_at`."""
+    """One decode engine. The control thread owns all of it except `users` and `used_at`."""
 
     # The address of its listener, which describes it.
     endpoint: str
     engine_id: str
-    # What writes to it. None until its first ticket.
-    sender: Sender | None = None
+    # What writes to it.
+    sender: Sender
     # How its ranks' caches lie. None until it has described itself.
     layout: DecodeLayout | None = None
     # Transfers that wait for its description.
@@ -81,8 +77,8 @@ class Peer:
     gone: str | None = None
     # Addresses that were connected to for it.
     endpoints: set[str] = field(default_factory=set)
-    # Tickets of it that were acquired and not yet released. The model's thread writes `sender`, this and the next, the
-    # control thread reads them, both under the lock of `ControlPlane`.
+    # Tickets of it that were acquired and not yet released. The model's thread writes this and the next, the control
+    # thread reads them, both under the lock of `ControlPlane`.
     users: int = 0
     # When a ticket of it was released last.
     used_at: float = 0.0
@@ -110,33 +106,20 @@ class ControlPlane:
     Peers are known by the issuer that their tickets name.
     """
 
-    def __init__(
-        self,
-        rank_info: RankInfo,
-        config: ConnectorConfig,
-        engine: TransferEngine,
-        ring: StagingRing | None,
-        running_time: RunningTime,
-        loaded: LoadedWeights,
-        routes: Routes,
-        misfit: Callable[[EngineDescription], str | None],
-        observer: PrefillObserver,
-    ) -> None:
+    def __init__(self, rank: PrefillRank, ring: StagingRing | None, routes: Routes) -> None:
         """Starts the thread."""
-        self._rank_info = rank_info
-        self._engine = engine
-        self._running_time = running_time
+        self._rank = rank
+        self._ring = ring
         self._routes = routes
-        self._misfit = misfit
-        self._observer = observer
-        self._timeout_s = config.control_timeout_s
-        signed = config.ticket_secret_file is not None
-        self._hosts = decode_hosts(config.decode_allowlist, rank_info.host, signed, own_networks())
+        self._misfit = partial(misfit, rank.info, rank.config, rank.caches.description, rank.engine.transport)
+        self._timeout_s = rank.config.control_timeout_s
+        signed = rank.config.ticket_secret_file is not None
+        self._hosts = decode_hosts(rank.config.decode_allowlist, rank.info.host, signed, own_networks())
         # The model's thread makes it, the control thread reads it. None until the scheduler names an address.
         self._wakeup: WakeupSocket | None = None
         # Read by the model's thread. None wakes it if it waits. The number of transfers bounds it, but for that.
         self.outcomes: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
-        # Guards the map below, which both threads change, and `sender`, `users` and `used_at` of the peers in it.
+        # Guards the map below, which both threads change, and `users` and `used_at` of the peers in it.
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}
         # The control thread owns the next five. Transfers that are not over, by number.
@@ -149,20 +132,9 @@ class ControlPlane:
         self._retired: list[Sender] = []
         # When to tidy up, on the monotonic clock.
         self._tidy_at = 0.0
-        self._make_sender = partial(
-            Sender,
-            engine=engine,
-            ring=ring,
-            finished=self.finish,
-            loaded=loaded,
-            running_time=running_time,
-            observer=observer,
-            queue_size=config.push_queue_size,
-            ready_timeout_s=config.collective_timeout_s + config.write_timeout_s,
-        )
         # The thread may tick before this constructor returns. Without a peer, a tick does not use the client.
-        keys = load_keys(config.side_channel_key_file)
-        self._client = SideChannelClient(self._on_unasked, self._on_tick, name="pd-control", keys=keys)
+        keys = load_keys(rank.config.side_channel_key_file)
+        self._client = SideChannelClient(self._on_revoked, self._on_tick, name="pd-control", keys=keys)
 
     # On the model's thread.
 
@@ -171,10 +143,10 @@ class ControlPlane:
         with self._lock:
             peer = self._peers.get(ticket.issuer)
             if peer is None:
-                peer = Peer(ticket.endpoint, ticket.remote_engine_id, endpoints={ticket.endpoint})
+                name = f"pd-sender-{ticket.remote_host}:{ticket.remote_port}"
+                sender = Sender(name, self._rank, self._ring, self.finish)
+                peer = Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
                 self._peers[ticket.issuer] = peer
-            if peer.sender is None:
-                peer.sender = self._make_sender(f"pd-sender-{ticket.remote_host}:{ticket.remote_port}")
             peer.users += 1
             return peer.sender
 
@@ -207,7 +179,7 @@ class ControlPlane:
 
     def _close_senders(self, timeout_s: float) -> None:
         with ExitStack() as closing:  # the control thread, which retires senders, has ended
-            for sender in [*self._retired, *(peer.sender for peer in self._all() if peer.sender is not None)]:
+            for sender in [*self._retired, *(peer.sender for peer in self._all())]:
                 closing.callback(sender.close, timeout_s)
 
     # On a sender's thread.
@@ -236,7 +208,7 @@ class ControlPlane:
     @owned
     def _on_tick(self, now: float) -> None:
         """Lets time pass for every engine and transfer, and forgets engines from time to time."""
-        self._running_time()
+        self._rank.running_time()
         for peer in self._all():
             if peer.waiting:
                 self._advance(peer)
@@ -245,10 +217,6 @@ class ControlPlane:
             self._tidy(now)
         for transfer in list(self._transfers.values()):
             self._follow(transfer)
-
-    def _on_unasked(self, endpoint: str, message: Message) -> None:
-        if isinstance(message, Revoke):
-            self._revoke(endpoint, message)
 
     def _all(self) -> list[Peer]:
         with self._lock:
@@ -281,7 +249,12 @@ class ControlPlane:
         peer.describing = False
         self._describing[peer.endpoint] -= 1
         if isinstance(answer, SideChannelError):
-            self._describe_again(peer, f"decode engine {peer.engine_id} does not describe itself: {answer}")
+            now = time.monotonic()
+            peer.describe_at = now + _DESCRIBE_PAUSE_S
+            late = [transfer for transfer in peer.waiting if now >= transfer.state.grant_deadline]
+            peer.waiting = [transfer for transfer in peer.waiting if now < transfer.state.grant_deadline]
+            for transfer in late:
+                self._contact(transfer, None, f"decode engine {peer.engine_id} does not describe itself: {answer}")
             return
         if isinstance(answer, EngineDescription) and (reason := unsound(answer, self._hosts)) is not None:
             where = [rank.control[:80] for rank in answer.ranks[:8]]
@@ -321,15 +294,6 @@ class ControlPlane:
                     self._fail(transfer, other.gone, PushFailure.UNREACHABLE)
             self._advance(other)
 
-    def _describe_again(self, peer: Peer, reason: str) -> None:
-        """Schedules another request for a description. Fails the transfers whose grant deadline has passed."""
-        now = time.monotonic()
-        peer.describe_at = now + _DESCRIBE_PAUSE_S
-        late = [transfer for transfer in peer.waiting if now >= transfer.state.grant_deadline]
-        peer.waiting = [transfer for transfer in peer.waiting if now < transfer.state.grant_deadline]
-        for transfer in late:
-            self._contact(transfer, None, reason)
-
     def _tidy(self, now: float) -> None:
         """Forgets engines that are no longer needed, and stops polling idle connections."""
         with self._lock:
@@ -341,14 +305,13 @@ class ControlPlane:
             self._client.rest(endpoint)
         self._retired = [sender for sender in self._retired if not sender.ended]
         for peer in forgotten:
-            if peer.sender is not None:
-                peer.sender.retire()
-                self._retired.append(peer.sender)
+            peer.sender.retire()
+            self._retired.append(peer.sender)
             for endpoint in peer.endpoints - in_use:
                 self._client.forget(endpoint)
                 del self._describing[endpoint]
             if peer.layout is not None:
-                self._engine.forget({rank.session for rank in peer.layout.description.ranks})
+                self._rank.engine.forget({rank.session for rank in peer.layout.description.ranks})
 
     # Transfers.
 
@@ -379,32 +342,26 @@ class ControlPlane:
             state.fail(reason, cause)
         transfer.sender.finish([transfer])
 
-    def _revoke(self, endpoint: str, message: Revoke) -> None:
+    def _on_revoked(self, endpoint: str, message: Message) -> None:
         """Handles a decode rank's revocation of a ticket. `endpoint`: where the message came from."""
-        if message.writer != self._writer(message.writer.transfer):
+        if not isinstance(message, Revoke) or message.writer != self._writer(number := message.writer.transfer):
             return
-        transfer = self._transfers.get(message.writer.transfer)
-        if transfer is None:
-            self._disclaim(endpoint, message)
-        elif endpoint in {d.rank.control for d in (transfer.state.destinations or {}).values()}:
+        transfer = self._transfers.get(number)
+        if transfer is not None:
             # Only ranks that the ticket's own engine has described may revoke it.
-            self._fail(transfer, f"decode took the ticket back: {message.reason}", PushFailure.REVOKED)
-
-    def _disclaim(self, endpoint: str, revoke: Revoke) -> None:
-        """Answers the revocation of a transfer that is over: no byte of it is in flight."""
-        number = revoke.writer.transfer
-        if number in self._disclaimed:
-            return
-        self._disclaimed.add(number)
-        self._client.request(
-            endpoint,
-            WriteReport(revoke.ticket_id, revoke.writer, "the transfer has ended", digest=revoke.digest),
-            self._timeout_s,
-            lambda answer: self._disclaimed.discard(number),
-        )
+            if endpoint in {d.rank.control for d in (transfer.state.destinations or {}).values()}:
+                self._fail(transfer, f"decode took the ticket back: {message.reason}", PushFailure.REVOKED)
+        elif number not in self._disclaimed:  # it is over: no byte of it is in flight
+            self._disclaimed.add(number)
+            self._client.request(
+                endpoint,
+                WriteReport(message.ticket_id, message.writer, "the transfer has ended", digest=message.digest),
+                self._timeout_s,
+                lambda answer: self._disclaimed.discard(number),
+            )
 
     def _writer(self, number: int) -> WriterId:
-        return WriterId(self._rank_info.engine_id, self._rank_info.pp_rank, self._rank_info.rank, number)
+        return WriterId(self._rank.info.engine_id, self._rank.info.pp_rank, self._rank.info.rank, number)
 
     @owned
     def _finish(self, transfers: Sequence[Transfer]) -> None:
@@ -421,15 +378,15 @@ class ControlPlane:
             with transfer.changing():
                 complete = state.finish(time.monotonic())
             if complete is not None:
-                self._observer.transfer_ended(transfer.ticket, *transfer.num_bytes(), state.cause)
-        notify, due, is_over = state.notify(self._running_time()), state.due(time.monotonic()), state.end()
+                self._rank.observer.transfer_ended(transfer.ticket, *transfer.num_bytes(), state.cause)
+        notify, due, is_over = state.notify(self._rank.running_time()), state.due(time.monotonic()), state.end()
         for key in due:
             self._ask(transfer, key)
         if notify:
             self._notify(transfer)
         if is_over:
             del self._transfers[transfer.number]
-            self.outcomes.put(Outcome(transfer, state.failure, is_over=True))
+            self.outcomes.put((transfer, True))
 
     # Grants.
 
@@ -442,10 +399,10 @@ class ControlPlane:
             ticket.ticket_id,
             transfer.digest,
             self._writer(transfer.number),
-            self._rank_info.sharding,
+            self._rank.info.sharding,
             destination.covers,
-            self._engine.limits.settle_s,
-            self._rank_info.draft,
+            self._rank.engine.limits.settle_s,
+            self._rank.info.draft,
             weights=transfer.weights.fingerprint,
         )
         answered = partial(self._on_grant, transfer, key, asked_at, destination.granted)
@@ -454,7 +411,7 @@ class ControlPlane:
     def _on_grant(
         self, transfer: Transfer, key: RankKey, asked_at: float, renewal: bool, answer: Message | SideChannelError
     ) -> None:
-        self._observer.grant_answered(transfer.ticket, key, asked_at, renewal, type(answer).__name__)
+        self._rank.observer.grant_answered(transfer.ticket, key, asked_at, renewal, type(answer).__name__)
         with transfer.changing() as state:
             refused = state.answered(key, asked_at, answer)
         if refused:
@@ -473,12 +430,20 @@ class ControlPlane:
         if not pending:
             if not transfer.is_notified:
                 transfer.is_notified = True
-                self._observer.transfer_reported(transfer.ticket)
+                self._rank.observer.transfer_reported(transfer.ticket)
                 if state.failure is not None:
-                    self._say_why(transfer, state.failure)
+                    logger.warning(
+                        "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",
+                        transfer.request_id,
+                        transfer.ticket.remote_engine_id,
+                        transfer.ticket.remote_host,
+                        transfer.ticket.remote_port,
+                        state.failure,
+                    )
+                    self.outcomes.put((transfer, False))
             self._follow(transfer)
             return
-        writer, settle_s = self._writer(transfer.number), state.settle_s(self._running_time())
+        writer, settle_s = self._writer(transfer.number), state.settle_s(self._rank.running_time())
         answers = 0
 
         def on_answer(key: RankKey, answer: Message | SideChannelError) -> None:
@@ -496,15 +461,3 @@ class ControlPlane:
             report = transfer.report(writer, key, state.failure, settle_s, checksums)
             answered = partial(on_answer, key)
             self._client.request(destination.rank.control, report, self._timeout_s, answered)
-
-    def _say_why(self, transfer: Transfer, failure: str) -> None:
-        """Logs why KV was not delivered, and tells the model's thread, after decode was notified or not reached."""
-        logger.warning(
-            "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",
-            transfer.request_id,
-            transfer.ticket.remote_engine_id,
-            transfer.ticket.remote_host,
-            transfer.ticket.remote_port,
-            failure,
-        )
-        self.outcomes.put(Outcome(transfer, failure, is_over=False))

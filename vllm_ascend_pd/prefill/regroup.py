@@ -16,17 +16,15 @@ from functools import partial
 import torch
 
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.caches import Quantize, RegisteredCaches
-from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import regroupable, slot_bytes
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device import ops, ops_fallback
-from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group
+from vllm_ascend_pd.device.base import DeviceError, Group
 from vllm_ascend_pd.device.packing import packed
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend
-from vllm_ascend_pd.transport.engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -183,36 +181,22 @@ class ExchangeGroup:
 class Regrouper:
     """Regroups the tensors of a layer into a slot of the staging ring."""
 
-    def __init__(
-        self,
-        device: Device,
-        ring: StagingRing,
-        groups: dict[tuple[int, ...], ExchangeGroup],
-        slot_timeout_s: float,
-        grant_wait_s: float,
-        observer: PrefillObserver,
-        quantize: Mapping[tuple[str, int], Quantize],
-    ) -> None:
-        """Allocates two more buffers of the size of a slot.
-
-        groups: all-to-all groups by the tensor-parallel ranks in them.
-        slot_timeout_s: how long a slot may take to become free.
-        grant_wait_s: how long a layer without a slot waits while holders of slots wait for grants.
-        quantize: what quantizes tensors, by layer and part.
-        """
-        self._quantize = quantize
-        self._slot_timeout_s = slot_timeout_s
-        self._grant_wait_s = grant_wait_s
-        self._observer = observer
+    def __init__(self, rank: PrefillRank, ring: StagingRing, groups: Mapping[tuple[int, ...], ExchangeGroup]) -> None:
+        """Allocates two more buffers of the size of a slot. `groups`: by the tensor-parallel ranks in them."""
+        self._rank = rank
+        self._device = rank.device
+        # How long a layer without a slot waits while holders of slots wait for grants.
+        self._grant_wait_s = rank.config.control_timeout_s
+        # How long a slot may take to become free. It may rest after a failed write.
+        self._slot_timeout_s = rank.config.write_timeout_s + rank.engine.limits.rest_s
         # Decode engines that other layers have waited for without getting a grant.
         self._waited_in_vain: set[str] = set()
-        self._device = device
         self._groups = groups
         self._ring = ring
         self.slot_bytes = ring.slot_bytes
         # What the all-to-all sends and receives. The side stream runs one at a time, so one pair serves all.
-        self._send = device.allocate(ring.slot_bytes)
-        self._received = device.allocate(ring.slot_bytes)
+        self._send = rank.device.allocate(ring.slot_bytes)
+        self._received = rank.device.allocate(ring.slot_bytes)
         # The parts of the two that were exchanged last. All layers of a step exchange the same number of bytes.
         self._exchanged = (self._received, self._send)
 
@@ -230,12 +214,12 @@ class Regrouper:
         for group in self._groups.values():
             group.close()
 
-    def submit(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> Event:
-        """Queues the regrouping of a layer on the side stream, into a slot for `push`. Returns its end.
+    def submit(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> bool:
+        """Queues the regrouping of a layer on the side stream, into a slot for `push`.
 
-        The model's thread calls it. On NPUs it waits for a slot, for `grant_wait_s` and `slot_timeout_s` at most, and
-        not for a layer whose requests have failed. Raises DeviceError if the layer cannot be queued, which also breaks
-        the group.
+        Returns False if it cannot be queued. That fails the layer's requests, and breaks the group. The model's thread
+        calls it. On NPUs it waits for a slot, for `_grant_wait_s` and `_slot_timeout_s` at most, and not for a layer
+        whose requests have failed.
         """
 
         def regroup() -> None:
@@ -244,10 +228,13 @@ class Regrouper:
                 self._ring.release(slot)
 
         try:
-            return self._device.submit(regroup, push.computed)
+            push.ready = self._device.submit(regroup, push.computed)
         except DeviceError as error:
             self.missed(push.step_send.route.ranks, str(error))
-            raise
+            push.step_send.fail(f"layer {push.layer} could not be regrouped: {error}", PushFailure.DEVICE)
+            return False
+        self._rank.observer.regroup_submitted(push.layer, push.step_send.ticket_ids, push.computed, push.ready)
+        return True
 
     def run(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> Slot | None:
         """Fills a slot and returns it; None if this rank writes none of the units.
@@ -311,7 +298,7 @@ class Regrouper:
         gathered = self._send[: units * route.source_bytes]
         for n, (described, tensor) in enumerate(zip(push.tensors, tensors, strict=True)):
             ops.gather_units([tensor], offsets, route.source_bytes, units, self._send, 0, len(gathered), len(gathered))
-            quantize = self._quantize.get((described.layer, described.part))
+            quantize = self._rank.caches.quantize.get((described.layer, described.part))
             blocks = packed(gathered, tensor, route.entries, quantize)
             out = self._ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
             out.view(blocks.shape).copy_(blocks)
@@ -333,7 +320,7 @@ class Regrouper:
         try:
             return self._await_slot(step_send)
         finally:
-            self._observer.backpressure(time.monotonic() - began)
+            self._rank.observer.backpressure(time.monotonic() - began)
 
     def _await_slot(self, step_send: StepSend) -> Slot:
         waiting = {holder.decode_engine for holder in self._ring.holders if holder.waits_for_grant}
@@ -347,41 +334,29 @@ class Regrouper:
         return self._ring.acquire(step_send, self._slot_timeout_s)
 
 
-def make_regrouper(
-    rank_info: RankInfo,
-    config: ConnectorConfig,
-    device: Device,
-    engine: TransferEngine,
-    caches: RegisteredCaches,
-    step_tokens: int,
-    running_time: RunningTime,
-    observer: PrefillObserver,
-) -> tuple[StagingRing | None, Regrouper | None]:
+def make_regrouper(rank: PrefillRank, step_tokens: int) -> tuple[StagingRing | None, Regrouper | None]:
     """Returns the staging ring and the regrouper, or None and None if this engine's layout never needs regrouping.
 
     The answer is the same on all ranks: it depends on the model, the layout and the parallel sizes alone.
     """
-    size, slots = slot_bytes(caches.description, step_tokens), config.slots(step_tokens)
+    description, info = rank.caches.description, rank.info
+    size, slots = slot_bytes(description, step_tokens), rank.config.slots(step_tokens)
     if size == 0:
         return None, None
-    buffer = device.allocate(size * slots)
+    buffer = rank.device.allocate(size * slots)
     if not buffer.is_cpu:
         ops_fallback.warn_once()
-    engine.register([(buffer.data_ptr(), buffer.numel())])
-    movable = regroupable(caches.description.geometries)
-    sharding = rank_info.sharding
-    wanted = sorted({ranks for g in movable for ranks in topology.regroup_groups(sharding, g.total_heads)})
-    groups = device.new_groups(_world_groups(rank_info, wanted), config.collective_timeout_s)
-    mine = {}
-    for ranks in wanted:
-        if rank_info.rank in ranks:
-            world = tuple(rank_info.stage_ranks[rank] for rank in ranks)
-            mine[ranks] = ExchangeGroup(ranks, groups[world])
-    ring = StagingRing(buffer, size, slots, running_time)
-    # A slot may rest after a failed write.
-    slot_timeout_s = config.write_timeout_s + engine.limits.rest_s
-    grant_wait_s = config.control_timeout_s
-    return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_wait_s, observer, caches.quantize)
+    rank.engine.register([(buffer.data_ptr(), buffer.numel())])
+    movable = regroupable(description.geometries)
+    wanted = sorted({ranks for g in movable for ranks in topology.regroup_groups(info.sharding, g.total_heads)})
+    groups = rank.device.new_groups(_world_groups(info, wanted), rank.config.collective_timeout_s)
+    mine = {
+        ranks: ExchangeGroup(ranks, groups[tuple(info.stage_ranks[each] for each in ranks)])
+        for ranks in wanted
+        if info.rank in ranks
+    }
+    ring = StagingRing(buffer, size, slots, rank.running_time)
+    return ring, Regrouper(rank, ring, mine)
 
 
 def _world_groups(rank_info: RankInfo, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

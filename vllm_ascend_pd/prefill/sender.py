@@ -17,19 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
 from vllm_ascend_pd.prefill.pipeline import Pipeline
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush, WritePlan, batches_of
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
 from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
-from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import TransferError
 
 logger = logging.getLogger(__name__)
@@ -53,31 +50,19 @@ class Sender:
     def __init__(
         self,
         name: str,
-        engine: TransferEngine,
+        rank: PrefillRank,
         ring: StagingRing | None,
         finished: Callable[[Sequence[Transfer]], None],
-        loaded: LoadedWeights,
-        running_time: RunningTime,
-        observer: PrefillObserver,
-        *,
-        queue_size: int,
-        ready_timeout_s: float,
     ) -> None:
-        """Starts the thread.
-
-        finished: called when no write of these transfers follows.
-        loaded: the model's weights.
-        queue_size: how many layers may wait.
-        ready_timeout_s: how long a layer's bytes may take until they can be read.
-        """
-        self._engine = engine
-        self._pipeline = Pipeline(engine)
+        """Starts the thread. `finished`: called when no write of these transfers follows."""
+        self._rank = rank
+        self._engine = rank.engine
+        self._observer = rank.observer
+        self._pipeline = Pipeline(rank.engine)
         self._ring = ring
-        self._running_time = running_time
-        self._observer = observer
-        self._ready_timeout_s = ready_timeout_s
         self._finished = finished
-        self._loaded = loaded
+        # How long a layer's bytes may take until they can be read.
+        self._ready_timeout_s = rank.config.collective_timeout_s + rank.config.write_timeout_s
         # The control thread sets it before any transfer's destinations; this thread reads it after those.
         self._layout: DecodeLayout | None = None
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
@@ -86,7 +71,7 @@ class Sender:
         # A token for each further layer that may wait. The number of transfers bounds the other tasks. Not a semaphore:
         # its methods are Python, and each layer would run them on the model's thread.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(queue_size):
+        for _ in range(rank.config.push_queue_size):
             self._room.put(None)
         # The bug that ended the thread. The sender's thread writes it, the model's thread reads it.
         self._broken: Exception | None = None
@@ -360,7 +345,7 @@ class Sender:
     def _mark_in_flight(self, push: LayerPush, requests: Sequence[int], error: TransferError) -> None:
         """Records that a failed write may still read its source and write to decode for a while."""
         if error.may_arrive:
-            push.settled_at = self._running_time() + self._engine.limits.settle_s
+            push.settled_at = self._rank.running_time() + self._engine.limits.settle_s
             for i in requests:
                 push.step_send.transfers[i].mark_in_flight(push.settled_at)
 
@@ -369,7 +354,7 @@ class Sender:
     def _finish(self, transfers: Sequence[Transfer]) -> None:
         """Ends `transfers`, of which no write can follow."""
         written = [transfer for transfer in transfers if not transfer.is_written]
-        now = self._loaded.current
+        now = self._rank.loaded.current
         for transfer in written:
             # Decode was told of the weights that the transfer began with (R8). They change only between steps, and the
             # prompt's last layer has been computed by now.

@@ -4,17 +4,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.checksum import SummedUnits, is_selected
 from vllm_ascend_pd.core.plan import Route
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.core.topology import RankInfo
-from vllm_ascend_pd.device.base import Device, DeviceError
+from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.prefill.checksums import StepChecksums
 from vllm_ascend_pd.prefill.decode_layout import Routes
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import Regrouper
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_send import RequestSlice, StepSend, plan_sends, tokens_of
@@ -44,24 +43,13 @@ class StepPlan:
 class Planner:
     """Plans steps. The model's thread owns it."""
 
-    def __init__(
-        self,
-        routes: Routes,
-        caches: RegisteredCaches,
-        device: Device,
-        regrouper: Regrouper | None,
-        rank_info: RankInfo,
-        verified_share: float,
-    ) -> None:
+    def __init__(self, rank: PrefillRank, routes: Routes, regrouper: Regrouper | None) -> None:
         """`regrouper`: None if this engine's layout never needs regrouping."""
-        self._rank_info = rank_info
-        self._verified_share = verified_share
+        self._rank = rank
         self._routes = routes
-        self._caches = caches
-        self._geometries = caches.description.geometries
-        self._device = device
         self._regrouper = regrouper
-        layers = caches.layers_by_geometry.values()
+        self._geometries = rank.caches.description.geometries
+        layers = rank.caches.layers_by_geometry.values()
         # By geometry: the most tensors of it that a layer has.
         self._tensors_of_a_layer = [
             max((len(of[g].described) for of in layers if g in of), default=0) for g in range(len(self._geometries))
@@ -84,7 +72,7 @@ class Planner:
         plan = StepPlan(self._steps)
         if not sends:
             return plan
-        plan.unsaved.update(dict.fromkeys(self._caches.layers))
+        plan.unsaved.update(dict.fromkeys(self._rank.caches.layers))
         # By decode engine, as tickets describe it: all ranks must make the same plan (R5), and a rank may not have the
         # engine's description yet.
         slices: dict[object, list[RequestSlice]] = {}
@@ -122,9 +110,9 @@ class Planner:
             assert slot_units > 0
         geometry = self._geometries[index]
         try:
-            if self._verified_share:
+            if self._rank.config.verified_share:
                 self._plan_checksums(plan, index, route, served)
-            return plan_sends(route, geometry, served, self._device, slot_units, self._layers[index])
+            return plan_sends(route, geometry, served, self._rank.device, slot_units, self._layers[index])
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
                 self._regrouper.missed(route.ranks, str(error))
@@ -133,7 +121,7 @@ class Planner:
             return []
 
     def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: list[RequestSlice]) -> None:
-        verified = [each for each in slices if is_selected(self._verified_share, each[0].ticket.ticket_id)]
+        verified = [each for each in slices if is_selected(self._rank.config.verified_share, each[0].ticket.ticket_id)]
         if not verified:
             return
         geometry, tickets = self._geometries[index], [transfer.ticket for transfer, _ in verified]
@@ -148,8 +136,8 @@ class Planner:
         )
         if len(summed.units) == 0:  # other ranks have them
             return
-        heads = self._rank_info.sharding.heads(self._rank_info.rank, geometry.total_heads)
-        checksums = StepChecksums(self._device, heads, summed, [ticket.ticket_id for ticket in tickets])
+        heads = self._rank.info.sharding.heads(self._rank.info.rank, geometry.total_heads)
+        checksums = StepChecksums(self._rank.device, heads, summed, [ticket.ticket_id for ticket in tickets])
         plan.checksums.setdefault(index, []).append(checksums)
         for transfer, _ in verified:
             transfer.checksums.append(checksums)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from vllm_ascend_pd.core import threads
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RankKey
@@ -283,12 +283,6 @@ class LeaseCheck:
         return time.monotonic() < self._until
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a transfer ended, after decode has been notified."""
-
-    transfer: Transfer
-    # Why its KV was not delivered; None if it was.
-    failure: str | None
-    # Whether nothing reads the request's blocks any more. Otherwise another outcome follows that says so.
-    is_over: bool
+Outcome: TypeAlias = tuple[Transfer, bool]
+"""A transfer that decode was notified of, and whether nothing reads the request's blocks any more. If something may,
+the transfer has failed, and another outcome follows."""

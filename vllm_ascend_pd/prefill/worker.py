@@ -6,17 +6,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from types import MappingProxyType
 
-import torch
-
 from vllm_ascend_pd.core.caches import RegisteredCaches
-from vllm_ascend_pd.core.compatibility import misfit
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import BlockKind
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus
-from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
+from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.role import ConnectorRole, TransferResults
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport, rank_address
@@ -24,11 +20,12 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
-from vllm_ascend_pd.device.base import Device, DeviceError, Event
+from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.prefill.buffer_turns import BufferTurns
 from vllm_ascend_pd.prefill.checksums import submit_layer
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import Routes
+from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import make_regrouper
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
@@ -68,36 +65,20 @@ class PrefillWorker(ConnectorRole):
         """
         self._caches_of = caches_of
         self._in_order = in_order
-        self._loaded = loaded = loaded or LoadedWeights()
-        self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", loaded)
+        self._rank = rank = PrefillRank(
+            rank_info, config, device, engine, caches, loaded or LoadedWeights(), observer or PrefillObserver()
+        )
+        self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", rank.loaded)
         self._config = config
         self._device = device
-        self._engine = engine
         self._caches = caches
-        self._running_time = RunningTime()
-        self._observer = observer or PrefillObserver()
-        self._ring, self._regrouper = make_regrouper(
-            rank_info, config, device, engine, caches, step_tokens, self._running_time, self._observer
-        )
+        self._observer = rank.observer
+        ring, self._regrouper = make_regrouper(rank, step_tokens)
         routes = Routes(rank_info, caches.description)
-        self._planner = Planner(routes, caches, device, self._regrouper, rank_info, config.verified_share)
-        self._control = ControlPlane(
-            rank_info,
-            config,
-            engine,
-            self._ring,
-            self._running_time,
-            loaded,
-            routes,
-            partial(misfit, rank_info, config, caches.description, engine.transport),
-            self._observer,
-        )
+        self._planner = Planner(rank, routes, self._regrouper)
+        self._control = ControlPlane(rank, ring, routes)
         # None if each layer has a buffer of its own.
-        self._turns = (
-            BufferTurns(caches, config, engine.limits.rest_s, self._running_time, self._observer)
-            if caches.in_turn
-            else None
-        )
+        self._turns = BufferTurns(rank) if caches.in_turn else None
         geometries = caches.description.geometries
         self._unnamed = UnnamedLayers(
             caches.layers,
@@ -121,28 +102,23 @@ class PrefillWorker(ConnectorRole):
         self._done: set[str] = set()
         # By request id: why its KV was not delivered, if the scheduler has not been told yet.
         self._failed: dict[str, str] = {}
-        # The rank's pipeline stage, and its number there.
-        self._place = (rank_info.pp_rank, rank_info.rank)
-        # What is left of this step.
+        # This step, and what is left of it.
+        self._step = PrefillStep()
         self._plan = StepPlan()
         # Whether the forward pass of that step has ended.
         self._forward_ended = True
         # The layer that `layer_written` named last, and the device event after it. None after `layer_computed`.
         self._written: tuple[str, Event] | None = None
-        # How long `take_results` waits in this step.
-        self._wait_s = 0.0
-        # Whether blocks of requests that have ended wait for a ticket.
-        self._awaits_tickets = False
 
     @owned
     def start_step(self, step: PrefillStep) -> None:
         """Opens new transfers and plans the step. Waits for nothing, unless vLLM has not ended the step before: then as
         `end_step` may."""
         self._end_open_step()
-        self._wait_s = step.wait_s
-        self._awaits_tickets = step.awaits_tickets
+        self._step = step
         if step.wakeup_address:
-            self._control.wake_at(rank_address(step.wakeup_address, *self._place))
+            info = self._rank.info
+            self._control.wake_at(rank_address(step.wakeup_address, info.pp_rank, info.rank))
         opened = self._open(step.tickets, step.cached_tokens)
         if self._updates.are_unknown_to(step.weight_updates):
             reason = "prefill's weights were updated, and a part of the prompt was computed before"
@@ -205,8 +181,10 @@ class PrefillWorker(ConnectorRole):
         """Waits until the KV of other layers, in the same buffer as that of `layer`, is not read any more (R3).
 
         Call it before the layer is written, on any thread. Does not wait if each layer has a buffer of its own.
-        `layer`: its name, or its number on this rank. It waits for `control_timeout_s`, `write_timeout_s` and, after a failed write, as long as its bytes may be under
+        It waits for `control_timeout_s`, `write_timeout_s` and, after a failed write, as long as its bytes may be under
         way. If that is not enough, the requests fail. `backpressure_seconds` counts this.
+
+        `layer`: its name, or its number on this rank.
         """
         if self._turns is not None:
             self._turns.wait(self._in_order[layer] if isinstance(layer, int) else self._caches_of.get(layer, (layer,)))
@@ -260,7 +238,7 @@ class PrefillWorker(ConnectorRole):
             reason = None
             if not passed.wait(max(0.0, deadline - time.monotonic())):
                 reason = "the request was preempted while its KV could not be sent"
-            elif transfer.in_flight_until > self._running_time():
+            elif transfer.in_flight_until > self._rank.running_time():
                 # What the failed write left behind would read the blocks' next content, and deliver that.
                 reason = "the request was preempted while a failed write of its KV may still be under way"
             if reason is not None:
@@ -274,15 +252,13 @@ class PrefillWorker(ConnectorRole):
         scheduler wakes the rank. Raises RuntimeError if a sender has ended by a bug.
         """
         self._take_outcomes()
-        deadline, expects = time.monotonic() + self._wait_s, bool(self._transfers) or self._awaits_tickets
-        while self._wait_s and expects and not self._done and not self._woken:
+        wait_s, deadline = self._step.wait_s, time.monotonic() + self._step.wait_s
+        expects = bool(self._transfers) or self._step.awaits_tickets
+        while wait_s and expects and not self._done and not self._woken:
             try:
-                outcome = self._control.outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+                self._take(self._control.outcomes.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 break
-            if outcome is None:
-                break
-            self._take(outcome)
         self._woken = False
         done, self._done = self._done, set()
         for sender in self._senders.values():
@@ -317,21 +293,19 @@ class PrefillWorker(ConnectorRole):
         self._lose(list(self._transfers.values()), "prefill sleeps (/sleep)", PushFailure.ABORTED)
         config = self._config
         longest_s = config.grant_timeout_s + config.write_timeout_s + 4 * config.control_timeout_s
-        deadline = time.monotonic() + longest_s + self._engine.limits.rest_s
+        deadline = time.monotonic() + longest_s + self._rank.engine.limits.rest_s
         while not all(transfer.is_over for transfer in self._transfers.values()):
             try:
-                outcome = self._control.outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+                self._take(self._control.outcomes.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 raise RuntimeError("this engine cannot sleep: KV is still being sent") from None
-            if outcome is not None:
-                self._take(outcome)
         self._device.idle(config.collective_timeout_s)
-        self._engine.suspend()
+        self._rank.engine.suspend()
 
     @owned
     def wake(self) -> None:
         """Registers the memory again, which is at the same addresses."""
-        self._engine.resume()
+        self._rank.engine.resume()
 
     def close(self, timeout_s: float) -> None:
         for transfer in list(self._transfers.values()):  # so that no sender waits for its grants any more
@@ -368,24 +342,16 @@ class PrefillWorker(ConnectorRole):
             for sender, step_send in plan.sends.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
                 push = LayerPush(layer, step_send, tensors.described, computed, ready)
-                if not step_send.route.is_staged or self._regroup(push, tensors.tensors):
-                    if self._turns is not None:
-                        push.over = threading.Event()
-                    sender.put_layer(push, self._config.write_timeout_s)
-                    pushes.append(push)
+                if step_send.route.is_staged:
+                    assert self._regrouper is not None
+                    if not self._regrouper.submit(push, tensors.tensors):
+                        continue
+                if self._turns is not None:
+                    push.over = threading.Event()
+                sender.put_layer(push, self._config.write_timeout_s)
+                pushes.append(push)
         if self._turns is not None and is_announced:
             self._turns.read(layer, pushes)
-
-    def _regroup(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> bool:
-        """Queues a layer's regrouping. Returns False if that failed, and with it the layer's requests."""
-        assert self._regrouper is not None
-        try:
-            push.ready = self._regrouper.submit(push, tensors)
-        except DeviceError as error:
-            push.step_send.fail(f"layer {push.layer} could not be regrouped: {error}", PushFailure.DEVICE)
-            return False
-        self._observer.regroup_submitted(push.layer, push.step_send.ticket_ids, push.computed, push.ready)
-        return True
 
     # The open transfers.
 
@@ -401,7 +367,7 @@ class PrefillWorker(ConnectorRole):
                 PrefillTicket(now + self._config.grant_timeout_s),
                 self._withdrawals,
                 cached_tokens.get(request_id, 0),
-                self._loaded.current,
+                self._rank.loaded.current,
             )
             opened.append(transfer)
         if opened:
@@ -439,16 +405,17 @@ class PrefillWorker(ConnectorRole):
         """Takes all outcomes that have arrived: how transfers have ended on the control thread. Does not wait."""
         outcomes = self._control.outcomes
         while not outcomes.empty():  # mostly: cheaper than an exception
-            if (outcome := outcomes.get_nowait()) is None:
-                self._woken = True
-            else:
-                self._take(outcome)
+            self._take(outcomes.get_nowait())
 
-    def _take(self, outcome: Outcome) -> None:
-        transfer = outcome.transfer
-        if not outcome.is_over:
-            assert outcome.failure is not None
-            self._failed[transfer.request_id] = outcome.failure
+    def _take(self, outcome: Outcome | None) -> None:
+        """Takes an outcome. None: the scheduler wakes the rank."""
+        if outcome is None:
+            self._woken = True
+            return
+        transfer, is_over = outcome
+        if not is_over:
+            assert transfer.failure is not None
+            self._failed[transfer.request_id] = transfer.failure
             return
         transfer.is_over = True
         if transfer.released:

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of a prefill rank share."""
+
+from dataclasses import dataclass, field
+
+from vllm_ascend_pd.core.caches import RegisteredCaches
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.observer import PrefillObserver
+from vllm_ascend_pd.core.prefill_ticket import RunningTime
+from vllm_ascend_pd.core.topology import RankInfo
+from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.transport.engine import TransferEngine
+
+
+@dataclass(frozen=True)
+class PrefillRank:
+    """One rank of a prefill engine. Any thread may use it."""
+
+    info: RankInfo
+    config: ConnectorConfig
+    device: Device
+    engine: TransferEngine
+    caches: RegisteredCaches
+    # The model's weights.
+    loaded: LoadedWeights = field(default_factory=LoadedWeights)
+    # Is told what the rank does.
+    observer: PrefillObserver = field(default_factory=PrefillObserver)
+    running_time: RunningTime = field(default_factory=RunningTime)
