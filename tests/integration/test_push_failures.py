@@ -323,9 +323,8 @@ def await_the_side_stream(rank: PrefillRank) -> None:
 
 
 def free_slots(rank: PrefillRank) -> int:
-    ring = rank.worker._ring
-    assert ring is not None
-    return len(ring._free)
+    assert rank.worker._regrouper is not None
+    return len(rank.worker._regrouper.ring._free)
 
 
 def test_what_is_regrouped_for_nobody_keeps_no_slot() -> None:
@@ -353,7 +352,7 @@ def fail_to_report(rank: PrefillRank) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("a bug")
 
-    rank.worker._control._make_sender.keywords["finished"] = fail
+    rank.worker._control.finish = fail
 
 
 def test_an_error_that_ends_a_sender_ends_the_engine() -> None:

@@ -140,7 +140,7 @@ def test_a_lost_write_that_may_still_read_holds_its_buffer() -> None:
 
 def settled_before_overwritten(rank: PrefillRank) -> bool:
     until = max(t.in_flight_until for t in rank.worker._transfers.values())
-    return bool(rank.worker._running_time() >= until)
+    return bool(rank.worker._rank.running_time() >= until)
 
 
 @pytest.mark.parametrize("hooks", [Hooks(saved=()), Hooks(saved=tuple(range(LAYERS - 1)))], ids=["none", "all but one"])

@@ -11,7 +11,7 @@ def say_what_was_saved() -> None:
     end_step = PrefillWorker.end_step
 
     def say_and_end(worker: PrefillWorker) -> None:
-        if worker._plan.transfers:
+        if worker._plan.sends:
             layers = len(worker._caches.layers)
             print(f"saved {layers - len(worker._plan.unsaved)} of {layers} layers", file=sys.stderr, flush=True)
         end_step(worker)

@@ -38,9 +38,10 @@ def ticket(number: int = 1, host: str = "10.0.0.1") -> Ticket:
 class Prefill:
     """A scheduler with a clock of our own."""
 
-    def __init__(self, capacity: int = 100, hosts: HostList = ANYWHERE, secret: Secret | None = SECRET) -> None:
+    def __init__(self, hosts: HostList = ANYWHERE, secret: Secret | None = SECRET) -> None:
         self.now = NOW
-        self.admission = TicketAdmission(hosts, secret, capacity, clock=lambda: self.now)
+        self.admission = TicketAdmission(hosts, secret)
+        self.admission._clock = lambda: self.now
         self.scheduler = prefill_scheduler([TokenGroup(4)], self.admission)
         self.requests = 0
 
@@ -139,9 +140,10 @@ def test_clocks_may_differ_by_so_much():
     assert "expired" in prefill.error(signed(ticket(2), SECRET, int(NOW)))
 
 
-def test_tickets_are_remembered_until_they_expire_and_little_longer():
+def test_tickets_are_remembered_until_they_expire_and_little_longer(monkeypatch):
     """Those that expire in the same minute, or so, are forgotten together."""
-    prefill = Prefill(capacity=3)
+    monkeypatch.setattr(admission_module, "MAX_REMEMBERED", 3)
+    prefill = Prefill()
     tickets = [signed(ticket(n), SECRET, int(NOW) + life) for n, life in ((1, 300), (2, 10), (3, 200))]
     for one in tickets:
         assert prefill.error(one) is None

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -458,6 +458,17 @@ class ControlPlane:
             checksums = None
             if transfer.checksums and state.failure is None:
                 checksums = report_checksums(transfer.ticket, transfer.checksums, destination)
-            report = transfer.report(writer, key, state.failure, settle_s, checksums)
+            num_bytes, early = transfer.written.get(key, (0, 0))
+            report = WriteReport(
+                transfer.ticket.ticket_id,
+                writer,
+                state.failure,
+                num_bytes=num_bytes,
+                bytes_before_end=early,
+                settle_s=settle_s,
+                digest=transfer.digest,
+                cached_tokens=transfer.cached_tokens,
+                checksums=checksums,
+            )
             answered = partial(on_answer, key)
             self._client.request(destination.rank.control, report, self._timeout_s, answered)

@@ -58,25 +58,22 @@ class Pipeline:
             for batch in batches:
                 # Release our own room before blocking for more, or two senders to one peer deadlock.
                 self.await_turn(session, batch)
-                if errors or not self._begin(session, batch, may_begin, errors):
+                if errors:
                     break
+                try:
+                    flight = self._engine.begin(session, batch, may_begin)
+                except Exception as error:  # noqa: BLE001 - as in `_land`
+                    errors.append(_failure(session, error))
+                    break
+                if flight is not None:
+                    self._flights += 1
+                    self._entries.append(_Entry(True, partial(self._land, flight, errors)))
         except Exception as error:
             # A callback of an earlier write raised it. This write's batches in flight must still be waited for.
             errors.append(_failure(session, error))
             self._entries.append(_Entry(False, call_done))
             raise
         self.then(call_done)
-
-    def _begin(self, session: str, batch: Batch, may_begin: Callable[[], bool], errors: list[TransferError]) -> bool:
-        try:
-            flight = self._engine.begin(session, batch, may_begin)
-        except Exception as error:  # noqa: BLE001 - as in `_land`
-            errors.append(_failure(session, error))
-            return False
-        if flight is not None:
-            self._flights += 1
-            self._entries.append(_Entry(True, partial(self._land, flight, errors)))
-        return True
 
     @owned
     def then(self, call: Callable[[], None]) -> None:

@@ -19,7 +19,6 @@ from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.plan import regroupable, slot_bytes
 from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
-from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device import ops, ops_fallback
 from vllm_ascend_pd.device.base import DeviceError, Group
 from vllm_ascend_pd.device.packing import packed
@@ -122,14 +121,10 @@ class ExchangeGroup:
         self._ranks = ranks
         # Written under `_lock`, read without: a collective that runs when another thread breaks the group ends first.
         self._group: Group | None = group
-        # Written once, under `_lock`. Any thread reads it. Clients get to read it: it names no addresses.
-        self._failure: str | None = None
+        # Why the group is broken; None while it works. Written once, under `_lock`. Any thread reads it. Clients get to
+        # read it: it names no addresses.
+        self.failure: str | None = None
         self._lock = threading.Lock()
-
-    @property
-    def failure(self) -> str | None:
-        """Why the group is broken; None while it works."""
-        return self._failure
 
     def run(self, collective: Callable[[Group], None]) -> None:
         """Runs the next collective. The side stream calls it.
@@ -155,9 +150,9 @@ class ExchangeGroup:
         `cause`: for the log; its text may name addresses.
         """
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = reason
+            self.failure = reason
             self._group = None
         logger.error(
             "Restart this prefill engine: %s%s",
@@ -168,13 +163,13 @@ class ExchangeGroup:
     def close(self) -> None:
         """Closes this rank's connections, because the worker shuts down."""
         with self._lock:
-            self._failure = self._failure or "the prefill engine shuts down"
+            self.failure = self.failure or "the prefill engine shuts down"
             self._group = None
 
     def _error(self) -> DeviceError:
         return DeviceError(
             f"tensor-parallel ranks {self._ranks} exchange no KV heads until this prefill engine is restarted: "
-            f"{self._failure}"
+            f"{self.failure}"
         )
 
 
@@ -192,8 +187,7 @@ class Regrouper:
         # Decode engines that other layers have waited for without getting a grant.
         self._waited_in_vain: set[str] = set()
         self._groups = groups
-        self._ring = ring
-        self.slot_bytes = ring.slot_bytes
+        self.ring = ring
         # What the all-to-all sends and receives. The side stream runs one at a time, so one pair serves all.
         self._send = rank.device.allocate(ring.slot_bytes)
         self._received = rank.device.allocate(ring.slot_bytes)
@@ -225,7 +219,7 @@ class Regrouper:
         def regroup() -> None:
             slot = self.run(push, tensors)
             if slot is not None and not push.fill(slot):  # the sender has stopped waiting for it
-                self._ring.release(slot)
+                self.ring.release(slot)
 
         try:
             push.ready = self._device.submit(regroup, push.computed)
@@ -254,7 +248,7 @@ class Regrouper:
             else:
                 self._arrange(step_send, tensors, slot)
         except BaseException:
-            self._ring.release(slot)
+            self.ring.release(slot)
             raise
         return slot
 
@@ -274,7 +268,7 @@ class Regrouper:
     def _arrange(self, step_send: StepSend, tensors: Sequence[torch.Tensor], slot: Slot) -> None:
         """Fills `slot` with units as decode keeps them: exchanged heads side by side, and heads divided into planes."""
         route, share, offsets = step_send.route, step_send.share, step_send.unit_offsets
-        out, at = self._ring.buffer, slot.offset
+        out, at = self.ring.buffer, slot.offset
         if route.ranks:
             # Tensors follow each other on both sides, so interleaving takes them as one run of entries.
             entries = len(tensors) * share * route.entries
@@ -300,7 +294,7 @@ class Regrouper:
             ops.gather_units([tensor], offsets, route.source_bytes, units, self._send, 0, len(gathered), len(gathered))
             quantize = self._rank.caches.quantize.get((described.layer, described.part))
             blocks = packed(gathered, tensor, route.entries, quantize)
-            out = self._ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
+            out = self.ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
             out.view(blocks.shape).copy_(blocks)
 
     def _acquire(self, step_send: StepSend) -> Slot:
@@ -312,59 +306,49 @@ class Regrouper:
         """
         if self._waited_in_vain and not step_send.waits_for_grant:
             self._waited_in_vain.discard(step_send.decode_engine)
-        if (slot := self._ring.take(step_send)) is not None:
+        if (slot := self.ring.take(step_send)) is not None:
             return slot
         if step_send.has_failed:  # nobody needs what the slot would hold
             raise TimeoutError("no staging slot is free for a layer whose requests have failed")
         began = time.monotonic()
         try:
-            return self._await_slot(step_send)
+            waiting = {holder.decode_engine for holder in self.ring.holders if holder.waits_for_grant}
+            if not waiting & self._waited_in_vain:
+                with suppress(TimeoutError):
+                    return self.ring.acquire(step_send, self._grant_wait_s)
+            reason = "no grant came while all staging slots were taken: other requests need them"
+            for holder in self.ring.holders:
+                if holder.waits_for_grant:
+                    self._waited_in_vain.add(holder.decode_engine)
+                    holder.give_up_ungranted(reason)
+            return self.ring.acquire(step_send, self._slot_timeout_s)
         finally:
             self._rank.observer.backpressure(time.monotonic() - began)
 
-    def _await_slot(self, step_send: StepSend) -> Slot:
-        waiting = {holder.decode_engine for holder in self._ring.holders if holder.waits_for_grant}
-        if not waiting & self._waited_in_vain:
-            with suppress(TimeoutError):
-                return self._ring.acquire(step_send, self._grant_wait_s)
-        for holder in self._ring.holders:
-            if holder.waits_for_grant:
-                self._waited_in_vain.add(holder.decode_engine)
-                holder.give_up_ungranted("no grant came while all staging slots were taken: other requests need them")
-        return self._ring.acquire(step_send, self._slot_timeout_s)
 
-
-def make_regrouper(rank: PrefillRank, step_tokens: int) -> tuple[StagingRing | None, Regrouper | None]:
-    """Returns the staging ring and the regrouper, or None and None if this engine's layout never needs regrouping.
+def make_regrouper(rank: PrefillRank, step_tokens: int) -> Regrouper | None:
+    """Returns the regrouper; None if this engine's layout never needs one.
 
     The answer is the same on all ranks: it depends on the model, the layout and the parallel sizes alone.
     """
     description, info = rank.caches.description, rank.info
     size, slots = slot_bytes(description, step_tokens), rank.config.slots(step_tokens)
     if size == 0:
-        return None, None
+        return None
     buffer = rank.device.allocate(size * slots)
     if not buffer.is_cpu:
         ops_fallback.warn_once()
     rank.engine.register([(buffer.data_ptr(), buffer.numel())])
     movable = regroupable(description.geometries)
     wanted = sorted({ranks for g in movable for ranks in topology.regroup_groups(info.sharding, g.total_heads)})
-    groups = rank.device.new_groups(_world_groups(info, wanted), rank.config.collective_timeout_s)
+    # All ranks of the world must create the groups of every pipeline stage, in the same order. vLLM numbers the world
+    # with tensor-parallel ranks running fastest, then prefill-context-parallel ones.
+    stage, world = len(info.stage_ranks), torch.distributed.get_world_size() if wanted else 0
+    everywhere = [tuple(first + each for each in ranks) for first in range(0, world, stage) for ranks in wanted]
+    groups = rank.device.new_groups(everywhere, rank.config.collective_timeout_s)
     mine = {
         ranks: ExchangeGroup(ranks, groups[tuple(info.stage_ranks[each] for each in ranks)])
         for ranks in wanted
         if info.rank in ranks
     }
-    ring = StagingRing(buffer, size, slots, rank.running_time)
-    return ring, Regrouper(rank, ring, mine)
-
-
-def _world_groups(rank_info: RankInfo, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Returns the `wanted` groups of every pipeline stage, in ranks of the world.
-
-    All ranks of the world must create all groups, in the same order. vLLM numbers the world with tensor-parallel ranks
-    running fastest, then prefill-context-parallel ones.
-    """
-    stage = len(rank_info.stage_ranks)
-    world = torch.distributed.get_world_size() if wanted else 0
-    return [tuple(first + rank for rank in ranks) for first in range(0, world, stage) for ranks in wanted]
+    return Regrouper(rank, StagingRing(buffer, size, slots, rank.running_time), mine)

@@ -106,7 +106,7 @@ class Planner:
         slot_units = 0
         if route.is_staged:
             assert self._regrouper is not None
-            slot_units = route.slot_units(self._regrouper.slot_bytes, self._tensors_of_a_layer[index])
+            slot_units = route.slot_units(self._regrouper.ring.slot_bytes, self._tensors_of_a_layer[index])
             assert slot_units > 0
         geometry = self._geometries[index]
         try:

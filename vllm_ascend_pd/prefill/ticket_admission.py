@@ -4,7 +4,6 @@
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.threads import owned
@@ -30,21 +29,12 @@ class TicketAdmission:
 
     hosts: the hosts that prefill may connect to.
     secret: the cluster's ticket secret. None: tickets need no signature.
-    capacity: how many tickets are remembered.
-    clock: returns unix seconds.
     """
 
-    def __init__(
-        self,
-        hosts: HostList,
-        secret: Secret | None = None,
-        capacity: int = MAX_REMEMBERED,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, hosts: HostList, secret: Secret | None = None) -> None:
         self._hosts = hosts
         self._secret = secret
-        self._capacity = capacity
-        self._clock = clock
+        self._clock = time.time
         # Digests of tickets served, by expiry bucket. A ticket that comes again has the same expiry,
         # since that is signed.
         self._seen: dict[int, set[bytes]] = {}
@@ -106,7 +96,7 @@ class TicketAdmission:
         key = hashlib.blake2b(ticket.ticket_id.encode(), digest_size=16).digest()
         if key in seen:
             raise TicketError("the ticket was used before: a replay")
-        if self._remembered >= self._capacity:
-            raise TicketError(f"{self._capacity} tickets that have not expired were served: no more can be remembered")
+        if self._remembered >= MAX_REMEMBERED:
+            raise TicketError(f"{MAX_REMEMBERED} tickets that have not expired were served: no more can be remembered")
         seen.add(key)
         self._remembered += 1

@@ -21,7 +21,6 @@ from typing import Protocol, TypeAlias
 
 from vllm_ascend_pd.core import threads
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RankKey
-from vllm_ascend_pd.core.protocol import WriteReport, WriterId
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
@@ -213,23 +212,6 @@ class Transfer:
         """Copies a failure that another thread has reported into the ticket's state."""
         if self._failure is not None and self.state.failure is None:
             self.state.fail(*self._failure)
-
-    def report(
-        self, writer: WriterId, key: RankKey, reason: str | None, settle_s: float, checksums: bytes | None = None
-    ) -> WriteReport:
-        """Returns the report for decode rank `key`. `reason`, `settle_s` and `checksums`: as in `WriteReport`."""
-        total, early = self.written.get(key, (0, 0))
-        return WriteReport(
-            self.ticket.ticket_id,
-            writer,
-            reason,
-            num_bytes=total,
-            bytes_before_end=early,
-            settle_s=settle_s,
-            digest=self.digest,
-            cached_tokens=self.cached_tokens,
-            checksums=checksums,
-        )
 
     def num_bytes(self) -> tuple[int, int]:
         """Returns how many bytes have arrived, in all and before the last layer was computed."""

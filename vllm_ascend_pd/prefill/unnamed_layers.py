@@ -7,18 +7,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection
-from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
+# Layer `number` of a stack of layers. A draft's layers are another stack.
 _PLACE = re.compile(r"^(?P<stack>.*?\.)(?P<number>\d+)\.")
-
-
-class _Place(NamedTuple):
-    """Where a layer is: layer `number` of a stack of layers. A draft's layers are another stack."""
-
-    stack: str
-    number: int
 
 
 class UnnamedLayers:
@@ -31,19 +24,18 @@ class UnnamedLayers:
 
     def __init__(self, layers: Collection[str], unnamed: Collection[str]) -> None:
         """`layers`: all that the rank has. `unnamed`: those of them that are announced without a name, if at all."""
-        places = {
-            layer: _Place(found["stack"], int(found["number"])) for layer in layers if (found := _PLACE.match(layer))
-        }
-        stacks = {places[layer].stack if layer in places else "" for layer in unnamed}
+        found = {layer: match for layer in layers if (match := _PLACE.match(layer))}
+        numbers = {layer: int(match["number"]) for layer, match in found.items()}
+        stacks = {found[layer]["stack"] if layer in found else "" for layer in unnamed}
         # By the name of a layer in the same stack: how many unnamed layers come before it.
         self._before: dict[str, int] = {}
         # The unnamed layers, in order.
         self._unnamed: list[str] = []
         if len(stacks) == 1 and "" not in stacks:
-            self._unnamed = sorted(unnamed, key=lambda layer: places[layer].number)
-            for layer, place in places.items():
-                if place.stack in stacks and layer not in unnamed:
-                    self._before[layer] = sum(places[each].number < place.number for each in unnamed)
+            self._unnamed = sorted(unnamed, key=numbers.__getitem__)
+            for layer, match in found.items():
+                if match["stack"] in stacks and layer not in unnamed:
+                    self._before[layer] = sum(numbers[each] < numbers[layer] for each in unnamed)
         # A layer with a name must come last. Otherwise the end of the order could not be seen in time.
         self._may_map = max(self._before.values(), default=0) == len(self._unnamed) > 0
         self._shown = False

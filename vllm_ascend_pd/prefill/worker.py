@@ -73,9 +73,10 @@ class PrefillWorker(ConnectorRole):
         self._device = device
         self._caches = caches
         self._observer = rank.observer
-        ring, self._regrouper = make_regrouper(rank, step_tokens)
+        self._regrouper = make_regrouper(rank, step_tokens)
         routes = Routes(rank_info, caches.description)
         self._planner = Planner(rank, routes, self._regrouper)
+        ring = None if self._regrouper is None else self._regrouper.ring
         self._control = ControlPlane(rank, ring, routes)
         # None if each layer has a buffer of its own.
         self._turns = BufferTurns(rank) if caches.in_turn else None
@@ -92,8 +93,6 @@ class PrefillWorker(ConnectorRole):
         self._transfers: dict[str, Transfer] = {}
         # What writes to each decode engine, by the issuer of its tickets: engines with open transfers.
         self._senders: dict[tuple[str, str], Sender] = {}
-        # Transfers that lacked a grant at the last look.
-        self._ungranted: list[Transfer] = []
         # Whether the scheduler has woken the rank since its last wait: the next one does not wait either.
         self._woken = False
         # Shared by all transfers: see `LeaseCheck`.
@@ -279,9 +278,9 @@ class PrefillWorker(ConnectorRole):
     def status(self) -> PrefillStatus:
         """How this rank is now."""
         failure = self._device.failure or (self._regrouper and self._regrouper.failure)
-        self._ungranted = self._still_ungranted()
+        ungranted = sum(transfer.waits_for_grant for transfer in self._transfers.values())
         queued = sum(sender.queued for sender in self._senders.values())
-        return PrefillStatus(queued, len(self._ungranted), restart_needed=failure is not None)
+        return PrefillStatus(queued, ungranted, restart_needed=failure is not None)
 
     @owned
     def sleep(self) -> None:
@@ -372,7 +371,6 @@ class PrefillWorker(ConnectorRole):
             opened.append(transfer)
         if opened:
             self._control.open(opened)
-            self._ungranted = [*self._still_ungranted(), *opened]
         return opened
 
     def _finish(self, transfers: Iterable[Transfer]) -> None:
@@ -420,7 +418,3 @@ class PrefillWorker(ConnectorRole):
         transfer.is_over = True
         if transfer.released:
             self._done.add(transfer.request_id)
-
-    def _still_ungranted(self) -> list[Transfer]:
-        """Looks only at transfers that waited at the last look: a transfer that has all grants keeps them."""
-        return [transfer for transfer in self._ungranted if transfer.waits_for_grant]
