@@ -137,20 +137,17 @@ class PrefillScheduler(ConnectorRole):
         params = request.kv_transfer_params
         if not carries_ticket(params) or request.request_id in self._refused:
             return
+        prompt = ComputedPrompt(request, (self._requests.preemptions(request)[0], False))
+        prompt.start(blocks)
         try:
-            ticket = self._parse(request, params)
-            self._check(request, ticket)
-            self._admission.admit(ticket)
+            self._serve(prompt, params)
         except TicketError as error:
             # A client may read the reason, so the host is in the log only.
             host = str(params.get("remote_host"))[:_MAX_HOST_CHARS]
             logger.warning("request %s: no KV will be sent to %r: %s", request.request_id, host, error)
             self._refuse(request, str(error))
-            return
-        prompt = ComputedPrompt(request, (self._requests.preemptions(request)[0], False))
-        prompt.start(blocks)
-        self._prompts[request.request_id] = prompt
-        self._serve(prompt, ticket)
+        else:
+            self._prompts[request.request_id] = prompt
 
     def _refuse(self, request: ScheduledRequest, reason: str) -> None:
         self._refused[request.request_id] = reason
@@ -160,17 +157,20 @@ class PrefillScheduler(ConnectorRole):
     def _parse(self, request: ScheduledRequest, params: object) -> Ticket:
         return parse_ticket(params, request.num_prompt_tokens, self._groups)
 
-    def _check(self, request: ScheduledRequest, ticket: Ticket) -> None:
-        """Raises TicketError if the ticket is not for this request's prompt, or cannot be served."""
+    def _serve(self, prompt: ComputedPrompt, params: object) -> OutgoingTransfer:
+        """Has the ranks send the prompt for a ticket.
+
+        Raises TicketError if the ticket is not for this prompt, or cannot be served.
+        """
+        request = prompt.request
+        ticket = self._parse(request, params)
         if ticket.ticket_id in self._served:
             raise TicketError("this ticket is being served already")
         self._requests.check_prompt(request, ticket)
         if self._has_states and request.max_tokens > 1:
             raise TicketError(_CHANGED_STATES.format(request.max_tokens))
-
-    def _serve(self, prompt: ComputedPrompt, ticket: Ticket) -> OutgoingTransfer:
-        """The ranks send the prompt for this ticket, which was admitted."""
-        request = prompt.request
+        self._windows.check(ticket, prompt)
+        self._admission.admit(ticket)
         transfer = OutgoingTransfer.of(prompt, ticket, self._groups)
         self._served.add(ticket.ticket_id)
         self._transfers[request.request_id] = transfer
@@ -286,11 +286,7 @@ class PrefillScheduler(ConnectorRole):
         """Serves tickets that have come for prompts without one: what is computed already is sent in this step."""
 
         def serve(prompt: ComputedPrompt, offered: Ticket) -> None:
-            ticket = self._parse(prompt.request, offered)
-            self._check(prompt.request, ticket)
-            self._windows.check(ticket, prompt)
-            self._admission.admit(ticket)
-            transfer = self._serve(prompt, ticket)
+            transfer = self._serve(prompt, offered)
             if prompt.done:
                 step.late.add(prompt.request.request_id)
                 self._advance(step, transfer)
