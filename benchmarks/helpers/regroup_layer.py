@@ -95,5 +95,10 @@ def our_side(
     on_device = offsets.to(caches[0].device)
     step_send = StepSend(route, geometry, [], units, nowhere, nowhere, 1, unit_offsets=on_device, share=most)
     computed = device.record_event()
-    push = LayerPush(LAYER, step_send, registered.description.tensors, computed, computed)
-    return lambda: regrouper.run(push, registered.tensors), ring
+
+    def regroup() -> Slot | None:
+        push = LayerPush(LAYER, step_send, registered.description.tensors, computed, computed)
+        regrouper.run(push, registered.tensors)
+        return push.take_back()
+
+    return regroup, ring

@@ -215,14 +215,8 @@ class Regrouper:
         calls it. On NPUs it waits for a slot, for `_grant_wait_s` and `_slot_timeout_s` at most, and not for a layer
         whose requests have failed.
         """
-
-        def regroup() -> None:
-            slot = self.run(push, tensors)
-            if slot is not None and not push.fill(slot):  # the sender has stopped waiting for it
-                self.ring.release(slot)
-
         try:
-            push.ready = self._device.submit(regroup, push.computed)
+            push.ready = self._device.submit(partial(self.run, push, tensors), push.computed)
         except DeviceError as error:
             self.missed(push.step_send.route.ranks, str(error))
             push.step_send.fail(f"layer {push.layer} could not be regrouped: {error}", PushFailure.DEVICE)
@@ -230,8 +224,8 @@ class Regrouper:
         self._rank.observer.regroup_submitted(push.layer, push.step_send.ticket_ids, push.computed, push.ready)
         return True
 
-    def run(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> Slot | None:
-        """Fills a slot and returns it; None if this rank writes none of the units.
+    def run(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> None:
+        """Fills a slot and hands it over, unless this rank writes none of the units.
 
         The tensors follow each other in a slot, each `[planes, share, staged_bytes]`. Runs on the side stream.
         """
@@ -239,7 +233,7 @@ class Regrouper:
         if step_send.route.ranks:
             self._exchange_heads(step_send, tensors)
             if len(step_send.units) == 0:
-                return None
+                return
         # The slot is taken after the collective, so a rank without a free slot still takes part.
         slot = self._acquire(step_send)
         try:
@@ -250,7 +244,8 @@ class Regrouper:
         except BaseException:
             self.ring.release(slot)
             raise
-        return slot
+        if not push.fill(slot):  # the sender has stopped waiting for it
+            self.ring.release(slot)
 
     def _exchange_heads(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> None:
         """Receives the group's heads of this rank's share of units."""

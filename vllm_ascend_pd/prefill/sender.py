@@ -24,7 +24,7 @@ from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
 from vllm_ascend_pd.prefill.pipeline import Pipeline
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
-from vllm_ascend_pd.prefill.step_send import LayerPush, WritePlan, batches_of
+from vllm_ascend_pd.prefill.step_send import LayerPush, WritePlan, batches_of, resolve
 from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
 from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
@@ -221,12 +221,16 @@ class Sender:
         target, limits = targets[0], self._engine.limits
         self._pipeline.await_turn(target.session)  # a request that fails meanwhile is not written
         step_send = pushes[0].step_send
-        plan = step_send.plan_for(target, limits)  # the grant may still be in flight
+        plan = step_send.plans.get(target.shape)
+        if plan is None:  # the grant may still be in flight
+            plan = step_send.plans[target.shape] = resolve(step_send, target.parts, limits)
         if plan.total_bytes == 0:  # other ranks write all units that are exchanged
             return
         transfers = step_send.transfers
         live: Sequence[int] = range(len(transfers))
-        lease, batches = step_send.lease_for(target.key), plan.batches
+        lease, batches = step_send.leases.get(target.key), plan.batches
+        if lease is None:
+            lease = step_send.leases[target.key] = LeaseCheck(transfers, target.key)
         if not lease.may_plan():
             self._pipeline.drain()
             live = [i for i in live if transfers[i].await_grant(target.key)]

@@ -76,8 +76,8 @@ _COMPUTED = attrgetter("computed")
 class StepSend:
     """Units of several requests that are sent by one route. Regrouped units fit into one staging slot.
 
-    The model's thread makes it. Afterwards the sender's thread owns `layers_left`, `is_located`, the private fields and
-    the methods that are `owned`. Nothing else changes.
+    The model's thread makes it. Afterwards the sender's thread owns `layers_left`, `is_located`, `plans`, `leases`, the
+    private field and the methods that are `owned`. Nothing else changes.
     """
 
     route: Route
@@ -103,10 +103,11 @@ class StepSend:
     slots_lock: threading.Lock = field(default_factory=threading.Lock)
     # Whether each request has its destinations, or has failed.
     is_located: bool = False
+    # By the shape of a target, for all layers and decode ranks with targets of this shape.
+    plans: dict[int, WritePlan] = field(default_factory=dict)
+    # By decode rank: checks the leases of all its transfers.
+    leases: dict[RankKey, LeaseCheck] = field(default_factory=dict)
 
-    # By the shape of a target.
-    _plans: dict[int, WritePlan] = field(default_factory=dict)
-    _leases: dict[RankKey, LeaseCheck] = field(default_factory=dict)
     # How often all bytes of a plan have arrived on a decode rank before a prompt's last layer was computed. The bytes
     # are added up once a step: doing it for each layer of 32 requests adds a seventh to the sender's time (71 to 81
     # microseconds, benchmarks/plan.py).
@@ -148,22 +149,6 @@ class StepSend:
         for transfer in self.transfers:
             if transfer.waits_for_grant:
                 transfer.fail(reason, PushFailure.NO_GRANT)
-
-    @owned
-    def plan_for(self, target: LayerTarget, limits: TransferLimits) -> WritePlan:
-        """Returns the plan for all layers and decode ranks with targets of this shape. The first one resolves it."""
-        plan = self._plans.get(target.shape)
-        if plan is None:
-            plan = self._plans[target.shape] = resolve(self, target.parts, limits)
-        return plan
-
-    @owned
-    def lease_for(self, key: RankKey) -> LeaseCheck:
-        """Returns the check of all its transfers' leases for decode rank `key`."""
-        lease = self._leases.get(key)
-        if lease is None:
-            lease = self._leases[key] = LeaseCheck(self.transfers, key)
-        return lease
 
     @owned
     def arrived(self, key: RankKey, plan: WritePlan, delivered: Sequence[int]) -> None:
