@@ -331,7 +331,7 @@ class ControlPlane:
                 reason = f"the ticket does not fit the decode engine's layout: {error!r}"
                 self._fail(transfer, reason, PushFailure.UNFIT)
         if transfer.failure is not None and layout is not None:
-            destinations = {(rank.pp_rank, rank.tp_rank): Destination(rank, ()) for rank in layout.description.ranks}
+            destinations = {key: Destination(rank, ()) for key, rank in layout.ranks.items()}
         with transfer.changing() as state:
             state.contacted(destinations)
         self._follow(transfer)

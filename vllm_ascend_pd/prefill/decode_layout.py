@@ -54,14 +54,14 @@ class DecodeLayout:
 
     def __init__(self, description: EngineDescription) -> None:
         self.description = description
-        self._ranks = {(rank.pp_rank, rank.tp_rank): rank for rank in description.ranks}
+        self.ranks = {(rank.pp_rank, rank.tp_rank): rank for rank in description.ranks}
         # By layer, part and tensor-parallel rank: the decode rank that has the tensor, and its index there.
         self._tensors: dict[tuple[str, int, int], tuple[RankKey, int]] = {}
         self._targets: dict[tuple[str, int], tuple[Route, tuple[LayerTarget, ...]]] = {}
         self._shapes: dict[Parts, int] = {}
         self._covers: dict[ServedRoutes, dict[RankKey, tuple[int, ...]]] = {}
         smallest: dict[tuple[int, int], tuple[CacheTensor, Geometry]] = {}
-        for key, rank in self._ranks.items():
+        for key, rank in self.ranks.items():
             for index, tensor in enumerate(rank.caches.tensors):
                 self._tensors[tensor.layer, tensor.part, rank.tp_rank] = key, index
                 geometry = rank.caches.geometry_of(tensor)
@@ -82,7 +82,7 @@ class DecodeLayout:
                 key: tuple(dict.fromkeys(index for _, _, index in found))
                 for key, found in self._by_rank(tensors, dict(routes)).items()
             }
-        return {key: Destination(self._ranks[key], indices) for key, indices in covers.items()}
+        return {key: Destination(self.ranks[key], indices) for key, indices in covers.items()}
 
     def targets(self, tensors: Sequence[CacheTensor], route: Route) -> tuple[LayerTarget, ...]:
         """Returns where `tensors` go, which are one layer's tensors of the route's geometry."""
@@ -94,7 +94,7 @@ class DecodeLayout:
         return known[1]
 
     def _target(self, key: RankKey, found: Sequence[tuple[int, Target, int]]) -> LayerTarget:
-        rank = self._ranks[key]
+        rank = self.ranks[key]
         theirs = [rank.caches.tensors[index] for _, _, index in found]
         shares = [target for _, target, _ in found]
         parts = tuple(zip(shares, map(rank.caches.geometry_of, theirs), strict=True))
