@@ -135,13 +135,10 @@ class Transfer:
     def fail(self, reason: str, cause: PushFailure) -> None:
         """Fails the transfer: no further write begins. Only the first reason counts. Does nothing after the writing."""
         with self._changed:
-            self._fail(reason, cause)
-
-    def _fail(self, reason: str, cause: PushFailure) -> None:
-        if self._failure is None and self._view.is_writing:
-            self._failure = reason, cause
-            self.withdrawals.count += 1
-            self._changed.notify_all()
+            if self._failure is None and self._view.is_writing:
+                self._failure = reason, cause
+                self.withdrawals.count += 1
+                self._changed.notify_all()
 
     @property
     def waits_for_grant(self) -> bool:
@@ -175,7 +172,7 @@ class Transfer:
             while self._failure is None:
                 now = time.monotonic()
                 if (overdue := self._view.overdue(key, now)) is not None:
-                    self._fail(*overdue)
+                    self.fail(*overdue)
                 elif (answer := self._view.may_write(key, now)) is not None:
                     return answer
                 else:
@@ -219,22 +216,18 @@ class Transfer:
         return sum(total for total, _ in totals), sum(early for _, early in totals)
 
 
-# Checks whether bytes of several requests may be sent to one decode rank now (R2), mostly by one comparison.
-#
-# The sender's thread owns a check. It reads the latest views of the requests' tickets.
-
-
 class LeaseCheck:
-    """Checks the leases of `transfers` for decode rank `key`. The transfers share one `Withdrawals`.
+    """Checks whether bytes of `transfers` may be sent to decode rank `key` now (R2), mostly by one comparison.
 
-    It keeps the earliest end of their leases, because a lease never gets shorter. Asking each of 32 requests for every
-    layer instead adds a fifth to the sender's time (71 to 86 microseconds, benchmarks/plan.py).
+    The sender's thread owns it. It reads the latest views of the transfers, which share one `Withdrawals`. It keeps the
+    earliest end of their leases, because a lease never gets shorter. Asking each of 32 requests for every layer instead
+    adds a fifth to the sender's time (71 to 86 microseconds, benchmarks/plan.py).
     """
 
     def __init__(self, transfers: Sequence[Transfer], key: RankKey) -> None:
         self._transfers = transfers
         self._key = key
-        self._withdrawals = transfers[0].withdrawals if transfers else Withdrawals()
+        self._withdrawals = transfers[0].withdrawals
         # The count of withdrawals at which all transfers could be written.
         self._withdrawn = -1
         # When the first of the leases ends.
