@@ -93,7 +93,7 @@ class _RankBase:
         first = self.pp_rank * side.ranks
         world, rank = side.ranks * side.pp, first + self.rank
         self.device = _make_device(self.on, self.first_device + rank)
-        backend = self.device.collective_backend
+        backend = "hccl" if self.on == "npu" else "gloo"
         torch.distributed.init_process_group(backend, init_method=self.init, world_size=world, rank=rank)
         self.parsed = ConnectorConfig(**self.config)
         dealt = sharding(side.tp, side.dcp, side.interleave, side.pcp)

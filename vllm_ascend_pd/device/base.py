@@ -41,8 +41,6 @@ class Device(ABC):
     """As in `torch.device`: "npu" or "cpu"."""
     transfer_protocol: str
     """Mooncake's protocol for memory of this device: "ascend" or "tcp"."""
-    collective_backend: str
-    """torch.distributed's backend for tensors of this device: "hccl" or "gloo"."""
     failure: str | None = None
     """Why the device does no more work, and the engine must be restarted; None while it works. Written once, by
     whichever thread sees the failure first. Any thread reads it."""

@@ -46,7 +46,6 @@ _REACHED.set()
 class CpuDevice(Device):
     name = "cpu"
     transfer_protocol = "tcp"
-    collective_backend = "gloo"
 
     def __init__(self, queue_depth: int = 1024, timeout_s: float = 5.0) -> None:
         """Starts the side stream's thread.

@@ -73,7 +73,6 @@ class NpuEvent(Event):
 class NpuDevice(Device):
     name = "npu"
     transfer_protocol = "ascend"
-    collective_backend = "hccl"
 
     def __init__(self) -> None:
         """Uses the NPU that is current in the calling thread."""
@@ -155,7 +154,7 @@ class NpuDevice(Device):
         groups: dict[tuple[int, ...], Group] = {}
         for ranks in rank_lists:
             options = _group_options(ranks)
-            group = dist.new_group(list(ranks), timeout=timeout, backend=self.collective_backend, pg_options=options)
+            group = dist.new_group(list(ranks), timeout=timeout, backend="hccl", pg_options=options)
             if rank in ranks:
                 groups[ranks] = group
         if groups:
