@@ -456,7 +456,7 @@ class ControlPlane:
 
         for key, destination in pending.items():
             checksums = None
-            if transfer.checksums and state.failure is None:
+            if state.failure is None:
                 checksums = report_checksums(transfer.ticket, transfer.checksums, destination)
             num_bytes, early = transfer.written.get(key, (0, 0))
             report = WriteReport(

@@ -45,9 +45,9 @@ class StagingRing:
         self.buffer = buffer
         self.slot_bytes = slot_bytes
         first = buffer.data_ptr()
-        self._free = [Slot(n, n * slot_bytes, first + n * slot_bytes) for n in range(slots)]
-        # The holder of each slot that is taken, by the slot's index.
-        self._holders: dict[int, StepSend] = {}
+        self._free = [Slot(n * slot_bytes, first + n * slot_bytes) for n in range(slots)]
+        # The holder of each slot that is taken.
+        self._holders: dict[Slot, StepSend] = {}
         # Slots that rest, and until when, in running time.
         self._resting: list[tuple[float, Slot]] = []
         self._running_time = running_time
@@ -68,7 +68,7 @@ class StagingRing:
             if not self._free:
                 return None
             slot = self._free.pop()
-            self._holders[slot.index] = holder
+            self._holders[slot] = holder
             return slot
 
     def acquire(self, holder: StepSend, timeout_s: float) -> Slot:
@@ -85,7 +85,7 @@ class StagingRing:
     def release(self, slot: Slot, settled_at: float = 0.0) -> None:
         """Takes a slot back. `settled_at`: the running time at which nothing reads it any more; 0 for now."""
         with self._lock:
-            del self._holders[slot.index]  # KeyError: it was free
+            del self._holders[slot]  # KeyError: it was free
             if settled_at:
                 self._resting.append((settled_at, slot))
                 self.rests()

@@ -25,7 +25,7 @@ from vllm_ascend_pd.prefill.pipeline import Pipeline
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush, WritePlan, batches_of, resolve
-from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
+from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer, TransferQueue
 from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
@@ -39,7 +39,7 @@ _MOST_JOINED = 8
 _RETRY_PAUSE_S = 0.05
 
 
-class Sender:
+class Sender(TransferQueue):
     """Writes layers to one decode engine: one write for each decode rank and all requests. If that fails, one write for
     each request, so that only those at fault fail.
 
@@ -107,11 +107,9 @@ class Sender:
     # On any thread.
 
     def finish(self, transfers: Sequence[Transfer]) -> None:
-        """Queues the end of `transfers`, for which nothing more will be put. May be called any number of times."""
         self._tasks.put(partial(self._pipeline.then, partial(self._finish, transfers)))
 
     def barrier(self) -> threading.Event:
-        """Returns an event that is set when all tasks that were put before are over."""
         passed = threading.Event()
         self._tasks.put(partial(self._pipeline.then, passed.set))
         return passed
@@ -128,8 +126,6 @@ class Sender:
             raise RuntimeError("a sender has ended by an error of its own") from self._broken
 
     def engine_described(self, layout: DecodeLayout) -> None:
-        """Sets the engine's layout, which never changes. The control thread calls it before each transfer learns its
-        destinations."""
         self._layout = layout
 
     def retire(self) -> None:

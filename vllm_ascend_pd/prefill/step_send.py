@@ -303,7 +303,6 @@ def _copies(step_send: StepSend, target: Target, theirs: Geometry, only: Collect
 class Slot:
     """A part of the staging ring's buffer (`prefill/regroup.py`)."""
 
-    index: int
     # Bytes from the start of the buffer.
     offset: int
     # In this process.

@@ -40,7 +40,8 @@ class TransferQueue(Protocol):
         """Returns an event that is set when all tasks that were put before are over."""
 
     def engine_described(self, layout: DecodeLayout) -> None:
-        """Sets where the decode engine's caches lie, before any transfer learns its destinations."""
+        """Sets where the decode engine's caches lie, which never changes. The control thread calls it before each
+        transfer learns its destinations."""
 
 
 @dataclass

@@ -69,7 +69,6 @@ class PrefillWorker(ConnectorRole):
             rank_info, config, device, engine, caches, loaded or LoadedWeights(), observer or PrefillObserver()
         )
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", rank.loaded)
-        self._config = config
         self._device = device
         self._caches = caches
         self._observer = rank.observer
@@ -232,7 +231,7 @@ class PrefillWorker(ConnectorRole):
         self._end_open_step()
         preempted = [transfer for transfer in map(self._transfers.get, step.preempted) if transfer is not None]
         barriers = [(transfer, transfer.sender.barrier()) for transfer in preempted]
-        deadline = time.monotonic() + self._config.write_timeout_s
+        deadline = time.monotonic() + self._rank.config.write_timeout_s
         for transfer, passed in barriers:
             reason = None
             if not passed.wait(max(0.0, deadline - time.monotonic())):
@@ -290,7 +289,7 @@ class PrefillWorker(ConnectorRole):
         """
         self._end_open_step()
         self._lose(list(self._transfers.values()), "prefill sleeps (/sleep)", PushFailure.ABORTED)
-        config = self._config
+        config = self._rank.config
         longest_s = config.grant_timeout_s + config.write_timeout_s + 4 * config.control_timeout_s
         deadline = time.monotonic() + longest_s + self._rank.engine.limits.rest_s
         while not all(transfer.is_over for transfer in self._transfers.values()):
@@ -347,7 +346,7 @@ class PrefillWorker(ConnectorRole):
                         continue
                 if self._turns is not None:
                     push.over = threading.Event()
-                sender.put_layer(push, self._config.write_timeout_s)
+                sender.put_layer(push, self._rank.config.write_timeout_s)
                 pushes.append(push)
         if self._turns is not None and is_announced:
             self._turns.read(layer, pushes)
@@ -363,7 +362,7 @@ class PrefillWorker(ConnectorRole):
                 request_id,
                 ticket,
                 sender,
-                PrefillTicket(now + self._config.grant_timeout_s),
+                PrefillTicket(now + self._rank.config.grant_timeout_s),
                 self._withdrawals,
                 cached_tokens.get(request_id, 0),
                 self._rank.loaded.current,
