@@ -28,15 +28,6 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
 take an eighth longer."""
 
 
-def _group_options(ranks: Sequence[int]) -> Any:
-    """Makes options for one group. Groups cannot share them, because torch_npu writes into them."""
-    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-
-    options = ProcessGroupHCCL.Options()
-    options.hccl_config = hccl_config(ranks, torch.npu.get_device_name())
-    return options
-
-
 class NpuEvent(Event):
     """A recorded `torch.npu.Event`, with the error that kept work from being queued before it, if any."""
 
@@ -150,10 +141,13 @@ class NpuDevice(Device):
         return aligned_buffer(whole, REGISTRATION_BYTES, self.name)
 
     def new_groups(self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float) -> dict[tuple[int, ...], Group]:
+        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
         rank, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
         groups: dict[tuple[int, ...], Group] = {}
         for ranks in rank_lists:
-            options = _group_options(ranks)
+            options = ProcessGroupHCCL.Options()  # groups cannot share them: torch_npu writes into them
+            options.hccl_config = hccl_config(ranks, torch.npu.get_device_name())
             group = dist.new_group(list(ranks), timeout=timeout, backend="hccl", pg_options=options)
             if rank in ranks:
                 groups[ranks] = group
