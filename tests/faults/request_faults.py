@@ -2,33 +2,31 @@
 """Faults of requests: clients leave, engines run out of blocks, or decode recomputes KV that has not arrived."""
 
 import random
-import signal
 import time
+from collections.abc import Callable
 
 from faults.process_faults import kill_while_pushing
-from faults.scenario import FEW_BLOCKS, RECOMPUTE, SLOW_S, Scenario, adds_to
+from faults.scenario import FEW_BLOCKS, RECOMPUTE, SLOW_S, Scenario, stopped
 from faults.traffic import Answer
-from faults.transfer_faults import fail_always, lose_reports, writes
+from faults.transfer_faults import side_channel, writes
 from faults.world import World, leave
 from harness.client import at_once
-
-SCENARIOS: list[Scenario] = []
-scenario = adds_to(SCENARIOS)
-
-
-# 7. Clients that leave.
+from harness.wire import Rule
+from vllm_ascend_pd.core.protocol import WriteReport
 
 
-@scenario(7, "clients leave at every stage")
-def leave_at_every_stage(world: World) -> list[Answer]:
+def leave_at(world: World, moment: Callable[[int], float]) -> list[Answer]:
+    """24 of 32 clients leave, each after so many seconds."""
     stay, going = world.requests(8), [request for request, _ in world.requests(24)]
-    moments = [0.02 * 1.25**i for i in range(len(going))]  # to 3.4 s
     volley = world.send(stay)
-    left = at_once(lambda one: leave(world, *one), list(zip(going, moments, strict=True)), len(going))
+    left = at_once(lambda i: leave(world, going[i], moment(i)), range(len(going)), len(going))
     return left + volley.answers()
 
 
-@scenario(7, "500 aborts in a storm")
+def leave_at_every_stage(world: World) -> list[Answer]:
+    return leave_at(world, lambda i: 0.02 * 1.25**i)  # to 3.4 s
+
+
 def storm(world: World) -> list[Answer]:
     chance = random.Random(5)
     shapes = world.requests(8)
@@ -38,61 +36,37 @@ def storm(world: World) -> list[Answer]:
     return left + volley.answers()
 
 
-@scenario(7, "aborts while requests queue for prefill")
 def leave_the_queue(world: World) -> list[Answer]:
-    stay, going = world.requests(8), [request for request, _ in world.requests(24)]
     with world.writes("slow", seconds=SLOW_S):
-        volley = world.send(stay)
-        left = at_once(lambda request: leave(world, request, 1.0), going, len(going))
-    return left + volley.answers()
+        return leave_at(world, lambda _: 1.0)
 
 
-# 8. No blocks.
-
-
-@scenario(8, "few blocks on either side", shape=FEW_BLOCKS, absorbed=True)
 def few_blocks(world: World) -> list[Answer]:
     with world.writes("slow", times=40, seconds=0.02):
         return world.complete(24)
 
 
-@scenario(8, "few blocks, batches fail", shape=FEW_BLOCKS)
-def few_blocks_failing(world: World) -> list[Answer]:
-    return writes(world, "fail", times=6)
-
-
-@scenario(8, "few blocks, decode stands still again and again: prefill preempts", shape=FEW_BLOCKS)
 def few_blocks_preempted(world: World) -> list[Answer]:
     volley = world.send(world.requests(16))
-    try:
-        while volley.in_flight:
-            world.decode.process.signal_group(signal.SIGSTOP)
+    while volley.in_flight:
+        with stopped(world.decode):
             time.sleep(0.3)
-            world.decode.process.signal_group(signal.SIGCONT)
-            time.sleep(0.4)
-    finally:
-        world.decode.process.signal_group(signal.SIGCONT)
+        time.sleep(0.4)
     return volley.answers()
 
 
-@scenario(8, "few blocks, clients leave", shape=FEW_BLOCKS)
-def few_blocks_left(world: World) -> list[Answer]:
-    return leave_at_every_stage(world)
-
-
-# 9. Decode computes what did not arrive.
-
-
-@scenario(9, "all batches fail", shape=RECOMPUTE, absorbed=True)
-def recompute_failed(world: World) -> list[Answer]:
-    return fail_always(world)
-
-
-@scenario(9, "all reports lost", shape=RECOMPUTE)
-def recompute_unreported(world: World) -> list[Answer]:
-    return lose_reports(world)
-
-
-@scenario(9, "prefill killed while it pushes layers", shape=RECOMPUTE, absorbed=True)
-def recompute_killed(world: World) -> list[Answer]:
-    return kill_while_pushing(world)
+SCENARIOS = [
+    # Clients that leave.
+    Scenario(7, "clients leave at every stage", leave_at_every_stage),
+    Scenario(7, "500 aborts in a storm", storm),
+    Scenario(7, "aborts while requests queue for prefill", leave_the_queue),
+    # No blocks.
+    Scenario(8, "few blocks on either side", few_blocks, FEW_BLOCKS, absorbed=True),
+    Scenario(8, "few blocks, batches fail", lambda w: writes(w, "fail", times=6), FEW_BLOCKS),
+    Scenario(8, "few blocks, decode stands still again and again: prefill preempts", few_blocks_preempted, FEW_BLOCKS),
+    Scenario(8, "few blocks, clients leave", leave_at_every_stage, FEW_BLOCKS),
+    # Decode computes what did not arrive.
+    Scenario(9, "all batches fail", lambda w: writes(w, "fail"), RECOMPUTE, absorbed=True),
+    Scenario(9, "all reports lost", lambda w: side_channel(w, Rule(WriteReport, "lose")), RECOMPUTE),
+    Scenario(9, "prefill killed while it pushes layers", kill_while_pushing, RECOMPUTE, absorbed=True),
+]

@@ -2,8 +2,10 @@
 """Faults behind a router that asks prefill first: messages about tickets are lost, late or repeated, and an engine or
 the router ends in between."""
 
+from collections.abc import Callable
+
 from faults.request_faults import leave_at_every_stage
-from faults.scenario import ROUTED, SOON_S, Scenario, adds_to, kill_holding
+from faults.scenario import ROUTED, SOON_S, Scenario, kill_holding
 from faults.traffic import Answer
 from faults.world import World, blocks_in_use, leave
 from harness.client import at_once
@@ -17,11 +19,6 @@ from vllm_ascend_pd.core.protocol import (
     ReleasePrompt,
     TicketTaken,
 )
-
-SCENARIOS: list[Scenario] = []
-scenario = adds_to(SCENARIOS)
-
-# 10. Tickets that decode hands straight to prefill.
 
 EVERY_KIND = (OfferTicket, TicketTaken, AskTicket)
 LOST_GRANTS = 48
@@ -51,67 +48,6 @@ def leave_while_offered(world: World, *rules: Rule) -> list[Answer]:
     return left + volley.answers()
 
 
-@scenario(10, "messages about tickets lost: the first two of each kind", shape=ROUTED, absorbed=True)
-def lose_messages(world: World) -> list[Answer]:
-    return about_tickets(world, *(Rule(kind, "lose", times=2) for kind in EVERY_KIND))
-
-
-@scenario(10, "all tickets lost", shape=ROUTED, reasonless=True)
-def lose_offers(world: World) -> list[Answer]:
-    return about_tickets(world, Rule(OfferTicket, "lose"))
-
-
-@scenario(10, "all answers to tickets lost", shape=ROUTED, reasonless=True)
-def lose_answers(world: World) -> list[Answer]:
-    return about_tickets(world, Rule(TicketTaken, "lose"))
-
-
-@scenario(10, "tickets delayed by 0.4 s, overtaken by others", shape=ROUTED, absorbed=True)
-def delay_offers(world: World) -> list[Answer]:
-    return about_tickets(world, Rule(OfferTicket, "late", seconds=0.4), Rule(TicketTaken, "late", seconds=0.4))
-
-
-@scenario(10, "questions about tickets delayed by 0.4 s", shape=ROUTED, absorbed=True)
-def delay_questions(world: World) -> list[Answer]:
-    return about_tickets(world, Rule(AskTicket, "late", seconds=0.4))
-
-
-@scenario(10, "every message about tickets twice", shape=ROUTED, short=True, absorbed=True)
-def repeat_messages(world: World) -> list[Answer]:
-    return about_tickets(world, *(Rule(kind, "twice") for kind in EVERY_KIND))
-
-
-@scenario(10, "clients of a router leave at every stage", shape=ROUTED, short=True, reasonless=True)
-def leave_at_any_time(world: World) -> list[Answer]:
-    return leave_at_every_stage(world)
-
-
-@scenario(10, "clients of a router leave, and prefill is not told", shape=ROUTED, reasonless=True)
-def leave_untold(world: World) -> list[Answer]:
-    return leave_while_offered(world, Rule(ReleasePrompt, "lose"), Rule(Acknowledged, "lose"))
-
-
-@scenario(10, "clients of a router leave, and prefill is told before it gets the ticket", shape=ROUTED, reasonless=True)
-def leave_told_early(world: World) -> list[Answer]:
-    return leave_while_offered(world)
-
-
-@scenario(10, "prefill killed before it gets a ticket", shape=ROUTED, reasonless=True)
-def kill_prefill_before(world: World) -> list[Answer]:
-    return kill_holding(world, world.prefill, world.tickets, OfferTicket)
-
-
-@scenario(10, "prefill killed after it took tickets", shape=ROUTED, reasonless=True)
-def kill_prefill_after(world: World) -> list[Answer]:
-    return kill_holding(world, world.prefill, world.channel, GrantRequest)
-
-
-@scenario(10, "decode killed after prefill has computed", shape=ROUTED, reasonless=True, disconnects=True)
-def kill_decode(world: World) -> list[Answer]:
-    return kill_holding(world, world.decode, world.tickets, OfferTicket, held=4)
-
-
-@scenario(10, "the router killed between its two requests", shape=ROUTED, disconnects=True, short=True)
 def kill_router(world: World) -> list[Answer]:
     assert world.router is not None
     requests = world.requests(4)
@@ -122,3 +58,49 @@ def kill_router(world: World) -> list[Answer]:
         answers = volley.answers()
     world.restart(world.router)
     return answers
+
+
+def scenario(name: str, run: Callable[[World], list[Answer]], **options: bool) -> Scenario:
+    """About tickets that decode hands straight to prefill. Without `absorbed`, clients may get no reason."""
+    return Scenario(10, name, run, ROUTED, reasonless=not options.get("absorbed"), **options)
+
+
+SCENARIOS = [
+    scenario(
+        "messages about tickets lost: the first two of each kind",
+        lambda w: about_tickets(w, *(Rule(kind, "lose", times=2) for kind in EVERY_KIND)),
+        absorbed=True,
+    ),
+    scenario("all tickets lost", lambda w: about_tickets(w, Rule(OfferTicket, "lose"))),
+    scenario("all answers to tickets lost", lambda w: about_tickets(w, Rule(TicketTaken, "lose"))),
+    scenario(
+        "tickets delayed by 0.4 s, overtaken by others",
+        lambda w: about_tickets(w, *(Rule(kind, "late", seconds=0.4) for kind in (OfferTicket, TicketTaken))),
+        absorbed=True,
+    ),
+    scenario(
+        "questions about tickets delayed by 0.4 s",
+        lambda w: about_tickets(w, Rule(AskTicket, "late", seconds=0.4)),
+        absorbed=True,
+    ),
+    scenario(
+        "every message about tickets twice",
+        lambda w: about_tickets(w, *(Rule(kind, "twice") for kind in EVERY_KIND)),
+        short=True,
+        absorbed=True,
+    ),
+    scenario("clients of a router leave at every stage", leave_at_every_stage, short=True),
+    scenario(
+        "clients of a router leave, and prefill is not told",
+        lambda w: leave_while_offered(w, Rule(ReleasePrompt, "lose"), Rule(Acknowledged, "lose")),
+    ),
+    scenario("clients of a router leave, and prefill is told before it gets the ticket", leave_while_offered),
+    scenario("prefill killed before it gets a ticket", lambda w: kill_holding(w, w.prefill, w.tickets, OfferTicket)),
+    scenario("prefill killed after it took tickets", lambda w: kill_holding(w, w.prefill, w.channel, GrantRequest)),
+    scenario(
+        "decode killed after prefill has computed",
+        lambda w: kill_holding(w, w.decode, w.tickets, OfferTicket, held=4),
+        disconnects=True,
+    ),
+    scenario("the router killed between its two requests", kill_router, disconnects=True, short=True),
+]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One fault: what is broken, when, and what may become of the requests in flight."""
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 
 from faults.traffic import Answer, Volley
 from faults.world import DECODE, PREFILL, Shape, World
@@ -64,22 +66,6 @@ class Scenario:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower())
 
 
-Run = Callable[[World], list[Answer]]
-
-
-def adds_to(scenarios: list[Scenario]) -> Callable[..., Callable[[Run], Run]]:
-    """Returns a decorator of `run` that appends to `scenarios`. Its other arguments are the fields of `Scenario`."""
-
-    def scenario(number: int, name: str, **options: object) -> Callable[[Run], Run]:
-        def add(run: Run) -> Run:
-            scenarios.append(Scenario(number, name, run, **options))  # type: ignore[arg-type]
-            return run
-
-        return add
-
-    return scenario
-
-
 def kill_holding(
     world: World, server: Server, channel: SideChannel, kind: type[Message], held: int = 2
 ) -> list[Answer]:
@@ -95,10 +81,21 @@ def kill_holding(
     return answers
 
 
-def pushing(world: World, requests: int = 12) -> Volley:
-    """Returns requests in flight, of which prefill has written some batches and will write more."""
-    before = sum(world.tell(world.prefill, "batches"))
-    volley = world.send(world.requests(requests))
-    wait_until(lambda: sum(world.tell(world.prefill, "batches")) > before + 2, SOON_S)
-    assert volley.in_flight >= 8
-    return volley
+@contextlib.contextmanager
+def pushing(world: World) -> Iterator[Volley]:
+    """Requests in flight, of which prefill has written some batches and will write more, slowly."""
+    with world.writes("slow", seconds=SLOW_S):
+        before = sum(world.tell(world.prefill, "batches"))
+        volley = world.send(world.requests())
+        wait_until(lambda: sum(world.tell(world.prefill, "batches")) > before + 2, SOON_S)
+        assert volley.in_flight >= 8
+        yield volley
+
+
+@contextlib.contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    server.process.signal_group(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.process.signal_group(signal.SIGCONT)

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of transfers: messages of the side channel or Mooncake's writes are lost, delayed, repeated, or fail."""
 
-import signal
 import time
 
-from faults.scenario import SLOW_S, Scenario, adds_to, pushing
+from faults.scenario import Scenario, pushing, stopped
 from faults.traffic import Answer
 from faults.world import World
 from harness.wire import Fault, Rule
 from vllm_ascend_pd.core.protocol import Acknowledged, Describe, EngineDescription, Granted, GrantRequest, WriteReport
-
-SCENARIOS: list[Scenario] = []
-scenario = adds_to(SCENARIOS)
-
-
-# 5. The side channel.
 
 EVERY_KIND = (Describe, EngineDescription, GrantRequest, Granted, WriteReport, Acknowledged)
 
@@ -27,67 +20,18 @@ def side_channel(world: World, *rules: Rule) -> list[Answer]:
     return answers
 
 
-@scenario(5, "messages lost: the first two of each kind", short=True, absorbed=True)
-def lose_messages(world: World) -> list[Answer]:
-    return side_channel(world, *(Rule(kind, "lose", times=2) for kind in EVERY_KIND))
-
-
-@scenario(5, "all reports lost")
-def lose_reports(world: World) -> list[Answer]:
-    return side_channel(world, Rule(WriteReport, "lose"))
-
-
-@scenario(5, "all grants lost")
-def lose_grants(world: World) -> list[Answer]:
-    return side_channel(world, Rule(Granted, "lose"))
-
-
-@scenario(5, "messages delayed by 0.4 s, overtaken by others", absorbed=True)
-def delay_messages(world: World) -> list[Answer]:
-    return side_channel(world, *(Rule(kind, "late", seconds=0.4) for kind in (GrantRequest, Granted, WriteReport)))
-
-
-@scenario(5, "every message twice", short=True, absorbed=True)
-def repeat_messages(world: World) -> list[Answer]:
-    return side_channel(world, *(Rule(kind, "twice") for kind in EVERY_KIND))
-
-
-@scenario(5, "all of prefill's messages of earlier requests replayed", absorbed=True)
 def replay_messages(world: World) -> list[Answer]:
     world.channel.record()
     answers = world.complete(8)
-    with world.writes("slow", seconds=SLOW_S):
-        volley = pushing(world)
+    with pushing(world) as volley:
         assert world.channel.replay() >= 16
     return answers + volley.answers()
 
 
-@scenario(5, "connections reset in the middle of messages", short=True, absorbed=True)
-def reset_in_messages(world: World) -> list[Answer]:
-    return side_channel(
-        world, *(Rule(kind, "reset", times=2) for kind in (GrantRequest, Granted, WriteReport, Acknowledged))
-    )
-
-
-@scenario(5, "side channel cut for 8 s")
-def cut_side_channel(world: World) -> list[Answer]:
-    with world.writes("slow", seconds=SLOW_S):
-        volley = pushing(world)
-        with world.channel.broken(Fault(refuse=True)):
-            time.sleep(8)
+def break_side_channel(world: World, fault: Fault) -> list[Answer]:
+    with pushing(world) as volley, world.channel.broken(fault):
+        time.sleep(8)
     return volley.answers()
-
-
-@scenario(5, "side channel hangs for 8 s")
-def stall_side_channel(world: World) -> list[Answer]:
-    with world.writes("slow", seconds=SLOW_S):
-        volley = pushing(world)
-        with world.channel.broken(Fault(stall=True)):
-            time.sleep(8)
-    return volley.answers()
-
-
-# 6. Mooncake.
 
 
 def writes(world: World, fault: str, times: int | None = None, seconds: float = 0.0) -> list[Answer]:
@@ -96,37 +40,6 @@ def writes(world: World, fault: str, times: int | None = None, seconds: float = 
         return world.send(requests).answers()
 
 
-@scenario(6, "a batch fails once on each rank", short=True, absorbed=True)
-def fail_once(world: World) -> list[Answer]:
-    return writes(world, "fail", times=1)
-
-
-@scenario(6, "all batches fail")
-def fail_always(world: World) -> list[Answer]:
-    return writes(world, "fail")
-
-
-@scenario(6, "batches fail whose bytes have arrived", absorbed=True)
-def fail_after_arrival(world: World) -> list[Answer]:
-    return writes(world, "fail-after", times=3)
-
-
-@scenario(6, "batches fail whose bytes arrive a second later", absorbed=True)
-def fail_before_arrival(world: World) -> list[Answer]:
-    return writes(world, "fail-before", times=3, seconds=1.0)
-
-
-@scenario(6, "two batches hang past their timeout")
-def hang(world: World) -> list[Answer]:
-    return writes(world, "hang", times=2, seconds=3.5)
-
-
-@scenario(6, "all batches hang past their timeout")
-def hang_always(world: World) -> list[Answer]:
-    return writes(world, "hang", seconds=3.5)
-
-
-@scenario(6, "Mooncake's queue of 128 descriptors, and a slow link", absorbed=True)
 def fill_queue(world: World) -> list[Answer]:
     """Fills Mooncake's queue, which is short in this suite. No descriptor may be refused, not in earlier faults either,
     because that might stop Mooncake for good (`transport/tcp.py`).
@@ -138,7 +51,6 @@ def fill_queue(world: World) -> list[Answer]:
     return answers
 
 
-@scenario(6, "connections of Mooncake reset after 200 kB each")
 def reset_data(world: World) -> list[Answer]:
     requests = world.requests()
     before = world.sessions.data.connections
@@ -150,7 +62,6 @@ def reset_data(world: World) -> list[Answer]:
     return volley.answers()
 
 
-@scenario(6, "Mooncake's connections hang for 6 s")
 def stall_data(world: World) -> list[Answer]:
     requests = world.requests()
     with world.sessions.data.broken(Fault(stall=True)):
@@ -159,7 +70,6 @@ def stall_data(world: World) -> list[Answer]:
     return volley.answers()
 
 
-@scenario(6, "decode unreachable for Mooncake for 4 s")
 def cut_data(world: World) -> list[Answer]:
     requests = world.requests()
     with world.sessions.broken(Fault(refuse=True)), world.sessions.data.broken(Fault(refuse=True)):
@@ -168,13 +78,62 @@ def cut_data(world: World) -> list[Answer]:
     return volley.answers()
 
 
-@scenario(6, "decode stopped for 6 s")
 def stop_decode(world: World) -> list[Answer]:
-    with world.writes("slow", seconds=SLOW_S):
-        volley = pushing(world)
-        world.decode.process.signal_group(signal.SIGSTOP)
-        try:
+    with pushing(world) as volley:
+        with stopped(world.decode):
             time.sleep(6)
-        finally:
-            world.decode.process.signal_group(signal.SIGCONT)
         return volley.answers()
+
+
+SCENARIOS = [
+    # The side channel.
+    Scenario(
+        5,
+        "messages lost: the first two of each kind",
+        lambda w: side_channel(w, *(Rule(kind, "lose", times=2) for kind in EVERY_KIND)),
+        short=True,
+        absorbed=True,
+    ),
+    Scenario(5, "all reports lost", lambda w: side_channel(w, Rule(WriteReport, "lose"))),
+    Scenario(5, "all grants lost", lambda w: side_channel(w, Rule(Granted, "lose"))),
+    Scenario(
+        5,
+        "messages delayed by 0.4 s, overtaken by others",
+        lambda w: side_channel(w, *(Rule(k, "late", seconds=0.4) for k in (GrantRequest, Granted, WriteReport))),
+        absorbed=True,
+    ),
+    Scenario(
+        5,
+        "every message twice",
+        lambda w: side_channel(w, *(Rule(kind, "twice") for kind in EVERY_KIND)),
+        short=True,
+        absorbed=True,
+    ),
+    Scenario(5, "all of prefill's messages of earlier requests replayed", replay_messages, absorbed=True),
+    Scenario(
+        5,
+        "connections reset in the middle of messages",
+        lambda w: side_channel(w, *(Rule(kind, "reset", times=2) for kind in EVERY_KIND[2:])),
+        short=True,
+        absorbed=True,
+    ),
+    Scenario(5, "side channel cut for 8 s", lambda w: break_side_channel(w, Fault(refuse=True))),
+    Scenario(5, "side channel hangs for 8 s", lambda w: break_side_channel(w, Fault(stall=True))),
+    # Mooncake.
+    Scenario(6, "a batch fails once on each rank", lambda w: writes(w, "fail", times=1), short=True, absorbed=True),
+    Scenario(6, "all batches fail", lambda w: writes(w, "fail")),
+    Scenario(6, "batches fail whose bytes have arrived", lambda w: writes(w, "fail-after", times=3), absorbed=True),
+    Scenario(
+        6,
+        "batches fail whose bytes arrive a second later",
+        lambda w: writes(w, "fail-before", times=3, seconds=1.0),
+        absorbed=True,
+    ),
+    Scenario(6, "two batches hang past their timeout", lambda w: writes(w, "hang", times=2, seconds=3.5)),
+    Scenario(6, "all batches hang past their timeout", lambda w: writes(w, "hang", seconds=3.5)),
+    Scenario(6, "Mooncake's queue of 128 descriptors, and a slow link", fill_queue, absorbed=True),
+    Scenario(6, "connections of Mooncake reset after 200 kB each", reset_data),
+    Scenario(6, "Mooncake's connections hang for 6 s", stall_data),
+    Scenario(6, "decode unreachable for Mooncake for 4 s", cut_data),
+    Scenario(6, "decode stopped for 6 s", stop_decode),
+]
