@@ -6,7 +6,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 
 from harness.ascend import whole_cards
 from harness.kv import Model, Prompt, Side, layer_name
+from harness.pool import long
 from harness.ports import reserve_port
-from harness.rank_hosts import Rank
+from harness.rank_hosts import Rank, start_afresh
 from harness.rank_programs import DRAFT, HOST, MODEL, ONCE, DecodeRank, Hooks, PrefillRank
 from vllm_ascend_pd.core.checksum import column_tokens
 from vllm_ascend_pd.core.config import ConnectorConfig
@@ -122,6 +123,16 @@ def expect_delivery(pair: "Pair", requests: list[Prompt], timeout_s: float = 30.
     assert received == {prompt.request_id for prompt in requests}
     assert pair.differences(requests) == []
     assert pair.wait_sent(len(requests), timeout_s) == {}
+
+
+def expect_failure(pair: "Pair", *words: str, count: int = 1, timeout_s: float = 30.0) -> None:
+    """Checks that `count` requests fail on both sides, each for a reason that has all `words`."""
+    received, failed = pair.wait_arrivals(count, timeout_s)
+    sent = pair.wait_sent(count, timeout_s)
+    assert received == set()
+    assert len(failed) == len(sent) == count
+    for reason in (*failed.values(), *sent.values()):
+        assert all(word in reason for word in words), reason
 
 
 def first_of_decode(prefill: Side, decode: Side) -> int:
@@ -327,6 +338,47 @@ class Pair:
         left = [what for rank in ranks for what in rank.stopped()]
         self.listener.close(5.0)
         return left
+
+
+MakePair = Callable[..., Pair]
+
+
+@contextlib.contextmanager
+def made_pairs() -> Iterator[MakePair]:
+    """A function that makes pairs. All of them are closed in the end, and must leave nothing behind."""
+    made: list[Pair] = []
+
+    def make(*args: Any, **options: Any) -> Pair:
+        made.append(Pair(*args, **options))
+        return made[-1]
+
+    yield make
+    assert [what for pair in made for what in pair.close()] == []
+
+
+def pair_of_each(
+    shapes: Mapping[str, tuple[Any, ...]],
+    scope: Any = "module",
+    long_ones: Sequence[str] = (),
+    kind: type[Pair] = Pair,
+    afresh: bool = False,
+    **options: Any,
+) -> Any:
+    """Returns a fixture: a pair of each shape in turn, which must leave nothing behind.
+
+    long_ones: shapes of the long forms alone.
+    afresh: processes that nothing has run in.
+    """
+
+    @pytest.fixture(scope=scope, params=[long(name) if name in long_ones else name for name in shapes])
+    def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+        if afresh:
+            start_afresh()
+        made = kind(*shapes[request.param], **options)
+        yield made
+        assert made.close() == []
+
+    return pair
 
 
 def _start(

@@ -18,6 +18,8 @@ from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannel
 if TYPE_CHECKING:
     from proxy_cluster import Cluster
 
+    from harness.ranks import MakePair
+
 pytest.register_assert_rewrite("metaserver_posts", "page_commands", "proxy_commands", "transfer_receiver")
 
 
@@ -95,6 +97,14 @@ def no_reason_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def raw() -> Iterator[MakeSocket]:
     with plain_sockets() as make:
+        yield make
+
+
+@pytest.fixture
+def make_pair() -> "Iterator[MakePair]":
+    from harness.ranks import made_pairs
+
+    with made_pairs() as make:
         yield make
 
 

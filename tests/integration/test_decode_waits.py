@@ -5,7 +5,7 @@ import time
 
 from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank
-from harness.ranks import Pair
+from harness.ranks import MakePair
 from vllm_ascend_pd.core.step import DecodeStep, Expect
 from vllm_ascend_pd.transport.wakeup import WakeupSocket
 
@@ -24,14 +24,13 @@ def steps_behind_an_end(rank: DecodeRank) -> list[set[str]]:
     return brought
 
 
-def test_a_step_after_one_with_news_does_not_wait() -> None:
+def test_a_step_after_one_with_news_does_not_wait(make_pair: MakePair) -> None:
     """vLLM may have made it before it got the news, and its next computation is behind that step."""
-    pair = Pair(Model(), Side(1), Side(1))
+    pair = make_pair(Model(), Side(1), Side(1))
     began = time.monotonic()
     [brought] = pair.each(pair.d_ranks, "do", steps_behind_an_end)
     assert brought == [{"request-0"}, set(), {"request-1"}, set()]
     assert time.monotonic() - began < TIMEOUT_S
-    assert pair.close() == []
 
 
 def wakes(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
@@ -64,7 +63,6 @@ def was_woken(wakeup: WakeupSocket, timeout_s: float) -> bool:
     return woken
 
 
-def test_what_ends_while_no_step_waits_wakes_the_scheduler() -> None:
-    pair = Pair(Model(), Side(1), Side(1), {"queue_timeout_s": 1.0})
+def test_what_ends_while_no_step_waits_wakes_the_scheduler(make_pair: MakePair) -> None:
+    pair = make_pair(Model(), Side(1), Side(1), {"queue_timeout_s": 1.0})
     assert pair.each(pair.d_ranks, "do", wakes) == [(True, False, {"request-0", "request-1"})]
-    assert pair.close() == []

@@ -25,7 +25,7 @@ import vllm_ascend_pd
 from harness.engines import Role
 from harness.kv import Model, Side
 from harness.multi_connector import transfer_config
-from harness.ranks import Pair, expect_delivery, prefill, prompts
+from harness.ranks import MakePair, expect_delivery, prefill, prompts
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.metrics import LayerwisePushStats
 from vllm_ascend_pd.connector.vllm_view import ASKS_SCHEDULER_FOR_STATS
@@ -187,38 +187,35 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_bytes_counted_are_bytes_moved(shape: tuple[Model, Side, Side]) -> None:
+def test_bytes_counted_are_bytes_moved(shape: tuple[Model, Side, Side], make_pair: MakePair) -> None:
     """Waiting tickets are counted while they wait: decode hears of them only when prefill has computed."""
     model = shape[0]
-    pair = Pair(*shape)
-    try:
-        requests = prompts(pair, [16, 64, 112])  # whole blocks: none has bytes beyond its prompt's end
-        tickets = {prompt.request_id: pair.ticket(prompt) for prompt in requests}
-        prefill(pair, requests, tickets, chunk=48)
-        waiting = reduce(merged, pair.each(pair.p_ranks, "stats"), {})
-        assert sum(waiting["gauges"][GRANTS_WAITING.name].values()) == len(requests) * len(pair.p_ranks)
-        assert all(waiting["gauges"][PUSH_QUEUE_DEPTH.name].values())
-        assert len(waiting["gauges"][PUSH_QUEUE_DEPTH.name]) == len(pair.p_ranks)
-        pair.expect(requests, tickets)
-        expect_delivery(pair, requests)
-        expected = sum(
-            prompt.num_tokens * model.layers * model.heads * width * model.dtype.itemsize
-            for prompt in requests
-            for width in model.widths
-        )
-        ranks = pair.each(pair.p_ranks, "stats")
-        pushed = reduce(merged, ranks, {})
-        assert pushed["counters"][PUSHED_BYTES.name] == {"": expected}
-        whole = merged(waiting, pushed)
-        histograms = {name: sum(of[0]) for name, of in whole["histograms"].items()}
-        # One of each rank that wrote some of a request: a rank may have no unit of it.
-        assert len(requests) <= histograms[OVERLAP_RATIO.name] <= len(requests) * len(ranks)
-        assert not any(whole["histograms"][OVERLAP_RATIO.name][1]), "grants came after the end"
-        # Each rank regroups every layer of a step, also where it has no unit to write.
-        assert 0 < histograms[LAYER_PUSH_SECONDS.name] <= histograms[REGROUP_WAIT_SECONDS.name]
-        assert PUSH_FAILURES.name not in pushed["counters"]
-        for name in (GRANTS_WAITING.name, PUSH_QUEUE_DEPTH.name):
-            assert whole["gauges"][name] == dict.fromkeys(waiting["gauges"][name], 0), "nothing waits any more"
-        assert pair.each(pair.p_ranks, "stats") == [{}] * len(ranks)
-    finally:
-        assert pair.close() == []
+    pair = make_pair(*shape)
+    requests = prompts(pair, [16, 64, 112])  # whole blocks: none has bytes beyond its prompt's end
+    tickets = {prompt.request_id: pair.ticket(prompt) for prompt in requests}
+    prefill(pair, requests, tickets, chunk=48)
+    waiting = reduce(merged, pair.each(pair.p_ranks, "stats"), {})
+    assert sum(waiting["gauges"][GRANTS_WAITING.name].values()) == len(requests) * len(pair.p_ranks)
+    assert all(waiting["gauges"][PUSH_QUEUE_DEPTH.name].values())
+    assert len(waiting["gauges"][PUSH_QUEUE_DEPTH.name]) == len(pair.p_ranks)
+    pair.expect(requests, tickets)
+    expect_delivery(pair, requests)
+    expected = sum(
+        prompt.num_tokens * model.layers * model.heads * width * model.dtype.itemsize
+        for prompt in requests
+        for width in model.widths
+    )
+    ranks = pair.each(pair.p_ranks, "stats")
+    pushed = reduce(merged, ranks, {})
+    assert pushed["counters"][PUSHED_BYTES.name] == {"": expected}
+    whole = merged(waiting, pushed)
+    histograms = {name: sum(of[0]) for name, of in whole["histograms"].items()}
+    # One of each rank that wrote some of a request: a rank may have no unit of it.
+    assert len(requests) <= histograms[OVERLAP_RATIO.name] <= len(requests) * len(ranks)
+    assert not any(whole["histograms"][OVERLAP_RATIO.name][1]), "grants came after the end"
+    # Each rank regroups every layer of a step, also where it has no unit to write.
+    assert 0 < histograms[LAYER_PUSH_SECONDS.name] <= histograms[REGROUP_WAIT_SECONDS.name]
+    assert PUSH_FAILURES.name not in pushed["counters"]
+    for name in (GRANTS_WAITING.name, PUSH_QUEUE_DEPTH.name):
+        assert whole["gauges"][name] == dict.fromkeys(waiting["gauges"][name], 0), "nothing waits any more"
+    assert pair.each(pair.p_ranks, "stats") == [{}] * len(ranks)

@@ -2,14 +2,11 @@
 """A request that decode preempted gets another ticket: the bytes that it brings, in real processes."""
 
 import dataclasses
-from collections.abc import Iterator
 
-import pytest
 import torch
 
 from harness.kv import Model, Prompt, Side
-from harness.rank_hosts import start_afresh
-from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.ranks import Pair, expect_delivery, pair_of_each, prefill, prompts, run
 
 PATIENCE_S = 60.0
 KEPT = 32
@@ -23,12 +20,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    start_afresh()
-    made = Pair(*request.param)
-    yield made
-    assert made.close() == []
+pair = pair_of_each(SHAPES, scope="function", afresh=True)
 
 
 def grown(first: Prompt, other: Prompt) -> Prompt:

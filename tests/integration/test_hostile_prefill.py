@@ -9,7 +9,7 @@ import pytest
 
 from harness.channels import PATIENCE_S, ask
 from harness.kv import Model, Side
-from harness.ranks import Pair, Prompt, prefill, prompts
+from harness.ranks import Pair, Prompt, pair_of_each, prefill, prompts
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     Describe,
@@ -46,11 +46,7 @@ class Stranger:
         self._client.close()
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    made = Pair(Model(), Side(SIZE), Side(1))
-    yield made
-    assert made.close() == []
+pair = pair_of_each({"gathered": (Model(), Side(SIZE), Side(1))})
 
 
 @pytest.fixture

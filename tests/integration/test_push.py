@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes on decode equal the truth: real processes, real gloo, real Mooncake over TCP, no model."""
 
-from collections.abc import Iterator
 from functools import reduce
 
 import pytest
 import torch
 
 from harness.kv import Model, Side
-from harness.pool import long
 from harness.rank_programs import DecodeRank, Hooks
-from harness.ranks import Pair, deliver, expect_delivery, prefill, prompts, run
+from harness.ranks import Pair, deliver, expect_delivery, pair_of_each, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.observe.stats import OVERLAP_RATIO, merged
@@ -73,15 +71,10 @@ SHAPES = {
     "FLOAT32_TP2_TO_TP1": (Model(dtype=torch.float32), Side(2), Side(1)),
 }
 
-
 LONG = ("INDEXED_HEADS_TP2_TO_TP2", "SPARSE_C8_DCP2_TO_TP1", "SPARSE_C8_PCP2_TO_DCP2")
 
 
-@pytest.fixture(scope="module", params=[long(name) if name in LONG else name for name in SHAPES])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(*SHAPES[request.param])
-    yield made
-    assert made.close() == []
+pair = pair_of_each(SHAPES, long_ones=LONG)
 
 
 # The second time blocks hold the first time's bytes: what is not written then shows. 40 tokens a step are less

@@ -2,13 +2,11 @@
 """Speculative decoding as prefill's ranks see it: layers of a draft behind those of the model, saved in whatever order
 and as often as a model runner likes, and steps that nobody ends. Real processes, real gloo, real Mooncake, no model."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from harness.kv import Model, Side, layer_name
 from harness.rank_programs import DecodeRank, Hooks, PrefillRank
-from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.ranks import MakePair, Pair, expect_delivery, pair_of_each, prompts, run
 from vllm_ascend_pd.core.step import PrefillStep, Send
 
 DRAFTING = Model(layers=3, drafts=1)
@@ -30,11 +28,7 @@ HOOKS = {
 }
 
 
-@pytest.fixture(scope="module", params=PAIRS.values(), ids=PAIRS.keys())
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(*request.param)
-    yield made
-    assert made.close() == []
+pair = pair_of_each(PAIRS)
 
 
 def received_bytes(rank: DecodeRank) -> int:
@@ -77,9 +71,9 @@ def is_blank(rank: DecodeRank, layer: int) -> bool:
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(DRAFTING, PLAIN), (PLAIN, DRAFTING)], ids=["decode", "prefill"])
-def test_a_draft_on_one_side_alone(decode: Model, prefill: Model) -> None:
+def test_a_draft_on_one_side_alone(decode: Model, prefill: Model, make_pair: MakePair) -> None:
     """Its KV is not sent, and prefill says so once where decode would have needed it."""
-    pair = Pair(decode, Side(2), Side(1), p_model=prefill)
+    pair = make_pair(decode, Side(2), Side(1), p_model=prefill)
     for _ in range(2):
         requests = prompts(pair, [50, 100])
         run(pair, requests, chunk=64)
@@ -92,4 +86,3 @@ def test_a_draft_on_one_side_alone(decode: Model, prefill: Model) -> None:
         assert pair.wait_sent(len(requests)) == {}
     said = [sum("the draft's KV" in text for text in texts) for texts in pair.each(pair.p_ranks, "warnings")]
     assert said == [int(decode is DRAFTING)] * 2
-    assert pair.close() == []

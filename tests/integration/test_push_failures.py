@@ -3,7 +3,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -15,10 +14,10 @@ import torch
 from harness.kv import Model, Side
 from harness.rank_hosts import start_afresh
 from harness.rank_programs import PrefillRank
-from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.ranks import MakePair, Pair, expect_delivery, expect_failure, pair_of_each, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, Send
+from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.observe.stats import BACKPRESSURE_SECONDS, PUSH_FAILURES, WRITE_RETRIES, merged
 
 GQA = Model()
@@ -36,14 +35,8 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(*request.param)
-    yield made
-    assert made.close() == []
-
-
-one_shape = pytest.mark.parametrize("pair", [SHAPES["gathered"]], indirect=True, ids=["gathered"])
+pair = pair_of_each(SHAPES, scope="function")
+one_shape = pytest.mark.parametrize("pair", ["gathered"], indirect=True)
 """For tests of what happens before anything is written."""
 
 
@@ -73,22 +66,19 @@ def test_a_write_that_fails_fails_its_request_alone(pair: Pair) -> None:
     assert said[WRITE_RETRIES.name][""] >= 3, "each request by itself"
 
 
-def test_a_layer_under_way_behind_one_that_fails_is_not_tried_again() -> None:
-    pair = Pair(GQA, Side(1), Side(1), QUICK)
+def test_a_layer_under_way_behind_one_that_fails_is_not_tried_again(make_pair: MakePair) -> None:
+    pair = make_pair(GQA, Side(1), Side(1), QUICK)
     [rank] = pair.p_ranks
     rank.call("lose_writes")
     run(pair, prompts(pair, [40]))
-    received, failed = pair.wait_arrivals(1)
-    assert (received, failed.keys()) == (set(), {"request-0"})
-    assert "lost by the test" in pair.wait_sent(1)["request-0"]
+    expect_failure(pair, "lost by the test")
     # The first layer, the next one behind it, and the first one by itself, twice.
     assert rank.call("batches_begun") <= 4
-    assert pair.close() == []
 
 
-def test_a_decode_rank_that_stands_still_is_waited_for_once() -> None:
+def test_a_decode_rank_that_stands_still_is_waited_for_once(make_pair: MakePair) -> None:
     """Not for each of a step's requests in turn: by then their leases have run out."""
-    pair = Pair(GQA, Side(1), Side(1), {"lease_s": 2.0, "write_timeout_s": 3.0, "control_timeout_s": 1.0})
+    pair = make_pair(GQA, Side(1), Side(1), {"lease_s": 2.0, "write_timeout_s": 3.0, "control_timeout_s": 1.0})
     [p_rank], [d_rank] = pair.p_ranks, pair.d_ranks
     requests = prompts(pair, [40, 50, 60])
     tickets = pair.announce(requests)
@@ -102,12 +92,11 @@ def test_a_decode_rank_that_stands_still_is_waited_for_once() -> None:
     said = counted(pair)
     assert said[PUSH_FAILURES.name] == {"lease": 3}
     assert WRITE_RETRIES.name not in said
-    assert pair.close() == []
 
 
-def test_who_has_a_grant_is_done_though_another_of_the_step_has_none() -> None:
+def test_who_has_a_grant_is_done_though_another_of_the_step_has_none(make_pair: MakePair) -> None:
     """Decode has all of both prompts' KV, so nothing is written for either."""
-    pair = Pair(GQA, Side(1), Side(1), {"grant_timeout_s": 8.0})
+    pair = make_pair(GQA, Side(1), Side(1), {"grant_timeout_s": 8.0})
     [p_rank] = pair.p_ranks
     ungranted, granted = requests = [replace(prompt, cached=prompt.num_tokens) for prompt in prompts(pair, [64, 64])]
     by_id = {prompt.request_id: prompt for prompt in requests}
@@ -122,16 +111,13 @@ def test_who_has_a_grant_is_done_though_another_of_the_step_has_none() -> None:
     sent = pair.wait_sent(2)
     assert sent.keys() == {ungranted.request_id}
     assert "no grant" in sent[ungranted.request_id]
-    assert pair.close() == []
 
 
 def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
     requests = prompts(pair, [64])
     tickets = pair.announce(requests)
-    cancelled = {t.ticket_id: "the test lost interest" for t in tickets.values()}
-    pair.each(pair.d_ranks, "step", DecodeStep(cancelled=cancelled))
-    received, failed = pair.wait_arrivals(1)
-    assert (received, set(failed)) == (set(), {"request-0"})
+    pair.cancel({t.ticket_id: "the test lost interest" for t in tickets.values()})
+    assert pair.wait_arrivals(1) == (set(), {"request-0": "the test lost interest"})
     prefill(pair, requests, tickets)
     assert "the test lost interest" in pair.wait_sent(1)["request-0"]
     assert counted(pair)[PUSH_FAILURES.name] == {"refused": len(pair.p_ranks)}
@@ -141,24 +127,20 @@ def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
 def test_cancelling_between_chunks_stops_the_writers(pair: Pair) -> None:
     requests = prompts(pair, [96])
     tickets = pair.announce(requests)
-    first = [*prompts(pair, [96])]
-    step = PrefillStep(tickets=tickets)
-    pair.each(pair.p_ranks, "step", step, {p.request_id: p for p in first})
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), {p.request_id: p for p in requests})
     time.sleep(0.3)  # let grants be given: this is the case meant here, but any other must end well too
-    cancelled = {t.ticket_id: "the client left" for t in tickets.values()}
-    pair.each(pair.d_ranks, "step", DecodeStep(cancelled=cancelled))
-    received, failed = pair.wait_arrivals(1)
-    assert (received, set(failed)) == (set(), {"request-0"})
+    pair.cancel({t.ticket_id: "the client left" for t in tickets.values()})
+    assert pair.wait_arrivals(1) == (set(), {"request-0": "the client left"})
     prefill(pair, requests, {})
     assert "the client left" in pair.wait_sent(1)["request-0"]
     assert pair.differences([]) == []
 
 
-def test_staging_is_not_left_to_requests_without_a_grant() -> None:
+def test_staging_is_not_left_to_requests_without_a_grant(make_pair: MakePair) -> None:
     """Their decode engine does not answer, say; here its ranks do not know of their tickets. Who comes after them is
     served long before their time to be granted is over, and what comes of them then waits for nobody any more."""
     config = {"staging_slots": 2, "control_timeout_s": 1.0, "grant_timeout_s": 60.0}
-    pair = Pair(Model(layers=5), Side(2), Side(1), config)
+    pair = make_pair(Model(layers=5), Side(2), Side(1), config)
     requests = prompts(pair, [40, 50, 60])
     for ungranted in requests[:2]:
         ticket = {ungranted.request_id: pair.ticket(ungranted)}
@@ -168,21 +150,19 @@ def test_staging_is_not_left_to_requests_without_a_grant() -> None:
     run(pair, requests[2:])
     expect_delivery(pair, requests[2:])
     assert set(counted(pair)[PUSH_FAILURES.name]) == {"no_grant"}
-    assert pair.close() == []
 
 
-def test_a_slot_that_rests_is_given_back_to_who_waits_for_it() -> None:
+def test_a_slot_that_rests_is_given_back_to_who_waits_for_it(make_pair: MakePair) -> None:
     """After a failed write, until its bytes can arrive no more; the sender itself has to wait for it."""
     start_afresh()
     config = {"staging_slots": 1, "write_timeout_s": 1.0, "collective_timeout_s": 30.0}
-    pair = Pair(Model(layers=3), Side(2), Side(1), config)
+    pair = make_pair(Model(layers=3), Side(2), Side(1), config)
     pair.p_ranks[0].call("lose_writes", 1, True)
     began = time.monotonic()
     requests = prompts(pair, [40])
     run(pair, requests)
     expect_delivery(pair, requests)
     assert time.monotonic() - began >= 5.0, "it has rested"
-    assert pair.close() == []
 
 
 def close_worker(rank: PrefillRank) -> list[str]:
@@ -244,10 +224,7 @@ def test_an_aborted_prefill_fails_decode_at_once(pair: Pair) -> None:
     by_id = {p.request_id: p for p in requests}
     pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), by_id)
     pair.each(pair.p_ranks, "step", PrefillStep(finished={"request-0": "the prefill request was aborted"}), by_id)
-    received, failed = pair.wait_arrivals(1)
-    assert received == set()
-    assert "was aborted" in failed["request-0"]
-    pair.wait_sent(1)
+    expect_failure(pair, "was aborted")
     assert counted(pair)[PUSH_FAILURES.name]["aborted"] >= 1
 
 
@@ -273,45 +250,31 @@ def test_an_aborted_prefill_fails_decode_at_once(pair: Pair) -> None:
     ],
 )
 def test_engines_that_do_not_fit_are_refused_naming_both_values(
-    p_model: Model, p_side: Side, d_model: Model, d_side: Side, named: tuple[str, ...]
+    p_model: Model, p_side: Side, d_model: Model, d_side: Side, named: tuple[str, ...], make_pair: MakePair
 ) -> None:
-    pair = Pair(d_model, p_side, d_side, QUICK, p_model=p_model)
-    try:
-        requests = prompts(pair, [48])
-        pair.model = p_model
-        run(pair, requests)
-        reason = pair.wait_sent(1)["request-0"]
-        assert all(value in reason for value in named), reason
-        assert counted(pair)[PUSH_FAILURES.name] == {"unfit": 1}
-        _, failed = pair.wait_arrivals(1)
-        assert all(value in failed["request-0"] for value in named), failed
-    finally:
-        pair.close()
+    pair = make_pair(d_model, p_side, d_side, QUICK, p_model=p_model)
+    pair.model = p_model
+    run(pair, prompts(pair, [48]))
+    expect_failure(pair, *named)
+    assert counted(pair)[PUSH_FAILURES.name] == {"unfit": 1}
 
 
 @pytest.mark.parametrize("d_side", [Side(1), Side(4)], ids=["gathered", "split"])
-def test_a_link_that_does_not_keep_up_fails_requests_and_holds_nothing(d_side: Side) -> None:
+def test_a_link_that_does_not_keep_up_fails_requests_and_holds_nothing(d_side: Side, make_pair: MakePair) -> None:
     """More layers wait than the queue takes: the step does not wait for ever, and slots come back."""
     config = {**QUICK, "push_queue_size": 1, "staging_slots": 2, "write_timeout_s": 1.0}
-    pair = Pair(Model(layers=6), Side(2), d_side, config)
-    try:
-        pair.each(pair.p_ranks, "slow_down", 1.5)
-        requests = prompts(pair, [40])
-        run(pair, requests)
-        assert "does not keep up" in pair.wait_sent(1)["request-0"]
-        measured = reduce(merged, pair.each(pair.p_ranks, "stats"), {})
-        assert measured["counters"][PUSH_FAILURES.name]["queue_full"] >= 1
-        assert BACKPRESSURE_SECONDS.name in measured["histograms"]
-        _, failed = pair.wait_arrivals(1, timeout_s=60)
-        assert failed.keys() == {"request-0"}
-        pair.each(pair.p_ranks, "slow_down", 0.0)
-        pair.each(pair.d_ranks, "clear")
-        run(pair, requests)
-        received, failed = pair.wait_arrivals(1)
-        assert (received, failed) == ({"request-0"}, {})
-        assert pair.differences(requests) == []
-    finally:
-        pair.close()
+    pair = make_pair(Model(layers=6), Side(2), d_side, config)
+    pair.each(pair.p_ranks, "slow_down", 1.5)
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    expect_failure(pair, "does not keep up", timeout_s=60)
+    measured = reduce(merged, pair.each(pair.p_ranks, "stats"), {})
+    assert measured["counters"][PUSH_FAILURES.name]["queue_full"] >= 1
+    assert BACKPRESSURE_SECONDS.name in measured["histograms"]
+    pair.each(pair.p_ranks, "slow_down", 0.0)
+    pair.each(pair.d_ranks, "clear")
+    run(pair, requests)
+    expect_delivery(pair, requests)
 
 
 def hold_up_the_side_stream(rank: PrefillRank, seconds: float) -> None:
@@ -327,25 +290,19 @@ def free_slots(rank: PrefillRank) -> int:
     return len(rank.worker._regrouper.ring._free)
 
 
-def test_what_is_regrouped_for_nobody_keeps_no_slot() -> None:
+def test_what_is_regrouped_for_nobody_keeps_no_slot(make_pair: MakePair) -> None:
     """The sender waits for a layer as long as a collective and a write may take, here two seconds."""
     config = {**QUICK, "collective_timeout_s": 1.0, "write_timeout_s": 1.0, "staging_slots": 2}
-    pair = Pair(Model(layers=3), Side(1), Side(2), config)
+    pair = make_pair(Model(layers=3), Side(1), Side(2), config)
     requests = prompts(pair, [40])
     pair.each(pair.p_ranks, "do", hold_up_the_side_stream, 7.0)
     run(pair, requests)
-    assert "could not be read" in pair.wait_sent(1)["request-0"]
-    _, failed = pair.wait_arrivals(1)
-    assert failed.keys() == {"request-0"}
+    expect_failure(pair, "could not be read")
     pair.each(pair.p_ranks, "do", await_the_side_stream)
     assert pair.each(pair.p_ranks, "do", free_slots) == [2]
     pair.each(pair.d_ranks, "clear")
     run(pair, requests)
-    received, failed = pair.wait_arrivals(1)
-    assert (received, failed) == ({"request-0"}, {})
-    assert pair.differences(requests) == []
-    assert pair.wait_sent(1) == {}
-    assert pair.close() == []
+    expect_delivery(pair, requests)
 
 
 def fail_to_report(rank: PrefillRank) -> None:
@@ -355,11 +312,10 @@ def fail_to_report(rank: PrefillRank) -> None:
     rank.worker._control.finish = fail
 
 
-def test_an_error_that_ends_a_sender_ends_the_engine() -> None:
+def test_an_error_that_ends_a_sender_ends_the_engine(make_pair: MakePair) -> None:
     """Nobody else would ever hear of its transfers."""
-    pair = Pair(GQA, Side(1), Side(1), QUICK)
+    pair = make_pair(GQA, Side(1), Side(1), QUICK)
     pair.each(pair.p_ranks, "do", fail_to_report)
     run(pair, prompts(pair, [40]))
     with pytest.raises(RuntimeError, match="a sender has ended by an error of its own"):
         pair.wait_sent(1)
-    assert pair.close() == []

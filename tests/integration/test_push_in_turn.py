@@ -5,7 +5,7 @@ them. A buffer is overwritten only when nothing reads it any more (R3). Real pro
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from harness.kv import Model, Side, layer_name
 from harness.rank_hosts import start_afresh
 from harness.rank_programs import Hooks, PrefillRank
-from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.ranks import MakePair, Pair, expect_delivery, expect_failure, pair_of_each, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.device.base import Event
@@ -33,11 +33,7 @@ PAIRS = {
 }
 
 
-@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(*request.param)
-    yield made
-    assert made.close() == []
+pair = pair_of_each(PAIRS, scope="function")
 
 
 def slow_down(rank: PrefillRank) -> None:
@@ -66,12 +62,10 @@ def registered_bytes(rank: PrefillRank) -> int:
     return sum(size for _, size in rank.registered.regions())
 
 
-def test_prefill_has_a_third_of_the_memory() -> None:
+def test_prefill_has_a_third_of_the_memory(make_pair: MakePair) -> None:
     sizes = []
     for side in (Side(1), Side(1, buffers=BUFFERS)):
-        pair = Pair(MODEL, side, Side(1))
-        sizes += pair.each(pair.p_ranks, "do", registered_bytes)
-        assert pair.close() == []
+        sizes += [rank.call("do", registered_bytes) for rank in make_pair(MODEL, side, Side(1)).p_ranks]
     assert sizes[0] == sizes[1] * LAYERS // BUFFERS
 
 
@@ -89,16 +83,15 @@ def give_up_early(rank: PrefillRank) -> None:
 
 
 @pytest.mark.parametrize("name", ["direct", "gathered"])
-def test_a_buffer_that_is_given_up_early_delivers_wrong_bytes(name: str) -> None:
+def test_a_buffer_that_is_given_up_early_delivers_wrong_bytes(name: str, make_pair: MakePair) -> None:
     start_afresh()  # processes are used again, and the class has changed there
-    pair = Pair(*PAIRS[name])
+    pair = make_pair(*PAIRS[name])
     pair.each(pair.p_ranks, "do", slow_down)
     pair.each(pair.p_ranks, "do", give_up_early)
     requests = prompts(pair, [50, 100])
     run(pair, requests)
     pair.wait_arrivals(2)
     assert pair.differences(requests) != []
-    assert pair.close() == []
     start_afresh()
 
 
@@ -107,16 +100,15 @@ def never_waits(rank: PrefillRank) -> None:
     rank.worker._turns.wait = lambda layers: None
 
 
-def test_a_model_runner_that_does_not_wait_ends_the_engine() -> None:
-    pair = Pair(*PAIRS["direct"])
+def test_a_model_runner_that_does_not_wait_ends_the_engine(make_pair: MakePair) -> None:
+    pair = make_pair(*PAIRS["direct"])
     pair.each(pair.p_ranks, "do", never_waits)
     with pytest.raises(RuntimeError, match=r"may still be sent: vllm-ascend did not wait for it"):
         run(pair, prompts(pair, [50]))
-    pair.close()
 
 
-def test_what_is_not_granted_in_time_gives_its_buffer_up() -> None:
-    pair = Pair(*PAIRS["direct"])
+def test_what_is_not_granted_in_time_gives_its_buffer_up(make_pair: MakePair) -> None:
+    pair = make_pair(*PAIRS["direct"])
     ungranted, granted = requests = prompts(pair, [64, 64])
     tickets = {ungranted.request_id: pair.ticket(ungranted)} | pair.announce([granted])  # decode is told of one
     prefill(pair, requests, tickets)
@@ -124,18 +116,16 @@ def test_what_is_not_granted_in_time_gives_its_buffer_up() -> None:
     received, failed = pair.wait_arrivals(1)
     assert (received, failed) == ({"request-1"}, {})
     assert pair.differences([granted]) == []
-    assert pair.close() == []
 
 
-def test_a_lost_write_that_may_still_read_holds_its_buffer() -> None:
-    pair = Pair(*PAIRS["direct"])
+def test_a_lost_write_that_may_still_read_holds_its_buffer(make_pair: MakePair) -> None:
+    pair = make_pair(*PAIRS["direct"])
     [rank] = pair.p_ranks
     rank.call("lose_writes", 1, True)
     requests = prompts(pair, [40])
     run(pair, requests)
     settled = rank.call("do", settled_before_overwritten)
     assert settled
-    pair.close()
 
 
 def settled_before_overwritten(rank: PrefillRank) -> bool:
@@ -144,27 +134,21 @@ def settled_before_overwritten(rank: PrefillRank) -> bool:
 
 
 @pytest.mark.parametrize("hooks", [Hooks(saved=()), Hooks(saved=tuple(range(LAYERS - 1)))], ids=["none", "all but one"])
-def test_a_layer_that_nobody_announces_fails_its_requests(hooks: Hooks) -> None:
-    pair = Pair(*PAIRS["direct"])
+def test_a_layer_that_nobody_announces_fails_its_requests(hooks: Hooks, make_pair: MakePair) -> None:
+    pair = make_pair(*PAIRS["direct"])
     run(pair, prompts(pair, [40]), hooks=hooks)
-    [reason] = pair.wait_sent(1).values()
-    assert "another layer may have overwritten the KV of model.layers." in reason
-    assert pair.wait_arrivals(1)[0] == set()
-    assert pair.close() == []
+    expect_failure(pair, "another layer may have overwritten the KV of model.layers.")
 
 
-def test_a_ticket_that_comes_after_the_prompt_was_computed_fails() -> None:
-    pair = Pair(*PAIRS["direct"])
+def test_a_ticket_that_comes_after_the_prompt_was_computed_fails(make_pair: MakePair) -> None:
+    pair = make_pair(*PAIRS["direct"])
     [prompt] = prompts(pair, [40])
     tickets = pair.announce([prompt])
     send = Send(prompt.request_id, 0, prompt.num_tokens, (prompt.p_blocks,), last=True)
     step = PrefillStep(tickets=tickets, sends=[send], late={prompt.request_id}, computes=False)
     pair.each(pair.p_ranks, "step", step, {prompt.request_id: prompt})
     pair.each(pair.p_ranks, "step", PrefillStep(finished={prompt.request_id: None}), {})
-    [reason] = pair.wait_sent(1).values()
-    assert reason.startswith("prefill keeps the KV of a few layers at a time")
-    assert pair.wait_arrivals(1)[0] == set()
-    assert pair.close() == []
+    expect_failure(pair, "prefill keeps the KV of a few layers at a time")
 
 
 def overwritten_by_a_loader(rank: PrefillRank) -> None:
@@ -202,11 +186,10 @@ def overwritten_by_a_loader(rank: PrefillRank) -> None:
     threading.Thread(target=load, name="loader", daemon=True).start()
 
 
-def test_a_thread_that_loads_kv_into_buffers_waits_for_their_reads() -> None:
-    pair = Pair(*PAIRS["direct"])
+def test_a_thread_that_loads_kv_into_buffers_waits_for_their_reads(make_pair: MakePair) -> None:
+    pair = make_pair(*PAIRS["direct"])
     pair.each(pair.p_ranks, "do", slow_down)
     pair.each(pair.p_ranks, "do", overwritten_by_a_loader)
     requests = prompts(pair, [50, 100])
     run(pair, requests)
     expect_delivery(pair, requests)
-    assert pair.close() == []

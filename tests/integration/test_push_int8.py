@@ -4,7 +4,6 @@
 Layer 1 is not quantized. `tests/npu/test_push_int8.py` compares with vllm-ascend's own functions.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from harness.int8 import FAKQUANT, Int8DecodeRank, Int8Model, Int8PrefillRank
 from harness.kv import Prompt, Side
 from harness.rank_programs import DecodeRank, PrefillRank
-from harness.ranks import Pair, deliver, expect_delivery, prompts, run
+from harness.ranks import MakePair, Pair, deliver, expect_delivery, expect_failure, pair_of_each, prompts, run
 from vllm_ascend_pd.core.step import Send
 
 C8 = Int8Model()
@@ -38,11 +37,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES.keys())
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(*request.param, programs=PROGRAMS)
-    yield made
-    assert made.close() == []
+pair = pair_of_each(SHAPES, programs=PROGRAMS)
 
 
 @pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
@@ -96,14 +91,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("p_model", "p_block", "d_block", "program", "reason"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_does_not_fit_is_refused(
-    p_model: Int8Model, p_block: int, d_block: int, program: type[DecodeRank], reason: str
+    p_model: Int8Model, p_block: int, d_block: int, program: type[DecodeRank], reason: str, make_pair: MakePair
 ) -> None:
     sides = replace(ONE, block_size=p_block), replace(ONE, block_size=d_block)
-    pair = Pair(C8, *sides, p_model=p_model, programs=(Int8PrefillRank, program))
-    requests = prompts(pair, [40])
-    run(pair, requests)
-    [said] = pair.wait_sent(1).values()
-    assert reason in said
-    received, _ = pair.wait_arrivals(1)
-    assert received == set()
-    assert pair.close() == []
+    pair = make_pair(C8, *sides, p_model=p_model, programs=(Int8PrefillRank, program))
+    run(pair, prompts(pair, [40]))
+    expect_failure(pair, reason)

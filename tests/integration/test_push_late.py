@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tickets that come when their prompts are computed, in whole or in part: decode's bytes equal the truth."""
 
-from collections.abc import Iterator
-
-import pytest
-
 from harness.kv import Model, Prompt, Side
-from harness.ranks import Pair, expect_delivery, prompts
+from harness.ranks import Pair, expect_delivery, pair_of_each, prompts
 from test_push import SHAPES
 from vllm_ascend_pd.core.step import PrefillStep, Send, rank_address
 from vllm_ascend_pd.transport.wakeup import WakeupSender, new_address
@@ -31,11 +27,7 @@ LATE = {
 }
 
 
-@pytest.fixture(scope="module", params=LATE.values(), ids=LATE.keys())
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(*request.param)
-    yield made
-    assert made.close() == []
+pair = pair_of_each(LATE)
 
 
 def whole(prompt: Prompt) -> Send:

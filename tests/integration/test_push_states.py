@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of Mamba and linear attention arrive beside attention's KV: real processes and Mooncake over TCP, no model."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from harness.kv import Prompt, Side
-from harness.pool import long
-from harness.ranks import deliver, prompts, run
+from harness.ranks import deliver, pair_of_each, prompts, run
 from harness.states import GATED_DELTA, LAYER, ONE_GROUP, HybridDecode, HybridModel, HybridPair, with_states
 from vllm_ascend_pd.decode.checksums import Delivered
 
@@ -27,15 +25,10 @@ SHAPES = {
     "LINEAR_PCP2_TO_DCP2": (LINEAR, Side(1, pcp=2, interleave=16), Side(4, dcp=2, interleave=16)),
 }
 
-
 LONG = ("MAMBA_TP4_TO_TP1", "LINEAR_DCP2_TO_TP1", "LINEAR_TP1_TO_DCP2", "LINEAR_PCP2_TO_DCP2")
 
 
-@pytest.fixture(scope="module", params=[long(name) if name in LONG else name for name in SHAPES])
-def pair(request: pytest.FixtureRequest) -> Iterator[HybridPair]:
-    made = HybridPair(*SHAPES[request.param], config={"verify_kv": "all"})
-    yield made
-    assert made.close() == []
+pair = pair_of_each(SHAPES, long_ones=LONG, kind=HybridPair, config={"verify_kv": "all"})
 
 
 @pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])

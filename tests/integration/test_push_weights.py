@@ -9,24 +9,21 @@ import pytest
 
 from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank
-from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.ranks import Pair, expect_delivery, expect_failure, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.observe.stats import PUSH_FAILURES
 
-GQA = Model()
-ALLOWED = {"allow_other_model": True}
-
-
-def make(config: dict[str, Any] | None = None) -> Pair:
-    return Pair(GQA, Side(2), Side(1), {"grant_timeout_s": 30.0, **(config or {})})
-
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = make()
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(Model(), Side(2), Side(1), {"grant_timeout_s": 30.0, **getattr(request, "param", {})})
     yield made
     assert made.close() == []
+
+
+def configured(**config: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", [config], indirect=True, ids=[""])
 
 
 def load(ranks: list[Any], seed: int) -> str:
@@ -37,22 +34,16 @@ def load(ranks: list[Any], seed: int) -> str:
 def test_other_weights_are_refused_and_both_named(pair: Pair) -> None:
     ours, theirs = load(pair.p_ranks, 1), load(pair.d_ranks, 2)
     run(pair, prompts(pair, [40, 50]))
-    received, failed = pair.wait_arrivals(2)
-    assert received == set()
-    sent = pair.wait_sent(2)
-    for said in (*failed.values(), *sent.values()):
-        assert f"prefill computed with weights {ours}, this engine has {theirs}" in said
-    assert failed.keys() == sent.keys() == {"request-0", "request-1"}
+    expect_failure(pair, f"prefill computed with weights {ours}, this engine has {theirs}", count=2)
 
 
-def test_other_weights_are_delivered_where_decode_allows_it() -> None:
-    pair = make(ALLOWED)
+@configured(allow_other_model=True)
+def test_other_weights_are_delivered_where_decode_allows_it(pair: Pair) -> None:
     load(pair.p_ranks, 1)
     load(pair.d_ranks, 2)
     requests = prompts(pair, [40])
     run(pair, requests)
     expect_delivery(pair, requests)
-    assert pair.close() == []
 
 
 @pytest.mark.parametrize("known", ["prefill", "decode"])
@@ -74,8 +65,7 @@ def test_what_is_updated_on_one_side_is_refused_until_the_other_is_too(pair: Pai
     expect_delivery(pair, requests)
     load(ranks, 2)
     run(pair, requests)
-    assert pair.wait_arrivals(1)[0] == set()
-    assert "prefill computed with weights" in pair.wait_sent(1)["request-0"]
+    expect_failure(pair, "prefill computed with weights")
     load(others, 2)
     run(pair, requests)
     expect_delivery(pair, requests)
@@ -109,39 +99,31 @@ def test_prefills_weights_updated_in_the_middle_of_a_prompt_fail_it(pair: Pair) 
     load(pair.p_ranks, 2)
     load(pair.p_ranks, 1)
     end(pair, requests, by_id)
-    received, failed = pair.wait_arrivals(1)
-    assert received == set()
-    assert "prefill's weights were updated before all KV was sent" in failed["request-0"]
-    assert pair.wait_sent(1).keys() == {"request-0"}
+    expect_failure(pair, "prefill's weights were updated before all KV was sent")
     causes = [rank.call("stats")["counters"][PUSH_FAILURES.name] for rank in pair.p_ranks]
     assert {"weights": 1} in causes
 
 
-def test_decodes_weights_updated_in_the_middle_of_a_transfer_fail_it() -> None:
-    pair = make({"lease_s": 60.0})  # not renewed before the end: the report alone can tell
+@configured(lease_s=60.0)  # not renewed before the end: the report alone can tell
+def test_decodes_weights_updated_in_the_middle_of_a_transfer_fail_it(pair: Pair) -> None:
     load(pair.p_ranks, 1)
     load(pair.d_ranks, 1)
     requests, by_id = begin(pair)
     load(pair.d_ranks, 2)
     load(pair.d_ranks, 1)
     end(pair, requests, by_id)
-    received, failed = pair.wait_arrivals(1)
-    assert received == set()
-    assert "decode's weights were updated before all KV was here" in failed["request-0"]
-    assert pair.close() == []
+    assert "decode's weights were updated before all KV was here" in pair.wait_arrivals(1)[1]["request-0"]
 
 
-def test_an_update_of_decode_is_noticed_at_the_next_renewal() -> None:
-    pair = make({"lease_s": 1.0})
+@configured(lease_s=1.0)
+def test_an_update_of_decode_is_noticed_at_the_next_renewal(pair: Pair) -> None:
     load(pair.p_ranks, 1)
     load(pair.d_ranks, 1)
     _, by_id = begin(pair)
     load(pair.d_ranks, 2)
     wait_until(lambda: all(rank.call("open_failures") for rank in pair.p_ranks), 30)
     pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
-    assert "this engine has" in pair.wait_arrivals(1)[1]["request-0"]
-    pair.wait_sent(1)
-    assert pair.close() == []
+    expect_failure(pair, "this engine has")
 
 
 loading = ExitStack()
@@ -156,8 +138,7 @@ def end_loading(rank: DecodeRank) -> None:
     loading.close()
 
 
-def test_while_decode_loads_weights_prefill_asks_on() -> None:
-    pair = make()
+def test_while_decode_loads_weights_prefill_asks_on(pair: Pair) -> None:
     load(pair.p_ranks, 1)
     pair.each(pair.d_ranks, "do", begin_loading)
     requests = prompts(pair, [40])
@@ -168,26 +149,19 @@ def test_while_decode_loads_weights_prefill_asks_on() -> None:
     pair.wait_granted()
     prefill(pair, requests, {})
     expect_delivery(pair, requests)
-    assert pair.close() == []
 
 
-def test_a_prompt_that_was_cached_before_the_update_fails_until_the_scheduler_knows() -> None:
+def test_a_prompt_that_was_cached_before_the_update_fails_until_the_scheduler_knows(pair: Pair) -> None:
     """Its cached part is KV of the old weights. Whoever asks again gets what the new ones compute."""
-    pair = make()
     load(pair.p_ranks, 1)
     load(pair.d_ranks, 2)
     load(pair.p_ranks, 2)
     updates = known_updates(pair.p_ranks)
     requests = prompts(pair, [40])
     prefill(pair, requests, pair.announce(requests), cached_tokens=16)
-    received, failed = pair.wait_arrivals(1)
-    assert received == set()
-    reason = "prefill's weights were updated, and a part of the prompt was computed before"
-    assert reason in failed["request-0"]
-    assert reason in pair.wait_sent(1)["request-0"]
+    expect_failure(pair, "prefill's weights were updated, and a part of the prompt was computed before")
     prefill(pair, requests, pair.announce(requests), cached_tokens=16, weight_updates=updates)
     expect_delivery(pair, requests)
-    assert pair.close() == []
 
 
 def test_each_update_is_reported_once(pair: Pair) -> None:
@@ -201,38 +175,30 @@ def test_each_update_is_reported_once(pair: Pair) -> None:
         assert all(count > first[rank] for rank, count in known_updates(ranks).items())
 
 
-def test_a_prompt_that_decode_cached_before_its_update_fails_until_its_scheduler_knows() -> None:
-    pair = make()
+def test_a_prompt_that_decode_cached_before_its_update_fails_until_its_scheduler_knows(pair: Pair) -> None:
     load(pair.p_ranks, 1)
     load(pair.d_ranks, 1)
     requests = prompts(pair, [64], cached=32)
     run(pair, requests)
-    received, failed = pair.wait_arrivals(1)
-    assert received == set()
-    assert "decode's weights were updated, and a part of the prompt was cached before" in failed["request-0"]
-    pair.wait_sent(1)
+    expect_failure(pair, "decode's weights were updated, and a part of the prompt was cached before")
     run(pair, prompts(pair, [64]))
     assert pair.wait_arrivals(1)[0] == {"request-0"}
     pair.wait_sent(1)
-    assert pair.close() == []
 
 
-def test_decodes_weights_updated_between_ticket_and_grant_fail_a_prompt_that_it_has_cached_in_part() -> None:
-    pair = make()
+def test_decodes_weights_updated_between_ticket_and_grant_fail_a_prompt_that_it_has_cached_in_part(pair: Pair) -> None:
     requests = prompts(pair, [64], cached=32)
     tickets = pair.announce(requests)
     load(pair.p_ranks, 1)
     load(pair.d_ranks, 1)
     prefill(pair, requests, tickets)
-    received, failed = pair.wait_arrivals(1)
-    assert received == set()
-    assert "decode's weights were updated, and a part of the prompt was cached before" in failed["request-0"]
-    pair.wait_sent(1)
-    assert pair.close() == []
+    expect_failure(pair, "decode's weights were updated, and a part of the prompt was cached before")
 
 
-def test_f36_decodes_weights_may_be_updated_between_ticket_and_grant_where_decode_allows_other_weights() -> None:
-    pair = make(ALLOWED)
+@configured(allow_other_model=True)
+def test_f36_decodes_weights_may_be_updated_between_ticket_and_grant_where_decode_allows_other_weights(
+    pair: Pair,
+) -> None:
     requests = prompts(pair, [64], cached=32)
     tickets = pair.announce(requests)
     load(pair.p_ranks, 1)
@@ -240,7 +206,6 @@ def test_f36_decodes_weights_may_be_updated_between_ticket_and_grant_where_decod
     prefill(pair, requests, tickets)
     assert pair.wait_arrivals(1) == ({"request-0"}, {})
     pair.wait_sent(1)
-    assert pair.close() == []
 
 
 def known_updates(ranks: list[Any]) -> dict[str, int]:

@@ -3,16 +3,14 @@
 engines that are gone. Real processes, killed with SIGKILL."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import pytest
 
 from harness.kv import Model, Prompt, Side
-from harness.rank_hosts import start_afresh
 from harness.rank_programs import PrefillRank
-from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.ranks import MakePair, Pair, expect_delivery, expect_failure, pair_of_each, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
@@ -26,12 +24,7 @@ CONFIG = {"lease_s": 6.0, "write_timeout_s": 3.0, "control_timeout_s": 2.0, "gra
 SHAPES = {"gathered": (Model(), Side(2), Side(1), CONFIG), "direct": (HEAD_MAJOR, Side(1), Side(1), CONFIG)}
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    start_afresh()
-    made = Pair(*request.param)
-    yield made
-    assert made.close() == []
+pair = pair_of_each(SHAPES, scope="function", afresh=True)
 
 
 def delivers(pair: Pair, requests: list[Prompt]) -> None:
@@ -129,10 +122,10 @@ def test_tickets_that_name_engines_that_never_were(pair: Pair) -> None:
     assert knows(pair) == {"decode"}
 
 
-def test_preempted_while_a_failed_write_may_still_arrive() -> None:
+def test_preempted_while_a_failed_write_may_still_arrive(make_pair: MakePair) -> None:
     """Its retry got through, but what the first attempt left behind would read the blocks' next content, and deliver
     that (R3): decode must not start. A preemption that meets no such write does no harm."""
-    pair = Pair(HEAD_MAJOR, Side(1), Side(1), {**CONFIG, "lease_s": 60.0})
+    pair = make_pair(HEAD_MAJOR, Side(1), Side(1), {**CONFIG, "lease_s": 60.0})
     [p_rank], [d_rank] = pair.p_ranks, pair.d_ranks
     [prompt] = prompts(pair, [48])
     by_id = {prompt.request_id: prompt}
@@ -154,10 +147,6 @@ def test_preempted_while_a_failed_write_may_still_arrive() -> None:
         p_rank.call("step", PrefillStep(preempted={prompt.request_id}), by_id)
         send(2)
         p_rank.call("step", PrefillStep(finished={prompt.request_id: None}), by_id)
-        received, failed = pair.wait_arrivals(1, PATIENCE_S)
-        assert received == set()
-        assert "preempted while a failed write" in failed[prompt.request_id]
-        assert "preempted while a failed write" in pair.wait_sent(1, PATIENCE_S)[prompt.request_id]
+        expect_failure(pair, "preempted while a failed write", timeout_s=PATIENCE_S)
     finally:
         d_rank.freeze(False)
-        assert pair.close() == []

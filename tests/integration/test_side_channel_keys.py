@@ -9,7 +9,7 @@ import zmq
 
 from harness.channels import HOST, PATIENCE_S, MakeSocket, ask, assert_works, echo, endpoint_of, make_keys
 from harness.kv import Model, Side
-from harness.ranks import Pair, prompts, run
+from harness.ranks import MakePair, prompts, run
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import Describe, GrantRefused, encode
 from vllm_ascend_pd.transport.keys import Keys, protect_server
@@ -114,21 +114,18 @@ def test_a_server_cannot_be_reached_before_its_guard_is_there(keys: Keys) -> Non
             client.close()
 
 
-def test_ranks_with_keys_send_and_receive(tmp_path: Path) -> None:
+def test_ranks_with_keys_send_and_receive(tmp_path: Path, make_pair: MakePair) -> None:
     path = tmp_path / "keys"
     make_keys(path)
-    pair = Pair(Model(), Side(2), Side(1), {"side_channel_key_file": str(path)})
+    pair = make_pair(Model(), Side(2), Side(1), {"side_channel_key_file": str(path)})
+    requests = prompts(pair, [40, 50])
+    run(pair, requests)
+    assert pair.wait_arrivals(2) == ({"request-0", "request-1"}, {})
+    assert pair.wait_sent(2) == {}
+    assert pair.differences(requests) == []
+    plain = SideChannelClient()
     try:
-        requests = prompts(pair, [40, 50])
-        run(pair, requests)
-        assert pair.wait_arrivals(2) == ({"request-0", "request-1"}, {})
-        assert pair.wait_sent(2) == {}
-        assert pair.differences(requests) == []
-        plain = SideChannelClient()
-        try:
-            for endpoint in (pair.listener.endpoint, pair.descriptions[0].control):
-                assert isinstance(ask(plain, endpoint, timeout_s=SHORT_S), SideChannelError)
-        finally:
-            plain.close()
+        for endpoint in (pair.listener.endpoint, pair.descriptions[0].control):
+            assert isinstance(ask(plain, endpoint, timeout_s=SHORT_S), SideChannelError)
     finally:
-        assert pair.close() == []
+        plain.close()

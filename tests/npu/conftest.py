@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from harness.ranks import MakePair
     from kernel_builds import Builds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,6 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "emulated: about the emulated CANN libraries themselves")
     if HAS_TORCH_NPU and not config.pluginmanager.has_plugin("cann_on_host_pytest"):
         config.pluginmanager.import_plugin("cann_on_host_pytest")
+
+
+@pytest.fixture
+def make_pair() -> "Iterator[MakePair]":
+    from harness.ranks import made_pairs
+
+    with made_pairs() as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 import cann_on_host
 from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank
-from harness.ranks import Pair, prefill, prompts
+from harness.ranks import MakePair, prefill, prompts
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -25,17 +25,13 @@ def write_late(rank: DecodeRank, blocks: list[int]) -> None:
     cann_on_host.set_delays(0, 0)
 
 
-def test_what_decode_has_queued_comes_first() -> None:
-    pair = Pair(MODEL, *(Side(1, num_blocks=8, block_size=BLOCK) for _ in "PD"), device="npu")
-    try:
-        requests = prompts(pair, [BLOCK + 2], seed=1)
-        pair.each(pair.d_ranks, "do", write_late, requests[0].d_blocks)
-        prefill(pair, requests, pair.announce(requests))
-        arrivals = pair.wait_arrivals(len(requests))
-        differences = pair.differences(requests)
-        assert pair.wait_sent(len(requests)) == {}
-    finally:
-        left = pair.close()
+def test_what_decode_has_queued_comes_first(make_pair: MakePair) -> None:
+    pair = make_pair(MODEL, *(Side(1, num_blocks=8, block_size=BLOCK) for _ in "PD"), device="npu")
+    requests = prompts(pair, [BLOCK + 2], seed=1)
+    pair.each(pair.d_ranks, "do", write_late, requests[0].d_blocks)
+    prefill(pair, requests, pair.announce(requests))
+    arrivals = pair.wait_arrivals(len(requests))
+    differences = pair.differences(requests)
+    assert pair.wait_sent(len(requests)) == {}
     assert arrivals == ({prompt.request_id for prompt in requests}, {})
     assert differences == []
-    assert left == []

@@ -9,7 +9,7 @@ import pytest
 import cann_on_host
 from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
-from harness.ranks import Pair, prefill, prompts
+from harness.ranks import MakePair, Pair, prefill, prompts
 from vllm_ascend_pd.core.step import PrefillStep
 from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.device.npu import NpuEvent
@@ -108,17 +108,13 @@ CASES = [
 
 @pytest.mark.parametrize(("work", "mutation", "delays"), CASES, ids=[f"{w}-{m.__name__}" for w, m, _ in CASES])
 def test_a_missing_wait_delivers_wrong_bytes(
-    work: str, mutation: Callable[[PrefillRank], None], delays: tuple[int, int]
+    work: str, mutation: Callable[[PrefillRank], None], delays: tuple[int, int], make_pair: MakePair
 ) -> None:
     prefill_side, decode_side = (Side(tp, num_blocks=8, block_size=BLOCK) for tp in SIZES[work])
     if work.endswith("in-turn"):
         prefill_side = replace(prefill_side, buffers=1)
-    pair = Pair(MODEL, prefill_side, decode_side, device="npu")
-    try:
-        unmutated = push(pair, 1, delays, mutation=None)
-        mutated = push(pair, 2, delays, mutation)
-    finally:
-        left = pair.close()
+    pair = make_pair(MODEL, prefill_side, decode_side, device="npu")
+    unmutated = push(pair, 1, delays, mutation=None)
+    mutated = push(pair, 2, delays, mutation)
     assert unmutated == []
     assert mutated != []
-    assert left == []

@@ -17,7 +17,7 @@ import pytest
 
 from harness.kv import Model, Side
 from harness.pool import long
-from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.ranks import MakePair, expect_delivery, expect_failure, prompts, run
 from mooncake_wheels import FOLDER, Answering, python_path
 from vllm_ascend_pd.core.compatibility import cannot_write
 from vllm_ascend_pd.core.protocol import TransportInfo
@@ -82,23 +82,22 @@ def test_engines_know_what_they_are_and_write_where_they_say_they_can(peer: Call
         assert (peers[decode].ask("get", len(text)) == text) == (answer is None), text
 
 
-def test_a_prefill_rank_refuses_a_decode_engine_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_rank_refuses_a_decode_engine_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch, make_pair: MakePair
+) -> None:
     side = Side(1, num_blocks=24, block_size=128)
-    pair = Pair(Model(), side, side, device="npu")
-    try:
-        before = prompts(pair, [130])
-        run(pair, before)
-        expect_delivery(pair, before)
-        monkeypatch.setenv("CANN_ON_HOST_CLIENT_SERVER", "0")
-        pair.restart_decode("another")
-        requests = prompts(pair, [130], seed=5)
-        run(pair, requests)
-        [reason] = pair.wait_sent(1).values()
-        assert "prefill transfers by ascend with HIXL's client/server engine (mooncake-transfer-engine-npu" in reason
-        assert "decode by ascend with HIXL's comm engine (mooncake-transfer-engine-npu" in reason
-        assert pair.wait_arrivals(1) == (set(), {requests[0].request_id: f"prefill rank 0: {reason}"})
-    finally:
-        assert pair.close() == []
+    pair = make_pair(Model(), side, side, device="npu")
+    before = prompts(pair, [130])
+    run(pair, before)
+    expect_delivery(pair, before)
+    monkeypatch.setenv("CANN_ON_HOST_CLIENT_SERVER", "0")
+    pair.restart_decode("another")
+    run(pair, prompts(pair, [130], seed=5))
+    expect_failure(
+        pair,
+        "prefill transfers by ascend with HIXL's client/server engine (mooncake-transfer-engine-npu",
+        "decode by ascend with HIXL's comm engine (mooncake-transfer-engine-npu",
+    )
 
 
 def test_tcp_means_tcp_with_the_wheel_for_npus(peer: Callable[..., Peer]) -> None:

@@ -16,7 +16,7 @@ import cann_on_host
 from harness.kv import Model, Side
 from harness.pool import long
 from harness.rank_programs import DecodeRank, PrefillRank
-from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.ranks import MakePair, Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.device import ops, ops_fallback
 
 pytestmark = pytest.mark.npu
@@ -89,9 +89,9 @@ def sleep(rank: PrefillRank | DecodeRank) -> None:
     rank.worker.sleep()
 
 
-def test_ranks_that_have_slept_send_and_receive_again() -> None:
+def test_ranks_that_have_slept_send_and_receive_again(make_pair: MakePair) -> None:
     """Mooncake's engines stop, and start again with the same memory."""
-    pair = Pair(GQA, side(2), side(1), device="npu")
+    pair = make_pair(GQA, side(2), side(1), device="npu")
     push(pair)
     for ranks in (pair.d_ranks, pair.p_ranks):
         pair.each(ranks, "do", sleep)
@@ -100,17 +100,15 @@ def test_ranks_that_have_slept_send_and_receive_again() -> None:
         pair._listen(f"{pair.decode_id}.1", pair.port)
         pair.each(pair.d_ranks, "clear")
         push(pair)
-    assert pair.close() == []
 
 
-def test_a_layer_of_more_chunks_than_staging_slots_arrives() -> None:
+def test_a_layer_of_more_chunks_than_staging_slots_arrives(make_pair: MakePair) -> None:
     """On an NPU the model's thread itself waits for a slot, which only the sending of an earlier chunk frees."""
     sides = (Side(tp, num_blocks=48, block_size=BLOCK) for tp in (2, 1))
-    pair = Pair(GQA, *sides, {"staging_slots": 1, "write_timeout_s": 5.0, "grant_timeout_s": 5.0}, device="npu")
+    pair = make_pair(GQA, *sides, {"staging_slots": 1, "write_timeout_s": 5.0, "grant_timeout_s": 5.0}, device="npu")
     requests = prompts(pair, [18 * BLOCK])
     run(pair, requests, chunk=18 * BLOCK)
     expect_delivery(pair, requests)
-    assert pair.close() == []
 
 
 def reduce_every_layer(rank: PrefillRank) -> None:
@@ -127,19 +125,17 @@ def reduce_every_layer(rank: PrefillRank) -> None:
 
 @pytest.mark.parametrize("chip", ["Ascend910B1", long("Ascend910_9391")])
 @pytest.mark.parametrize("shape", ["tp2-to-tp1", long("tp4-to-tp2")])
-def test_bytes_arrive_beside_the_models_collectives(shape: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_arrive_beside_the_models_collectives(
+    shape: str, chip: str, monkeypatch: pytest.MonkeyPatch, make_pair: MakePair
+) -> None:
     """The launch scripts start the model's communicators in mode AIV, which HCCL allows one of at a time."""
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
     if cann_on_host.is_active():
         monkeypatch.setenv("CANN_ON_HOST_SOC", chip)
         monkeypatch.setenv(*SIDE_STREAMS)
-    pair = Pair(*SHAPES[shape], device="npu")
-    try:
-        pair.each(pair.p_ranks, "do", reduce_every_layer)
-        push(pair)
-    finally:
-        left = pair.close()
-    assert left == []
+    pair = make_pair(*SHAPES[shape], device="npu")
+    pair.each(pair.p_ranks, "do", reduce_every_layer)
+    push(pair)
 
 
 def warnings_of_missing_kernels(_: PrefillRank) -> int:
@@ -148,16 +144,14 @@ def warnings_of_missing_kernels(_: PrefillRank) -> int:
 
 @pytest.mark.skipif(not ops.npu_kernels.reason, reason="the kernels are in use")
 @pytest.mark.parametrize(("shape", "times"), [("tp2-to-tp1", 1), ("mla-tp1-to-tp1", 0)])
-def test_prefill_that_may_regroup_says_once_at_its_start_that_it_has_no_kernels(shape: str, times: int) -> None:
-    pair = Pair(*SHAPES[shape], device="npu")
-    try:
+def test_prefill_that_may_regroup_says_once_at_its_start_that_it_has_no_kernels(
+    shape: str, times: int, make_pair: MakePair
+) -> None:
+    pair = make_pair(*SHAPES[shape], device="npu")
+    assert set(pair.each(pair.p_ranks, "do", warnings_of_missing_kernels)) == {times}
+    if times:
+        push(pair)
         assert set(pair.each(pair.p_ranks, "do", warnings_of_missing_kernels)) == {times}
-        if times:
-            push(pair)
-            assert set(pair.each(pair.p_ranks, "do", warnings_of_missing_kernels)) == {times}
-    finally:
-        left = pair.close()
-    assert left == []
 
 
 def launched(_: PrefillRank) -> dict[str, int]:
@@ -166,38 +160,34 @@ def launched(_: PrefillRank) -> dict[str, int]:
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("shape", ["tp2-to-tp1", long("mla-tp2-to-tp1"), long("int8-tp2-to-tp1")])
-def test_checksums_take_one_launch_for_a_layer_whatever_the_number_of_requests(kernels: Path, shape: str) -> None:
+def test_checksums_take_one_launch_for_a_layer_whatever_the_number_of_requests(
+    kernels: Path, shape: str, make_pair: MakePair
+) -> None:
     """And verify what arrives: decode's ranks fail requests that differ."""
-    pair = Pair(*SHAPES[shape], {"verify_kv": "all"}, device="npu", kernels=kernels)
-    try:
-        for count in (1, 4):
-            before = pair.each(pair.p_ranks, "do", launched)
-            requests = prompts(pair, [BLOCK] * count)
-            run(pair, requests, chunk=count * BLOCK)
-            expect_delivery(pair, requests)
-            after = pair.each(pair.p_ranks, "do", launched)
-            kernel = "vllm_ascend_pd_sum"
-            taken = {now.get(kernel, 0) - then.get(kernel, 0) for then, now in zip(before, after, strict=True)}
-            layers = SHAPES[shape][0].layers
-            assert layers in taken
-            assert taken <= {0, layers}  # of replicated heads one rank sends each
-    finally:
-        left = pair.close()
-    assert left == []
+    pair = make_pair(*SHAPES[shape], {"verify_kv": "all"}, device="npu", kernels=kernels)
+    for count in (1, 4):
+        before = pair.each(pair.p_ranks, "do", launched)
+        requests = prompts(pair, [BLOCK] * count)
+        run(pair, requests, chunk=count * BLOCK)
+        expect_delivery(pair, requests)
+        after = pair.each(pair.p_ranks, "do", launched)
+        kernel = "vllm_ascend_pd_sum"
+        taken = {now.get(kernel, 0) - then.get(kernel, 0) for then, now in zip(before, after, strict=True)}
+        layers = SHAPES[shape][0].layers
+        assert layers in taken
+        assert taken <= {0, layers}  # of replicated heads one rank sends each
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("shape", [long(each) if each == "tp4-to-tp2" else each for each in WITH_KERNELS])
-def test_bytes_arrive_through_compiled_kernels(kernels: Path, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_arrive_through_compiled_kernels(
+    kernels: Path, shape: str, monkeypatch: pytest.MonkeyPatch, make_pair: MakePair
+) -> None:
     monkeypatch.setenv(*EVERY_STREAM)
-    pair = Pair(*SHAPES[shape], device="npu", kernels=kernels)
-    try:
-        before = pair.each(pair.p_ranks, "do", launched)
-        push(pair)
-        kernel = WITH_KERNELS[shape]
-        for then, now in zip(before, pair.each(pair.p_ranks, "do", launched), strict=True):
-            assert now[kernel] > then.get(kernel, 0)
-            assert now.get("aclnnIndexSelect", 0) == then.get("aclnnIndexSelect", 0), "torch_npu's operators regroup"
-    finally:
-        left = pair.close()
-    assert left == []
+    pair = make_pair(*SHAPES[shape], device="npu", kernels=kernels)
+    before = pair.each(pair.p_ranks, "do", launched)
+    push(pair)
+    kernel = WITH_KERNELS[shape]
+    for then, now in zip(before, pair.each(pair.p_ranks, "do", launched), strict=True):
+        assert now[kernel] > then.get(kernel, 0)
+        assert now.get("aclnnIndexSelect", 0) == then.get("aclnnIndexSelect", 0), "torch_npu's operators regroup"

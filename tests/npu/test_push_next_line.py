@@ -14,7 +14,7 @@ import torch
 
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_programs import ONCE, DecodeRank, Hooks, PrefillRank
-from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.ranks import MakePair, expect_delivery, prompts, run
 
 pytestmark = [pytest.mark.npu, pytest.mark.long]
 
@@ -99,16 +99,17 @@ class StorePrefillRank(PrefillRank):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_ascend_store_waits_for_buffers_that_layers_use_in_turn(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascend_store_waits_for_buffers_that_layers_use_in_turn(
+    tp: int, monkeypatch: pytest.MonkeyPatch, make_pair: MakePair
+) -> None:
     """12 layers in 4 buffers. Side streams are late, so a buffer that is not waited for has another layer's KV."""
     monkeypatch.setenv("CANN_ON_HOST_DELAY_SIDE_US", "20000")
     monkeypatch.setenv(VARIABLE, "0.30")
     sides = Side(tp, num_blocks=24, block_size=128, buffers=4), Side(1, num_blocks=24, block_size=128)
-    pair = Pair(Model(layers=12), *sides, device="npu", programs=(StorePrefillRank, DecodeRank))
+    pair = make_pair(Model(layers=12), *sides, device="npu", programs=(StorePrefillRank, DecodeRank))
     requests = prompts(pair, [1, 127, 128, 129, 300])
     run(pair, requests, chunk=200)
     expect_delivery(pair, requests)
     for waited in pair.each(pair.p_ranks, "waited"):
         steps = waited["MainThread"] / 4  # the first layers of a step load nothing, so the model's thread waits
         assert waited["KVCacheStoreLayerRecvingThread"] == 8 * steps > 0
-    assert pair.close() == []
