@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from engine_standin import DecodeEngine, PrefillEngine, Servers
+from engine_standin import DecodeEngine, PrefillEngine, Servers, make_failure
 
 from harness import proxy_state
 from harness.plain_http import PLAIN_HTTP
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH
 from vllm_ascend_pd.proxy.server import ProxyApp
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
@@ -52,6 +52,20 @@ class Cluster:
 
     def complete(self, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={**COMPLETION, **fields})
+
+    @contextmanager
+    def streaming(self) -> Iterator[tuple[str, Iterator[bytes]]]:
+        """A stream whose client has one token. Yields the request's id at engines, and what follows in the stream."""
+        self.decode.hangs_after_first_token = True
+        with self.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}) as response:
+            events = response.iter_raw()  # the stream ends with its iterator
+            next(events)
+            yield self.decode.received[-1].headers["x-request-id"], events
+
+    def report_failure(self, reason: str) -> None:
+        """Decode reports that the transfer of its first ticket failed."""
+        failure = make_failure(self.decode.tickets[0], reason)
+        assert self.client.post(METASERVER_PATH + FAILURE_SUFFIX, json=failure).status_code == 200
 
 
 @contextmanager
@@ -174,3 +188,14 @@ def running_proxy(
     finally:
         process.kill()
         process.communicate(timeout=10)
+
+
+@contextmanager
+def proxy_process(
+    prefill: PrefillEngine, decode: DecodeEngine, *options: str, **how: Any
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The same with stand-ins for its engines."""
+    with Servers() as servers:
+        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
+        with running_proxy(*urls, *options, **how) as running:
+            yield running

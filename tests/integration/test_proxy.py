@@ -123,12 +123,8 @@ def test_models_come_from_a_decode_engine_also_without_the_answer(cluster: Clust
 def test_decode_gets_the_reason_of_a_failed_prefill(cluster: Cluster) -> None:
     """Decode is already answering prompt 0 when prompt 1 fails: decode ends the stream itself."""
     cluster.prefill.transfer_error = "rank 1: session lost"
-    cluster.decode.hangs_after_first_token = True
     cluster.decode.needs_prefill = False
-    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}) as response:
-        tokens = response.iter_raw()
-        next(tokens)
-        request_id = cluster.decode.received[0].headers["x-request-id"]
+    with cluster.streaming() as (request_id, _):
         answer = cluster.client.post(METASERVER_PATH, json=make_ticket(f"cmpl-{request_id}-0", "t"))
         assert (answer.status_code, answer.json()) == (502, {"error": "rank 1: session lost", "may_follow": True})
         assert not cluster.decode.cancelled.is_set()
@@ -170,10 +166,8 @@ def test_the_clients_own_request_id_is_not_logged(cluster: Cluster, caplog: pyte
 
 
 def test_client_leaving_in_the_stream_cancels_decode(cluster: Cluster) -> None:
-    cluster.decode.hangs_after_first_token = True
-    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
-        tokens = response.iter_raw()
-        next(tokens)
+    with cluster.streaming():
+        assert not cluster.decode.cancelled.is_set()
     assert cluster.decode.cancelled.wait(5)
 
 
@@ -195,9 +189,7 @@ def test_decode_giving_up_a_ticket_cancels_its_prefill(cluster: Cluster, monkeyp
     monkeypatch.setattr(metaserver, "_REJOIN_SECONDS", 0.2)
     cluster.prefill.hangs = True
     cluster.decode.needs_prefill = False
-    cluster.decode.hangs_after_first_token = True
-    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
-        request_id = cluster.decode.received[0].headers["x-request-id"]
+    with cluster.streaming() as (request_id, _):
         with closing(cluster.send_only(METASERVER_PATH, make_ticket(f"cmpl-{request_id}-0", "t"))):
             assert cluster.prefill.working.wait(5)
         assert cluster.prefill.cancelled.wait(5)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_standin import DecodeEngine, PrefillEngine, make_failure
+from engine_standin import DecodeEngine, PrefillEngine
 from proxy_cluster import CHAT, beside, eventually, withheld
 
 OFTEN = {"check_interval": 0.1}
@@ -43,8 +43,7 @@ def test_an_engine_with_requests_in_flight_gets_fewer() -> None:
         assert len(slow.received) == 1
         slow.hangs = False
         assert not first.done()
-        failure = make_failure(cluster.decode.tickets[0], "over")
-        assert cluster.client.post("/v1/metaserver/failure", json=failure).status_code == 200
+        cluster.report_failure("over")
         assert first.result().status_code == 200
 
 

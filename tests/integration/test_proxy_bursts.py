@@ -15,8 +15,8 @@ from http.client import HTTPConnection
 import aiohttp
 import psutil
 import pytest
-from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import Cluster, eventually, running_cluster, running_proxy, stub_engine
+from engine_standin import DecodeEngine, PrefillEngine
+from proxy_cluster import Cluster, eventually, proxy_process, running_cluster, running_proxy, stub_engine
 
 from vllm_ascend_pd.proxy.routing import concurrency
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
@@ -134,21 +134,22 @@ def test_a_body_that_arrives_while_its_request_waits_is_complete(size: int) -> N
 def test_waiting_clients_get_503_when_the_proxy_stops() -> None:
     prefill, decode = PrefillEngine(), DecodeEngine()
     prefill.holds = True
-    with Servers() as servers, ThreadPoolExecutor(2) as clients:
-        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
-        with running_proxy(*urls, "--max-concurrent", "1") as (process, port):
-            cluster = Cluster()
-            cluster.client.base_url = f"http://127.0.0.1:{port}"  # type: ignore[assignment]
-            first = clients.submit(cluster.complete)
-            assert decode.working.wait(10)
-            second = clients.submit(cluster.complete)
-            eventually(lambda: waiting(cluster) == 1)
-            process.send_signal(signal.SIGTERM)
-            for answer in (first, second):
-                assert answer.result().status_code == 503
-                assert answer.result().json()["error"]["message"] == "the proxy is shutting down"
-            assert process.wait(10) == 0
-            prefill.holds = False
+    with (
+        ThreadPoolExecutor(2) as clients,
+        proxy_process(prefill, decode, "--max-concurrent", "1") as (process, port),
+    ):
+        cluster = Cluster()
+        cluster.client.base_url = f"http://127.0.0.1:{port}"  # type: ignore[assignment]
+        first = clients.submit(cluster.complete)
+        assert decode.working.wait(10)
+        second = clients.submit(cluster.complete)
+        eventually(lambda: waiting(cluster) == 1)
+        process.send_signal(signal.SIGTERM)
+        for answer in (first, second):
+            assert answer.result().status_code == 503
+            assert answer.result().json()["error"]["message"] == "the proxy is shutting down"
+        assert process.wait(10) == 0
+        prefill.holds = False
 
 
 def test_two_thousand_clients_at_once_are_all_answered() -> None:

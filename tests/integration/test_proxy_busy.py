@@ -43,13 +43,16 @@ def test_f22_another_engine_takes_what_a_busy_one_does_not() -> None:
         assert withheld(cluster)["prefill"] == {}
 
 
-@pytest.mark.parametrize(("role", "status"), [("prefill", 429), ("decode", 503)])
+@pytest.mark.parametrize(("role", "status"), [("prefill", 429), ("decode", 503), ("decode", 200)])
 def test_f22_after_the_queue_timeout_the_answer_is_503_with_retry_after(role: str, status: int) -> None:
+    """With 200, a stream is refused in its first event."""
     with running_cluster(queue_timeout=0.5) as cluster:
-        error = {**BUSY["error"], "code": status}
-        getattr(cluster, role).refusal = (status, {"error": error})
+        if status == 200:
+            cluster.decode.stream_room = 0
+        else:
+            getattr(cluster, role).refusal = (status, {"error": {**BUSY["error"], "code": status}})
         begun = time.monotonic()
-        response = cluster.complete()
+        response = cluster.complete(stream=status == 200)
         assert 0.4 < time.monotonic() - begun < 10
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert f"all {role} engines are busy" in response.json()["error"]["message"]
@@ -64,16 +67,6 @@ def test_f22_a_stream_that_is_refused_in_its_first_event_waits() -> None:
         assert counted(cluster) == ({"prefill": 0, "decode": 0}, {"prefill": {}, "decode": {}})
         assert withheld(cluster)["decode"] == {}
         assert cluster.decode.most_streams == 4
-
-
-def test_f22_a_stream_that_is_always_refused_in_its_first_event() -> None:
-    with running_cluster(queue_timeout=0.5) as cluster:
-        cluster.decode.stream_room = 0
-        response = cluster.complete(**STREAM)
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-        assert "all decode engines are busy" in response.json()["error"]["message"]
-        assert set(counted(cluster)[1]["decode"]) == {"busy"}
-        assert len(cluster.decode.received) < 10
 
 
 @pytest.mark.parametrize("slept", [False, True])

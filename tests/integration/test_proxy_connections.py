@@ -11,8 +11,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import psutil
 import pytest
-from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import Cluster, eventually, running_cluster, running_proxy
+from engine_standin import DecodeEngine, PrefillEngine
+from proxy_cluster import Cluster, eventually, proxy_process, running_cluster, running_proxy
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.proxy.http import messages
@@ -60,9 +60,8 @@ def asked_for_8_mib(port: int, receive_buffer: int) -> Iterator[socket.socket]:
 
 def test_a_client_that_reads_nothing_loses_its_connection_and_a_slow_one_gets_all() -> None:
     decode = DecodeEngine()
-    with Servers() as servers, ExitStack() as stack:
-        urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: decode.app)
-        process, port = stack.enter_context(running_proxy(*urls, "--read-timeout", "3"))
+    with ExitStack() as stack:
+        process, port = stack.enter_context(proxy_process(PrefillEngine(), decode, "--read-timeout", "3"))
         deaf = stack.enter_context(asked_for_8_mib(port, 1))
         slow = stack.enter_context(asked_for_8_mib(port, 1 << 16))
         proxy = psutil.Process(process.pid)

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from engine_standin import DecodeEngine, event, make_failure, make_ticket
-from proxy_cluster import CHAT, STREAM, beside, closing_server, counted, running_cluster
+from proxy_cluster import CHAT, STREAM, Cluster, beside, closing_server, counted, running_cluster
 
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH
 
-FAILURE_PATH = METASERVER_PATH + "/failure"
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
 
 
@@ -92,7 +91,7 @@ def test_prefills_of_a_failed_attempt_are_cancelled_first() -> None:
         assert cluster.prefill.working.wait(5)
         cluster.prefill.hangs = False
         failure = make_failure(dying.tickets[0], "registered memory is gone")
-        assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
+        assert cluster.client.post(METASERVER_PATH + FAILURE_SUFFIX, json=failure).status_code == 200
         assert answer.result().status_code == 200
         assert cluster.prefill.cancelled.is_set()
         assert dying.cancelled.wait(5)
@@ -134,12 +133,11 @@ def test_no_retry_after_the_clients_first_token() -> None:
         assert cluster.decode.received == []
 
 
-def test_big_first_events_pass() -> None:
-    with running_cluster() as cluster:
-        cluster.decode.first_events = [ROLE, {"choices": [{"index": 0, "delta": {"content": "x" * 3_000_000}}]}]
-        response = cluster.client.post("/v1/chat/completions", json={**CHAT, **STREAM})
-        expected = b"".join(map(event, cluster.decode.first_events))
-        assert response.content == expected + cluster.decode.expected_stream(cluster.decode.received[0])
+def test_big_first_events_pass(cluster: Cluster) -> None:
+    cluster.decode.first_events = [ROLE, {"choices": [{"index": 0, "delta": {"content": "x" * 3_000_000}}]}]
+    response = cluster.client.post("/v1/chat/completions", json={**CHAT, **STREAM})
+    expected = b"".join(map(event, cluster.decode.first_events))
+    assert response.content == expected + cluster.decode.expected_stream(cluster.decode.received[0])
 
 
 @pytest.mark.parametrize(("attempts", "stream"), [(1, {}), (2, STREAM)], ids=["json", "stream"])

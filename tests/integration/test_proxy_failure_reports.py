@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_standin import PrefillEngine, make_failure, make_ticket
-from proxy_cluster import STREAM, Cluster, beside, counted, running_cluster
+from proxy_cluster import STREAM, Cluster, beside, counted
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
@@ -17,20 +17,15 @@ FAILURE_PATH = METASERVER_PATH + "/failure"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
 
-def hang(engine: PrefillEngine) -> None:
-    engine.hangs = True
-
-
 @EITHER
 def test_decode_reports_a_prefill_that_hangs(stream: dict[str, Any]) -> None:
     """A new decode request follows, whose prefill another engine computes."""
     frozen = PrefillEngine()
-    hang(frozen)
+    frozen.hangs = True
     with beside(prefill=frozen) as cluster, ThreadPoolExecutor(1) as client:
         answer = client.submit(cluster.complete, **stream)
         assert frozen.working.wait(5)
-        failure = make_failure(cluster.decode.tickets[0], "prefill rank 0 went silent")
-        assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
+        cluster.report_failure("prefill rank 0 went silent")
         assert answer.result().status_code == 200
         assert frozen.cancelled.wait(5)
         (served,) = cluster.prefill.received
@@ -52,30 +47,14 @@ def test_invalid_failure_reports_are_refused(idle_cluster: Cluster, body: bytes,
     assert idle_cluster.client.post(FAILURE_PATH, content=body).status_code == status
 
 
-def test_failure_of_another_ticket_changes_nothing() -> None:
-    with running_cluster(attempts=1) as cluster:
-        hang(cluster.prefill)
-        with ThreadPoolExecutor(1) as client:
-            answer = client.submit(cluster.complete)
-            assert cluster.prefill.working.wait(5)
-            ticket = cluster.decode.tickets[0]
-            failure = make_failure({**ticket, "ticket_id": "another"}, "why")
-            assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 404
-            assert not cluster.prefill.cancelled.is_set()
-            assert not answer.done()
-            assert cluster.client.post(FAILURE_PATH, json=make_failure(ticket, "over")).status_code == 200
-            assert answer.result().status_code == 502
-
-
-def test_reason_in_the_middle_of_a_stream() -> None:
-    with running_cluster() as cluster:
-        cluster.decode.fails_after_first_token = True
-        cluster.decode.explains = "prefill rank 1 went silent"
-        response = cluster.complete(stream=True)
-        token, error, done = response.text.strip().split("\n\n")
-        assert "ÿ 0" in json.loads(token.removeprefix("data: "))["text"]
-        shown = json.loads(error.removeprefix("data: "))["error"]
-        assert (shown["message"], shown["code"]) == ("KV transfer failed: prefill rank 1 went silent", 502)
-        assert done == "data: [DONE]"
-        assert len(cluster.decode.received) == 1
-        assert counted(cluster)[1]["decode"] == {"transfer failed": 1}
+def test_reason_in_the_middle_of_a_stream(cluster: Cluster) -> None:
+    cluster.decode.fails_after_first_token = True
+    cluster.decode.explains = "prefill rank 1 went silent"
+    response = cluster.complete(stream=True)
+    token, error, done = response.text.strip().split("\n\n")
+    assert "ÿ 0" in json.loads(token.removeprefix("data: "))["text"]
+    shown = json.loads(error.removeprefix("data: "))["error"]
+    assert (shown["message"], shown["code"]) == ("KV transfer failed: prefill rank 1 went silent", 502)
+    assert done == "data: [DONE]"
+    assert len(cluster.decode.received) == 1
+    assert counted(cluster)[1]["decode"] == {"transfer failed": 1}

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import httpx
 import pytest
 from engine_standin import make_failure, make_ticket
-from proxy_cluster import COMPLETION, STREAM, Cluster, eventually, running_cluster
+from proxy_cluster import COMPLETION, Cluster, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
@@ -21,19 +19,9 @@ REASON = "who_computes is never, and it wants log probabilities"
 
 @pytest.fixture
 def streaming() -> Iterator[Cluster]:
-    with stream(prefill_attempts=1) as cluster:
-        yield cluster
-
-
-@contextmanager
-def stream(prefill_attempts: int) -> Iterator[Cluster]:
     """A stream whose client has one token, and whose ticket was answered."""
-    with running_cluster(attempts=prefill_attempts) as cluster:
-        cluster.decode.hangs_after_first_token = True
-        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}) as response:
-            chunks = response.iter_bytes()  # the stream ends with its iterator
-            next(chunks)
-            yield cluster
+    with running_cluster(attempts=1) as cluster, cluster.streaming():
+        yield cluster
 
 
 def post(cluster: Cluster, ticket_id: str, replaces: str) -> httpx.Response:
@@ -43,12 +31,8 @@ def post(cluster: Cluster, ticket_id: str, replaces: str) -> httpx.Response:
     return cluster.client.post(METASERVER_PATH, json=ticket)
 
 
-def first(cluster: Cluster) -> dict[str, Any]:
-    return cluster.decode.tickets[0]
-
-
 def test_each_ticket_takes_the_place_of_the_one_before(streaming: Cluster) -> None:
-    assert post(streaming, "second", first(streaming)["ticket_id"]).status_code == 200
+    assert post(streaming, "second", streaming.decode.tickets[0]["ticket_id"]).status_code == 200
     assert post(streaming, "third", "second").status_code == 200
     asked = streaming.prefill.received[1:]
     assert [(each.path, each.body["prompt"]) for each in asked] == 2 * [("/v1/completions", IDS)]
@@ -62,14 +46,14 @@ def test_a_ticket_that_takes_no_place_is_one_too_many(streaming: Cluster, replac
 
 
 def test_a_place_is_taken_once(streaming: Cluster) -> None:
-    known = first(streaming)["ticket_id"]
+    known = streaming.decode.tickets[0]["ticket_id"]
     assert post(streaming, "second", known).status_code == 200
     assert post(streaming, "third", known).status_code == 409
 
 
 def test_a_ticket_that_is_posted_again_keeps_its_place(streaming: Cluster) -> None:
     """Its answer was lost, for example."""
-    known = first(streaming)["ticket_id"]
+    known = streaming.decode.tickets[0]["ticket_id"]
     assert [post(streaming, "second", known).status_code for _ in range(2)] == [200, 200]
     assert post(streaming, "third", "second").status_code == 200
     assert not streaming.decode.cancelled.is_set()
@@ -77,7 +61,7 @@ def test_a_ticket_that_is_posted_again_keeps_its_place(streaming: Cluster) -> No
 
 @pytest.mark.parametrize("late", ["first", "second"])
 def test_a_ticket_that_comes_after_the_one_in_its_place_is_refused(streaming: Cluster, late: str) -> None:
-    known = first(streaming)["ticket_id"]
+    known = streaming.decode.tickets[0]["ticket_id"]
     assert post(streaming, "second", known).status_code == 200
     assert post(streaming, "third", "second").status_code == 200
     asked = len(streaming.prefill.received)
@@ -90,7 +74,7 @@ def test_a_ticket_that_comes_after_the_one_in_its_place_is_refused(streaming: Cl
 def test_failures_count_until_kv_has_come(streaming: Cluster) -> None:
     """Otherwise decode and prefill could fail together without end."""
     streaming.prefill.transfer_error = "no route"
-    failed = post(streaming, "second", first(streaming)["ticket_id"])
+    failed = post(streaming, "second", streaming.decode.tickets[0]["ticket_id"])
     assert (failed.status_code, failed.json()) == (502, {"error": "no route", "may_follow": False})
     streaming.prefill.transfer_error = None
     asked = len(streaming.prefill.received)
@@ -100,13 +84,13 @@ def test_failures_count_until_kv_has_come(streaming: Cluster) -> None:
 
 
 def test_a_further_ticket_gets_another_prefill_while_attempts_are_left() -> None:
-    with stream(prefill_attempts=2) as streaming:
-        streaming.prefill.transfer_error = "no route"
-        failed = post(streaming, "second", first(streaming)["ticket_id"])
+    with running_cluster(attempts=2) as cluster, cluster.streaming():
+        cluster.prefill.transfer_error = "no route"
+        failed = post(cluster, "second", cluster.decode.tickets[0]["ticket_id"])
         assert (failed.status_code, failed.json()) == (502, {"error": "no route", "may_follow": True})
-        streaming.prefill.transfer_error = None
-        assert post(streaming, "third", "second").status_code == 200
-        assert not streaming.decode.cancelled.is_set()
+        cluster.prefill.transfer_error = None
+        assert post(cluster, "third", "second").status_code == 200
+        assert not cluster.decode.cancelled.is_set()
 
 
 def refuse(cluster: Cluster, is_unfit: bool) -> None:

@@ -7,18 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from engine_standin import PrefillEngine, Servers, make_failure
+from engine_standin import PrefillEngine, Servers
 from proxy_cluster import STREAM, beside, counted, eventually, running_cluster
 
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
 
 def test_requests_wait_for_a_slot() -> None:
+    """Decode is not asked to compute them meanwhile."""
     with running_cluster(max_per_decode=1, max_per_prefill=1) as cluster, ThreadPoolExecutor(6) as clients:
-        cluster.decode.waits = 0.1
+        cluster.decode.waits, cluster.decode.computes_itself = 0.1, True
         answers = [clients.submit(cluster.complete, prompt=["a", "b"]) for _ in range(6)]
         assert [answer.result().status_code for answer in answers] == [200] * 6
-        assert len(cluster.decode.received) == 6
+        assert (len(cluster.decode.received), len(cluster.prefill.received)) == (6, 12)
         assert cluster.decode.most_at_once == 1
         assert cluster.prefill.most_at_once == 1
 
@@ -53,8 +54,7 @@ def test_no_slot_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> None
         assert len(cluster.prefill.received) == 1
         assert len(cluster.decode.received) == 2
         cluster.prefill.hangs = False
-        failure = make_failure(cluster.decode.tickets[0], "over")
-        assert cluster.client.post("/v1/metaserver/failure", json=failure).status_code == 200
+        cluster.report_failure("over")
         assert first.result().status_code == 200
 
 

@@ -19,15 +19,15 @@ SHORT = {"read_timeout": 1.0, "probe_timeout": 0.3, "check_interval": 0.1}
 LONG_S = 3.5
 
 
-def computed(tokens: int, running: int = 1) -> str:
-    """vLLM's `/metrics` of an engine that has generated this many tokens."""
+def computed(tokens: int, running: int = 1, of_prompts: int = 7) -> str:
+    """vLLM's `/metrics` of an engine that has generated this many tokens, and computed so many `of_prompts`."""
     labels = '{engine="0",model_name="tiny"}'
     return "".join(
         f"vllm:{name}{labels} {value}.0\n"
         for name, value in (
             ("num_requests_running", running),
             ("num_requests_waiting", 0),
-            ("prompt_tokens_total", 7),
+            ("prompt_tokens_total", of_prompts),
             ("generation_tokens_total", tokens),
         )
     )
@@ -35,14 +35,14 @@ def computed(tokens: int, running: int = 1) -> str:
 
 @contextmanager
 def computing(engine: _Engine) -> Iterator[None]:
-    """Makes the engine's metrics show that it generates tokens."""
+    """Makes the engine's metrics show that it generates tokens, or prefill's, that it computes prompts."""
     ended = threading.Event()
 
     def compute() -> None:
         tokens = 0
         while not ended.wait(0.05):
             tokens += 1
-            engine.metrics = computed(tokens)
+            engine.metrics = computed(tokens) if isinstance(engine, DecodeEngine) else computed(1, of_prompts=tokens)
 
     thread = threading.Thread(target=compute)
     thread.start()
@@ -77,7 +77,7 @@ def test_long_pause_between_tokens_ends_no_stream() -> None:
 
 
 def test_both_sides_wait_for_a_long_prefill() -> None:
-    """Prefill computes, so decode has nothing to compute."""
+    """Prefill computes, others' prompts perhaps, so decode has nothing to compute."""
     slow = PrefillEngine(takes=LONG_S)
     with running_cluster(prefill_engine=slow, **SHORT) as cluster, computing(slow):
         cluster.decode.metrics = computed(0, running=0)

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
+import httpx
 import pytest
 from engine_standin import INTERNAL_ERROR, event
 from proxy_cluster import running_cluster
@@ -17,9 +16,8 @@ END = b"data: [DONE]\n\n"
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
 
 
-@contextmanager
-def engine_that_says(answer: bytes) -> Iterator[str]:
-    """The URL of an engine that gives this answer to every request."""
+def relayed(answer: bytes, stream: bool = False) -> httpx.Response:
+    """What a client gets where a decode engine gives this answer to every request."""
 
     def serve(peer: socket.socket) -> None:
         peer.settimeout(10)
@@ -27,8 +25,8 @@ def engine_that_says(answer: bytes) -> Iterator[str]:
         peer.sendall(answer)
         peer.shutdown(socket.SHUT_WR)
 
-    with serving(serve) as port:
-        yield f"http://127.0.0.1:{port}"
+    with serving(serve) as port, running_cluster(other_decode=(f"http://127.0.0.1:{port}",), attempts=1) as cluster:
+        return cluster.complete(stream=stream)
 
 
 def test_an_unknown_status_is_passed_on() -> None:
@@ -59,42 +57,31 @@ def test_an_endless_error_is_cut() -> None:
 
 def test_a_response_that_is_not_passed_on() -> None:
     """test_engine_client.py has what else is not HTTP."""
-    answer = b"HTTP/1.1 600 X\r\nContent-Length: 2\r\n\r\n{}"
-    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), attempts=1) as cluster:
-        response = cluster.complete()
-        assert response.status_code == 502
-        message = response.json()["error"]["message"]
-        assert message == "decode engine: ConnectionLost: the answer is not valid HTTP"
+    response = relayed(b"HTTP/1.1 600 X\r\nContent-Length: 2\r\n\r\n{}")
+    assert response.status_code == 502
+    assert response.json()["error"]["message"] == "decode engine: ConnectionLost: the answer is not valid HTTP"
 
 
 def test_a_stream_with_a_content_length() -> None:
     """The client gets an error event when the stream breaks off."""
     token = event({"choices": [{"index": 0, "text": "a"}]})
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
-    answer = head % (len(token) + 10) + token
-    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), attempts=1) as cluster:
-        response = cluster.complete(stream=True)
-        assert "content-length" not in response.headers
-        assert response.content.startswith(token)
-        assert "the answer broke off" in response.text.removeprefix(token.decode())
+    response = relayed(head % (len(token) + 10) + token, stream=True)
+    assert "content-length" not in response.headers
+    assert response.content.startswith(token)
+    assert "the answer broke off" in response.text.removeprefix(token.decode())
 
 
 @pytest.mark.parametrize("events", [b"", END, event(ROLE) + END], ids=["none", "end", "role"])
 def test_a_stream_that_ends_without_an_answer(events: bytes) -> None:
     """vLLM 0.30 ends one like this if its transfer has failed."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
-    with (
-        engine_that_says(head % len(events) + events) as url,
-        running_cluster(other_decode=(url,), attempts=1) as cluster,
-    ):
-        response = cluster.complete(stream=True)
-        assert response.status_code == 502
-        assert response.json()["error"]["message"] == "decode engine: its stream ended without an answer"
+    response = relayed(head % len(events) + events, stream=True)
+    assert response.status_code == 502
+    assert response.json()["error"]["message"] == "decode engine: its stream ended without an answer"
 
 
 def test_a_304_has_no_content_length() -> None:
-    answer = b"HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n"
-    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), attempts=1) as cluster:
-        response = cluster.complete()
-        assert (response.status_code, response.content) == (304, b"")
-        assert "content-length" not in response.headers
+    response = relayed(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n")
+    assert (response.status_code, response.content) == (304, b"")
+    assert "content-length" not in response.headers

@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from engine_standin import DecodeEngine, PrefillEngine, make_failure, make_ticket
-from proxy_cluster import COMPLETION, STREAM, Servers, beside, closing_server, counted, eventually, running_cluster
+from engine_standin import DecodeEngine, PrefillEngine, make_ticket
+from proxy_cluster import STREAM, Cluster, Servers, beside, closing_server, counted, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
-FAILURE_PATH = METASERVER_PATH + "/failure"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
 
@@ -78,7 +77,6 @@ def test_failed_prefill_is_replaced_under_a_new_request(
         assert cluster.complete(**stream).status_code == 200
         (first,), (second,) = failing.received, cluster.prefill.received
         assert first.headers["x-request-id"] != second.headers["x-request-id"]
-        assert "attempt" not in second.body["kv_transfer_params"]
         if kind == "timeout":
             assert failing.cancelled.wait(5)
         failing.frozen = False
@@ -95,16 +93,8 @@ def test_a_slow_prefill_that_answers_probes_continues() -> None:
         assert cluster.prefill.probed.acquire(timeout=20)
         assert not cluster.prefill.cancelled.is_set()
         cluster.prefill.hangs = False
-        cluster.client.post(FAILURE_PATH, json=make_failure(cluster.decode.tickets[0], "over"))
+        cluster.report_failure("over")
         assert answer.result().status_code == 200
-
-
-def test_a_prefill_whose_connection_breaks_goes_to_another_engine() -> None:
-    with closing_server() as (url, seen), running_cluster(other_prefill=(url,)) as cluster:
-        assert cluster.complete().status_code == 200
-        assert len(seen) == 1
-        assert "attempt" not in cluster.prefill.received[0].body["kv_transfer_params"]
-        assert counted(cluster)[1]["prefill"] == {"connection lost": 1}
 
 
 def test_attempts_are_bounded_and_all_reasons_are_reported() -> None:
@@ -146,6 +136,7 @@ def test_the_only_prefill_engine_is_asked_again_only_after_failures_not_its_own(
         with closing_server() as (url, seen), running_cluster(only_prefill=(url,), other_decode=urls) as cluster:
             assert cluster.complete().status_code == 502
             assert len(seen) == 2
+            assert counted(cluster)[1]["prefill"] == {"connection lost": 2}
 
 
 def test_samples_of_a_prompt_do_not_use_up_each_others_attempts() -> None:
@@ -190,39 +181,36 @@ def test_a_decode_engine_that_recomputes_answers_after_a_failed_prefill(stream: 
 
 
 @pytest.mark.parametrize("loses_first", [False, True], ids=["both wait", "the first is lost"])
-def test_r10_a_ticket_posted_again_joins_its_prefill(loses_first: bool) -> None:
+def test_r10_a_ticket_posted_again_joins_its_prefill(cluster: Cluster, loses_first: bool) -> None:
     """Decode lost its connection. A second prefill would write beside the first one."""
-    with running_cluster() as cluster:
-        cluster.decode.needs_prefill = False
-        cluster.decode.hangs_after_first_token = True
-        cluster.prefill.holds = True
-        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
-            ticket = make_ticket(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0", "t")
-            first = cluster.send_only(METASERVER_PATH, ticket)
-            assert cluster.prefill.working.wait(5)
-            if loses_first:
-                first.close()
-            second = cluster.send_only(METASERVER_PATH, ticket)
-            eventually(lambda: cluster.client.post(METASERVER_PATH + "/waiting", json={"ticket_ids": ["t"]}).json())
-            cluster.prefill.holds = False
-            assert second.getresponse().status == 200
-            second.close()
-            if not loses_first:
-                assert first.getresponse().status == 200
-                first.close()
-            # The answer to the last post was lost, too.
-            assert cluster.client.post(METASERVER_PATH, json=ticket).status_code == 200
-        assert len(cluster.prefill.received) == 1
-        assert not cluster.prefill.cancelled.is_set()
+    cluster.decode.needs_prefill = False
+    cluster.prefill.holds = True
+    with cluster.streaming() as (request_id, _):
+        ticket = make_ticket(f"cmpl-{request_id}-0", "t")
+        first = cluster.send_only(METASERVER_PATH, ticket)
+        assert cluster.prefill.working.wait(5)
+        if loses_first:
+            first.close()
+        second = cluster.send_only(METASERVER_PATH, ticket)
+        eventually(lambda: cluster.client.post(METASERVER_PATH + "/waiting", json={"ticket_ids": ["t"]}).json())
+        cluster.prefill.holds = False
+        assert second.getresponse().status == 200
+        second.close()
+        if not loses_first:
+            assert first.getresponse().status == 200
+            first.close()
+        # The answer to the last post was lost, too.
+        assert cluster.client.post(METASERVER_PATH, json=ticket).status_code == 200
+    assert len(cluster.prefill.received) == 1
+    assert not cluster.prefill.cancelled.is_set()
 
 
 def test_the_prefill_of_a_ticket_posted_again_is_watched() -> None:
     with running_cluster(probe_timeout=0.3, attempts=1) as cluster:
         cluster.decode.needs_prefill = False
-        cluster.decode.hangs_after_first_token = True
         hang(cluster.prefill)
-        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
-            ticket = make_ticket(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0", "t")
+        with cluster.streaming() as (request_id, _):
+            ticket = make_ticket(f"cmpl-{request_id}-0", "t")
             first = cluster.send_only(METASERVER_PATH, ticket)
             assert cluster.prefill.working.wait(5)
             second = cluster.send_only(METASERVER_PATH, ticket)

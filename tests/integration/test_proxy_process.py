@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import COMPLETION, command, eventually, running_proxy
+from proxy_cluster import COMPLETION, command, eventually, proxy_process, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.cli import main
@@ -28,17 +28,15 @@ from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 def test_idle_connections_are_closed() -> None:
     prefill, decode = PrefillEngine(), DecodeEngine()
-    with Servers() as servers:
-        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
-        with running_proxy(*urls) as (process, port):
-            proxy = psutil.Process(process.pid)
+    with proxy_process(prefill, decode) as (process, port):
+        proxy = psutil.Process(process.pid)
 
-            def connections() -> int:
-                return len([c for c in proxy.net_connections() if c.status != psutil.CONN_LISTEN])
+        def connections() -> int:
+            return len([c for c in proxy.net_connections() if c.status != psutil.CONN_LISTEN])
 
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=COMPLETION, timeout=30, **PLAIN_HTTP)
-            assert answer.status_code == 200
-            eventually(lambda: connections() == 0)
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=COMPLETION, timeout=30, **PLAIN_HTTP)
+        assert answer.status_code == 200
+        eventually(lambda: connections() == 0)
 
 
 def test_another_proxy_takes_the_place_of_a_killed_one() -> None:
@@ -83,24 +81,22 @@ def test_another_proxy_takes_the_place_of_a_killed_one() -> None:
 def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
     prefill, decode = PrefillEngine(), DecodeEngine()
     decode.hangs_after_first_token = True
-    with Servers() as servers:
-        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
-        with running_proxy(*urls) as (process, port):
-            url = f"http://127.0.0.1:{port}/v1/completions"
-            body = {**COMPLETION, "stream": True}
-            headers = {"Authorization": "Bearer secret"}
-            with httpx.stream("POST", url, json=body, headers=headers, **PLAIN_HTTP) as response:
-                events = response.iter_raw()
-                next(events)
-                process.send_signal(number)
-                stopped_at = time.monotonic()
-                assert b"the proxy is shutting down" in b"".join(events)
-            _, log = process.communicate(timeout=5)
-        assert time.monotonic() - stopped_at < 3
-        assert process.returncode == 0
-        assert "Traceback" not in log
-        assert "secret" not in log
-        assert decode.cancelled.wait(5)
+    with proxy_process(prefill, decode) as (process, port):
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        body = {**COMPLETION, "stream": True}
+        headers = {"Authorization": "Bearer secret"}
+        with httpx.stream("POST", url, json=body, headers=headers, **PLAIN_HTTP) as response:
+            events = response.iter_raw()
+            next(events)
+            process.send_signal(number)
+            stopped_at = time.monotonic()
+            assert b"the proxy is shutting down" in b"".join(events)
+        _, log = process.communicate(timeout=5)
+    assert time.monotonic() - stopped_at < 3
+    assert process.returncode == 0
+    assert "Traceback" not in log
+    assert "secret" not in log
+    assert decode.cancelled.wait(5)
 
 
 def test_signal_ends_uploads(token_file: str) -> None:
@@ -112,31 +108,32 @@ def test_signal_ends_uploads(token_file: str) -> None:
         METASERVER_PATH + "/waiting",
         "/admin/engines",
     )
-    with Servers() as servers, ExitStack() as connections:
-        urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: DecodeEngine().app)
-        with running_proxy(*urls, "--admin-token-file", token_file) as (process, port):
-            uploads = []
-            for path in paths:
-                upload = HTTPConnection("127.0.0.1", port, timeout=10)
-                connections.callback(upload.close)
-                upload.putrequest("POST", path)
-                upload.putheader("Authorization", "Bearer a-secret")
-                upload.putheader("Content-Length", "10")
-                upload.endheaders(b"{")
-                uploads.append(upload)
-            httpx.get(f"http://127.0.0.1:{port}/version", timeout=30, **PLAIN_HTTP)  # so the proxy has read them
-            process.send_signal(signal.SIGTERM)
-            stopped_at = time.monotonic()
-            for path, upload in zip(paths, uploads, strict=True):
-                answer = upload.getresponse()
-                error = json.loads(answer.read())["error"]
-                assert answer.status == 503
-                reason = error if path.startswith(METASERVER_PATH) else error["message"]
-                assert reason == "the proxy is shutting down"
-            _, log = process.communicate(timeout=5)
-        assert time.monotonic() - stopped_at < 2
-        assert "Traceback" not in log
-        assert process.returncode == 0
+    with (
+        ExitStack() as connections,
+        proxy_process(PrefillEngine(), DecodeEngine(), "--admin-token-file", token_file) as (process, port),
+    ):
+        uploads = []
+        for path in paths:
+            upload = HTTPConnection("127.0.0.1", port, timeout=10)
+            connections.callback(upload.close)
+            upload.putrequest("POST", path)
+            upload.putheader("Authorization", "Bearer a-secret")
+            upload.putheader("Content-Length", "10")
+            upload.endheaders(b"{")
+            uploads.append(upload)
+        httpx.get(f"http://127.0.0.1:{port}/version", timeout=30, **PLAIN_HTTP)  # so the proxy has read them
+        process.send_signal(signal.SIGTERM)
+        stopped_at = time.monotonic()
+        for path, upload in zip(paths, uploads, strict=True):
+            answer = upload.getresponse()
+            error = json.loads(answer.read())["error"]
+            assert answer.status == 503
+            reason = error if path.startswith(METASERVER_PATH) else error["message"]
+            assert reason == "the proxy is shutting down"
+        _, log = process.communicate(timeout=5)
+    assert time.monotonic() - stopped_at < 2
+    assert "Traceback" not in log
+    assert process.returncode == 0
 
 
 def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:
@@ -145,20 +142,18 @@ def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:
     decode.hangs_after_first_token = True
     broken = tmp_path / "broken"
     breaks = f"import os, random\nrandom.uniform = lambda *_: 1 / (not os.path.exists({str(broken)!r}))"
-    with Servers() as servers:
-        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
-        with running_proxy(*urls, before=breaks) as (process, port):
-            url = f"http://127.0.0.1:{port}/v1/completions"
-            with httpx.stream("POST", url, json={**COMPLETION, "stream": True}, timeout=30, **PLAIN_HTTP) as response:
-                events = response.iter_raw()
-                next(events)
-                broken.touch()
-                assert b"the proxy is shutting down" in b"".join(events)
-            _, log = process.communicate(timeout=30)
-        assert process.returncode == 1
-        assert "ZeroDivisionError" in log
-        assert "the proxy stops" in log
-        assert decode.cancelled.wait(5)
+    with proxy_process(prefill, decode, before=breaks) as (process, port):
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        with httpx.stream("POST", url, json={**COMPLETION, "stream": True}, timeout=30, **PLAIN_HTTP) as response:
+            events = response.iter_raw()
+            next(events)
+            broken.touch()
+            assert b"the proxy is shutting down" in b"".join(events)
+        _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "ZeroDivisionError" in log
+    assert "the proxy stops" in log
+    assert decode.cancelled.wait(5)
 
 
 def test_proxy_that_cannot_start_ends() -> None:

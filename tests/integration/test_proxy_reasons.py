@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_standin import INTERNAL_ERROR, event, make_failure, make_layerwise_ticket, make_ticket
-from proxy_cluster import COMPLETION, STREAM, counted, eventually, running_cluster
+from proxy_cluster import COMPLETION, STREAM, Cluster, counted, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH
 
@@ -18,34 +18,32 @@ EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
 
 @EITHER
-def test_reason_when_no_ticket_was_posted(stream: dict[str, Any]) -> None:
-    with running_cluster() as cluster:
-        cluster.decode.needs_prefill = False
-        cluster.decode.fails = True
-        response = cluster.complete(**stream)
-        assert response.status_code == 500
-        message = "decode engine: it failed before it posted any ticket here: can it reach the metaserver?"
-        assert response.json()["error"]["message"] == message
+def test_reason_when_no_ticket_was_posted(cluster: Cluster, stream: dict[str, Any]) -> None:
+    cluster.decode.needs_prefill = False
+    cluster.decode.fails = True
+    response = cluster.complete(**stream)
+    assert response.status_code == 500
+    message = "decode engine: it failed before it posted any ticket here: can it reach the metaserver?"
+    assert response.json()["error"]["message"] == message
 
 
 @pytest.mark.usefixtures("no_reason_comes")
 @pytest.mark.parametrize("ticket_of", [lambda name: make_ticket(name, "t"), make_layerwise_ticket])
-def test_reason_when_decode_gave_up_waiting(ticket_of: Callable[[str], dict[str, Any]]) -> None:
+def test_reason_when_decode_gave_up_waiting(cluster: Cluster, ticket_of: Callable[[str], dict[str, Any]]) -> None:
     """It closes the connection of its ticket, which may have no id, and fails the request later."""
-    with running_cluster() as cluster:
-        cluster.decode.needs_prefill = False
-        cluster.decode.fails = True
-        cluster.decode.waits = 1.0
-        cluster.prefill.hangs = True
-        answer = cluster.send_only("/v1/completions", COMPLETION)
-        assert cluster.decode.working.wait(5)
-        ticket = ticket_of(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0")
-        post = cluster.send_only(METASERVER_PATH, ticket)
-        assert cluster.prefill.working.wait(5)
-        post.close()
-        response = answer.getresponse()
-        assert response.status == 500
-        assert json.loads(response.read())["error"]["message"] == "decode engine: it gave up waiting for prefill"
+    cluster.decode.needs_prefill = False
+    cluster.decode.fails = True
+    cluster.decode.waits = 1.0
+    cluster.prefill.hangs = True
+    answer = cluster.send_only("/v1/completions", COMPLETION)
+    assert cluster.decode.working.wait(5)
+    ticket = ticket_of(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0")
+    post = cluster.send_only(METASERVER_PATH, ticket)
+    assert cluster.prefill.working.wait(5)
+    post.close()
+    response = answer.getresponse()
+    assert response.status == 500
+    assert json.loads(response.read())["error"]["message"] == "decode engine: it gave up waiting for prefill"
 
 
 @pytest.mark.usefixtures("no_reason_comes")
@@ -67,11 +65,10 @@ def test_error_that_vllm_itself_cannot_read_names_no_reason() -> None:
         assert response.json()["error"]["message"] == message
 
 
-def test_a_reason_of_its_own_is_left_alone() -> None:
-    with running_cluster() as cluster:
-        cluster.decode.refusal = (500, {"error": {"message": "out of luck", "code": 500}})
-        response = cluster.complete()
-        assert response.json()["error"]["message"] == "out of luck"
+def test_a_reason_of_its_own_is_left_alone(cluster: Cluster) -> None:
+    cluster.decode.refusal = (500, {"error": {"message": "out of luck", "code": 500}})
+    response = cluster.complete()
+    assert response.json()["error"]["message"] == "out of luck"
 
 
 @pytest.mark.parametrize(

@@ -100,27 +100,25 @@ def test_f19_a_wrong_request_is_asked_of_two_engines_and_counts_against_none(rol
 
 @EITHER_ROLE
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-def test_f19_the_only_engines_own_error_goes_to_the_client(role: str, stream: dict[str, Any]) -> None:
+def test_f19_the_only_engines_own_error_goes_to_the_client(cluster: Cluster, role: str, stream: dict[str, Any]) -> None:
     """Decode's 401 and its 503, which is not in vLLM's form, too."""
-    with running_cluster() as cluster:
-        for status in (400, 404, 413, 422, *((401, 503) if role == "decode" else ())):
-            good_one(role, cluster).refusal = (status, {"error": {"message": "it is wrong", "param": None}})
-            response = cluster.complete(**stream)
-            assert (response.status_code, response.json()) == good_one(role, cluster).refusal
-            assert response.headers["content-type"] == "application/json"
-        good_one(role, cluster).refusal = None
-        assert cluster.complete(**stream).status_code == 200
-        assert withheld(cluster)[role] == {}
+    for status in (400, 404, 413, 422, *((401, 503) if role == "decode" else ())):
+        good_one(role, cluster).refusal = (status, {"error": {"message": "it is wrong", "param": None}})
+        response = cluster.complete(**stream)
+        assert (response.status_code, response.json()) == good_one(role, cluster).refusal
+        assert response.headers["content-type"] == "application/json"
+    good_one(role, cluster).refusal = None
+    assert cluster.complete(**stream).status_code == 200
+    assert withheld(cluster)[role] == {}
 
 
-def test_f19_what_prefill_denies_is_not_the_clients_fault() -> None:
+def test_f19_what_prefill_denies_is_not_the_clients_fault(cluster: Cluster) -> None:
     """Decode has taken the client's key."""
-    with running_cluster() as cluster:
-        cluster.client.headers["X-Who-Computes"] = "prefill"
-        cluster.prefill.refusal = (401, {"error": {"message": "Unauthorized"}})
-        response = cluster.complete()
-        assert response.status_code == 502
-        assert "HTTP 401 from the prefill engine" in response.json()["error"]["message"]
+    cluster.client.headers["X-Who-Computes"] = "prefill"
+    cluster.prefill.refusal = (401, {"error": {"message": "Unauthorized"}})
+    response = cluster.complete()
+    assert response.status_code == 502
+    assert "HTTP 401 from the prefill engine" in response.json()["error"]["message"]
 
 
 def test_f19_decode_computes_what_no_prefill_engine_takes() -> None:
@@ -181,28 +179,26 @@ def test_f23_an_adapter_that_one_prefill_engine_lacks_is_computed_by_another() -
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_f23_an_adapter_that_no_prefill_engine_has_is_computed_by_decode(computes: bool) -> None:
-    with running_cluster() as cluster:
-        cluster.prefill.lacks = "an-adapter"
-        cluster.decode.adapter = "its-digest"
-        cluster.decode.computes_itself = computes
-        response = cluster.complete(model="an-adapter")
-        assert response.status_code == (200 if computes else 503)
-        if not computes:
-            message = response.json()["error"]["message"]
-            assert "prefill engine" in message
-            assert "`an-adapter` does not exist" in message
-            assert "127.0.0.1" not in message
+def test_f23_an_adapter_that_no_prefill_engine_has_is_computed_by_decode(cluster: Cluster, computes: bool) -> None:
+    cluster.prefill.lacks = "an-adapter"
+    cluster.decode.adapter = "its-digest"
+    cluster.decode.computes_itself = computes
+    response = cluster.complete(model="an-adapter")
+    assert response.status_code == (200 if computes else 503)
+    if not computes:
+        message = response.json()["error"]["message"]
+        assert "prefill engine" in message
+        assert "`an-adapter` does not exist" in message
+        assert "127.0.0.1" not in message
 
 
 @pytest.mark.parametrize("token_ids", [None, [1, 2, 3]])
-def test_f23_prefill_needs_no_alias(token_ids: list[int] | None) -> None:
+def test_f23_prefill_needs_no_alias(cluster: Cluster, token_ids: list[int] | None) -> None:
     """Decode's ticket says that the request has no adapter."""
-    with running_cluster() as cluster:
-        cluster.prefill.lacks = "an-alias"
-        cluster.decode.adapter = ""
-        cluster.decode.token_ids = token_ids
-        assert cluster.complete(model="an-alias").status_code == 200
-        [sent] = cluster.prefill.received
-        assert "model" not in sent.body
-        assert cluster.decode.received[0].body["model"] == "an-alias"
+    cluster.prefill.lacks = "an-alias"
+    cluster.decode.adapter = ""
+    cluster.decode.token_ids = token_ids
+    assert cluster.complete(model="an-alias").status_code == 200
+    [sent] = cluster.prefill.received
+    assert "model" not in sent.body
+    assert cluster.decode.received[0].body["model"] == "an-alias"

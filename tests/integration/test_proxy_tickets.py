@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from engine_standin import make_failure, make_ticket
-from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, eventually, running_cluster, running_proxy
+from proxy_cluster import CHAT, Cluster, eventually, running_cluster, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH, WAITING_SUFFIX
@@ -57,9 +57,7 @@ def test_ticket_for_no_request(idle_cluster: Cluster, request_id: str) -> None:
 
 def test_ticket_must_fit_its_request(cluster: Cluster) -> None:
     cluster.decode.needs_prefill = False
-    cluster.decode.hangs_after_first_token = True
-    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
-        request_id = cluster.decode.received[0].headers["x-request-id"]
+    with cluster.streaming() as (request_id, _):
         for wrong in (f"cmpl-{request_id}-1", f"chatcmpl-{request_id}"):
             assert cluster.client.post(METASERVER_PATH, json=make_ticket(wrong, "t")).status_code == 404
     assert cluster.prefill.received == []

@@ -196,21 +196,3 @@ def test_decode_is_told_how_long_prefills_queue_is(cluster: Cluster) -> None:
     first, second, third = told(cluster.decode)
     assert first == second == {}
     assert third["prefill_wait_s"] >= 0.2  # twice as long a prompt as the first is ahead
-
-
-def test_prompt_that_waits_for_a_slot_goes_to_prefill() -> None:
-    decode = DecodeEngine()
-    decode.computes_itself = True
-    with (
-        running_cluster(decode_engine=decode, max_per_prefill=1) as cluster,
-        ThreadPoolExecutor(2) as clients,
-    ):
-        cluster.prefill.holds = True
-        answers = [clients.submit(cluster.complete) for _ in range(2)]
-        eventually(lambda: sample(cluster, 'queue_depth{role="prefill"}') == 1)
-        eventually(lambda: len(cluster.prefill.received) == 1)
-        cluster.prefill.holds = False
-        assert [answer.result().status_code for answer in answers] == [200, 200]
-        assert len(decode.tickets) == len(cluster.prefill.received) == 2
-        assert cluster.prefill.most_at_once == 1
-        assert asked_without_prefill(cluster) == 0

@@ -246,19 +246,18 @@ CONTRASTS = """(() => {
 })()"""
 
 
-def test_screen_reader_finds_tables_and_headings(page: Page) -> None:
+def test_screen_reader_finds_tables_and_headings(cluster: Cluster, page: Page) -> None:
     """On a phone, too, where tables do not look like tables."""
-    with running_cluster() as cluster:
-        page.size(PHONE)
-        page.open(cluster)
-        eventually(lambda: page.engine(cluster.decode_url).get("Health") == "healthy")
-        nodes = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
-        named = Counter((node["role"]["value"], node["name"]["value"]) for node in nodes if not node["ignored"])
-        titles = "Requests", "Prefill engines", "Decode engines", "Recent failures"
-        assert {name for role, name in named if role == "heading"} == {"Proxy status", *titles}
-        assert {name for role, name in named if role == "table"} == set(titles[1:3])
-        assert named["columnheader", "Health"] == 2
-        assert named["rowheader", cluster.prefill_url] == named["rowheader", cluster.decode_url] == 1
-        assert named["cell", "healthy"] == 2
-        assert named["status", ""] == 1
-        assert page.text("#verdict[role=status]") == "All engines are well"
+    page.size(PHONE)
+    page.open(cluster)
+    eventually(lambda: page.engine(cluster.decode_url).get("Health") == "healthy")
+    nodes = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    named = Counter((node["role"]["value"], node["name"]["value"]) for node in nodes if not node["ignored"])
+    titles = "Requests", "Prefill engines", "Decode engines", "Recent failures"
+    assert {name for role, name in named if role == "heading"} == {"Proxy status", *titles}
+    assert {name for role, name in named if role == "table"} == set(titles[1:3])
+    assert named["columnheader", "Health"] == 2
+    assert named["rowheader", cluster.prefill_url] == named["rowheader", cluster.decode_url] == 1
+    assert named["cell", "healthy"] == 2
+    assert named["status", ""] == 1
+    assert page.text("#verdict[role=status]") == "All engines are well"

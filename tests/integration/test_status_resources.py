@@ -28,19 +28,18 @@ def phases(cluster: Cluster) -> dict[str, int]:
     return {phase: number for phase, number in status(cluster)["requests"]["phases"].items() if number}
 
 
-def test_browser_loads_nothing_from_elsewhere_and_guesses_nothing() -> None:
-    with running_cluster() as cluster:
-        for path, media_type in {**FILES, "/status.json": "application/json"}.items():
-            answer = cluster.client.get(path)
-            assert (answer.status_code, answer.headers["content-type"]) == (200, media_type)
-            policy = answer.headers["content-security-policy"].split("; ")
-            assert "default-src 'none'" in policy
-            assert "script-src 'self'" in policy
-            assert not any("unsafe" in each or "http" in each or "*" in each for each in policy)
-            assert answer.headers["x-content-type-options"] == "nosniff"
-            assert answer.headers["cache-control"] == "no-store"
-            assert "access-control-allow-origin" not in answer.headers
-        assert cluster.client.post("/status.json").status_code == 405
+def test_browser_loads_nothing_from_elsewhere_and_guesses_nothing(cluster: Cluster) -> None:
+    for path, media_type in {**FILES, "/status.json": "application/json"}.items():
+        answer = cluster.client.get(path)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, media_type)
+        policy = answer.headers["content-security-policy"].split("; ")
+        assert "default-src 'none'" in policy
+        assert "script-src 'self'" in policy
+        assert not any("unsafe" in each or "http" in each or "*" in each for each in policy)
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-store"
+        assert "access-control-allow-origin" not in answer.headers
+    assert cluster.client.post("/status.json").status_code == 405
 
 
 def test_with_an_admin_token_the_figures_need_it(token_file: str) -> None:
