@@ -7,8 +7,9 @@ import asyncio
 import gc
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
+from functools import wraps
 
 import anyio
 import pytest
@@ -91,53 +92,61 @@ async def read(client: EngineClient, url: str) -> bytes:
         answer.close()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(30):
-            await test()
+def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs a test in an event loop of its own, for half a minute at most."""
 
-    asyncio.run(bounded())
+    @wraps(test)
+    def run(**parameters: object) -> None:
+        async def within() -> None:
+            with anyio.fail_after(30):
+                await test(**parameters)
 
+        asyncio.run(within())
 
-def test_a_request_has_the_headers_it_was_given_and_no_others() -> None:
-    async def test() -> None:
-        async with peer_of(says(OK)) as (peer, client):
-            assert await read(client, f"{peer.url}/v1/completions") == b"ok"
-            first, *lines = peer.requests[0].decode().split("\r\n")
-            assert first == "POST /v1/completions HTTP/1.1"
-            assert sorted(line.lower() for line in lines if line) == sorted(
-                [
-                    f"host: {peer.url.removeprefix('http://')}",
-                    "accept: */*",
-                    "accept-encoding: identity",
-                    "content-length: 0",
-                    "content-type: application/json",
-                    "x-twice: 1",
-                    "x-twice: é",
-                ]
-            )
-
-    run(test)
+    return run
 
 
-def test_an_answer_comes_as_it_was_sent() -> None:
+@pytest.fixture
+def nothing_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not caplog.get_records("call")
+
+
+@bounded
+async def test_a_request_has_the_headers_it_was_given_and_no_others() -> None:
+    async with peer_of(says(OK)) as (peer, client):
+        assert await read(client, f"{peer.url}/v1/completions") == b"ok"
+        first, *lines = peer.requests[0].decode().split("\r\n")
+        assert first == "POST /v1/completions HTTP/1.1"
+        assert sorted(line.lower() for line in lines if line) == sorted(
+            [
+                f"host: {peer.url.removeprefix('http://')}",
+                "accept: */*",
+                "accept-encoding: identity",
+                "content-length: 0",
+                "content-type: application/json",
+                "x-twice: 1",
+                "x-twice: é",
+            ]
+        )
+
+
+@bounded
+async def test_an_answer_comes_as_it_was_sent() -> None:
     body = b"\x1f\x8b no gzip \xff"
     head = b"HTTP/1.1 302 Found\r\nX-Twice: 1\r\nx-twice: 2\r\nLocation: /\r\nSet-Cookie: a=b\r\n"
     head += b"Content-Encoding: gzip\r\n"
-
-    async def test() -> None:
-        async with peer_of(says(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)) as (peer, client):
-            for _ in range(2):  # the second one brings no cookie back
-                answer = await client.send("GET", peer.url, [])
-                assert (answer.status, [value for name, value in answer.headers if name.lower() == b"x-twice"]) == (
-                    302,
-                    [b"1", b"2"],
-                )
-                assert b"".join([chunk async for chunk in answer.chunks()]) == body
-                answer.close()
-            assert [b"cookie" in request.lower() for request in peer.requests] == [False, False]
-
-    run(test)
+    async with peer_of(says(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)) as (peer, client):
+        for _ in range(2):  # the second one brings no cookie back
+            answer = await client.send("GET", peer.url, [])
+            assert (answer.status, [value for name, value in answer.headers if name.lower() == b"x-twice"]) == (
+                302,
+                [b"1", b"2"],
+            )
+            assert b"".join([chunk async for chunk in answer.chunks()]) == body
+            answer.close()
+        assert [b"cookie" in request.lower() for request in peer.requests] == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -153,17 +162,15 @@ def test_an_answer_comes_as_it_was_sent() -> None:
         (says(b"HTTP/1.1 200 OK\r\nX-A: b\x01c\r\nContent-Length: 0\r\n\r\n"), ConnectionLost),
     ],
 )
-def test_an_error_is_not_sent_again_and_names_no_address(
+@bounded
+async def test_an_error_is_not_sent_again_and_names_no_address(
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], error: type[HttpError]
 ) -> None:
-    async def test() -> None:
-        async with peer_of(serve, read_timeout=1) as (peer, client):
-            with pytest.raises(error) as raised:
-                await read(client, peer.url)
-            assert "127.0.0.1" not in str(raised.value)
-            assert len(peer.requests) == 1
-
-    run(test)
+    async with peer_of(serve, read_timeout=1) as (peer, client):
+        with pytest.raises(error) as raised:
+            await read(client, peer.url)
+        assert "127.0.0.1" not in str(raised.value)
+        assert len(peer.requests) == 1
 
 
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
@@ -174,7 +181,9 @@ STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
     [(b"zz\r\n", False), (b"zz\r\n", True), (b"2\r\nokxx", True), (b"zz\r\n2\r\nok\r\n", True)],
     ids=["before it is read", "no size", "no end of a chunk", "no size, and more"],
 )
-def test_an_answer_that_stops_being_http(garbage: bytes, read_first: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("nothing_logged")
+@bounded
+async def test_an_answer_that_stops_being_http(garbage: bytes, read_first: bool) -> None:
     """After its headers, with a reader waiting or not. The error comes well before the read timeout."""
     goes_on = asyncio.Event()
 
@@ -185,27 +194,25 @@ def test_an_answer_that_stops_being_http(garbage: bytes, read_first: bool, caplo
         assert not await reader.read()
         raise ConnectionAbortedError
 
-    async def test() -> None:
-        async with peer_of(serve, read_timeout=20) as (peer, client):
-            answer = await client.send("POST", peer.url, HEADERS)
-            chunks = answer.chunks()
-            if read_first:
-                assert await anext(chunks) == b"ok"
-            goes_on.set()
-            if not read_first:
-                await peer.closed.wait()
-                await anyio.sleep(0.1)
-            with anyio.fail_after(5), pytest.raises(ConnectionLost):
-                async for _ in chunks:
-                    pass
-            answer.close()
-
-    run(test)
-    assert not caplog.records
+    async with peer_of(serve, read_timeout=20) as (peer, client):
+        answer = await client.send("POST", peer.url, HEADERS)
+        chunks = answer.chunks()
+        if read_first:
+            assert await anext(chunks) == b"ok"
+        goes_on.set()
+        if not read_first:
+            await peer.closed.wait()
+            await anyio.sleep(0.1)
+        with anyio.fail_after(5), pytest.raises(ConnectionLost):
+            async for _ in chunks:
+                pass
+        answer.close()
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
-def test_asyncio_logs_no_reset(breaks_off: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("nothing_logged")
+@bounded
+async def test_asyncio_logs_no_reset(breaks_off: bool) -> None:
     """A reset of a connection that was used before, while it is idle or while somebody reads from it."""
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -221,83 +228,67 @@ def test_asyncio_logs_no_reset(breaks_off: bool, caplog: pytest.LogCaptureFixtur
             writer.transport.abort()
 
     peers: list[Peer] = []
-
-    async def test() -> None:
-        async with peer_of(serve) as (peer, client):
-            peers.append(peer)
+    async with peer_of(serve) as (peer, client):
+        peers.append(peer)
+        assert await read(client, peer.url) == b"ok"
+        with pytest.raises(ConnectionLost) if breaks_off else nullcontext():
             assert await read(client, peer.url) == b"ok"
-            with pytest.raises(ConnectionLost) if breaks_off else nullcontext():
-                assert await read(client, peer.url) == b"ok"
-            await peer.closed.wait()
-            await anyio.sleep(0.1)
-
-    run(test)
-    gc.collect()
-    assert not caplog.records
+        await peer.closed.wait()
+        await anyio.sleep(0.1)
 
 
-def test_a_post_on_a_connection_that_was_just_closed_is_not_sent_again() -> None:
+@bounded
+async def test_a_post_on_a_connection_that_was_just_closed_is_not_sent_again() -> None:
     async def once(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(peers[0].requests) > 1:
             await hangs_up(_, writer)
         writer.write(OK)
 
     peers: list[Peer] = []
-
-    async def test() -> None:
-        async with peer_of(once) as (peer, client):
-            peers.append(peer)
-            assert await read(client, peer.url) == b"ok"
-            with pytest.raises(ConnectionLost):
-                await read(client, peer.url)
-            assert len(peer.requests) == 2
-
-    run(test)
+    async with peer_of(once) as (peer, client):
+        peers.append(peer)
+        assert await read(client, peer.url) == b"ok"
+        with pytest.raises(ConnectionLost):
+            await read(client, peer.url)
+        assert len(peer.requests) == 2
 
 
-def test_a_request_that_is_not_read() -> None:
-    async def test() -> None:
-        async with peer_of(is_silent, read_timeout=1) as (peer, client):
-            with pytest.raises(ReadTimeout):
-                await client.send("POST", peer.url, [], b"x" * (32 << 20))
-
-    run(test)
+@bounded
+async def test_a_request_that_is_not_read() -> None:
+    async with peer_of(is_silent, read_timeout=1) as (peer, client):
+        with pytest.raises(ReadTimeout):
+            await client.send("POST", peer.url, [], b"x" * (32 << 20))
 
 
-def test_nobody_listens() -> None:
+@bounded
+async def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-
-    async def test() -> None:
-        async with peer_of(is_silent) as (_, client):
-            with pytest.raises(ConnectError, match="Connection refused") as raised:
-                await client.send("POST", f"http://127.0.0.1:{port}", [])
-            assert str(port) not in str(raised.value)
-
-    run(test)
+    async with peer_of(is_silent) as (_, client):
+        with pytest.raises(ConnectError, match="Connection refused") as raised:
+            await client.send("POST", f"http://127.0.0.1:{port}", [])
+        assert str(port) not in str(raised.value)
 
 
 @pytest.mark.parametrize("body", [b"", b"x" * (32 << 20)])
-def test_cancelled_it_closes_the_connection_at_once(body: bytes) -> None:
+@bounded
+async def test_cancelled_it_closes_the_connection_at_once(body: bytes) -> None:
     """Also while most of the request is unsent, because the engine reads nothing."""
 
-    async def test() -> None:
-        async def serve(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
-            began.set()
-            await went_on.wait()
-            while chunk := await reader.read(1 << 20):
-                received.append(len(chunk))
-            raise ConnectionAbortedError
+    async def serve(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        began.set()
+        await went_on.wait()
+        while chunk := await reader.read(1 << 20):
+            received.append(len(chunk))
+        raise ConnectionAbortedError
 
-        began, went_on = asyncio.Event(), asyncio.Event()
-        received: list[int] = []
-        async with peer_of(serve, read_timeout=60) as (peer, client), anyio.create_task_group() as tasks:
-            tasks.start_soon(client.send, "POST", peer.url, [], body)
-            await began.wait()
-            tasks.cancel_scope.cancel()
-            with anyio.CancelScope(shield=True):
-                went_on.set()
-                await peer.closed.wait()
-            assert not body or sum(received) < len(body)
-
-    run(test)
+    began, went_on = asyncio.Event(), asyncio.Event()
+    received: list[int] = []
+    async with peer_of(serve, read_timeout=60) as (peer, client), anyio.create_task_group() as tasks:
+        tasks.start_soon(client.send, "POST", peer.url, [], body)
+        await began.wait()
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            went_on.set()
+            await peer.closed.wait()
+        assert not body or sum(received) < len(body)
