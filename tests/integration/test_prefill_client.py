@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,10 @@ def test_prefill_takes_the_ticket_and_forgets_it_when_it_is_done(client: Prefill
 
 
 def test_prefill_that_has_no_room_is_asked_again(taker: MakeTaker, retries: Retries) -> None:
-    client = PrefillClient(HOSTS, observer=retries)
     prefill = taker([NOT_YET, NOT_YET, TAKEN], [UNKNOWN])
-    try:
+    with closing(PrefillClient(HOSTS, observer=retries)) as client:
         offer(client, prefill.params)
         assert outcome(client).ok
-    finally:
-        client.close()
     assert len(prefill.of(OfferTicket)) == 3
     assert retries.count == 2
 
@@ -122,24 +119,18 @@ def test_no_prefill_engine_answers(taker: MakeTaker) -> None:
     with socket.socket() as unheard:
         unheard.bind((HOST, 0))
         params = taker().params | {"ticket_port": unheard.getsockname()[1]}
-        client = PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.1))
-        try:
+        with closing(PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.1))) as client:
             offer(client, params)
             assert "does not take the ticket: no answer in time" in outcome(client).reason
-        finally:
-            client.close()
 
 
 def test_prefill_dies_with_the_ticket(taker: MakeTaker) -> None:
-    client = PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))
     prefill = taker()
-    try:
+    with closing(PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))) as client:
         offer(client, prefill.params)
         wait_until(lambda: prefill.of(AskTicket), 20)
         prefill.close()
         assert "took the ticket and does not answer any more" in outcome(client).reason
-    finally:
-        client.close()
 
 
 def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker) -> None:
@@ -174,13 +165,10 @@ def test_closing_ends_everything(taker: MakeTaker) -> None:
 def test_other_keys_get_no_ticket(taker: MakeTaker, tmp_path: Path) -> None:
     theirs, ours = make_keys(tmp_path / "theirs"), make_keys(tmp_path / "ours")
     prefill = taker(keys=theirs)
-    client = PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.3), ours)
-    try:
+    with closing(PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.3), ours)) as client:
         offer(client, prefill.params)
         assert "side_channel_key_file" in outcome(client).reason
         assert prefill.got == []
-    finally:
-        client.close()
 
 
 # Mooncake's routers name a bootstrap server.
@@ -196,6 +184,15 @@ def mooncake(port: int, engine_id: str = "prefill-0") -> dict[str, Any]:
     }
 
 
+@contextmanager
+def bootstrap(answer: bytes, port: int = 0) -> Iterator[BootstrapServer]:
+    server = BootstrapServer(HOST, port, answer)
+    try:
+        yield server
+    finally:
+        server.close(5)
+
+
 def answer_http(connection: socket.socket, body: bytes, status: str = "200 OK") -> None:
     """Answers one request, and closes. The other side may have gone."""
     with connection, suppress(OSError):
@@ -206,12 +203,9 @@ def answer_http(connection: socket.socket, body: bytes, status: str = "200 OK") 
 
 def test_a_bootstrap_server_says_where_tickets_go(client: PrefillClient, taker: MakeTaker) -> None:
     prefill = taker(questions=[UNKNOWN])
-    server = BootstrapServer(HOST, 0, answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port))
-    try:
+    with bootstrap(answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port)) as server:
         offer(client, mooncake(server.port))
         assert outcome(client).ok
-    finally:
-        server.close(5)
     assert prefill.got[0] == OfferTicket("prefill-0-12ab", "xfer-1", TICKET)
     offer(client, mooncake(server.port))  # its answer is remembered
     assert outcome(client).ok
@@ -219,20 +213,14 @@ def test_a_bootstrap_server_says_where_tickets_go(client: PrefillClient, taker: 
 
 def test_a_restarted_engine_is_looked_up_again(client: PrefillClient, taker: MakeTaker) -> None:
     prefill = taker([TAKEN, REFUSED, TAKEN], [UNKNOWN])
-    server = BootstrapServer(HOST, 0, answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port))
-    try:
+    with bootstrap(answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port)) as server:
         offer(client, mooncake(server.port))
         assert outcome(client).ok
         offer(client, mooncake(server.port))
         assert not outcome(client).ok, "of the start before"
-    finally:
-        server.close(5)
-    server = BootstrapServer(HOST, server.port, answer_of("prefill-0", "prefill-0-34cd", HOST, prefill.port))
-    try:
+    with bootstrap(answer_of("prefill-0", "prefill-0-34cd", HOST, prefill.port), server.port) as server:
         offer(client, mooncake(server.port))
         assert outcome(client).ok
-    finally:
-        server.close(5)
     assert [each.engine_id for each in prefill.of(OfferTicket)] == 2 * ["prefill-0-12ab"] + ["prefill-0-34cd"]
 
 
@@ -248,12 +236,9 @@ def test_a_restarted_engine_is_looked_up_again(client: PrefillClient, taker: Mak
     ],
 )
 def test_bootstrap_answers_that_do_not_help(client: PrefillClient, answer: bytes, reason: str) -> None:
-    server = BootstrapServer(HOST, 0, answer)
-    try:
+    with bootstrap(answer) as server:
         offer(client, mooncake(server.port))
         assert reason in outcome(client).reason
-    finally:
-        server.close(5)
 
 
 def test_a_lost_bootstrap_query_is_sent_again(client: PrefillClient, taker: MakeTaker) -> None:
@@ -319,9 +304,6 @@ def test_f31_a_served_ticket_needs_no_bootstrap_server(client: PrefillClient, ta
 def test_no_bootstrap_server() -> None:
     with socket.socket() as unheard:
         unheard.bind((HOST, 0))
-        client = PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))
-        try:
+        with closing(PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))) as client:
             offer(client, mooncake(unheard.getsockname()[1]))
             assert "bootstrap server does not answer" in outcome(client).reason
-        finally:
-            client.close()
