@@ -11,15 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-import vllm_ascend_pd
 from harness.channels import HOST
+from harness.connectors import config_of, scheduler_connector
 from harness.ports import release_port, reserve_port, reserve_ports
 from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
 from vllm_ascend_pd.core.config import ConfigError
@@ -88,26 +82,13 @@ def test_bootstrap_closes(bootstrap: BootstrapServer) -> None:
 @contextlib.contextmanager
 def prefill(model: Path, kv_port: int, engine_id: str = "prefill", **extra: Any) -> Iterator[Any]:
     """The scheduler's connector of a prefill engine. `extra`: fields of vLLM's `ParallelConfig`, and our settings."""
-    config = EngineArgs(model=str(model), max_model_len=512).create_engine_config()
-    for name in ("data_parallel_rank_local", "data_parallel_index", "data_parallel_size_local"):
-        if name in extra:
-            setattr(config.parallel_config, name, extra.pop(name))
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="LayerwisePushConnector",
-        kv_role="kv_producer",
-        kv_port=kv_port,
-        engine_id=engine_id,
-        kv_connector_extra_config=extra,
-    )
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
-    caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    vllm_ascend_pd.register()
-    found = KVConnectorFactory.get_connector_class_by_name("LayerwisePushConnector")
-    connector = found(config, KVConnectorRole.SCHEDULER, caches)
-    try:
+    parallel = {name: extra.pop(name) for name in list(extra) if name.startswith("data_parallel")}
+    transfer = {"kv_role": "kv_producer", "kv_port": kv_port, "engine_id": engine_id}
+    config = config_of(model, transfer | {"kv_connector_extra_config": extra})
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    with scheduler_connector(config) as connector:
         yield connector
-    finally:
-        connector.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ from vllm.config import ParallelConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
 
+from harness.connectors import caches_of
 from vllm_ascend_pd.connector import caches as caches_module
 from vllm_ascend_pd.connector import vllm_view
 from vllm_ascend_pd.connector.build import _check_buffers
@@ -66,10 +66,10 @@ def made(kind: type, **changes: Any) -> Any:
 
 
 def caches(*specs: Any, **of_the_last: Any) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
+    found = caches_of(*specs)
     for name, value in of_the_last.items():
-        setattr(groups[-1], name, value)
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        setattr(found.kv_cache_groups[-1], name, value)
+    return found
 
 
 def uniform(*specs: Any) -> UniformTypeKVCacheSpecs:

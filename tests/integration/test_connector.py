@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector inside vLLM's own configuration and factory, without an engine."""
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,11 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 import vllm_ascend_pd
+from harness.connectors import NAME, caches_of, config_of, full_attention, scheduler_connector
 from harness.ports import reserve_port
 from vllm_ascend_pd.connector.caches import gives_blocks_away, layer_specs
 from vllm_ascend_pd.connector.setup import own_host
@@ -38,7 +31,7 @@ def connector_class() -> type[KVConnectorBase_V1]:
     """The connector as vLLM finds it: by name, after the plugin has registered it twice, as vLLM may do."""
     vllm_ascend_pd.register()
     vllm_ascend_pd.register()
-    return KVConnectorFactory.get_connector_class_by_name("LayerwisePushConnector")
+    return KVConnectorFactory.get_connector_class_by_name(NAME)
 
 
 def test_it_is_a_whole_connector(connector_class: type[KVConnectorBase_V1]) -> None:
@@ -51,9 +44,7 @@ class _Config:
     """The part of a VllmConfig that is read before the transfer config is refused."""
 
     def __init__(self, role: str, extra: dict[str, Any]) -> None:
-        self.kv_transfer_config = KVTransferConfig(
-            kv_connector="LayerwisePushConnector", kv_role=role, kv_connector_extra_config=extra
-        )
+        self.kv_transfer_config = KVTransferConfig(kv_connector=NAME, kv_role=role, kv_connector_extra_config=extra)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +88,6 @@ def test_the_id_a_proxy_knows_a_request_by(engine_id: str, api_id: str) -> None:
     assert external_request_id(engine_id) == api_id
 
 
-def one_layer(stored: torch.dtype) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=stored)
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-
-
 @pytest.mark.parametrize(
     ("cache_dtype", "stored", "said"),
     [
@@ -116,12 +102,10 @@ def one_layer(stored: torch.dtype) -> KVCacheConfig:
 )
 def test_what_a_cache_holds_is_told_apart(model: Path, cache_dtype: Any, stored: torch.dtype, said: str) -> None:
     """Equal sizes do not show what bytes mean: decode would read other numbers than prefill wrote."""
-    config = EngineArgs(
-        model=str(model), dtype="bfloat16", max_model_len=512, kv_cache_dtype=cache_dtype
-    ).create_engine_config()
-    groups = one_layer(stored)
-    caches = {"layer": torch.zeros((8, 4, 16, 64), dtype=stored)}
-    [geometry] = describe(caches, layer_specs(groups, config), heads_first=True).description.geometries
+    config = config_of(model, {"kv_role": "kv_consumer"}, dtype="bfloat16", kv_cache_dtype=cache_dtype)
+    caches = {"layer.0": torch.zeros((8, 4, 16, 64), dtype=stored)}
+    specs = layer_specs(caches_of(full_attention(dtype=stored)), config)
+    [geometry] = describe(caches, specs, heads_first=True).description.geometries
     assert geometry.dtype == said
 
 
@@ -133,70 +117,52 @@ COMPUTING = dataclasses.replace(EMPTY, num_scheduled_tokens={"other": 1}, total_
     ("policy", "window", "refused"), [("recompute", 64, True), ("recompute", 0, False), ("fail", 64, False)]
 )
 def test_recomputing_a_request_that_needs_more_blocks_than_its_transfer_is_refused(
-    connector_class: type[KVConnectorBase_V1], model: Path, policy: str, window: int, refused: bool
+    model: Path, policy: str, window: int, refused: bool
 ) -> None:
     """vLLM would schedule it before requests that have their blocks and could run."""
-    config = EngineArgs(model=str(model), max_model_len=512).create_engine_config()
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="LayerwisePushConnector",
-        kv_role="kv_consumer",
-        kv_port=reserve_port(),
-        kv_load_failure_policy=policy,
-    )
-    caches = one_layer(torch.float32)
-    if window:
-        of_a_block = {"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
-        caches.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(**of_a_block, sliding_window=window)
-    with pytest.raises(ConfigError, match="Set it to fail") if refused else contextlib.nullcontext():
-        connector_class(config, KVConnectorRole.SCHEDULER, caches).shutdown()
+    of_a_block = {"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+    spec = SlidingWindowSpec(**of_a_block, sliding_window=window) if window else full_attention()
+    transfer = {"kv_role": "kv_consumer", "kv_port": reserve_port(), "kv_load_failure_policy": policy}
+    config = config_of(model, transfer)
+    with (
+        pytest.raises(ConfigError, match="Set it to fail") if refused else nullcontext(),
+        scheduler_connector(config, caches_of(spec)),
+    ):
+        pass
 
 
 def test_windows_in_blocks_of_full_attention_free_no_blocks_early() -> None:
     """vLLM keeps all groups alike below a MultiConnector with members that support only one group."""
-    full = one_layer(torch.float32).kv_cache_groups[0].kv_cache_spec
-    caches = one_layer(torch.float32)
-    caches.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(full, sliding_window=64)
-    assert not gives_blocks_away(caches)
-    of_layers = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer": full})
-    caches.kv_cache_groups[0].kv_cache_spec = of_layers
-    assert not gives_blocks_away(caches)
+    assert not gives_blocks_away(caches_of(full_attention(sliding_window=64)))
+    of_layers = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.0": full_attention()})
+    assert not gives_blocks_away(caches_of(of_layers))
 
 
-@contextlib.contextmanager
-def decode_scheduler(connector_class: type[KVConnectorBase_V1], config: VllmConfig) -> Iterator[KVConnectorBase_V1]:
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="LayerwisePushConnector", kv_role="kv_consumer", kv_port=reserve_port()
-    )
-    connector = connector_class(config, KVConnectorRole.SCHEDULER, one_layer(torch.float32))
-    try:
-        yield connector
-    finally:
-        connector.shutdown()
+def decode(model: Path, **options: Any) -> VllmConfig:
+    return config_of(model, {"kv_role": "kv_consumer", "kv_port": reserve_port()}, **options)
 
 
 @pytest.mark.parametrize(("stages", "asynchronous", "in_flight"), [(1, False, 1), (1, True, 2), (2, False, 2)])
 def test_only_one_step_in_flight_waits_and_none_behind_a_step_that_computes(
-    connector_class: type[KVConnectorBase_V1], model: Path, stages: int, asynchronous: bool, in_flight: int
+    model: Path, stages: int, asynchronous: bool, in_flight: int
 ) -> None:
     """Otherwise a pipeline's first stage would delay the next token."""
-    config = EngineArgs(model=str(model), max_model_len=512, pipeline_parallel_size=stages).create_engine_config()
+    config = decode(model, pipeline_parallel_size=stages)
     config.scheduler_config.async_scheduling = asynchronous  # vLLM's CPU backend always turns it off
-    with decode_scheduler(connector_class, config) as connector:
+    with scheduler_connector(config) as connector:
         waits = [connector.build_connector_meta(output).step.wait_s for output in (COMPUTING, *[EMPTY] * 4)]
     assert [wait > 0 for wait in waits] == [step > 0 and step % in_flight == 0 for step in range(5)]
 
 
 @pytest.mark.parametrize(("backend", "pauses"), [(None, True), ("uni", False)])
-def test_the_scheduler_pauses_if_ranks_have_their_own_processes(
-    connector_class: type[KVConnectorBase_V1], model: Path, backend: str | None, pauses: bool
-) -> None:
+def test_the_scheduler_pauses_if_ranks_have_their_own_processes(model: Path, backend: str | None, pauses: bool) -> None:
     """That holds for a single rank, too, as vLLM's CPU backend has it. Otherwise it would poll the rank while a step
     waits.
     """
-    config = EngineArgs(model=str(model), max_model_len=512).create_engine_config()
+    config = decode(model)
     if backend is not None:
         config.parallel_config.distributed_executor_backend = backend
-    with decode_scheduler(connector_class, config) as connector:
+    with scheduler_connector(config) as connector:
         first = connector.build_connector_meta(EMPTY).step
         assert first.wait_s > 0
         assert bool(first.wakeup_address) == pauses  # without, it never does

@@ -15,13 +15,12 @@ from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
+from harness.connectors import caches_of
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
 from vllm_ascend_pd.connector import caches, setup, vllm_view
@@ -127,30 +126,25 @@ def spec(**fields: Any) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, **fields)
 
 
-def groups(*specs: Any) -> KVCacheConfig:
-    named = [KVCacheGroupSpec([f"layer.{index}"], each) for index, each in enumerate(specs)]
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=named)
-
-
 def test_a_block_id_stands_for_a_block_on_each_rank() -> None:
-    assert caches.cache_groups(groups(spec()), 2) == [TokenGroup(16, 2)]
-    assert caches.cache_groups(groups(spec())) == [TokenGroup(16)]
+    assert caches.cache_groups(caches_of(spec()), 2) == [TokenGroup(16, 2)]
+    assert caches.cache_groups(caches_of(spec())) == [TokenGroup(16)]
 
 
 STATE = MambaSpec(block_size=64, shapes=((3, 8), (4, 4, 4)), dtypes=(torch.float32, torch.float32))
 
 
 def test_caches_that_ranks_hold_copies_of() -> None:
-    assert caches.cache_groups(groups(spec(), STATE), 2) == [TokenGroup(16, 2), StateGroup(64)]
+    assert caches.cache_groups(caches_of(spec(), STATE), 2) == [TokenGroup(16, 2), StateGroup(64)]
     if "dcp_sharded" in {field.name for field in fields(FullAttentionSpec)}:  # from 0.32 on: draft models' copies
         with pytest.raises(LayoutError, match=r"layer\.0: with context parallelism caches of kind FullAttentionSpec"):
-            caches.cache_groups(groups(spec(dcp_sharded=False)), 2)
+            caches.cache_groups(caches_of(spec(dcp_sharded=False)), 2)
 
 
 def test_windows() -> None:
     of = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
     sliding = SlidingWindowSpec(**of, sliding_window=100)
-    assert [group.windowed for group in caches.cache_groups(groups(spec(), sliding))] == [False, True]
+    assert [group.windowed for group in caches.cache_groups(caches_of(spec(), sliding))] == [False, True]
     local = ChunkedLocalAttentionSpec(**of, attention_chunk_size=100)
     several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.1": sliding})
-    assert [group.windowed for group in caches.cache_groups(groups(local, several))] == [True, True]
+    assert [group.windowed for group in caches.cache_groups(caches_of(local, several))] == [True, True]

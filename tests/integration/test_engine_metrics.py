@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
-from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -21,7 +19,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-import vllm_ascend_pd
+from harness.connectors import NAME, config_of
 from harness.engines import Role
 from harness.kv import Model, Side
 from harness.multi_connector import transfer_config
@@ -49,8 +47,6 @@ from vllm_ascend_pd.observe.stats import (
 )
 from vllm_ascend_pd.tools.doctor.pair import kind_by_metrics
 
-NAME = "LayerwisePushConnector"
-
 
 @pytest.fixture(params=[False, True], ids=["alone", "below-multi"])
 def beside(request: pytest.FixtureRequest) -> bool:
@@ -61,15 +57,9 @@ def beside(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(params=[Role.PREFILL, Role.DECODE], ids=["prefill", "decode"])
 def config(request: pytest.FixtureRequest, beside: bool, model: Path, tmp_path: Path) -> Any:
     """Returns vLLM's configuration of an engine of a role."""
-    vllm_ascend_pd.register()
     if beside:
-        transfer = KVTransferConfig(**transfer_config(request.param, True, tmp_path), engine_id="an-engine")
-    else:
-        role = "kv_producer" if request.param is Role.PREFILL else "kv_consumer"
-        transfer = KVTransferConfig(kv_connector=NAME, kv_role=role, engine_id="an-engine")
-    return EngineArgs(
-        model=str(model), enforce_eager=True, max_model_len=512, kv_transfer_config=transfer
-    ).create_engine_config()
+        return config_of(model, transfer_config(request.param, True, tmp_path))
+    return config_of(model, {"kv_role": "kv_producer" if request.param is Role.PREFILL else "kv_consumer"})
 
 
 @pytest.fixture

@@ -7,18 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-import vllm_ascend_pd
+from harness.connectors import caches_of, config_of, full_attention, scheduler_connector
 from harness.engines import Role
 from harness.multi_connector import (
     OF_ANOTHER,
@@ -45,20 +37,11 @@ def test_it_hands_on_every_hook_of_ours() -> None:
 @pytest.fixture(params=[True, False], ids=["ours-first", "ours-second"])
 def both(request: pytest.FixtureRequest, role: Role, model: Path, tmp_path: Path) -> Iterator[Both]:
     """Of an engine of `role`, in either order."""
-    vllm_ascend_pd.register()
-    config = EngineArgs(
-        model=str(model),
-        enforce_eager=True,
-        max_model_len=512,
-        tensor_parallel_size=TP,
-        kv_transfer_config=KVTransferConfig(**transfer_config(role, request.param, tmp_path), engine_id="an-engine"),
-    ).create_engine_config()
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    multi = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)
-    assert isinstance(multi, MultiConnector)
-    yield Both(multi, request.param)
-    multi.shutdown()
+    config = config_of(model, transfer_config(role, request.param, tmp_path), tensor_parallel_size=TP)
+    caches = caches_of(full_attention(block_size=BLOCK, num_kv_heads=2))
+    with scheduler_connector(config, caches) as multi:
+        assert isinstance(multi, MultiConnector)
+        yield Both(multi, request.param)
 
 
 on_prefill = pytest.mark.parametrize("role", [Role.PREFILL], ids=["prefill"])

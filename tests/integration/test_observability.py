@@ -22,12 +22,10 @@ import yaml
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_cluster import COMPLETION, STREAM, eventually, running_cluster
-from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-import vllm_ascend_pd
+from harness.connectors import config_of
 from harness.documented import documented
 from harness.ports import release_port, reserve_port
 from vllm_ascend_pd.observe.stats import PREFIX
@@ -72,11 +70,7 @@ def proxy_metrics() -> dict[str, set[str]]:
 
 
 def engine_metrics(model: Path, role: str) -> dict[str, set[str]]:
-    vllm_ascend_pd.register()
-    transfer = KVTransferConfig(kv_connector="LayerwisePushConnector", kv_role=role, engine_id="an-engine")
-    config = EngineArgs(
-        model=str(model), enforce_eager=True, max_model_len=512, kv_transfer_config=transfer
-    ).create_engine_config()
+    config = config_of(model, {"kv_role": role})
     unregister_vllm_metrics()
     PrometheusStatLogger(config, [0])
     try:

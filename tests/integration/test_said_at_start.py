@@ -10,15 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-import vllm_ascend_pd
-from harness.scheduling import BLOCK
+from harness.connectors import config_of, scheduler_connector
 from vllm_ascend_pd.connector import model as model_module
 
 Said = Callable[..., str]
@@ -30,19 +23,13 @@ def said(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     `options`: of `EngineArgs`."""
     bridges = [SimpleNamespace(address=f"198.51.{n}.7", netmask="255.255.255.0") for n in range(100)]
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"bridges": bridges})
-    vllm_ascend_pd.register()
 
     def start(role: str, extra: dict[str, Any], words: str, **options: Any) -> str:
-        transfer = KVTransferConfig(
-            kv_connector="LayerwisePushConnector", kv_role=role, kv_connector_extra_config=extra
-        )
-        args = EngineArgs(model=str(model), max_model_len=512, kv_transfer_config=transfer, **options)
-        config = args.create_engine_config()
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        config = config_of(model, {"kv_role": role, "kv_connector_extra_config": extra}, **options)
         shown = logging.getLogger("vllm")  # what an engine shows
         monkeypatch.setattr(shown, "handlers", [*shown.handlers, caplog.handler])
-        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches).shutdown()
+        with scheduler_connector(config):
+            pass
         # Once or twice, as vLLM's logger may hand records on.
         [line] = {text for record in caplog.records if words in (text := record.getMessage())}
         return line

@@ -42,16 +42,14 @@ def test_multi_connector_hands_on_every_hook_of_ours(plugins: None) -> None:
 @pytest.fixture
 def multi(plugins: None, dense_model: Path) -> Iterator[Any]:
     """vllm-ascend's MultiConnector on a prefill engine's scheduler with ours as its only child."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from harness.connectors import scheduler_connector
 
     child = {"kv_connector": OURS, "kv_role": "kv_producer", "kv_port": 20001, "kv_connector_extra_config": {}}
     config = engine_config(
         dense_model, kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [child]}
     )
-    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
-    yield connector
-    connector.shutdown()
+    with scheduler_connector(config, cache_config()) as connector:
+        yield connector
 
 
 def test_ours_as_a_child_of_multi_connector(multi: Any) -> None:
@@ -103,15 +101,14 @@ def both(
     request: pytest.FixtureRequest, role: Role, plugins: None, dense_model: Path, tmp_path: Path
 ) -> Iterator[Both]:
     """vllm-ascend's MultiConnector with ours and another below it, on the scheduler of an engine of `role`."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
 
+    from harness.connectors import scheduler_connector
+
     config = engine_config(dense_model, tp=TP, **transfer_config(role, request.param, tmp_path))
-    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
-    assert type(connector) is AscendMultiConnector
-    yield Both(connector, request.param)
-    connector.shutdown()
+    with scheduler_connector(config, cache_config()) as connector:
+        assert type(connector) is AscendMultiConnector
+        yield Both(connector, request.param)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

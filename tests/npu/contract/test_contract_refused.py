@@ -109,7 +109,6 @@ def test_memory_of_a_sleeping_engine_is_given_away(plugins: None) -> None:
 def test_compressed_caches(plugins: None) -> None:
     """DeepSeek V4's: a block of `block_size` entries is of `compress_ratio` times as many tokens."""
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
     from vllm_ascend.core.single_type_kv_cache_manager import CompressAttentionManager
 
@@ -126,14 +125,13 @@ def test_compressed_caches(plugins: None) -> None:
     )
     manager.allocate_new_blocks("request", 5 * BLOCK, 5 * BLOCK)
     assert len(manager.req_to_blocks["request"]) < 5, "blocks are of `block_size` tokens now"
-    caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    [group] = caches_module.cache_groups(caches)
+    [group] = caches_module.cache_groups(cache_config(spec))
     assert (group.span, group.tokens_per_entry) == (4 * BLOCK, 4)
 
 
 def test_vllm_ascends_own_kinds_of_caches_are_understood(plugins: None) -> None:
     import vllm_ascend.core.kv_cache_interface as interface
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     kinds = [kind for kind in vars(interface).values() if isinstance(kind, type) and issubclass(kind, KVCacheSpec)]
     own = {kind.__name__: kind for kind in kinds if kind.__module__ == interface.__name__}
@@ -145,8 +143,7 @@ def test_vllm_ascends_own_kinds_of_caches_are_understood(plugins: None) -> None:
         own["AscendMLAAttentionSpec"](**of, **sparse),
         own["AscendSlidingWindowMLASpec"](**of, sliding_window=128),
     ):
-        caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-        assert len(caches_module.cache_groups(caches)) == 1
+        assert len(caches_module.cache_groups(cache_config(spec))) == 1
 
 
 def test_the_models_here_are_not_refused(plugins: None, dense_model: Path, mla_model: Path) -> None:
@@ -161,7 +158,6 @@ def test_the_models_here_are_not_refused(plugins: None, dense_model: Path, mla_m
 def test_f30_what_helps_where_ascend_store_forces_a_mode_on_states(plugins: None, tmp_path: Path) -> None:
     """`--no-enable-prefix-caching` does not, but to leave AscendStore out does."""
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     make_model("qwen3.5", tmp_path)
 
@@ -175,9 +171,7 @@ def test_f30_what_helps_where_ascend_store_forces_a_mode_on_states(plugins: None
         )
 
     def describe(config: VllmConfig) -> None:
-        groups = [KVCacheGroupSpec([layer], spec) for layer, spec in hybrid_specs(config, layers=2).items()]
-        caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-        caches_module.layer_specs(caches, config)
+        caches_module.layer_specs(cache_config(*hybrid_specs(config, layers=2).values()), config)
 
     with pytest.raises(LayoutError, match=r"leave AscendStoreConnector out .* even with --no-enable-prefix-caching"):
         describe(made(False, "AscendStoreConnector"))
@@ -186,17 +180,16 @@ def test_f30_what_helps_where_ascend_store_forces_a_mode_on_states(plugins: None
 
 def test_how_states_are_cached(plugins: None, tmp_path: Path) -> None:
     """In mode align; "all" is refused by name."""
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     make_model("qwen3.5", tmp_path)
     config = engine_config(tmp_path, engine={"enable_prefix_caching": True})
 
+    states = [spec for spec in hybrid_specs(config, layers=2).values() if hasattr(spec, "mamba_type")]
+    assert states
+
     def described(**changes: Any) -> None:
-        states = [each for each in hybrid_specs(config, layers=2).items() if hasattr(each[1], "mamba_type")]
-        groups = [KVCacheGroupSpec([name], dataclasses.replace(spec, **changes)) for name, spec in states]
-        assert groups
-        caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-        caches_module.layer_specs(caches, config)
+        changed = [dataclasses.replace(spec, **changes) for spec in states]
+        caches_module.layer_specs(cache_config(*changed), config)
 
     described()
     with pytest.raises(LayoutError, match=r"in mamba_cache_mode 'all': use --mamba-cache-mode align"):

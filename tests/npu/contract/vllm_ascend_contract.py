@@ -9,8 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 OURS = "LayerwisePushConnector"
 REQUEST_ID = "cmpl-5b1e0c2e4d3f4f0f8f5a7c9d1e2f3a4b-0-1a2b3c4d"
 BLOCK = 128
@@ -70,11 +68,11 @@ def engine_config(
     ).create_engine_config()
 
 
-def cache_config() -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+def cache_config(*specs: Any) -> Any:
+    """Returns caches of these kinds; of full attention, if none is given."""
+    from harness.connectors import caches_of, full_attention
 
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    return caches_of(*specs or [full_attention(block_size=BLOCK)])
 
 
 def constants(module: str, method: str, receiver: str | None = None) -> set[str]:
