@@ -86,7 +86,7 @@ SCENARIOS = [
     # One rank of several.
     Scenario(2, "one of prefill's two ranks killed", kill_a_rank),
     # Decode is killed.
-    Scenario(3, "decode killed and restarted at the same port", kill_decode),
+    Scenario(3, "decode killed and restarted at the same port", kill_decode, short=True),
     # The metaserver and the proxy.
     Scenario(4, "metaserver down", lambda w: metaserver(w, Fault(refuse=True))),
     Scenario(4, "metaserver down for half a second", metaserver_away, absorbed=True),
