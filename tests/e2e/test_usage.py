@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`usage` says what a single engine says: on all routes, streams or not, whichever engine has a prompt cached. And a
-prompt that decode has cached as a whole is answered without prefill."""
+"""`usage` says what a single engine says: on all routes, streams or not, whichever engine has a prompt cached."""
 
 from collections import Counter
 from typing import Any
@@ -12,7 +11,7 @@ from harness.client import Client, random_prompt
 from harness.clusters import TP2_TO_TP1, Cluster
 from harness.engines import Engine
 from harness.pool import Reference
-from harness.usage import SAYS_CACHED, asked_of_all, cached_tokens, forget, usages
+from harness.usage import SAYS_CACHED, asked_of_all, cached_tokens, forget
 from harness.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,21 +59,6 @@ def test_usage_is_a_single_engines(cluster: Cluster, reference: Reference) -> No
         assert said == expected, which
         total = sum(cached_tokens(usage[-1]) for usage in said.values())
         assert (total > 0) == (which.startswith(("both", "prefill"))), which
-
-
-@with_details
-@pytest.mark.parametrize("tokens", [2 * BLOCK, 2 * BLOCK + 1])
-def test_a_prompt_that_decode_has_cached_as_a_whole(cluster: Cluster, reference: Reference, tokens: int) -> None:
-    """It needs no ticket, and counts as in a single engine."""
-    body = {"prompt": random_prompt(tokens, "usage of all"), "max_tokens": 8, "ignore_eos": True}
-    issued = "vllm:kv_pd_ticket_to_ready_seconds_count"
-    for prefills in (1, 0):
-        before = cluster.decode[0].metric(issued)
-        said = usages(cluster.url, str(cluster.model), "/v1/completions", body)
-        assert said == usages(reference.engine.url, str(cluster.model), "/v1/completions", body)
-        if prefills:
-            wait_until(lambda before=before: cluster.decode[0].metric(issued) == before + 1, 30)
-    assert cluster.decode[0].metric(issued) == before
 
 
 def cached_prompts(engine: Engine) -> Counter[str]:
