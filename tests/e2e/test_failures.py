@@ -4,14 +4,13 @@
 tests/faults has metaservers that fail.
 """
 
-import random
 import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from harness.client import Client, StreamError, at_once, random_prompt
+from harness.client import Client, StreamError, random_prompt
 from harness.clusters import POISONED_TOKENS, TP2_TO_TP1, Cluster
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.plain_http import PLAIN_HTTP
@@ -38,29 +37,6 @@ def test_one_layer_of_one_request_fails_that_request_alone(client: Client, refer
     assert "poisoned by the test" in failed.json()["error"]["message"]
     with pytest.raises((httpx.HTTPStatusError, StreamError), match="poisoned by the test"):
         client.complete(random_prompt(POISONED_TOKENS, "told in a stream"), stream=True)
-
-
-def test_clients_that_leave_at_any_moment(cluster: Cluster, client: Client) -> None:
-    chance = random.Random(5)
-
-    def abandon(i: int) -> None:
-        body = {"model": client.model, "prompt": random_prompt(chance.choice([5, 500, 2500]), f"leave {i}")}
-        patience = httpx.Timeout(5, read=chance.uniform(0.01, 1.5))
-        try:
-            with httpx.stream(
-                "POST",
-                f"{cluster.url}/v1/completions",
-                json={**body, "max_tokens": 64, "ignore_eos": True, "stream": True},
-                timeout=patience,
-                **PLAIN_HTTP,
-            ) as response:
-                for _ in response.iter_lines():
-                    if chance.random() < 0.2:
-                        return
-        except httpx.ReadTimeout:
-            return
-
-    at_once(abandon, range(40), concurrency=8)
 
 
 def test_made_up_ticket(cluster: Cluster, client: Client) -> None:

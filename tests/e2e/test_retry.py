@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from harness.client import Client, random_prompt
-from harness.clusters import FAULTS, POISONED_TOKENS, Cluster, ClusterConfig
+from harness.clusters import FAULTS, Cluster, ClusterConfig
 from harness.engines import Engine, EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
 from harness.pool import Reference
@@ -95,17 +95,6 @@ def test_prefill_killed_while_it_pushes(cluster: Cluster, client: Client, refere
     assert retries(cluster)["decode"] > before["decode"]
     assert retries(cluster)["prefill"] == before["prefill"]
     bring_back(killed, cluster, client, reference)
-
-
-def test_prefill_that_cannot_send(cluster: Cluster, client: Client, reference: Reference) -> None:
-    """Every write of such a prompt fails in the first engine."""
-    before = retries(cluster)
-    prompts = [random_prompt(POISONED_TOKENS, f"poison {i}") for i in range(4)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [answer.result() for answer in ask(pool, client, prompts)]
-    assert answers == [reference.complete(prompt) for prompt in prompts]
-    assert sum(retries(cluster).values()) > sum(before.values())
-    wait_all_blocks_free(cluster)
 
 
 def test_decode_killed_before_the_first_token(cluster: Cluster, client: Client, reference: Reference) -> None:

@@ -13,6 +13,7 @@ from harness.clusters import POISONED_TOKENS, Cluster
 from harness.collector import Span
 from harness.documented import documented, is_part_of
 from harness.engines import Engine
+from harness.pool import Reference
 
 CLIENT = "00f067aa0ba902b7"
 TRANSFER = {"kv_push", "kv_receive"}
@@ -76,13 +77,17 @@ def test_a_request_is_one_trace(cluster: Cluster, client: Client) -> None:
     assert b"whisper" not in cluster.collector.raw
 
 
-def test_what_failed_is_in_the_trace_beside_what_followed(cluster: Cluster, client: Client) -> None:
-    """A request that comes to the engine that fails, which is passed over for a while, has a second attempt."""
+def test_what_failed_is_in_the_trace_beside_what_followed(
+    cluster: Cluster, client: Client, reference: Reference
+) -> None:
+    """Every write of such a prompt fails in the first engine. A request that comes to it, which is passed over for a
+    while, has a second attempt, and the client a single engine's tokens."""
     deadline = time.monotonic() + 60
     for number in itertools.count():
         before = retries(cluster)
         trace = new_trace(client)
-        client.complete(random_prompt(POISONED_TOKENS, f"traced-{number}"))
+        prompt = random_prompt(POISONED_TOKENS, f"traced-{number}")
+        assert client.complete(prompt, stream=bool(number % 2)).token_ids == reference.complete(prompt)
         if (retried := retries(cluster) != before) or time.monotonic() > deadline:
             break
     assert retried

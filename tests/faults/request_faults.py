@@ -57,7 +57,7 @@ def few_blocks_preempted(world: World) -> list[Answer]:
 
 SCENARIOS = [
     # Clients that leave.
-    Scenario(7, "clients leave at every stage", leave_at_every_stage),
+    Scenario(7, "clients leave at every stage", leave_at_every_stage, short=True),
     Scenario(7, "500 aborts in a storm", storm),
     Scenario(7, "aborts while requests queue for prefill", leave_the_queue),
     # No blocks.
