@@ -92,7 +92,7 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
             stopped_at = time.monotonic()
             assert b"the proxy is shutting down" in b"".join(events)
         _, log = process.communicate(timeout=5)
-    assert time.monotonic() - stopped_at < 3
+        assert time.monotonic() - stopped_at < 3
     assert process.returncode == 0
     assert "Traceback" not in log
     assert "secret" not in log
@@ -131,7 +131,7 @@ def test_signal_ends_uploads(token_file: str) -> None:
             reason = error if path.startswith(METASERVER_PATH) else error["message"]
             assert reason == "the proxy is shutting down"
         _, log = process.communicate(timeout=5)
-    assert time.monotonic() - stopped_at < 2
+        assert time.monotonic() - stopped_at < 2
     assert "Traceback" not in log
     assert process.returncode == 0
 
