@@ -31,6 +31,11 @@ def load(ranks: list[Any], seed: int) -> str:
     return fingerprint
 
 
+def load_both(pair: Pair) -> None:
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 1)
+
+
 def test_other_weights_are_refused_and_both_named(pair: Pair) -> None:
     ours, theirs = load(pair.p_ranks, 1), load(pair.d_ranks, 2)
     run(pair, prompts(pair, [40, 50]))
@@ -58,8 +63,7 @@ def test_weights_that_one_side_does_not_know_are_not_compared(pair: Pair, known:
 @pytest.mark.parametrize("updated", ["prefill", "decode"])
 def test_what_is_updated_on_one_side_is_refused_until_the_other_is_too(pair: Pair, updated: str) -> None:
     ranks, others = (pair.p_ranks, pair.d_ranks) if updated == "prefill" else (pair.d_ranks, pair.p_ranks)
-    load(pair.p_ranks, 1)
-    load(pair.d_ranks, 1)
+    load_both(pair)
     requests = prompts(pair, [40])
     run(pair, requests)
     expect_delivery(pair, requests)
@@ -93,8 +97,7 @@ def end(pair: Pair, requests: list[Any], by_id: dict[str, Any]) -> None:
 
 def test_prefills_weights_updated_in_the_middle_of_a_prompt_fail_it(pair: Pair) -> None:
     """Its KV is of both, also where the first ones come back."""
-    load(pair.p_ranks, 1)
-    load(pair.d_ranks, 1)
+    load_both(pair)
     requests, by_id = begin(pair)
     load(pair.p_ranks, 2)
     load(pair.p_ranks, 1)
@@ -106,8 +109,7 @@ def test_prefills_weights_updated_in_the_middle_of_a_prompt_fail_it(pair: Pair) 
 
 @configured(lease_s=60.0)  # not renewed before the end: the report alone can tell
 def test_decodes_weights_updated_in_the_middle_of_a_transfer_fail_it(pair: Pair) -> None:
-    load(pair.p_ranks, 1)
-    load(pair.d_ranks, 1)
+    load_both(pair)
     requests, by_id = begin(pair)
     load(pair.d_ranks, 2)
     load(pair.d_ranks, 1)
@@ -117,8 +119,7 @@ def test_decodes_weights_updated_in_the_middle_of_a_transfer_fail_it(pair: Pair)
 
 @configured(lease_s=1.0)
 def test_an_update_of_decode_is_noticed_at_the_next_renewal(pair: Pair) -> None:
-    load(pair.p_ranks, 1)
-    load(pair.d_ranks, 1)
+    load_both(pair)
     _, by_id = begin(pair)
     load(pair.d_ranks, 2)
     wait_until(lambda: all(rank.call("open_failures") for rank in pair.p_ranks), 30)
@@ -176,8 +177,7 @@ def test_each_update_is_reported_once(pair: Pair) -> None:
 
 
 def test_a_prompt_that_decode_cached_before_its_update_fails_until_its_scheduler_knows(pair: Pair) -> None:
-    load(pair.p_ranks, 1)
-    load(pair.d_ranks, 1)
+    load_both(pair)
     requests = prompts(pair, [64], cached=32)
     run(pair, requests)
     expect_failure(pair, "decode's weights were updated, and a part of the prompt was cached before")
@@ -189,8 +189,7 @@ def test_a_prompt_that_decode_cached_before_its_update_fails_until_its_scheduler
 def test_decodes_weights_updated_between_ticket_and_grant_fail_a_prompt_that_it_has_cached_in_part(pair: Pair) -> None:
     requests = prompts(pair, [64], cached=32)
     tickets = pair.announce(requests)
-    load(pair.p_ranks, 1)
-    load(pair.d_ranks, 1)
+    load_both(pair)
     prefill(pair, requests, tickets)
     expect_failure(pair, "decode's weights were updated, and a part of the prompt was cached before")
 
