@@ -15,7 +15,7 @@ from vllm_ascend_pd.device.npu import REGISTRATION_BYTES
 class Model:
     """`widths`: bytes-carrying elements per head and token of each part: (head size, head size) for K and V,
     (512, 64) for MLA's latent and rope parts, (2 * head size,) where K and V are packed. `dtypes`: theirs, where they
-    differ; `encoding`: what bytes stand for, as `LayerSpec` has it."""
+    differ."""
 
     layers: int = 3
     heads: int = 4
@@ -24,7 +24,6 @@ class Model:
     order: Order = Order.TOKEN_MAJOR
     replicated: bool = False  # MLA: every rank holds everything
     dtypes: tuple[torch.dtype, ...] = ()
-    encoding: str | None = None
     copied_from: int | None = None  # the first part that each rank of decode context parallelism has all tokens of
     whole_from: int | None = None  # the first part of one head that all ranks have, beside others: a cache of its own
     drafts: int = 0  # how many of the layers, the last ones, are those of a draft

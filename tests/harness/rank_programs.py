@@ -129,7 +129,7 @@ class _RankBase:
         dealt = sharding(side.tp, side.dcp, side.interleave, side.pcp)
         heads = len(self._heads())
         total = 1 if self.model.replicated else self.model.heads
-        spec = LayerSpec(0, side.block_size, heads, total, self.model.encoding, dealt.share(self.rank))
+        spec = LayerSpec(0, side.block_size, heads, total, share=dealt.share(self.rank))
         copies = side.dcp if side.pcp == 1 else 1
         spec = replace(spec, copied_from=self.model.copied_from, copies=copies)
         specs = dict.fromkeys(caches, spec)
