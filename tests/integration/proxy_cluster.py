@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +62,19 @@ class Cluster:
             events = response.iter_raw()  # the stream ends with its iterator
             next(events)
             yield self.decode.received[-1].headers["x-request-id"], events
+
+    @contextmanager
+    def holding_one(self) -> Iterator[None]:
+        """While a completion waits for prefill. It is answered afterwards."""
+        self.prefill.holds = True
+        with ThreadPoolExecutor(1) as client:
+            held = client.submit(self.complete)
+            try:
+                assert self.decode.working.wait(10)
+                yield
+            finally:
+                self.prefill.holds = False
+            assert held.result().status_code == 200
 
     def report_failure(self, reason: str) -> None:
         """Decode reports that the transfer of its first ticket failed."""

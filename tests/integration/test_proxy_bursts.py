@@ -27,42 +27,23 @@ def waiting(cluster: Cluster) -> int:
     return int(requests["waiting"])
 
 
-def test_clients_beyond_the_limit_wait() -> None:
-    with running_cluster(max_concurrent=2) as cluster, ThreadPoolExecutor(10) as clients:
-        cluster.decode.waits = 0.1
-        answers = [clients.submit(cluster.complete) for _ in range(10)]
-        assert [answer.result().status_code for answer in answers] == [200] * 10
-        assert len(cluster.decode.received) == 10
-        assert cluster.decode.most_at_once <= 2
-
-
 def test_a_request_that_waited_too_long_is_answered_429_with_the_time() -> None:
-    with running_cluster(max_concurrent=1, queue_timeout=0.5) as cluster, ThreadPoolExecutor(1) as client:
-        cluster.prefill.holds = True
-        first = client.submit(cluster.complete)
-        assert cluster.decode.working.wait(10)
+    with running_cluster(max_concurrent=1, queue_timeout=0.5) as cluster, cluster.holding_one():
         refused = cluster.complete()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         reason = "the proxy serves 1 requests, 0 more wait, and this one has waited 0.5 s: retry later"
         assert refused.json()["error"]["message"] == reason
-        cluster.prefill.holds = False
-        assert first.result().status_code == 200
 
 
 def test_f27_clients_with_large_bodies_that_leave_free_their_places() -> None:
     """Whether their bodies have arrived as a whole or in part."""
-    with running_cluster(max_concurrent=1, max_waiting=4) as cluster, ThreadPoolExecutor(1) as client:
-        cluster.prefill.holds = True
-        first = client.submit(cluster.complete)
-        assert cluster.decode.working.wait(10)
+    with running_cluster(max_concurrent=1, max_waiting=4) as cluster, cluster.holding_one():
         with ExitStack() as leaving:
             for _ in range(3):
                 leaving.enter_context(closing(cluster.send_only("/v1/completions", {"prompt": "x" * (30 << 20)})))
             leaving.enter_context(closing(part_of_a_body(cluster, 1 << 20)))
             eventually(lambda: waiting(cluster) == 4)
         eventually(lambda: waiting(cluster) == 0)
-        cluster.prefill.holds = False
-        assert first.result().status_code == 200
 
 
 def part_of_a_body(cluster: Cluster, size: int) -> HTTPConnection:
@@ -87,48 +68,38 @@ def test_f27_a_body_that_does_not_fit_beside_those_that_wait_is_429(monkeypatch:
         return received
 
     monkeypatch.setattr(AdmittedRequest, "body", body)
-    with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(2) as clients:
-        cluster.prefill.holds = True
-        first = clients.submit(cluster.complete)
-        assert arrived.acquire(timeout=30)
-        assert cluster.decode.working.wait(10)
-        second = clients.submit(cluster.complete, prompt="x" * (2 << 20))
-        assert arrived.acquire(timeout=30)
-        for _ in range(3):
-            refused = cluster.complete(prompt="x" * (2 << 20))
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            reason = (
-                "the proxy serves 1 requests, the bodies of 2 that wait take 3 MiB, which is the limit: retry later"
-            )
-            assert refused.json()["error"]["message"] == reason
-        cluster.prefill.holds = False
-        assert [first.result().status_code, second.result().status_code] == [200, 200]
+    with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(1) as client:
+        with cluster.holding_one():
+            assert arrived.acquire(timeout=30)
+            second = client.submit(cluster.complete, prompt="x" * (2 << 20))
+            assert arrived.acquire(timeout=30)
+            for _ in range(3):
+                refused = cluster.complete(prompt="x" * (2 << 20))
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                reason = (
+                    "the proxy serves 1 requests, the bodies of 2 that wait take 3 MiB, which is the limit: retry later"
+                )
+                assert refused.json()["error"]["message"] == reason
+        assert second.result().status_code == 200
 
 
 def test_a_body_that_is_too_large_does_not_wait() -> None:
-    with running_cluster(max_concurrent=1, max_body_mib=1) as cluster, ThreadPoolExecutor(1) as client:
-        cluster.prefill.holds = True
-        first = client.submit(cluster.complete)
-        assert cluster.decode.working.wait(10)
+    with running_cluster(max_concurrent=1, max_body_mib=1) as cluster, cluster.holding_one():
         refused = cluster.complete(prompt="x" * (2 << 20))
         assert refused.status_code == 413
         assert refused.json()["error"]["message"] == "the request body exceeds 1048576 bytes"
-        cluster.prefill.holds = False
-        assert first.result().status_code == 200
 
 
 @pytest.mark.parametrize("size", [10, 3_000_000])
 def test_a_body_that_arrives_while_its_request_waits_is_complete(size: int) -> None:
     prompt = "".join(chr(ord("a") + number % 26) for number in range(size))
-    with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(2) as clients:
-        cluster.prefill.holds = True
-        first = clients.submit(cluster.complete)
-        assert cluster.decode.working.wait(10)
-        second = clients.submit(cluster.complete, prompt=prompt)
-        eventually(lambda: waiting(cluster) == 1)
-        cluster.prefill.holds = False
-        assert [first.result().status_code, second.result().status_code] == [200, 200]
+    with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(1) as client:
+        with cluster.holding_one():
+            second = client.submit(cluster.complete, prompt=prompt)
+            eventually(lambda: waiting(cluster) == 1)
+        assert second.result().status_code == 200
         assert cluster.decode.received[1].body["prompt"] == prompt
+        assert cluster.decode.most_at_once == 1
 
 
 def test_waiting_clients_get_503_when_the_proxy_stops() -> None:

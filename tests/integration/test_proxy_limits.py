@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from engine_standin import PrefillEngine, Servers
-from proxy_cluster import STREAM, beside, counted, eventually, running_cluster
+from engine_standin import PrefillEngine
+from proxy_cluster import STREAM, counted, eventually, running_cluster
 
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
@@ -67,61 +67,14 @@ def test_prompts_of_one_request_wait_for_each_other_however_many_they_are(severa
         assert (len(slow.received), slow.most_at_once) == (30, 2)
 
 
-def test_a_request_of_one_prompt_does_not_wait_for_all_prompts_of_another() -> None:
-    slow = PrefillEngine(takes=0.1)
-    with running_cluster(prefill_engine=slow, max_per_prefill=1) as cluster, ThreadPoolExecutor(1) as client:
-        batch = client.submit(cluster.complete, prompt=["a"] * 30)
-        eventually(lambda: len(cluster.decode.tickets) == 30)
-        assert cluster.complete(prompt="b").status_code == 200
-        computed = [sent.body["prompt"] for sent in slow.received]
-        assert len(computed) < 30
-        assert batch.result().status_code == 200
-
-
-def test_a_client_that_leaves_the_queue_takes_no_slot() -> None:
-    with running_cluster(max_per_decode=1) as cluster, ThreadPoolExecutor(2) as client:
-        cluster.decode.waits = 1.0
-        first = client.submit(cluster.complete)
-        assert cluster.decode.working.wait(10)
-        cluster.send_only("/v1/completions", {"model": "tiny", "prompt": "x"}).close()
-        assert client.submit(cluster.complete).result().status_code == 200
-        assert first.result().status_code == 200
-        assert len(cluster.decode.received) == 2
-
-
-def test_a_waiting_request_is_served_by_an_engine_added_meanwhile(token_file: str) -> None:
-    new = PrefillEngine()
-    with (
-        Servers() as servers,
-        running_cluster(max_per_prefill=1, admin_token_file=token_file) as cluster,
-        ThreadPoolExecutor(2) as clients,
-    ):
-        cluster.prefill.holds = True
-        first = clients.submit(cluster.complete)
-        assert cluster.prefill.working.wait(10)
-        second = clients.submit(cluster.complete)
-        headers = {"Authorization": "Bearer a-secret"}
-
-        def waiting() -> int:
-            answer = cluster.client.get("/status.json", headers=headers)
-            return int(answer.json()["roles"][0]["waiting"])
-
-        eventually(lambda: waiting() == 1)
-        engine = {"role": "prefill", "url": servers.start(lambda _: new.app)}
-        assert cluster.client.post("/admin/engines", headers=headers, json=engine).status_code == 201
-        assert second.result().status_code == 200
-        assert len(new.received) == 1
-        cluster.prefill.holds = False
-        assert first.result().status_code == 200
-
-
 @pytest.mark.parametrize("how", ["removed", "drained"])
 def test_a_request_is_refused_at_once_when_all_engines_are_removed(token_file: str, how: str) -> None:
-    with running_cluster(max_per_decode=1, admin_token_file=token_file) as cluster, ThreadPoolExecutor(2) as clients:
-        cluster.prefill.holds = True
-        first = clients.submit(cluster.complete)
-        assert cluster.prefill.working.wait(10)
-        second = clients.submit(cluster.complete)
+    with (
+        running_cluster(max_per_decode=1, admin_token_file=token_file) as cluster,
+        ThreadPoolExecutor(1) as client,
+        cluster.holding_one(),
+    ):
+        second = client.submit(cluster.complete)
         headers = {"Authorization": "Bearer a-secret"}
 
         def decode() -> dict[str, Any]:
@@ -136,22 +89,3 @@ def test_a_request_is_refused_at_once_when_all_engines_are_removed(token_file: s
         refused = second.result(timeout=10)
         assert refused.status_code == 503
         assert refused.json()["error"]["message"] == "no decode engine is available"
-        cluster.prefill.holds = False
-        assert first.result().status_code == 200
-
-
-def test_other_engine_is_asked_when_the_best_is_full() -> None:
-    """Both engines have the prefix; the one with a free slot is asked."""
-    other = PrefillEngine()
-    with beside(other, max_per_prefill=1, attempts=1) as cluster, ThreadPoolExecutor(2) as clients:
-        prompt = "the same long prompt " * 200
-        assert cluster.complete(prompt=prompt).status_code == 200
-        first, second = (other, cluster.prefill) if other.received else (cluster.prefill, other)
-        cluster.decode.waits = 0.0
-        first.holds = True
-        waiting = clients.submit(cluster.complete, prompt=prompt)
-        eventually(lambda: len(first.received) == 2)
-        assert cluster.complete(prompt=prompt).status_code == 200
-        assert len(second.received) == 1
-        first.holds = False
-        assert waiting.result().status_code == 200
