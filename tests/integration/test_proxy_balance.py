@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine
 from proxy_cluster import CHAT, beside, eventually, withheld
@@ -30,21 +28,6 @@ def test_engines_that_other_proxies_keep_busy_get_fewer_requests() -> None:
         for _ in range(3):
             assert cluster.complete().status_code == 200
         assert prefill.received == decode.received == []
-
-
-def test_an_engine_with_requests_in_flight_gets_fewer() -> None:
-    slow = PrefillEngine()
-    slow.hangs = True
-    with beside(slow) as cluster, ThreadPoolExecutor(1) as client:
-        first = client.submit(cluster.complete)
-        assert slow.working.wait(10)
-        for _ in range(3):
-            assert cluster.complete().status_code == 200
-        assert len(slow.received) == 1
-        slow.hangs = False
-        assert not first.done()
-        cluster.report_failure("over")
-        assert first.result().status_code == 200
 
 
 def test_conversations_stay_at_the_engine_with_their_prefix() -> None:

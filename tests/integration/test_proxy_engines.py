@@ -134,10 +134,7 @@ def test_wrong_engines_are_refused(cluster: Cluster) -> None:
         b"",
         b'{"role": "both", "url": "http://127.0.0.1:1"}',
         b'{"role": "decode", "url": "127.0.0.1:1"}',
-        b'{"role": "decode", "url": "http://127.0.0.1:1/v1"}',
-        b'{"role": "decode", "url": "http://me@127.0.0.1:1"}',
         b'{"role": "decode", "url": "dns+http://localhost:1"}',
-        b'{"role": "decode", "url": "http://a\\nb:1"}',
         b'{"role": "decode", "url": "http://127.0.0.1:1", "weight": 2}',
     ):
         assert admin(cluster, "POST", content=body).status_code == 400, body

@@ -47,27 +47,12 @@ def test_prefill_gets_token_ids_and_nothing_else(cluster: Cluster, path: str, bo
         assert received.headers["x-request-id"] == at_decode.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": ["a", "b", "c"]}], ids=["samples", "prompts"])
-def test_samples_and_lists_of_prompts(cluster: Cluster, fields: dict[str, Any]) -> None:
-    assert cluster.complete(**fields).status_code == 200
-    asked = asked_of_prefill(cluster)
-    assert [body["prompt"] for body in asked] == 3 * [IDS]
-    assert len({body["kv_transfer_params"]["ticket_id"] for body in asked}) == 3
-
-
 def test_decode_that_gives_an_empty_list_is_served_by_the_clients_body(cluster: Cluster) -> None:
     """test_proxy_routes.py has decode that gives none."""
     cluster.decode.token_ids = []
     assert cluster.client.post("/v1/chat/completions", json=CHAT).status_code == 200
     [received] = cluster.prefill.received
     assert received.path == "/v1/chat/completions"
-
-
-def test_a_prompt_of_128_thousand_tokens(cluster: Cluster) -> None:
-    cluster.decode.token_ids = [150_000 - n % 1000 for n in range(1 << 17)]
-    assert cluster.complete().status_code == 200
-    [asked] = asked_of_prefill(cluster)
-    assert asked["prompt"] == cluster.decode.token_ids
 
 
 def test_a_ticket_of_too_many_token_ids_is_refused() -> None:
