@@ -55,9 +55,7 @@ def posted_by_decode(groups=None, media_hashing=HASHING, wants=True, **fields):
     """The ticket of a request on decode, as the metaserver gets it."""
     metaserver = SilentMetaserver()
     engine = EngineInfo("decode-0", "127.0.0.1", 5555, 1)
-    scheduler = decode_scheduler(
-        engine, groups or [TokenGroup(BLOCK)], metaserver, media_hashing=media_hashing, prefill=metaserver
-    )
+    scheduler = decode_scheduler(engine, groups or [TokenGroup(BLOCK)], metaserver, media_hashing=media_hashing)
     params = {"do_remote_prefill": True, "metaserver": URL, **({"wants_token_ids": True} if wants else {})}
     asked = request(params, **fields)
     blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
