@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
-from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.topology import RankInfo, sharding
 
 CONFIG = json.loads((Path(__file__).parents[1] / "unit/data/recipes/models.json").read_text())["deepseek-v4"]
 BLOCK = 256
@@ -57,7 +57,8 @@ def test_block_sizes_that_differ_are_refused() -> None:
     """vLLM keeps the scales of a block's entries behind all of them, so a part of a block is no run of bytes."""
     longer, caches = (described(vllm_caches(CONFIG, 8, size)) for size in (2 * BLOCK, BLOCK))
     decode = EngineDescription("decode", "v4", 1, 1, (RankDescription(0, 0, "", "", caches),))
-    assert mismatch(caches, "v4", 0, sharding(1), True, decode) is None
-    reason = mismatch(longer, "v4", 0, sharding(1), True, decode)
+    prefill = RankInfo("prefill", "v4", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+    assert mismatch(caches, prefill, decode) is None
+    reason = mismatch(longer, prefill, decode)
     assert reason is not None
     assert "both sides need the same block size" in reason

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from harness.kv import Model, Side, layer_name
-from harness.rank_hosts import start_afresh
 from harness.rank_programs import Hooks, PrefillRank
 from harness.ranks import MakePair, Pair, expect_delivery, expect_failure, pair_of_each, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
@@ -84,15 +83,15 @@ def give_up_early(rank: PrefillRank) -> None:
 
 @pytest.mark.parametrize("name", ["direct", "gathered"])
 def test_a_buffer_that_is_given_up_early_delivers_wrong_bytes(name: str, make_pair: MakePair) -> None:
-    start_afresh()  # processes are used again, and the class has changed there
     pair = make_pair(*PAIRS[name])
+    for rank in pair.p_ranks:
+        rank.retire()  # the class changes there
     pair.each(pair.p_ranks, "do", slow_down)
     pair.each(pair.p_ranks, "do", give_up_early)
     requests = prompts(pair, [50, 100])
     run(pair, requests)
     pair.wait_arrivals(2)
     assert pair.differences(requests) != []
-    start_afresh()
 
 
 def never_waits(rank: PrefillRank) -> None:
