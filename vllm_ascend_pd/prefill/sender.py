@@ -185,24 +185,16 @@ class Sender(TransferQueue):
                 for transfer in step_send.transfers:
                     transfer.await_destinations()
                 step_send.is_located = True
-            if self._layout is None:  # all of its requests have failed
+            if (layout := self._layout) is None:  # all of its requests have failed
                 step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
                 return
-            of_layers = [self._layout.targets(push.tensors, step_send.route)]
-            for target in of_layers[0][:1]:
+            for target in layout.targets(push.tensors, step_send.route)[:1]:
                 self._pipeline.await_turn(target.session)
-            while self._next is None and len(pushes) < _MOST_JOINED and not self._tasks.empty():
-                self._next = task = self._tasks.get()
-                if not (isinstance(task, LayerPush) and task.step_send is step_send and task.ready.is_done()):
-                    break
-                targets = self._layout.targets(task.tensors, step_send.route)
-                if [(t.key, t.shape) for t in targets] != [(t.key, t.shape) for t in of_layers[0]]:
-                    break
-                self._next = None
-                pushes.append(task)
-                of_layers.append(targets)
+            while len(pushes) < _MOST_JOINED and (alike := self._take_alike(push, layout)) is not None:
+                pushes.append(alike)
             for joined in pushes[1:]:
                 self._await_bytes(joined)
+            of_layers = [layout.targets(each.tensors, step_send.route) for each in pushes]
             for targets in zip(*of_layers, strict=True):
                 self._write(pushes, targets)
         except Exception as error:  # noqa: BLE001 - the layers' requests report it
@@ -211,6 +203,20 @@ class Sender(TransferQueue):
         finally:
             for each in pushes:
                 self._pipeline.then(partial(self._end, each))
+
+    def _take_alike(self, push: LayerPush, layout: DecodeLayout) -> LayerPush | None:
+        """Takes the next task if it is a layer whose bytes can be read and whose writes are like those of `push`.
+        Otherwise returns None, and it stays the next one."""
+        if self._next is None and not self._tasks.empty():
+            self._next = self._tasks.get()
+        task, step_send = self._next, push.step_send
+        if not (isinstance(task, LayerPush) and task.step_send is step_send and task.ready.is_done()):
+            return None
+        ours, theirs = (layout.targets(each.tensors, step_send.route) for each in (push, task))
+        if [(t.key, t.shape) for t in ours] != [(t.key, t.shape) for t in theirs]:
+            return None
+        self._next = None
+        return task
 
     def _write(self, pushes: Sequence[LayerPush], targets: Sequence[LayerTarget]) -> None:
         """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
