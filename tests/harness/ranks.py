@@ -356,6 +356,20 @@ def made_pairs() -> Iterator[MakePair]:
     assert [what for pair in made for what in pair.close()] == []
 
 
+@contextlib.contextmanager
+def connected_pair(*args: Any, **options: Any) -> Iterator[Pair]:
+    """A pair that has pushed one request of a block already, which must leave nothing behind."""
+    pair = Pair(*args, **options)
+    try:
+        run(pair, prompts(pair, [pair.decode.block_size]))
+        assert pair.wait_arrivals(1) == ({"request-0"}, {})
+        assert pair.wait_sent(1) == {}
+        yield pair
+    finally:
+        left = pair.close()
+    assert left == [], "\n".join(left)
+
+
 def pair_of_each(
     shapes: Mapping[str, tuple[Any, ...]],
     scope: Any = "module",

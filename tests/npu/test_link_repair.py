@@ -5,8 +5,6 @@ request, and nothing of it is written once its blocks have another owner."""
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 import cann_on_host
 from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank
-from harness.ranks import Pair, prompts, run
+from harness.ranks import connected_pair, prompts, run
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -25,19 +23,8 @@ OTHERS = 7
 """What the owner of blocks writes into them that decode gave back."""
 
 
-@contextmanager
-def connected_pair(config: dict[str, Any]) -> Iterator[Pair]:
-    """Yields ranks that have pushed one request already."""
-    side = Side(1, num_blocks=16, block_size=128)
-    pair = Pair(Model(layers=3, heads=4, widths=(32, 32)), side, side, config, device="npu")
-    try:
-        run(pair, prompts(pair, [128]))
-        assert pair.wait_arrivals(1) == ({"request-0"}, {})
-        assert pair.wait_sent(1) == {}
-        yield pair
-    finally:
-        left = pair.close()
-    assert left == [], "\n".join(left)
+SIDE = Side(1, num_blocks=16, block_size=128)
+PAIR = (Model(layers=3, heads=4, widths=(32, 32)), SIDE, SIDE)
 
 
 def process_of(rank: Any) -> int:
@@ -50,7 +37,8 @@ def test_a_link_that_comes_back_while_roce_sends_again_fails_no_request(
     """Its lease and its deadlines hold for as long as the link is gone, which is longer than `write_timeout_s`."""
     monkeypatch.setenv("CANN_ON_HOST_LINKS", str(tmp_path))
     monkeypatch.setenv("HCCL_RDMA_TIMEOUT", "18")
-    with connected_pair({"write_timeout_s": 1.0, "lease_s": 2.0, "settle_timeout_s": 5.0}) as pair:
+    config = {"write_timeout_s": 1.0, "lease_s": 2.0, "settle_timeout_s": 5.0}
+    with connected_pair(*PAIR, config, device="npu") as pair:
         process = pair.d_ranks[0].call("do", process_of)
         with cann_on_host.link_fault(process, "hang"):
             repair = threading.Timer(5.0, cann_on_host.link_fault(process, "slow 0").__enter__)
@@ -83,7 +71,7 @@ def test_nothing_is_written_late_over_a_link_that_hung(monkeypatch: pytest.Monke
     monkeypatch.setenv("CANN_ON_HOST_LINKS", str(tmp_path))
     monkeypatch.setenv("HCCL_RDMA_TIMEOUT", "10")  # RoCE repairs nothing: a transfer has `write_timeout_s`
     config = {"write_timeout_s": 2.0, "lease_s": 5.0, "settle_timeout_s": 5.0, "grant_timeout_s": 60.0}
-    with connected_pair(config) as pair:
+    with connected_pair(*PAIR, config, device="npu") as pair:
         [rank] = pair.d_ranks
         [prompt] = prompts(pair, [256], seed=1)
         with cann_on_host.link_fault(rank.call("do", process_of), "hang"):

@@ -11,7 +11,7 @@ import pytest
 import cann_on_host
 from harness.kv import Model, Side, layer_name
 from harness.rank_programs import PrefillRank, refuse_work
-from harness.ranks import Pair, prompts, run
+from harness.ranks import Pair, connected_pair, prompts, run
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -40,18 +40,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def pair_of(work: str) -> Iterator[Pair]:
-    """Yields ranks that have pushed one request already."""
-    pair = Pair(GQA, *(Side(tp, num_blocks=16, block_size=BLOCK) for tp in SIZES[work]), QUICK, device="npu")
-    for rank in pair.p_ranks:
-        rank.retire()  # a stream that has failed stays so
-    try:
-        run(pair, prompts(pair, [BLOCK]))
-        assert pair.wait_arrivals(1) == ({"request-0"}, {})
-        assert pair.wait_sent(1) == {}
+    sides = (Side(tp, num_blocks=16, block_size=BLOCK) for tp in SIZES[work])
+    with connected_pair(GQA, *sides, QUICK, device="npu") as pair:
+        for rank in pair.p_ranks:
+            rank.retire()  # a stream that has failed stays so
         yield pair
-    finally:
-        left = pair.close()
-    assert left == [], "\n".join(left)
 
 
 def inject_before_computing(rank: PrefillRank, layer: int, faults: str) -> None:
