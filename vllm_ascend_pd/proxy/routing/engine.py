@@ -154,8 +154,8 @@ class RegisteredEngine:
         """What this proxy has in flight there. Only `serving` changes it."""
         self._report: LoadReport | None = None
         """The last load report."""
-        self._same_tokens_since = float("-inf")
-        """When the engine first reported the token count of its last report."""
+        self.same_tokens_since = float("-inf")
+        """When the engine first reported the token count of its last report. Only `note` changes it."""
 
     @property
     def open(self) -> bool:
@@ -184,7 +184,7 @@ class RegisteredEngine:
         `sent`: what this proxy had in flight there when it asked. `now`: seconds of a steady clock.
         """
         if self._report is None or snapshot.tokens is None or snapshot.tokens != self._report.snapshot.tokens:
-            self._same_tokens_since = now
+            self.same_tokens_since = now
         self._report = LoadReport(snapshot, sent, now)
 
     @property
@@ -200,14 +200,9 @@ class RegisteredEngine:
         ranks = 0 if self._report is None else self._report.snapshot.broken_ranks or 0
         return f"it must be restarted: KV exchange has failed for good on {ranks} rank(s)" if ranks else None
 
-    @property
-    def last_token(self) -> float:
-        """When its token count last grew, by its own metrics; minus infinity if it has sent none."""
-        return self._same_tokens_since
-
     def computed_nothing(self, since: float) -> float:
         """Seconds after `since` in which the engine computed no token, by its own metrics; 0 if it has sent none."""
-        return 0.0 if self._report is None else self._report.at - max(since, self._same_tokens_since)
+        return 0.0 if self._report is None else self._report.at - max(since, self.same_tokens_since)
 
     def report(self, now: float, fresh_for: float) -> LoadReport | None:
         """The last load report, unless it is older than `fresh_for` seconds."""

@@ -198,7 +198,7 @@ class StallWatch:
                 reason = f"no answer to a health probe within {self._probe:g} s"
             elif is_silent or not call.may_stall:
                 continue
-            elif error and now - max(since, engine.last_token if engine else since) >= self._stall:
+            elif error and now - max(since, engine.same_tokens_since if engine else since) >= self._stall:
                 reason = f"it takes no connections, and has sent nothing of this request for {self._stall:g} s"
             elif not error and engine and engine.computed_nothing(since) >= self._stall:
                 reason = f"its metrics show no new token for {self._stall:g} s"
