@@ -53,8 +53,9 @@ What follows -- goes to `vllm serve`. Its port is 8100 for prefill and 8200 for 
 access log omits /health and /metrics unless --disable-access-log-for-endpoints is given. Exits with 2 and a reason if
 options contradict each other.
 
-Environment variables for vLLM and CANN are set unless you have set them; --dry-run shows each with its purpose. Set
-ASCEND_RT_VISIBLE_DEVICES for other NPUs than the first ones, and GLOO_SOCKET_IFNAME if no interface has --address.
+Environment variables for vLLM and CANN are set unless you have set them. --dry-run shows each with its purpose. The
+first NPUs are used unless ASCEND_RT_VISIBLE_DEVICES names others. If no interface has --address, set
+GLOO_SOCKET_IFNAME.
 
 PYTHON (default: $VENV/bin/python, else python3) is the Python with vLLM. VLLM is the command (default: the one beside
 PYTHON). If CANN's environment is not loaded, loads it from ASCEND_TOOLKIT_ENV and ASCEND_ATB_ENV (default: set_env.sh
