@@ -4,12 +4,14 @@
 None waits for ever for blocks of another one that waits.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from harness.decode_scheduler import BLOCK, DRAFTS, LONGEST, MAX_MODEL_LEN, EngineScheduler
+from vllm_ascend_pd.connector.patches import vllm_0_23_and_0_30_scheduler
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.config import ConfigError
 
@@ -165,6 +167,40 @@ def test_a_request_gets_all_blocks_there_are(make: MakeScheduler, drafts: bool, 
     decode.add("long", tokens, generates=MAX_MODEL_LEN - tokens)
     decode.add("behind", 2 * BLOCK)
     decode.run(100)
+
+
+@orders
+def test_a_step_looks_once_at_each_request_whose_connector_has_no_answer(
+    make: MakeScheduler, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request waits for its KV, and each further one for its connector."""
+
+    def calls(waiting: int) -> int:
+        decode = make(blocks=20, order=order)
+        with monkeypatch.context() as patched:
+            decode.add("transferred", 2 * BLOCK)
+            decode.step()
+            patched.setattr(decode.connector, "get_num_new_matched_tokens", lambda request, computed: (None, False))
+            for number in range(waiting):
+                decode.add(str(number), BLOCK)
+            decode.step()
+            count = 0
+
+            def count_calls(frame: Any, event: str, argument: object) -> None:
+                nonlocal count
+                count += event == "call" and frame.f_code.co_filename == vllm_0_23_and_0_30_scheduler.__file__
+
+            sys.setprofile(count_calls)
+            try:
+                decode.step()
+            finally:
+                sys.setprofile(None)
+        decode.run(steps=200)
+        return count
+
+    few, many = calls(20), calls(60)
+    assert few > 20
+    assert many < 4 * few
 
 
 @pytest.mark.skipif(HAS_TRANSFER_RESULTS, reason="vLLM itself counts its own block")

@@ -23,6 +23,7 @@ vllm-ascend's schedulers call the patched methods from their own `schedule()`, t
 import math
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 _LOOKAHEAD = "lookahead_of_first_steps"
 """Attribute of a scheduler's `KVCacheManager`: how many tokens behind a request's last one its first step needs blocks
 for, without those that it computes, and how many it computes."""
+
+_ARRIVED = "arrived_requests"
+"""Attribute of a scheduler's `KVCacheManager`: the requests, by id and in queue order, whose KV had arrived when the
+scheduler's pass began and which the pass has not looked at. None between the start of a step and the pass."""
+
+_PROMOTED = "promoted_requests"
+"""Attribute of a scheduler: ids of requests whose transfer has ended and which held blocks then."""
+
+_PROMOTED_STATUSES = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class _Candidate:
@@ -63,32 +73,65 @@ def install() -> None:
     if original._select_waiting_queue_for_scheduling.__module__ == __name__:
         return
     _schedule_arrived_requests_first(original)
-    _release_reservations_of_failed_transfers(original)
+    _follow_ended_transfers(original)
     _reserve_no_negative_blocks(original)
     _allocate_first_steps_with_transfers(KVCacheManager)
+    _begin_each_pass_anew(KVCacheManager)
 
 
 def _schedule_arrived_requests_first(scheduler: Any) -> None:
     by_vllm = scheduler._select_waiting_queue_for_scheduling
 
+    # vLLM calls this for each waiting request of each step, so what holds for the whole pass is found once.
     def select_waiting_queue_for_scheduling(self: Any) -> Any:
-        setattr(self.kv_cache_manager, _LOOKAHEAD, (self.num_lookahead_tokens, _padding(self)))
+        manager = self.kv_cache_manager
+        if (arrived := vars(manager).get(_ARRIVED)) is None:
+            setattr(manager, _LOOKAHEAD, (self.num_lookahead_tokens, _padding(self)))
+            arrived = _arrived_requests(self)
+            setattr(manager, _ARRIVED, arrived)
         queue = by_vllm(self)
-        if queue is None or not self.skipped_waiting:
+        if queue is None or not (arrived or self.waiting):
             return queue
         head = queue.peek_request()
-        if _is_skipped(self, head) or _has_arrived(self, head):
+        if arrived.pop(head.request_id, None) is not None or _is_skipped(self, head):
             return queue
-        by_arrival = self.policy.value == "fcfs"
-        arrived = [request for request in self.skipped_waiting if _has_arrived(self, request)]
         if arrived:
-            return _Candidate(self.skipped_waiting, arrived[0] if by_arrival else min(arrived))
+            return _Candidate(self.skipped_waiting, arrived.pop(next(iter(arrived))))
         # Otherwise requests with grammars overtake all others for as long as new ones come.
-        if by_arrival and self.waiting and self.waiting.peek_request().arrival_time < head.arrival_time:
+        if _by_arrival(self) and self.skipped_waiting and self.waiting.peek_request().arrival_time < head.arrival_time:
             return self.waiting
         return queue
 
     scheduler._select_waiting_queue_for_scheduling = select_waiting_queue_for_scheduling
+
+
+def _arrived_requests(scheduler: Any) -> dict[str, "Request"]:
+    """Returns the skipped requests whose KV has arrived and which hold all blocks of their first step, in queue order.
+
+    Without a session whose input goes on (`resumable`): it may need more blocks.
+    """
+    promoted: set[str] = getattr(scheduler, _PROMOTED, set())
+    for request_id in [*promoted]:
+        request = scheduler.requests.get(request_id)
+        if request is None or request.status not in _PROMOTED_STATUSES or not _has_blocks(scheduler, request):
+            promoted.discard(request_id)
+    arrived = scheduler.finished_recving_kv_req_ids | promoted
+    if not arrived:
+        return {}
+    if _by_arrival(scheduler):
+        queue = scheduler.skipped_waiting
+    else:  # a queue by priority would sort all its requests
+        queue = sorted(scheduler.requests[each] for each in arrived)
+    return {
+        request.request_id: request
+        for request in queue
+        if request.request_id in arrived and not (request.resumable and request.status in _PROMOTED_STATUSES)
+    }
+
+
+def _by_arrival(scheduler: Any) -> bool:
+    """Whether requests are scheduled in the order of their arrival, not by priority."""
+    return bool(scheduler.policy is SchedulingPolicy.FCFS)
 
 
 def _padding(scheduler: Any) -> int:
@@ -112,18 +155,6 @@ def _is_skipped(scheduler: Any, request: "Request") -> bool:
             return True
         case _:
             return False
-
-
-def _has_arrived(scheduler: Any, request: "Request") -> bool:
-    """Whether the request's KV has arrived, and it holds all blocks of its first step.
-
-    A session whose input goes on (`resumable`) may need more blocks.
-    """
-    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-        return request.request_id in scheduler.finished_recving_kv_req_ids
-    if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.resumable:
-        return False
-    return _has_blocks(scheduler, request)
 
 
 def _allocate_first_steps_with_transfers(manager: Any) -> None:
@@ -170,13 +201,25 @@ def _allocate_first_steps_with_transfers(manager: Any) -> None:
     manager.allocate_slots = allocate_slots
 
 
-def _release_reservations_of_failed_transfers(scheduler: Any) -> None:
-    """Reserves no blocks for a request that has lost its own."""
+def _begin_each_pass_anew(manager: Any) -> None:
+    by_vllm = manager.new_step_starts
+
+    def new_step_starts(self: Any) -> None:
+        setattr(self, _ARRIVED, None)
+        by_vllm(self)
+
+    manager.new_step_starts = new_step_starts
+
+
+def _follow_ended_transfers(scheduler: Any) -> None:
+    """Notes requests that hold blocks after their transfer. Reserves no blocks for one that has lost its own."""
     by_vllm = scheduler._update_waiting_for_remote_kv
 
     def update_waiting_for_remote_kv(self: Any, request: "Request") -> None:
         by_vllm(self, request)
-        if not _has_blocks(self, request):
+        if _has_blocks(self, request):
+            vars(self).setdefault(_PROMOTED, set()).add(request.request_id)
+        else:
             self._inflight_prefills.discard(request)
 
     scheduler._update_waiting_for_remote_kv = update_waiting_for_remote_kv
