@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy as one process: builds its parts into an ASGI application, and serves it until SIGINT or SIGTERM by uvicorn
-as it is, with its own limits."""
+"""The proxy as one process: builds its parts into an ASGI application, and serves it by uvicorn until SIGINT or
+SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import anyio
 import msgspec
@@ -30,6 +30,7 @@ from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.proxy.http.connections import BEYOND_LIMIT, BoundedRequests, ClientConnection, OpenConnections
 from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
 from vllm_ascend_pd.proxy.http.messages import BoundedBodies, RequestRefused, error_response
 from vllm_ascend_pd.proxy.operate.status import StatusPage
@@ -56,7 +57,7 @@ client and one to a decode engine. Each of its prompts adds one for the ticket a
 _MIN_IDLE = 1024
 """Incoming connections without a request, where few requests are served: gateways keep some open."""
 _SPARE_FILES = 256
-"""For everything else that the process opens."""
+"""For everything else that the process opens, `BEYOND_LIMIT` included."""
 
 _LONGEST_USER_TIMEOUT_MS = (1 << 31) - 1
 """Of TCP_USER_TIMEOUT (tcp(7))."""
@@ -83,6 +84,7 @@ class ProxyApp:
             lifespan=self._lifespan,
         )
         """The application. Its lifespan runs the background tasks."""
+        self.asgi.router.redirect_slashes = False  # it would redirect to whatever host the client names
 
     def shut_down(self) -> None:
         """Ends all requests with an error, and refuses further ones."""
@@ -147,7 +149,7 @@ class Capacity(NamedTuple):
     waiting: int
     """Requests that wait to be served. Each holds its client's connection."""
     connections: int
-    """Incoming connections. uvicorn answers requests on further ones with 503."""
+    """Incoming connections with a request. Those on further ones get 503, except `/health`."""
     backlog: int
     """New connections that wait to be accepted."""
 
@@ -216,14 +218,14 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
             "any client that reaches this port may post tickets for its own requests: --metaserver-token-file "
             "prevents that"
         )
+    open_connections = OpenConnections(found.connections + BEYOND_LIMIT)
     server = _Server(
         uvicorn.Config(
-            app.asgi,
+            BoundedRequests(app.asgi, found.connections),
             lifespan="on",
-            http="httptools",
+            http=cast("type[asyncio.Protocol]", partial(ClientConnection, open_connections)),
             ws="none",
             backlog=found.backlog,
-            limit_concurrency=found.connections + 1,
             timeout_keep_alive=math.ceil(settings.keep_alive_timeout),
             log_config=None,
             access_log=False,
