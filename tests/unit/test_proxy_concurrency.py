@@ -19,6 +19,7 @@ from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
+from vllm_ascend_pd.transport.names import HostNames
 
 pytestmark = pytest.mark.anyio
 
@@ -229,7 +230,7 @@ async def test_a_slot_of_all_engines_together_is_used_at_another_engine() -> Non
 def pool_of_decode(timeout: float = FOREVER, eject_after: int = 3) -> EnginePool:
     """Each engine has one slot."""
     limits = settings_with(max_per_decode=1, queue_per_engine=3, queue_timeout=timeout, eject_after=eject_after)
-    return EnginePool(EngineRole.DECODE, limits)
+    return EnginePool(EngineRole.DECODE, limits, HostNames())
 
 
 @asynccontextmanager

@@ -42,6 +42,7 @@ from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.polling import Discovery, HealthChecks
 from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.transport.names import HostNames
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +70,12 @@ class ProxyApp:
     """One proxy: its engines, its requests and its routes. The event loop's thread owns it."""
 
     def __init__(self, settings: ProxySettings) -> None:
-        self._prefill, self._decode = self._pools = tuple(EnginePool(role, settings) for role in EngineRole)
+        names = HostNames()
+        self._prefill, self._decode = self._pools = tuple(EnginePool(role, settings, names) for role in EngineRole)
         self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
         roles = {pool.role: pool.engines for pool in self._pools}
-        self._checks = HealthChecks(roles.values(), settings)
-        self._discovery = Discovery(roles, settings)
+        self._checks = HealthChecks(roles.values(), settings, names)
+        self._discovery = Discovery(roles, settings, names)
         self.ended = asyncio.Event()
         """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
         self._observer = Observer(self._request_table, self._pools)
@@ -94,11 +96,12 @@ class ProxyApp:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Does the work beside requests. A task that fails ends the proxy."""
         try:
-            await self._discovery.look()
-            for pool in self._pools:
-                pool.engines.require_checks()
             async with anyio.create_task_group() as tasks:
-                for run in (self._discovery.run, *(pool.watch.run for pool in self._pools), self._checks.run):
+                tasks.start_soon(self._discovery.run)
+                await self._discovery.first_results()
+                for pool in self._pools:
+                    pool.engines.require_checks()
+                for run in (*(pool.watch.run for pool in self._pools), self._checks.run):
                     tasks.start_soon(run)
                 await self._checks.first_results()  # so `/health` is right from the first request on
                 yield

@@ -39,6 +39,7 @@ from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking, EngineRegistry
 from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.transport.names import HostNames
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class StallWatch:
 class EnginePool:
     """The engines of one role as the rest of the proxy uses them."""
 
-    def __init__(self, role: EngineRole, settings: ProxySettings) -> None:
+    def __init__(self, role: EngineRole, settings: ProxySettings, host_names: HostNames) -> None:
         """A pool without engines."""
         prefills = role is EngineRole.PREFILL
         slots = settings.max_per_prefill if prefills else settings.max_per_decode
@@ -226,7 +227,9 @@ class EnginePool:
         in_all = settings.max_concurrent * _PREFILLS_PER_REQUEST if prefills else None
         self.limiter = ConcurrencyLimiter(slots, settings.queue_per_engine, settings.queue_timeout, in_all)
         self.engines = EngineRegistry(role, self.limiter, settings)
-        self._client = EngineClient(connect_timeout=settings.connect_timeout, read_timeout=settings.silence_timeout)
+        self._client = EngineClient(
+            host_names, connect_timeout=settings.connect_timeout, read_timeout=settings.silence_timeout
+        )
         self.watch = StallWatch(self.engines, self._client, settings)
         """Ends requests at engines that have stopped."""
         self.pace = PrefillPace()
