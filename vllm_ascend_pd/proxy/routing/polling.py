@@ -14,10 +14,9 @@ import anyio
 from anyio.abc import TaskGroup
 
 from vllm_ascend_pd.proxy.http.engine_client import ConnectionLost, EngineClient, HttpError
-from vllm_ascend_pd.proxy.http.messages import TooLarge, read_all
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
-from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, parse_metrics
+from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, MetricsReader
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
 from vllm_ascend_pd.proxy.settings import DNS_SCHEME, ProxySettings
 from vllm_ascend_pd.transport.names import HostNames
@@ -27,8 +26,6 @@ log = logging.getLogger(__name__)
 COMMAND_LINE = "the command line"
 _LOOKUP_SECONDS = 10.0
 """After this time a name does not resolve. Its lookup goes on: resolvers ask up to 3 servers twice, for 5 s each."""
-_MAX_METRICS_BYTES = 16 << 20
-"""vLLM's metrics are about 100 KiB per data-parallel rank."""
 _NEW_ENGINE_SECONDS = 0.5
 """Limit of the time until a new engine is asked."""
 _FIRST_LOOK_SECONDS = 0.01
@@ -189,20 +186,19 @@ class HealthChecks:
 
     async def _load(self, engine: RegisteredEngine) -> str | None:
         """Reads and notes the engine's load. Returns None, or why it is unknown."""
-        sent = engine.sent
+        sent, metrics = engine.sent, MetricsReader()
         try:
             with anyio.fail_after(self._timeout):
                 async with self._client.get(f"{engine.url}/metrics") as answer:
                     if not answer.is_success:
                         return f"HTTP {answer.status} for /metrics"
-                    body = await read_all(answer.chunks(), _MAX_METRICS_BYTES)
-            snapshot = parse_metrics(body.decode(errors="replace"))
+                    async for piece in answer.chunks():
+                        metrics.feed(piece)
+            snapshot = metrics.end()
         except (HttpError, TimeoutError) as error:
             return _why(error)
-        except TooLarge:
-            return f"/metrics exceeds {_MAX_METRICS_BYTES} bytes"
         except ValueError as error:
-            return f"/metrics cannot be read: {type(error).__name__}"
+            return f"/metrics cannot be read: {error}"
         if snapshot == LoadSnapshot():
             return "/metrics has no figures of load: is it vLLM's?"
         engine.note(snapshot, sent, time.monotonic())
