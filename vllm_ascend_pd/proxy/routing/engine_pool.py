@@ -159,10 +159,10 @@ class StallWatch:
         self._stall = settings.read_timeout
         """Seconds without a byte of a request, and without a new token in the engine's own metrics, as long as it shows
         them."""
-        self._quiet = settings.probe_timeout if engines.role is EngineRole.DECODE else 0.0
-        """Seconds without a byte of a request before the engine is probed."""
         self._calls: set[EngineCall] = set()
         """Calls being watched."""
+        self._probed: set[str] = set()
+        """URLs of engines whose answer to a probe is awaited."""
 
     def __contains__(self, call: EngineCall) -> bool:
         return call in self._calls
@@ -177,27 +177,30 @@ class StallWatch:
             self._calls.discard(call)
 
     async def run(self) -> None:
-        """Looks at all calls once a second, until cancelled."""
-        while True:
-            await anyio.sleep(_STALL_LOOK_SECONDS)
-            now = time.monotonic()
-            silent = {call.engine for call in self._calls if call.engine and now - call.silent_since >= self._quiet}
-            async with anyio.create_task_group() as tasks:
-                for url in silent:
+        """Looks at all calls once a second, until cancelled. An engine that does not answer delays no other one."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                await anyio.sleep(_STALL_LOOK_SECONDS)
+                awaited = {call.engine for call in self._calls if call.engine and not math.isinf(call.silent_since)}
+                for url in awaited - self._probed:
                     tasks.start_soon(self._look_at, url)
 
     async def _look_at(self, url: str) -> None:
         """Probes an engine, and ends its calls if it has stopped."""
         asked = {call: call.silent_since for call in self._calls if call.engine == url}
-        error = await self._probe_error(url)
+        self._probed.add(url)
+        try:
+            error = await self._probe_error(url)
+        finally:
+            self._probed.discard(url)
         is_silent = isinstance(error, (ConnectTimeout, ReadTimeout))
         now, engine = time.monotonic(), self._engines.get(url)
         for call, since in asked.items():
             if call not in self._calls or call.engine != url or call.silent_since != since:
                 continue  # it has gone on meanwhile
-            if is_silent and now - since >= self._quiet:
+            if is_silent:
                 reason = f"no answer to a health probe within {self._probe:g} s"
-            elif is_silent or not call.may_stall:
+            elif not call.may_stall:
                 continue
             elif error and now - max(since, engine.same_tokens_since if engine else since) >= self._stall:
                 reason = f"it takes no connections, and has sent nothing of this request for {self._stall:g} s"
@@ -210,8 +213,11 @@ class StallWatch:
     async def _probe_error(self, url: str) -> HttpError | None:
         """Probes an engine's health. Returns None if it answers, whatever it says."""
         try:
-            async with self._client.get(f"{url}/health", self._probe):
-                return None
+            with anyio.fail_after(self._probe):
+                async with self._client.get(f"{url}/health", self._probe):
+                    return None
+        except TimeoutError:  # it took its connection and its answer together
+            return ReadTimeout()
         except HttpError as error:
             return error
 
