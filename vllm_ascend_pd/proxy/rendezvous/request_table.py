@@ -39,6 +39,8 @@ from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest, RequestAdm
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
 
 _T = TypeVar("_T")
+_LOOKUPS = 64
+"""GET requests that are served at a time."""
 
 
 class RequestPhase(enum.Enum):
@@ -338,6 +340,8 @@ class RequestTable:
     def __init__(self, limit: int, queue_length: int = 0, timeout: float = 0.0) -> None:
         """Arguments: as in RequestAdmission."""
         self.admission = RequestAdmission(limit, queue_length, timeout)
+        self._lookups = RequestAdmission(_LOOKUPS, queue_length, timeout)
+        """GET requests. They wait for each other alone, not for what engines compute."""
         self._open: set[ProxiedRequest] = set()
         """Requests being served, and those that wait for that."""
         self._attempts: dict[str, DecodeAttempt] = {}
@@ -350,7 +354,7 @@ class RequestTable:
     @property
     def in_flight(self) -> int:
         """Number of requests being served."""
-        return len(self._open) - self.admission.waiting
+        return len(self._open) - self.admission.waiting - self._lookups.waiting
 
     def phases(self) -> Mapping[RequestPhase, int]:
         """Number of requests in each phase. The sum is `in_flight`."""
@@ -365,7 +369,7 @@ class RequestTable:
         RequestRefused: 429 if the queue is full, 503 if the proxy shuts down."""
         if self._closed:
             raise _shutting_down()
-        with AdmittedRequest(self.admission) as place:
+        with AdmittedRequest(self._lookups if proxied.method == "GET" else self.admission) as place:
             self._open.add(proxied)
             try:
                 yield place

@@ -302,7 +302,8 @@ class EnginePool:
             url = engine.url
             tried.add(url)
             with ExitStack() as slot:
-                slot.enter_context(self.limiter.releasing(engine))
+                if ranking.takes_slot:
+                    slot.enter_context(self.limiter.releasing(engine))
                 if failure.url:
                     self.judge(failure.url, failure.kind)  # the caller judges the last engine
                 call.engine = url
@@ -333,7 +334,7 @@ class EnginePool:
                     return response
                 refusals.append(_Refusal(engine, kind, response, self._has_no_other(engine)))
                 log.info("request %s: %s engine %s: %s", request.request_id, self.role.value, url, refusals[-1].how)
-                if kind is FailureKind.BUSY:
+                if kind is FailureKind.BUSY and ranking.takes_slot:
                     if call.begun:
                         raise self._busy(url, refusals[-1].how)
                     self.limiter.busy(engine, ranking.group)
@@ -345,7 +346,7 @@ class EnginePool:
             agree = sum(RULES[self.role, each.kind].asks is Asks.ONE for each in refusals)
             if call.begun or agree == 2:
                 break
-        for_client = [each for each in refusals if each.kind is not FailureKind.BUSY]
+        for_client = [each for each in refusals if each.kind is not FailureKind.BUSY or not ranking.takes_slot]
         if not for_client:
             raise failure
         # An answer about the request says more than one of an engine that takes none.
@@ -391,12 +392,15 @@ class EnginePool:
     async def acquire(
         self, ranking: EngineRanking, tried: Collection[str], begun: float | None = None
     ) -> RegisteredEngine | None:
-        """Takes a slot at the next engine to ask. Returns None if all engines were tried or are gone. Raises
-        EngineError if all are full or busy. `begun`: since when the request has waited; None: now."""
+        """Takes a slot at the next engine to ask, unless the request needs none. Returns None if all engines were tried
+        or are gone. Raises EngineError if all are full or busy. `begun`: since when the request has waited; None: now.
+        """
         avoid = {*ranking.avoid, *tried}
         begun = time.monotonic() if begun is None else begun
         tiers = ranking.tiers
         while candidates := self._first_open(tiers, tried):
+            if not ranking.takes_slot:
+                return candidates[0]
             waited = time.monotonic() - begun
             try:
                 engine = await self.limiter.acquire(candidates, ranking.admitted, avoid, ranking.group, waited)
