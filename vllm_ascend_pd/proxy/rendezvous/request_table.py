@@ -20,7 +20,7 @@ import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.core.text import UNREADABLE, why_unreadable
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest
@@ -422,18 +422,19 @@ class RequestTable:
         """
         if self._closed:
             raise _shutting_down()
-        scope = anyio.CancelScope()
+        scope, body = anyio.CancelScope(), b""
         self._posts.add(scope)
         try:
             with scope:
-                return decode(await read_all(request.stream(), limit))
+                body = await read_all(request.stream(), limit)
+                return decode(body)
             raise _shutting_down()
         except TooLarge:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the {name} exceeds {limit} bytes") from None
         except ClientDisconnect:
             raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
         except UNREADABLE as error:
-            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {why_unreadable(body, error)}") from None
         finally:
             self._posts.discard(scope)
 
