@@ -30,7 +30,7 @@ from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.http.connections import BEYOND_LIMIT, BoundedRequests, ClientConnection, OpenConnections
+from vllm_ascend_pd.proxy.http.connections import BEYOND_LIMIT, BoundedRequests, HttpConnection, OpenConnections
 from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
 from vllm_ascend_pd.proxy.http.messages import BoundedBodies, RequestRefused, error_response
 from vllm_ascend_pd.proxy.operate.status import StatusPage
@@ -226,7 +226,7 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
         uvicorn.Config(
             BoundedRequests(app.asgi, found.connections),
             lifespan="on",
-            http=cast("type[asyncio.Protocol]", partial(ClientConnection, open_connections)),
+            http=cast("type[asyncio.Protocol]", partial(HttpConnection, open_connections)),
             ws="none",
             backlog=found.backlog,
             timeout_keep_alive=math.ceil(settings.keep_alive_timeout),

@@ -29,12 +29,12 @@ class OpenConnections:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._open: set[ClientConnection] = set()
-        self._idle: dict[ClientConnection, None] = {}
+        self._open: set[HttpConnection] = set()
+        self._idle: dict[HttpConnection, None] = {}
         """Those without a request. The one that has been idle for longest comes first."""
 
     @owned
-    def opened(self, connection: ClientConnection) -> None:
+    def opened(self, connection: HttpConnection) -> None:
         """A new connection. It is closed itself if no other one is idle."""
         self._open.add(connection)
         self._idle[connection] = None
@@ -42,22 +42,22 @@ class OpenConnections:
             self._close_one(connection)
 
     @owned
-    def begins(self, connection: ClientConnection) -> None:
+    def begins(self, connection: HttpConnection) -> None:
         """The head of a request has arrived."""
         self._idle.pop(connection, None)
 
     @owned
-    def answered(self, connection: ClientConnection) -> None:
+    def answered(self, connection: HttpConnection) -> None:
         """All its requests have been answered."""
         if connection in self._open:
             self._idle[connection] = None
 
     @owned
-    def closed(self, connection: ClientConnection) -> None:
+    def closed(self, connection: HttpConnection) -> None:
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
-    def _close_one(self, newest: ClientConnection) -> None:
+    def _close_one(self, newest: HttpConnection) -> None:
         for _ in range(_LOOKS):
             connection = next(iter(self._idle))
             del self._idle[connection]
@@ -70,7 +70,7 @@ class OpenConnections:
         connection.transport.close()
 
 
-class ClientConnection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's connection, which `OpenConnections` may close."""
 
     def __init__(self, connections: OpenConnections, **uvicorns: Any) -> None:
