@@ -341,7 +341,7 @@ class RequestTable:
         """Arguments: as in RequestAdmission."""
         self.admission = RequestAdmission(limit, queue_length, timeout)
         self._lookups = RequestAdmission(_LOOKUPS, queue_length, timeout)
-        """GET requests. They wait for each other alone, not for what engines compute."""
+        """Of GET requests: they wait for each other alone, not for what engines compute."""
         self._open: set[ProxiedRequest] = set()
         """Requests being served, and those that wait for that."""
         self._attempts: dict[str, DecodeAttempt] = {}
@@ -350,6 +350,10 @@ class RequestTable:
         """Other bodies that are being read."""
         self._closed = False
         """Whether the proxy shuts down."""
+
+    def admission_of(self, proxied: ProxiedRequest) -> RequestAdmission:
+        """Where a request waits to be served."""
+        return self._lookups if proxied.method == "GET" else self.admission
 
     @property
     def in_flight(self) -> int:
@@ -369,7 +373,7 @@ class RequestTable:
         RequestRefused: 429 if the queue is full, 503 if the proxy shuts down."""
         if self._closed:
             raise _shutting_down()
-        with AdmittedRequest(self._lookups if proxied.method == "GET" else self.admission) as place:
+        with AdmittedRequest(self.admission_of(proxied)) as place:
             self._open.add(proxied)
             try:
                 yield place
