@@ -21,6 +21,7 @@ from vllm_ascend_pd.proxy.http.engine_client import (
     HttpError,
     ReadTimeout,
 )
+from vllm_ascend_pd.transport.names import HostNames
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 HEADERS = [(b"content-type", b"application/json"), (b"x-twice", b"1"), (b"x-twice", b"\xc3\xa9")]
@@ -59,7 +60,7 @@ async def peer_of(
     server = await asyncio.start_server(peer.answer, "127.0.0.1", 0)
     peer.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     limits = {"connect_timeout": 2.0, "read_timeout": 2.0, **options}
-    client = EngineClient(**limits)  # type: ignore[arg-type]
+    client = EngineClient(HostNames(), **limits)  # type: ignore[arg-type]
     try:
         yield peer, client
     finally:

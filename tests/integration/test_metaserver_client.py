@@ -10,6 +10,7 @@ import random
 import socket
 import threading
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -352,6 +353,29 @@ def test_a_post_cancelled_before_it_begins_is_not_sent(client: MetaserverClient,
     assert outcomes(client, 1) == [PostOutcome("other", ok=True)]
     time.sleep(0.1)
     assert metaserver.attempts == {"other": 1}
+
+
+def test_a_name_without_an_answer_delays_no_post_to_another(
+    metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system, silent = socket.getaddrinfo, threading.Event()
+
+    def look_up(name: str, *args: Any, **options: Any) -> Any:
+        if name in ("silent", b"silent"):
+            silent.wait(15)
+        return system(name, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    silent_url, url = (metaserver.url.replace("127.0.0.1", name) for name in ("silent", "localhost"))
+    with client_with(metaserver_allowlist=[silent_url, url]) as client:
+        for number in range(40):
+            client.post(str(number), silent_url, {"id": "x", "do": "ok"})
+        begun = time.monotonic()
+        client.post("other", url, {"id": "other", "do": "ok"})
+        assert outcomes(client, 1) == [PostOutcome("other", ok=True)]
+        client.close()
+        assert time.monotonic() - begun < 5
+    silent.set()
 
 
 def test_close_is_quick_and_leaves_no_thread(metaserver: Metaserver) -> None:

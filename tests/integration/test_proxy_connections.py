@@ -40,6 +40,16 @@ def post(path: str, length: int, *headers: bytes) -> bytes:
     return b"\r\n".join([*lines, b"", b""])
 
 
+def is_answered(connection: socket.socket) -> None:
+    """Sends a request, reads its answer, and keeps the connection open."""
+    connection.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
+    received = b""
+    while not received.endswith(b"}}"):
+        chunk = connection.recv(65536)
+        assert chunk, "closed"
+        received += chunk
+
+
 def rest_of(connection: socket.socket) -> bytes:
     """The bytes until the server closes the connection."""
     received = b""
@@ -166,27 +176,42 @@ def test_client_connection_is_reused_after_longer_than_5_s() -> None:
     """Gateways keep idle connections for a minute and more."""
     with running_proxy(*NOBODY) as (_, port), closing(connect(port)) as client:
         for wait_s in (6, 0):
-            client.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
-            received = b""
-            while b"Not Found" not in received:
-                chunk = client.recv(65536)
-                assert chunk, "closed"
-                received += chunk
+            is_answered(client)
             time.sleep(wait_s)
 
 
-def test_more_connections_than_files_allow_are_answered_503() -> None:
-    few = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))"
-    with running_proxy(*NOBODY, before=few) as (_, port):
+FEW_FILES = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))"
+"""For 47 connections with requests, and 32 more."""
 
-        def status() -> bytes:
-            with closing(connect(port)) as client:
-                client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                return rest_of(client)[9:12]
 
-        assert status() == b"200"
-        with ExitStack() as stack:
-            for _ in range(70):
-                stack.enter_context(closing(connect(port)))
-            eventually(lambda: status() == b"503")
-        eventually(lambda: status() == b"200")
+def answer_to(port: int, path: str) -> bytes:
+    with closing(connect(port)) as client:
+        client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        return rest_of(client)
+
+
+def test_the_connection_that_was_idle_for_longest_is_closed_for_a_new_one() -> None:
+    with running_proxy(*NOBODY, before=FEW_FILES) as (_, port), ExitStack() as stack:
+        silent, with_half_a_head, answered = (stack.enter_context(closing(connect(port))) for _ in range(3))
+        with_half_a_head.sendall(b"GET /metrics HTTP/1.1\r\nX-Name: ")
+        busy = stack.enter_context(closing(connect(port)))
+        busy.sendall(post(METASERVER_PATH, 2))
+        is_answered(answered)
+        for _ in range(76):  # one too many, and the next one is the second
+            stack.enter_context(closing(connect(port)))
+        assert answer_to(port, "/metrics").startswith(b"HTTP/1.1 200 ")
+        for closed in (silent, with_half_a_head):
+            assert rest_of(closed) == b""
+        is_answered(answered)
+        busy.sendall(b"{}")
+        assert busy.recv(65536).startswith(b"HTTP/1.1 4")
+
+
+def test_when_all_connections_have_requests_health_is_answered_and_others_get_503() -> None:
+    with running_proxy(*NOBODY, before=FEW_FILES) as (_, port), ExitStack() as stack:
+        for _ in range(47):
+            stack.enter_context(closing(connect(port))).sendall(post(METASERVER_PATH, 2))
+        eventually(lambda: answer_to(port, "/metrics").startswith(b"HTTP/1.1 503 "))
+        for _ in range(100):  # more than there is room for, and idle
+            stack.enter_context(closing(connect(port)))
+        assert b'"status":"unavailable"' in answer_to(port, "/health")

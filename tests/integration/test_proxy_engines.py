@@ -138,6 +138,8 @@ def test_wrong_engines_are_refused(cluster: Cluster) -> None:
         b'{"role": "decode", "url": "http://127.0.0.1:1", "weight": 2}',
     ):
         assert admin(cluster, "POST", content=body).status_code == 400, body
+    marked = admin(cluster, "POST", content=b"\xef\xbb\xbf{}").json()["error"]["message"]
+    assert marked == "not a new engine: it begins with a byte order mark: send UTF-8 without one"
     assert admin(cluster, "POST", content=b" " * 70_000).status_code == 413
     assert len(listed(cluster)) == 2
 

@@ -24,6 +24,14 @@ def test_requests_wait_for_a_slot() -> None:
         assert cluster.prefill.most_at_once == 1
 
 
+def test_requests_that_compute_nothing_do_not_wait_for_those_that_do() -> None:
+    with running_cluster(max_concurrent=1, max_per_decode=1, queue_per_engine=0) as cluster, cluster.holding_one():
+        assert cluster.client.get("/v1/models", timeout=5).status_code == 200
+    with running_cluster(max_per_decode=1, queue_per_engine=0) as cluster, cluster.holding_one():
+        assert cluster.client.post("/tokenize", json={"prompt": "a"}, timeout=5).status_code == 200
+        assert cluster.client.post("/generative_scoring", json={}, timeout=5).status_code == 429
+
+
 def test_a_full_queue_at_decode_is_429() -> None:
     with running_cluster(max_per_decode=1, queue_per_engine=0) as cluster, ThreadPoolExecutor(1) as client:
         cluster.decode.waits = 1.0

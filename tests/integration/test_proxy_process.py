@@ -136,6 +136,39 @@ def test_signal_ends_uploads(token_file: str) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0,
+    reason="needs root, to have a name server of its own",
+)
+def test_names_that_get_no_answer_touch_no_other_engine_and_delay_no_end(tmp_path: Path) -> None:
+    nameserver = tmp_path / "resolv.conf"
+    nameserver.write_text("nameserver 127.0.0.77\n")
+    before = (
+        "import ctypes, subprocess\n"
+        "assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS\n"
+        "subprocess.run(['mount', '--make-rprivate', '/'], check=True)\n"
+        f"subprocess.run(['mount', '--bind', '{nameserver}', '/etc/resolv.conf'], check=True)"
+    )
+    with Servers() as servers, socket.socket(type=socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.77", 53))
+        prefill, decode = (
+            servers.start(lambda _, engine=engine: engine.app).replace("127.0.0.1", "localhost")
+            for engine in (PrefillEngine(), DecodeEngine())
+        )
+        others = [option for number in range(9) for option in ("--prefill", f"dns+http://silent-{number}.test:1")]
+        with running_proxy(prefill, decode, *others, before=before) as (process, port):
+            url = f"http://127.0.0.1:{port}"
+
+            health = httpx.get(f"{url}/health", timeout=30, **PLAIN_HTTP).json()
+            assert (health["prefill"], health["decode"]) == ({prefill: "healthy"}, {decode: "healthy"})
+            assert httpx.post(f"{url}/v1/completions", json=COMPLETION, timeout=30, **PLAIN_HTTP).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            stopped_at = time.monotonic()
+            process.communicate(timeout=30)
+            assert time.monotonic() - stopped_at < 3
+        assert process.returncode == 0
+
+
 def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:
     """The library of the health checks fails while a request is in flight."""
     prefill, decode = PrefillEngine(), DecodeEngine()
@@ -157,7 +190,11 @@ def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:
 
 
 def test_proxy_that_cannot_start_ends() -> None:
-    breaks = "import anyio\nasync def broken(*_, **__): raise ZeroDivisionError\nanyio.getaddrinfo = broken"
+    breaks = (
+        "from vllm_ascend_pd.transport.names import HostNames\n"
+        "async def broken(*_): raise ZeroDivisionError\n"
+        "HostNames.look_up = broken"
+    )
     options = ("--port", "0", "--prefill", "dns+http://localhost:1", "--decode", "http://127.0.0.1:1")
     run = subprocess.run(command(*options, before=breaks), capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 1

@@ -116,6 +116,7 @@ def test_responses_that_need_one_engine(cluster: Cluster) -> None:
         ("POST", "/v1/responses/resp_1/cancel"),
         ("POST", "/v1/audio/transcriptions"),
         ("POST", "/v1/images/generations"),
+        ("GET", "/health/"),  # no redirect, which would go to the host that the client names
     ],
 )
 def test_routes_that_are_not_served_say_so_once(idle_cluster: Cluster, method: str, path: str) -> None:

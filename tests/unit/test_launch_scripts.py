@@ -378,7 +378,7 @@ def test_other_arguments_are_handed_on(word: str) -> None:
 
 def test_secrets_come_from_a_file_that_only_its_owner_reads(environment: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "secrets.env"
-    file.write_text("# ours\nVLLM_API_KEY=open sesame=1\n\nHF_TOKEN=x")
+    file.write_text("\ufeffHF_HOME=/models\n# ours\nVLLM_API_KEY=open sesame=1\n\nHF_TOKEN=x")
     file.chmod(0o640)
     refused = launch("decode", *CPU, "--env-file", str(file), env=environment)
     assert refused.returncode == 1

@@ -26,6 +26,7 @@ from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.transport.names import HostNames
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SECTIONS = {
@@ -78,7 +79,7 @@ async def _exposed() -> str:
     async def send(_: Message) -> None:
         pass
 
-    pool = EnginePool(EngineRole.PREFILL, settings_with())
+    pool = EnginePool(EngineRole.PREFILL, settings_with(), HostNames())
     pool.engines.add("http://10.0.0.1:8100", "test")
     observer = Observer(RequestTable(limit=1), (pool,))
     reply = Reply(send, request_id=None)

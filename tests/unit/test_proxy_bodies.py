@@ -143,6 +143,11 @@ def test_number_of_prompts_is_bounded(endpoint: Endpoint, fields: dict[str, list
     assert refused.value.status == 400
 
 
+def test_a_byte_order_mark_is_named() -> None:
+    with pytest.raises(RequestRefused, match="begins with a byte order mark"):
+        parse_client_request(Endpoint.COMPLETIONS, b'\xef\xbb\xbf{"prompt": "a"}')
+
+
 def test_one_prompt_may_have_any_number_of_tokens() -> None:
     body = json.dumps({"prompt": list(range(MAX_PROMPTS + 1))}).encode()
     assert len(parse_client_request(Endpoint.COMPLETIONS, body).prompts) == 1

@@ -18,7 +18,8 @@ from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeS
 from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
-from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
+from vllm_ascend_pd.proxy.routing.strategies import UNREAD_PROMPT
+from vllm_ascend_pd.transport.names import HostNames
 
 pytestmark = pytest.mark.anyio
 
@@ -229,7 +230,7 @@ async def test_a_slot_of_all_engines_together_is_used_at_another_engine() -> Non
 def pool_of_decode(timeout: float = FOREVER, eject_after: int = 3) -> EnginePool:
     """Each engine has one slot."""
     limits = settings_with(max_per_decode=1, queue_per_engine=3, queue_timeout=timeout, eject_after=eject_after)
-    return EnginePool(EngineRole.DECODE, limits)
+    return EnginePool(EngineRole.DECODE, limits, HostNames())
 
 
 @asynccontextmanager
@@ -272,7 +273,7 @@ async def test_replaced_engines_do_not_restart_the_queue_timeout(at_once: bool) 
         tasks.start_soon(replace)
         await settle()
         with pytest.raises(EngineError) as raised:
-            await pool.acquire(pool.engines.rank(NO_PROMPT), set())
+            await pool.acquire(pool.engines.rank(UNREAD_PROMPT), set())
         assert raised.value.kind is FailureKind.FULL
         assert time.monotonic() - begun < 1
         tasks.cancel_scope.cancel()
@@ -283,7 +284,7 @@ async def test_a_healthy_engine_is_chosen_among_those_that_replace_others() -> N
     engines = pool.engines
     old = engines.add("http://old", "test")
     assert await pool.limiter.acquire([old]) is old
-    async with waiting(pool, engines.rank(NO_PROMPT)) as got:
+    async with waiting(pool, engines.rank(UNREAD_PROMPT)) as got:
         engines.checked(engines.add("http://ejected", "test"), "HTTP 500")
         healthy = engines.add("http://healthy", "test")
         engines.remove(old)
@@ -296,7 +297,7 @@ async def test_an_engine_that_failed_is_the_last_resort_when_others_are_removed(
     engines = pool.engines
     failed, old = engines.add("http://failed", "test"), engines.add("http://old", "test")
     assert await pool.limiter.acquire([old]) is old
-    async with waiting(pool, engines.rank(NO_PROMPT, {failed.url}).then([failed.url])) as got:
+    async with waiting(pool, engines.rank(UNREAD_PROMPT, {failed.url}).then([failed.url])) as got:
         engines.remove(old)
         await settle()
         assert got == [failed]
@@ -308,7 +309,7 @@ async def test_a_request_goes_elsewhere_when_the_engine_of_its_new_slot_is_remov
     engines, limiter = pool.engines, pool.limiter
     a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
     assert [await limiter.acquire([each]) for each in (a, b)] == [a, b]
-    async with waiting(pool, engines.rank(NO_PROMPT)) as got:
+    async with waiting(pool, engines.rank(UNREAD_PROMPT)) as got:
         request_ends(limiter, a)
         assert limiter.in_use(a) == 1
         engines.remove(a)

@@ -2,15 +2,16 @@
 """DNS names whose addresses change, by a stand-in for DNS; and which URLs engines may have."""
 
 import logging
+from typing import cast
 
 import anyio
 import pytest
 from proxied import registry
 
-from vllm_ascend_pd.proxy.routing import polling
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.polling import Discovery
 from vllm_ascend_pd.proxy.settings import ProxySettings, check_engine_url
+from vllm_ascend_pd.transport.names import HostNames
 
 P, D, X = "dns+http://p.svc:1", "dns+http://d.svc:2", "http://x"
 
@@ -21,36 +22,39 @@ class Names:
     def __init__(self) -> None:
         self.addresses: dict[str, list[str]] = {}
 
-    async def __call__(self, name: str) -> list[str]:
+    async def look_up(self, name: str) -> list[str]:
         if not self.addresses.get(name):
             raise OSError("Name or service not known")
         return self.addresses[name]
 
 
-def test_engines_follow_names(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
     dns, roles = Names(), {role: registry(role) for role in EngineRole}
     prefill, decode = roles[EngineRole.PREFILL], roles[EngineRole.DECODE]
+    dns.addresses = {"p.svc": ["10.0.0.1", "fe80::2%eth0", "fd00::2"]}
+    discovery = Discovery(roles, ProxySettings(prefill=[P, X], decode=[D]), cast("HostNames", dns))
 
-    dns.addresses = {P: ["a", "b"]}
-    monkeypatch.setattr(polling, "resolve_url", dns)
-    discovery = Discovery(roles, ProxySettings(prefill=[P, X], decode=[D]))
+    def look() -> None:
+        for name in (P, D):
+            anyio.run(discovery.look_up, name)
+
     assert prefill.urls == (X,)
-    anyio.run(discovery.look)
-    assert (prefill.urls, decode.urls) == ((X, "a", "b"), ())
+    look()
+    assert (prefill.urls, decode.urls) == ((X, "http://10.0.0.1:1", "http://[fd00::2]:1"), ())
     assert list(discovery.problems) == [D]
 
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    anyio.run(discovery.look)
+    look()
     assert len(caplog.records) == 1  # it is known
 
-    dns.addresses = {P: ["b", "c"], D: ["d"]}
-    anyio.run(discovery.look)
-    assert (prefill.urls, decode.urls) == ((X, "b", "c"), ("d",))
+    dns.addresses = {"p.svc": ["fd00::2", "10.0.0.3"], "d.svc": ["10.0.0.4"]}
+    look()
+    assert (prefill.urls, decode.urls) == ((X, "http://[fd00::2]:1", "http://10.0.0.3:1"), ("http://10.0.0.4:2",))
     assert discovery.problems == {}
 
     dns.addresses = {}
-    anyio.run(discovery.look)
-    assert (prefill.urls, decode.urls) == ((X, "b", "c"), ("d",))
+    look()
+    assert (prefill.urls, decode.urls) == ((X, "http://[fd00::2]:1", "http://10.0.0.3:1"), ("http://10.0.0.4:2",))
     assert set(discovery.problems) == {P, D}
 
 

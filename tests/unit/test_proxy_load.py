@@ -3,6 +3,7 @@
 
 import contextlib
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from vllm_ascend_pd.proxy.routing.load import (
     InFlightLoad,
     LoadReport,
     LoadSnapshot,
+    MetricsReader,
     PrefillPace,
     load_of,
-    parse_metrics,
     queue_wait,
 )
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, TooManyEnginesError
@@ -50,6 +51,13 @@ vllm:num_requests_waiting{engine="0"} 0.0
 vllm:kv_cache_usage_perc{engine="0"} 0.5
 vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding_window="None"} 1.0
 """
+
+
+def read(text: bytes, at_a_time: int = 1 << 16, metrics: MetricsReader | None = None) -> LoadSnapshot:
+    metrics = metrics or MetricsReader()
+    for at in range(0, len(text), at_a_time):
+        metrics.feed(text[at : at + at_a_time])
+    return metrics.end()
 
 
 @pytest.mark.parametrize(
@@ -88,24 +96,55 @@ vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding
     ],
 )
 def test_missing_metrics_are_unknown(text: str, snapshot: LoadSnapshot) -> None:
-    assert parse_metrics(text) == snapshot
+    assert read(text.encode()) == snapshot
+    assert read(text.encode(), 1) == snapshot, "byte by byte"
 
 
 @settings(max_examples=50)
 @given(st.text() | st.text().map(lambda text: f"vllm:num_requests_running{text}"))
 def test_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(ValueError):
-        parse_metrics(text)
+        read(text.encode(errors="replace"))
 
 
-def test_any_error_of_the_parser_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="IndexError"):
-        parse_metrics('vllm:num_requests_running{engine="0", =model="m"} 1.0')
+@pytest.mark.parametrize("text", ["{", '{a=""}', " ", " x", "{} 1_", f" {'9' * 40}"])
+def test_a_sample_without_a_number_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a value that is no number|a sample without a value"):
+        read(f"vllm:num_requests_running{text}".encode())
 
 
-def test_too_many_metrics_are_refused() -> None:
-    with pytest.raises(ValueError, match="lines"):
-        parse_metrics(VLLM_0_23 * 1000)
+RUNNING = b"vllm:num_requests_running"
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        (RUNNING + b"{" + b"a" * (16 << 20), "a line of more than"),
+        (RUNNING + b'{a="' + b"a" * 20_000 + b'"} 1\n', "a line of more than"),
+        (RUNNING + b" 1\n", "bytes about load"),
+        (b"vllm:cache_config_info{" + b'block_size="",' * 1_000 + b"} 1\n", "bytes about load"),
+        (b"vllm:cache_config_info{" + b"{," * 8_000 + b"} 1\n", "bytes about load"),
+        (b"vllm:e2e_request_latency_seconds_bucket 1\n", "more than 16777216 bytes"),
+        (b"vllm:", "a line of more than"),
+        (b"\n", "more than 16777216 bytes"),
+        (b"\nvllm:num_requests_waiting_", "more than 16777216 bytes"),
+    ],
+)
+def test_no_metrics_hold_the_loop(line: bytes, refused: str) -> None:
+    longest = 0.0
+
+    class Timed(MetricsReader):
+        def feed(self, piece: bytes) -> None:
+            nonlocal longest
+            begun = time.thread_time()
+            try:
+                super().feed(piece)
+            finally:
+                longest = max(longest, time.thread_time() - begun)
+
+    with pytest.raises(ValueError, match=refused):
+        read(line * ((17 << 20) // len(line)), 1 << 17, Timed())
+    assert longest < 0.05
 
 
 def test_installed_vllm_has_these_metrics() -> None:

@@ -18,6 +18,7 @@ from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKin
 from vllm_ascend_pd.proxy.routing.engine import EngineState
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot
+from vllm_ascend_pd.transport.names import HostNames
 
 pytestmark = pytest.mark.anyio
 
@@ -40,7 +41,7 @@ class Proxy:
     @staticmethod
     def _pool(role: EngineRole, limit: int | None) -> EnginePool:
         limits = {"max_per_prefill": limit, "max_per_decode": limit, "eject_after": 2, "return_after": 2}
-        return EnginePool(role, settings_with(check_interval=1.0, health_timeout=1.0, **limits))
+        return EnginePool(role, settings_with(check_interval=1.0, health_timeout=1.0, **limits), HostNames())
 
     def fail(self, role: EngineRole, kind: FailureKind, reason: str) -> None:
         url = (self.p if role is EngineRole.PREFILL else self.d).url

@@ -79,6 +79,9 @@ def test_what_cannot_be_its_content(file: Path) -> None:
     file.write_bytes(b"x" * ((64 << 10) + 1))
     with pytest.raises(SecretFileError, match="larger than 64 KiB"):
         read_secret(file)
+    file.write_bytes(b"\xef\xbb\xbfsecret")  # else it would sign other tickets than the same secret without it
+    with pytest.raises(SecretFileError, match="begins with a byte order mark"):
+        read_secret(file)
     for content in (b"two words", b"caf\xc3\xa9", b"a\r\nb", b"\0"):
         file.write_bytes(content)
         with pytest.raises(SecretFileError, match="printable ASCII") as error:

@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cleans text from outside before it gets into a log, an error or an answer."""
 
+import codecs
+
 import msgspec
 
 MAX_NAME_CHARS = 512
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that decoding text from outside raises."""
+
+
+def has_mark(content: bytes | bytearray | memoryview) -> bool:
+    """Returns whether text in UTF-8 begins with a byte order mark, which some editors and shells add. JSON has none."""
+    return bytes(content[:3]) == codecs.BOM_UTF8
+
+
+def why_unreadable(content: bytes | bytearray | memoryview, error: Exception) -> str:
+    """Returns what is wrong with text from outside that raised one of `UNREADABLE`."""
+    return "it begins with a byte order mark: send UTF-8 without one" if has_mark(content) else str(error)
 
 
 def one_line(text: str, limit: int) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy as one process: builds its parts into an ASGI application, and serves it until SIGINT or SIGTERM by uvicorn
-as it is, with its own limits."""
+"""The proxy as one process: builds its parts into an ASGI application, and serves it by uvicorn until SIGINT or
+SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import anyio
 import msgspec
@@ -30,6 +30,7 @@ from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.proxy.http.connections import BEYOND_LIMIT, BoundedRequests, HttpConnection, OpenConnections
 from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
 from vllm_ascend_pd.proxy.http.messages import BoundedBodies, RequestRefused, error_response
 from vllm_ascend_pd.proxy.operate.status import StatusPage
@@ -41,6 +42,7 @@ from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.polling import Discovery, HealthChecks
 from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.transport.names import HostNames
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ client and one to a decode engine. Each of its prompts adds one for the ticket a
 _MIN_IDLE = 1024
 """Incoming connections without a request, where few requests are served: gateways keep some open."""
 _SPARE_FILES = 256
-"""For everything else that the process opens."""
+"""For everything else that the process opens, `BEYOND_LIMIT` included."""
 
 _LONGEST_USER_TIMEOUT_MS = (1 << 31) - 1
 """Of TCP_USER_TIMEOUT (tcp(7))."""
@@ -68,11 +70,12 @@ class ProxyApp:
     """One proxy: its engines, its requests and its routes. The event loop's thread owns it."""
 
     def __init__(self, settings: ProxySettings) -> None:
-        self._prefill, self._decode = self._pools = tuple(EnginePool(role, settings) for role in EngineRole)
+        names = HostNames()
+        self._prefill, self._decode = self._pools = tuple(EnginePool(role, settings, names) for role in EngineRole)
         self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
         roles = {pool.role: pool.engines for pool in self._pools}
-        self._checks = HealthChecks(roles.values(), settings)
-        self._discovery = Discovery(roles, settings)
+        self._checks = HealthChecks(roles.values(), settings, names)
+        self._discovery = Discovery(roles, settings, names)
         self.ended = asyncio.Event()
         """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
         self._observer = Observer(self._request_table, self._pools)
@@ -83,6 +86,7 @@ class ProxyApp:
             lifespan=self._lifespan,
         )
         """The application. Its lifespan runs the background tasks."""
+        self.asgi.router.redirect_slashes = False  # it would redirect to whatever host the client names
 
     def shut_down(self) -> None:
         """Ends all requests with an error, and refuses further ones."""
@@ -92,11 +96,12 @@ class ProxyApp:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Does the work beside requests. A task that fails ends the proxy."""
         try:
-            await self._discovery.look()
-            for pool in self._pools:
-                pool.engines.require_checks()
             async with anyio.create_task_group() as tasks:
-                for run in (self._discovery.run, *(pool.watch.run for pool in self._pools), self._checks.run):
+                tasks.start_soon(self._discovery.run)
+                await self._discovery.first_results()
+                for pool in self._pools:
+                    pool.engines.require_checks()
+                for run in (*(pool.watch.run for pool in self._pools), self._checks.run):
                     tasks.start_soon(run)
                 await self._checks.first_results()  # so `/health` is right from the first request on
                 yield
@@ -147,7 +152,7 @@ class Capacity(NamedTuple):
     waiting: int
     """Requests that wait to be served. Each holds its client's connection."""
     connections: int
-    """Incoming connections. uvicorn answers requests on further ones with 503."""
+    """Incoming connections with a request. Those on further ones get 503, except `/health`."""
     backlog: int
     """New connections that wait to be accepted."""
 
@@ -216,14 +221,14 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
             "any client that reaches this port may post tickets for its own requests: --metaserver-token-file "
             "prevents that"
         )
+    open_connections = OpenConnections(found.connections + BEYOND_LIMIT)
     server = _Server(
         uvicorn.Config(
-            app.asgi,
+            BoundedRequests(app.asgi, found.connections),
             lifespan="on",
-            http="httptools",
+            http=cast("type[asyncio.Protocol]", partial(HttpConnection, open_connections)),
             ws="none",
             backlog=found.backlog,
-            limit_concurrency=found.connections + 1,
             timeout_keep_alive=math.ceil(settings.keep_alive_timeout),
             log_config=None,
             access_log=False,

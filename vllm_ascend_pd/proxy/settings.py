@@ -51,7 +51,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     probe_timeout: Annotated[
         float, Option(help="Time without an answer to a health probe after which a request moves to another engine.")
     ] = 15.0
-    """A decode engine is probed after the same time without a byte, a prefill engine all the time."""
+    """An engine is probed every second while a request waits for its bytes."""
     attempts: Annotated[
         int, Option(help="Attempts at decode, and at prefill of a prompt, before the first token. 1: no retry.")
     ] = 2

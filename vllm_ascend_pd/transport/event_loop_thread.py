@@ -3,11 +3,44 @@
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from typing import Any
+
+from vllm_ascend_pd.transport.names import HostNames
 
 logger = logging.getLogger(__name__)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Looks host names up by `HostNames`. httpx has no other way to say how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host_names = HostNames()
+
+    async def getaddrinfo(
+        self,
+        host: bytes | str | None,
+        port: bytes | str | int | None,
+        *,
+        family: int = 0,
+        type: int = 0,
+        proto: int = 0,
+        flags: int = 0,
+    ) -> list[Any]:
+        """For connections. What a server asks, with flags, is looked up as usual."""
+        if not host or family or flags:
+            return await super().getaddrinfo(host, port, family=family, type=type, proto=proto, flags=flags)
+        addresses = await self._host_names.addresses(host if isinstance(host, str) else host.decode("ascii"))
+        return [
+            (socket.AF_INET6, type, proto, "", (address, port, 0, 0))
+            if ":" in address
+            else (socket.AF_INET, type, proto, "", (address, port))
+            for address in addresses
+        ]
 
 
 class EventLoopThread:
@@ -15,7 +48,7 @@ class EventLoopThread:
 
     def __init__(self, name: str, closing: Callable[[], Awaitable[None]]) -> None:
         """Starts the thread. `closing`: runs there at the end, when no task is left."""
-        self.loop = asyncio.new_event_loop()
+        self.loop = _Loop()
         self._closing = closing
         self._lock = threading.Lock()
         self._closed = False  # under the lock: nothing gets to the loop once it is set
@@ -65,4 +98,3 @@ class EventLoopThread:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._closing()
         await self.loop.shutdown_asyncgens()
-        await self.loop.shutdown_default_executor()  # it resolves names

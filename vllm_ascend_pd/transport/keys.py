@@ -14,6 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from vllm_ascend_pd.core.hosts import HostList
+from vllm_ascend_pd.core.text import has_mark
 from vllm_ascend_pd.core.ticket import Secret
 
 _MAX_BYTES = 64 << 10
@@ -47,6 +48,8 @@ def read_secret(path: str | Path) -> bytes:
         raise SecretFileError(f"the secret file {path} cannot be read: {error}") from None
     if len(content) > _MAX_BYTES:
         raise SecretFileError(f"the secret file {path} is larger than {_MAX_BYTES >> 10} KiB")
+    if has_mark(content):
+        raise SecretFileError(f"the secret file {path} begins with a byte order mark: save it without one")
     if not content.strip():
         raise SecretFileError(f"the secret file {path} is empty")
     return content.strip()

@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.core.text import UNREADABLE, why_unreadable
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, RequestFormat
 from vllm_ascend_pd.proxy.http.messages import RequestRefused
@@ -39,7 +39,7 @@ def read_fields(body: bytes) -> Fields:
     try:
         fields = msgspec.json.decode(body, type=Fields)
     except UNREADABLE as error:
-        raise bad_request(f"the request body is not a JSON object: {error}") from None
+        raise bad_request(f"the request body is not a JSON object: {why_unreadable(body, error)}") from None
     if is_given(fields.pop("kv_transfer_params", None)):
         raise bad_request("kv_transfer_params is set by the proxy, not by clients", "kv_transfer_params")
     return fields

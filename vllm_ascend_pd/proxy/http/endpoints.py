@@ -32,6 +32,8 @@ class Endpoint(enum.Enum):
 
 
 DECODE_ALONE_GET = ("/v1/models", "/tokenizer_info", "/version")
+DECODE_COMPUTES = ("/generative_scoring", "/v1/systemone")
+"""These compute a prompt and at most one token, which decode does itself. The others compute nothing."""
 DECODE_ALONE_POST = (
     "/tokenize",
     "/detokenize",
@@ -42,9 +44,7 @@ DECODE_ALONE_POST = (
     "/v1/messages/render",
     "/v1/completions/derender",
     "/v1/chat/completions/derender",
-    # These compute a prompt and at most one token, which decode does itself.
-    "/generative_scoring",
-    "/v1/systemone",
+    *DECODE_COMPUTES,
 )
 NOT_SERVED: Mapping[str, str] = {
     "/v1/responses/{response_id}": "responses are not stored",

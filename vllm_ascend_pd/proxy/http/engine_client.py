@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
-from aiohttp.abc import AbstractStreamWriter
+from aiohttp.abc import AbstractResolver, AbstractStreamWriter, ResolveResult
 from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_ascend_pd.proxy.http.messages import Headers, read_all
 from vllm_ascend_pd.transport.http_client import IDLE_CONNECTION_S
+from vllm_ascend_pd.transport.names import HostNames
 
 _NOT_ADDED = ("Content-Type", "User-Agent")
 """Headers that aiohttp would add. The proxy passes on the client's headers only."""
@@ -139,9 +140,12 @@ class EngineClient:
     """Sends any number of requests at a time: its users bound them. aiohttp repeats a GET or HEAD if its connection was
     idle and turns out to be closed. Other requests are never sent twice."""
 
-    def __init__(self, *, connect_timeout: float, read_timeout: float, reuse_connections: bool = True) -> None:
+    def __init__(
+        self, host_names: HostNames, *, connect_timeout: float, read_timeout: float, reuse_connections: bool = True
+    ) -> None:
         """`connect_timeout`: seconds to open a connection. `read_timeout`: seconds without a byte from the engine, or
         to send the request."""
+        self._host_names = host_names
         self._read_timeout = read_timeout
         self._timeout = _time_limits(connect_timeout, read_timeout)
         self._reuse_connections = reuse_connections
@@ -183,7 +187,7 @@ class EngineClient:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._opened is None:  # it needs a running loop
-            self._opened = _open_session(self._reuse_connections)
+            self._opened = _open_session(self._host_names, self._reuse_connections)
         return self._opened
 
 
@@ -208,14 +212,38 @@ class _Response(aiohttp.ClientResponse):
         super().close()
 
 
-def _open_session(reuse_connections: bool) -> aiohttp.ClientSession:
+class _Resolver(AbstractResolver):
+    def __init__(self, host_names: HostNames) -> None:
+        self._host_names = host_names
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Raises OSError."""
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=socket.IPPROTO_TCP,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for address in await self._host_names.addresses(host)
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+def _open_session(host_names: HostNames, reuse_connections: bool) -> aiohttp.ClientSession:
     """A session without a limit of connections. It takes no proxies or passwords from the environment and keeps no
     cookies."""
     connector = aiohttp.TCPConnector(
         limit=0,
         force_close=not reuse_connections,
         keepalive_timeout=IDLE_CONNECTION_S if reuse_connections else None,
-        resolver=aiohttp.ThreadedResolver(),
+        resolver=_Resolver(host_names),
         use_dns_cache=False,
     )
     return aiohttp.ClientSession(

@@ -24,6 +24,7 @@ from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.proxy.http.connections import HEALTH
 from vllm_ascend_pd.proxy.http.messages import Action, RequestRefused, guarded
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer, RecentFailure
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
@@ -207,7 +208,7 @@ class StatusPage:
     def routes(self) -> list[BaseRoute]:
         routes: list[BaseRoute] = [
             *(Route(path, _file(name, media_type), methods=["GET"]) for path, (name, media_type) in _FILES.items()),
-            Route("/health", self.health, methods=["GET"]),
+            Route(HEALTH, self.health, methods=["GET"]),
         ]
         if self._token is None:
             return [*routes, Route("/status.json", self.get, methods=["GET"])]

@@ -24,7 +24,13 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_ascend_pd.core.ticket import PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
 from vllm_ascend_pd.proxy.http.bodies import LacksFieldError, decode_body, parse_client_request, read_fields
-from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, Endpoint, error_event
+from vllm_ascend_pd.proxy.http.endpoints import (
+    DECODE_ALONE_GET,
+    DECODE_ALONE_POST,
+    DECODE_COMPUTES,
+    Endpoint,
+    error_event,
+)
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.messages import (
     RequestRefused,
@@ -61,7 +67,7 @@ from vllm_ascend_pd.proxy.routing.answers import (
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
-from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT, prompts_of
+from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT, UNREAD_PROMPT, prompts_of
 from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
 
 log = logging.getLogger(__name__)
@@ -159,7 +165,9 @@ class ClientRequests:
         begun, avoid = time.monotonic(), frozenset[str]()
         # Of other routes the answer is not named after the X-Request-Id.
         is_named = proxied.format is not None and proxied.format.id_field is None
-        prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
+        prompt = UNREAD_PROMPT if proxied.path in DECODE_COMPUTES else NO_PROMPT
+        if proxied.request is not None:
+            prompt = prompts_of(proxied.request)
         ranking = engines.rank(prompt)
 
         def another() -> bool:

@@ -20,7 +20,7 @@ import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.core.text import UNREADABLE, why_unreadable
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest
@@ -39,6 +39,8 @@ from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest, RequestAdm
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
 
 _T = TypeVar("_T")
+_LOOKUPS = 64
+"""GET requests that are served at a time."""
 
 
 class RequestPhase(enum.Enum):
@@ -338,6 +340,8 @@ class RequestTable:
     def __init__(self, limit: int, queue_length: int = 0, timeout: float = 0.0) -> None:
         """Arguments: as in RequestAdmission."""
         self.admission = RequestAdmission(limit, queue_length, timeout)
+        self._lookups = RequestAdmission(_LOOKUPS, queue_length, timeout)
+        """Of GET requests: they wait for each other alone, not for what engines compute."""
         self._open: set[ProxiedRequest] = set()
         """Requests being served, and those that wait for that."""
         self._attempts: dict[str, DecodeAttempt] = {}
@@ -347,10 +351,14 @@ class RequestTable:
         self._closed = False
         """Whether the proxy shuts down."""
 
+    def admission_of(self, proxied: ProxiedRequest) -> RequestAdmission:
+        """Where a request waits to be served."""
+        return self._lookups if proxied.method == "GET" else self.admission
+
     @property
     def in_flight(self) -> int:
         """Number of requests being served."""
-        return len(self._open) - self.admission.waiting
+        return len(self._open) - self.admission.waiting - self._lookups.waiting
 
     def phases(self) -> Mapping[RequestPhase, int]:
         """Number of requests in each phase. The sum is `in_flight`."""
@@ -365,7 +373,7 @@ class RequestTable:
         RequestRefused: 429 if the queue is full, 503 if the proxy shuts down."""
         if self._closed:
             raise _shutting_down()
-        with AdmittedRequest(self.admission) as place:
+        with AdmittedRequest(self.admission_of(proxied)) as place:
             self._open.add(proxied)
             try:
                 yield place
@@ -418,18 +426,19 @@ class RequestTable:
         """
         if self._closed:
             raise _shutting_down()
-        scope = anyio.CancelScope()
+        scope, body = anyio.CancelScope(), b""
         self._posts.add(scope)
         try:
             with scope:
-                return decode(await read_all(request.stream(), limit))
+                body = await read_all(request.stream(), limit)
+                return decode(body)
             raise _shutting_down()
         except TooLarge:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the {name} exceeds {limit} bytes") from None
         except ClientDisconnect:
             raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
         except UNREADABLE as error:
-            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"not a {name}: {why_unreadable(body, error)}") from None
         finally:
             self._posts.discard(scope)
 

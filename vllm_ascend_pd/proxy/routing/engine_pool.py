@@ -39,6 +39,7 @@ from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking, EngineRegistry
 from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.transport.names import HostNames
 
 log = logging.getLogger(__name__)
 
@@ -158,10 +159,10 @@ class StallWatch:
         self._stall = settings.read_timeout
         """Seconds without a byte of a request, and without a new token in the engine's own metrics, as long as it shows
         them."""
-        self._quiet = settings.probe_timeout if engines.role is EngineRole.DECODE else 0.0
-        """Seconds without a byte of a request before the engine is probed."""
         self._calls: set[EngineCall] = set()
         """Calls being watched."""
+        self._probed: set[str] = set()
+        """URLs of engines whose answer to a probe is awaited."""
 
     def __contains__(self, call: EngineCall) -> bool:
         return call in self._calls
@@ -176,27 +177,30 @@ class StallWatch:
             self._calls.discard(call)
 
     async def run(self) -> None:
-        """Looks at all calls once a second, until cancelled."""
-        while True:
-            await anyio.sleep(_STALL_LOOK_SECONDS)
-            now = time.monotonic()
-            silent = {call.engine for call in self._calls if call.engine and now - call.silent_since >= self._quiet}
-            async with anyio.create_task_group() as tasks:
-                for url in silent:
+        """Looks at all calls once a second, until cancelled. An engine that does not answer delays no other one."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                await anyio.sleep(_STALL_LOOK_SECONDS)
+                awaited = {call.engine for call in self._calls if call.engine and not math.isinf(call.silent_since)}
+                for url in awaited - self._probed:
                     tasks.start_soon(self._look_at, url)
 
     async def _look_at(self, url: str) -> None:
         """Probes an engine, and ends its calls if it has stopped."""
         asked = {call: call.silent_since for call in self._calls if call.engine == url}
-        error = await self._probe_error(url)
+        self._probed.add(url)
+        try:
+            error = await self._probe_error(url)
+        finally:
+            self._probed.discard(url)
         is_silent = isinstance(error, (ConnectTimeout, ReadTimeout))
         now, engine = time.monotonic(), self._engines.get(url)
         for call, since in asked.items():
             if call not in self._calls or call.engine != url or call.silent_since != since:
                 continue  # it has gone on meanwhile
-            if is_silent and now - since >= self._quiet:
+            if is_silent:
                 reason = f"no answer to a health probe within {self._probe:g} s"
-            elif is_silent or not call.may_stall:
+            elif not call.may_stall:
                 continue
             elif error and now - max(since, engine.same_tokens_since if engine else since) >= self._stall:
                 reason = f"it takes no connections, and has sent nothing of this request for {self._stall:g} s"
@@ -209,8 +213,11 @@ class StallWatch:
     async def _probe_error(self, url: str) -> HttpError | None:
         """Probes an engine's health. Returns None if it answers, whatever it says."""
         try:
-            async with self._client.get(f"{url}/health", self._probe):
-                return None
+            with anyio.fail_after(self._probe):
+                async with self._client.get(f"{url}/health", self._probe):
+                    return None
+        except TimeoutError:  # it took its connection and its answer together
+            return ReadTimeout()
         except HttpError as error:
             return error
 
@@ -218,7 +225,7 @@ class StallWatch:
 class EnginePool:
     """The engines of one role as the rest of the proxy uses them."""
 
-    def __init__(self, role: EngineRole, settings: ProxySettings) -> None:
+    def __init__(self, role: EngineRole, settings: ProxySettings, host_names: HostNames) -> None:
         """A pool without engines."""
         prefills = role is EngineRole.PREFILL
         slots = settings.max_per_prefill if prefills else settings.max_per_decode
@@ -226,7 +233,9 @@ class EnginePool:
         in_all = settings.max_concurrent * _PREFILLS_PER_REQUEST if prefills else None
         self.limiter = ConcurrencyLimiter(slots, settings.queue_per_engine, settings.queue_timeout, in_all)
         self.engines = EngineRegistry(role, self.limiter, settings)
-        self._client = EngineClient(connect_timeout=settings.connect_timeout, read_timeout=settings.silence_timeout)
+        self._client = EngineClient(
+            host_names, connect_timeout=settings.connect_timeout, read_timeout=settings.silence_timeout
+        )
         self.watch = StallWatch(self.engines, self._client, settings)
         """Ends requests at engines that have stopped."""
         self.pace = PrefillPace()
@@ -293,7 +302,8 @@ class EnginePool:
             url = engine.url
             tried.add(url)
             with ExitStack() as slot:
-                slot.enter_context(self.limiter.releasing(engine))
+                if ranking.takes_slot:
+                    slot.enter_context(self.limiter.releasing(engine))
                 if failure.url:
                     self.judge(failure.url, failure.kind)  # the caller judges the last engine
                 call.engine = url
@@ -324,7 +334,7 @@ class EnginePool:
                     return response
                 refusals.append(_Refusal(engine, kind, response, self._has_no_other(engine)))
                 log.info("request %s: %s engine %s: %s", request.request_id, self.role.value, url, refusals[-1].how)
-                if kind is FailureKind.BUSY:
+                if kind is FailureKind.BUSY and ranking.takes_slot:
                     if call.begun:
                         raise self._busy(url, refusals[-1].how)
                     self.limiter.busy(engine, ranking.group)
@@ -336,7 +346,7 @@ class EnginePool:
             agree = sum(RULES[self.role, each.kind].asks is Asks.ONE for each in refusals)
             if call.begun or agree == 2:
                 break
-        for_client = [each for each in refusals if each.kind is not FailureKind.BUSY]
+        for_client = [each for each in refusals if each.kind is not FailureKind.BUSY or not ranking.takes_slot]
         if not for_client:
             raise failure
         # An answer about the request says more than one of an engine that takes none.
@@ -382,12 +392,15 @@ class EnginePool:
     async def acquire(
         self, ranking: EngineRanking, tried: Collection[str], begun: float | None = None
     ) -> RegisteredEngine | None:
-        """Takes a slot at the next engine to ask. Returns None if all engines were tried or are gone. Raises
-        EngineError if all are full or busy. `begun`: since when the request has waited; None: now."""
+        """Takes a slot at the next engine to ask, unless the request needs none. Returns None if all engines were tried
+        or are gone. Raises EngineError if all are full or busy. `begun`: since when the request has waited; None: now.
+        """
         avoid = {*ranking.avoid, *tried}
         begun = time.monotonic() if begun is None else begun
         tiers = ranking.tiers
         while candidates := self._first_open(tiers, tried):
+            if not ranking.takes_slot:
+                return candidates[0]
             waited = time.monotonic() - begun
             try:
                 engine = await self.limiter.acquire(candidates, ranking.admitted, avoid, ranking.group, waited)

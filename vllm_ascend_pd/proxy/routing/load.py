@@ -6,11 +6,9 @@ It also estimates how long a prompt waits for prefill.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_pd.core.reasons import WRONG_KV
 from vllm_ascend_pd.core.threads import owned
@@ -26,8 +24,19 @@ _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
 _VERIFIED = f"{PREFIX}{VERIFIED.name}_total"
 _SLEEP_STATE = "vllm:engine_sleep_state"
 _WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, _VERIFIED, _SLEEP_STATE)
-_MAX_LINES = 2048
-"""Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank."""
+_COMMON = "vllm:"
+"""With it, `re` skips all other lines, mostly buckets of histograms, at the speed of a search for text."""
+_SAMPLE = re.compile(
+    rf"\n({_COMMON}(?:{'|'.join(re.escape(name.removeprefix(_COMMON)) for name in _WANTED)}))([{{ \t][^\n]*)".encode()
+)
+_LABEL = re.compile(rb'[{,](kv_cache_size_tokens|num_gpu_blocks|block_size|sleep_state|result)="([^"\\]*)"')
+_MAX_BYTES = 16 << 20
+"""vLLM's metrics are about 100 KiB per data-parallel rank."""
+_MAX_SAMPLE_BYTES = 1 << 20
+"""Of the samples about load: about 4 KiB per data-parallel rank."""
+_MAX_LINE_BYTES = 16 * 1024
+"""`vllm:cache_config_info` has the longest line, of 1 to 2 KiB."""
+_MAX_VALUE_CHARS = 32
 _NONSENSE = 1e12
 """Larger values are ignored."""
 MAX_WAIT_SECONDS = 600.0
@@ -57,49 +66,87 @@ class LoadSnapshot(NamedTuple):
     """How often `verify_kv` has found wrong KV, on all ranks."""
 
 
-def parse_metrics(text: str) -> LoadSnapshot:
-    """Reads the metrics of vLLM 0.23 to 0.32. Raises ValueError if the text is not in Prometheus' format."""
-    # All other lines, mostly buckets of histograms, would take 100 times as long to parse.
-    lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
-    if len(lines) > _MAX_LINES:
-        raise ValueError(f"{len(lines)} lines of metrics about load")
-    values: dict[str, list[float]] = {}
-    capacities: list[int] = []
-    asleep = False
-    for family in _families("\n".join(lines) + "\n"):
-        for sample in family.samples:
-            if sample.name == _SLEEP_STATE:
-                asleep |= sample.labels.get("sleep_state") == "awake" and sample.value == 0
-            elif sample.name == _CACHE_INFO:
-                capacities.append(_capacity(sample.labels))
-            elif sample.name == _VERIFIED and sample.labels.get("result") not in WRONG_KV:
-                continue
-            elif 0 <= sample.value < _NONSENSE:  # not NaN
-                values.setdefault(sample.name, []).append(sample.value)
-    use = values.get(_KV_USE)
-    capacity = sum(capacities) if capacities and all(capacities) else None
-    kv_tokens = None
-    if capacity is not None and use:
-        # All ranks have the same capacity.
-        kv_tokens = round(min(1.0, sum(use) / len(use)) * capacity)
-    tokens = [value for name in _TOKENS for value in values.get(name, ())]
-    return LoadSnapshot(
-        _total(values.get(_RUNNING)),
-        _total(values.get(_WAITING)),
-        kv_tokens,
-        capacity,
-        _total(tokens or None),
-        _total(values.get(_RESTART_NEEDED)),
-        asleep,
-        _total(values.get(_VERIFIED)),
-    )
+class MetricsReader:
+    """Reads the metrics of vLLM 0.23 to 0.32, in Prometheus' text format, piece by piece. The time that a piece takes
+    grows with its length alone."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_BYTES
+        self._left_for_samples = _MAX_SAMPLE_BYTES
+        self._line = bytearray()
+        """The beginning of the last line, whose end has not come yet."""
+        self._values: dict[str, list[float]] = {}
+        self._capacities: list[int] = []
+        self._asleep = False
+
+    def feed(self, piece: bytes) -> None:
+        """Raises ValueError, in words of its own, for text that is too long or not in the format."""
+        self._left -= len(piece)
+        if self._left < 0:
+            raise ValueError(f"more than {_MAX_BYTES} bytes")
+        lines, newline, rest = piece.rpartition(b"\n")
+        if newline:
+            self._read(self._line + lines)
+            self._line.clear()
+        self._line += rest
+        if len(self._line) > _MAX_LINE_BYTES:
+            raise ValueError(f"a line of more than {_MAX_LINE_BYTES} bytes")
+
+    def end(self) -> LoadSnapshot:
+        """Returns what the text says. Raises ValueError as `feed` does."""
+        self._read(self._line)
+        values, capacities = self._values, self._capacities
+        use = values.get(_KV_USE)
+        capacity = sum(capacities) if capacities and all(capacities) else None
+        kv_tokens = None
+        if capacity is not None and use:
+            # All ranks have the same capacity.
+            kv_tokens = round(min(1.0, sum(use) / len(use)) * capacity)
+        tokens = [value for name in _TOKENS for value in values.get(name, ())]
+        return LoadSnapshot(
+            _total(values.get(_RUNNING)),
+            _total(values.get(_WAITING)),
+            kv_tokens,
+            capacity,
+            _total(tokens or None),
+            _total(values.get(_RESTART_NEEDED)),
+            self._asleep,
+            _total(values.get(_VERIFIED)),
+        )
+
+    def _read(self, lines: bytes | bytearray) -> None:
+        for found in _SAMPLE.finditer(b"\n" + lines):
+            if len(found[0]) > _MAX_LINE_BYTES:
+                raise ValueError(f"a line of more than {_MAX_LINE_BYTES} bytes")
+            self._left_for_samples -= len(found[0])
+            if self._left_for_samples < 0:
+                raise ValueError(f"more than {_MAX_SAMPLE_BYTES} bytes about load")
+            self._note(found[1].decode(), *found[2].rpartition(b"}"))
+
+    def _note(self, name: str, labels: bytes, brace: bytes, value_and_time: bytes) -> None:
+        value = _value(value_and_time)
+        if name == _SLEEP_STATE:
+            self._asleep |= _labels(labels).get("sleep_state") == "awake" and value == 0
+        elif name == _CACHE_INFO:
+            self._capacities.append(_capacity(_labels(labels)))
+        elif name == _VERIFIED and _labels(labels).get("result") not in WRONG_KV:
+            pass
+        elif 0 <= value < _NONSENSE:  # not NaN
+            self._values.setdefault(name, []).append(value)
 
 
-def _families(text: str) -> Iterable[Metric]:
+def _value(text: bytes) -> float:
+    fields = text.split(maxsplit=1)
+    if not fields or len(fields[0]) > _MAX_VALUE_CHARS:
+        raise ValueError("a sample without a value")
     try:
-        return list(text_string_to_metric_families(text))
-    except Exception as error:  # noqa: BLE001 - the parser lets any exception through: IndexError for `{a="b", =c="d"}`
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+        return float(fields[0])
+    except ValueError:
+        raise ValueError("a value that is no number") from None
+
+
+def _labels(text: bytes) -> dict[str, str]:
+    return {name.decode(): value.decode(errors="replace") for name, value in _LABEL.findall(text)}
 
 
 def _total(values: list[float] | None) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
@@ -15,24 +14,24 @@ import anyio
 from anyio.abc import TaskGroup
 
 from vllm_ascend_pd.proxy.http.engine_client import ConnectionLost, EngineClient, HttpError
-from vllm_ascend_pd.proxy.http.messages import TooLarge, read_all
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
-from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, parse_metrics
+from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, MetricsReader
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
 from vllm_ascend_pd.proxy.settings import DNS_SCHEME, ProxySettings
+from vllm_ascend_pd.transport.names import HostNames
 
 log = logging.getLogger(__name__)
 
 COMMAND_LINE = "the command line"
 _LOOKUP_SECONDS = 10.0
-"""Resolvers ask each of up to three servers twice, for 5 s each time; that would take longer than useful."""
-_MAX_METRICS_BYTES = 16 << 20
-"""vLLM's metrics are about 100 KiB per data-parallel rank."""
+"""After this time a name does not resolve. Its lookup goes on: resolvers ask up to 3 servers twice, for 5 s each."""
 _NEW_ENGINE_SECONDS = 0.5
 """Limit of the time until a new engine is asked."""
 _FIRST_LOOK_SECONDS = 0.01
-"""Between two looks whether all engines have been checked, when the proxy starts."""
+"""Between two looks whether all names and engines have been asked, when the proxy starts."""
+_FIRST_ADDRESSES_SECONDS = 2.0
+"""When the proxy starts, it waits so long for the addresses of names."""
 
 
 class Discovery:
@@ -41,34 +40,51 @@ class Discovery:
     An engine stays as long as the command line or any name has it.
     """
 
-    def __init__(self, roles: Mapping[EngineRole, EngineRegistry], settings: ProxySettings) -> None:
+    def __init__(
+        self, roles: Mapping[EngineRole, EngineRegistry], settings: ProxySettings, host_names: HostNames
+    ) -> None:
+        self._host_names = host_names
         listed = dict(zip(EngineRole, settings.engines(), strict=True))
         self._roles = roles
         self._interval = settings.dns_interval
         self._names = {(role, url) for role, urls in listed.items() for url in urls if _is_name(url)}
+        self._pending = {url for _, url in self._names}
+        """Names that have not been looked up yet."""
         self.problems: dict[str, str] = {}
         """Why some engines of the command line or of a name are missing, by `COMMAND_LINE` or name."""
         self._use(COMMAND_LINE, {role: [url for url in urls if not _is_name(url)] for role, urls in listed.items()})
 
     async def run(self) -> None:
-        """Looks all names up at each interval, until cancelled."""
-        while True:
-            await anyio.sleep(self._interval)
-            await self.look()
-
-    async def look(self) -> None:
-        """Looks all names up once. The engines of a name that does not resolve stay."""
+        """Looks all names up, again at each interval, until cancelled."""
         async with anyio.create_task_group() as tasks:
-            for name in {name for _, name in self._names}:
-                tasks.start_soon(self._look_up, name)
+            for name in self._pending:
+                tasks.start_soon(self._follow, name)
 
-    async def _look_up(self, name: str) -> None:
+    async def first_results(self) -> None:
+        """Waits until `run` has looked each name up once, but not for name servers that do not answer."""
+        with anyio.move_on_after(_FIRST_ADDRESSES_SECONDS):
+            while self._pending:
+                await anyio.sleep(_FIRST_LOOK_SECONDS)
+
+    async def _follow(self, name: str) -> None:
+        while True:
+            await self.look_up(name)
+            self._pending.discard(name)
+            await anyio.sleep(self._interval)
+
+    async def look_up(self, name: str) -> None:
+        """Looks a name up once. If it does not resolve, its engines stay."""
+        parts = urlsplit(name)
+        assert parts.hostname is not None
         try:
             with anyio.fail_after(_LOOKUP_SECONDS):
-                urls = await resolve_url(name)
+                addresses = await self._host_names.look_up(parts.hostname)
         except (OSError, UnicodeError, TimeoutError) as error:
             self._problem(name, f"the name does not resolve: {str(error) or 'no answer in time'}")
             return
+        # An address with a scope (%) works on one link only.
+        hosts = sorted(f"[{each}]" if ":" in each else each for each in addresses if "%" not in each)
+        urls = [f"http://{host}:{parts.port}" for host in hosts]
         self._use(name, {role: urls for role, each in self._names if each == name})
 
     def _use(self, source: str, urls: Mapping[EngineRole, Sequence[str]]) -> None:
@@ -90,15 +106,6 @@ class Discovery:
             log.error("engines listed by %s: %s: some are missing", source, problem)
 
 
-async def resolve_url(name: str) -> list[str]:
-    """Resolves `dns+http://NAME:PORT` to one URL per address. Raises OSError, or UnicodeError for an invalid name."""
-    parts = urlsplit(name)
-    found = await anyio.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
-    # An address with a scope (%) works on one link only.
-    hosts = sorted(host for host in {str(address[0]) for _, _, _, _, address in found} if "%" not in host)
-    return [f"http://[{host}]:{parts.port}" if ":" in host else f"http://{host}:{parts.port}" for host in hosts]
-
-
 def _is_name(url: str) -> bool:
     return url.startswith(f"{DNS_SCHEME}:")
 
@@ -106,7 +113,7 @@ def _is_name(url: str) -> bool:
 class HealthChecks:
     """Runs one loop per engine, for as long as the engine is registered."""
 
-    def __init__(self, roles: Collection[EngineRegistry], settings: ProxySettings) -> None:
+    def __init__(self, roles: Collection[EngineRegistry], settings: ProxySettings, host_names: HostNames) -> None:
         self._roles = roles
         self._interval = settings.check_interval
         self._timeout = settings.health_timeout
@@ -115,6 +122,7 @@ class HealthChecks:
         """Engines that have a loop."""
         # A client of its own, so that checks take no connections from requests. It keeps none open between checks.
         self._client = EngineClient(
+            host_names,
             connect_timeout=self._timeout,
             read_timeout=self._timeout,
             reuse_connections=False,
@@ -178,20 +186,19 @@ class HealthChecks:
 
     async def _load(self, engine: RegisteredEngine) -> str | None:
         """Reads and notes the engine's load. Returns None, or why it is unknown."""
-        sent = engine.sent
+        sent, metrics = engine.sent, MetricsReader()
         try:
             with anyio.fail_after(self._timeout):
                 async with self._client.get(f"{engine.url}/metrics") as answer:
                     if not answer.is_success:
                         return f"HTTP {answer.status} for /metrics"
-                    body = await read_all(answer.chunks(), _MAX_METRICS_BYTES)
-            snapshot = parse_metrics(body.decode(errors="replace"))
+                    async for piece in answer.chunks():
+                        metrics.feed(piece)
+            snapshot = metrics.end()
         except (HttpError, TimeoutError) as error:
             return _why(error)
-        except TooLarge:
-            return f"/metrics exceeds {_MAX_METRICS_BYTES} bytes"
         except ValueError as error:
-            return f"/metrics cannot be read: {type(error).__name__}"
+            return f"/metrics cannot be read: {error}"
         if snapshot == LoadSnapshot():
             return "/metrics has no figures of load: is it vLLM's?"
         engine.note(snapshot, sent, time.monotonic())

@@ -49,6 +49,11 @@ class EngineRanking(NamedTuple):
     group: RequestGroup | None = None
     """The requests with which it shares a place in the queue."""
 
+    @property
+    def takes_slot(self) -> bool:
+        """Whether the engine computes anything for the request. Others are neither limited nor queued."""
+        return self.prompt.sequences > 0
+
     def then(self, urls: Sequence[str]) -> EngineRanking:
         """This ranking with one more tier at the end."""
         return self._replace(tiers=(*self.tiers, tuple(urls)))
@@ -190,6 +195,6 @@ class EngineRegistry:
     @owned
     def count_sent(self, prompt: PromptEstimate, url: str) -> InFlightLoad:
         """Notes that a prompt goes to an engine. Returns what that adds to the engine's load."""
-        if prompt.sequences:
+        if prompt.tokens:
             self.mean_tokens += (prompt.tokens - self.mean_tokens) / _MEAN_OVER_PROMPTS
         return InFlightLoad(prompt.sequences, self.affinity.sent(prompt, url))

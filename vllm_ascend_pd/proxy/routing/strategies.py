@@ -56,7 +56,9 @@ class PromptEstimate(NamedTuple):
 
 
 NO_PROMPT = PromptEstimate(0, sequences=0)
-"""For requests that generate nothing."""
+"""For requests for which an engine computes nothing."""
+UNREAD_PROMPT = PromptEstimate(0)
+"""For requests whose prompts only decode reads."""
 
 
 def prompt_of(request: ClientRequest, index: int) -> PromptEstimate:

@@ -216,7 +216,7 @@ def _read_env_file(file: Path) -> dict[str, str]:
     """Reads secrets, which only the file's owner may read: every user can read command lines and hosts.yaml."""
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CannotStartError(f"--env-file {file}: {error}") from None
     if mode & 0o077:
