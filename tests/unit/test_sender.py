@@ -17,13 +17,14 @@ from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.plan import Route, make_route
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
+from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend, plan_sends
+from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
@@ -252,6 +253,21 @@ def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(engine, sender):
     time.sleep(0.1)
     write(sender, first, second)
     assert engine.arrived == []
+
+
+def test_layers_that_left_together_without_bytes_are_not_written(engine, sender, transfers):
+    """All units of the request that has not failed are another rank's."""
+    [send] = plan(transfers, staged_route(ranks=(0, 1), index=0), slot_units=2)
+    first, second = (LayerPush(tensor.layer, send, [tensor], Done(), Done()) for tensor in OURS)
+    for push in (first, second):
+        push.fill(Slot(0, 4096))
+    transfers[0].fail("its client has left", PushFailure.ABORTED)
+    sender._ring = SimpleNamespace(release=lambda slot, settled_at: None, rests=lambda: False)
+    begun: list[object] = []
+    engine.begin = lambda session, batch, may_begin: begun.append(batch)
+    write(sender, first, second)
+    assert begun == []
+    assert transfers[1].failure is None
 
 
 def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(sender, transfers, monkeypatch):
