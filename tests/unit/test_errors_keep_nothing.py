@@ -52,22 +52,16 @@ FILES = {__file__, *map(str, Path(vllm_ascend_pd.__file__).parent.rglob("*.py"))
 PEER = msgspec.structs.replace(RANK, session="127.0.0.1:2")
 LAYOUT = DecodeLayout(EngineDescription("decode", "model", 1, 1, (PEER,)))
 
-# Calls that give back, or that run others. Nothing in them can raise but what is raised at its own call.
+# Functions that give back, and those whose own bodies handle every error.
 GIVE_BACK = {
-    *("PeerQueue.leave", "_TcpFlight.lost", "_TcpFlight.give_up", "_TcpFlight.wait", "_TcpFlight.land", "Reach.failed"),
-    *(
-        "Slots.give_back",
-        "Slots.give_back_after",
-        "Slots.forget",
-        "_AscendFlight.lost",
-        "_AscendFlight.give_up",
-        "_AscendFlight.wait",
-    ),
+    *("PeerQueue.leave", "Reach.failed", "Slots.give_back", "Slots.give_back_after", "Slots.forget"),
+    *(f"_TcpFlight.{name}" for name in ("wait", "land", "lost", "give_up")),
+    *(f"_AscendFlight.{name}" for name in ("wait", "lost", "give_up")),
     *("StagingRing.release", "StagingRing.rests", "LayerPush.take_back", "LayerPush.fill"),
     *("TransferError.__init__", "_failure", "_fail", "StepSend.fail", "Transfer.fail", "DeviceError.__init__"),
-    *("Sender._run", "Sender._next_task", "Sender._slots_rest", "Sender._ended", "Sender._end", "Sender._finish"),
-    *("Pipeline.drain", "Pipeline.then", "Pipeline._end_first", "Pipeline._land", "Pipeline.write.<locals>.call_done"),
-    *("CpuDevice._run", "CpuEvent.set", "CpuEvent.is_done", "Sender._write_layers"),
+    *(f"Sender.{name}" for name in ("_run", "_next_task", "_slots_rest", "_write_layers", "_ended", "_end", "_finish")),
+    *(f"Pipeline.{name}" for name in ("drain", "then", "_end_first", "_land", "write.<locals>.call_done")),
+    *("CpuDevice._run", "CpuEvent.set"),
 }
 
 
