@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 from test_sender import GEOMETRY, THEIRS, Done
 
+from harness.clock import clock_of
+from vllm_ascend_pd.core import running_time
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket
 from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import (
     Granted,
     GrantRefused,
@@ -25,6 +29,9 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.step import DecodeStep, Expect
 from vllm_ascend_pd.core.topology import RankInfo, sharding
+from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.decode import grants
+from vllm_ascend_pd.decode.grants import ArrivalQueue, GrantService, OpenTicket
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 
@@ -117,3 +124,40 @@ def test_a_rank_without_tickets_sleeps_at_once(rank: Rank) -> None:
     rank.worker.sleep()
     assert time.monotonic() - began < 5
     assert not rank.registered
+
+
+def test_a_rank_that_was_stopped_keeps_blocks_until_what_came_meanwhile_is_applied(monkeypatch) -> None:
+    """Bytes of a failed write lie in its socket buffers, and so does the report that none is in flight."""
+    clock = clock_of(grants, monkeypatch)
+    monkeypatch.setattr(running_time, "time", clock)
+    news, caches = ArrivalQueue(), RankCaches((GEOMETRY,), THEIRS)
+    service = GrantService(ConnectorConfig(), caches, 0, sharding(1), LoadedWeights(), news, DecodeObserver(), 5.0)
+    connection: Any = SimpleNamespace(send=lambda message, gone: None)
+
+    def open_ticket(ticket: str) -> None:
+        opened = DecodeTicket(ticket, DIGEST, clock.now + 900, 900, 10.0)
+        service.begin_step([OpenTicket(Expect(ticket, ticket, DIGEST, [7]), opened, Done())], DecodeStep(), clock.now)
+        assert isinstance(service.handle(request_for(ticket), connection), Granted)
+        service.handle(report_of(ticket, settle_s=5.0), connection)
+
+    def run(seconds: float) -> set[str]:
+        """Returns the requests that have ended after this time."""
+        for _ in range(round(10 * seconds)):
+            clock.now += 0.1
+            service.tick(clock.now)
+        return news.take(0.0).finished
+
+    first, second, third = (*TICKETS, "3" * 32)
+    open_ticket(first)
+    assert run(6.0) == set()
+    clock.now += 30.0  # stopped
+    service.handle(report_of(first), connection)
+    assert run(4.8) == set()
+    open_ticket(second)
+    assert run(0.4) == {first}
+    service.handle(report_of(second), connection)
+    assert run(0.0) == {second}, "it was granted after the stop"
+    run(6.0)
+    open_ticket(third)
+    service.handle(report_of(third), connection)
+    assert run(0.0) == {third}, "the rank was not stopped, but had no ticket"

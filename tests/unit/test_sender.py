@@ -19,9 +19,10 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Route, make_route
-from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankKey, RunningTime
+from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import DeviceError, Event

@@ -17,8 +17,8 @@ import torch
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.plan import regroupable, slot_bytes
-from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.device import ops, ops_fallback
 from vllm_ascend_pd.device.base import DeviceError, Group
 from vllm_ascend_pd.device.packing import packed
