@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import LayerSpec
 from vllm_ascend_pd.core.plan import Units, make_route
-from vllm_ascend_pd.core.prefill_ticket import RunningTime
+from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.prefill.rank import PrefillRank

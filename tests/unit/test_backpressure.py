@@ -12,7 +12,7 @@ import torch
 
 from harness.clock import Clock
 from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.prefill_ticket import RunningTime
+from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import Regrouper, StagingRing

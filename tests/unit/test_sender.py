@@ -4,27 +4,37 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from harness.tickets import ticket_with
+from vllm_ascend_pd.core.caches import LayerTensors
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
+from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Route, make_route
-from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket
+from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
+from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import DeviceError, Event
+from vllm_ascend_pd.device.cpu import CpuEvent
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.rank import PrefillRank
+from vllm_ascend_pd.prefill.regroup import StagingRing
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend, plan_sends
+from vllm_ascend_pd.prefill.step_plan import StepPlan
+from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
@@ -90,8 +100,8 @@ class Failed(Done):
         raise DeviceError("an all-to-all failed")
 
 
-def make_transfer(name: str, d_block: int, lease_s: float = 60.0) -> Transfer:
-    """A request of one block, which decode has granted."""
+def make_transfer(name: str, d_block: int, lease_s: float = 60.0, keys: Sequence[RankKey] = (KEY,)) -> Transfer:
+    """A request of one block, which these decode ranks have granted."""
     ticket = ticket_with(
         request_id=name,
         remote_block_ids=[[d_block]],
@@ -105,9 +115,10 @@ def make_transfer(name: str, d_block: int, lease_s: float = 60.0) -> Transfer:
     transfer = Transfer(name, ticket, sender, PrefillTicket(time.monotonic() + 60), WITHDRAWALS)
     now = time.monotonic()
     with transfer.changing() as state:
-        state.contacted({KEY: Destination(RANK, (0, 1))})
-        state.asked(KEY, now)
-        state.answered(KEY, now, Granted(lease_s))
+        state.contacted({key: Destination(RANK, (0, 1)) for key in keys})
+        for key in keys:
+            state.asked(key, now)
+            state.answered(key, now, Granted(lease_s))
     return transfer
 
 
@@ -120,12 +131,18 @@ def engine() -> Engine:
 
 
 @contextmanager
-def sending(engine: Any) -> Iterator[Sender]:
+def sending(
+    engine: Any,
+    layout: DecodeLayout = LAYOUT,
+    ring: StagingRing | None = None,
+    running_time: Any = None,
+    finished: Callable[..., None] = lambda transfers: None,
+) -> Iterator[Sender]:
     """A sender that knows the decode engine."""
     unused: Any = None
-    rank = PrefillRank(unused, ConnectorConfig(), unused, engine, unused)
-    sender = Sender("sender", rank, None, lambda transfers: None)
-    sender.engine_described(LAYOUT)
+    rank = PrefillRank(unused, ConnectorConfig(), unused, engine, unused, running_time=running_time or RunningTime())
+    sender = Sender("sender", rank, ring, finished)
+    sender.engine_described(layout)
     try:
         yield sender
     finally:
@@ -237,6 +254,150 @@ def destinations(*layers: int) -> list[int]:
     return [1_000_000_000 * (layer + 1) + block * BLOCK_BYTES for layer in layers for block in (7, 9)]
 
 
+def test_a_layer_that_cannot_be_read_yet_holds_up_none_before_it(transfers):
+    calls = Calls()
+    with sending(calls) as sender:
+        first, second = pushes(transfers)
+        second.ready = CpuEvent()
+        hold = threading.Event()
+        sender._tasks.put(hold.wait)
+        sender.put_layer(first, 1.0)
+        sender.put_layer(second, 1.0)
+        passed = sender.barrier()
+        hold.set()
+        assert calls.begun.acquire(timeout=5)
+        second.ready.set()
+        calls.proceed.set()
+        assert passed.wait(10)
+    assert calls.calls == [destinations(0), destinations(1)]
+
+
+def test_a_layer_is_written_once_its_checksums_are_taken(transfers):
+    """Or the report of its success would lack them."""
+    calls, taken = Calls(), CpuEvent()
+    calls.proceed.set()
+    [step_send] = plan(transfers)
+    worker: Any = PrefillWorker.__new__(PrefillWorker)
+    worker._rank, worker._observer = SimpleNamespace(config=ConnectorConfig()), PrefillObserver()
+    worker._device = SimpleNamespace(submit=lambda work, after: taken)
+    worker._regrouper = worker._turns = None
+    tensors = LayerTensors((OURS[0],), (torch.empty(0),))
+    worker._caches = SimpleNamespace(layers_by_geometry={LAYERS[0]: {0: tensors}}, quantize={})
+    with sending(calls) as sender:
+        checksums: Any = object()
+        worker._push_layer(StepPlan(sends={0: [(sender, step_send)]}, checksums={0: [checksums]}), LAYERS[0], Done())
+        assert not calls.begun.acquire(timeout=0.05)
+        taken.set()
+        assert sender.barrier().wait(10)
+    assert calls.calls == [destinations(0)]
+
+
+OTHER_RANK = RankDescription(1, 0, "", "other", RankCaches((GEOMETRY,), THEIRS[1:]))
+FURTHER_APART = msgspec.structs.replace(GEOMETRY, block_stride=2 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "second_at"),
+    [
+        ((msgspec.structs.replace(RANK, caches=RankCaches((GEOMETRY,), THEIRS[:1])), OTHER_RANK), ("other", 1)),
+        (
+            (
+                msgspec.structs.replace(
+                    RANK,
+                    caches=RankCaches(
+                        (GEOMETRY, FURTHER_APART), (THEIRS[0], msgspec.structs.replace(THEIRS[1], geometry=1))
+                    ),
+                ),
+            ),
+            ("peer", 2),
+        ),
+    ],
+    ids=["to another decode rank", "to caches of another geometry"],
+)
+def test_layers_whose_writes_differ_do_not_leave_together(ranks, second_at) -> None:
+    layout = DecodeLayout(EngineDescription("decode", "model", len(ranks), 1, ranks))
+    keys = [(rank.pp_rank, rank.tp_rank) for rank in ranks]
+    engine, written = Engine(), []
+    engine.begin = lambda session, batch, may_begin: written.append((session, list(batch[1])))
+    with sending(engine, layout) as sender:
+        write(sender, *pushes([make_transfer("a", 7, keys=keys)]))
+    session, stride = second_at
+    assert written == [
+        ("peer", [THEIRS[0].base + 7 * BLOCK_BYTES]),
+        (session, [THEIRS[1].base + 7 * stride * BLOCK_BYTES]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "layers"),
+    [
+        ({"max_descriptors": 4, "max_bytes": 4 * BLOCK_BYTES}, [(0, 1), (0, 1)]),
+        ({"max_descriptors": 3}, [(0,), (1,), (0,), (1,)]),
+        ({"max_bytes": 4 * BLOCK_BYTES - 1}, [(0,), (1,), (0,), (1,)]),
+        ({}, [(0, 1, 0, 1)]),
+    ],
+)
+def test_a_batch_of_several_layers_keeps_to_the_limits(transfers, limits, layers) -> None:
+    calls = Calls()
+    calls.limits = TransferLimits(connections=1, **limits)
+    calls.proceed.set()
+    with sending(calls) as sender:
+        both = pushes(transfers)
+        write(sender, *both, *map(dataclasses.replace, both))
+    assert calls.calls == [destinations(*together) for together in layers]
+
+
+def test_no_more_than_eight_layers_leave_together(transfers) -> None:
+    """Their staging slots become free together, too."""
+    calls = Calls()
+    calls.proceed.set()
+    with sending(calls) as sender:
+        write(sender, *map(dataclasses.replace, 5 * pushes(transfers)))
+    assert [len(batch) for batch in calls.calls] == [8 * 2, 2 * 2]
+
+
+@pytest.mark.parametrize("may_arrive", [False, True])
+def test_a_slot_is_used_again_only_when_nothing_reads_it(engine, may_arrive: bool) -> None:
+    now = 100.0
+    running: Any = lambda: now  # noqa: E731 - it stands for an object
+    ring = StagingRing(torch.zeros(BLOCK_BYTES, dtype=torch.uint8), BLOCK_BYTES, 1, running)
+    [send] = plan([make_transfer("a", 7)], staged_route(), slot_units=1)
+    slot = ring.take(send)
+    assert slot is not None
+    push = LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done())
+    push.fill(slot)
+    engine.lost, engine.may_arrive = {destinations(0)[0]}, may_arrive
+    with sending(engine, ring=ring, running_time=running) as sender:
+        write(sender, push)
+        assert (ring.take(send) is None) is may_arrive
+        now += engine.limits.settle_s - 0.1
+        assert (ring.take(send) is None) is True
+        now += 0.2
+        assert (ring.take(send) is not None) is may_arrive
+
+
+def test_an_error_at_the_end_of_transfers_ends_the_sender_and_fails_no_other_request(transfers) -> None:
+    """The next layer waits for its turn then."""
+
+    def fail(ended: object) -> None:
+        raise ValueError("a bug")
+
+    calls, others = Calls(), [make_transfer("c", 11)]
+    calls.proceed.set()
+    with sending(calls, finished=fail) as sender:
+        hold = threading.Event()
+        sender._tasks.put(hold.wait)
+        sender.put_layer(pushes(transfers)[0], 1.0)
+        sender.finish(transfers)
+        sender.put_layer(pushes(others)[0], 1.0)
+        hold.set()
+        sender._thread.join(5)
+        assert sender.ended
+        with pytest.raises(RuntimeError, match="an error of its own"):
+            sender.check()
+    assert others[0].failure is None
+
+
 def test_of_layers_that_left_together_each_is_written_again_by_itself(engine, sender, transfers):
     """So only the request at fault fails, and the other one has all of its layers."""
     engine.lost = {destinations(1)[0]}
@@ -252,6 +413,21 @@ def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(engine, sender):
     time.sleep(0.1)
     write(sender, first, second)
     assert engine.arrived == []
+
+
+def test_layers_that_left_together_without_bytes_are_not_written(engine, sender, transfers):
+    """All units of the request that has not failed are another rank's."""
+    [send] = plan(transfers, staged_route(ranks=(0, 1), index=0), slot_units=2)
+    first, second = (LayerPush(tensor.layer, send, [tensor], Done(), Done()) for tensor in OURS)
+    for push in (first, second):
+        push.fill(Slot(0, 4096))
+    transfers[0].fail("its client has left", PushFailure.ABORTED)
+    sender._ring = SimpleNamespace(release=lambda slot, settled_at: None, rests=lambda: False)
+    begun: list[object] = []
+    engine.begin = lambda session, batch, may_begin: begun.append(batch)
+    write(sender, first, second)
+    assert begun == []
+    assert transfers[1].failure is None
 
 
 def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(sender, transfers, monkeypatch):

@@ -18,6 +18,7 @@ from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket, TicketView
 
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
+STOPPED_DECODE = Bounds(writers=1, readers=1, tickets=2, faults=2, stops=True)
 TWO_WRITERS = Bounds(writers=2, readers=1, tickets=1, faults=1)
 TWO_BY_TWO = Bounds(writers=2, readers=2, tickets=1, faults=1)
 TWO_ENGINES = Bounds(writers=1, readers=1, tickets=1, engines=2, faults=2)
@@ -35,6 +36,7 @@ def check(bounds, producer=PrefillTicket, consumer=DecodeTicket):
     "bounds",
     [
         pytest.param(PAIR, id="one pair, step by step"),
+        pytest.param(STOPPED_DECODE, id="one pair, with a decode rank that may be stopped"),
         pytest.param(TWO_BY_TWO, id="two by two"),
         pytest.param(TWO_ENGINES, id="two engines"),
         pytest.param(TWO_ENGINES_OF_TWO, id="two engines of two writers"),
@@ -182,6 +184,13 @@ class SettlesAtTheFirstReport(DecodeTicket):
         return super().report(msgspec.structs.replace(report, settle_s=0.0), now)
 
 
+class GivesBackAtOnceAfterAStop(DecodeTicket):
+    """Forgets that bytes may lie in socket buffers when this rank has been stopped."""
+
+    def resumed(self, now, apply_s):
+        return
+
+
 class TakesAnyEngine(DecodeTicket):
     """Grants writes to each engine that asks."""
 
@@ -219,6 +228,7 @@ class CountsReportsOfOthers(DecodeTicket):
         (TrustsLeases, PAIR, "R2"),
         (TrustsTheFirstReport, PAIR, "R2"),
         (SettlesAtTheFirstReport, PAIR, "R2"),
+        (GivesBackAtOnceAfterAStop, STOPPED_DECODE, "R2"),
         (TakesAnyEngine, TWO_ENGINES_OF_TWO, "R10"),
         (CountsReportsOfOthers, TWO_ENGINES, "R2"),
     ],

@@ -82,7 +82,8 @@ class TicketModel(Ranks):
         yield from slow
         yield from self._strays(world)
         for process in world.frozen:
-            yield f"{process} goes on", self._gone_on(world, process)
+            gone_on = self._gone_on if process in self.bounds.processes else self._decode_gone_on
+            yield f"{process} goes on", gone_on(world, process)
         reused = any(number not in (NOT_YET, DEAD) for number in world.consumers[self.bounds.readers :])
         if world.faults > 0 and not reused:
             poorer = world._replace(faults=world.faults - 1)
@@ -120,9 +121,15 @@ class TicketModel(Ranks):
 
     def _deliveries(self, world: World) -> Moves:
         for message in world.network:
-            if isinstance(message, Ask | Told) or self._runs(world, message.transfer):
+            if self._is_read(world, message):
                 rest = world._replace(network=world.network - {message})
                 yield f"{describe(message, self._who)} arrives", self._delivered(rest, message)
+
+    def _is_read(self, world: World, message: Any) -> bool:
+        """Whether the process that the message is for runs."""
+        if isinstance(message, Ask | Told):
+            return not self._is_frozen(world, message.reader)
+        return self._runs(world, message.transfer)
 
     def _delivered(self, world: World, message: Any) -> World:
         transfer, reader = message[:2]
@@ -167,7 +174,7 @@ class TicketModel(Ranks):
     def _arrivals(self, world: World) -> Moves:
         for write in world.writes:
             if write.awaited and self._runs(world, write.transfer):
-                if f"decode {write.reader}" in world.ended:
+                if f"decode {write.reader}" in world.ended | world.frozen:
                     yield from self._failures_of(world, write)
                     continue
                 sender = world.senders[write.transfer]
@@ -176,7 +183,7 @@ class TicketModel(Ranks):
 
     def _strays(self, world: World) -> Moves:
         for write in world.writes:
-            if not write.awaited and not self._is_stopped(world, write):
+            if not (write.awaited or self._is_stopped(world, write) or self._is_frozen(world, write.reader)):
                 yield f"{describe(write, self._who)}, given up, arrives all the same", self._landed(world, write)
 
     def _is_stopped(self, world: World, write: Write) -> bool:
@@ -219,7 +226,7 @@ class TicketModel(Ranks):
         for message in world.network:
             what = describe(message, self._who)
             yield f"{what} is lost", world._replace(network=world.network - {message})
-            if isinstance(message, Ask | Told) or self._runs(world, message.transfer):
+            if self._is_read(world, message):
                 yield f"{what} arrives, and will once more", self._delivered(world, message)
         for write in world.writes:
             if write.awaited and self._runs(world, write.transfer):
@@ -235,8 +242,18 @@ class TicketModel(Ranks):
                 if process not in world.frozen and any(world.producers[transfer] >= 0 for transfer in transfers):
                     yield f"{process} is stopped", world._replace(frozen=world.frozen | {process})
         for reader in range(self.bounds.readers):
-            if f"decode {reader}" not in world.ended:
-                yield f"decode {reader} is killed", self._decode_killed(world, reader)
+            if (process := f"decode {reader}") not in world.ended:
+                yield f"{process} is killed", self._decode_killed(world, reader)
+                if self.bounds.stops and process not in world.frozen:
+                    yield f"{process} is stopped", world._replace(frozen=world.frozen | {process})
+
+    def _decode_gone_on(self, world: World, process: str) -> World:
+        """What lies in its socket buffers is applied before `SETTLE_S` is over."""
+        for at, number in enumerate(world.consumers):
+            if number >= 0 and process == f"decode {at % self.bounds.readers}":
+                after, _ = self._consumers.after(number, "resumed", lambda c: c.resumed(0, SETTLE_S))
+                world = world._replace(consumers=put(world.consumers, at, after))
+        return world._replace(frozen=world.frozen - {process})
 
     def _gone_on(self, world: World, process: str) -> World:
         own = {write for write in world.writes if self.bounds.of(write.transfer).process == process}
@@ -260,15 +277,17 @@ class TicketModel(Ranks):
             if world.consumers[at] != NOT_YET:
                 world = world._replace(consumers=put(world.consumers, at, DEAD))
         gone = {write for write in world.writes if write.reader == reader and not write.awaited}
-        return world._replace(writes=world.writes - gone, ended=world.ended | {f"decode {reader}"})
+        process = {f"decode {reader}"}
+        return world._replace(writes=world.writes - gone, ended=world.ended | process, frozen=world.frozen - process)
 
     def _time(self, world: World) -> Moves:
         """Yields the world a unit of time later, unless the transfer engine would break its promise about a write."""
         if any(write.awaited and write.left == 0 and not self._is_stopped(world, write) for write in world.writes):
             return
-        stopped = {write for write in world.writes if self._is_stopped(world, write)}
-        old = {write for write in world.writes - stopped if write.left == 0}
+        stopped = {write for write in world.writes if write.left >= 0 and self._is_stopped(world, write)}
+        old = {write for write in world.writes - stopped if write.left <= 0}
         aged = {_with_left(write, write.left - 1) for write in world.writes - old - stopped}
+        aged |= {write._replace(left=-1, in_network=0) for write in old if self._is_frozen(world, write.reader)}
         aged |= {write._replace(in_network=max(-1, write.in_network - 1)) for write in stopped}
         world = world._replace(
             consumers=tuple(n if n < 0 else self._consumers.after(n, "time", age_consumer)[0] for n in world.consumers),
@@ -289,7 +308,7 @@ class TicketModel(Ranks):
                 if not self.bounds.fine:
                     world = self._on_time(world, transfer)
         for at, number in enumerate(world.consumers):
-            if number < 0:
+            if number < 0 or self._is_frozen(world, at % self.bounds.readers):
                 continue
             if not self.bounds.fine:
                 world = self._consumed(world, at, self._ticked(world, number)[0])

@@ -68,7 +68,8 @@ class Serving(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The size of the model. `fine`: every answer and every wait is a step of its own."""
+    """The size of the model. `fine`: every answer and every wait is a step of its own. `stops`: decode ranks may be
+    stopped, too."""
 
     writers: int
     readers: int
@@ -76,6 +77,7 @@ class Bounds:
     faults: int
     engines: int = 1
     fine: bool = False
+    stops: bool = False
 
     @property
     def transfers(self) -> range:
@@ -112,6 +114,10 @@ class Ranks:
     def _runs(self, world: World, transfer: int) -> bool:
         return self.bounds.of(transfer).process not in world.frozen | world.ended
 
+    @staticmethod
+    def _is_frozen(world: World, reader: int) -> bool:
+        return f"decode {reader}" in world.frozen
+
     def _who(self, transfer: int) -> str:
         serving = self.bounds.of(transfer)
         return f"{serving.process}, ticket {serving.ticket + 1}"
@@ -129,7 +135,7 @@ class Ranks:
             first = self.bounds.at_reader(ticket, 0)
             numbers = world.consumers[first : first + self.bounds.readers]
             for reader, number in enumerate(numbers):
-                if number < 0:
+                if number < 0 or self._is_frozen(world, reader):
                     continue
                 who = f"decode {reader}, ticket {ticket + 1}"
                 after, quiet = self._ticked(world, number)
@@ -354,7 +360,7 @@ class Ranks:
         nobody = not world.awaited[transfer]
         after, (untold, success, settle_s, end) = self._producers.after(after, ("follow", nobody), _follow(nobody))
         world = world._replace(producers=put(world.producers, transfer, ENDED if end else after))
-        if end and any(write.transfer == transfer for write in world.writes):
+        if end and any(write.transfer == transfer and write.left >= 0 for write in world.writes):
             process = self.bounds.of(transfer).process
             return world._replace(wrong=f"R3: {process} frees blocks that a write still reads")
         if untold:

@@ -50,12 +50,12 @@ class Heard(NamedTuple):
 
 class Write(NamedTuple):
     """A write in flight. While its process is stopped, bytes in the network still arrive; the others have all of `left`
-    afterwards.
+    afterwards. What is given up while its decode rank is stopped ends up in that rank's socket buffers.
     """
 
     transfer: int
     reader: int
-    left: int  # units of time it may still take
+    left: int  # units of time it may still take; -1 for what lies in socket buffers
     in_network: int  # and what the process has handed over
     awaited: bool  # else it was given up
 
@@ -130,7 +130,10 @@ def copy_of_producer(state: PrefillTicket) -> PrefillTicket:
 def consumer_key(ticket: DecodeTicket) -> Any:
     """Returns what decides about the future, with the current time as 0."""
     leases = frozenset(
-        (w, 0 if lease.settled else lease.until, lease.reported, lease.settled, lease.gone and not lease.settled)
+        (
+            *(w, 0 if lease.settled else lease.until, lease.reported, lease.settled),
+            *(lease.gone and not lease.settled, lease.applied_at),
+        )
         for w, lease in ticket._leases.items()
     )
     key = (ticket.state, leases)
@@ -154,6 +157,7 @@ def age_consumer(ticket: DecodeTicket) -> None:
         ticket._begun_at = max(-ticket.transfer_s, ticket._begun_at - 1)
     for lease in ticket._leases.values():
         lease.until = max(0, lease.until - 1)
+        lease.applied_at = _earlier(lease.applied_at)
 
 
 def age_producer(state: PrefillTicket) -> None:

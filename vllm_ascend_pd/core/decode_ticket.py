@@ -17,6 +17,9 @@ A writer holds a lease from its grant until it reports. A granted writer can wri
 - It has reported that it stopped, and that no byte of it is in flight.
 - Its process has ended, its lease has passed, and so has the time that bytes in flight may take. The end of the process
   is needed, because a stopped process goes on where it was.
+
+If this rank's own process was stopped, bytes that came meanwhile lie in its socket buffers. They count as in flight for
+some time after it has gone on.
 """
 
 import enum
@@ -59,6 +62,8 @@ class _Lease:
     settled: bool = False
     # Whether its process has ended.
     gone: bool = False
+    # When bytes of it that came while this rank was stopped are in memory.
+    applied_at: float = -math.inf
 
     def has_run_out(self, now: float) -> bool:
         """Returns whether the writer has neither reported nor renewed its lease in time."""
@@ -66,7 +71,7 @@ class _Lease:
 
     def is_over(self, now: float) -> bool:
         """Returns whether no byte of the writer can arrive any more."""
-        return self.settled or (self.gone and now >= self.until)
+        return now >= self.applied_at and (self.settled or (self.gone and now >= self.until))
 
 
 @dataclass
@@ -211,6 +216,11 @@ class DecodeTicket:
             lease.gone = True
             lease.until = max(lease.until, now + lease.settle_s)
 
+    def resumed(self, now: float, apply_s: float) -> None:
+        """This rank's process was stopped until now. Within `apply_s` seconds it applies what came meanwhile."""
+        for lease in self._leases.values():
+            lease.applied_at = now + apply_s
+
     def fail(self, reason: str) -> None:
         """Fails the ticket unless it has ended already."""
         if self.state is TicketState.OPEN:
@@ -242,7 +252,7 @@ class DecodeTicket:
 
     def overdue(self, now: float) -> list[WriterId]:
         """Returns the writers whose time has passed, but whose process may be stopped and go on later."""
-        return [w for w, lease in self._leases.items() if now >= lease.until and not lease.is_over(now)]
+        return [w for w, lease in self._leases.items() if now >= lease.until and not (lease.settled or lease.gone)]
 
     def _has_other(self, writer: WriterId) -> bool:
         """Returns whether the same rank has a grant for another transfer of this ticket."""

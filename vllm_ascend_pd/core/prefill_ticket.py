@@ -13,43 +13,17 @@ reported only after that time. A failure is reported at once, and again after th
 
 The control thread owns the ticket. It publishes a `TicketView` for other threads after each change.
 
-Leases and deadlines are times of a monotonic clock. `settled_at` is a running time (`core/prefill_ticket.py`), which
+Leases and deadlines are times of a monotonic clock. `settled_at` is a running time (`core/running_time.py`), which
 stands still while the process is stopped, because the writes stand still, too. Methods call it `running`.
 """
 
 import enum
 import math
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Message, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
-
-# Seconds between two calls after which the process counts as stopped.
-_STOPPED_S = 1.0
-
-
-class RunningTime:
-    """Returns seconds of `time.monotonic`, without those in which the process was stopped. Any thread may call it.
-
-    Call it often: if no call comes for `_STOPPED_S`, the process counts as stopped for that time.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last = time.monotonic()
-        self._stopped_s = 0.0
-
-    def __call__(self) -> float:
-        with self._lock:
-            now = time.monotonic()
-            if now - self._last > _STOPPED_S:
-                self._stopped_s += now - self._last
-            self._last = now
-            return now - self._stopped_s
-
 
 RankKey = tuple[int, int]  # (pp_rank, tp_rank)
 

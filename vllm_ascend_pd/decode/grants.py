@@ -32,6 +32,7 @@ from vllm_ascend_pd.core.protocol import (
     WriteReport,
     WriterId,
 )
+from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
@@ -206,9 +207,10 @@ class GrantService:
         loaded: LoadedWeights,
         arrivals: ArrivalQueue,
         observer: DecodeObserver,
+        apply_s: float,
     ) -> None:
         """`caches`, `rank`, `sharding`: as `expected_writers` has them. `loaded`: this engine's weights. `arrivals`:
-        gets what has ended."""
+        gets what has ended. `apply_s`: as `TransferLimits.apply_s`."""
         self._config = config
         # The draft that layers here belong to.
         self._draft = caches.draft
@@ -218,6 +220,10 @@ class GrantService:
         self._loaded = loaded
         self._arrivals = arrivals
         self._observer = observer
+        self._apply_s = apply_s
+        # Notices that this process was stopped, and how long it was until the last look.
+        self._running_time = RunningTime()
+        self._stopped_s = 0.0
         # By ticket id.
         self._open: dict[str, OpenTicket] = {}
         # Ticket id -> how it ended, for prefill ranks that ask too late. The oldest first, at most `MAX_TOMBSTONES`.
@@ -277,6 +283,7 @@ class GrantService:
     @owned
     def tick(self, now: float) -> None:
         """Lets time pass for every open ticket."""
+        self._notice_stop()
         for each in list(self._open.values()):
             each.ticket.tick(now)
             self._advance(each, now)
@@ -361,6 +368,7 @@ class GrantService:
 
         Looks at one ticket only, so that a message costs the same however many tickets are open.
         """
+        self._notice_stop()
         ticket = each.ticket
         if ticket.state is TicketState.OPEN:
             return
@@ -394,6 +402,14 @@ class GrantService:
             self._arrivals.add(lambda news: news.delivered.append(delivered))
             return
         self._arrivals.add(lambda news: news.ticket_ended(each.expect, received, ticket.cached_tokens))
+
+    def _notice_stop(self) -> None:
+        """Keeps all blocks for a while if this process was stopped since the last call (R2). Call it often."""
+        self._running_time()
+        if self._running_time.stopped_s > self._stopped_s:
+            self._stopped_s = self._running_time.stopped_s
+            for each in self._open.values():
+                each.ticket.resumed(time.monotonic(), self._apply_s)
 
     def _revoke(self, each: OpenTicket, now: float) -> None:
         """Tells writers to stop, every second until they report or their processes end."""

@@ -82,9 +82,9 @@ class TicketClient:
     def _tell(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> None:
         """Starts `work`, which sends a message without an outcome."""
         with self._lock:
-            if self._messages < MAX_PENDING:
+            # Counted once it has started: it cannot end before, because its end takes the lock, too.
+            if self._messages < MAX_PENDING and self._thread.start(self._send_message, work, *args) is not None:
                 self._messages += 1
-                self._thread.start(self._send_message, work, *args)
 
     async def _run(self, key: str, work: Callable[..., Coroutine[None, None, PostOutcome]], *args: object) -> None:
         try:

@@ -97,6 +97,7 @@ class DecodeWorker(ConnectorRole):
             self._loaded,
             self._arrivals,
             self._observer,
+            engine.limits.apply_s,
         )
         keys = load_keys(config.side_channel_key_file)
         self._server = SideChannelServer(

@@ -17,8 +17,8 @@ import torch
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.plan import regroupable, slot_bytes
-from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.device import ops, ops_fallback
 from vllm_ascend_pd.device.base import DeviceError, Group
 from vllm_ascend_pd.device.packing import packed
@@ -221,7 +221,6 @@ class Regrouper:
             self.missed(push.step_send.route.ranks, str(error))
             push.step_send.fail(f"layer {push.layer} could not be regrouped: {error}", PushFailure.DEVICE)
             return False
-        self._rank.observer.regroup_submitted(push.layer, push.step_send.ticket_ids, push.computed, push.ready)
         return True
 
     def run(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> None:
@@ -235,8 +234,10 @@ class Regrouper:
             if len(step_send.units) == 0:
                 return
         # The slot is taken after the collective, so a rank without a free slot still takes part.
-        slot = self._acquire(step_send)
+        slot, waited_s = self._acquire(step_send)
         try:
+            if waited_s:
+                self._rank.observer.backpressure(waited_s)
             if step_send.route.packs:
                 self._pack(push, tensors, slot)
             else:
@@ -292,8 +293,8 @@ class Regrouper:
             out = self.ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
             out.view(blocks.shape).copy_(blocks)
 
-    def _acquire(self, step_send: StepSend) -> Slot:
-        """Waits for a slot. Raises TimeoutError.
+    def _acquire(self, step_send: StepSend) -> tuple[Slot, float]:
+        """Returns a slot, and the seconds that it waited for one. Raises TimeoutError.
 
         Layers that wait for a grant keep their slots. If they have all slots, regrouping stops, and with it the model.
         So other layers wait up to `grant_wait_s` for a decode engine's grants. If no slot becomes free, layers that
@@ -302,7 +303,7 @@ class Regrouper:
         if self._waited_in_vain and not step_send.waits_for_grant:
             self._waited_in_vain.discard(step_send.decode_engine)
         if (slot := self.ring.take(step_send)) is not None:
-            return slot
+            return slot, 0.0
         if step_send.has_failed:  # nobody needs what the slot would hold
             raise TimeoutError("no staging slot is free for a layer whose requests have failed")
         began = time.monotonic()
@@ -310,15 +311,16 @@ class Regrouper:
             waiting = {holder.decode_engine for holder in self.ring.holders if holder.waits_for_grant}
             if not waiting & self._waited_in_vain:
                 with suppress(TimeoutError):
-                    return self.ring.acquire(step_send, self._grant_wait_s)
+                    return self.ring.acquire(step_send, self._grant_wait_s), time.monotonic() - began
             reason = "no grant came while all staging slots were taken: other requests need them"
             for holder in self.ring.holders:
                 if holder.waits_for_grant:
                     self._waited_in_vain.add(holder.decode_engine)
                     holder.give_up_ungranted(reason)
-            return self.ring.acquire(step_send, self._slot_timeout_s)
-        finally:
+            return self.ring.acquire(step_send, self._slot_timeout_s), time.monotonic() - began
+        except TimeoutError:
             self._rank.observer.backpressure(time.monotonic() - began)
+            raise
 
 
 def make_regrouper(rank: PrefillRank, step_tokens: int) -> Regrouper | None:

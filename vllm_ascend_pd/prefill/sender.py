@@ -90,7 +90,7 @@ class Sender(TransferQueue):
 
         Even then the layer is queued, because its staging slot must be released once it is filled.
         """
-        push.room = self._room
+        push.room, waited_s = self._room, 0.0
         try:
             self._room.get_nowait()
         except queue.Empty:
@@ -101,8 +101,10 @@ class Sender(TransferQueue):
                 push.room = None
                 reason = f"the push queue stayed full for {timeout_s} s: the link does not keep up"
                 push.step_send.fail(reason, PushFailure.QUEUE_FULL)
-            self._observer.backpressure(time.monotonic() - began)
+            waited_s = time.monotonic() - began
         self._tasks.put(push)
+        if waited_s:
+            self._observer.backpressure(waited_s)
 
     # On any thread.
 
@@ -146,7 +148,7 @@ class Sender(TransferQueue):
 
     def _run(self) -> None:
         try:
-            while not self._closing and not (self._retired and not self._slots_rest()):
+            while not self._closing and self._broken is None and not (self._retired and not self._slots_rest()):
                 try:
                     task = self._next_task()
                 except queue.Empty:
@@ -156,9 +158,13 @@ class Sender(TransferQueue):
                 else:
                     task()
             self._pipeline.drain()
-        except Exception as error:
-            logger.exception("%s ends", threading.current_thread().name)
-            self._broken = error
+        except Exception as error:  # noqa: BLE001 - `check` raises it
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """Ends the thread after the current task, because of a bug."""
+        logger.error("%s ends", threading.current_thread().name, exc_info=error)
+        self._broken = error
 
     def _next_task(self) -> _Task:
         """Returns the next task. Raises queue.Empty from time to time while staging slots rest."""
@@ -292,16 +298,20 @@ class Sender(TransferQueue):
 
     def _end(self, push: LayerPush) -> None:
         """Gives the layer's staging slot and its room in the queue back, after all its writes are over."""
-        push.step_send.layer_ended()
-        if push.begun:
-            self._observer.layer_written(time.monotonic() - push.begun)
-        if push.step_send.route.is_staged and (slot := push.take_back()) is not None:
-            assert self._ring is not None
-            self._ring.release(slot, push.settled_at)
-        if push.room is not None:
-            push.room.put(None)
-        if push.over is not None:
-            push.over.set()
+        try:
+            push.step_send.layer_ended()
+            if push.begun:
+                self._observer.layer_written(time.monotonic() - push.begun)
+        except Exception as error:  # noqa: BLE001 - the layer's requests report it
+            _fail(push, error)
+        finally:
+            if push.step_send.route.is_staged and (slot := push.take_back()) is not None:
+                assert self._ring is not None
+                self._ring.release(slot, push.settled_at)
+            if push.room is not None:
+                push.room.put(None)
+            if push.over is not None:
+                push.over.set()
 
     # After a write for all requests has failed.
 
@@ -358,20 +368,23 @@ class Sender(TransferQueue):
     # The end.
 
     def _finish(self, transfers: Sequence[Transfer]) -> None:
-        """Ends `transfers`, of which no write can follow."""
+        """Ends `transfers`, of which no write can follow. An error ends the thread: they would wait for ever."""
         written = [transfer for transfer in transfers if not transfer.is_written]
-        now = self._rank.loaded.current
-        for transfer in written:
-            # Decode was told of the weights that the transfer began with (R8). They change only between steps, and the
-            # prompt's last layer has been computed by now.
-            before = transfer.weights
-            if before.version != now.version:
-                names = f"from {before.fingerprint} to {now.fingerprint}"
-                reason = f"prefill's weights were updated before all KV was sent, {names}"
-                transfer.fail(reason, PushFailure.WEIGHTS)
-            transfer.is_written = True
-        if written:
-            self._finished(written)
+        try:
+            now = self._rank.loaded.current
+            for transfer in written:
+                # Decode was told of the weights that the transfer began with (R8). They change only between steps, and
+                # the prompt's last layer has been computed by now.
+                before = transfer.weights
+                if before.version != now.version:
+                    names = f"from {before.fingerprint} to {now.fingerprint}"
+                    reason = f"prefill's weights were updated before all KV was sent, {names}"
+                    transfer.fail(reason, PushFailure.WEIGHTS)
+                transfer.is_written = True
+            if written:
+                self._finished(written)
+        except Exception as error:  # noqa: BLE001 - `check` raises it; not that of the write that waits meanwhile
+            self._break(error)
 
     def _retire(self) -> None:
         self._retired = True
@@ -399,7 +412,8 @@ def _joined(
             destinations.extend(dst)
             lengths += sizes
             num_bytes += more
-    yield sources, destinations, lengths
+    if lengths:  # the requests that are written may have no bytes here
+        yield sources, destinations, lengths
 
 
 def _fail(push: LayerPush, error: Exception) -> None:

@@ -348,6 +348,8 @@ class PrefillWorker(ConnectorRole):
                     push.over = threading.Event()
                 sender.put_layer(push, self._rank.config.write_timeout_s)
                 pushes.append(push)
+                if step_send.route.is_staged:
+                    self._observer.regroup_submitted(layer, step_send.ticket_ids, computed, push.ready)
         if self._turns is not None and is_announced:
             self._turns.read(layer, pushes)
 

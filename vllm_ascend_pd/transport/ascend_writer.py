@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_ascend_pd.transport.batches import Batch, TransferLimits
 from vllm_ascend_pd.transport.writer import NO_LEAVE, Reach, TransferError
@@ -61,6 +61,7 @@ class AscendWriter:
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> _AscendFlight:
         """As `Writer.begin`. Waits up to `limits.timeout_s` for a slot."""
         self._reach.await_answer(session)
+        flight = _AscendFlight(self, session, batch[2])
         if not self._slots.take(session, self._limits.timeout_s):
             raise TransferError(
                 session,
@@ -73,11 +74,11 @@ class AscendWriter:
         except BaseException:
             self._slots.give_back(session)
             raise
-        flight = _AscendFlight(self, session, batch[2], time.monotonic())
         try:
+            flight.started = time.monotonic()
             flight.batch_id = int(self._mooncake.batch_transfer_async_write(session, *batch))
-        except Exception as error:
-            raise flight.unknown(error) from error
+        except BaseException as error:  # noqa: BLE001 - `give_up` raises
+            flight.give_up(error)
         if flight.batch_id in _NOT_TAKEN:
             raise flight.lost("Mooncake did not take it: it cannot read the peer's metadata")
         return flight
@@ -91,15 +92,15 @@ class _AscendFlight:
     writer: AscendWriter
     session: str
     lengths: list[int]
-    started: float
+    started: float = 0.0
     batch_id: int = 0
 
     def wait(self) -> None:
         """As `Flight.wait`."""
         try:
             arrived = self._await_end()
-        except Exception as error:
-            raise self.unknown(error) from error
+        except BaseException as error:  # noqa: BLE001 - `give_up` raises
+            self.give_up(error)
         if not arrived:
             raise self.lost("the peer is gone, hangs or refuses the addresses: Mooncake's log says which")
         self.writer._slots.give_back(self.session, proved=True)
@@ -132,14 +133,15 @@ class _AscendFlight:
             retryable=True,
         )
 
-    def unknown(self, error: Exception) -> TransferError:
-        """Returns the error for a batch whose end is unknown. It keeps its slot for as long as a batch can take."""
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Ends the batch as failed, because `error` hides its end. Its slot is kept for as long as a batch can take.
+        Raises TransferError for an `Exception`, and others as they are."""
         self.writer._slots.forget([self.session])
+        self.writer._slots.give_back_after(self.session, self.writer._limits.settle_s)
         self.writer._reach.failed(self.session)
-        timer = threading.Timer(self.writer._limits.settle_s, self.writer._slots.give_back, [self.session])
-        timer.daemon = True
-        timer.start()
-        return TransferError(self.session, repr(error), retryable=False, may_arrive=True)
+        if isinstance(error, Exception):
+            raise TransferError(self.session, repr(error), retryable=False, may_arrive=True) from error
+        raise error
 
 
 # Limits the batches in flight over Mooncake's protocol `ascend` to the threads of its pool.
@@ -159,11 +161,13 @@ class Slots:
         """`for_unproven`: how many of the `size` slots batches to unproven peers may take together."""
         self._size = size
         self._for_unproven = for_unproven
-        # Guards the two below. A condition's own methods are Python and slower, and every batch takes this lock.
+        # Guards the three below. A condition's own methods are Python and slower, and every batch takes this lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Sessions with a batch in flight, and whether the peer was proven when it began.
         self._held: dict[str, bool] = {}
+        # Those of them whose batch is in flight for an unknown time: until when at most.
+        self._until: dict[str, float] = {}
         # Sessions of proven peers.
         self._proven: set[str] = set()
 
@@ -172,16 +176,20 @@ class Slots:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while not self.is_free(session):
-                left = deadline - time.monotonic()
-                if left <= 0:
+                now = time.monotonic()
+                if now >= deadline:
                     return False
-                self._changed.wait(left)
+                self._changed.wait(max(0.0, min([deadline, *self._until.values()]) - now))
             self._held[session] = session in self._proven
             return True
 
     def is_free(self, session: str) -> bool:
         """Returns whether `take` would not wait."""
         with self._lock:
+            if self._until:
+                now = time.monotonic()
+                for over in [each for each, until in self._until.items() if until <= now]:
+                    del self._until[over], self._held[over]
             if session in self._held or len(self._held) >= self._size:
                 return False
             return session in self._proven or sum(not proven for proven in self._held.values()) < self._for_unproven
@@ -192,6 +200,12 @@ class Slots:
             if proved:
                 self._proven.add(session)
             del self._held[session]
+            self._changed.notify_all()
+
+    def give_back_after(self, session: str, seconds: float) -> None:
+        """Frees the slot of a batch whose end is unknown, `seconds` from now."""
+        with self._lock:
+            self._until[session] = time.monotonic() + seconds
             self._changed.notify_all()
 
     def forget(self, sessions: Collection[str]) -> None:

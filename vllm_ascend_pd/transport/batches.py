@@ -30,6 +30,10 @@ _LEAST_PIECE = 128 * KIB
 _MOST_PIECE = 256 * KIB
 
 
+# As `TransferLimits.apply_s`. The shortest settling time over TCP.
+_APPLY_S = 5.0
+
+
 class SettingError(ValueError):
     """The environment holds a setting that Mooncake would not take."""
 
@@ -96,6 +100,15 @@ class TransferLimits:
         MiB when it runs again. Over "ascend": `ascend.settle_s`, counted from the beginning.
         """
         return max(3 * self.whole_timeout_s + 2, self.settle_at_least_s)
+
+    @property
+    def apply_s(self) -> float:
+        """Seconds after this process was stopped until what peers sent meanwhile is in its memory, or never will be.
+
+        Over TCP, that is what lies in socket buffers: up to a few MiB for each connection, applied within milliseconds
+        on an idle machine. Over "ascend" a peer's bytes do not pass through this process.
+        """
+        return _APPLY_S if self.failed_may_arrive else 0.0
 
     @property
     def rest_s(self) -> float:

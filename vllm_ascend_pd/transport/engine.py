@@ -162,7 +162,12 @@ class TransferEngine:
         return self._awake().has_room(session, batch)
 
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> Flight | None:
-        """Start to write one batch: see `Writer.begin`."""
+        """Start to write one batch: see `Writer.begin`. Raises ValueError for a batch without bytes.
+
+        Mooncake may end the process when it is asked for the status of an empty batch.
+        """
+        if not any(batch[2]):
+            raise ValueError("a batch without bytes cannot be written")
         return self._awake().begin(session, batch, may_begin)
 
     def forget(self, sessions: Collection[str]) -> None:

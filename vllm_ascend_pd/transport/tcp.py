@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from vllm_ascend_pd.transport.batches import TCP_LANES, Batch, SettingError, TransferLimits
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, NO_LEAVE, Reach, TransferError
@@ -125,7 +125,7 @@ class Pace:
         return min(pause_s, LONGEST_S) if pause_s >= SHORTEST_S else 0.0
 
     def arrived(self, num_bytes: int, started: float) -> None:
-        """Records that a batch has just arrived."""
+        """Records that a batch has just arrived. `num_bytes` is above 0."""
         now = time.monotonic()
         seconds = now - max(started, self._ended)
         taken = seconds / num_bytes
@@ -179,6 +179,7 @@ class TcpWriter:
         """As `Writer.begin`. There is room while fewer than `BATCHES_IN_FLIGHT` batches to the peer are in flight."""
         self._reach.await_answer(session)
         peer, started, lengths = self._peer(session), time.monotonic(), batch[2]
+        flight = _TcpFlight(self._mooncake, self._reach, peer, session, lengths, started)
         if not peer.queue.enter(len(lengths), self._limits.timeout_s):
             raise TransferError(
                 session, f"earlier writes did not finish within {self._limits.timeout_s:g} s", retryable=True
@@ -189,15 +190,14 @@ class TcpWriter:
         except BaseException:
             peer.queue.leave(len(lengths), failed=False)
             raise
-        flight = _TcpFlight(self._mooncake, self._reach, peer, session, lengths, started)
         try:
             flight.batch_id = int(self._mooncake.batch_transfer_async_write(session, *batch))
             if flight.batch_id != 0:
                 return flight
             # Mooncake did not take it. Only this call makes it drop what it knows of a peer that has restarted.
             code = int(self._mooncake.batch_transfer_sync_write(session, *batch))
-        except Exception as error:
-            raise flight.lost(repr(error), retryable=False) from error
+        except BaseException as error:  # noqa: BLE001 - `give_up` raises
+            flight.give_up(error)
         flight.land(code)
         return None
 
@@ -225,15 +225,15 @@ class _TcpFlight:
 
     def wait(self) -> None:
         """As `Flight.wait`. Sleeps first, because Mooncake polls without a pause."""
-        num_bytes = sum(self.lengths)
-        if pause_s := self.peer.pace.pause_s(num_bytes, self.started):
-            time.sleep(pause_s)
         try:
+            num_bytes = sum(self.lengths)
+            if pause_s := self.peer.pace.pause_s(num_bytes, self.started):
+                time.sleep(pause_s)
             code = int(self.mooncake.get_batch_transfer_status([self.batch_id]))
-        except Exception as error:
-            raise self.lost(repr(error), retryable=False) from error
-        if code == 0:
-            self.peer.pace.arrived(num_bytes, self.started)
+            if code == 0:
+                self.peer.pace.arrived(num_bytes, self.started)
+        except BaseException as error:  # noqa: BLE001 - `give_up` raises
+            self.give_up(error)
         self.land(code)
 
     def land(self, code: int) -> None:
@@ -245,6 +245,14 @@ class _TcpFlight:
                 retryable=True,
             )
         self.peer.queue.leave(len(self.lengths), failed=False)
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Ends the batch as failed, because `error` hides its end. Raises TransferError for an `Exception`, and others
+        as they are."""
+        lost = self.lost(repr(error), retryable=False)
+        if isinstance(error, Exception):
+            raise lost from error
+        raise error
 
     def lost(self, answer: str, retryable: bool) -> TransferError:
         """Ends the batch as failed, and returns the error for it. Its bytes may still arrive."""

@@ -56,7 +56,7 @@ class Writer(Protocol):
         """Return whether `begin` would start `batch` without waiting for batches in flight. Never blocks."""
 
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> Flight | None:
-        """Start to write one batch. Return its `Flight`, or None if every byte has arrived already.
+        """Start to write one batch, which has bytes. Return its `Flight`, or None if every byte has arrived already.
 
         `session`: the peer's `TransferEngine.session`. `batch`: cut to this engine's limits. Its lists may be reused
         after the return. Its source memory must stay unchanged until `Flight.wait` has returned.

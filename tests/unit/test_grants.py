@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode rank and its control thread, without a prefill engine: messages are handed to them."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_sender import GEOMETRY, THEIRS, Done
+
+from harness.clock import clock_of
+from vllm_ascend_pd.core import running_time
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket
+from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.observer import DecodeObserver
+from vllm_ascend_pd.core.protocol import (
+    Granted,
+    GrantRefused,
+    GrantRequest,
+    Message,
+    Revoke,
+    TransportInfo,
+    WriteReport,
+    WriterId,
+)
+from vllm_ascend_pd.core.step import DecodeStep, Expect
+from vllm_ascend_pd.core.topology import RankInfo, sharding
+from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.decode import grants
+from vllm_ascend_pd.decode.grants import ArrivalQueue, GrantService, OpenTicket
+from vllm_ascend_pd.decode.worker import DecodeWorker
+from vllm_ascend_pd.transport.batches import TransferLimits
+
+TICKETS, DIGEST = ("1" * 32, "2" * 32), "d" * 32
+
+
+def writer_of(ticket: str) -> WriterId:
+    return WriterId("prefill", 0, 0, int(ticket[0]))
+
+
+def request_for(ticket: str) -> GrantRequest:
+    return GrantRequest(ticket, DIGEST, writer_of(ticket), sharding(1), (0, 1), 5.0)
+
+
+def report_of(ticket: str, settle_s: float = 0.0) -> WriteReport:
+    return WriteReport(ticket, writer_of(ticket), "it was revoked", settle_s=settle_s, digest=DIGEST)
+
+
+class Rank:
+    """A decode rank, whose transfer engine only notes whether its memory is registered."""
+
+    def __init__(self) -> None:
+        self.registered, self.revoked = True, threading.Event()
+        engine: Any = SimpleNamespace(
+            session="127.0.0.1:1",
+            transport=TransportInfo("tcp"),
+            limits=TransferLimits(),
+            suspend=lambda: setattr(self, "registered", False),
+        )
+        device: Any = SimpleNamespace(record_event=Done, idle=lambda timeout_s: None)
+        caches: Any = SimpleNamespace(description=RankCaches((GEOMETRY,), THEIRS))
+        info = RankInfo("decode", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+        self.worker = DecodeWorker(info, ConnectorConfig(), device, engine, caches)
+        self._connection: Any = SimpleNamespace(send=lambda message, gone: self._sent(message))
+
+    def _sent(self, message: Message) -> None:
+        assert isinstance(message, Revoke)
+        self.revoked.set()
+
+    def handle(self, message: Message) -> Message:
+        """Returns the rank's answer to a prefill rank."""
+        answers: list[Message] = []
+        answered = threading.Event()
+
+        def on_control_thread() -> None:
+            answers.append(self.worker._grants.handle(message, self._connection))
+            answered.set()
+
+        assert self.worker._server.call(on_control_thread)
+        assert answered.wait(10)
+        return answers[0]
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    made.worker.close(5.0)
+
+
+def test_a_rank_sleeps_only_when_its_writers_have_stopped(rank: Rank) -> None:
+    rank.worker.start_step(DecodeStep([Expect(ticket, ticket, DIGEST, [7]) for ticket in TICKETS]))
+    for ticket in TICKETS:
+        assert isinstance(rank.handle(request_for(ticket)), Granted)
+    answers: list[Message] = []
+    registered: list[bool] = []
+
+    def prefill() -> None:
+        """Of one ticket no byte is in flight. Of the other one a write has failed, and settles later."""
+        rank.revoked.wait(10)
+        answers.append(rank.handle(request_for(TICKETS[0])))
+        rank.handle(report_of(TICKETS[0]))
+        rank.handle(report_of(TICKETS[1], settle_s=1.0))
+        time.sleep(0.05)
+        registered.append(rank.registered)
+        rank.handle(report_of(TICKETS[1]))
+
+    with ThreadPoolExecutor() as pool:
+        writer = pool.submit(prefill)
+        began = time.monotonic()
+        rank.worker.sleep()
+        assert time.monotonic() - began < 5
+        writer.result()
+    assert isinstance(answers[0], GrantRefused)
+    assert (registered, rank.registered) == ([True], False)
+
+
+def test_a_rank_without_tickets_sleeps_at_once(rank: Rank) -> None:
+    began = time.monotonic()
+    rank.worker.sleep()
+    assert time.monotonic() - began < 5
+    assert not rank.registered
+
+
+def test_a_rank_that_was_stopped_keeps_blocks_until_what_came_meanwhile_is_applied(monkeypatch) -> None:
+    """Bytes of a failed write lie in its socket buffers, and so does the report that none is in flight."""
+    clock = clock_of(grants, monkeypatch)
+    monkeypatch.setattr(running_time, "time", clock)
+    news, caches = ArrivalQueue(), RankCaches((GEOMETRY,), THEIRS)
+    service = GrantService(ConnectorConfig(), caches, 0, sharding(1), LoadedWeights(), news, DecodeObserver(), 5.0)
+    connection: Any = SimpleNamespace(send=lambda message, gone: None)
+
+    def open_ticket(ticket: str) -> None:
+        opened = DecodeTicket(ticket, DIGEST, clock.now + 900, 900, 10.0)
+        service.begin_step([OpenTicket(Expect(ticket, ticket, DIGEST, [7]), opened, Done())], DecodeStep(), clock.now)
+        assert isinstance(service.handle(request_for(ticket), connection), Granted)
+        service.handle(report_of(ticket, settle_s=5.0), connection)
+
+    def run(seconds: float) -> set[str]:
+        """Returns the requests that have ended after this time."""
+        for _ in range(round(10 * seconds)):
+            clock.now += 0.1
+            service.tick(clock.now)
+        return news.take(0.0).finished
+
+    first, second, third = (*TICKETS, "3" * 32)
+    open_ticket(first)
+    assert run(6.0) == set()
+    clock.now += 30.0  # stopped
+    service.handle(report_of(first), connection)
+    assert run(4.8) == set()
+    open_ticket(second)
+    assert run(0.4) == {first}
+    service.handle(report_of(second), connection)
+    assert run(0.0) == {second}, "it was granted after the stop"
+    run(6.0)
+    open_ticket(third)
+    service.handle(report_of(third), connection)
+    assert run(0.0) == {third}, "the rank was not stopped, but had no ticket"
