@@ -298,7 +298,9 @@ class DecodeScheduler(ConnectorRole):
             self._take_received(report)
             self._take_verified(report)
         for request_id in ended:
-            if transfer := self._transfers.get(request_id):
+            transfer = self._transfers.get(request_id)
+            # Another connector of a MultiConnector may load KV later, for a request that was preempted.
+            if transfer is not None and not transfer.ranks_ended:
                 self._transfer_ended(transfer)
 
     def _take_failures(self, report: WorkerReport) -> None:
