@@ -212,8 +212,10 @@ class DecodeScheduler(ConnectorRole):
         earlier = self._transfers.get(request.request_id)
         if earlier is not None and (num_external_tokens == 0 or not earlier.ranks_ended):
             self._correct_cached_tokens(request, earlier)
-            if earlier.started or earlier.failure is not None:
-                again = Reason.PREEMPTED if earlier.started else Reason.KV_LOST
+            # A reset of the prefix cache takes the blocks of requests that were about to start, too.
+            was_reset = earlier.ranks_ended and not request.num_computed_tokens
+            if earlier.started or earlier.failure is not None or was_reset:
+                again = Reason.KV_LOST if earlier.failure is not None and not earlier.started else Reason.PREEMPTED
                 self._placement.allocated(request, True, None if self._placement.computes_no_prompt else again)
             elif earlier.ranks_ended and self._issuer.verifies(earlier.ticket):
                 self._step.begun.append(earlier.ticket.ticket_id)

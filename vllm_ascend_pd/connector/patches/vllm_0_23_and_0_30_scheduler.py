@@ -123,7 +123,7 @@ def _has_arrived(scheduler: Any, request: "Request") -> bool:
         return request.request_id in scheduler.finished_recving_kv_req_ids
     if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.resumable:
         return False
-    return _has_blocks(scheduler, request)
+    return has_blocks(scheduler, request)
 
 
 def _allocate_first_steps_with_transfers(manager: Any) -> None:
@@ -176,7 +176,7 @@ def _release_reservations_of_failed_transfers(scheduler: Any) -> None:
 
     def update_waiting_for_remote_kv(self: Any, request: "Request") -> None:
         by_vllm(self, request)
-        if not _has_blocks(self, request):
+        if not has_blocks(self, request):
             self._inflight_prefills.discard(request)
 
     scheduler._update_waiting_for_remote_kv = update_waiting_for_remote_kv
@@ -191,6 +191,7 @@ def _reserve_no_negative_blocks(scheduler: Any) -> None:
     scheduler._request_remaining_blocks = request_remaining_blocks
 
 
-def _has_blocks(scheduler: Any, request: "Request") -> bool:
+def has_blocks(scheduler: Any, request: "Request") -> bool:
+    """Whether the request holds KV blocks, of any cache group."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return any(manager.req_to_blocks.get(request.request_id) for manager in managers)
