@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pauses of a decode engine, and resets of its prefix cache, while KV is in flight, with vLLM's own scheduler.
-
-A test does what vLLM's engine core does: it takes steps while the scheduler has work, and then empties the cache.
-"""
+"""Pauses of a decode engine, and resets of its prefix cache, while KV is in flight, with vLLM's own scheduler."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
-from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCoreProc
 
 from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
 from vllm_ascend_pd.core.reasons import Reason
 
 MakeScheduler = Callable[..., EngineScheduler]
 
-pauses = pytest.mark.parametrize("pause", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL], ids=["wait", "keep"])
 who_computes = pytest.mark.parametrize("who_computes", ["prefill", "never"])
 
 
@@ -32,47 +29,59 @@ def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
         decode.close()
 
 
+def engine_core(decode: EngineScheduler) -> Any:
+    """Returns vLLM's engine core with this scheduler, and without ranks and clients."""
+    core: Any = EngineCoreProc.__new__(EngineCoreProc)
+    core.scheduler, core.model_executor, core.output_queue = decode.vllm, MagicMock(), MagicMock()
+    core.engines_running, core.batch_queue, core.mm_receiver_cache = False, None, None
+    core._idle_state_callbacks = []
+    return core
+
+
 @who_computes
-@pauses
+@pytest.mark.parametrize("mode", ["wait", "keep"])
 def test_a_pause_waits_for_transfers_and_then_empties_the_cache(
-    make: MakeScheduler, pause: PauseState, who_computes: str
+    make: MakeScheduler, mode: str, who_computes: str
 ) -> None:
     decode = make(blocks=3 * LONGEST, who_computes=who_computes)
+    core = engine_core(decode)
     for number, name in enumerate(("runs", "arrives", "is under way")):
         decode.add(name, 2 * BLOCK, first=1000 * number)
     decode.step()
     decode.arrives("runs")
     decode.step()
     decode.step()
-    decode.vllm.set_pause_state(pause)
+    paused = core.pause_scheduler(mode)
     for end in ("arrives", "is under way"):
         for _ in range(10):  # whoever was running has ended, or stands still
             decode.step()
-        assert decode.vllm.has_requests(), "the engine is idle while prefill may write to its blocks"
+        assert core.has_work(), "the engine is idle while prefill may write to its blocks"
         decode.arrives(end)
     decode.step()
-    assert not decode.vllm.has_requests()
-    assert decode.vllm.reset_prefix_cache(reset_running_requests=True)
+    assert not core.has_work()
+    core._notify_idle_state_callbacks()
+    assert paused.result(0) is None
     assert decode.free == decode.all_free, decode.state()
-    decode.vllm.set_pause_state(PauseState.UNPAUSED)
+    core.resume_scheduler()
     decode.run()
     assert decode.given_up == []
 
 
-def test_a_pause_waits_for_the_transfers_of_requests_that_have_ended(make: MakeScheduler) -> None:
-    """Mode "abort": a writer may be stopped, so the blocks are not free yet."""
+def test_a_pause_that_aborts_waits_for_the_transfers_of_requests_that_have_ended(make: MakeScheduler) -> None:
+    """A writer may be stopped, so the blocks are not free yet."""
     decode = make(blocks=LONGEST)
+    core = engine_core(decode)
     decode.add("aborted", 2 * BLOCK)
     decode.step()
-    decode.vllm.set_pause_state(PauseState.PAUSED_NEW)
-    decode.abort("aborted")
+    paused = core.pause_scheduler("abort")
     for _ in range(4):
         decode.step()
-        assert decode.vllm.has_requests()
+        assert core.has_work()
     decode.arrives("aborted")
     decode.step()
-    assert not decode.vllm.has_requests()
-    assert decode.vllm.reset_prefix_cache(reset_running_requests=True)
+    assert not core.has_work()
+    core._notify_idle_state_callbacks()
+    assert paused.result(0) is None
 
 
 def test_a_reset_while_kv_is_in_flight_fails_and_preempts_nothing(make: MakeScheduler) -> None:
