@@ -20,6 +20,7 @@ from vllm_ascend_pd.tools.migrate.cli import migrate
 from vllm_ascend_pd.tools.plan.cli import plan
 from vllm_ascend_pd.tools.timeline.command import timeline
 from vllm_ascend_pd.tools.verify import verify
+from vllm_ascend_pd.transport.port_holder import held_by
 
 app = new_app(help="Prefill/decode disaggregation for vLLM on Ascend NPUs.")
 
@@ -38,7 +39,8 @@ def proxy(*, version: Version = False, **given: Any) -> None:
     try:
         listener = listen(host, given["port"], given["read_timeout"])
     except OSError as error:
-        print(f"vllm-ascend-pd: cannot listen on {host}:{given['port']}: {error}", file=sys.stderr)
+        holder = held_by(given["port"], error.errno)
+        print(f"vllm-ascend-pd: cannot listen on {host}:{given['port']}: {error}{holder}", file=sys.stderr)
         raise typer.Exit(1) from None
     with listener:
         try:

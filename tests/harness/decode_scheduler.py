@@ -79,7 +79,8 @@ def decode_config(engine_config: VllmConfig, policy: str = "fail", who_computes:
 
 class EngineScheduler(VllmScheduler):
     """The scheduler. `blocks`: the blocks for requests. `windowed`: there is a group of a sliding window beside full
-    attention's. `states`: there is a group of cached states beside it.
+    attention's. `states`: there is a group of cached states beside it. `pipelined`: two steps are under way, as with
+    pipeline parallelism.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class EngineScheduler(VllmScheduler):
         max_loras: int | None = None,
         scheduler_class: type[Scheduler] = Scheduler,
         seed: int = 0,
+        pipelined: bool = False,
     ) -> None:
         drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         windows = (2 * BLOCK,) if windowed else ()
@@ -99,7 +101,7 @@ class EngineScheduler(VllmScheduler):
             super().__init__(config, blocks + 1, windows, int(states), drafts, scheduler_class=scheduler_class)
         if max_loras is not None:
             self.vllm.lora_config = SimpleNamespace(max_loras=max_loras)
-        self._steps_under_way = 1 if scheduler_class is Scheduler else 2
+        self._steps_under_way = 1 if scheduler_class is Scheduler and not pipelined else 2
         self._random = random.Random(seed)
         self._outputs: deque[Any] = deque()
         self.expected: dict[str, Any] = {}

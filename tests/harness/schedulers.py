@@ -19,6 +19,9 @@ from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.transport.wakeup import IdleWait
 
+FAILED_WAIT_S = 10.0
+"""How long requests of a decode scheduler wait for prefill to stop writing, after their transfers have failed."""
+
 
 def prefill_scheduler(
     groups: Sequence[CacheGroup],
@@ -51,7 +54,7 @@ def decode_scheduler(
     placement = ConnectorConfig(who_computes="prefill")
     who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)
     routes = TicketRoutes(metaserver, PrefillClient(AnyHost()))
-    return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), observer)
+    return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), FAILED_WAIT_S, observer)
 
 
 def blocks_of(pool: Any, groups: Sequence[CacheGroup] = ()) -> VllmBlocks:

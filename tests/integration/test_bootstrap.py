@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -153,7 +154,7 @@ def test_a_port_in_use_is_an_error(model: Path, ports: list[int]) -> None:
         other.listen()
         taken = other.getsockname()[1]
         with (
-            pytest.raises(ConfigError, match="bootstrap_port: cannot listen"),
+            pytest.raises(ConfigError, match=f"bootstrap_port: cannot listen.*by process {os.getpid()} "),
             prefill(model, ports[1], bootstrap_port=taken),
         ):
             pass

@@ -5,6 +5,7 @@ None waits for ever for blocks of another one that waits.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness.decode_scheduler import BLOCK, DRAFTS, LONGEST, MAX_MODEL_LEN, Engi
 from vllm_ascend_pd.connector.patches import vllm_0_23_and_0_30_scheduler
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.config import ConfigError
+from vllm_ascend_pd.core.step import WorkerReport
 
 MakeScheduler = Callable[..., EngineScheduler]
 
@@ -126,6 +128,30 @@ def test_a_request_that_has_failed_does_not_keep_others_from_their_transfers(mak
         assert decode.step() == {"runs"}
     decode.ready(guided)
     decode.run()
+
+
+@pytest.mark.parametrize(("failures", "windowed"), [("fail", False), ("recompute", False), ("fail", True)], ids=str)
+def test_a_request_does_not_wait_for_a_prefill_process_that_is_stopped(
+    make: MakeScheduler, failures: str, windowed: bool
+) -> None:
+    """Its transfer has failed and does not end, so its blocks are kept."""
+    decode = make(blocks=2 * LONGEST, failures=failures, windowed=windowed)
+    role = decode.connector._role
+    role._failed_wait_s = 0.05
+    request = decode.add("waits", 3 * BLOCK)
+    decode.step()
+    decode.step()
+    role.update(WorkerReport(failed={decode.expected["waits"].ticket_id: "prefill went silent"}), set())
+    begun = time.monotonic()
+    while not request.is_finished() and time.monotonic() < begun + 5:
+        decode.step()
+    assert 0.05 <= time.monotonic() - begun < 5
+    assert decode.given_up == ["waits"]
+    for _ in range(3):
+        decode.step()
+    assert decode.free < decode.all_free
+    decode.fails("waits")
+    decode.step()
 
 
 @orders

@@ -19,6 +19,8 @@ from harness.decode_scheduler import BLOCK, DRAFTS, LONGEST, MAX_MODEL_LEN, Engi
 STEPS = 3000
 MOST_EMPTY_STEPS = 4
 """A preemption ends a step, and so may a request that has failed; with two steps under way each counts twice."""
+STEPS_FOR_A_RESET = 6
+"""How many steps there are for each reset of the prefix cache, where there are any."""
 MOST_TOKENS_OF_A_STEP = 2
 """Of a request on an engine that computes no prompts: the last token, and with windows the one before it."""
 
@@ -60,8 +62,8 @@ def wanted(drawn: random.Random, policy: str) -> Wanted:
     )
 
 
-def play(decode: EngineScheduler, requests: list[Wanted]) -> None:
-    """Runs until all requests have ended."""
+def play(decode: EngineScheduler, requests: list[Wanted], resets: random.Random | None) -> None:
+    """Runs until all requests have ended. `resets`: says when the prefix cache is reset, if it is."""
     asked: dict[str, tuple[object, Wanted]] = {}
     due: dict[str, int] = {}
     empty = 0
@@ -93,6 +95,8 @@ def play(decode: EngineScheduler, requests: list[Wanted]) -> None:
         to_come = any(want.at >= step for want in requests)
         compiling = any(want.grammar is not None and step < want.at + want.grammar for want in requests)
         under_way = to_come or compiling or bool(decode.expected)
+        if resets is not None and not resets.randrange(STEPS_FOR_A_RESET):
+            decode.vllm.reset_prefix_cache(reset_running_requests=True)
         ran = decode.step()
         empty = 0 if ran or under_way else empty + 1
         if not decode.unfinished and not under_way:
@@ -141,8 +145,10 @@ def test_all_requests_end(
         scheduler_class=scheduler,
         seed=seed,
         who_computes=who_computes,
+        pipelined=not drafts and drawn.random() < 0.5,
     )
-    play(decode, [wanted(drawn, order) for _ in range(drawn.randint(2, 14))])
+    resets = random.Random(seed) if drawn.random() < 0.5 else None
+    play(decode, [wanted(drawn, order) for _ in range(drawn.randint(2, 14))], resets)
     decode.close()
     if who_computes == "never":
         assert decode.most_tokens <= MOST_TOKENS_OF_A_STEP

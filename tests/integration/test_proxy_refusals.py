@@ -12,9 +12,11 @@ import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster, withheld
 
+from vllm_ascend_pd.proxy.rendezvous.tickets import REFUSED_BY_PREFILL
+
 Engine = PrefillEngine | DecodeEngine
 EITHER_ROLE = pytest.mark.parametrize("role", ["prefill", "decode"])
-NO = {"error": {"message": "no", "code": 400}}
+NO: dict[str, Any] = {"error": {"message": "no", "code": 400}}
 
 
 def answers(status: int, engine: Engine) -> None:
@@ -80,6 +82,13 @@ def test_an_engine_that_refuses_everything_costs_no_answer_and_is_passed_over(
         eventually(lambda: ask(2) == 200 and not withheld(cluster)[role])
 
 
+def relayed(role: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Returns an engine's own error as the client gets it."""
+    error = body["error"]
+    said = f"{REFUSED_BY_PREFILL}: {error['message']}" if role == "prefill" else error["message"]
+    return {"error": {**error, "message": said}}
+
+
 @EITHER_ROLE
 def test_a_wrong_request_is_sent_to_two_engines_and_counts_against_none(role: str) -> None:
     engines = [engine_of(role) for _ in range(3)]
@@ -91,7 +100,7 @@ def test_a_wrong_request_is_sent_to_two_engines_and_counts_against_none(role: st
                 engine.refusal = (400, NO)
             for number in range(1, 6):
                 response = cluster.complete()
-                assert (response.status_code, response.json()) == (400, NO)
+                assert (response.status_code, response.json()) == (400, relayed(role, NO))
                 assert sum(len(engine.received) for engine in everyone) == 2 * number
             assert withheld(cluster)[role] == {}
             roles = cluster.client.get("/status.json").json()["roles"]
@@ -101,11 +110,12 @@ def test_a_wrong_request_is_sent_to_two_engines_and_counts_against_none(role: st
 @EITHER_ROLE
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 def test_the_error_of_the_only_engine_goes_to_the_client(cluster: Cluster, role: str, stream: dict[str, Any]) -> None:
-    """Decode's 401 and its 503, which is not in vLLM's form, too."""
+    """Decode's 401 and its 503, which is not in vLLM's form, too. Prefill's says that decode accepted the request."""
+    body = {"error": {"message": "it is wrong", "param": None}}
     for status in (400, 404, 413, 422, *((401, 503) if role == "decode" else ())):
-        good_one(role, cluster).refusal = (status, {"error": {"message": "it is wrong", "param": None}})
+        good_one(role, cluster).refusal = (status, body)
         response = cluster.complete(**stream)
-        assert (response.status_code, response.json()) == good_one(role, cluster).refusal
+        assert (response.status_code, response.json()) == (status, relayed(role, body))
         assert response.headers["content-type"] == "application/json"
     good_one(role, cluster).refusal = None
     assert cluster.complete(**stream).status_code == 200

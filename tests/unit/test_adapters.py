@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_ascend_pd.connector import weights as weights_module
-from vllm_ascend_pd.connector.weights import adapter_digest
+from vllm_ascend_pd.connector.weights import read_adapter
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Adapter:
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_module, "_loaded", weights_module._Recent())
-    weights_module._content_of.cache_clear()
+    weights_module._digest_of_files.cache_clear()
     weights_module._warn.cache_clear()
 
 
@@ -48,6 +48,10 @@ def save(folder: Path, seed: int = 0, layers: int = 2, file: str = "safetensors"
     else:
         torch.save(tensors, folder / f"adapter_model.{file}")
     return folder
+
+
+def adapter_digest(adapter: Any) -> str:
+    return weights_module.adapter_digest(adapter, read_adapter(adapter))
 
 
 def digest(folder: Path) -> str:

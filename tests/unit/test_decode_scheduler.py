@@ -217,6 +217,22 @@ def test_what_becomes_of_tickets_is_counted(scheduler, metaserver):
     assert scheduler._observer.take() == {}
 
 
+def test_a_load_of_a_pool_beside_ours_does_not_end_a_transfer_once_more(scheduler, metaserver, monkeypatch):
+    """The request was preempted, and then another connector loaded its KV: vLLM names requests, not transfers."""
+    delivered = []
+    monkeypatch.setattr(scheduler._placement, "delivered", lambda *sample: delivered.append(sample))
+    request = wanting(metaserver.url)
+    issue(scheduler, request)
+    scheduler.update(None, {"r"})
+    assert scheduler._observer.take()["histograms"]
+    scheduler.allocated(request, BLOCKS, 0)
+    scheduler.update(None, {"r"})
+    assert "histograms" not in scheduler._observer.take()
+    assert len(delivered) == 1
+    scheduler.finished(request)
+    assert remembered(scheduler) == {}
+
+
 # --- failures and aborts -----------------------------------------------------------------------------------------
 
 

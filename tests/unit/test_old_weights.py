@@ -15,8 +15,9 @@ from vllm.lora.request import LoRARequest
 from harness.engines import Role
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, TOKEN, RealScheduler
+from harness.scheduling import make_request
 from vllm_ascend_pd.connector import weights
-from vllm_ascend_pd.connector.vllm_view import VllmBlocks, salt_of_client
+from vllm_ascend_pd.connector.vllm_view import VllmBlocks, VllmRequests, salt_of_client
 from vllm_ascend_pd.core.step import WorkerReport
 
 PROMPT = 100
@@ -161,9 +162,9 @@ def test_a_request_waits_for_its_adapter_to_be_read_and_no_step_does(
 ) -> None:
     run(engine, "a", lora=adapter.load("one"))
     may_read, lora = threading.Event(), adapter.load("another")
-    read = weights._read_adapter
+    read = weights.read_adapter
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "_read_adapter", lambda each: may_read.wait(30) and read(each))
+        patch.setattr(weights, "read_adapter", lambda each: may_read.wait(30) and read(each))
         patch.setattr(VllmBlocks, "is_ready", lambda *_: True)  # for `add`, which would wait
         engine.add("b", range(PROMPT), lora=lora)
         engine.add("c", range(PROMPT))
@@ -174,6 +175,31 @@ def test_a_request_waits_for_its_adapter_to_be_read_and_no_step_does(
     while engine.vllm.requests:
         engine.step()
     assert run(engine, "d", lora=lora) == HIT, "the request's KV is found under its adapter's content"
+
+
+def test_an_adapter_on_a_file_system_that_hangs_holds_up_no_other(
+    engine: RealScheduler, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own requests wait for a bounded time, and then it goes by its name."""
+    answers, read = threading.Event(), weights.read_adapter
+    hangs = LoRARequest("hangs", 7, "/mnt/hangs")
+    monkeypatch.setattr(
+        weights, "read_adapter", lambda each: read(each) if each is not hangs or answers.wait(30) else None
+    )
+    monkeypatch.setattr(weights, "_ADAPTER_READ_S", 0.05)
+    assert run(engine, "a", lora=hangs) == 0
+    assert run(engine, "b", lora=adapter.load("one")) == 0
+    asked = engine.add("c", range(PROMPT), lora=hangs)
+    assert VllmRequests().digest(asked, PROMPT, "0" * 32).adapter == "unread:hangs"
+    answers.set()
+
+
+def test_a_request_that_ends_before_its_adapter_was_read_waits_for_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompt is named to the engine that holds it."""
+    monkeypatch.setattr(weights, "read_adapter", lambda each: pytest.fail("on the scheduler's thread"))
+    request = make_request("r", PROMPT, None)
+    request.lora_request = LoRARequest("hangs", 8, "/mnt/hangs")
+    assert VllmRequests().digest(request, PROMPT, "0" * 32).adapter == "unread:hangs"
 
 
 def test_an_adapter_that_cannot_be_read_goes_by_its_load(engine: RealScheduler, adapter: Adapter) -> None:

@@ -21,7 +21,7 @@ from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import RealScheduler
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output
-from vllm_ascend_pd.connector import vllm_view, weights
+from vllm_ascend_pd.connector import weights
 from vllm_ascend_pd.connector.model import media_hashing as hashing_of
 from vllm_ascend_pd.connector.vllm_view import VllmRequests
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
@@ -58,6 +58,7 @@ def posted_by_decode(groups=None, media_hashing=HASHING, wants=True, **fields):
     scheduler = decode_scheduler(engine, groups or [TokenGroup(BLOCK)], metaserver, media_hashing=media_hashing)
     params = {"do_remote_prefill": True, "metaserver": URL, **({"wants_token_ids": True} if wants else {})}
     asked = request(params, **fields)
+    scheduler.arrived(asked)
     blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
     scheduler.allocated(asked, blocks, scheduler.matched_tokens(asked, 0))
     scheduler.build_step({"other": 1})
@@ -196,26 +197,21 @@ def test_other_embeddings_are_refused():
     assert "embeddings differ" in refusal_of_prefill(posted)
 
 
-class ReadsAtOnce:
-    """In the place of the thread that reads adapters."""
-
-    def __init__(self, *_):
-        pass
-
-    def submit(self, function, *arguments):
-        done = Future()
-        done.set_result(function(*arguments))
-        return done
+def reads_at_once(read):
+    """In the place of a thread that reads an adapter."""
+    done = Future()
+    done.set_result(read())
+    return done
 
 
 def test_another_adapter_under_the_same_name_is_refused(monkeypatch):
     contents = {"/decode/sql": "0a", "/prefill/sql": "0a", "/prefill/other": "0b"}
-    for module in (vllm_view, weights):
-        monkeypatch.setattr(module, "adapter_digest", lambda lora: "" if lora is None else contents[lora.lora_path])
-    monkeypatch.setattr(weights, "ThreadPoolExecutor", ReadsAtOnce)
+    monkeypatch.setattr(weights, "read_adapter", lambda lora: contents[lora.lora_path])
+    monkeypatch.setattr(weights, "_loaded", weights._Recent())
+    monkeypatch.setattr(weights, "_start", reads_at_once)
 
     def adapter(path):
-        return LoRARequest("sql", 1, path)
+        return LoRARequest("sql", list(contents).index(path) + 1, path)
 
     posted = posted_by_decode(lora_request=adapter("/decode/sql"))
     assert refusal_of_prefill(posted, lora_request=adapter("/prefill/sql")) is None

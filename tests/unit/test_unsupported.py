@@ -35,6 +35,12 @@ def cache(dtype: str, calculates: bool) -> dict[str, Any]:
     return {"cache_config": SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=calculates)}
 
 
+def fault_tolerant(enabled: bool) -> dict[str, Any]:
+    parallel = ParallelConfig()
+    parallel.enable_fault_tolerance = enabled
+    return {"parallel_config": parallel}
+
+
 def sharing(graphs: str, dcp: int = 2, **more: Any) -> dict[str, Any]:
     """With decode context parallelism."""
     parallel = ParallelConfig(tensor_parallel_size=dcp, decode_context_parallel_size=dcp)
@@ -58,6 +64,8 @@ BOTH, DECODE, NONE = (CONSUMER, PRODUCER), (CONSUMER,), ()
         (cache("fp8", False), NONE, ""),
         (cache("auto", True), NONE, ""),
         (cache("bfloat16", True), NONE, ""),
+        (fault_tolerant(True), BOTH, "--enable-fault-tolerance is set"),
+        (fault_tolerant(False), NONE, ""),
         (
             {"parallel_config": ParallelConfig(prefill_context_parallel_size=2)},
             DECODE,

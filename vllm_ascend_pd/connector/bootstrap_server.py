@@ -17,6 +17,7 @@ from vllm import envs
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.decode.bootstrap import Engine
 from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
+from vllm_ascend_pd.transport.port_holder import held_by
 
 PATH = "/query"
 
@@ -61,7 +62,9 @@ class BootstrapServer:
             self._server = asyncio.run_coroutine_threadsafe(starting, self._thread.loop).result(_TIMEOUT_S)
         except OSError as error:  # a TimeoutError is one, too
             self._thread.close(_TIMEOUT_S)
-            raise BootstrapServerError(f"cannot listen on {authority(host, port)}: {error}") from error
+            raise BootstrapServerError(
+                f"cannot listen on {authority(host, port)}: {error}{held_by(port, error.errno)}"
+            ) from error
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def close(self, timeout_s: float) -> None:

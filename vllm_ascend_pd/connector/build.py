@@ -257,6 +257,7 @@ def _decode(
         TicketRoutes(metaserver, PrefillClient(hosts, config, keys, observer)),
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
         _idle_wait(setup, wakeup),
+        config.lease_s,
         observer,
     )
     closing = ExitStack()

@@ -249,6 +249,12 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
             f"--calculate-kv-scales is set with --kv-cache-dtype {cache.cache_dtype}: each engine would compute scales "
             "of its own from its first tokens, and read the other's KV with them. Use a checkpoint that has scales"
         )
+    if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):  # vLLM 0.23 does not have the option
+        yield (
+            "--enable-fault-tolerance is set: after a fault, vLLM drops what the ranks reported in the step that was "
+            "lost, so blocks whose transfer ended in that step would never be freed. Leave it out: after a fault the "
+            "engine ends, and the proxy retries its requests"
+        )
     if vllm_config.kv_transfer_config.is_kv_consumer:
         yield from _reasons_on_decode(vllm_config, additional)
 

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashListWithBlockSize
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.connector.weights import Adapters, adapter_digest
+from vllm_ascend_pd.connector.weights import Adapters, unread_adapter
 from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.prompt_digest import (
     NamesPrompt,
@@ -70,9 +70,11 @@ _EMBEDDING_COLUMNS = 64
 
 
 def _digest_of_adapter(request: "Request") -> str:
-    """Returns what was read for the request. One that did not arrive at `VllmBlocks` is read here."""
+    """Returns what was read for the request; "" if it has no adapter."""
     digest: str | None = getattr(request, _ADAPTER, None)
-    return adapter_digest(request.lora_request) if digest is None else digest
+    if digest is None and request.lora_request is not None:  # it ends before its adapter was read
+        return unread_adapter(request.lora_request)
+    return digest or ""
 
 
 def _digest_of_embeddings(ticket_id: str, embeddings: torch.Tensor) -> str:

@@ -8,9 +8,11 @@ import json
 import logging
 import os
 import secrets
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -125,6 +127,9 @@ _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_mod
 
 _MAX_CONFIG_BYTES = 1 << 20
 _ADAPTER_READ_S = 10.0
+"""How long reading an adapter may take."""
+_MAX_READING = 16
+"""How many adapters are read at once. Those on a file system that hangs count until it answers."""
 # PEFT's keys that change what the tensors mean. The other keys name the base model, describe training, or are versions.
 _CONFIG_KEYS = (
     "r",
@@ -164,10 +169,10 @@ class _Recent(OrderedDict[_K, _V]):
         return self[key]
 
 
-# Digests of loaded adapters. Used by the thread that reads adapters.
+# Digests of loaded adapters. Used by the scheduler's thread.
 _loaded: _Recent[tuple[str, int], str] = _Recent()
 # Adapter's name -> the first content that it stood for. Entries are never dropped, and at most `_MAX_NAMES` made.
-# Used by the thread that reads adapters.
+# Used by the scheduler's thread.
 _first_contents: dict[str, str] = {}
 
 
@@ -182,19 +187,26 @@ class AdapterContent(NamedTuple):
 
 @dataclass
 class _Known:
+    # What counts. None: nothing yet.
     latest: AdapterContent | None = None
-    reading: "Future[AdapterContent] | None" = None
+    # Since when the files are to be read, in monotonic seconds. None: they are not.
+    since: float | None = None
+    # The read, once it has a thread.
+    reading: "Future[str | Exception] | None" = None
 
 
 class Adapters:
-    """Reads adapters' files on a thread of its own (`pd-adapters`): they may be far away.
+    """Reads adapters' files. Each read has a thread of its own (`pd-adapters`): a file system that hangs holds up only
+    the adapters on it.
 
-    The scheduler's thread calls all methods. None of them waits.
+    The scheduler's thread calls all methods. None of them waits. An adapter that has not been read within
+    `_ADAPTER_READ_S` counts as one that cannot be read, until it has been.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "pd-adapters")
         self._known: _Recent[tuple[str, int, str], _Known] = _Recent()
+        # Reads that have threads, at most `_MAX_READING`.
+        self._reading: list[Future[str | Exception]] = []
 
     def read(self, adapter: "LoRARequest") -> None:
         """Begins to read the adapter's files. Until that has ended, what was read before counts, if anything.
@@ -202,63 +214,97 @@ class Adapters:
         Nothing counts that was read before if workers read the files anew in every step (`load_inplace`).
         """
         known = self._of(adapter)
-        if known.reading is None:
-            known.reading = self._thread.submit(_read_adapter, adapter)
+        if known.since is None:
+            known.since = time.monotonic()
+        self._begin(known, adapter)
         if getattr(adapter, "load_inplace", False):
             known.latest = None
 
     def content(self, adapter: "LoRARequest") -> AdapterContent | None:
         """Returns None if the adapter has not been read yet."""
         known = self._of(adapter)
+        if known.since is None:
+            return known.latest
+        self._begin(known, adapter)
         if known.reading is not None and known.reading.done():
-            known.latest, known.reading = known.reading.result(), None
+            known.latest = _content_of(adapter, known.reading.result())
+            known.since = known.reading = None
+        elif known.latest is None and time.monotonic() - known.since > _ADAPTER_READ_S:
+            known.latest = _content_of(adapter, TimeoutError(f"it was not read within {_ADAPTER_READ_S:g} s"))
         return known.latest
+
+    def _begin(self, known: _Known, adapter: "LoRARequest") -> None:
+        """Begins the read if it has no thread, and there may be another one."""
+        if known.reading is None:
+            self._reading = [reading for reading in self._reading if not reading.done()]
+            if len(self._reading) < _MAX_READING:
+                known.reading = _start(functools.partial(read_adapter, adapter))
+                self._reading.append(known.reading)
 
     def _of(self, adapter: "LoRARequest") -> _Known:
         return self._known.remember((adapter.lora_name, adapter.lora_int_id, adapter.lora_path), _Known)
 
 
-def _read_adapter(adapter: "LoRARequest") -> AdapterContent:
-    digest = adapter_digest(adapter)
+def _start(function: Callable[[], _V]) -> "Future[_V]":
+    """Runs `function`, which raises nothing, on a thread of its own. A process that ends does not wait for it."""
+    future: Future[_V] = Future()
+    threading.Thread(target=lambda: future.set_result(function()), name="pd-adapters", daemon=True).start()
+    return future
+
+
+def read_adapter(adapter: "LoRARequest") -> str | Exception:
+    """Returns a digest of the content of an adapter's files, or why they cannot be read. Any thread may call it.
+
+    The digest does not depend on where the files are. It covers the settings in `adapter_config.json` that change what
+    the weights mean, and samples of each tensor. That takes milliseconds. Unchanged files are read once. Nothing is
+    downloaded.
+    """
+    try:
+        return _digest_of_folder(local_folder(adapter.lora_path))
+    except Exception as error:  # noqa: BLE001 - the files are the user's, and the scheduler must go on
+        return error
+
+
+def unread_adapter(adapter: "LoRARequest") -> str:
+    """Returns the digest of an adapter whose files are not known. It equals that of an engine that does not know them
+    either."""
+    return f"{_UNREAD}{adapter.lora_name}"
+
+
+def _content_of(adapter: "LoRARequest", found: str | Exception) -> AdapterContent:
+    digest = adapter_digest(adapter, found)
     return AdapterContent(digest, content_beyond_name(adapter, digest))
 
 
-def adapter_digest(lora_request: "LoRARequest | None") -> str:
-    """Returns a digest of an adapter's content, which does not depend on where its files are; "" for no adapter.
+def adapter_digest(adapter: "LoRARequest", found: str | Exception) -> str:
+    """Returns the digest of an adapter's content. `found`: as `read_adapter` returns it.
 
-    It covers the settings in `adapter_config.json` that change what the weights mean, and samples of each tensor. That
-    takes milliseconds. Unchanged files are read once. Nothing is downloaded.
-
-    Never raises. Two cases have no digest of content:
-    - The files cannot be read here: `unread:NAME`. It equals the digest of an engine that cannot read them either.
+    Two cases have no digest of content:
+    - The files cannot be read here: `unread_adapter`.
     - The files changed after the engine loaded the adapter, and it was not loaded again: `changed:RANDOM`. It equals no
       other digest, since each worker may have either content.
     """
-    if lora_request is None:
-        return ""
-    try:
-        digest = _content(local_folder(lora_request.lora_path))
-    except Exception as error:  # noqa: BLE001 - the files are the user's, and the scheduler must go on
+    if isinstance(found, Exception):
         _warn(
             "LoRA adapter %s at %s cannot be read (%s): it is compared with the other engines' by its name alone",
-            lora_request.lora_name,
-            lora_request.lora_path,
-            repr(error),
+            adapter.lora_name,
+            adapter.lora_path,
+            repr(found),
         )
-        return f"{_UNREAD}{lora_request.lora_name}"
-    if getattr(lora_request, "load_inplace", False):  # workers read the files again for every step with the adapter
-        return digest
-    loaded = _loaded.remember((lora_request.lora_name, lora_request.lora_int_id), lambda: digest)
-    if loaded != digest:
+        return unread_adapter(adapter)
+    if getattr(adapter, "load_inplace", False):  # workers read the files again for every step with the adapter
+        return found
+    loaded = _loaded.remember((adapter.lora_name, adapter.lora_int_id), lambda: found)
+    if loaded != found:
         _warn(
             "LoRA adapter %s: the files at %s changed after it was loaded (%s): its requests fail until it is unloaded "
             "and loaded again",
-            lora_request.lora_name,
-            lora_request.lora_path,
-            f"{loaded} is now {digest}",
+            adapter.lora_name,
+            adapter.lora_path,
+            f"{loaded} is now {found}",
         )
         return f"changed:{secrets.token_hex(8)}"
-    return digest
+    return found
 
 
 def content_beyond_name(lora_request: "LoRARequest", content: str) -> str:
@@ -280,16 +326,16 @@ def _warn(message: str, *about: str) -> None:
     logger.warning(message, *about)
 
 
-def _content(folder: str) -> str:
+def _digest_of_folder(folder: str) -> str:
     config = os.path.join(folder, _CONFIG_FILE)
     weights = next(filter(os.path.isfile, (os.path.join(folder, name) for name in _WEIGHTS_FILES)), None)
     if weights is None:
         raise FileNotFoundError(f"none of {', '.join(_WEIGHTS_FILES)} in {folder}")
-    return _content_of(config, weights, _state(config), _state(weights))
+    return _digest_of_files(config, weights, _state(config), _state(weights))
 
 
 @functools.lru_cache(_MAX_CACHED)
-def _content_of(config: str, weights: str, *states: tuple[int, ...]) -> str:
+def _digest_of_files(config: str, weights: str, *states: tuple[int, ...]) -> str:
     """`states`: of both files, so that they are read again when one has changed."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(_settings(config))

@@ -132,6 +132,8 @@ class DecodeScheduler(ConnectorRole):
     routes: finds each ticket's way to prefill. The scheduler closes it.
     placement: decides who computes prompts.
     idle: decides how long steps wait for KV. The scheduler closes it.
+    failed_wait_s: how long a request whose transfer has failed waits until prefill has stopped writing. Then it ends
+    with an error, and only its blocks wait.
     observer: is told of the transfers' milestones. The scheduler closes it.
     """
 
@@ -143,6 +145,7 @@ class DecodeScheduler(ConnectorRole):
         routes: TicketRoutes,
         placement: PromptPlacement,
         idle: IdleWait,
+        failed_wait_s: float,
         observer: DecodeSchedulerObserver | None = None,
     ) -> None:
         self._issuer = issuer
@@ -151,6 +154,7 @@ class DecodeScheduler(ConnectorRole):
         self._placement = placement
         self._routes = routes
         self._idle = idle
+        self._failed_wait_s = failed_wait_s
         self._observer = observer or DecodeSchedulerObserver()
         self._transfers: dict[str, _IncomingTransfer] = {}  # by request id
         self._by_ticket: dict[str, _IncomingTransfer] = {}  # the same, by ticket id
@@ -158,6 +162,9 @@ class DecodeScheduler(ConnectorRole):
         self._without_ticket: set[str] = set()  # requests whose held prompts were released without a ticket
         self._refused: dict[str, str] = {}  # requests that vLLM has to end with an error -> why
         self._to_end: list[str] = []  # those of them that vLLM has not been told of
+        # Request id -> when its request ends, in monotonic seconds: transfers that have failed, but that prefill may
+        # still write for. In order of time.
+        self._failed_waits: dict[str, float] = {}
         self._step = DecodeStep()  # the next one
 
     @owned
@@ -212,8 +219,10 @@ class DecodeScheduler(ConnectorRole):
         earlier = self._transfers.get(request.request_id)
         if earlier is not None and (num_external_tokens == 0 or not earlier.ranks_ended):
             self._correct_cached_tokens(request, earlier)
-            if earlier.started or earlier.failure is not None:
-                again = Reason.PREEMPTED if earlier.started else Reason.KV_LOST
+            # A reset of the prefix cache takes the blocks of requests that were about to start, too.
+            was_reset = earlier.ranks_ended and not request.num_computed_tokens
+            if earlier.started or earlier.failure is not None or was_reset:
+                again = Reason.KV_LOST if earlier.failure is not None and not earlier.started else Reason.PREEMPTED
                 self._placement.allocated(request, True, None if self._placement.computes_no_prompt else again)
             elif earlier.ranks_ended and self._issuer.verifies(earlier.ticket):
                 self._step.begun.append(earlier.ticket.ticket_id)
@@ -298,7 +307,9 @@ class DecodeScheduler(ConnectorRole):
             self._take_received(report)
             self._take_verified(report)
         for request_id in ended:
-            if transfer := self._transfers.get(request_id):
+            transfer = self._transfers.get(request_id)
+            # Another connector of a MultiConnector may load KV later, for a request that was preempted.
+            if transfer is not None and not transfer.ranks_ended:
                 self._transfer_ended(transfer)
 
     def _take_failures(self, report: WorkerReport) -> None:
@@ -337,6 +348,7 @@ class DecodeScheduler(ConnectorRole):
     def _transfer_ended(self, transfer: _IncomingTransfer) -> None:
         """All ranks have reported the transfer's end."""
         transfer.ranks_ended = True
+        self._failed_waits.pop(transfer.request_id, None)
         if transfer.route is not None and transfer.failure is None:
             transfer.route.ended(transfer.ticket, None)
         lasted_s = time.monotonic() - transfer.issued_at
@@ -364,6 +376,7 @@ class DecodeScheduler(ConnectorRole):
             self._without_ticket.discard(request.request_id)
             return None if refused is None else {"error": refused}
         transfer.request_ended = True
+        self._failed_waits.pop(request.request_id, None)
         if not transfer.ranks_ended:
             if self._requests.ended_in_error(request):
                 # vLLM ends a request whose KV is lost before it hands over the ranks' report, which says why. `update`
@@ -378,9 +391,25 @@ class DecodeScheduler(ConnectorRole):
 
     @owned
     def take_refused(self) -> list[str]:
-        """Returns ids of requests that vLLM has to end with an error, each once. Some may have ended meanwhile."""
+        """Returns ids of requests that vLLM has to end with an error, each once. Some may have ended meanwhile.
+
+        vLLM asks after each step.
+        """
+        self._end_failed_waits()
         to_end, self._to_end = self._to_end, []
         return to_end
+
+    def _end_failed_waits(self) -> None:
+        """Ends requests whose failed transfers do not end: a prefill process is stopped. vLLM would wait as long."""
+        now = time.monotonic()
+        while self._failed_waits and next(iter(self._failed_waits.values())) <= now:
+            request_id = next(iter(self._failed_waits))
+            del self._failed_waits[request_id]
+            failure = self._transfers[request_id].failure
+            assert failure is not None
+            logger.warning("request %s ends: %s; its blocks are kept until prefill has stopped", request_id, failure)
+            self._refused[request_id] = failure
+            self._to_end.append(request_id)
 
     def _refuse(self, request: ScheduledRequest, reason: str, is_unfit: bool = False) -> None:
         """Ends the request with an error: its tokens cannot be had from prefill, and decode must not compute them.
@@ -434,6 +463,8 @@ class DecodeScheduler(ConnectorRole):
         if transfer.ranks_ended or transfer.failure is not None:
             return
         transfer.failure, transfer.cause, transfer.may_follow = reason, cause, may_follow
+        if not transfer.request_ended:
+            self._failed_waits[transfer.request_id] = time.monotonic() + self._failed_wait_s
         self._observer.transfer_failed(cause)
         ticket_id = transfer.ticket.ticket_id
         self._to_send.pop(ticket_id, None)

@@ -26,6 +26,7 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.transport.keys import Guard, Keys
 from vllm_ascend_pd.transport.loop import Loop
+from vllm_ascend_pd.transport.port_holder import held_by
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class SideChannelServer(Loop):
             self._router.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise SideChannelError(f"cannot listen on {host}:{port}: {error}") from error
+            raise SideChannelError(f"cannot listen on {host}:{port}: {error}{held_by(port, error.errno)}") from error
         endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.endpoint = endpoint.decode().rstrip("\0")

@@ -18,10 +18,12 @@ def install_for_decode_scheduler() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_ascend_pd.connector.patches import (
+        vllm_0_23_and_0_30_pause,
         vllm_0_23_and_0_30_refusals,
         vllm_0_23_and_0_30_scheduler,
         vllm_0_23_cached_blocks,
         vllm_0_23_lost_blocks,
+        vllm_0_23_stale_outputs,
     )
 
     if not vllm_0_23_and_0_30_scheduler.fits(Scheduler):
@@ -32,7 +34,9 @@ def install_for_decode_scheduler() -> None:
     for patch in (
         vllm_0_23_lost_blocks,
         vllm_0_23_cached_blocks,
+        vllm_0_23_stale_outputs,
         vllm_0_23_and_0_30_scheduler,
+        vllm_0_23_and_0_30_pause,
         vllm_0_23_and_0_30_refusals,
     ):
         patch.install()

@@ -26,16 +26,17 @@ def install() -> None:
     from vllm.v1.core.sched.interface import SchedulerInterface
 
     # vllm-ascend puts subclasses in Scheduler's place. Some do not call the original `update_from_output`.
-    for scheduler in _subclasses(SchedulerInterface):
+    for scheduler in subclasses(SchedulerInterface):
         by_scheduler = vars(scheduler).get("update_from_output")
         if by_scheduler is not None and by_scheduler.__module__ != __name__:
             scheduler.update_from_output = _with_refusals(by_scheduler)
 
 
-def _subclasses(of: Any) -> Iterator[Any]:
+def subclasses(of: Any) -> Iterator[Any]:
+    """Yields all subclasses that are loaded, also those of subclasses."""
     for each in of.__subclasses__():
         yield each
-        yield from _subclasses(each)
+        yield from subclasses(each)
 
 
 def _take_back(outputs: Any, request_id: str) -> None:

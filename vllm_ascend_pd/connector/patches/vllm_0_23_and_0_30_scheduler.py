@@ -113,7 +113,7 @@ def _arrived_requests(scheduler: Any) -> dict[str, "Request"]:
     promoted: set[str] = getattr(scheduler, _PROMOTED, set())
     for request_id in [*promoted]:
         request = scheduler.requests.get(request_id)
-        if request is None or request.status not in _PROMOTED_STATUSES or not _has_blocks(scheduler, request):
+        if request is None or request.status not in _PROMOTED_STATUSES or not has_blocks(scheduler, request):
             promoted.discard(request_id)
     arrived = scheduler.finished_recving_kv_req_ids | promoted
     if not arrived:
@@ -217,7 +217,7 @@ def _follow_ended_transfers(scheduler: Any) -> None:
 
     def update_waiting_for_remote_kv(self: Any, request: "Request") -> None:
         by_vllm(self, request)
-        if _has_blocks(self, request):
+        if has_blocks(self, request):
             vars(self).setdefault(_PROMOTED, set()).add(request.request_id)
         else:
             self._inflight_prefills.discard(request)
@@ -234,6 +234,7 @@ def _reserve_no_negative_blocks(scheduler: Any) -> None:
     scheduler._request_remaining_blocks = request_remaining_blocks
 
 
-def _has_blocks(scheduler: Any, request: "Request") -> bool:
+def has_blocks(scheduler: Any, request: "Request") -> bool:
+    """Whether the request holds KV blocks, of any cache group."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return any(manager.req_to_blocks.get(request.request_id) for manager in managers)

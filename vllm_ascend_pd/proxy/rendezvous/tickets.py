@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.text import UNREADABLE, is_name, one_line
 from vllm_ascend_pd.proxy.http.messages import error_response, excerpt
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind, kind_of
+
+REFUSED_BY_PREFILL = (
+    "prefill refuses what decode has accepted, so the engines may have been started with different options"
+)
+"""Begins prefill's own message."""
 
 
 class _Prompt(msgspec.Struct, frozen=True):
@@ -102,13 +107,12 @@ class _PrefillAnswer(msgspec.Struct, frozen=True):
 def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failure | None:
     """Returns how a prefill failed, or None.
 
-    A refusal of a bad request is in words for the client, who gets it unchanged. A failed transfer comes with HTTP 200,
-    and so does a prefill that was aborted.
+    A failed transfer comes with HTTP 200, and so does a prefill that was aborted.
     """
     reason = f"HTTP {status} from the prefill engine"
     kind = kind_of(EngineRole.PREFILL, status, content_type, body, well=False)
     if kind is FailureKind.REFUSED:
-        return Failure(kind, reason, url, Response(body, status_code=status, media_type=content_type))
+        return Failure(kind, reason, url, _refusal(status, content_type, body))
     if kind is not None or not 200 <= status < 300:
         return failed(kind or FailureKind.ERROR, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
     try:
@@ -123,6 +127,20 @@ def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failu
     if answer.is_aborted:
         return failed(FailureKind.ABORTED, "the prefill engine aborted the request", url)
     return None
+
+
+def _refusal(status: int, content_type: str | None, body: bytes) -> Response:
+    """Returns prefill's own error for the client. Its message also says that the fault may be an engine's.
+
+    Decode has accepted the request, so prefill may lack an option: `--enable-prompt-embeds`, for example.
+    """
+    try:
+        answer = msgspec.json.decode(body, type=dict[str, Any])
+        error = msgspec.convert(answer["error"], dict[str, Any])
+        message = msgspec.convert(error["message"], str)
+    except (*UNREADABLE, KeyError):
+        return Response(body, status_code=status, media_type=content_type)
+    return JSONResponse({**answer, "error": {**error, "message": f"{REFUSED_BY_PREFILL}: {message}"}}, status)
 
 
 def failed(kind: FailureKind, reason: str, url: str) -> Failure:

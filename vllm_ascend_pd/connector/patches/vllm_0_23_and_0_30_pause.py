@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of the scheduler of vLLM 0.23 and 0.30 on decode: a pause, and a reset of the prefix cache, wait for KV.
+
+`/pause` in the modes "wait" and "keep" counts only requests that run as in flight. Then it resets the prefix cache.
+That fails while transfers have blocks, and the exception ends the engine core or leaves the engine paused.
+
+With the patch, the pause is complete only when no transfer is in flight. The reset then also takes the blocks of
+requests whose KV has arrived and that have not run since. Like preempted ones, they start from their beginning. Outside
+a pause, a reset that preempts running requests answers that it failed, which is vLLM's answer for a caller to try
+again, and changes nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_scheduler import has_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.request import Request
+
+
+def install() -> None:
+    """Patches the loaded vLLM. May be called again."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    # vllm-ascend puts a subclass in Scheduler's place. Other subclasses may be of the original one.
+    original: Any = next(each for each in Scheduler.__mro__ if "reset_prefix_cache" in vars(each))
+    if original.reset_prefix_cache.__module__ == __name__:
+        return
+    original.has_finished_requests = _with_transfers(original.has_finished_requests)
+    original.reset_prefix_cache = _resetting(original.reset_prefix_cache)
+
+
+def _with_transfers(by_vllm: "Callable[[Any], bool]") -> "Callable[[Any], bool]":
+    def has_finished_requests(self: Any) -> bool:
+        """Whether steps must go on although no request can be scheduled."""
+        return by_vllm(self) or any(_awaits_kv(self, request) for request in self.skipped_waiting)
+
+    return has_finished_requests
+
+
+def _resetting(by_vllm: "Callable[..., bool]") -> "Callable[..., bool]":
+    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        if reset_running_requests:
+            # vLLM keeps an ended request for as long as its transfer holds its blocks.
+            held = sum(_awaits_kv(self, each) or each.is_finished() for each in self.requests.values())
+            if held and self.pause_state is PauseState.UNPAUSED:
+                return False
+            if held:
+                raise RuntimeError(
+                    f"the prefix cache cannot be emptied: transfers in flight hold the blocks of {held} requests"
+                )
+            for request in (*self.skipped_waiting, *self.waiting):
+                if has_blocks(self, request) and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+                    _take_back(self, request)
+        return by_vllm(self, reset_running_requests, *args, **kwargs)
+
+    return reset_prefix_cache
+
+
+def _awaits_kv(scheduler: Any, request: "Request") -> bool:
+    waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    return waits and request.request_id not in scheduler.finished_recving_kv_req_ids
+
+
+def _take_back(scheduler: Any, request: "Request") -> None:
+    """Takes the blocks of a request that is about to run."""
+    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        scheduler.finished_recving_kv_req_ids.remove(request.request_id)
+        scheduler.failed_recving_kv_req_ids.discard(request.request_id)
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+    scheduler.kv_cache_manager.free(request)
+    scheduler._inflight_prefills.discard(request)
+    request.num_computed_tokens = 0
