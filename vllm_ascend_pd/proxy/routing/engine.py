@@ -166,6 +166,11 @@ class RegisteredEngine:
         """Its state, and the reason if it is neither healthy nor draining."""
         return (EngineState.DRAINING, None) if self.draining else self.gate.state(now)
 
+    def come_back(self, gate: HealthGate) -> None:
+        """Is added again after its removal, with requests of before still in flight. Nothing else is known of it."""
+        self.gate, self.removed, self.draining, self._report = gate, False, False, None
+        self.sources.clear()
+
     @contextmanager
     def serving(self, sent: InFlightLoad) -> Iterator[None]:
         """Counts a request as in flight for the time of the `with` block."""

@@ -80,6 +80,8 @@ class EngineRegistry:
         """Whether engines added from now on are asked last until a check is good."""
         self._engines: dict[str, RegisteredEngine] = {}
         """By URL."""
+        self._leaving: dict[str, RegisteredEngine] = {}
+        """Removed engines that had requests in flight when one was last removed, by URL."""
 
     def __iter__(self) -> Iterator[RegisteredEngine]:
         return iter(tuple(self._engines.values()))
@@ -113,7 +115,12 @@ class EngineRegistry:
             if len(self._engines) >= MAX_ENGINES:
                 raise TooManyEnginesError(f"there are {MAX_ENGINES} {self.role.value} engines already")
             gate = HealthGate(*self._limits, proven=not self._new_need_check)
-            engine = self._engines[url] = RegisteredEngine(self.role, url, gate)
+            engine = self._leaving.pop(url, None)
+            if engine is None:
+                engine = RegisteredEngine(self.role, url, gate)
+            else:  # its requests count in its limits, as before
+                engine.come_back(gate)
+            self._engines[url] = engine
             log.info("%s engine %s: added by %s", self.role.value, url, source)
         engine.sources.add(source)
         return engine
@@ -124,6 +131,8 @@ class EngineRegistry:
             engine.removed = True
             self.affinity.forget(engine.url)
             self._limiter.engine_closed(engine)
+            left = {**self._leaving, engine.url: engine}
+            self._leaving = {url: each for url, each in left.items() if self._limiter.in_use(each)}
 
     def replace(self, source: str, urls: Collection[str]) -> None:
         """Makes `urls` the engines that `source` lists. An engine that no source lists any more is removed. Raises
