@@ -36,8 +36,8 @@ from vllm_ascend_pd.proxy.routing.answers import (
 )
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
 from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
-from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
-from vllm_ascend_pd.proxy.routing.registry import EngineRanking, EngineRegistry
+from vllm_ascend_pd.proxy.routing.load import InFlightLoad, PrefillPace, queue_wait
+from vllm_ascend_pd.proxy.routing.registry import EngineRanking, EngineRegistry, SentPrompt
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 log = logging.getLogger(__name__)
@@ -273,17 +273,21 @@ class EnginePool:
         Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
         """
         with ExitStack() as held:
-            response = await self._send(ranking, request, call, held)
+            response, sent = await self._send(ranking, request, call, held)
             try:
                 yield response
+            except EngineError:  # it is busy, as its stream says
+                sent.is_taken = False
+                raise
             except HttpError as error:
+                sent.is_taken = False
                 raise self._error(call.engine, error) from error
             finally:
                 response.close()
 
     async def _send(
         self, ranking: EngineRanking, request: OutgoingRequest, call: EngineCall, held: ExitStack
-    ) -> EngineResponse:
+    ) -> tuple[EngineResponse, SentPrompt]:
         """`held` gets the slot and the load of the engine that answers, which both last until it is closed."""
         failure = EngineError(FailureKind.NO_ENGINE, "", f"no {self.role.value} engine is available")
         begun = time.monotonic()
@@ -297,7 +301,8 @@ class EnginePool:
                 if failure.url:
                     self.judge(failure.url, failure.kind)  # the caller judges the last engine
                 call.engine = url
-                slot.enter_context(engine.serving(self.engines.count_sent(ranking.prompt, url)))
+                sent = slot.enter_context(self.engines.sending(ranking.prompt, url))
+                slot.enter_context(engine.serving(sent.load))
                 call.heard()
                 call.work = self.engines.load(engine, call.silent_since).tokens
                 try:
@@ -318,10 +323,11 @@ class EnginePool:
                 except HttpError as error:
                     raise self._error(url, error) from error
                 if kind is None:
-                    if response.status < 400:
+                    sent.is_taken = response.is_success
+                    if sent.is_taken:
                         self._note_taken(engine, refusals)
                     held.push(slot.pop_all())
-                    return response
+                    return response, sent
                 refusals.append(_Refusal(engine, kind, response, self._has_no_other(engine)))
                 log.info("request %s: %s engine %s: %s", request.request_id, self.role.value, url, refusals[-1].how)
                 if kind is FailureKind.BUSY:
@@ -345,7 +351,7 @@ class EnginePool:
             if each is not chosen:
                 self.judge(each.engine.url, each.kind)
         call.engine = chosen.engine.url
-        return chosen.response
+        return chosen.response, SentPrompt(InFlightLoad())
 
     async def _refused(self, engine: RegisteredEngine, response: EngineResponse) -> FailureKind | None:
         """How an answer refuses its request; such an answer is closed. None: it does not. Raises HttpError."""

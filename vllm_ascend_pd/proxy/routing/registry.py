@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from vllm_ascend_pd.core.threads import owned
@@ -58,6 +59,16 @@ class EngineRanking(NamedTuple):
         return self._replace(tiers=self.tiers[:1]) if self.tiers and url in self.tiers[0] else self
 
 
+class SentPrompt:
+    """A prompt that was sent to an engine."""
+
+    def __init__(self, load: InFlightLoad) -> None:
+        self.load = load
+        """What it adds to the engine's load."""
+        self.is_taken = False
+        """Whether the engine has taken it. Then its prefix cache has it."""
+
+
 class EngineRegistry:
     """The engines of one role, in the order in which they were added. There is one engine per URL.
 
@@ -68,7 +79,7 @@ class EngineRegistry:
         """`limiter`: has the engines' slots. It is told which of them may get requests."""
         self.role = role
         self.mean_tokens = _FIRST_MEAN_TOKENS
-        """Mean length of the prompts sent so far. Only `count_sent` changes it."""
+        """Mean length of the prompts sent so far. Only `sending` changes it."""
         self._limiter = limiter
         self.affinity = PrefixAffinity(prefill_costs if role is EngineRole.PREFILL else decode_costs)
         """Ranks them. It is told which engines may have lost their prefix cache."""
@@ -197,8 +208,13 @@ class EngineRegistry:
         return LoadSnapshot() if report is None else report.snapshot
 
     @owned
-    def count_sent(self, prompt: PromptEstimate, url: str) -> InFlightLoad:
-        """Notes that a prompt goes to an engine. Returns what that adds to the engine's load."""
+    @contextmanager
+    def sending(self, prompt: PromptEstimate, url: str) -> Iterator[SentPrompt]:
+        """The time in which a prompt is at an engine. It counts as cached there, and afterwards if it was taken."""
         if prompt.sequences:
             self.mean_tokens += (prompt.tokens - self.mean_tokens) / _MEAN_OVER_PROMPTS
-        return InFlightLoad(prompt.sequences, self.affinity.sent(prompt, url))
+        sent = SentPrompt(InFlightLoad(prompt.sequences, self.affinity.sent(prompt, url)))
+        try:
+            yield sent
+        finally:
+            self.affinity.ended(prompt, url, sent.is_taken)
