@@ -41,6 +41,9 @@ class RegistryListener:
     def engine_closed(self, engine: RegisteredEngine) -> None:
         self.closed.append(engine)
 
+    def in_use(self, _: RegisteredEngine) -> int:
+        return 0
+
     def forget(self, url: str) -> None:
         self.forgotten.append(url)
 

@@ -293,6 +293,17 @@ def test_the_metaserver_and_the_other_ranks_hear_what_one_noticed(scheduler, met
     assert remembered(scheduler) == {}
 
 
+def test_the_metaserver_hears_whether_prefill_reported_the_failure_itself(scheduler, metaserver):
+    metaserver.answering.clear()
+    [expect] = issue(scheduler, wanting(metaserver.url)).expects
+    ranks = [WorkerReport({expect.ticket_id: "it broke"}, by_prefill={expect.ticket_id}), WorkerReport()]
+    for one, other in (ranks, ranks[::-1]):
+        assert one.merge(other).by_prefill == {expect.ticket_id}
+    scheduler.update(ranks[0].merge(ranks[1]), set())
+    eventually(lambda: metaserver.failures)
+    assert [told["by_prefill"] for told in metaserver.failures] == [True]
+
+
 def test_a_request_that_vllm_ends_because_its_kv_is_lost(scheduler, metaserver):
     """Under kv_load_failure_policy `fail`: before the report that says why, which is what everybody hears."""
     metaserver.answering.clear()

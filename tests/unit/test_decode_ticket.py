@@ -124,6 +124,22 @@ def test_a_writer_may_report_failure_before_it_asks():
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 1: it broke")
 
 
+@pytest.mark.parametrize("first", ["report", "lease", "cancelled"])
+def test_whether_prefill_has_reported_the_failure_itself(first):
+    """Only then is it known to be alive. What is said after the failure changes nothing."""
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    if first == "report":
+        ticket.report(failed(LEFT), 1.0)
+    elif first == "lease":
+        ticket.tick(LEASE_S + SETTLE_S)
+    else:
+        ticket.fail("cancelled")
+    ticket.report(failed(RIGHT), 2.0)
+    ticket.report(failed(LEFT), 2.0)
+    assert (ticket.state, ticket.failed_by_prefill) == (TicketState.FAILED, first == "report")
+
+
 @pytest.mark.parametrize(
     ("seen", "free"), [((1.0,), LEASE_S + SETTLE_S), ((100.0, 101.0), 100.0 + SETTLE_S)], ids=["during", "after"]
 )

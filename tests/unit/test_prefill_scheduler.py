@@ -250,12 +250,13 @@ def test_a_ticket_is_served_once(scheduler):
     starts(scheduler, first, 6)
     step = starts(scheduler, second, PROMPT)
     assert (step.tickets, step.sends) == ({}, [])
-    assert scheduler.request_ended(second) == (False, {"error": "this ticket is being served already"})
+    refused = {"error": "this ticket is being served already", "refused": True}
+    assert scheduler.request_ended(second) == (False, refused)
     assert goes_on(scheduler, first, 6, 4).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
     assert scheduler.request_ended(first) == (True, None)
     third = make_request("once more", PROMPT, msgspec.to_builtins(ticket()))
     assert starts(scheduler, third, PROMPT).tickets == {}, "the ranks have not told decode"
-    assert scheduler.request_ended(third) == (False, {"error": "this ticket is being served already"})
+    assert scheduler.request_ended(third) == (False, refused)
     scheduler.update(None, {"r"})
     assert remembered(scheduler) == {}
 

@@ -15,7 +15,7 @@ from proxied import RegistryListener, registry, settings_with
 
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
-from vllm_ascend_pd.proxy.routing.engine import HealthGate, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import EngineState, HealthGate, RegisteredEngine
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import UNREAD_PROMPT
@@ -317,6 +317,27 @@ async def test_a_request_goes_elsewhere_when_the_engine_of_its_new_slot_is_remov
         await settle()
         assert got == [b]
     assert (limiter.in_use(a), limiter.in_use(b), limiter.waiting) == (0, 1, 0)
+
+
+async def test_an_engine_that_is_removed_and_added_again_keeps_its_limit() -> None:
+    """The requests that it had are still there."""
+    pool = pool_of_decode()
+    engines, limiter = pool.engines, pool.limiter
+    old = engines.add("http://a", "test")
+    assert await limiter.acquire([old]) is old
+    for source in ("admin", "file"):
+        engines.remove(old)
+        again = engines.add("http://a", source)
+        assert (limiter.in_use(again), again.open, again.sources) == (1, True, {source})
+        assert again.state(0.0)[0] is EngineState.NEW
+    async with waiting(pool, engines.rank(UNREAD_PROMPT)) as got:
+        assert got == []
+        request_ends(limiter, old)
+        await settle()
+        assert got == [again]
+    request_ends(limiter, again)
+    engines.remove(again)
+    assert engines.add("http://a", "test") is not again, "nothing of it was left"
 
 
 async def test_a_prompt_cancelled_as_it_gets_a_slot_does_not_start_its_group() -> None:

@@ -6,9 +6,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proxied import registry
 
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
+from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.load import EngineLoad
 from vllm_ascend_pd.proxy.routing.strategies import (
     NO_PROMPT,
@@ -111,6 +113,33 @@ def test_remembered_prefixes_are_bounded() -> None:
     assert strategy.sent(prompt(20 * BLOCK, 3), "b") == 10 * BLOCK
     strategy.forget("b")
     assert strategy.sent(first, "b") == 6 * BLOCK
+
+
+def test_a_prompt_that_an_engine_refuses_is_not_cached_there() -> None:
+    """While it is there, it counts as cached, so that prompts of a burst with one prefix go to one engine."""
+    engines = registry(EngineRole.PREFILL)
+    long, tokens = prompt(50_000 // BLOCK * BLOCK, 1), 50_000 // BLOCK * BLOCK
+    with engines.sending(long, "a") as sent, engines.sending(long, "a") as beside:
+        assert (sent.load.tokens, beside.load.tokens) == (tokens, 0)
+    with engines.sending(long, "a") as sent:
+        assert sent.load.tokens == tokens
+        with engines.sending(long, "a") as beside:
+            beside.is_taken = True
+    with engines.sending(long, "a") as sent:  # which is refused, too
+        assert sent.load.tokens == 0
+    with engines.sending(long, "a") as sent:
+        assert sent.load.tokens == 0, "one of them was taken"
+
+
+def test_an_engine_that_forgets_its_cache_while_a_prompt_is_there() -> None:
+    strategy = PrefixAffinity(prefill_costs)
+    first = prompt(6 * BLOCK, 1)
+    for is_taken in (True, False):
+        strategy.sent(first, "a")
+        strategy.forget("a")
+        strategy.ended(first, "a", is_taken)
+        assert strategy.sent(first, "a") == 6 * BLOCK
+        strategy.forget("a")
 
 
 def test_decode_goes_where_the_kv_fits() -> None:

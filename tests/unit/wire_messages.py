@@ -114,7 +114,7 @@ MESSAGES: list[Message] = [
 
 BODIES_SENT = {
     "Ticket": msgspec.json.encode(TICKET),
-    "TransferFailure": msgspec.json.encode(TransferFailure("cmpl-0", ID, "the write failed", is_unfit=True)),
+    "TransferFailure": msgspec.json.encode(TransferFailure("cmpl-0", ID, "the write failed", True, by_prefill=True)),
     "WaitingQuestion": msgspec.json.encode(WaitingQuestion([ID, DIGEST])),
     "WaitingAnswer": msgspec.json.encode(WaitingAnswer([ID])),
     "bootstrap": answer_of("prefill-0_dp0", "prefill-0_dp0-1a2b", "10.0.0.2", 6000, siblings=1),

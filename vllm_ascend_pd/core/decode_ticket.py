@@ -90,6 +90,8 @@ class DecodeTicket:
     state: TicketState = TicketState.OPEN
     # Why the ticket failed. "" if it has not.
     reason: str = ""
+    # Whether a writer reported the failure, so its engine is alive.
+    failed_by_prefill: bool = False
     # Bytes that writers have reported.
     num_bytes: int = 0
     # Those of them that arrived before prefill ended.
@@ -185,7 +187,7 @@ class DecodeTicket:
             if report.reason is None or stranger or self._has_other(report.writer):
                 return False
             self._note_cached(report)
-            self.fail(f"prefill rank {report.writer.rank}: {report.reason}")
+            self._fail_by(report)
             return True
         first = not lease.reported
         lease.reported, lease.gone = True, False
@@ -197,7 +199,7 @@ class DecodeTicket:
         if not first or self.state is not TicketState.OPEN:
             return True
         if report.reason is not None:
-            self.fail(f"prefill rank {report.writer.rank}: {report.reason}")
+            self._fail_by(report)
             return True
         self.num_bytes += report.num_bytes
         self.bytes_before_end += report.bytes_before_end
@@ -220,6 +222,11 @@ class DecodeTicket:
         """This rank's process was stopped until now. Within `apply_s` seconds it applies what came meanwhile."""
         for lease in self._leases.values():
             lease.applied_at = now + apply_s
+
+    def _fail_by(self, report: WriteReport) -> None:
+        """Fails the ticket because of a writer's report, unless it has ended already."""
+        self.failed_by_prefill |= self.state is TicketState.OPEN
+        self.fail(f"prefill rank {report.writer.rank}: {report.reason}")
 
     def fail(self, reason: str) -> None:
         """Fails the ticket unless it has ended already."""

@@ -439,6 +439,8 @@ class TransferFailure(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str
     # Whether other decode engines would refuse the request, too.
     is_unfit: bool = False
+    # Whether prefill reported it, or had delivered all KV: then the prefill engine is alive.
+    by_prefill: bool = False
 
 
 TicketIds = Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MAX_ASKED)]

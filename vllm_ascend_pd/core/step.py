@@ -126,6 +126,8 @@ class WorkerReport:
 
     # Request id (prefill) or ticket id (decode) -> why its transfer failed.
     failed: dict[str, str] = field(default_factory=dict)
+    # Those of the failed tickets whose failure prefill has reported itself, so its engine is alive.
+    by_prefill: set[str] = field(default_factory=set)
     # Those of the failed tickets whose KV has arrived and is not what prefill computed.
     wrong: set[str] = field(default_factory=set)
     # Id of a request that must end -> why, and its blocks: its KV was right on arrival, and is not when it is read.
@@ -154,8 +156,8 @@ class WorkerReport:
         updates = {**self.weight_updates, **other.weight_updates}  # their ranks differ
         wrong, overwritten = self.wrong | other.wrong, {**other.overwritten, **self.overwritten}
         verified = dict(Counter(self.verified) + Counter(other.verified))
-        failed = {**other.failed, **self.failed}
-        return WorkerReport(failed, wrong, overwritten, verified, received, cached, updates)
+        failed, by_prefill = {**other.failed, **self.failed}, self.by_prefill | other.by_prefill
+        return WorkerReport(failed, by_prefill, wrong, overwritten, verified, received, cached, updates)
 
 
 # What the schedulers of both sides ask of the engine that they run in.

@@ -84,9 +84,14 @@ class Arrivals:
     def __bool__(self) -> bool:
         return bool(self.finished or self.lost_blocks or self.delivered)
 
-    def ticket_failed(self, expect: Expect, reason: str) -> None:
-        """A ticket failed. Prefill ranks may still write to its blocks until `ticket_ended`."""
+    def ticket_failed(self, expect: Expect, reason: str, by_prefill: bool) -> None:
+        """A ticket failed. Prefill ranks may still write to its blocks until `ticket_ended`.
+
+        `by_prefill`: as in WorkerReport.
+        """
         self.report.failed[expect.ticket_id] = reason
+        if by_prefill:
+            self.report.by_prefill.add(expect.ticket_id)
         self.lost_blocks.update(expect.blocks)
 
     def ticket_ended(self, expect: Expect, received: tuple[int, int] | None, cached_tokens: int | None) -> None:
@@ -107,7 +112,7 @@ class Arrivals:
         """The KV of a delivered ticket was verified. `mismatch`: what differs; None if nothing does."""
         if mismatch is not None:
             self.report.wrong.add(delivered.expect.ticket_id)
-            self.ticket_failed(delivered.expect, mismatch)
+            self.ticket_failed(delivered.expect, mismatch, by_prefill=True)
         received = delivered.received if mismatch is None else None
         self.ticket_ended(delivered.expect, received, delivered.cached_tokens)
 
@@ -381,7 +386,12 @@ class GrantService:
                 ticket.reason,
             )
             # If the ticket ends at once, that wakes the step, which learns both together.
-            fail = functools.partial(Arrivals.ticket_failed, expect=each.expect, reason=ticket.reason)
+            fail = functools.partial(
+                Arrivals.ticket_failed,
+                expect=each.expect,
+                reason=ticket.reason,
+                by_prefill=ticket.failed_by_prefill,
+            )
             self._arrivals.add(fail, wakes=not ticket.is_quiesced(now))
         self._revoke(each, now)
         if not ticket.is_quiesced(now):

@@ -315,7 +315,7 @@ class DecodeScheduler(ConnectorRole):
     def _take_failures(self, report: WorkerReport) -> None:
         for ticket_id, reason in report.failed.items():
             if transfer := self._by_ticket.get(ticket_id):
-                self._report(transfer, reason)
+                self._report(transfer, reason, ticket_id in report.by_prefill)
                 # If one rank has failed, the others need not wait any longer.
                 cause = ReceiveFailure.WRONG_BYTES if ticket_id in report.wrong else ReceiveFailure.TRANSFER
                 self._fail(transfer, reason, cause, may_follow=True)
@@ -332,7 +332,7 @@ class DecodeScheduler(ConnectorRole):
             self._blocks.evict(blocks)
             self._to_end.append(request_id)
             if transfer := self._transfers.get(request_id):  # otherwise that step has ended it
-                self._report(transfer, reason)
+                self._report(transfer, reason, by_prefill=True)
                 self._refused[request_id] = reason
 
     def _take_received(self, report: WorkerReport) -> None:
@@ -451,12 +451,15 @@ class DecodeScheduler(ConnectorRole):
         self._without_ticket.add(request.request_id)
         self._routes.no_ticket(params, self._issuer.name(request), reason)
 
-    def _report(self, transfer: _IncomingTransfer, reason: str) -> None:
-        """Passes on what a rank noticed. The proxy makes a new request, or tells the client why there is no answer."""
+    def _report(self, transfer: _IncomingTransfer, reason: str, by_prefill: bool) -> None:
+        """Passes on what a rank noticed. The proxy makes a new request, or tells the client why there is no answer.
+
+        `by_prefill`: as in TransferFailure.
+        """
         if transfer.route is None or transfer.failure is not None:
             return
         ticket, reason = transfer.ticket, reason[:MAX_FAILURE_CHARS]
-        transfer.route.report(TransferFailure(ticket.request_id, ticket.ticket_id, reason))
+        transfer.route.report(TransferFailure(ticket.request_id, ticket.ticket_id, reason, by_prefill=by_prefill))
 
     def _fail(self, transfer: _IncomingTransfer, reason: str, cause: ReceiveFailure, may_follow: bool = False) -> None:
         """Gives the transfer up, unless it has ended or failed already: the next step cancels it on all ranks."""

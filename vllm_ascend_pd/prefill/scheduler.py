@@ -321,11 +321,11 @@ class PrefillScheduler(ConnectorRole):
 
         - Whether vLLM must keep its blocks until all ranks have reported it as sent.
         - What its response says: where decode's ticket is taken if it has none, `{"error": reason}` if its KV is not
-          delivered, else None.
+          delivered, else None. `"refused": True` beside the reason: the ticket or the prompt cannot be served.
         """
         request_id = request.request_id
         if (reason := self._refused.pop(request_id, None)) is not None:
-            return False, {"error": reason}
+            return False, {"error": reason, "refused": True}
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return False, None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from vllm_ascend_pd.core.threads import owned
@@ -54,6 +55,11 @@ class EngineRanking(NamedTuple):
         """Whether the engine computes anything for the request. Others are neither limited nor queued."""
         return self.prompt.sequences > 0
 
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The engines of which one gets the request, unless none of them can be reached."""
+        return next((tier for tier in self.tiers if tier), ())
+
     def then(self, urls: Sequence[str]) -> EngineRanking:
         """This ranking with one more tier at the end."""
         return self._replace(tiers=(*self.tiers, tuple(urls)))
@@ -61,6 +67,16 @@ class EngineRanking(NamedTuple):
     def beside(self, url: str) -> EngineRanking:
         """The engines whose answer counts as much as that of `url`: without doubtful ones, unless it is one itself."""
         return self._replace(tiers=self.tiers[:1]) if self.tiers and url in self.tiers[0] else self
+
+
+class SentPrompt:
+    """A prompt that was sent to an engine."""
+
+    def __init__(self, load: InFlightLoad) -> None:
+        self.load = load
+        """What it adds to the engine's load."""
+        self.is_taken = False
+        """Whether the engine has taken it. Then its prefix cache has it."""
 
 
 class EngineRegistry:
@@ -73,7 +89,7 @@ class EngineRegistry:
         """`limiter`: has the engines' slots. It is told which of them may get requests."""
         self.role = role
         self.mean_tokens = _FIRST_MEAN_TOKENS
-        """Mean length of the prompts sent so far. Only `count_sent` changes it."""
+        """Mean length of the prompts sent so far. Only `sending` changes it."""
         self._limiter = limiter
         self.affinity = PrefixAffinity(prefill_costs if role is EngineRole.PREFILL else decode_costs)
         """Ranks them. It is told which engines may have lost their prefix cache."""
@@ -85,6 +101,8 @@ class EngineRegistry:
         """Whether engines added from now on are asked last until a check is good."""
         self._engines: dict[str, RegisteredEngine] = {}
         """By URL."""
+        self._leaving: dict[str, RegisteredEngine] = {}
+        """Removed engines that had requests in flight when one was last removed, by URL."""
 
     def __iter__(self) -> Iterator[RegisteredEngine]:
         return iter(tuple(self._engines.values()))
@@ -118,7 +136,12 @@ class EngineRegistry:
             if len(self._engines) >= MAX_ENGINES:
                 raise TooManyEnginesError(f"there are {MAX_ENGINES} {self.role.value} engines already")
             gate = HealthGate(*self._limits, proven=not self._new_need_check)
-            engine = self._engines[url] = RegisteredEngine(self.role, url, gate)
+            engine = self._leaving.pop(url, None)
+            if engine is None:
+                engine = RegisteredEngine(self.role, url, gate)
+            else:  # its requests count in its limits, as before
+                engine.come_back(gate)
+            self._engines[url] = engine
             log.info("%s engine %s: added by %s", self.role.value, url, source)
         engine.sources.add(source)
         return engine
@@ -129,6 +152,8 @@ class EngineRegistry:
             engine.removed = True
             self.affinity.forget(engine.url)
             self._limiter.engine_closed(engine)
+            left = {**self._leaving, engine.url: engine}
+            self._leaving = {url: each for url, each in left.items() if self._limiter.in_use(each)}
 
     def replace(self, source: str, urls: Collection[str]) -> None:
         """Makes `urls` the engines that `source` lists. An engine that no source lists any more is removed. Raises
@@ -173,13 +198,18 @@ class EngineRegistry:
 
     @owned
     def rank(
-        self, prompt: PromptEstimate, avoid: Collection[str] = (), group: RequestGroup | None = None
+        self,
+        prompt: PromptEstimate,
+        avoid: Collection[str] = (),
+        group: RequestGroup | None = None,
+        doubted: Collection[str] = (),
     ) -> EngineRanking:
-        """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines form the last tier."""
+        """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines, and those in `doubted`,
+        form the last tier."""
         now = time.monotonic()
         engines = {engine.url: engine for engine in self if engine.open and engine.url not in avoid}
         ranked = self.affinity.order(prompt, [self.load(engine, now) for engine in engines.values()])
-        doubtful = tuple(url for url in ranked if engines[url].gate.doubtful(now))
+        doubtful = tuple(url for url in ranked if url in doubted or engines[url].gate.doubtful(now))
         well = tuple(url for url in ranked if url not in doubtful)
         return EngineRanking(prompt, (well, doubtful), avoid, group=group)
 
@@ -193,8 +223,13 @@ class EngineRegistry:
         return LoadSnapshot() if report is None else report.snapshot
 
     @owned
-    def count_sent(self, prompt: PromptEstimate, url: str) -> InFlightLoad:
-        """Notes that a prompt goes to an engine. Returns what that adds to the engine's load."""
+    @contextmanager
+    def sending(self, prompt: PromptEstimate, url: str) -> Iterator[SentPrompt]:
+        """The time in which a prompt is at an engine. It counts as cached there, and afterwards if it was taken."""
         if prompt.tokens:
             self.mean_tokens += (prompt.tokens - self.mean_tokens) / _MEAN_OVER_PROMPTS
-        return InFlightLoad(prompt.sequences, self.affinity.sent(prompt, url))
+        sent = SentPrompt(InFlightLoad(prompt.sequences, self.affinity.sent(prompt, url)))
+        try:
+            yield sent
+        finally:
+            self.affinity.ended(prompt, url, sent.is_taken)

@@ -178,8 +178,9 @@ class PrefixAffinity:
         self._max_keys = max_keys
         self._turn = 0
         """Number of rankings so far."""
-        self._cached: dict[str, OrderedDict[int, None]] = {}
-        """Keys of the prefix blocks that an engine has computed, by its URL; least recently used first."""
+        self._cached: dict[str, OrderedDict[int, int]] = {}
+        """Keys of the prefix blocks that an engine computes or has computed, by its URL; least recently used first.
+        The value is 0 once it has taken a prompt with the block. Until then it is how many such prompts are there."""
 
     def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
         """Returns the URL of each engine once, best first."""
@@ -192,16 +193,32 @@ class PrefixAffinity:
         return [engine.url for _, _, engine in ranked]
 
     def sent(self, prompt: PromptEstimate, url: str) -> int:
-        """Notes that a prompt goes to an engine. Returns how many of its tokens that engine has not cached."""
+        """Notes that a prompt goes to an engine. Returns how many of its tokens that engine has not cached.
+
+        Call `ended` when the prompt is there no longer.
+        """
         new = self._new_tokens(prompt, url)
         cached = self._cached.setdefault(url, OrderedDict())
         # Later blocks are forgotten before earlier ones, as in engines: without its beginning a prefix is useless.
         for key in reversed(prompt.keys[: self._max_keys]):
-            cached[key] = None
+            there = cached.get(key)
+            cached[key] = 0 if there == 0 else (there or 0) + 1
             cached.move_to_end(key)
         while len(cached) > self._max_keys:
             cached.popitem(last=False)
         return new
+
+    def ended(self, prompt: PromptEstimate, url: str, is_taken: bool) -> None:
+        """Notes that a prompt that was sent to an engine has ended. `is_taken`: whether the engine had taken it."""
+        cached = self._cached.get(url, OrderedDict())
+        for key in prompt.keys[: self._max_keys]:
+            there = cached.get(key)
+            if is_taken and there is not None:
+                cached[key] = 0
+            elif there == 1:
+                del cached[key]
+            elif there:
+                cached[key] = there - 1
 
     def forget(self, url: str) -> None:
         """Notes that an engine is gone or was restarted, so nothing is cached there."""
