@@ -136,7 +136,7 @@ def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failu
 def _refusal(status: int, content_type: str | None, body: bytes) -> Response:
     """Returns prefill's own error for the client. Its message also says that the fault may be an engine's.
 
-    Decode has accepted the request, so prefill may lack an option: `--enable-prompt-embeds`, for example.
+    Decode has accepted the request, so prefill may lack an option of vLLM, such as the one for prompt embeddings.
     """
     try:
         answer = msgspec.json.decode(body, type=dict[str, Any])
