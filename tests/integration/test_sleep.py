@@ -95,11 +95,12 @@ def test_kv_that_arrived_before_decode_slept_is_not_compared_with_what_others_wr
     run(pair, [second])
     pair.wait_sent(1)
     pair.each(pair.d_ranks, "do", sleep)
-    assert pair.wait_arrivals(1) == ({second.request_id}, {})
     wake_decode(pair)
+    assert pair.wait_arrivals(1) == ({second.request_id}, {})
     assert pair.each(pair.d_ranks, "do", verified, begun) == [{"right": 1, "unknown": 1}]
     run(pair, [first])
     expect_delivery(pair, [first])
+    assert pair.each(pair.d_ranks, "do", verified, []) == [{"right": 2, "unknown": 1}]
 
 
 def test_without_the_hooks_kv_lands_in_memory_of_others(pair: Pair) -> None:

@@ -93,10 +93,17 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert made.close() == []
 
 
-@pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
-def test_right_kv_is_never_blamed(pair: Pair, chunk: int | None, cached: int) -> None:
+LENGTHS = [1, 15, 16, 17, 64, 100]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chunk", "cached"),
+    [(LENGTHS, None, 0), (LENGTHS, 40, 0), (LENGTHS, None, 32), ([1], None, 0)],
+    ids=["whole", "chunked", "cached", "nothing on most ranks"],
+)
+def test_right_kv_is_never_blamed(pair: Pair, lengths: list[int], chunk: int | None, cached: int) -> None:
     pair.each(pair.d_ranks, "clear")
-    requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
+    requests = prompts(pair, lengths, cached)
     before = pair.each(pair.d_ranks, "do", verified)
     pair.each(pair.d_ranks, "do", results)
     run(pair, requests, chunk)
