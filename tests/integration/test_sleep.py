@@ -16,6 +16,7 @@ from harness.ranks import Pair, expect_delivery, expect_failure, prefill, prompt
 from harness.waiting import wait_until
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_worker
 from vllm_ascend_pd.core.role import ConnectorRole
+from vllm_ascend_pd.core.step import DecodeStep
 
 CONFIG = {"write_timeout_s": 1.0, "control_timeout_s": 2.0}
 SHORT_LEASES = {**CONFIG, "lease_s": 1.0}
@@ -49,6 +50,13 @@ def stay_registered(rank: DecodeRank) -> None:
     rank.engine.suspend = lambda: None
 
 
+def verified(rank: DecodeRank, begun: list[str]) -> dict[str, int]:
+    """Begins the first step of these tickets. Returns all results of `verify_kv`."""
+    rank.step(DecodeStep(begun=begun))
+    rank.arrivals()
+    return dict(rank.verified)
+
+
 def wake(rank: DecodeRank | PrefillRank) -> None:
     rank.worker.wake()
 
@@ -76,6 +84,23 @@ def test_a_transfer_ends_before_decode_sleeps_and_another_succeeds_afterwards(pa
     wake_decode(pair)
     run(pair, requests)
     expect_delivery(pair, requests)
+
+
+@pytest.mark.parametrize("pair", [{**CONFIG, "verify_kv": "all"}], indirect=True, ids=["verify_kv"])
+def test_kv_that_arrived_before_decode_slept_is_not_compared_with_what_others_write(pair: Pair) -> None:
+    first, second = prompts(pair, [40, 70])
+    run(pair, [first])
+    expect_delivery(pair, [first])  # compared on arrival, and not yet once more
+    begun = list(pair._request_of)
+    run(pair, [second])
+    pair.wait_sent(1)
+    pair.each(pair.d_ranks, "do", sleep)
+    wake_decode(pair)
+    assert pair.wait_arrivals(1) == ({second.request_id}, {})
+    assert pair.each(pair.d_ranks, "do", verified, begun) == [{"right": 1, "unknown": 1}]
+    run(pair, [first])
+    expect_delivery(pair, [first])
+    assert pair.each(pair.d_ranks, "do", verified, []) == [{"right": 2, "unknown": 1}]
 
 
 def test_without_the_hooks_kv_lands_in_memory_of_others(pair: Pair) -> None:

@@ -100,6 +100,26 @@ def test_registering_again_and_closing() -> None:
         engine.write("127.0.0.1:1", [address], [address], [1])
 
 
+def test_an_engine_that_could_not_register_its_memory_again_stays_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = ctypes.create_string_buffer(4096)
+    with closing(TransferEngine("127.0.0.1", "tcp", LIMITS)) as engine:
+        engine.register([(ctypes.addressof(memory), 4096)])
+        engine.suspend()
+
+        def refuse(_: object) -> None:
+            raise TransferError("127.0.0.1", "refused by the test", retryable=False)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_register", refuse)
+            for _ in range(2):
+                with pytest.raises(TransferError, match="refused by the test"):
+                    engine.resume()
+        with pytest.raises(TransferError, match="sleeps"):
+            engine.write("127.0.0.1:1", [0], [0], [1])
+        engine.resume()
+        assert engine._own == [ctypes.addressof(memory)]
+
+
 def test_receiver_closes_cleanly(source: Source, receiver: Receiver) -> None:
     source.write(receiver, 0, 64)
     output, _ = receiver.process.communicate(timeout=20)

@@ -19,13 +19,15 @@ from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from test_push import SHAPES
 from test_push_int8 import C8, MLA
+from vllm_ascend_pd.core.checksum import is_selected
 from vllm_ascend_pd.core.kv_dump import pattern, read_dump
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.core.step import DecodeStep
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode import checksums
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.prefill import checksums as checksums_of_prefill
+from vllm_ascend_pd.prefill import control
 from vllm_ascend_pd.prefill import worker as prefill_worker
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -48,6 +50,13 @@ def count_verified(rank: DecodeRank) -> None:
 
 def verified(rank: DecodeRank) -> int:
     return len(rank.compared)
+
+
+def results(rank: DecodeRank) -> dict[str, int]:
+    """Returns the results since the last call."""
+    found = dict(rank.verified)
+    rank.verified.clear()
+    return found
 
 
 VERIFIED = SHAPES | {  # quantized on the way: prefill takes the checksums of what it sends
@@ -84,16 +93,63 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert made.close() == []
 
 
-@pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
-def test_right_kv_is_never_blamed(pair: Pair, chunk: int | None, cached: int) -> None:
+LENGTHS = [1, 15, 16, 17, 64, 100]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chunk", "cached"),
+    [(LENGTHS, None, 0), (LENGTHS, 40, 0), (LENGTHS, None, 32), ([1], None, 0)],
+    ids=["whole", "chunked", "cached", "nothing on most ranks"],
+)
+def test_right_kv_is_never_blamed(pair: Pair, lengths: list[int], chunk: int | None, cached: int) -> None:
     pair.each(pair.d_ranks, "clear")
-    requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
+    requests = prompts(pair, lengths, cached)
     before = pair.each(pair.d_ranks, "do", verified)
+    pair.each(pair.d_ranks, "do", results)
     run(pair, requests, chunk)
     expect_delivery(pair, requests)
+    assert pair.each(pair.d_ranks, "do", results) == [{"right": len(requests)}] * len(pair.d_ranks)
     after = pair.each(pair.d_ranks, "do", verified)
     many = sum(prompt.num_tokens > prompt.cached + 16 for prompt in requests)
     assert all(now - then >= many for now, then in zip(after, before, strict=True)), "nothing was compared"
+
+
+def verify_nothing(rank: PrefillRank) -> None:
+    control.is_selected = lambda *_: False
+
+
+def go_on(rank: PrefillRank) -> None:
+    """Later steps write into the blocks in which prompts end."""
+    start_step = rank.worker.start_step
+
+    def start(step: PrefillStep) -> None:
+        start_step(replace(step, sends=[replace(send, grows=send.last) for send in step.sends]))
+
+    rank.worker.start_step = start
+
+
+def as_before(rank: PrefillRank) -> None:
+    control.is_selected = is_selected
+    rank.worker.__dict__.pop("start_step", None)
+
+
+@pytest.mark.parametrize("change", [verify_nothing, go_on])
+def test_right_kv_that_cannot_be_compared_is_counted_as_unknown(pair: Pair, change: Any) -> None:
+    """Prefill does not verify it, or sends a block that is opaque and may change while it is sent."""
+    requests = prompts(pair, [16 * 4, 40])
+    is_opaque = any(each.order is Order.HEAD_MAJOR for each in pair.descriptions[0].caches.geometries)
+    pair.each(pair.d_ranks, "clear")
+    pair.each(pair.d_ranks, "do", results)
+    pair.each(pair.p_ranks, "do", change)
+    try:
+        run(pair, requests)
+        expect_delivery(pair, requests)
+    finally:
+        pair.each(pair.p_ranks, "do", as_before)
+    expected = {"unknown": 2}
+    if change is go_on:
+        expected = {"right": 1, "unknown": 1} if is_opaque else {"right": 2}
+    assert pair.each(pair.d_ranks, "do", results) == [expected] * len(pair.d_ranks)
 
 
 # Faults, made in the first block of the second of three requests, in layer 1 (counted from 0).

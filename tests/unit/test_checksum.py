@@ -14,6 +14,7 @@ from vllm_ascend_pd.core.checksum import (
     FORMAT,
     MAX_COLUMNS,
     MAX_ROWS,
+    HeadSums,
     SummedUnits,
     Tally,
     column_tokens,
@@ -65,7 +66,7 @@ class Cache:
         chosen = summed.chosen(0, TokenShare())
         tally = Tally.empty(1, BLOCK, self.tokens)
         common = common_heads(self.heads, self.heads)
-        tally.add([0], to_numpy(taken)[None][:, chosen], self.heads, common, summed.units.tokens[chosen])
+        tally.add(HeadSums.of([0], [to_numpy(taken)], summed, chosen, tally), self.heads, common)
         return tally
 
 

@@ -24,9 +24,12 @@ from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, OfferTicket, ReleasePrompt
-from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
+from vllm_ascend_pd.core.step import DecodeStep, VerifiedBlocks, WorkerReport
 from vllm_ascend_pd.core.ticket import Secret, parse_ticket, verify
+from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode import prefill_client
+from vllm_ascend_pd.decode.checksums import Delivered
+from vllm_ascend_pd.decode.grants import Arrivals
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo
@@ -201,15 +204,20 @@ def test_what_becomes_of_tickets_is_counted(scheduler, metaserver):
     """Once for each request, however many ranks say so, and in whatever order."""
     for request_id, ticket_url in (("ok", metaserver.url), ("late", metaserver.url), ("lost", None)):
         issue(scheduler, wanting(ticket_url, request_id))
+    [wrong] = issue(scheduler, wanting(metaserver.url, "wrong")).expects
     tickets = {request_id: issued.ticket.ticket_id for request_id, issued in scheduler._transfers.items()}
     scheduler.update(WorkerReport(received={tickets["ok"]: (10, 5)}), {"ok"})
     scheduler.update(WorkerReport(failed={tickets["late"]: "no grant"}), set())
     scheduler.update(WorkerReport(failed={tickets["late"]: "so says another"}), {"late", "lost"})
+    of_a_rank = Arrivals()
+    delivered = Delivered(wrong, VerifiedBlocks((), PROMPT, 1), (10, 5), None, sharding(1), ())
+    of_a_rank.ticket_verified(delivered, "KV differs from what prefill computed")
+    scheduler.update(of_a_rank.report.merge(WorkerReport(received={wrong.ticket_id: (10, 5)})), {"wrong"})
     said = scheduler._observer.take()
     assert said["counters"] == {
-        stats.RECEIVE_FAILURES.name: {"transfer": 1, "not_posted": 1},
-        stats.PROMPTS.name: {"prefill,policy": 3},
-        stats.PROMPT_TOKENS.name: {"prefill,policy": 3 * PROMPT},
+        stats.RECEIVE_FAILURES.name: {"transfer": 1, "not_posted": 1, "wrong_bytes": 1},
+        stats.PROMPTS.name: {"prefill,policy": 4},
+        stats.PROMPT_TOKENS.name: {"prefill,policy": 4 * PROMPT},
     }
     counts, sums = said["histograms"][stats.TICKET_TO_READY_SECONDS.name]
     assert sum(counts) == 1

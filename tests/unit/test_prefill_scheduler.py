@@ -105,7 +105,7 @@ def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the
     request = make_request("r", PROMPT, msgspec.to_builtins(fields))
     scheduler.arrived(request)
     assert starts(scheduler, request, 8, ([7, 1],)).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
-    assert goes_on(scheduler, request, 8, 1, ([5],)).sends == [Send("r", 8, 9, ([5],), last=True)]
+    assert goes_on(scheduler, request, 8, 1, ([5],)).sends == [Send("r", 8, 9, ([5],), last=True, grows=True)]
     assert goes_on(scheduler, request, 9, 1).sends == []
     assert scheduler.request_ended(request) == (True, None)
 
@@ -119,6 +119,22 @@ def test_a_state_stays_as_it_is_while_it_is_sent(max_tokens, complaint):
     sends, params = scheduler.request_ended(request)
     assert sends == (complaint is None)
     assert complaint is None or params["error"].startswith(complaint)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "left_out", "grows"),
+    [(1, 0, False), (2, 0, True), (1, 1, False)],
+    ids=["1", "2", "1 after the last"],
+)
+def test_ranks_are_told_whether_later_steps_write_into_the_last_block(scheduler, max_tokens, left_out, grows):
+    """`left_out`: tokens of the prompt that are computed in the same step and not sent."""
+    fields = msgspec.structs.replace(ticket(), num_tokens=PROMPT - left_out)
+    request = make_request("r", PROMPT, msgspec.to_builtins(fields))
+    request.max_tokens = max_tokens
+    scheduler.arrived(request)
+    [send] = starts(scheduler, request, PROMPT, ([7, 1, 5],)).sends
+    assert send.last
+    assert send.grows == grows
 
 
 @settings(max_examples=300, deadline=None)

@@ -12,7 +12,8 @@ of a block is opaque: it counts as one entry, the block's first.
 
 A rank reports sums per tensor, over all tokens, and sums per column, over all tensors. A column is some neighbouring
 tokens of the prompt: those of one decode block, or of several if the prompt is long. A wrong tensor and a wrong column
-together name the blocks that differ.
+together name the blocks that differ. In a column each tensor's sum is multiplied by a number T(tensor). So the columns
+of two tensors that were exchanged are wrong, too.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from vllm_ascend_pd.core.plan import NULL_BLOCK, Mask, Offsets, Units
 
 Sums = npt.NDArray[np.uint64]
 
-FORMAT = 1
+FORMAT = 2
 """Names these formulas in reports. Raise it with any change of them: then engines of two versions do not compare."""
 MAX_COLUMNS = 1024
 """Most columns of a report. Longer prompts have longer columns."""
 MAX_ROWS = 4096
 """Most tensors of a report. A rank that fills more tensors of a decode rank sends no checksums."""
-_A, _B, _C = (np.uint64(seed) for seed in (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0))  # pi's digits
+# Digits of pi.
+_A, _B, _C = (np.uint64(seed) for seed in (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0))
+_T = np.uint64(0x082EFA98EC4E6C89)
 
 
 def is_selected(share: float, ticket_id: str) -> bool:
@@ -69,6 +72,11 @@ def place_weights(geometry: Geometry) -> Sums:
 def head_weights(heads: range) -> Sums:
     """Returns B, for these heads of the whole model."""
     return _odd(_B, np.arange(heads.start, heads.stop))
+
+
+def tensor_weights(num_tensors: int) -> Sums:
+    """Returns T, for each row of a report."""
+    return _odd(_T, np.arange(num_tensors))
 
 
 def column_tokens(spans: Collection[int], num_tokens: int) -> int:
@@ -143,6 +151,36 @@ class SummedUnits:
         return mine & self.units.held(share) if share.ranks > 1 else mine
 
 
+@dataclass(frozen=True, eq=False)
+class HeadSums:
+    """Sums of some tensors of one geometry and of some units, for each head that a rank has.
+
+    Adding them up takes far longer than what follows, so ranks that have the same tokens share them.
+    """
+
+    # Rows of the report that the tensors have.
+    rows: tuple[int, ...]
+    # `[rows, heads]`: over all units.
+    by_row: Sums
+    # `[columns, heads]`: over all tensors, times T.
+    by_column: Sums
+
+    @classmethod
+    def of(cls, rows: Sequence[int], sums: Sequence[Sums], summed: SummedUnits, chosen: Mask, tally: Tally) -> HeadSums:
+        """Adds up `sums`, `[units, heads]` of each row, over the chosen units. `tally`: of that shape."""
+        columns = summed.units.tokens[chosen] // tally.column_tokens
+        weights, heads = tensor_weights(len(tally.rows)), sums[0].shape[1]
+        by_row = np.zeros((len(rows), heads), dtype=np.uint64)
+        by_unit = np.zeros((len(columns), heads), dtype=np.uint64)
+        for place, (row, each) in enumerate(zip(rows, sums, strict=True)):
+            mine = each[chosen]
+            by_row[place] = mine.sum(0, dtype=np.uint64)
+            by_unit += mine * weights[row]
+        by_column = np.zeros((len(tally.columns), heads), dtype=np.uint64)
+        np.add.at(by_column, columns, by_unit)
+        return cls(tuple(rows), by_row, by_column)
+
+
 @dataclass
 class Tally:
     """Adds up the checksums that one prefill rank reports to one decode rank, on either side.
@@ -161,28 +199,29 @@ class Tally:
         columns = -(-num_tokens // column_tokens)
         return cls(np.zeros(num_tensors, dtype=np.uint64), np.zeros(columns, dtype=np.uint64), column_tokens)
 
-    def add(self, rows: Sequence[int], sums: Sums, own: range, common: range, tokens: Offsets) -> None:
-        """Adds sums `[tensors, units, heads]` of `own` heads, of which `common` count, to these rows.
-
-        `tokens`: `[units]`, the first token of each.
-        """
-        weighted = sums[:, :, common.start - own.start : common.stop - own.start] * head_weights(common)
-        self.rows[list(rows)] += weighted.sum((1, 2), dtype=np.uint64)
-        np.add.at(self.columns, tokens // self.column_tokens, weighted.sum((0, 2), dtype=np.uint64))
+    def add(self, sums: HeadSums, own: range, common: range) -> None:
+        """Adds sums of `own` heads, of which `common` count."""
+        heads, weights = slice(common.start - own.start, common.stop - own.start), head_weights(common)
+        self.rows[list(sums.rows)] += (sums.by_row[:, heads] * weights).sum(1, dtype=np.uint64)
+        self.columns += (sums.by_column[:, heads] * weights).sum(1, dtype=np.uint64)
 
     def encode(self) -> bytes:
         head = np.array([FORMAT], dtype=np.uint64)
         return bytes(np.concatenate([head, self.rows, self.columns]).astype("<u8").data)
 
     def missing(self, reported: bytes) -> tuple[Sums, Sums] | None:
-        """Returns what the rows and the columns lack of reported ones; None if those cannot be compared."""
+        """Returns what the rows and the columns lack of reported ones.
+
+        None if those cannot be compared: they have another form, or their rows and columns contradict each other.
+        """
         if len(reported) != 8 * (1 + len(self.rows) + len(self.columns)):
             return None
         words = np.frombuffer(reported, dtype="<u8")
-        if words[0] != FORMAT:
+        rows, columns = words[1 : 1 + len(self.rows)], words[1 + len(self.rows) :]
+        weighted = rows * tensor_weights(len(rows))
+        if words[0] != FORMAT or weighted.sum(dtype=np.uint64) != columns.sum(dtype=np.uint64):
             return None
-        theirs = words[1:]
-        return theirs[: len(self.rows)] - self.rows, theirs[len(self.rows) :] - self.columns
+        return rows - self.rows, columns - self.columns
 
 
 def common_heads(own: range, theirs: range) -> range:

@@ -251,7 +251,8 @@ class WriteReport(msgspec.Struct, frozen=True, tag="Report"):
     digest: _Id = ""
     # How many of the prompt's tokens the prefill engine had in its prefix cache. None if the writer does not know.
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
-    # Checksums of what the writer's engine computed (`core/checksum.py`). None unless both sides verify KV.
+    # Checksums of what the writer's engine computed (`core/checksum.py`). None: it does not verify this ticket's KV.
+    # Empty: it does, and could not take them.
     checksums: Annotated[bytes, msgspec.Meta(max_length=MAX_CHECKSUM_BYTES)] | None = None
 
     def __post_init__(self) -> None:

@@ -26,6 +26,8 @@ class Send:
     last: bool
     # Per cache group: its tokens as (start, stop), where they differ: groups with long blocks are behind others.
     parts: tuple[tuple[int, int], ...] = ()
+    # Whether later steps write KV of further tokens behind the prompt's, in its last block.
+    grows: bool = False
 
     def tokens(self, group: int) -> tuple[int, int]:
         """Returns (start, stop) of the tokens that a cache group completes."""

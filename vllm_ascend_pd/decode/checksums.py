@@ -3,7 +3,7 @@
 
 The control thread hands over a request when all prefill ranks have reported. The model's thread owns `Verifier`. It
 submits the checksums to the side stream, and lets the request go on when they are compared. It compares once more
-before the request's first step reads the KV.
+before the request's first step reads the KV. A request whose KV cannot be compared goes on as well, and is counted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
-from vllm_ascend_pd.core.checksum import SummedUnits, Sums, Tally, common_heads, head_weights
+from vllm_ascend_pd.core.checksum import HeadSums, SummedUnits, Sums, Tally, common_heads, head_weights
 from vllm_ascend_pd.core.kv_dump import Place, write_dump
-from vllm_ascend_pd.core.layout import BlockKind, Order, Packing
-from vllm_ascend_pd.core.plan import Mask
+from vllm_ascend_pd.core.layout import BlockKind, Order, Packing, TokenShare
 from vllm_ascend_pd.core.protocol import WriterId
 from vllm_ascend_pd.core.reasons import Verified
 from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
@@ -33,22 +32,28 @@ from vllm_ascend_pd.device.checksums import UnitSummer, take_sums, to_numpy
 
 logger = logging.getLogger(__name__)
 
+_ASLEEP = "it arrived before this engine slept (/sleep), and its memory was freed"
 # Layers and blocks that a message names.
 _NAMED = 4
 # Most requests whose second comparison is still to come. Of more, the oldest are not compared again.
 _MAX_WAITING = 1024
-# Seconds that a step waits for the second comparison at most.
-_AGAIN_S = 10.0
+# Seconds that the device has for the checksums of a ticket. A step waits so long for those of the second comparison.
+_LONGEST_S = 10.0
+# Seconds after the first of its comparisons in which a step begins further ones. The next step goes on.
+_STEP_S = 0.01
+# Seconds between two warnings about prefill engines that send no checksums.
+_WARN_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
 class Reported:
-    """Checksums that a prefill rank has reported."""
+    """What a prefill rank has reported after success."""
 
     writer: WriterId
     # Indices of our tensors that it has filled, ascending.
     covers: tuple[int, ...]
-    checksums: bytes
+    # As in `WriteReport`.
+    checksums: bytes | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Delivered:
     cached_tokens: int | None
     # How prefill's ranks share KV.
     prefill: Sharding
+    # Those of all writers.
     reports: tuple[Reported, ...]
 
 
@@ -76,6 +82,8 @@ class _Check:
     """Checksums of a delivered ticket."""
 
     delivered: Delivered
+    # When the device must have taken them, in seconds of `time.monotonic`.
+    deadline: float
     # By geometry: the units, what takes their checksums, and the indices of our tensors.
     summed: dict[int, tuple[SummedUnits, UnitSummer, list[int]]] = field(default_factory=dict)
     # By tensor: `[units, heads]`, on the host when `done`. The side stream fills it.
@@ -105,6 +113,10 @@ class Verifier:
         self._right: dict[str, tuple[Delivered, float]] = {}
         # By result, since the last `take_counts`.
         self._counts: Counter[str] = Counter()
+        # Whether the caches may have no memory.
+        self._asleep = False
+        # When to warn again of prefill engines that send no checksums.
+        self._warn_at = -math.inf
 
     @owned
     def begin(self, delivered: Iterable[Delivered]) -> None:
@@ -113,7 +125,10 @@ class Verifier:
 
     def _check(self, delivered: Delivered) -> _Check:
         """Submits the checksums of a ticket."""
-        check = _Check(delivered)
+        check = _Check(delivered, time.monotonic() + _LONGEST_S)
+        if self._asleep:
+            check.failure = _ASLEEP
+            return check
         try:
             self._submit(check)
         except (DeviceError, ValueError) as error:
@@ -121,14 +136,30 @@ class Verifier:
         return check
 
     @owned
+    def sleep(self) -> None:
+        """Compares nothing that arrives before `wake`, or has arrived: the caches' memory is about to be freed.
+
+        Submitted work may still read it: wait for the device afterwards.
+        """
+        self._asleep = True
+        self._right.clear()
+        for check in self._pending:
+            check.failure, check.done = _ASLEEP, None
+
+    @owned
+    def wake(self) -> None:
+        """Ends `sleep`."""
+        self._asleep = False
+
+    @owned
     def take(self, wait_s: float) -> list[tuple[Delivered, str | None]]:
         """Returns the tickets that are verified, and why they fail. Waits `wait_s` seconds at most for the first."""
         ended: list[tuple[Delivered, str | None]] = []
-        deadline = time.monotonic() + wait_s
-        while self._pending:
+        until = math.inf
+        while self._pending and time.monotonic() < until:
             check, reason = self._pending[0], None
             try:
-                mismatches = self._mismatches(check, 0.0 if ended else max(0.0, deadline - time.monotonic()))
+                mismatches = self._mismatches(check, 0.0 if ended else wait_s)
             except TimeoutError:
                 break
             self._pending.popleft()
@@ -141,6 +172,7 @@ class Verifier:
                 self._counts[Verified.RIGHT.value] += 1
                 self._right[expect.ticket_id] = check.delivered, time.monotonic()
             ended.append((check.delivered, reason))
+            until = min(until, time.monotonic() + _STEP_S)
         while len(self._right) > _MAX_WAITING:
             del self._right[next(iter(self._right))]
         return ended
@@ -149,19 +181,13 @@ class Verifier:
     def verify_again(self, ticket_ids: Iterable[str]) -> list[tuple[Expect, str]]:
         """Returns of which of these tickets the KV was right on arrival and is not any more, and why it fails.
 
-        Call it right before a step that reads their KV first. Waits for the comparison, `_AGAIN_S` seconds at most.
+        Call it right before a step that reads their KV first. Waits for the comparison, `_LONGEST_S` seconds at most.
         """
         arrived = [self._right.pop(ticket_id) for ticket_id in ticket_ids if ticket_id in self._right]
         overwritten = []
-        deadline = time.monotonic() + _AGAIN_S
         for check, compared_at in [(self._check(each), then) for each, then in arrived]:
             expect = check.delivered.expect
-            try:
-                mismatches = self._mismatches(check, max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                logger.error("request %s is not compared again: it takes too long", expect.request_id)
-                self._counts[Verified.UNKNOWN.value] += 1
-                continue
+            mismatches = self._mismatches(check, math.inf)
             if mismatches:
                 ago = time.monotonic() - compared_at
                 reason = f"overwritten later: right on arrival {ago:.3f} s ago: {_describe(mismatches)}"
@@ -179,14 +205,19 @@ class Verifier:
     def _mismatches(self, check: _Check, wait_s: float) -> list[str] | None:
         """Returns what of a ticket's KV differs. None, which is counted: it cannot be compared.
 
-        Raises TimeoutError if the check has not ended in `wait_s` seconds.
+        Raises TimeoutError if the device has not taken the checksums in `wait_s` seconds, and has time left for them.
         """
         found = None
+        left_s = max(0.0, check.deadline - time.monotonic())
         try:
             if check.done is not None:
-                check.done.wait(wait_s)
+                check.done.wait(min(wait_s, left_s))
         except DeviceError as error:
             check.failure = str(error)
+        except TimeoutError:
+            if wait_s < left_s:
+                raise
+            check.failure = f"the device has not taken its checksums in {_LONGEST_S:g} s"
         if check.failure is None:
             found = self._compare(check)
         else:
@@ -195,6 +226,8 @@ class Verifier:
         return found
 
     def _submit(self, check: _Check) -> None:
+        if not any(report.checksums for report in check.delivered.reports):
+            return
         prefill, verified = check.delivered.prefill, check.delivered.verified
         for index, tensors in self._tensors.items():
             geometry = self._caches.description.geometries[index]
@@ -220,36 +253,68 @@ class Verifier:
     def _compare(self, check: _Check) -> list[str] | None:
         found, is_known, delivered = [], True, check.delivered
         of = delivered.verified
+        # By geometry, tensors of a report and tokens: prefill ranks that have other heads of the same share these.
+        folded: dict[tuple[int, tuple[int, ...], TokenShare], HeadSums] = {}
+        # By tensors: their rows in a report, by geometry.
+        placed: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
         for report in delivered.reports:
-            if report.writer.rank >= len(delivered.prefill.shares):
-                continue
-            tally = Tally.empty(len(report.covers), of.column_tokens, of.num_tokens)
-            for summed, _, tensors in check.summed.values():
-                places = [place for place, tensor in enumerate(tensors) if tensor in report.covers]
-                if places:
-                    chosen, own, common = self._written(summed, delivered.prefill, report.writer.rank)
-                    sums = np.stack([to_numpy(check.sums[tensors[place]])[chosen] for place in places])
-                    rows = [report.covers.index(tensors[place]) for place in places]
-                    tally.add(rows, sums, own, common, summed.units.tokens[chosen])
-            missing = tally.missing(report.checksums)
-            if missing is None:
-                logger.warning("verify_kv: checksums of prefill rank %d cannot be compared", report.writer.rank)
+            if report.checksums is None:
+                self._warn_silent(delivered, report.writer)
                 is_known = False
                 continue
-            rows, columns = (np.flatnonzero(each).tolist() for each in missing)
+            tally = Tally.empty(len(report.covers), of.column_tokens, of.num_tokens)
+            if report.covers not in placed:
+                placed[report.covers] = self._rows(report.covers)
+            for index, rows in placed[report.covers].items():
+                if index not in check.summed:  # nothing of it is here
+                    continue
+                summed, _, _ = check.summed[index]
+                share, own, common = self._written(summed, delivered.prefill, report.writer.rank)
+                if (key := (index, report.covers, share)) not in folded:
+                    sums = [to_numpy(check.sums[report.covers[row]]) for row in rows]
+                    folded[key] = HeadSums.of(rows, sums, summed, summed.chosen(0, share), tally)
+                tally.add(folded[key], own, common)
+            missing = tally.missing(report.checksums)
+            if missing is None:
+                logger.warning(
+                    "request %s: checksums of prefill rank %d cannot be compared",
+                    delivered.expect.request_id,
+                    report.writer.rank,
+                )
+                is_known = False
+                continue
+            rows, columns = (tuple(np.flatnonzero(each).tolist()) for each in missing)
             if rows or columns:
                 found.append(self._mismatch(delivered, report, rows, columns))
-            if rows and columns and self._dump_dir is not None:
-                self._dump(check, report, rows, columns, missing[0], found[-1])
+                if self._dump_dir is not None:
+                    self._dump(check, report, rows, columns, missing[0], found[-1])
         return found if found or is_known else None
 
-    def _written(self, summed: SummedUnits, prefill: Sharding, writer: int) -> tuple[Mask, range, range]:
-        """Returns which units a prefill rank has, our heads, and those of them that it has, too."""
+    def _rows(self, covers: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Returns by geometry which of these tensors have it, as their places in `covers`."""
+        rows: dict[int, list[int]] = {}
+        for row, index in enumerate(covers):
+            rows.setdefault(self._caches.description.tensors[index].geometry, []).append(row)
+        return {geometry: tuple(of) for geometry, of in rows.items()}
+
+    def _warn_silent(self, delivered: Delivered, writer: WriterId) -> None:
+        now = time.monotonic()
+        if now >= self._warn_at:
+            self._warn_at = now + _WARN_EVERY_S
+            logger.warning(
+                "request %s: its KV is not verified: prefill engine %s sends no checksums: its `verify_kv` must be at "
+                "least this engine's. For a minute, further requests are only counted, as `unknown`",
+                delivered.expect.request_id,
+                writer.engine_id,
+            )
+
+    def _written(self, summed: SummedUnits, prefill: Sharding, writer: int) -> tuple[TokenShare, range, range]:
+        """Returns which tokens a prefill rank has, our heads, and those of them that it has, too."""
         writers, _ = held(summed.geometry, prefill, prefill)
         total = summed.geometry.total_heads
         own = self._rank_info.sharding.heads(self._rank_info.rank, total)
         common = common_heads(own, prefill.heads(writer, total))
-        return summed.chosen(0, writers.share(writer)), own, common
+        return writers.share(writer), own, common
 
     def _mismatch(self, delivered: Delivered, report: Reported, rows: Sequence[int], columns: Sequence[int]) -> str:
         """Returns what of a prefill rank's KV differs here: each block has some wrong tokens, or is next to one."""
@@ -283,14 +348,24 @@ class Verifier:
     ) -> None:
         """Writes the first place that differs into the dump folder, for `vllm-ascend-pd verify`."""
         assert self._dump_dir is not None
-        index, delivered = report.covers[rows[0]], check.delivered
-        tensor, of = self._caches.description.tensors[index], delivered.verified
-        summed, summer, _ = check.summed[tensor.geometry]
-        chosen, own, common = self._written(summed, delivered.prefill, report.writer.rank)
-        chosen &= summed.units.tokens // of.column_tokens == columns[0]
+        delivered, described = check.delivered, self._caches.description.tensors
+        # By geometry: its first tensor that differs.
+        first = {described[report.covers[row]].geometry: row for row in reversed(rows)}
+        for geometry, row in first.items():
+            if geometry in check.summed:
+                summed, summer, _ = check.summed[geometry]
+                share, own, common = self._written(summed, delivered.prefill, report.writer.rank)
+                of_units = summed.units.tokens // delivered.verified.column_tokens
+                chosen = summed.chosen(0, share) & np.isin(of_units, columns)
+                index, lacks = report.covers[row], int(missing[row])
+                if chosen.any():
+                    break
+        else:  # nothing of it is here
+            return
+        chosen &= of_units == of_units[chosen][0]
         heads = np.where([head in common for head in own], head_weights(own), np.uint64(0))
         try:
-            content, copies = summer.content(self._caches.tensors[index], tensor.base, chosen)
+            content, copies = summer.content(self._caches.tensors[index], described[index].base, chosen)
             alone = len(rows) == len(columns) == 1 and len(content) == chosen.sum()
             write_dump(
                 self._dump_dir,
@@ -298,9 +373,7 @@ class Verifier:
                 content,
                 summed.entry_weights[chosen][: len(content)],
                 heads,
-                Place(
-                    f"request {delivered.expect.request_id}: {place}", int(missing[rows[0]]) if alone else None, copies
-                ),
+                Place(f"request {delivered.expect.request_id}: {place}", lacks if alone else None, copies),
             )
         except (OSError, RuntimeError) as error:
             logger.error("verify_kv: no dump: %s", error)

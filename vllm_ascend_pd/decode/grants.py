@@ -188,7 +188,7 @@ class OpenTicket:
     vacated: Event
     # Version of this engine's weights that the KV must fit. None until the first grant.
     weights_version: int | None = None
-    # Checksums of writers that have reported success, for `verify_kv`.
+    # What writers with success have reported for `verify_kv`. Empty unless the ticket is verified.
     reported: dict[WriterId, Reported] = field(default_factory=dict)
     # The connection that each writer last used.
     connections: dict[WriterId, ClientConnection] = field(default_factory=dict)
@@ -233,6 +233,8 @@ class GrantService:
         self._open: dict[str, OpenTicket] = {}
         # Ticket id -> how it ended, for prefill ranks that ask too late. The oldest first, at most `MAX_TOMBSTONES`.
         self._closed: OrderedDict[str, str] = OrderedDict()
+        # Whether a warning has said that checksums come and are not compared.
+        self._told_unverified = False
         # Set when no ticket is open. None unless the engine sleeps.
         self._quiet: threading.Event | None = None
 
@@ -355,10 +357,15 @@ class GrantService:
             report = msgspec.structs.replace(report, reason="decode's weights were updated before all KV was here")
         if not each.ticket.report(report, now):
             return
-        failed = each.ticket.state is TicketState.FAILED
-        if report.checksums is not None and each.expect.verified is not None and not failed:
+        if report.checksums and not self._config.verified_share and not self._told_unverified:
+            self._told_unverified = True
+            logger.warning(
+                "prefill engine %s sends checksums of KV, and nothing is compared: `verify_kv` is off here",
+                report.writer.engine_id,
+            )
+        if report.reason is None and each.expect.verified is not None:
             covers = tuple(sorted(each.ticket.covers(report.writer)))
-            each.reported[report.writer] = Reported(report.writer, covers, report.checksums)
+            each.reported.setdefault(report.writer, Reported(report.writer, covers, report.checksums))
         if report.writer in each.connections:
             each.connections[report.writer] = connection
         self._advance(each, now)
@@ -406,7 +413,7 @@ class GrantService:
         self._observer.ticket_ended(request_id, ticket_id, is_received)
         received = (ticket.num_bytes, ticket.bytes_before_end) if is_received else None
         verified, prefill = each.expect.verified, ticket.sharding
-        if received is not None and each.reported and verified is not None and prefill is not None:
+        if received is not None and verified is not None and prefill is not None:
             reports = tuple(each.reported.values())
             delivered = Delivered(each.expect, verified, received, ticket.cached_tokens, prefill, reports)
             self._arrivals.add(lambda news: news.delivered.append(delivered))

@@ -202,14 +202,25 @@ class DecodeWorker(ConnectorRole):
         self._server.call(functools.partial(self._grants.sleep, quiet, time.monotonic()))
         if not quiet.wait(self._config.lease_s + self._engine.limits.settle_s + self._config.control_timeout_s):
             logger.warning("this rank sleeps although a prefill rank has not reported that it stopped writing")
+        if self._verifier is not None:
+            self._verifier.sleep()
+            self._arrivals.add(self._leave_unverified, wakes=False)
         self._device.idle(self._config.collective_timeout_s)
         self._engine.suspend()
+
+    def _leave_unverified(self, news: Arrivals) -> None:
+        """Hands on what has arrived while the verifier sleeps, so that it is not compared."""
+        assert self._verifier is not None
+        self._verifier.begin(news.delivered)
+        news.delivered.clear()
 
     @owned
     def wake(self) -> None:
         """Registers the caches again, which are at the same addresses. `description` has what peers must learn anew."""
         self._engine.resume()
         self.description = msgspec.structs.replace(self.description, session=self._engine.session)
+        if self._verifier is not None:
+            self._verifier.wake()
         self._server.call(self._grants.wake)
 
     def close(self, timeout_s: float) -> None:

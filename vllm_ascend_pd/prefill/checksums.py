@@ -9,12 +9,14 @@ adds up those that it reports to a decode rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from vllm_ascend_pd.core.caches import LayerTensors, Quantize
-from vllm_ascend_pd.core.checksum import MAX_ROWS, SummedUnits, Tally, column_tokens, common_heads
+from vllm_ascend_pd.core.checksum import MAX_ROWS, HeadSums, SummedUnits, Tally, column_tokens, common_heads
+from vllm_ascend_pd.core.layout import BlockKind, Geometry, Order, TokenShare
 from vllm_ascend_pd.core.prefill_ticket import Destination
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import held
@@ -23,15 +25,31 @@ from vllm_ascend_pd.device.checksums import UnitSummer, take_sums, to_numpy
 
 logger = logging.getLogger(__name__)
 
+_Key = TypeVar("_Key")
+# By step, all tensors of a report (layer and part) and tokens. Ranks that want other heads of the same share these.
+_Folded: TypeAlias = dict[tuple["StepChecksums", tuple[tuple[str, int], ...], TokenShare], HeadSums]
+
+UNKNOWN = b""
+"""As a report's checksums: they could not be taken, so that decode calls the KV neither right nor wrong."""
+
 
 class StepChecksums:
     """Checksums of what one step completes of some requests, in caches of one geometry."""
 
-    def __init__(self, device: Device, own_heads: range, summed: SummedUnits, ticket_ids: Sequence[str]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        own_heads: range,
+        summed: SummedUnits,
+        ticket_ids: Sequence[str],
+        tensors: Collection[tuple[str, int]],
+    ) -> None:
         """`own_heads`: this rank's, of the whole model. `ticket_ids`: of the requests that units belong to.
+        `tensors`: layer and part of those that the step computes in this geometry.
 
         Raises `DeviceError`.
         """
+        self.tensors = tensors
         self.own_heads = own_heads
         self.summed = summed
         self.ticket_ids = tuple(ticket_ids)
@@ -74,27 +92,55 @@ def submit_layer(
         return computed
 
 
-def report_checksums(ticket: Ticket, steps: Sequence[StepChecksums], destination: Destination) -> bytes | None:
-    """Returns what is reported to a decode rank after success; None if nothing was taken.
+def report_checksums(
+    ticket: Ticket,
+    steps: Sequence[StepChecksums],
+    destinations: Mapping[_Key, Destination],
+    grows: bool = False,
+) -> dict[_Key, bytes]:
+    """Returns what is reported to each decode rank after success: `UNKNOWN` if a checksum is missing or is not exact.
 
-    The control thread calls it. `steps`: all that was taken of the ticket's KV.
+    The control thread calls it.
+
+    `steps`: all that was taken of the ticket's KV. None if this rank has no token of it.
+    `grows`: as in `Send`. A head-major block is opaque, and may have been sent with KV of further tokens or without.
     """
+    if grows and any(_ends_within_opaque_block(ticket, step.summed.geometry.sent) for step in steps):
+        return dict.fromkeys(destinations, UNKNOWN)
+    folded: _Folded = {}
+    return {key: _checksums(ticket, steps, each, folded) for key, each in destinations.items()}
+
+
+def _ends_within_opaque_block(ticket: Ticket, form: Geometry) -> bool:
+    is_opaque = form.order is Order.HEAD_MAJOR and form.kind is BlockKind.TOKENS and not form.draft
+    return is_opaque and ticket.num_tokens % form.block_size > 0
+
+
+def _checksums(
+    ticket: Ticket,
+    steps: Sequence[StepChecksums],
+    destination: Destination,
+    folded: _Folded,
+) -> bytes:
     covers = sorted(destination.covers)
-    if not steps or not 0 < len(covers) <= MAX_ROWS:
-        return None
+    if len(covers) > MAX_ROWS:
+        return UNKNOWN
     rank, decode = destination.rank, ticket.sharding
     tally = Tally.empty(len(covers), column_tokens(ticket.spans, ticket.num_tokens), ticket.num_tokens)
-    named = [(rank.caches.tensors[index].layer, rank.caches.tensors[index].part) for index in covers]
-    kinds = [rank.caches.geometry_of(rank.caches.tensors[index]) for index in covers]
+    names = tuple((rank.caches.tensors[index].layer, rank.caches.tensors[index].part) for index in covers)
     for step in steps:
         summed = step.summed
-        rows = {name: row for row, name in enumerate(named) if kinds[row].group == summed.geometry.group}
+        rows = [row for row, name in enumerate(names) if name in step.tensors]
+        if not all(names[row] in step.taken for row in rows):
+            return UNKNOWN
+        if not rows:
+            continue
         _, readers = held(summed.geometry, decode, decode)
-        chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), readers.share(rank.tp_rank))
+        key = step, names, readers.share(rank.tp_rank)
+        if key not in folded:
+            chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), key[2])
+            sums = [to_numpy(step.taken[names[row]]) for row in rows]
+            folded[key] = HeadSums.of(rows, sums, summed, chosen, tally)
         common = common_heads(step.own_heads, decode.heads(rank.tp_rank, summed.geometry.total_heads))
-        of_tensors = {name: step.taken[name] for name in rows if name in step.taken}
-        if of_tensors:
-            sums = to_numpy(torch.stack(tuple(of_tensors.values())))[:, chosen]
-            tokens = summed.units.tokens[chosen]
-            tally.add([rows[name] for name in of_tensors], sums, step.own_heads, common, tokens)
+        tally.add(folded[key], step.own_heads, common)
     return tally.encode()

@@ -10,11 +10,12 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+from vllm_ascend_pd.core.checksum import is_selected
 from vllm_ascend_pd.core.compatibility import foreign, misfit, unsound
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey
@@ -454,10 +455,10 @@ class ControlPlane:
             if answers == len(pending):
                 self._notify(transfer)
 
+        checksums: Mapping[RankKey, bytes] = {}
+        if state.failure is None and is_selected(self._rank.config.verified_share, transfer.ticket.ticket_id):
+            checksums = report_checksums(transfer.ticket, transfer.checksums, pending, transfer.grows)
         for key, destination in pending.items():
-            checksums = None
-            if state.failure is None:
-                checksums = report_checksums(transfer.ticket, transfer.checksums, destination)
             num_bytes, early = transfer.written.get(key, (0, 0))
             report = WriteReport(
                 transfer.ticket.ticket_id,
@@ -468,7 +469,7 @@ class ControlPlane:
                 settle_s=settle_s,
                 digest=transfer.digest,
                 cached_tokens=transfer.cached_tokens,
-                checksums=checksums,
+                checksums=checksums.get(key),
             )
             answered = partial(on_answer, key)
             self._client.request(destination.rank.control, report, self._timeout_s, answered)

@@ -278,7 +278,9 @@ class PrefillScheduler(ConnectorRole):
             group.holding(ids, *part, last) for ids, group, part in zip(prompt.blocks, self._groups, parts, strict=True)
         )
         alike = all(part == (start, stop) for part in parts)
-        step.sends.append(Send(request_id, start, stop, blocks, last, () if alike else tuple(parts)))
+        # The last token that is generated has no KV.
+        grows = last and prompt.done < prompt.request.num_prompt_tokens + prompt.request.max_tokens - 1
+        step.sends.append(Send(request_id, start, stop, blocks, last, () if alike else tuple(parts), grows))
         transfer.sent = [stop for _, stop in parts]
         transfer.complete = last
 

@@ -56,6 +56,11 @@ class Planner:
         ]
         # By geometry: how many layers have tensors of it.
         self._layers = [sum(g in of for of in layers) for g in range(len(self._geometries))]
+        # By geometry: layer and part of its tensors.
+        self._tensors = [
+            frozenset((d.layer, d.part) for of in layers if g in of for d in of[g].described)
+            for g in range(len(self._geometries))
+        ]
         # The number of steps so far. It is the same on all ranks.
         self._steps = 0
 
@@ -80,6 +85,7 @@ class Planner:
             transfer = transfers[send.request_id]
             if send.last:
                 plan.last.append(transfer)
+                transfer.grows = send.grows
             if send.start < send.stop:
                 ticket = transfer.ticket
                 shape = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
@@ -137,7 +143,8 @@ class Planner:
         if len(summed.units) == 0:  # other ranks have them
             return
         heads = self._rank.info.sharding.heads(self._rank.info.rank, geometry.total_heads)
-        checksums = StepChecksums(self._rank.device, heads, summed, [ticket.ticket_id for ticket in tickets])
+        ticket_ids = [ticket.ticket_id for ticket in tickets]
+        checksums = StepChecksums(self._rank.device, heads, summed, ticket_ids, self._tensors[index])
         plan.checksums.setdefault(index, []).append(checksums)
         for transfer, _ in verified:
             transfer.checksums.append(checksums)

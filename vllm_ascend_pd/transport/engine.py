@@ -188,13 +188,18 @@ class TransferEngine:
 
     def resume(self) -> None:
         """Start again, as another `session`, and register the same memory. Does nothing unless suspended. Raises
-        TransferError."""
+        TransferError: then the engine stays suspended, and another call tries again."""
         self._check_open()
-        if self._engine is None:
+        if self._engine is not None:
+            return
+        try:
             self._start(ascend.check() if self._protocol == "ascend" else None)
             with self._lock:
                 if self._known:
                     self._register(self._known)
+        except TransferError:
+            self._end()
+            raise
 
     def close(self) -> None:
         """Unregister the memory that only this engine uses, and stop. Call it after all writes have returned. A second
