@@ -17,6 +17,13 @@ from proxy_cluster import Cluster, beside, counted, eventually, running_cluster,
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
 CLIENTS, REQUESTS = 16, 200
+PASSED_OVER_SECONDS = "vllm_ascend_pd.proxy.routing.engine._PASSED_OVER_SECONDS"
+
+
+@pytest.fixture(autouse=True)
+def passed_over_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr(PASSED_OVER_SECONDS, 600.0)
 
 
 @contextmanager
@@ -89,7 +96,7 @@ def test_a_decode_engine_that_gets_no_kv_is_passed_over_and_not_the_prefill_engi
 
 def test_decode_computes_what_the_only_prefill_engine_cannot_deliver(monkeypatch: pytest.MonkeyPatch) -> None:
     """`/health` says so until a transfer succeeds."""
-    monkeypatch.setattr("vllm_ascend_pd.proxy.routing.engine._PASSED_OVER_SECONDS", 0.5)
+    monkeypatch.setattr(PASSED_OVER_SECONDS, 0.5)
     why = "block sizes 64 and 32 do not fit each other"
     with running_cluster() as cluster:
         cluster.prefill.transfer_error = why

@@ -50,11 +50,12 @@ class World:
         self.deliveries = Deliveries(*self.pools, LIMIT)
         self.broken = broken
 
-    def transfer(self, pair: str) -> None:
+    def transfer(self, pair: str, begun: float | None = None) -> None:
+        """`begun`: when; None: now, so that no other is under way."""
         if pair in self.broken:
             self.deliveries.failed(*pair, "it broke")
         else:
-            self.deliveries.delivered(*pair)
+            self.deliveries.delivered(*pair, time.monotonic() if begun is None else begun)
 
     @property
     def shunned(self) -> str:
@@ -110,6 +111,20 @@ def test_an_outage_of_the_only_decode_engine_passes_no_prefill_engine_over() -> 
                 world.transfer(pair)
             assert world.shunned == ""
     assert world.deliveries.passed_over(["x"]) == frozenset("abc")
+
+
+@pytest.mark.parametrize(("decode", "later", "shunned"), [("x", "bx", "a"), ("xy", "ay", "x"), ("xy", "by", "")])
+@pytest.mark.parametrize("beside", [True, False])
+def test_failures_before_any_success_count_if_a_success_was_under_way(
+    decode: str, later: str, shunned: str, beside: bool
+) -> None:
+    """Of clients that come all at once. Otherwise it may have been an outage that is over."""
+    world, begun = World("ab", decode, {"ax"}), time.monotonic()
+    for _ in range(LIMIT):
+        world.transfer("ax")
+    assert world.shunned == ""
+    world.transfer(later, begun if beside else None)
+    assert world.shunned == (shunned if beside else "")
 
 
 def test_a_pair_is_passed_over_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

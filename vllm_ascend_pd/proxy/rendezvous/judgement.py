@@ -45,7 +45,7 @@ class PrefillJudge:
         for ticket in attempt.tickets.values():
             if ticket.engine and ticket.is_evidence and not (ticket.is_judged or ticket.given_up):
                 ticket.is_judged = True
-                self._deliveries.delivered(ticket.engine, attempt.engine)
+                self._deliveries.delivered(ticket.engine, attempt.engine, ticket.posted_at)
                 self._count_refusals(ticket)
 
     def _count_refusals(self, ticket: TicketProgress) -> None:

@@ -145,6 +145,7 @@ class TicketProgress(EngineCall):
             is_decodes: whether a decode engine certainly posted the ticket. False: a client may have made it up.
         """
         super().__init__()
+        self.posted_at = time.monotonic()
         self._is_decodes = is_decodes
         self.attempt = attempt
         self.prompt = prompt

@@ -28,6 +28,8 @@ class _Pair:
         self.streak = Streak(limit)
         self.undecided = 0
         """How many of the streak's failures count against neither engine yet."""
+        self.failed_at = float("-inf")
+        """When the last one failed, on `time.monotonic`'s clock."""
 
 
 class Deliveries:
@@ -42,8 +44,14 @@ class Deliveries:
         """By prefill engine and decode engine. Engines that were removed go when the next pair comes."""
 
     @owned
-    def delivered(self, prefill: str, decode: str) -> None:
-        """A prompt's KV has arrived. Arguments: the engines' URLs."""
+    def delivered(self, prefill: str, decode: str, begun: float) -> None:
+        """A prompt's KV has arrived.
+
+        Args:
+            prefill: the engine's URL.
+            decode: the engine's URL.
+            begun: when the prefill began, on `time.monotonic`'s clock.
+        """
         self._prefill.judge(prefill, None)
         if (engines := self._engines(prefill, decode)) is None:
             return
@@ -52,16 +60,28 @@ class Deliveries:
         pair = self._pair(*engines)
         pair.streak.ended(None, time.monotonic())
         pair.undecided = 0
+        giver, taker = engines
+        beside = [(other, taker) for other, each in self._pairs.items() if taker in each]
+        for each in (*beside, *((giver, other) for other in self._pairs[giver])):
+            other = self._pair(*each)
+            # What failed while this one was under way was no outage of the engine that both have.
+            if other.undecided and other.failed_at > begun:
+                self._decide(*each)
 
     @owned
     def failed(self, prefill: str, decode: str, reason: str) -> None:
         """A prompt's KV has not arrived. `reason`: as everybody may see it."""
         if (engines := self._engines(prefill, decode)) is None:
             return
-        giver, taker = engines
-        pair = self._pair(giver, taker)
-        pair.streak.ended(reason, time.monotonic())
+        pair = self._pair(*engines)
+        pair.failed_at = time.monotonic()
+        pair.streak.ended(reason, pair.failed_at)
         pair.undecided += 1
+        self._decide(*engines)
+
+    def _decide(self, giver: RegisteredEngine, taker: RegisteredEngine) -> None:
+        """Counts a pair's undecided failures against one of its engines, if the others' results say which."""
+        pair = self._pairs[giver][taker]
         others = [each[taker] for other, each in self._pairs.items() if other is not giver and taker in each]
         elsewhere = [each for other, each in self._pairs[giver].items() if other is not taker]
         to_decode, from_prefill = ([not each.streak.failures for each in pairs] for pairs in (others, elsewhere))
@@ -70,7 +90,7 @@ class Deliveries:
             return
         engine = giver if role is EngineRole.PREFILL else taker
         for _ in range(min(pair.undecided, self._limit)):
-            note_result(engine, engine.gate.transfers, reason)
+            note_result(engine, engine.gate.transfers, pair.streak.how)
         pair.undecided = 0
 
     def passed_over(self, decode: Collection[str]) -> frozenset[str]:
