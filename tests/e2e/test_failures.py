@@ -33,7 +33,7 @@ def nothing_leaks(cluster: Cluster, client: Client, reference) -> Iterator[None]
 def test_one_layer_of_one_request_fails_that_request_alone(client: Client, reference) -> None:
     """And its client is told why."""
     failed = poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 1000, 5, 640])
-    assert failed.status_code == 502
+    assert failed.status_code == 503
     assert "poisoned by the test" in failed.json()["error"]["message"]
     with pytest.raises((httpx.HTTPStatusError, StreamError), match="poisoned by the test"):
         client.complete(random_prompt(POISONED_TOKENS, "told in a stream"), stream=True)

@@ -120,4 +120,4 @@ def test_ours_pushes_what_the_other_restored(cluster: Cluster, client: Client, r
 
 
 def test_a_request_that_ours_cannot_deliver_fails_alone(client: Client, reference: Reference) -> None:
-    assert poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 5]).status_code == 502
+    assert poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 5]).status_code == 503

@@ -213,7 +213,7 @@ class _Engine:
         if fields is None:
             return JSONResponse(NO_OBJECT, status_code=400)
         self.received.append(Received(request.url.path, dict(request.headers), fields))
-        return Response(body, media_type="application/json")
+        return Response(body or b"{}", media_type="application/json")
 
     async def _metrics(self, _: Request) -> Response:
         self.metrics_read.release()
@@ -235,6 +235,10 @@ class PrefillEngine(_Engine):
         """The name of a model or adapter that it does not have."""
         self.transfer_error: str | None = None
         """Answer with a token, and with this as the reason why its KV did not reach the decode engine."""
+        self.refuses_tickets = False
+        """`transfer_error` is why it refuses the ticket."""
+        self.loses: set[str] | None = None
+        """Answer as if all were well, and add the decode engine's id of the request, whose KV does not arrive."""
 
     async def _answer(self, received: Received) -> Response:
         if self.hangs or self.frozen:
@@ -252,7 +256,11 @@ class PrefillEngine(_Engine):
         ticket = received.body["kv_transfer_params"]
         assert ticket["do_remote_decode"] is True
         assert limit_of(received) == 1
-        transfer = None if self.transfer_error is None else {"error": self.transfer_error}
+        transfer = None
+        if self.transfer_error is not None:
+            transfer = {"error": self.transfer_error, **({"refused": True} if self.refuses_tickets else {})}
+        if self.loses is not None:
+            self.loses.add(ticket["request_id"])
         choices = [{"index": 0, "text": "x", "finish_reason": "length"}]
         return JSONResponse({"object": "text_completion", "choices": choices, "kv_transfer_params": transfer})
 
@@ -291,6 +299,10 @@ class DecodeEngine(_Engine):
         self.most_streams = self._streams = 0
         self.first_events: list[dict[str, Any]] = []
         """Events of a stream before its first token."""
+        self.lost: set[str] = set()
+        """Its ids of requests whose KV does not arrive: it tells the metaserver so, and fails them."""
+        self.loses_all = False
+        """No KV arrives."""
         self.explains: str | None = None
         """After an answer that is an error, tell the metaserver that the transfer failed for this reason."""
         self.tickets: list[dict[str, Any]] = []
@@ -310,7 +322,8 @@ class DecodeEngine(_Engine):
         if not prefilled or self.fails:
             self._explain(received)
             return JSONResponse(INTERNAL_ERROR, status_code=500)
-        return JSONResponse({"object": "text_completion", "choices": self._tokens(received)})
+        usage = {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+        return JSONResponse({"object": "text_completion", "choices": self._tokens(received), "usage": usage})
 
     async def _stream(self, received: Received) -> AsyncIterator[bytes]:
         if self.stream_room is not None and self._streams >= self.stream_room:
@@ -392,10 +405,21 @@ class DecodeEngine(_Engine):
                     if self.adapter is not None:
                         ticket["prompt"] = {"adapter": self.adapter} if self.adapter else {}
                     tasks.start_soon(post, ticket)
-        succeeded = all(status == 200 for status, _ in answers)
+            succeeded = all(status == 200 for status, _ in answers)
+            if succeeded:
+                succeeded = await self._receive(client, transfer["metaserver"], received)
         if not succeeded and self.hangs_when_prefill_fails:
             await anyio.sleep_forever()
         return succeeded or self.recomputes
+
+    async def _receive(self, client: httpx.AsyncClient, metaserver: str, received: Received) -> bool:
+        """Returns whether all KV arrives."""
+        ids = self._engine_request_ids(received)
+        lost = [number for number, request_id in enumerate(ids) if self.loses_all or request_id in self.lost]
+        for number in lost:
+            ticket = make_ticket(ids[number], f"ticket-{number}")
+            await client.post(metaserver + "/failure", json=make_failure(ticket, "went silent"))
+        return not lost
 
     def _explain(self, received: Received) -> None:
         if self.explains is not None:

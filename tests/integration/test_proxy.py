@@ -179,7 +179,7 @@ def test_failed_prefill_cancels_decode_and_the_other_prefills() -> None:
         running_cluster(other_prefill=(others.start(lambda _: failing.app),), attempts=1) as cluster,
     ):
         cluster.prefill.hangs = True
-        assert cluster.complete(prompt=["a", "b"]).status_code == 502
+        assert cluster.complete(prompt=["a", "b"]).status_code == 503
         assert cluster.decode.cancelled.wait(5)
         # The failure may come before the other prefill was even sent.
         assert not cluster.prefill.working.is_set() or cluster.prefill.cancelled.wait(5)

@@ -7,8 +7,8 @@ import socket
 
 import httpx
 import pytest
-from engine_standin import INTERNAL_ERROR, event
-from proxy_cluster import running_cluster
+from engine_standin import INTERNAL_ERROR, DecodeEngine, event
+from proxy_cluster import beside, counted, running_cluster
 
 from harness.tcp_server import serving
 
@@ -81,7 +81,52 @@ def test_a_stream_that_ends_without_an_answer(events: bytes) -> None:
     assert response.json()["error"]["message"] == "decode engine: its stream ended without an answer"
 
 
-def test_a_304_has_no_content_length() -> None:
-    response = relayed(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n")
-    assert (response.status_code, response.content) == (304, b"")
-    assert "content-length" not in response.headers
+SECRET = b"http://10.0.0.7:8100"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: %s/x\r\nContent-Length: 0\r\n\r\n" % SECRET,
+        b"HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n",
+        b"HTTP/1.1 307 Temporary Redirect\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % SECRET,
+        *(
+            b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n%s" % (kind, len(body), body)
+            for kind, body in (
+                (b"text/plain", b"hello from " + SECRET),
+                (b"application/json", b"{}"),
+                (b"application/json", b""),
+                (b"application/json", b'{"choices": []}'),
+                (b"application/json", b'{"detail": "%s"}' % (SECRET * 9)),
+                (b"text/plain", SECRET * 9000),
+            )
+        ),
+    ],
+)
+def test_a_success_without_an_answer_is_a_failure(answer: bytes) -> None:
+    """Of another server at the address, or a gateway. Its words stay here."""
+    response = relayed(answer)
+    assert response.status_code == 502
+    assert response.json()["error"]["message"].startswith("decode engine: HTTP ")
+    assert SECRET.decode() not in f"{response.headers} {response.text}"
+
+
+@pytest.mark.parametrize(("body", "status"), [(b"hello", 502), (b"", 502), (b'{"tokens": [1]}', 200)])
+def test_routes_that_decode_answers_alone_answer_in_json(body: bytes, status: int) -> None:
+    def serve(peer: socket.socket) -> None:
+        peer.settimeout(10)
+        peer.recv(1 << 20)
+        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        peer.shutdown(socket.SHUT_WR)
+
+    with serving(serve) as port, running_cluster(other_decode=(f"http://127.0.0.1:{port}",), attempts=1) as cluster:
+        assert cluster.client.post("/tokenize", json={"prompt": "a"}).status_code == status
+
+
+def test_another_engine_answers_where_one_answers_without_an_answer() -> None:
+    odd = DecodeEngine()
+    odd.refusal = (200, {})
+    with beside(decode=odd) as cluster:
+        assert cluster.complete().status_code == 200
+        assert counted(cluster)[1]["decode"] == {"unusable answer": 1}

@@ -131,7 +131,7 @@ def test_the_only_prefill_engine_is_asked_again_only_after_failures_not_its_own(
             assert len(cluster.prefill.received) == 1
         with running_cluster(other_decode=urls) as cluster:
             fail_transfer(cluster.prefill)
-            assert cluster.complete().status_code == 502
+            assert cluster.complete().status_code == 503
             assert len(cluster.prefill.received) == 2
         with closing_server() as (url, seen), running_cluster(only_prefill=(url,), other_decode=urls) as cluster:
             assert cluster.complete().status_code == 502

@@ -138,7 +138,7 @@ def test_routes_that_decode_answers_alone(cluster: Cluster) -> None:
     for number, path in enumerate(OTHER_PATHS):
         method, content = ("GET", b"") if path == "/version" else ("POST", body)
         response = cluster.client.request(method, path, content=content, headers=TRACE)
-        assert (response.status_code, response.content) == (200, content), path
+        assert (response.status_code, response.content) == (200, content or b"{}"), path
         [received] = cluster.decode.received[number:]
         assert {name: received.headers[name] for name in TRACE} == TRACE
     assert cluster.prefill.received == []

@@ -77,14 +77,16 @@ def test_a_second_prefill_engine_gets_the_same_token_ids() -> None:
 
 
 def test_what_prefill_says_of_another_prompt_reaches_the_client() -> None:
-    """Only after all prefill engines were asked: another one may have the right chat template."""
+    """Only after other prefill engines were asked, one of which may have the right chat template, and then decode."""
     reason = "the prompt's tokens differ: decode and prefill rendered or tokenized it differently"
     first = PrefillEngine()
-    first.transfer_error = reason
+    first.transfer_error, first.refuses_tickets = reason, True
     with beside(prefill=first) as cluster:
         assert cluster.client.post("/v1/chat/completions", json=CHAT).status_code == 200
     with running_cluster() as cluster:
-        cluster.prefill.transfer_error = reason
+        cluster.prefill.transfer_error, cluster.prefill.refuses_tickets = reason, True
         answer = cluster.client.post("/v1/chat/completions", json=CHAT)
-        assert answer.status_code == 502
+        assert answer.status_code == 503
         assert reason in answer.json()["error"]["message"]
+        cluster.decode.computes_itself = True
+        assert cluster.client.post("/v1/chat/completions", json=CHAT).status_code == 200

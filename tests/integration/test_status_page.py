@@ -144,7 +144,7 @@ def test_the_page_follows_start_load_and_failure_without_a_reload(page: Page) ->
 
         eventually(lambda: "no grant in time" in page.text("#failures"))
         newest = page.text("#failures li")
-        assert f"decode: prefill failed {cluster.decode_url}" in newest
+        assert f"decode: no prefill engine {cluster.decode_url}" in newest
         assert MARKUP in newest, "as text"
         assert "s ago" in newest
         assert "prefill: transfer failed" in page.text("#failures")

@@ -5,7 +5,16 @@ import json
 
 import pytest
 
-from vllm_ascend_pd.proxy.routing.answers import RULES, Asks, EngineRole, FailureKind, Then, kind_of, may_refuse
+from vllm_ascend_pd.proxy.routing.answers import (
+    RULES,
+    Asks,
+    EngineRole,
+    FailureKind,
+    Then,
+    is_completion,
+    kind_of,
+    may_refuse,
+)
 
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 
@@ -19,7 +28,7 @@ def test_each_failure_has_a_row() -> None:
     assert everything - set(RULES) == {
         (EngineRole.PREFILL, FailureKind.PREFILL),
         (EngineRole.PREFILL, FailureKind.NO_PREFILL),
-        (EngineRole.DECODE, FailureKind.ABORTED),
+        *((EngineRole.DECODE, kind) for kind in (FailureKind.ABORTED, FailureKind.TICKET, FailureKind.INTERRUPTED)),
     }
 
 
@@ -61,6 +70,30 @@ def test_f19_how_answers_are_told_apart(
     assert kind_of(EngineRole.PREFILL, status, content_type, body, well=True) is at_prefill
     assert kind_of(EngineRole.DECODE, status, content_type, body, well=True) is at_decode
     assert may_refuse(status, content_type) or at_prefill is None
+
+
+CHOICE, USAGE = '{"index": 0, "text": "x", "logprobs": null}', '{"prompt_tokens": 5, "prompt_tokens_details": {"a": 0}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "is_one"),
+    [
+        (f'{{"id": "x", "choices": [{CHOICE}, {CHOICE}], "usage": {USAGE}, "kv_transfer_params": {{"b": [1]}}}}', True),
+        (f'{{"choices": [{CHOICE}], "usage": null}}', True),
+        (f'{{"output": [], "usage": {USAGE}}}', True),  # /v1/responses
+        (f'{{"content": [{{"type": "text"}}], "usage": {USAGE}}}', True),  # /v1/messages
+        (f'{{"choices": [], "usage": {USAGE}}}', False),
+        ('{"choices": null, "usage": null}', False),
+        ('{"error": {"message": "no"}}', False),
+        ("{}", False),
+        ("[]", False),
+        ("", False),
+        ("hello", False),
+        ("[" * 100_000, False),
+    ],
+)
+def test_what_is_a_completion(body: str, is_one: bool) -> None:
+    assert is_completion(body.encode()) is is_one
 
 
 def test_f22_a_503_of_an_engine_that_is_not_well_is_no_busy_engines() -> None:

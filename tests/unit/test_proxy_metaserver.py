@@ -15,10 +15,12 @@ from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.messages import RequestRefused
+from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import FailureKind
+from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
@@ -41,6 +43,9 @@ class Pool:
 
     def rank(self, *_: object) -> EngineRanking:
         return EngineRanking(NO_PROMPT, (self.urls,))
+
+    def get(self, _: str) -> None:
+        pass
 
     def judge(self, *_: object) -> None:
         pass
@@ -71,7 +76,9 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
     """The failure counts nevertheless."""
     request_table, pool = RequestTable(1), Pool()
     engines = cast(EnginePool, pool)
-    metaserver = Metaserver(request_table, engines, Observer(request_table, ()), settings_with(attempts=3))
+    observer, deliveries = Observer(request_table, ()), Deliveries(engines, engines, limit=3)
+    judge = PrefillJudge(engines, deliveries, observer)
+    metaserver = Metaserver(request_table, engines, deliveries, judge, observer, settings_with(attempts=3))
 
     async def run() -> None:
         statuses: list[int] = []

@@ -33,14 +33,16 @@ def relayed(chunks: list[bytes], content_type: str, given: str = "abc") -> bytes
             for chunk in chunks:
                 yield chunk
 
-        answer: Any = SimpleNamespace(status=200, headers=[], chunks=body)
+        answer: Any = SimpleNamespace(status=200, is_success=True, headers=[], chunks=body)
         answer.header = {"Content-Type": content_type}.get
         answer.is_event_stream = content_type == "text/event-stream"
         reply = Reply(send, request_id=given)
         reply.renaming = Renaming.to(given, ID)
         proxied = ProxiedRequest("POST", Endpoint.CHAT.value, Endpoint.CHAT, [], reply)
         attempt = DecodeAttempt(proxied, ID, lambda: False)
-        assert await ResponseRelay(attempt, Observer(RequestTable(1), ())).run(cast(EngineResponse, answer)) is None
+        judge: Any = SimpleNamespace(answered=lambda *_, **__: None)
+        relay = ResponseRelay(attempt, judge, Observer(RequestTable(1), ()))
+        assert await relay.run(cast(EngineResponse, answer)) is None
 
     anyio.run(run)
     return b"".join(sent)

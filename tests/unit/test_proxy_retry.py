@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.streams import Events, Opening, error_of, opening, split_errors
 from vllm_ascend_pd.proxy.routing.answers import (
+    MAX_UNDELIVERED,
     RULES,
     EngineRole,
     Failure,
@@ -59,23 +60,47 @@ def test_which_engine_is_asked_next(urls, failures, attempts, avoid, role) -> No
         ("a", [], 1, False),
         ("", [], 2, False),
         ("a", [failure(FailureKind.TRANSFER)], 3, True),
-        ("a", [failure(FailureKind.TRANSFER)], 2, False),
+        ("a", [failure(FailureKind.TRANSFER)], 1, False),
+        ("a", [failure(FailureKind.TRANSFER)] * 2, 2, True),
+        ("a", [failure(FailureKind.TRANSFER)] * 3, 2, False),
+        ("a", [failure(FailureKind.TRANSFER)] * 5, 7, True),
+        ("ab", [failure(FailureKind.TRANSFER), failure(FailureKind.ERROR)], 2, False),
         ("a", [failure(FailureKind.ERROR)], 3, False),
         ("ab", [failure(FailureKind.ERROR)], 3, True),
     ],
 )
 def test_whether_another_attempt_may_follow(urls, failures, attempts, follows) -> None:
     """Beside the attempt in flight, as it turns out if that fails through no fault of its own engine."""
-    assert (engines_to_avoid(EngineRole.DECODE, urls, failures, attempts - 1) is not None) is follows
-    failures = [*failures, failure(FailureKind.TRANSFER, urls[-1:])]
-    assert (engines_to_avoid(EngineRole.DECODE, urls, failures, attempts) is not None) is follows
+    for url in ("", urls[-1:]):
+        also = [*failures, failure(FailureKind.TRANSFER, url)]
+        assert (engines_to_avoid(EngineRole.DECODE, urls, also, attempts) is not None) is follows
 
 
 def test_an_engine_gets_a_new_request_again_only_after_what_may_have_been_an_accident() -> None:
     prefill, decode = EngineRole.PREFILL, EngineRole.DECODE
     again = {(role, kind) for role, kind in RULES if engines_to_avoid(role, "a", [failure(kind)], 2) is not None}
     anew = (FailureKind.LOST, FailureKind.TIMEOUT, FailureKind.ABORTED, FailureKind.TRANSFER)
+    anew = (*anew, FailureKind.TICKET, FailureKind.INTERRUPTED)
     assert again == {*((prefill, kind) for kind in anew), (decode, FailureKind.LOST), (decode, FailureKind.TRANSFER)}
+
+
+@pytest.mark.parametrize(
+    ("urls", "failed", "attempts", "follows"),
+    [
+        ("abc", "a", 1, False),
+        ("abc", "ab", 2, True),
+        ("abc", "abc", 2, False),
+        ("a", "a", 2, True),
+        ("a", "aa", 2, False),
+        ("abcdef", "abc", 2, True),
+        ("abcdef", "abcd", 2, False),
+        ("abcdef", "abcd", 5, True),
+    ],
+)
+def test_a_prompt_whose_transfers_fail_is_prefilled_at_further_engines(urls, failed, attempts, follows) -> None:
+    """Also beyond the allowed attempts, because nothing is known against the prompt."""
+    failures = [failure(FailureKind.TRANSFER, url) for url in failed]
+    assert (engines_to_avoid(EngineRole.PREFILL, urls, failures, attempts) is not None) is follows
 
 
 @given(
@@ -88,7 +113,8 @@ def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[FailureK
     avoid = engines_to_avoid(EngineRole.DECODE, urls, failures, attempts)
     if avoid is not None:
         assert set(urls) - avoid
-        assert len(failures) < attempts
+        transfers = attempts > 1 and all(each.kind is FailureKind.TRANSFER for each in failures)
+        assert len(failures) < (max(attempts, MAX_UNDELIVERED) if transfers else attempts)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +132,13 @@ def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[FailureK
         ([FailureKind.LOST, FailureKind.LOST], False),
         ([FailureKind.LOST, FailureKind.TIMEOUT, FailureKind.NO_ENGINE], False),
         ([FailureKind.UNREACHABLE, FailureKind.ERROR], False),
-        ([FailureKind.TRANSFER], False),
+        ([FailureKind.TRANSFER], True),
+        ([FailureKind.TRANSFER] * 4, True),
+        ([FailureKind.TICKET] * 2, True),
+        ([FailureKind.LOST, FailureKind.TRANSFER], True),
+        ([FailureKind.LOST, FailureKind.INTERRUPTED, FailureKind.TRANSFER], False),
+        ([FailureKind.TRANSFER, FailureKind.ERROR], False),
+        ([FailureKind.INTERRUPTED], False),
         ([FailureKind.FULL], False),
         ([FailureKind.REFUSED], False),
         ([FailureKind.BUSY], False),

@@ -48,7 +48,7 @@ class Proxy:
 
     def status(self, after: float = 0.0) -> Status:
         """The status when so many seconds have passed."""
-        page = StatusPage((self.prefill, self.decode), self.request_table, self.observer, self.problems, None)
+        page = StatusPage((self.prefill, self.decode), self.request_table, self.observer, lambda: self.problems, None)
         with pytest.MonkeyPatch.context() as clock:
             clock.setattr(time, "monotonic", lambda: NOW + after)
             clock.setattr(time, "time", lambda: WALL)
@@ -133,7 +133,7 @@ def test_states_of_an_engine() -> None:
     gate.checked(None)
     assert state_of_prefill(proxy) == (EngineState.HEALTHY, None, Verdict.OK)
     for _ in range(2):
-        gate.ended("silence", NOW)
+        gate.requests.ended("silence", NOW)
     why = "2 requests in a row failed there: silence"
     assert state_of_prefill(proxy) == (EngineState.PASSED_OVER, why, Verdict.DEGRADED)
     assert state_of_prefill(proxy, after=60) == (EngineState.HEALTHY, None, Verdict.OK)

@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import NamedTuple
@@ -34,10 +34,12 @@ from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
 from vllm_ascend_pd.proxy.http.messages import BoundedBodies, RequestRefused, error_response
 from vllm_ascend_pd.proxy.operate.status import StatusPage
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientRequests
+from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
+from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.polling import Discovery, HealthChecks
 from vllm_ascend_pd.proxy.settings import ProxySettings
@@ -76,6 +78,7 @@ class ProxyApp:
         self.ended = asyncio.Event()
         """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
         self._observer = Observer(self._request_table, self._pools)
+        self._deliveries = Deliveries(self._prefill, self._decode, settings.eject_after)
         self.asgi = Starlette(
             middleware=[Middleware(BoundedBodies)],
             routes=self._routes(settings),
@@ -109,13 +112,18 @@ class ProxyApp:
 
     def _routes(self, settings: ProxySettings) -> list[BaseRoute]:
         table, observer, token = self._request_table, self._observer, settings.admin_token()
+        deliveries, judge = self._deliveries, PrefillJudge(self._prefill, self._deliveries, observer)
         return [
-            *ClientRequests(table, self._decode, self._prefill, observer, settings).routes(),
+            *ClientRequests(table, self._decode, self._prefill, deliveries, judge, observer, settings).routes(),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
             Route("/metrics", observer.metrics, methods=["GET"]),
-            *StatusPage(self._pools, table, observer, self._discovery.problems, token).routes(),
-            *Metaserver(table, self._prefill, observer, settings).routes(),
+            *StatusPage(self._pools, table, observer, self._problems, token).routes(),
+            *Metaserver(table, self._prefill, deliveries, judge, observer, settings).routes(),
         ]
+
+    def _problems(self) -> Mapping[str, str]:
+        """What is wrong beside single engines: lists of engines, and pairs that do not fit each other."""
+        return {**self._discovery.problems, **self._deliveries.problems()}
 
 
 async def _not_served(reason: str, _: Request) -> Response:

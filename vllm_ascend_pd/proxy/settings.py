@@ -57,7 +57,8 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2
     """Attempts at decode: how often one request is sent to decode engines while its client has got nothing. Attempts at
     prefill: failed prefills after which a sample of a prompt fails. The count covers all tickets of the sample, those
-    at earlier decode engines included. A prefill whose KV did not arrive failed, too. A prefill that worked does not
+    at earlier decode engines included. A prefill whose KV did not arrive failed, too; if there are only such failures,
+    more prefills may follow (`routing/answers.py`, `MAX_UNDELIVERED`). A prefill that worked does not
     count: if decode fails by itself, the next attempt needs another prefill. Retries prefer another engine."""
     max_concurrent: Annotated[int, Option(help="Maximum number of requests in flight. Further ones wait.")] = 1024
     max_waiting: Annotated[int, Option(help="Maximum number of waiting requests. Further ones get status 429.")] = 32768

@@ -203,9 +203,9 @@ class Reply:
         """Sends the engine's status and headers, without the length of an event stream."""
         self._is_event_stream = answer.is_event_stream
         headers = client_response_headers(answer.headers)
-        # A failure adds an event to a stream or ends it early. And the length of a 304 is not that of its body.
+        # A failure adds an event to a stream or ends it early.
         other_length = self.renaming is not None and len(self.renaming.new) != len(self.renaming.old)
-        if self._is_event_stream or answer.status == HTTPStatus.NOT_MODIFIED or other_length:
+        if self._is_event_stream or other_length:
             headers = [header for header in headers if header[0] != b"content-length"]
         await self.send(
             {

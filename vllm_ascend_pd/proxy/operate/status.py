@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
@@ -75,7 +75,7 @@ _MAX_TEXT_CHARS = 300
 class Verdict(enum.Enum):
     OK = "ok"
     DEGRADED = "degraded"
-    """An engine is not healthy, or a list of engines cannot be used."""
+    """An engine is not healthy, a list of engines cannot be used, or two engines do not fit each other."""
     UNAVAILABLE = "unavailable"
     """A role has no engine that can be expected to answer."""
 
@@ -140,7 +140,7 @@ class Status(msgspec.Struct, frozen=True):
     """Seconds since 1970, as the times in `failures`."""
     verdict: Verdict
     problems: tuple[str, ...]
-    """Problems with lists of engines, one line each."""
+    """Problems with lists of engines, and with pairs of engines between which no KV arrives, one line each."""
     requests: RequestStatus
     roles: tuple[RoleStatus, ...]
     failures: tuple[RecentFailure, ...]
@@ -193,11 +193,11 @@ class StatusPage:
         pools: Sequence[EnginePool],
         request_table: RequestTable,
         observer: Observer,
-        problems: Mapping[str, str],
+        problems: Callable[[], Mapping[str, str]],
         token: str | None,
     ) -> None:
-        """`problems`: of the lists of engines, by list. `token`: the admin API's. None: there is none, and every client
-        may read the status."""
+        """`problems`: of lists of engines and of pairs, by their names. `token`: the admin API's. None: there is none,
+        and every client may read the status."""
         self._pools = {pool.role: pool for pool in pools}
         self._request_table = request_table
         self._observer = observer
@@ -235,7 +235,7 @@ class StatusPage:
 
     def status(self) -> Status:
         admission = self._request_table.admission
-        problems = tuple(one_line(f"{source}: {each}", _MAX_TEXT_CHARS) for source, each in self._problems.items())
+        problems = tuple(one_line(f"{source}: {each}", _MAX_TEXT_CHARS) for source, each in self._problems().items())
         roles = tuple(self._role(pool) for pool in self._pools.values())
         return Status(
             __version__,

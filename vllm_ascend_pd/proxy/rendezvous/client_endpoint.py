@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -47,6 +47,7 @@ from vllm_ascend_pd.proxy.http.streams import (
     opening,
     split_errors,
 )
+from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import (
@@ -54,11 +55,14 @@ from vllm_ascend_pd.proxy.routing.answers import (
     Failure,
     FailureKind,
     engines_to_avoid,
+    is_completion,
+    is_json,
     is_page,
     kind_of,
     last_resorts,
 )
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
+from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT, prompts_of
@@ -83,14 +87,18 @@ class ClientRequests:
         request_table: RequestTable,
         decode: EnginePool,
         prefill: EnginePool,
+        deliveries: Deliveries,
+        judge: PrefillJudge,
         observer: Observer,
         settings: ProxySettings,
     ) -> None:
         """`request_table`: registers each attempt, so that tickets find it. `prefill`: decode is told whether any of
-        its engines is well."""
+        its engines is well. `deliveries`: tells which of those reach decode. `judge`: is told when they have."""
         self._request_table = request_table
         self._pool = decode
         self._prefill = prefill
+        self._deliveries = deliveries
+        self._judge = judge
         self._observer = observer
         self._attempts = settings.attempts
         """How many engines may be asked for one request."""
@@ -164,7 +172,8 @@ class ClientRequests:
 
         def another() -> bool:
             """Whether an attempt may follow the one in flight, if that fails through no fault of its own engine."""
-            return engines_to_avoid(pool.role, engines.urls, failures, self._attempts - 1) is not None
+            lost = Failure(FailureKind.TRANSFER, "", "", Response())
+            return engines_to_avoid(pool.role, engines.urls, [*failures, lost], self._attempts) is not None
 
         def ranked_again() -> EngineRanking:
             return engines.rank(prompt, avoid).then(last_resorts(pool.role, failures, avoid))._replace(admitted=True)
@@ -210,10 +219,10 @@ class ClientRequests:
         proxied = attempt.proxied
         content = proxied.content
         if proxied.request is not None:
-            advice = self._advice(attempt)
+            advice = self._advice(attempt, ranking.first)
             content = decode_body(proxied.request, self._metaserver_url, attempt.request_id, advice)
         sent = OutgoingRequest(proxied.method, proxied.path, attempt.decode_headers, content, attempt.request_id)
-        relay = ResponseRelay(attempt, self._observer)
+        relay = ResponseRelay(attempt, self._judge, self._observer)
         failure: Failure | None = None
         responded = False
         with self._pool.watch.over(attempt), attempt.scope:
@@ -223,8 +232,9 @@ class ClientRequests:
                     failure = await relay.run(response)
                     if failure is not None and failure.kind is FailureKind.BUSY:
                         raise self._pool.busy(failure.url, failure.reason, attempt.request_id)
-                    if failure is None and response.status < 400:
+                    if failure is None and response.is_success:
                         self._pool.judge(attempt.engine, None)
+                        self._judge.answered(attempt, is_complete=True)
             except EngineError as error:
                 failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))
                 broken_off = responded and error.kind is FailureKind.LOST and not attempt.answering
@@ -237,16 +247,18 @@ class ClientRequests:
                 failure = Failure(kind, reason, attempt.engine, error_response(HTTPStatus.GATEWAY_TIMEOUT, reason))
         return failure
 
-    def _advice(self, attempt: DecodeAttempt) -> Mapping[str, str | bool | float]:
+    def _advice(self, attempt: DecodeAttempt, decode: Sequence[str]) -> Mapping[str, str | bool | float]:
         """The `kv_transfer_params` that tell decode what it does not know when it decides who computes the prompts.
 
         Decode follows them within its own bound (`max_decode_prompt_tokens`). It posts tickets for longer prompts.
+
+        `decode`: URLs of the engines one of which gets the request.
         """
         proxied = attempt.proxied
         params: dict[str, str | bool | float] = {}
         if proxied.who_computes is not None:
             params[WHO_COMPUTES] = proxied.who_computes
-        wait = self._prefill.queue_wait()
+        wait = self._prefill.queue_wait(self._deliveries.passed_over(decode))
         attempt.without_prefill = (proxied.prefill_gone or wait is None) and proxied.may_fall_back
         if attempt.without_prefill:
             params[PREFILL_AVAILABLE] = False
@@ -305,9 +317,10 @@ class ResponseRelay:
     While the client has got nothing, a failure is returned instead of passed on, so that another engine can be asked.
     """
 
-    def __init__(self, attempt: DecodeAttempt, observer: Observer) -> None:
+    def __init__(self, attempt: DecodeAttempt, judge: PrefillJudge, observer: Observer) -> None:
         self._attempt = attempt
         self._reply = attempt.proxied.reply
+        self._judge = judge
         self._observer = observer
 
     async def run(self, response: EngineResponse) -> Failure | None:
@@ -315,26 +328,39 @@ class ResponseRelay:
         self._attempt.heard()
         if response.status >= 500:
             return await self._server_error(response)
-        if response.status < 400 and is_page(response.header("Content-Type")):
-            return self._failure(FailureKind.GARBAGE, f"HTTP {response.status} with a page: is it vLLM?")
-        if response.is_event_stream and response.header("Content-Encoding") is None:
+        content_type, is_plain = response.header("Content-Type"), response.header("Content-Encoding") is None
+        if response.status < 400 and (not response.is_success or is_page(content_type)):
+            what = "a page" if is_page(content_type) else "no answer"
+            return self._failure(FailureKind.GARBAGE, f"HTTP {response.status} with {what}: is it vLLM?")
+        if response.is_event_stream and is_plain:
             return await self._relay_events(response)
-        await self._relay_body(response)
-        return None
+        is_checked = response.is_success and is_plain and self._attempt.proxied.method != "HEAD"
+        return await self._relay_body(response, is_checked)
 
-    async def _relay_body(self, response: EngineResponse) -> None:
+    async def _relay_body(self, response: EngineResponse, is_checked: bool) -> Failure | None:
+        """`is_checked`: whether the body must be an answer."""
         # The headers may come long before the body. They are held back with it, so that a failed prefill can still
         # become the client's status.
         chunks = self._chunks(response)
-        first = b""
+        first, is_whole = b"", True
         async for chunk in chunks:
             first += chunk
-            if len(first) >= NAMED_WITHIN_BYTES:
+            if len(first) >= (_MAX_HELD_BYTES if is_checked else NAMED_WITHIN_BYTES):
+                is_whole = False
                 break
+        if is_checked and not self._is_answer(first, is_whole):
+            return self._failure(FailureKind.GARBAGE, f"HTTP {response.status} without an answer: is it vLLM?")
         await self._begin(response, first)
         async for chunk in chunks:
             await self._reply.write(chunk)
         await self._reply.finish()
+        return None
+
+    def _is_answer(self, body: bytes, is_whole: bool) -> bool:
+        """Whether a successful answer is vLLM's. `body`: all of it, or its first part."""
+        if not is_whole:
+            return body.lstrip().startswith(b"{")
+        return is_json(body) if self._attempt.proxied.endpoint is None else is_completion(body)
 
     async def _relay_events(self, response: EngineResponse) -> Failure | None:
         chunks = self._chunks(response)
@@ -371,6 +397,8 @@ class ResponseRelay:
         # A task that is cancelled just as it resumes would otherwise continue, and another attempt could not follow.
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._attempt.answering = True
+        if response.is_success:
+            self._judge.answered(self._attempt, is_complete=False)
         await self._reply.start(response)
         await self._reply.write(first)
 

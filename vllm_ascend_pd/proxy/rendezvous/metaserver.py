@@ -2,6 +2,7 @@
 """The metaserver: decode engines post tickets, failures, and questions about open tickets.
 
 A ticket is answered when its prefill has ended. The client request that it is for waits at the decode engine meanwhile.
+That says nothing about the transfer, which `PrefillJudge` judges when it is over.
 A ticket has one prefill engine: others are asked only as long as none may have begun with it (`EnginePool.open`). If it
 fails, a new decode request follows, with a ticket of its own.
 """
@@ -42,19 +43,23 @@ from vllm_ascend_pd.proxy.http.messages import (
     read_all,
     when_disconnected,
 )
+from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketProgress
 from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, failed, judge, read_ticket
 from vllm_ascend_pd.proxy.routing.answers import (
+    RULES,
     EngineRole,
     Failure,
     FailureKind,
     Then,
+    are_used_up,
     engines_to_avoid,
     lacks_prefill,
     last_resorts,
     summary,
 )
+from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import prompt_of
@@ -78,11 +83,19 @@ class Metaserver:
     """Serves the decode engines' posts. The event loop's thread owns it."""
 
     def __init__(
-        self, request_table: RequestTable, pool: EnginePool, observer: Observer, settings: ProxySettings
+        self,
+        request_table: RequestTable,
+        pool: EnginePool,
+        deliveries: Deliveries,
+        judge: PrefillJudge,
+        observer: Observer,
+        settings: ProxySettings,
     ) -> None:
         """`request_table`: the client requests that tickets are matched with. `pool`: the prefill engines."""
         self._request_table = request_table
         self._pool = pool
+        self._deliveries = deliveries
+        self._judge = judge
         self._observer = observer
         self._token = settings.metaserver_token()
         """Of decode engines; None if they need none."""
@@ -136,7 +149,8 @@ class Metaserver:
         attempt, prompt, is_sample = self._request_table.find(header.request_id)
         if not header.ticket_id and (prompt or is_sample):
             raise _unmatched(attempt)
-        progress = attempt.ticket(prompt, header.ticket_id, samples_of(attempt.request), header.replaces)
+        samples, is_authentic = samples_of(attempt.request), self._token is not None
+        progress = attempt.ticket(prompt, header.ticket_id, samples, header.replaces, is_authentic)
         if progress is None:
             raise RequestRefused(
                 HTTPStatus.CONFLICT, "this request_id has all its tickets already, under other ticket ids"
@@ -164,19 +178,20 @@ class Metaserver:
         those under earlier decode attempts included. The decode attempt has ended if another one follows."""
         attempt, failures, engines = progress.attempt, progress.failures, self._pool.engines
         proxied = attempt.proxied
-        if len(failures) >= self._attempts:
+        if self._are_used_up(failures):
             return failures
         failed_before = frozenset(proxied.failed_prefill)
         avoid = failed_before if set(engines.urls) - failed_before else frozenset[str]()
-        ranking = engines.rank(prompt_of(attempt.request, progress.prompt), avoid, proxied.prefills)
+        doubted = self._deliveries.passed_over([attempt.engine])
+        ranking = engines.rank(prompt_of(attempt.request, progress.prompt), avoid, proxied.prefills, doubted)
         # Where decode computes the prompt at last, an engine that may have died of it is not asked twice.
-        accidents = [failure for failure in failures if failure.then(EngineRole.PREFILL) is Then.ANEW]
+        rules = [(failure, RULES[EngineRole.PREFILL, failure.kind]) for failure in failures]
+        accidents = [failure for failure, rule in rules if rule.then is Then.ANEW or rule.outlived]
         ranking = ranking.then(last_resorts(EngineRole.PREFILL, accidents, avoid))
         failure = await self._attempt(ticket, progress, ranking)
-        self._pool.judge(progress.engine, failure and failure.kind)
         if failure is None:
             return []
-        self._observer.attempt_failed(EngineRole.PREFILL, failure, attempt.request_id)
+        self._judge.failed(progress, failure)
         if progress.given_up:  # decode reported a failure, which was recorded if an engine had been asked
             return failures or [failure]
         proxied.prefill_failed(progress, failure)
@@ -227,6 +242,10 @@ class Metaserver:
             return failed(FailureKind.GARBAGE, reason, progress.engine)
         return judge(response.status, response.header("Content-Type"), answer, progress.engine)
 
+    def _are_used_up(self, failures: Sequence[Failure]) -> bool:
+        """Whether a prompt has had all its prefills. `failures`: of all so far."""
+        return are_used_up(EngineRole.PREFILL, self._pool.engines.urls, failures, self._attempts)
+
     def _may_follow(self, failures: Sequence[Failure]) -> bool:
         """Whether another prefill of a prompt may succeed. `failures`: of all so far."""
         return engines_to_avoid(EngineRole.PREFILL, self._pool.engines.urls, failures, self._attempts) is not None
@@ -246,26 +265,31 @@ class Metaserver:
             progress = attempt.tickets.get((prompt, report.ticket_id))
             if progress is None:
                 raise RequestRefused(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
-            self._transfer_failed(progress, reason)
+            self._transfer_failed(progress, reason, report.by_prefill)
         else:
             _gets_no_ticket(attempt, reason, report.is_unfit)
         return JSONResponse({"status": "ok"})
 
-    def _transfer_failed(self, progress: TicketProgress, reason: str) -> None:
+    def _transfer_failed(self, progress: TicketProgress, reason: str, by_prefill: bool) -> None:
         attempt = progress.attempt
         in_flight = progress in self._pool.watch
-        if progress.engine and not progress.given_up:
-            attempt.proxied.prefill_failed(progress, failed(FailureKind.TRANSFER, reason, progress.engine))
+        kind = FailureKind.TRANSFER if by_prefill or not in_flight else FailureKind.INTERRUPTED
+        if progress.engine and not (progress.given_up or progress.has_failed):
+            failure = failed(kind, reason, progress.engine)
+            attempt.proxied.prefill_failed(progress, failure)
+            self._judge.failed(progress, failure)
         progress.given_up = True
-        used_up = len(progress.failures) >= self._attempts
-        kind = FailureKind.PREFILL if used_up else FailureKind.TRANSFER
-        attempt.note_transfer_failure(_transfer_failure(kind, reason, attempt), progress)
+        failures, used_up = progress.failures, self._are_used_up(progress.failures)
+        failure = _transfer_failure(FailureKind.TRANSFER, reason, attempt)
+        if used_up:
+            failure = _without_kv(attempt, failures, failure._replace(kind=FailureKind.PREFILL))
+        attempt.note_transfer_failure(failure, progress)
         begin_anew = in_flight and attempt.may_begin_anew and not used_up
         attempt_ends = begin_anew or not (attempt.answering or progress.recomputes)
         if attempt_ends:
             attempt.end()
         if in_flight:
-            progress.cut_short(FailureKind.TRANSFER, f"decode reported: {reason}")
+            progress.cut_short(kind, f"decode reported: {reason}")
         elif not attempt_ends:  # otherwise the next attempt logs it
             log.warning(
                 "request %s, prompt %d: decode engine %s reports a failed transfer and continues without it: %s",
@@ -338,17 +362,26 @@ def _prefill_failed(
         kind, answer = last.kind, last.answer
     elif last.kind is FailureKind.NO_ENGINE:
         answer = last.answer
-    if lacks_prefill(failures):
-        kind = FailureKind.NO_PREFILL
-        if attempt.without_prefill:
-            answer = error_response(
-                HTTPStatus.SERVICE_UNAVAILABLE, f"prefill failed: {reason}; decode did not compute the prompt itself"
-            )
     unquoted = "; ".join(failure.for_all for failure in failures)
-    attempt.note_transfer_failure(Failure(kind, reason, attempt.engine, answer, unquoted), progress)
+    failure = Failure(kind, reason, attempt.engine, answer, unquoted)
+    attempt.note_transfer_failure(_without_kv(attempt, failures, failure), progress)
     if not continues:
         attempt.end()
     return JSONResponse({"error": reason, "may_follow": may_follow}, status_code=HTTPStatus.BAD_GATEWAY.value)
+
+
+def _without_kv(attempt: DecodeAttempt, failures: Sequence[Failure], failure: Failure) -> Failure:
+    """Returns `failure`, or another one if decode may compute the prompt, or was to compute it and did not.
+
+    `failures`: of all prefills of the prompt; no further one may follow.
+    """
+    if not lacks_prefill(failures):
+        return failure
+    failure = failure._replace(kind=FailureKind.NO_PREFILL)
+    if not attempt.without_prefill:
+        return failure
+    reason = f"prefill failed: {failure.reason}; decode did not compute the prompt itself"
+    return failure._replace(answer=error_response(HTTPStatus.SERVICE_UNAVAILABLE, reason))
 
 
 def _gets_no_ticket(attempt: DecodeAttempt, reason: str, is_unfit: bool) -> None:

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL
-from vllm_ascend_pd.proxy.http.bodies import ClientRequest
+from vllm_ascend_pd.proxy.http.bodies import ClientRequest, samples_of
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.messages import (
     Headers,
@@ -34,7 +34,7 @@ from vllm_ascend_pd.proxy.http.messages import (
     read_all,
 )
 from vllm_ascend_pd.proxy.http.streams import Reply
-from vllm_ascend_pd.proxy.routing.answers import RULES, Counts, EngineRole, Failure
+from vllm_ascend_pd.proxy.routing.answers import RULES, Asks, Counts, EngineRole, Failure
 from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest, RequestAdmission, RequestGroup
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
 
@@ -90,6 +90,8 @@ class ProxiedRequest:
         """What the client gets instead of a decode engine's response."""
         self.failed_prefill: set[str] = set()
         """URLs of prefill engines that failed for this request."""
+        self.counted_refusals: set[str] = set()
+        """URLs of prefill engines whose refusal of its tickets was counted."""
         self.prefills = RequestGroup()
         """All its prefills, of all attempts. They share one place in the queue."""
         self.prefill_gone = False
@@ -111,7 +113,8 @@ class ProxiedRequest:
         ticket.failures.append(failure)
         known = self.prefill_failures.get(ticket.prompt, [])
         self.prefill_failures[ticket.prompt] = max(known, ticket.failures, key=len)
-        if RULES[EngineRole.PREFILL, failure.kind].counts is Counts.YES:
+        rule = RULES[EngineRole.PREFILL, failure.kind]
+        if rule.counts is Counts.YES or rule.asks is Asks.NONE:
             self.failed_prefill.add(failure.url)
 
     def end(self, response: Response | None) -> None:
@@ -129,12 +132,21 @@ class TicketProgress(EngineCall):
     """The prefill of one ticket, and how far it has come. The task that serves the ticket owns it; others call its
     methods."""
 
-    def __init__(self, attempt: DecodeAttempt, prompt: int, failures: Sequence[Failure]) -> None:
-        """`failures`: of the same prompt's prefills under earlier decode attempts."""
+    def __init__(
+        self, attempt: DecodeAttempt, prompt: int, failures: Sequence[Failure], is_decodes: bool = True
+    ) -> None:
+        """
+        Args:
+            attempt: the ticket's.
+            prompt: the number of the prompt in the request.
+            failures: of the same prompt's prefills under earlier decode attempts.
+            is_decodes: whether a decode engine certainly posted the ticket. False: a client may have made it up.
+        """
         super().__init__()
+        self.posted_at = time.monotonic()
+        self._is_decodes = is_decodes
         self.attempt = attempt
         self.prompt = prompt
-        """The number of the prompt in the request."""
         self.failures = list(failures)
         """Why prefills of this prompt failed, under earlier decode attempts too. Each sample has its own list."""
         self.answered = False
@@ -143,6 +155,8 @@ class TicketProgress(EngineCall):
         """Whether the decode engine has reported that it waits for the KV no longer."""
         self.recomputes = False
         """Whether the decode engine computes the prompt itself if the KV does not come."""
+        self.is_judged = False
+        """Whether what became of the prefill and its transfer was recorded. Only the first result counts."""
         self.ended = anyio.Event()
         """Set when the prefill has ended."""
         self.answer: Response | None = None
@@ -156,6 +170,15 @@ class TicketProgress(EngineCall):
     def posted(self) -> bool:
         """Whether an earlier post has begun the prefill. A ticket has only one, however often it is posted."""
         return self._prefill is not None
+
+    @property
+    def is_evidence(self) -> bool:
+        return self._is_decodes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the decode engine has been told that the prefill failed."""
+        return self.answer is not None and not self.answered
 
     @contextmanager
     def prefill(self) -> Iterator[None]:
@@ -234,6 +257,11 @@ class DecodeAttempt(EngineCall):
         return self.proxied.request
 
     @property
+    def has_one_sequence(self) -> bool:
+        """Whether it generates from one prompt, once. Its first token then shows that all KV has arrived."""
+        return len(self.request.prompts) * samples_of(self.request) == 1
+
+    @property
     def begun(self) -> bool:
         """Another engine's tickets would be taken for this one's."""
         return bool(self.tickets)
@@ -258,7 +286,9 @@ class DecodeAttempt(EngineCall):
         """Whether another attempt may replace this one: it is allowed, and the client has got nothing yet."""
         return not self.answering and self._may_follow()
 
-    def ticket(self, prompt: int, ticket_id: str, samples: int, replaces: str = "") -> TicketProgress | None:
+    def ticket(
+        self, prompt: int, ticket_id: str, samples: int, replaces: str = "", is_authentic: bool = False
+    ) -> TicketProgress | None:
         """Registers a ticket that the decode engine posts, for the first time or again.
 
         Args:
@@ -266,13 +296,16 @@ class DecodeAttempt(EngineCall):
             ticket_id: empty for tickets of other connectors, which are not matched with earlier posts.
             samples: how many tickets the prompt may have at a time.
             replaces: the id of the ticket whose place this one takes. Empty if there is none.
+            is_authentic: whether the poster has shown the decode engines' token. A client without it learns the
+                request's id only with the first part of the answer.
 
         Returns:
             The ticket's progress, or None if the prompt has all its tickets already, under other ids.
         """
         failures: Sequence[Failure] = self._failed_before.get(prompt, ())
+        is_decodes = is_authentic or not self.answering
         if not ticket_id:
-            self.tickets[prompt, ""] = unnamed = TicketProgress(self, prompt, failures)
+            self.tickets[prompt, ""] = unnamed = TicketProgress(self, prompt, failures, is_decodes)
             return unnamed
         progress = self.tickets.get((prompt, ticket_id))
         if progress is None:
@@ -280,7 +313,7 @@ class DecodeAttempt(EngineCall):
                 failures = self._end_replaced(replaced)
             if sum(of == prompt for of, _ in self.tickets) >= samples:
                 return None
-            progress = self.tickets[prompt, ticket_id] = TicketProgress(self, prompt, failures)
+            progress = self.tickets[prompt, ticket_id] = TicketProgress(self, prompt, failures, is_decodes)
         return progress
 
     def _end_replaced(self, ticket: TicketProgress) -> Sequence[Failure]:

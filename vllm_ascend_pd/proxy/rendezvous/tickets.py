@@ -72,6 +72,8 @@ def read_ticket(body: bytes) -> ParsedTicket:
 class _TransferResult(msgspec.Struct, frozen=True):
     error: str | None = None
     """Why the transfer failed."""
+    refused: bool = False
+    """Whether the engine refuses the ticket, or the prompt for it."""
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -110,14 +112,16 @@ def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failu
     if kind is FailureKind.REFUSED:
         return Failure(kind, reason, url, Response(body, status_code=status, media_type=content_type))
     if kind is not None or not 200 <= status < 300:
-        return failed(kind or FailureKind.ERROR, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
+        other = FailureKind.ERROR if status >= 500 else FailureKind.GARBAGE
+        return failed(kind or other, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
     try:
         answer = msgspec.json.decode(body, type=_PrefillAnswer)
     except UNREADABLE as error:
         return failed(FailureKind.GARBAGE, f"the prefill engine's answer is no completion: {error}", url)
     transfer = answer.kv_transfer_params
     if transfer is not None and transfer.error is not None:
-        return failed(FailureKind.TRANSFER, one_line(transfer.error, MAX_FAILURE_CHARS), url)
+        kind = FailureKind.TICKET if transfer.refused else FailureKind.TRANSFER
+        return failed(kind, one_line(transfer.error, MAX_FAILURE_CHARS), url)
     if not answer.is_completion:
         return failed(FailureKind.GARBAGE, "the prefill engine's answer is no completion: it has no choices", url)
     if answer.is_aborted:

@@ -3,8 +3,8 @@
 
 `kind_of` reads an HTTP answer that refuses a request. `RULES` has one row for each role and kind: which other engines
 are asked, what follows then, and whether it counts against the engine. All of the proxy uses these rows, and
-scripts/page_tables.py writes them into docs/proxy.md. The last functions apply them to all failures of a request:
-whether it is tried again, and at which engines.
+scripts/page_tables.py writes them into docs/proxy.md. `at_fault` decides between the two engines of a failed transfer.
+The last functions apply the rows to all failures of a request: whether it is tried again, and at which engines.
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ class FailureKind(enum.Enum):
     ERROR = "server error"
     """The engine answered with HTTP 5xx, or sent an error in a stream."""
     GARBAGE = "unusable answer"
-    """The answer is no completion, or is too long."""
+    """The answer is not vLLM's, or is too long."""
     ABORTED = "aborted"
     """Prefill only: the engine ended the request before the prompt was computed."""
+    TICKET = "ticket refused"
+    """Prefill only: the engine refuses the ticket, or the prompt is not the ticket's. It has sent no KV."""
     TRANSFER = "transfer failed"
-    """The engine answered, but reports that the KV did not arrive."""
+    """The KV did not arrive, and the prefill engine is alive: it has answered, or reported the failure itself."""
+    INTERRUPTED = "transfer interrupted"
+    """Prefill only: the KV did not arrive, and the engine has not answered. It may have died of the prompt."""
     PREFILL = "prefill failed"
     """Decode only: all attempts at its prefill failed, and no further one is allowed."""
     NO_PREFILL = "no prefill engine"
@@ -92,6 +96,8 @@ class Counts(enum.Enum):
     IF_TAKEN = "if another takes it"
     """The engine refused what another engine took. A few of these in a row pass it over (`HealthGate.ended`)."""
     IF_IDLE = "if idle, and another takes it"
+    IF_OTHERS_DELIVER = "if others deliver"
+    """`at_fault` decides which of the transfer's two engines it counts against."""
 
 
 class Rule(NamedTuple):
@@ -104,9 +110,17 @@ class Rule(NamedTuple):
     counts: Counts
     again: bool = False
     """Whether a new request may go to the same engine if no other is left: its failure may have been an accident."""
+    outlived: bool = False
+    """Whether the prompt has certainly not stopped the engine, so that it may get to others, decode included."""
+
+    @property
+    def blames_the_link(self) -> bool:
+        """Whether one of a transfer's two engines is at fault, or what is between them, and not the prompt."""
+        return self.outlived and self.counts is Counts.IF_OTHERS_DELIVER
 
 
 _P, _D = EngineRole.PREFILL, EngineRole.DECODE
+_NO_ANSWER = "HTTP 2xx without vLLM's answer, or with one that is too long; or HTTP 3xx"
 
 RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
     (_P, FailureKind.REFUSED): Rule(
@@ -130,17 +144,31 @@ RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
     (_P, FailureKind.ERROR): Rule(
         "other HTTP 5xx, or an error as a stream's first event", Asks.NONE, Then.ANEW, Counts.YES
     ),
-    (_P, FailureKind.GARBAGE): Rule(
-        "HTTP 200 without a completion, or one that is too long", Asks.NONE, Then.ANEW, Counts.YES
-    ),
+    (_P, FailureKind.GARBAGE): Rule(_NO_ANSWER, Asks.NONE, Then.ANEW, Counts.YES),
     (_P, FailureKind.ABORTED): Rule(
         'HTTP 200 with the finish reason "abort"', Asks.NONE, Then.ANEW, Counts.YES, again=True
     ),
+    (_P, FailureKind.TICKET): Rule(
+        "HTTP 200, and the ticket is refused",
+        Asks.NONE,
+        Then.ANEW_OR_DECODE,
+        Counts.IF_TAKEN,
+        again=True,
+        outlived=True,
+    ),
     (_P, FailureKind.TRANSFER): Rule(
-        "HTTP 200 with an error of the transfer; or decode reports one",
+        "HTTP 200 with an error of the transfer; or decode reports one of an engine that is alive",
+        Asks.NONE,
+        Then.ANEW_OR_DECODE,
+        Counts.IF_OTHERS_DELIVER,
+        again=True,
+        outlived=True,
+    ),
+    (_P, FailureKind.INTERRUPTED): Rule(
+        "decode reports a failed transfer, and the engine is silent",
         Asks.NONE,
         Then.ANEW,
-        Counts.YES,
+        Counts.IF_OTHERS_DELIVER,
         again=True,
     ),
     (_D, FailureKind.REFUSED): Rule(
@@ -164,10 +192,10 @@ RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
     (_D, FailureKind.ERROR): Rule(
         "other HTTP 5xx, or an error as a stream's first event", Asks.NONE, Then.ANEW, Counts.YES
     ),
-    (_D, FailureKind.GARBAGE): Rule(
-        "HTTP 200 without a completion, or one that is too long", Asks.NONE, Then.ANEW, Counts.YES
+    (_D, FailureKind.GARBAGE): Rule(_NO_ANSWER, Asks.NONE, Then.ANEW, Counts.YES),
+    (_D, FailureKind.TRANSFER): Rule(
+        "the KV did not arrive", Asks.NONE, Then.ANEW, Counts.IF_OTHERS_DELIVER, again=True, outlived=True
     ),
-    (_D, FailureKind.TRANSFER): Rule("the KV did not arrive", Asks.NONE, Then.ANEW, Counts.NO, again=True),
     (_D, FailureKind.PREFILL): Rule("all attempts at its prefill failed", Asks.NONE, Then.END, Counts.NO),
     (_D, FailureKind.NO_PREFILL): Rule(
         "no prefill engine took its prompt", Asks.NONE, Then.DECODE, Counts.NO, again=True
@@ -216,6 +244,29 @@ def is_page(content_type: str | None) -> bool:
     return (content_type or "").lower().startswith("text/html")
 
 
+class _Completion(msgspec.Struct, frozen=True):
+    choices: list[msgspec.Raw] | None = None
+    usage: dict[str, msgspec.Raw] | None = None
+
+
+def is_completion(body: bytes) -> bool:
+    """Whether `body` is the JSON of a completion. Those of /v1/responses and /v1/messages have a usage, and no
+    choices."""
+    try:
+        answer = msgspec.json.decode(body, type=_Completion)
+    except UNREADABLE:
+        return False
+    return bool(answer.choices) or (answer.choices is None and answer.usage is not None)
+
+
+def is_json(body: bytes) -> bool:
+    try:
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except UNREADABLE:
+        return False
+    return True
+
+
 def may_refuse(status: int, content_type: str | None) -> bool:
     """Whether `kind_of` needs the body of such an answer."""
     return 400 <= status < 500 or status == 503 or (is_page(content_type) and status < 500)
@@ -253,7 +304,37 @@ class Failure(NamedTuple):
         return self.reason if self.unquoted is None else self.unquoted
 
 
+def at_fault(to_decode: Collection[bool], from_prefill: Collection[bool]) -> EngineRole | None:
+    """Returns the role of the engine that a failed transfer counts against; None if that is open.
+
+    The other engines' results decide: the engine whose partners get KV through more often by others is not at fault.
+    An engine without other results has nothing to show.
+
+    Args:
+        to_decode: for each other prefill engine, whether its last transfer to this decode engine succeeded.
+        from_prefill: for each other decode engine, whether the last transfer from this prefill engine succeeded.
+    """
+    by_others, elsewhere = (sum(each) / len(each) if each else 0.0 for each in (to_decode, from_prefill))
+    if by_others == elsewhere:
+        return None
+    return EngineRole.PREFILL if by_others > elsewhere else EngineRole.DECODE
+
+
+MAX_UNDELIVERED = 4
+"""Attempts of a prompt of which only transfers fail (`Rule.blames_the_link`). Each costs a prefill."""
 _RETRIED = (Then.ANEW, Then.ANEW_OR_DECODE)
+
+
+def are_used_up(role: EngineRole, urls: Collection[str], failures: Sequence[Failure], attempts: int) -> bool:
+    """Whether `failures` are as many attempts as are allowed. Arguments: as for `engines_to_avoid`.
+
+    A failed transfer says nothing against the prompt. So further prefill engines are tried, up to `MAX_UNDELIVERED`
+    attempts in all, unless retries are off. Decode's attempts are those of the same transfers.
+    """
+    if attempts > 1 and all(RULES[role, failure.kind].blames_the_link for failure in failures):
+        has_untried = role is EngineRole.DECODE or set(urls) - {failure.url for failure in failures}
+        attempts = max(attempts, MAX_UNDELIVERED) if has_untried else attempts
+    return len(failures) >= attempts
 
 
 def engines_to_avoid(
@@ -267,7 +348,8 @@ def engines_to_avoid(
     `urls`: all engines of `role` that may get requests. `failures`: of all attempts so far. `attempts`: how many are
     allowed.
     """
-    if len(failures) >= attempts or any(failure.then(role) not in _RETRIED for failure in failures):
+    used_up = are_used_up(role, urls, failures, attempts)
+    if used_up or any(failure.then(role) not in _RETRIED for failure in failures):
         return None
     failed = frozenset(failure.url for failure in failures)
     if not failed >= set(urls):
@@ -279,10 +361,11 @@ def engines_to_avoid(
 def lacks_prefill(failures: Sequence[Failure]) -> bool:
     """Whether a prompt's prefills failed because no prefill engine takes it, so that decode may compute it instead.
 
-    `failures`: of all its prefills, in order. At most one of them may be of an engine that had the prompt. Otherwise
-    the prompt itself may stop engines, and must not get to decode.
+    `failures`: of all its prefills, in order. At most one of them may be of an engine that had the prompt and may have
+    stopped. Otherwise the prompt itself may stop engines, and must not get to decode.
     """
-    had_it = sum(RULES[EngineRole.PREFILL, failure.kind].asks is Asks.NONE for failure in failures)
+    rules = [RULES[EngineRole.PREFILL, failure.kind] for failure in failures]
+    had_it = sum(rule.asks is Asks.NONE and not rule.outlived for rule in rules)
     last = failures[-1].then(EngineRole.PREFILL) if failures else Then.END
     return last in (Then.DECODE, Then.ANEW_OR_DECODE) and had_it <= 1
 

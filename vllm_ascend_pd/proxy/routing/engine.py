@@ -37,12 +37,44 @@ USABLE = (EngineState.HEALTHY, EngineState.FAILING, EngineState.PASSED_OVER)
 """States of an engine that can be expected to answer."""
 
 
+class Streak:
+    """Failures in a row. After `limit` of them, what fails is passed over for a while. Then one more is enough."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.failures = 0
+        self.how = ""
+        """How the last of them failed."""
+        self._passed_over_until = float("-inf")
+        """On the clock of `ended`."""
+
+    def ended(self, how: str | None, now: float) -> bool:
+        """Records a result.
+
+        `how`: how it failed; None if it did not. `now`: seconds of a steady clock. Returns whether others come first
+        from now on, and did not before.
+        """
+        were = self.passed_over(now)
+        self.failures, self.how = (0, "") if how is None else (self.failures + 1, how)
+        self._passed_over_until = now + _PASSED_OVER_SECONDS if self.is_long else float("-inf")
+        return self.is_long and not were
+
+    @property
+    def is_long(self) -> bool:
+        return self.failures >= self._limit
+
+    def passed_over(self, now: float) -> bool:
+        """Whether others come first."""
+        return now < self._passed_over_until
+
+
 class HealthGate:
     """Ejects an engine after `eject_after` failed checks in a row, and returns it after `return_after` good ones. An
     engine that was added while the proxy runs comes last until a check is good.
 
     An engine at which `eject_after` requests in a row fail, or which refuses them while other engines take them, is
-    passed over for a while. Its checks may be good, and it looks idle, so it would otherwise get the next request, too.
+    passed over for a while, and so is one of whose transfers as many fail. Its checks may be good, and it looks idle,
+    so it would otherwise get the next request, too.
     """
 
     def __init__(self, eject_after: int, return_after: int, proven: bool = True) -> None:
@@ -60,12 +92,11 @@ class HealthGate:
         """Number of checks in a row that change `ejected`, by its current value."""
         self._against = 0
         """Number of the latest checks in a row that contradict `ejected`."""
-        self._failures = 0
-        """Number of the latest requests that failed in a row, or were refused and taken by others."""
-        self._how = ""
-        """How the last of them failed."""
-        self._passed_over_until = float("-inf")
-        """On the clock of `ended`."""
+        self.requests = Streak(eject_after)
+        """Requests that failed, or were refused and taken by others."""
+        self.transfers = Streak(eject_after)
+        """Failed transfers for which the other engines' results blame this one. Apart from `requests`: a decode engine
+        that gets no KV still answers requests whose prompts it has or computes."""
 
     def checked(self, reason: str | None, at_once: bool = False) -> bool:
         """Records a check.
@@ -91,21 +122,9 @@ class HealthGate:
         self.ejected, self._against = not self.ejected, 0
         return True
 
-    def ended(self, how: str | None, now: float) -> bool:
-        """Records the end of a request, or one that it refused and another engine took.
-
-        `how`: how it failed; None if it did not. `now`: seconds of a steady clock. Returns whether other engines are
-        asked first from now on, and were not before.
-        """
-        were = self.passed_over(now)
-        self._failures, self._how = (0, "") if how is None else (self._failures + 1, how)
-        passes = self._failures >= self._limits[False]
-        self._passed_over_until = now + _PASSED_OVER_SECONDS if passes else float("-inf")
-        return passes and not were
-
     def passed_over(self, now: float) -> bool:
-        """Whether other engines are asked first because many requests in a row failed here."""
-        return now < self._passed_over_until
+        """Whether other engines are asked first because many requests or transfers in a row failed here."""
+        return self.requests.passed_over(now) or self.transfers.passed_over(now)
 
     def doubtful(self, now: float) -> bool:
         """Whether healthy engines should be asked first."""
@@ -129,8 +148,9 @@ class HealthGate:
             return EngineState.NEW, self._check_reason
         if self._against:
             return EngineState.FAILING, self._check_reason
-        if self.passed_over(now):
-            return EngineState.PASSED_OVER, f"{self._failures} requests in a row failed there: {self._how}"
+        for streak, what in ((self.requests, "requests"), (self.transfers, "transfers")):
+            if streak.passed_over(now):
+                return EngineState.PASSED_OVER, f"{streak.failures} {what} in a row failed there: {streak.how}"
         return EngineState.HEALTHY, None
 
 

@@ -35,7 +35,7 @@ from vllm_ascend_pd.proxy.routing.answers import (
     may_refuse,
 )
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
-from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine, Streak
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, PrefillPace, queue_wait
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking, EngineRegistry, SentPrompt
 from vllm_ascend_pd.proxy.settings import ProxySettings
@@ -98,6 +98,14 @@ class _Refusal(NamedTuple):
         return f"HTTP {self.response.status}{page}{idle}"
 
 
+def note_result(engine: RegisteredEngine, streak: Streak, how: str | None) -> None:
+    """Records a result in one of an engine's streaks, and logs when that passes it over. `how`: as in Streak."""
+    now = time.monotonic()
+    if streak.ended(how, now):
+        _, reason = engine.gate.state(now)
+        log.warning("%s engine %s is passed over for a while: %s", engine.role.value, engine.url, reason)
+
+
 class EngineCall:
     """A request that is in flight at an engine, or waits for one. All its work runs under `scope`.
 
@@ -121,6 +129,11 @@ class EngineCall:
     def begun(self) -> bool:
         """Whether the engine has begun with the request, so that no other may get it."""
         return False
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether what becomes of the call says something about engines. A client's made-up call does not."""
+        return True
 
     @property
     def may_stall(self) -> bool:
@@ -232,25 +245,25 @@ class EnginePool:
         self.pace = PrefillPace()
         """Of its prefills, for `queue_wait`."""
 
-    def queue_wait(self) -> float | None:
+    def queue_wait(self, doubted: Collection[str] = ()) -> float | None:
         """Estimates the seconds that a further prompt would wait for a prefill engine; 0 if unknown. None: no engine is
-        well."""
+        well, but for those in `doubted`."""
         now = time.monotonic()
-        loads = [self.engines.load(engine, now) for engine in self.engines.well(now)]
+        well = [engine for engine in self.engines.well(now) if engine.url not in doubted]
+        loads = [self.engines.load(engine, now) for engine in well]
         if not loads:
             return None
         return queue_wait(loads, self.limiter.waiting * self.engines.mean_tokens, self.pace.tokens_per_second)
 
     def judge(self, url: str, kind: FailureKind | None) -> None:
-        """Records how a request to an engine ended. `kind`: None if it succeeded."""
+        """Records how a request to an engine ended. `kind`: None if it succeeded. `Deliveries` judges transfers."""
         engine = self.engines.get(url)
         if engine is not None and (kind is None or RULES[self.role, kind].counts is Counts.YES):
-            self._ended(engine, kind and kind.value)
+            note_result(engine, engine.gate.requests, kind and kind.value)
 
-    def _ended(self, engine: RegisteredEngine, how: str | None) -> None:
-        if engine.gate.ended(how, time.monotonic()):
-            _, reason = engine.gate.state(time.monotonic())
-            log.warning("%s engine %s is passed over for a while: %s", self.role.value, engine.url, reason)
+    def refused_what_others_took(self, engine: RegisteredEngine, how: str) -> None:
+        """Records that an engine has refused a request, and another has taken it. `how`: it refused."""
+        note_result(engine, engine.gate.requests, f"refused what others took: {how}")
 
     def busy(self, url: str, why: str, request_id: str) -> EngineError:
         """An engine has said in a stream, which is still open, that it is busy. Others wait until it has room. Returns
@@ -298,7 +311,7 @@ class EnginePool:
             tried.add(url)
             with ExitStack() as slot:
                 slot.enter_context(self.limiter.releasing(engine))
-                if failure.url:
+                if failure.url and call.is_evidence:
                     self.judge(failure.url, failure.kind)  # the caller judges the last engine
                 call.engine = url
                 sent = slot.enter_context(self.engines.sending(ranking.prompt, url))
@@ -324,7 +337,7 @@ class EnginePool:
                     raise self._error(url, error) from error
                 if kind is None:
                     sent.is_taken = response.is_success
-                    if sent.is_taken:
+                    if sent.is_taken and call.is_evidence:
                         self._note_taken(engine, refusals)
                     held.push(slot.pop_all())
                     return response, sent
@@ -348,7 +361,7 @@ class EnginePool:
         # An answer about the request says more than one of an engine that takes none.
         chosen = min(for_client, key=lambda each: each.kind is FailureKind.DENIED)
         for each in for_client:
-            if each is not chosen:
+            if each is not chosen and call.is_evidence:
                 self.judge(each.engine.url, each.kind)
         call.engine = chosen.engine.url
         return chosen.response, SentPrompt(InFlightLoad())
@@ -383,7 +396,7 @@ class EnginePool:
             counts = RULES[self.role, each.kind].counts
             if counts is Counts.NO or each.engine is engine or (counts is Counts.IF_IDLE and not each.is_idle):
                 continue
-            self._ended(each.engine, f"refused what others took: {each.how}")
+            self.refused_what_others_took(each.engine, each.how)
 
     async def acquire(
         self, ranking: EngineRanking, tried: Collection[str], begun: float | None = None

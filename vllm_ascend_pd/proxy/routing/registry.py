@@ -50,6 +50,11 @@ class EngineRanking(NamedTuple):
     group: RequestGroup | None = None
     """The requests with which it shares a place in the queue."""
 
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The engines of which one gets the request, unless none of them can be reached."""
+        return next((tier for tier in self.tiers if tier), ())
+
     def then(self, urls: Sequence[str]) -> EngineRanking:
         """This ranking with one more tier at the end."""
         return self._replace(tiers=(*self.tiers, tuple(urls)))
@@ -188,13 +193,18 @@ class EngineRegistry:
 
     @owned
     def rank(
-        self, prompt: PromptEstimate, avoid: Collection[str] = (), group: RequestGroup | None = None
+        self,
+        prompt: PromptEstimate,
+        avoid: Collection[str] = (),
+        group: RequestGroup | None = None,
+        doubted: Collection[str] = (),
     ) -> EngineRanking:
-        """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines form the last tier."""
+        """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines, and those in `doubted`,
+        form the last tier."""
         now = time.monotonic()
         engines = {engine.url: engine for engine in self if engine.open and engine.url not in avoid}
         ranked = self.affinity.order(prompt, [self.load(engine, now) for engine in engines.values()])
-        doubtful = tuple(url for url in ranked if engines[url].gate.doubtful(now))
+        doubtful = tuple(url for url in ranked if url in doubted or engines[url].gate.doubtful(now))
         well = tuple(url for url in ranked if url not in doubtful)
         return EngineRanking(prompt, (well, doubtful), avoid, group=group)
 
