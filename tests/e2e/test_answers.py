@@ -59,7 +59,7 @@ def rejections(engine: Engine) -> float:
 @pytest.mark.parametrize(
     ("tokens", "busy"), [(60, ("decode",)), (600, ("decode", "prefill"))], ids=["requests", "tokens"]
 )
-def test_f19_f22_f23_busy_engines_beside_one_that_refuses(
+def test_busy_engines_beside_one_that_refuses(
     cluster: Cluster, client: Client, reference: Reference, tokens: int, busy: tuple[str, ...]
 ) -> None:
     """A few requests more than either engine admits, or tokens; all of them by the alias."""
@@ -80,7 +80,7 @@ def test_f19_f22_f23_busy_engines_beside_one_that_refuses(
     assert {*withheld(cluster.url)["prefill"]} <= {cluster.prefill[0].url}
 
 
-def test_f19_a_wrong_request_gets_the_engines_answer(cluster: Cluster, client: Client) -> None:
+def test_a_wrong_request_gets_the_engines_answer(cluster: Cluster, client: Client) -> None:
     for wrong in ({"prompt": random_prompt(5000, "too long")}, {"prompt": "x", "temperature": -1}):
         response = client.http.post("/v1/completions", json={"model": ALIAS, "max_tokens": 4, **wrong})
         assert response.status_code == 400
@@ -93,7 +93,7 @@ def test_f19_a_wrong_request_gets_the_engines_answer(cluster: Cluster, client: C
     [("pause?mode=abort", "resume", False), ("sleep?level=1", "wake_up", True)],
     ids=["paused-json", "asleep-stream"],
 )
-def test_f21_prefills_that_are_aborted_are_made_again_at_once(
+def test_aborted_prefills_are_tried_again_at_once(
     cluster: Cluster, client: Client, reference: Reference, abort: str, go_on: str, stream: bool
 ) -> None:
     prefill = cluster.prefill[1]
@@ -131,7 +131,7 @@ def test_a_decode_engine_sleeps_and_receives_again_when_it_is_awake(
     assert "describes itself anew" in decode.process.log.read_text()
 
 
-def test_f19_the_engine_that_refused_comes_back_when_it_serves_again(
+def test_the_engine_that_refused_comes_back_when_it_serves_again(
     cluster: Cluster, client: Client, reference: Reference
 ) -> None:
     """The last test here: it refuses nobody after it."""

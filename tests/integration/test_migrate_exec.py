@@ -38,7 +38,7 @@ def migrate(folder: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def test_f20_exec_becomes_the_engine(tmp_path: Path) -> None:
+def test_with_exec_migrate_becomes_the_engine(tmp_path: Path) -> None:
     with migrate(tmp_path, "--seed", "1") as process:
         try:
             assert process.stdout is not None
@@ -54,7 +54,7 @@ def test_f20_exec_becomes_the_engine(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_f20_words_mean_what_vllm_s_parser_makes_of_them() -> None:
+def test_words_mean_what_vllms_parser_makes_of_them() -> None:
     """Short forms, abbreviations, joined values, dotted keys, repeated options, switches, several values."""
     words = shlex.split(
         "m -tp 2 -tp 4 -dp=8 -n2 -dpl 2 -dpa 192.0.2.1 --max_model_len=32K --max-num-seq 20 --max-num-batched 2k "

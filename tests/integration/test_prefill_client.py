@@ -280,7 +280,7 @@ def test_a_bootstrap_answer_that_comes_late(client: PrefillClient, taker: MakeTa
     assert [each.ticket_id for each in prefill.of(ReleasePrompt)] == [left.ticket_id]
 
 
-def test_f31_a_served_ticket_needs_no_bootstrap_server(client: PrefillClient, taker: MakeTaker) -> None:
+def test_a_served_ticket_needs_no_bootstrap_server(client: PrefillClient, taker: MakeTaker) -> None:
     """Another delivery drops the server's entry while the ticket is on its way. The server is down by then."""
 
     class DropsTheEntry(TicketTaker):

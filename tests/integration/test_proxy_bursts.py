@@ -35,7 +35,7 @@ def test_a_request_that_waited_too_long_is_answered_429_with_the_time() -> None:
         assert refused.json()["error"]["message"] == reason
 
 
-def test_f27_clients_with_large_bodies_that_leave_free_their_places() -> None:
+def test_clients_that_leave_free_the_slots_of_their_large_bodies() -> None:
     """Whether their bodies have arrived as a whole or in part."""
     with running_cluster(max_concurrent=1, max_waiting=4) as cluster, cluster.holding_one():
         with ExitStack() as leaving:
@@ -56,7 +56,7 @@ def part_of_a_body(cluster: Cluster, size: int) -> HTTPConnection:
     return connection
 
 
-def test_f27_a_body_that_does_not_fit_beside_those_that_wait_is_429(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_fit_beside_those_that_wait_gets_429(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place is free for the next body afterwards."""
     monkeypatch.setattr(concurrency, "_MAX_HELD_BYTES", 3 << 20)
     arrived = threading.Semaphore(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""F22: engines that take no further request for now, as with vLLM's admission control."""
+"""Engines that take no further request for now, as with vLLM's admission control."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def complete_all(cluster: Cluster, number: int, **fields: object) -> list[int]:
         )
 
 
-def test_f22_requests_wait_for_room_and_nothing_counts_as_a_failure() -> None:
+def test_requests_wait_for_a_busy_engine_and_none_counts_as_a_failure() -> None:
     rooms = {"prefill": 2, "decode": 4}
     with running_cluster(prefill_engine=PrefillEngine(takes=0.05), eject_after=1) as cluster:
         for role, room in rooms.items():
@@ -34,7 +34,7 @@ def test_f22_requests_wait_for_room_and_nothing_counts_as_a_failure() -> None:
             assert getattr(cluster, role).most_at_once <= room
 
 
-def test_f22_another_engine_takes_what_a_busy_one_does_not() -> None:
+def test_another_engine_takes_the_requests_that_a_busy_one_refuses() -> None:
     small = PrefillEngine(takes=0.05)
     small.room = 1
     with beside(prefill=small, eject_after=1) as cluster:
@@ -44,7 +44,7 @@ def test_f22_another_engine_takes_what_a_busy_one_does_not() -> None:
 
 
 @pytest.mark.parametrize(("role", "status"), [("prefill", 429), ("decode", 503), ("decode", 200)])
-def test_f22_after_the_queue_timeout_the_answer_is_503_with_retry_after(role: str, status: int) -> None:
+def test_after_the_queue_timeout_the_answer_is_503_with_retry_after(role: str, status: int) -> None:
     """With 200, a stream is refused in its first event."""
     with running_cluster(queue_timeout=0.5) as cluster:
         if status == 200:
@@ -60,7 +60,7 @@ def test_f22_after_the_queue_timeout_the_answer_is_503_with_retry_after(role: st
         assert len(getattr(cluster, role).received) < 10
 
 
-def test_f22_a_stream_that_is_refused_in_its_first_event_waits() -> None:
+def test_a_stream_that_a_busy_engine_refuses_in_its_first_event_waits() -> None:
     with running_cluster(eject_after=1) as cluster:
         cluster.decode.stream_room, cluster.decode.waits = 4, 0.05
         assert complete_all(cluster, 40, **STREAM) == [200] * 40
@@ -70,7 +70,7 @@ def test_f22_a_stream_that_is_refused_in_its_first_event_waits() -> None:
 
 
 @pytest.mark.parametrize("slept", [False, True])
-def test_f22_a_request_waits_until_the_engine_has_room_again(slept: bool) -> None:
+def test_a_lone_request_waits_until_the_busy_engine_has_room_again(slept: bool) -> None:
     """No request is there whose end would tell it. `slept`: it is awake, and no check has found so yet."""
     with running_cluster(check_interval=0.05) as cluster, ThreadPoolExecutor(1) as client:
         if slept:
@@ -84,7 +84,7 @@ def test_f22_a_request_waits_until_the_engine_has_room_again(slept: bool) -> Non
 
 
 @pytest.mark.parametrize(("healthy", "body"), [(False, BUSY), (True, {"error": "gone"})])
-def test_f22_a_503_of_an_engine_that_is_not_well_is_a_failure(healthy: bool, body: dict[str, object]) -> None:
+def test_a_503_of_an_engine_that_is_not_well_is_a_failure(healthy: bool, body: dict[str, object]) -> None:
     """A dead engine's, or a gateway's."""
     with running_cluster(check_interval=0.05, eject_after=1) as cluster:
         cluster.decode.refusal = (503, body)

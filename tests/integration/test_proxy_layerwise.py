@@ -98,7 +98,7 @@ def _one_prompt(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-def test_f28_decode_that_fails_after_its_ticket_was_answered(cluster: Cluster, stream: dict[str, Any]) -> None:
+def test_decode_that_fails_after_its_ticket_was_answered(cluster: Cluster, stream: dict[str, Any]) -> None:
     """Its tickets have no id, and it never reports a reason: the proxy waits for none."""
     cluster.decode.fails = True
     begun = time.monotonic()

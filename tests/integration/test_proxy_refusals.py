@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""F19, F21, F23: engines that refuse what others take, lack a model's name, or answer without a completion."""
+"""Engines that refuse what others take, lack a model's name, or answer without a completion."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SHORT = ("HTTP 400", "HTTP 403", "HTTP 429", "a page")
     "fault",
     [pytest.param(fault, id=name, marks=() if name in SHORT else pytest.mark.long) for name, fault in FAULTS.items()],
 )
-def test_f19_an_engine_that_refuses_everything_costs_no_answer_and_is_passed_over(
+def test_an_engine_that_refuses_everything_costs_no_answer_and_is_passed_over(
     fault: Callable[[Engine], None], role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It looks as if it had nothing to do. It comes back when it serves again."""
@@ -81,7 +81,7 @@ def test_f19_an_engine_that_refuses_everything_costs_no_answer_and_is_passed_ove
 
 
 @EITHER_ROLE
-def test_f19_a_wrong_request_is_asked_of_two_engines_and_counts_against_none(role: str) -> None:
+def test_a_wrong_request_is_sent_to_two_engines_and_counts_against_none(role: str) -> None:
     engines = [engine_of(role) for _ in range(3)]
     with Servers() as others:
         urls = tuple(others.start(lambda _, engine=engine: engine.app) for engine in engines)
@@ -100,7 +100,7 @@ def test_f19_a_wrong_request_is_asked_of_two_engines_and_counts_against_none(rol
 
 @EITHER_ROLE
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-def test_f19_the_only_engines_own_error_goes_to_the_client(cluster: Cluster, role: str, stream: dict[str, Any]) -> None:
+def test_the_error_of_the_only_engine_goes_to_the_client(cluster: Cluster, role: str, stream: dict[str, Any]) -> None:
     """Decode's 401 and its 503, which is not in vLLM's form, too."""
     for status in (400, 404, 413, 422, *((401, 503) if role == "decode" else ())):
         good_one(role, cluster).refusal = (status, {"error": {"message": "it is wrong", "param": None}})
@@ -112,7 +112,7 @@ def test_f19_the_only_engines_own_error_goes_to_the_client(cluster: Cluster, rol
     assert withheld(cluster)[role] == {}
 
 
-def test_f19_what_prefill_denies_is_not_the_clients_fault(cluster: Cluster) -> None:
+def test_a_401_of_prefill_is_not_the_clients_fault(cluster: Cluster) -> None:
     """Decode has taken the client's key."""
     cluster.client.headers["X-Who-Computes"] = "prefill"
     cluster.prefill.refusal = (401, {"error": {"message": "Unauthorized"}})
@@ -121,7 +121,7 @@ def test_f19_what_prefill_denies_is_not_the_clients_fault(cluster: Cluster) -> N
     assert "HTTP 401 from the prefill engine" in response.json()["error"]["message"]
 
 
-def test_f19_decode_computes_what_no_prefill_engine_takes() -> None:
+def test_decode_computes_a_request_that_every_prefill_engine_refuses() -> None:
     with running_cluster() as cluster:
         cluster.prefill.refusal = (403, {"error": {"message": "Forbidden"}})
         cluster.decode.computes_itself = True
@@ -132,7 +132,7 @@ def test_f19_decode_computes_what_no_prefill_engine_takes() -> None:
 
 
 @pytest.mark.parametrize(("engines", "stream"), [(1, {}), (2, STREAM)], ids=["json", "stream"])
-def test_f21_an_aborted_prefill_is_tried_again_at_once(engines: int, stream: dict[str, Any]) -> None:
+def test_an_aborted_prefill_is_tried_again_at_once(engines: int, stream: dict[str, Any]) -> None:
     aborting = PrefillEngine()
     with beside(prefill=aborting) if engines == 2 else running_cluster(prefill_engine=aborting) as cluster:
         aborting.aborts = 1
@@ -141,7 +141,7 @@ def test_f21_an_aborted_prefill_is_tried_again_at_once(engines: int, stream: dic
         assert counted(cluster)[1] == {"prefill": {"aborted": 1}, "decode": {"transfer failed": 1}}
 
 
-def test_f21_an_aborted_prefill_is_tried_again_although_the_other_engine_refuses() -> None:
+def test_an_aborted_prefill_is_tried_again_although_the_other_engine_refuses() -> None:
     refusing = PrefillEngine()
     refusing.refusal = (401, {"error": "Unauthorized"})
     with beside(prefill=refusing) as cluster:
@@ -154,7 +154,7 @@ def test_f21_an_aborted_prefill_is_tried_again_although_the_other_engine_refuses
 @pytest.mark.parametrize(
     "body", [{}, {"choices": []}, {"object": "list"}, {"choices": None}, {"choices": [7]}, {"usage": {}}]
 )
-def test_f21_an_answer_without_a_completion_is_a_failed_prefill(body: dict[str, Any]) -> None:
+def test_an_answer_without_a_completion_is_a_failed_prefill(body: dict[str, Any]) -> None:
     odd = PrefillEngine()
     odd.refusal = (200, body)
     with beside(prefill=odd) as cluster:
@@ -166,7 +166,7 @@ def test_f21_an_answer_without_a_completion_is_a_failed_prefill(body: dict[str, 
 # --- names of models --------------------------------------------------------------------------------------
 
 
-def test_f23_an_adapter_that_one_prefill_engine_lacks_is_computed_by_another() -> None:
+def test_a_prefill_engine_without_the_adapter_leaves_the_request_to_another() -> None:
     lacking = PrefillEngine()
     lacking.lacks = "an-adapter"
     with beside(prefill=lacking) as cluster:
@@ -179,7 +179,7 @@ def test_f23_an_adapter_that_one_prefill_engine_lacks_is_computed_by_another() -
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_f23_an_adapter_that_no_prefill_engine_has_is_computed_by_decode(cluster: Cluster, computes: bool) -> None:
+def test_decode_computes_a_request_whose_adapter_no_prefill_engine_has(cluster: Cluster, computes: bool) -> None:
     cluster.prefill.lacks = "an-adapter"
     cluster.decode.adapter = "its-digest"
     cluster.decode.computes_itself = computes
@@ -193,7 +193,7 @@ def test_f23_an_adapter_that_no_prefill_engine_has_is_computed_by_decode(cluster
 
 
 @pytest.mark.parametrize("token_ids", [None, [1, 2, 3]])
-def test_f23_prefill_needs_no_alias(cluster: Cluster, token_ids: list[int] | None) -> None:
+def test_an_alias_that_prefill_does_not_know_is_not_sent_to_it(cluster: Cluster, token_ids: list[int] | None) -> None:
     """Decode's ticket says that the request has no adapter."""
     cluster.prefill.lacks = "an-alias"
     cluster.decode.adapter = ""

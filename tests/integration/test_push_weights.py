@@ -195,7 +195,7 @@ def test_decodes_weights_updated_between_ticket_and_grant_fail_a_prompt_that_it_
 
 
 @configured(allow_other_model=True)
-def test_f36_decodes_weights_may_be_updated_between_ticket_and_grant_where_decode_allows_other_weights(
+def test_decode_weights_updated_between_ticket_and_grant_where_decode_allows_another_model(
     pair: Pair,
 ) -> None:
     requests = prompts(pair, [64], cached=32)

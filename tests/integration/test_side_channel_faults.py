@@ -209,7 +209,7 @@ class Noted(SideChannelClient):
         super()._on_close()
 
 
-def test_f34_after_a_callback_that_raises_every_request_gets_its_one_answer() -> None:
+def test_after_a_callback_that_raises_every_request_gets_one_answer() -> None:
     """What was posted just before the end runs, too."""
     client = Noted()
     begun, go_on = threading.Event(), threading.Event()
@@ -237,7 +237,7 @@ def test_f34_after_a_callback_that_raises_every_request_gets_its_one_answer() ->
     assert sorted(answers) == [-1, 0, 1, 2]
 
 
-def test_f34_a_request_that_cannot_be_sent_gets_its_answer(client) -> None:
+def test_a_request_that_cannot_be_sent_gets_an_answer(client) -> None:
     answers: queue.Queue[Answer] = queue.Queue()
     client.request(f"tcp://{HOST}:1", object(), PATIENCE_S, answers.put)  # type: ignore[arg-type]
     assert isinstance(answers.get(timeout=PATIENCE_S), SideChannelError)

@@ -39,7 +39,7 @@ HYBRID = {
 
 
 @pytest.mark.timeout(900)
-def test_f29_recipes_with_linear_attention_and_mtp_register_their_caches() -> None:
+def test_recipes_with_linear_attention_and_mtp_register_their_caches() -> None:
     """K lies behind a padding there, and one tensor is the MTP layer's alone."""
     assert [recipe.number for recipe in WORKING if recipe.architecture.startswith("qwen3.5")] == [*HYBRID]
     [wheel] = Path(sys.prefix, "mooncake-npu").glob("0.3.13*")

@@ -55,7 +55,7 @@ def test_r10_a_ticket_that_an_engine_may_have_taken_goes_to_no_other() -> None:
         (500, JSON, error(500), None, None),
     ],
 )
-def test_f19_how_answers_are_told_apart(
+def test_how_answers_are_told_apart(
     status: int, content_type: str | None, body: bytes, at_prefill: FailureKind | None, at_decode: FailureKind | None
 ) -> None:
     assert kind_of(EngineRole.PREFILL, status, content_type, body, well=True) is at_prefill
@@ -63,5 +63,5 @@ def test_f19_how_answers_are_told_apart(
     assert may_refuse(status, content_type) or at_prefill is None
 
 
-def test_f22_a_503_of_an_engine_that_is_not_well_is_no_busy_engines() -> None:
+def test_a_503_of_an_engine_that_is_not_well_does_not_say_busy() -> None:
     assert kind_of(EngineRole.DECODE, 503, JSON, error(503), well=False) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the model may wait for a staging slot, and what is counted (F35)."""
+"""How long the model may wait for a staging slot, and what is counted."""
 
 import threading
 import time
@@ -88,13 +88,13 @@ def regrouping(monkeypatch: pytest.MonkeyPatch) -> Regrouping:
     return Regrouping(monkeypatch)
 
 
-def test_f35_a_free_slot_is_no_wait(regrouping: Regrouping) -> None:
+def test_taking_a_free_slot_counts_no_wait(regrouping: Regrouping) -> None:
     assert regrouping.submit() < SLOT_TIMEOUT_S
     assert (regrouping.device.error, regrouping.waits.seconds) == (None, [])
 
 
 @pytest.mark.parametrize("holder_waits", [False, True])
-def test_f35_a_wait_for_a_slot_is_bounded_and_counted(regrouping: Regrouping, holder_waits: bool) -> None:
+def test_a_wait_for_a_slot_is_bounded_and_counted(regrouping: Regrouping, holder_waits: bool) -> None:
     regrouping.ring.take(layer(waits_for_grant=holder_waits))
     waited = regrouping.submit()
     assert isinstance(regrouping.device.error, TimeoutError)
@@ -103,7 +103,7 @@ def test_f35_a_wait_for_a_slot_is_bounded_and_counted(regrouping: Regrouping, ho
     assert least <= counted <= waited < least + 5
 
 
-def test_f35_a_layer_whose_requests_have_failed_does_not_wait(regrouping: Regrouping) -> None:
+def test_a_layer_whose_requests_have_failed_does_not_wait(regrouping: Regrouping) -> None:
     """So a step with many layers waits once, not for each of them."""
     regrouping.ring.take(layer())
     assert regrouping.submit(has_failed=True) < SLOT_TIMEOUT_S

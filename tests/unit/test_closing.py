@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closing: an error of one part keeps no other part from being closed (F33)."""
+"""Closing: an error of one part keeps no other part from being closed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +84,7 @@ CLOSE: dict[str, Callable[[Parts], Callable[[], None]]] = {
 
 
 @pytest.mark.parametrize("owner", CLOSE)
-def test_f33_an_error_of_one_part_keeps_no_other_from_being_closed(owner: str) -> None:
+def test_an_error_of_one_part_keeps_no_other_from_being_closed(owner: str) -> None:
     names: list[str] = []
     closed: list[str] = []
 

@@ -115,7 +115,7 @@ def test_secret_files(mode: int, level: Level, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plugins", "right"), [("ascend", "ascend,vllm_ascend_pd"), ("", "vllm_ascend_pd"), ("vllm_ascend_pd", None)]
 )
-def test_f24_plugins_without_ours_are_an_error(plugins: str, right: str | None) -> None:
+def test_vllm_plugins_without_ours_is_an_error(plugins: str, right: str | None) -> None:
     findings = configuration.judge_plugins({"VLLM_PLUGINS": plugins})
     actions = [] if right is None else [f"set it to {right}, here and where the engine starts"]
     assert [(each.level, each.action) for each in findings] == [(Level.ERROR, action) for action in actions]

@@ -185,7 +185,7 @@ def test_an_engine_without_the_connector(role: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "replaced"), [("10.0", True), ("None", False)])
-def test_f25_an_engine_whose_connector_was_replaced_says_why(size: str, replaced: bool) -> None:
+def test_an_engine_whose_connector_was_replaced_says_why(size: str, replaced: bool) -> None:
     info = f'vllm:cache_config_info{{block_size="128",kv_offloading_size="{size}",engine="0"}} 1.0\n'.encode()
     answer = dataclasses.replace(METRICS["other"], body=METRICS["other"].body + info)
     server = given_as("decode", changed(engine(), "/metrics", answer))

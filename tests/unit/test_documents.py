@@ -162,7 +162,7 @@ def test_operations_has_a_row_for_every_reason_and_alert(title: str, values: lis
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/routers.md"])
-def test_f38_engines_of_a_page_share_no_npu(page: str) -> None:
+def test_engines_of_a_page_share_no_npu(page: str) -> None:
     prefill, decode = (line for line in lines(REPOSITORY / page) if "vllm serve" in line)
     for line in (prefill, decode):
         size = re.search(r"--tensor-parallel-size (\d+)", line)

@@ -307,7 +307,7 @@ def test_options_of_earlier_versions_are_refused_by_name(capsys: pytest.CaptureF
     ("plugins", "right"),
     [("ascend", "ascend,vllm_ascend_pd"), ("", "vllm_ascend_pd"), ("vllm_ascend_pd,ascend", None), (None, None)],
 )
-def test_f24_plugins_without_ours_are_refused(
+def test_vllm_plugins_without_ours_is_refused(
     plugins: str | None, right: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)

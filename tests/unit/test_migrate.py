@@ -203,7 +203,7 @@ def test_inputs_that_cannot_be_read() -> None:
     ):
         with pytest.raises(CommandError, match=reason):
             migrated(text)
-    # F26: the metaserver's path is appended, and the URL is the allow-list's.
+    # The metaserver's path is appended to it, and the allow-list has the whole URL.
     for proxy in ("192.0.2.1:8000", "http://192.0.2.1:8000/", "http://192.0.2.1:8000/v1/metaserver"):
         with pytest.raises(CommandError, match="not http://HOST:PORT"):
             migrated(serve(), proxy=proxy)
@@ -256,7 +256,7 @@ def words_of(text: str) -> EngineArguments:
     return read_arguments(["vllm", "serve", "m", *shlex.split(text)], {})
 
 
-def test_f20_dotted_options_are_one_object() -> None:
+def test_dotted_options_are_one_object() -> None:
     """As vLLM's parser makes it: it comes after the others, and replaces them."""
     arguments = words_of(
         '--kv-transfer-config \'{"kv_role": "kv_both"}\' --kv_transfer_config.kv_role kv_consumer '
@@ -274,7 +274,7 @@ def test_f20_dotted_options_are_one_object() -> None:
     assert words_of("--x.kv_role a").unknown == ["--x.kv_role", "a"]
 
 
-def test_f20_words_that_are_not_known_stay_and_are_named(qwen: Path) -> None:
+def test_unknown_words_stay_and_are_named(qwen: Path) -> None:
     result = migrated(serve("--brand-new 5 6 -tp 2 extra --data-parallel"), model=qwen)
     assert result.ok
     command = result.command
@@ -302,7 +302,7 @@ def test_what_is_before_vllm_stays(qwen: Path) -> None:
 # --- what vLLM would do without a word ---------------------------------------------------------------------
 
 
-def test_f20_base_ports_without_room_are_named(qwen: Path) -> None:
+def test_base_ports_without_room_are_named(qwen: Path) -> None:
     def engine(base: str, port: int) -> Any:
         return migrated(f"ASCEND_BASE_PORT={base} {serve(kv_port=port)}", model=qwen)
 
@@ -319,7 +319,7 @@ def test_f20_base_ports_without_room_are_named(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["ascend", "", "ascend,other", "ascend, vllm_ascend_pd"])
-def test_f24_plugins_without_ours_get_it(given: str, qwen: Path) -> None:
+def test_vllm_plugins_without_ours_gets_it(given: str, qwen: Path) -> None:
     right = f"{given},vllm_ascend_pd".removeprefix(",")
     result = migrated(f"VLLM_PLUGINS='{given}' {serve()}", model=qwen)
     assert said(result)["VLLM_PLUGINS"] is ChangeKind.CHANGED
@@ -331,14 +331,16 @@ def test_f24_plugins_without_ours_get_it(given: str, qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--kv-offloading-size 10", "--kv_offloading_size=10", "--kv-offloading-s 10"])
-def test_f25_offloading_that_replaces_the_connector_stops_it(option: str, qwen: Path) -> None:
+def test_offloading_that_replaces_the_connector_is_refused(option: str, qwen: Path) -> None:
     [stop] = migrated(serve(option), model=qwen).stops
     assert stop.subject == "--kv-offloading-size"
     assert "MultiConnector" in stop.why
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
-def test_f30_a_pool_beside_linear_attention_gets_the_remedy_that_helps(role: str, tmp_path: Path, qwen: Path) -> None:
+def test_a_pool_beside_linear_attention_is_refused_with_the_remedy_that_helps(
+    role: str, tmp_path: Path, qwen: Path
+) -> None:
     linear = model_in(tmp_path / "linear", "qwen3.5")
     pool = {"kv_connector": "AscendStoreConnector", "kv_role": role}
     listed = {"connectors": [{**OLD, "kv_role": role}, pool]}

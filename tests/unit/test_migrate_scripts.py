@@ -45,7 +45,7 @@ def migrated(words: list[str], environment: dict[str, str]) -> tuple[dict[str, A
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_f20_the_command_has_the_words_that_the_shell_makes(name: str, tmp_path: Path) -> None:
+def test_the_command_has_the_words_that_the_shell_makes(name: str, tmp_path: Path) -> None:
     make_model("qwen3-moe", tmp_path)
     script = (SCRIPTS / f"{name}.sh").read_text()
     started = re.search(r"started as: \S+ (.*)", script)

@@ -21,7 +21,7 @@ def test_no_two_classes_have_the_same_name() -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
-def test_f37_tools_need_neither_vllm_nor_torch() -> None:
+def test_tools_need_neither_vllm_nor_torch() -> None:
     """The doctor and `migrate` run on hosts without them, and where torch cannot be loaded."""
     doctor = ["hardware", "loading", "loopback", "npus", "pair", "ports", "versions"]
     names = ["cli", *(f"tools.doctor.{name}" for name in doctor), "tools.migrate.engine", "tools.plan.tables"]

@@ -38,7 +38,7 @@ def test_a_negative_number_is_refused_by_its_option(option: str) -> None:
     assert f"{option} must " in " ".join(done.output.split())
 
 
-def test_f37_the_proxys_source_names_options_that_exist() -> None:
+def test_the_proxys_source_names_options_that_exist() -> None:
     """In errors and in docstrings."""
     package = Path(settings.__file__).parent
     named = {
@@ -107,7 +107,7 @@ def test_defaults_are_as_patient_as_gateways_and_vllms_router() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://p:8700", "http://p:8700/", "http://[fd00::1]", "https://p"])
-def test_f26_a_metaserver_url_without_a_path_gets_the_default(url: str) -> None:
+def test_a_metaserver_url_without_a_path_gets_the_default(url: str) -> None:
     """Decode posts to no other path, unless its allow-list names one."""
     assert metaserver_url(url) == url.rstrip("/") + "/v1/metaserver"
     assert metaserver_url(other := url.rstrip("/") + "/pd/metaserver") == other
@@ -116,7 +116,7 @@ def test_f26_a_metaserver_url_without_a_path_gets_the_default(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["p:8700", "ftp://p/v1/metaserver", "http://p/v1/metaserver?x=1", "http://u@p", "http://p#x", "http://p/%41"]
 )
-def test_f26_a_metaserver_url_that_decode_refuses_is_refused(url: str) -> None:
+def test_a_metaserver_url_that_decode_refuses_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="the metaserver URL"):
         metaserver_url(url)
     assert Allowlist(["http://p/"], "p").refusal(url) not in (None, "matches no entry of the metaserver allow-list")

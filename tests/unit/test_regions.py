@@ -54,14 +54,14 @@ def test_caches_of_different_storages_are_never_one_region() -> None:
     assert caches.regions() == [(first.data_ptr(), 4096), (second.data_ptr(), 4096)]
 
 
-def test_f29_a_region_begins_at_the_multiple_of_2_mib_before_it_within_its_storage() -> None:
+def test_a_region_begins_at_the_multiple_of_2_mib_before_it_within_its_storage() -> None:
     assert aligned((4 * MIB + 64, 100), 3 * MIB) == (4 * MIB, 164)
     assert aligned((4 * MIB + 64, 100), 4 * MIB) == (4 * MIB, 164)
     assert aligned((4 * MIB, 100), 3 * MIB) == (4 * MIB, 100)
     assert aligned((5 * MIB, 100), 4 * MIB + 1) == (5 * MIB, 100), "the memory before the storage may be anyone's"
 
 
-def test_f29_caches_behind_a_padding_are_registered_with_it() -> None:
+def test_caches_behind_a_padding_are_registered_with_it() -> None:
     whole = torch.zeros((6 * MIB) // 4)
     start = -whole.data_ptr() % (2 * MIB)
     caches = caches_of((cut(whole, start + 2 * MIB + 1024), cut(whole, start + 2 * MIB + 64 * 1024)))

@@ -172,7 +172,7 @@ def copy_of(layer: int, p_block: int, d_block: int) -> tuple[int, int, int]:
     return OURS[layer].base + p_block * BLOCK_BYTES, THEIRS[layer].base + d_block * BLOCK_BYTES, BLOCK_BYTES
 
 
-def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, sender, transfers):
+def test_a_failed_write_of_one_request_marks_only_that_request_in_flight(engine, sender, transfers):
     """The write for both fails with nothing on its way, then that of the first request alone."""
     engine.lost = {copy_of(0, 1, 7)[1]}
     begin = engine.begin

@@ -123,7 +123,7 @@ def install_packages(folder: Path, asked: bool) -> tuple["subprocess.CompletedPr
     return done, log.read_text().splitlines()
 
 
-def test_f38_root_is_told_what_is_missing_and_nothing_is_installed(tmp_path: Path) -> None:
+def test_root_is_told_what_is_missing_and_nothing_is_installed(tmp_path: Path) -> None:
     done, calls = install_packages(tmp_path, asked=False)
     assert (done.returncode, calls) == (1, [])
     assert done.stderr.splitlines() == [
@@ -134,7 +134,7 @@ def test_f38_root_is_told_what_is_missing_and_nothing_is_installed(tmp_path: Pat
     ]
 
 
-def test_f38_packages_are_installed_when_that_is_asked_for(tmp_path: Path) -> None:
+def test_packages_are_installed_when_that_is_asked_for(tmp_path: Path) -> None:
     done, calls = install_packages(tmp_path, asked=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert calls == ["update", "install --yes --no-install-recommends left-pad"]

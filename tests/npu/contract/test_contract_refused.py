@@ -155,7 +155,7 @@ def test_the_models_here_are_not_refused(plugins: None, dense_model: Path, mla_m
             assert unsupported(engine_config(model, graphs="FULL_DECODE_ONLY", kv_role=role)) is None
 
 
-def test_f30_what_helps_where_ascend_store_forces_a_mode_on_states(plugins: None, tmp_path: Path) -> None:
+def test_ascend_store_beside_states_is_refused_with_the_remedy_that_helps(plugins: None, tmp_path: Path) -> None:
     """`--no-enable-prefix-caching` does not, but to leave AscendStore out does."""
     from vllm.config import VllmConfig
 
