@@ -25,7 +25,7 @@ machine=$(mktemp -d "${TMPDIR:-/tmp}/fresh-debian.XXXXXX")
 trap 'rm -rf --one-file-system "$machine"' EXIT
 mmdebstrap --quiet --variant=minbase --include=python3,python3-venv,python3-dev,g++,git,ca-certificates \
   bookworm "$machine" http://deb.debian.org/debian
-cp /etc/resolv.conf "$machine/etc/"
+cp /etc/resolv.conf /etc/hosts "$machine/etc/"
 [[ $user == root ]] || chroot "$machine" useradd --create-home "$user"
 git clone --quiet --no-hardlinks "$root" "$machine/srv/repository"
 chroot "$machine" chown -R "$user:" /srv/repository
