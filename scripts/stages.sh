@@ -203,7 +203,7 @@ unpacked_libraries() {
 
 # --- Debian packages, unpacked into the environment ---
 
-# This needs no root, and changes nothing outside the environment.
+# This needs no root, and installs nothing outside the environment.
 can_unpack() {
   command -v apt-get >/dev/null && command -v dpkg >/dev/null
 }
