@@ -10,7 +10,7 @@
 #   PYTHON=COMMAND  the Python to create it with: 3.11, for which torch_npu and vllm-ascend have wheels (default:
 #                   the first one found)
 #
-# It installs nothing outside $VENV-npu, so root is not needed. On Debian and Ubuntu the script unpacks there the libraries
+# It installs nothing outside $VENV-npu, so root is not needed. On Debian and Ubuntu it unpacks there the libraries
 # that Mooncake loads and the machine lacks. The machine must have a C++17 compiler.
 #
 # The script may run repeatedly: it skips stages whose inputs have not changed. The output of pip and of the compiler
