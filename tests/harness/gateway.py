@@ -18,7 +18,7 @@ NGINX = shutil.which("nginx", path=f"{Path(sys.prefix) / 'bin'}:{os.environ['PAT
 CONFIGURATION = Path(__file__).resolve().parents[2] / "examples" / "gateway" / "nginx.conf"
 
 needs_nginx = pytest.mark.skipif(
-    not NGINX, reason="scripts/setup_env.sh --with-gateway, on Debian or Ubuntu, unpacks nginx"
+    not NGINX, reason="scripts/setup_env.sh --with-programs, on Debian or Ubuntu, unpacks nginx"
 )
 
 

@@ -35,12 +35,12 @@ FOLDER = REPOSITORY / "examples" / "observability"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
-# scripts/setup_env.sh --with-prometheus puts both there.
+# scripts/setup_env.sh --with-programs puts both there.
 PROGRAMS = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
 PROMETHEUS, PROMTOOL = (shutil.which(program, path=PROGRAMS) or "" for program in ("prometheus", "promtool"))
 needs_prometheus = pytest.mark.skipif(
     not (PROMETHEUS and PROMTOOL),
-    reason="scripts/setup_env.sh --with-prometheus, on Debian or Ubuntu, unpacks promtool and prometheus",
+    reason="scripts/setup_env.sh --with-programs, on Debian or Ubuntu, unpacks promtool and prometheus",
 )
 
 # A metric with its selector. Of PromQL only this is read here: promtool reads all of it.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of the set-up scripts: which are run again, and what an interruption leaves."""
+"""The set-up scripts: which stages are run again, what an interruption leaves, and what the machine lacks."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,47 +95,114 @@ def test_an_interruption_is_no_failure_and_ends_what_runs(
     assert "the work ..." in said(start("true"))
 
 
-MACHINE = f"""\
+# --- what the machine lacks ---
+
+MACHINE = """\
 set -euo pipefail
 root=$1 VENV=$1/venv python=$2 pins=pins log=$1/log
-install_system_packages=$3
-source {STAGES}
-missing_packages() {{ [[ -e $root/installed ]] || echo left-pad; }}
-install_packages "the build pads"
+source "$root/scripts/stages.sh"
+environment() { "$python" -m venv --without-pip "$VENV"; }
+missing_packages() { :; }
+libraries=(there libc.so.6 outer libouter.so.1)
+eval "${MORE:-}"
+begin
+need_packages "The build pads"
+stage environment "environment" pins
+add_missing_libraries
 """
+APT_GET = """\
+echo "${@:3}" >>FOLDER/apt
+[[ $3 != install ]] || touch FOLDER/venv/apt/cache/archives/outer.deb
+"""
+DPKG = 'mkdir -p "$3/usr/lib/here" && cp FOLDER/unpacked/* "$3/usr/lib/here"'
 
 
-def install_packages(folder: Path, asked: bool) -> tuple["subprocess.CompletedProcess[str]", list[str]]:
-    """As root on Debian. Returns also the calls of apt-get, which installs what it is told to."""
-    programs = folder / "bin"
-    programs.mkdir()
-    (folder / "scripts").mkdir()
-    log = folder / "apt"
-    log.touch()
-    for name, program in (
-        ("id", "echo 0"),
-        ("apt-get", f'echo "$*" >>{log}; [[ $1 != install ]] || touch {folder}/installed'),
-    ):
-        (programs / name).write_text(f"#!/usr/bin/env bash\n{program}\n")
-        (programs / name).chmod(0o755)
-    command = ["bash", "-c", MACHINE, "scripts/setup_env.sh", str(folder), sys.executable, "1" if asked else ""]
-    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    return done, log.read_text().splitlines()
+class Machine:
+    """One without the library libouter.so.1, which needs libinner.so.1, and with stand-ins for apt-get and dpkg."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(STAGES.parent, folder / "scripts")
+        (folder / "pins").touch()
+        for name, program in (("apt-get", APT_GET), ("dpkg", DPKG)):
+            path = folder / "bin" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("#!/usr/bin/env bash\n" + program.replace("FOLDER", str(folder)))
+            path.chmod(0o755)
+        self.unpacked = folder / "unpacked"
+        self.unpacked.mkdir()
+        for name, needed in (("inner", []), ("outer", ["libinner.so.1"])):
+            soname = f"lib{name}.so.1"
+            command = ["c++", "-shared", "-x", "c++", "/dev/null", "-x", "none", f"-Wl,--no-as-needed,-soname,{soname}"]
+            subprocess.run([*command, *needed, "-o", soname], cwd=self.unpacked, check=True, timeout=60)
+
+    def set_up(self, more: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-c", MACHINE, "scripts/setup_env.sh", str(self.folder), sys.executable],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"PATH": path, "MORE": more} | environment,
+        )
+
+    def apt_calls(self) -> list[str]:
+        """Since the last time that it was asked."""
+        log = self.folder / "apt"
+        calls = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return calls
+
+    def loads(self, **environment: str) -> bool:
+        """Whether Mooncake finds the library that it is linked against."""
+        package = self.folder / "wheels/mooncake/__init__.py"
+        package.parent.mkdir(parents=True, exist_ok=True)
+        package.write_text("import ctypes; ctypes.CDLL('libouter.so.1')")
+        command = [str(self.folder / "venv/bin/python"), "-c", "import mooncake"]
+        environment = os.environ | {"PYTHONPATH": str(self.folder / "wheels")} | environment
+        return subprocess.run(command, capture_output=True, timeout=60, env=environment).returncode == 0
 
 
-def test_root_is_told_what_is_missing_and_nothing_is_installed(tmp_path: Path) -> None:
-    done, calls = install_packages(tmp_path, asked=False)
-    assert (done.returncode, calls) == (1, [])
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_missing_library_is_unpacked_into_the_environment_and_loads_there(machine: Machine) -> None:
+    done = machine.set_up()
+    assert (done.returncode, done.stderr) == (0, "")
+    install = "install --download-only --reinstall --yes --no-install-recommends outer"
+    assert machine.apt_calls() == ["update", install]
+    assert machine.loads()
+    assert machine.set_up().returncode == 0
+    assert machine.apt_calls() == []
+    # The machine gets the library.
+    assert machine.set_up(LD_LIBRARY_PATH=str(machine.unpacked)).returncode == 0
+    assert not machine.loads()
+
+
+def test_an_empty_file_hides_a_library_of_the_machine_but_no_unpacked_one(machine: Machine) -> None:
+    """.ci/run has CI unpack libraries that its machine may have."""
+    hidden = machine.folder / "hidden"
+    hidden.mkdir()
+    (hidden / "libouter.so.1").touch()
+    path = f"{hidden}:{machine.unpacked}"
+    assert machine.set_up(LD_LIBRARY_PATH=path).returncode == 0
+    assert machine.apt_calls()
+    assert machine.loads(LD_LIBRARY_PATH=path)
+
+
+def test_without_apt_missing_libraries_are_named(machine: Machine) -> None:
+    done = machine.set_up("can_unpack() { false; }")
+    assert (done.returncode, machine.apt_calls()) == (1, [])
+    assert done.stderr.splitlines()[0] == "setup: missing on this machine: libouter.so.1"
+
+
+def test_missing_programs_are_named_and_nothing_is_installed(machine: Machine) -> None:
+    done = machine.set_up("missing_packages() { echo left-pad; }")
+    assert (done.returncode, machine.apt_calls()) == (1, [])
     assert done.stderr.splitlines() == [
         "setup: missing on this machine: left-pad",
-        "setup: the build pads.",
+        "setup: The build pads.",
         "setup: On Debian, as root: apt-get update && apt-get install --no-install-recommends left-pad",
-        "setup: or, as root: scripts/setup_env.sh --install-system-packages",
     ]
-
-
-def test_packages_are_installed_when_that_is_asked_for(tmp_path: Path) -> None:
-    done, calls = install_packages(tmp_path, asked=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert calls == ["update", "install --yes --no-install-recommends left-pad"]

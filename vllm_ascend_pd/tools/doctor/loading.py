@@ -136,7 +136,7 @@ PARTS = {
     "mooncake": Part(
         _mooncake,
         "Mooncake's engine",
-        "install the libraries it names (libibverbs1, librdmacm1; for the NPU wheel CANN's environment)",
+        "install the libraries it names (libcurl4, libibverbs1, libnuma1; for the NPU wheel CANN's environment)",
     ),
     "connector": Part(setup.load_connector, "LayerwisePushConnector in vLLM", _VLLM),
     "device": Part(_device, "vLLM's device", _VLLM),
