@@ -24,7 +24,7 @@ shift
 machine=$(mktemp -d "${TMPDIR:-/tmp}/fresh-debian.XXXXXX")
 trap 'rm -rf --one-file-system "$machine"' EXIT
 mmdebstrap --quiet --variant=minbase --include=python3,python3-venv,python3-dev,g++,git,ca-certificates \
-  bookworm "$machine" http://deb.debian.org/debian
+  bookworm "$machine"
 cp /etc/resolv.conf /etc/hosts "$machine/etc/"
 [[ $user == root ]] || chroot "$machine" useradd --create-home "$user"
 git clone --quiet --no-hardlinks "$root" "$machine/srv/repository"
