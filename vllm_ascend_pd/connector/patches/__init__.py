@@ -5,7 +5,37 @@ Each is installed when an engine builds the connector that needs it, not in `reg
 process, also those of engines with other connectors, which must stay as they are.
 """
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 from vllm_ascend_pd.core.config import ConfigError
+
+Method = Callable[..., Any]
+
+# Methods that were replaced: class, name, and the module that did it.
+_replaced: set[tuple[type, str, str]] = set()
+
+
+def replace_in_schedulers(name: str, made: Callable[[Method], Method]) -> None:
+    """Replaces a method in all schedulers that are loaded. `made`: returns the new method, from the one before. May be
+    called again.
+
+    vllm-ascend puts subclasses in Scheduler's place. Some call the method that they override, and some do not. So a
+    call may run the new method twice.
+    """
+    from vllm.v1.core.sched.interface import SchedulerInterface
+
+    for scheduler in _subclasses(SchedulerInterface):
+        which = scheduler, name, made.__module__
+        if name in vars(scheduler) and which not in _replaced:
+            _replaced.add(which)
+            setattr(scheduler, name, made(vars(scheduler)[name]))
+
+
+def _subclasses(of: Any) -> Iterator[Any]:
+    for each in of.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def install_for_decode_scheduler() -> None:

@@ -15,35 +15,28 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from vllm_ascend_pd.connector.patches import Method, replace_in_schedulers
 from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_scheduler import has_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm.v1.request import Request
 
 
 def install() -> None:
     """Patches the loaded vLLM. May be called again."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    # vllm-ascend puts a subclass in Scheduler's place. Other subclasses may be of the original one.
-    original: Any = next(each for each in Scheduler.__mro__ if "reset_prefix_cache" in vars(each))
-    if original.reset_prefix_cache.__module__ == __name__:
-        return
-    original.has_finished_requests = _with_transfers(original.has_finished_requests)
-    original.reset_prefix_cache = _resetting(original.reset_prefix_cache)
+    replace_in_schedulers("has_finished_requests", _with_transfers)
+    replace_in_schedulers("reset_prefix_cache", _resetting)
 
 
-def _with_transfers(by_vllm: "Callable[[Any], bool]") -> "Callable[[Any], bool]":
+def _with_transfers(by_vllm: Method) -> Method:
     def has_finished_requests(self: Any) -> bool:
         """Whether steps must go on although no request can be scheduled."""
-        return by_vllm(self) or any(_awaits_kv(self, request) for request in self.skipped_waiting)
+        return bool(by_vllm(self)) or any(_awaits_kv(self, request) for request in self.skipped_waiting)
 
     return has_finished_requests
 
 
-def _resetting(by_vllm: "Callable[..., bool]") -> "Callable[..., bool]":
+def _resetting(by_vllm: Method) -> Method:
     def reset_prefix_cache(self: Any, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         if reset_running_requests:
             # vLLM keeps an ended request for as long as its transfer holds its blocks.
@@ -57,7 +50,7 @@ def _resetting(by_vllm: "Callable[..., bool]") -> "Callable[..., bool]":
             for request in (*self.skipped_waiting, *self.waiting):
                 if has_blocks(self, request) and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
                     _take_back(self, request)
-        return by_vllm(self, reset_running_requests, *args, **kwargs)
+        return bool(by_vllm(self, reset_running_requests, *args, **kwargs))
 
     return reset_prefix_cache
 

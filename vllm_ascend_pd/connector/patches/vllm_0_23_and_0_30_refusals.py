@@ -5,8 +5,10 @@ vLLM has no such answer of a connector. It knows requests whose KV was lost, but
 it ends none of them, and it must have allocated blocks for them first.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.connector.patches import replace_in_schedulers
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -23,20 +25,7 @@ def bind_refusals(pool: "BlockPool", take: Callable[[], Iterable[str]]) -> None:
 
 def install() -> None:
     """Patches all versions of vLLM, and all schedulers that are loaded. May be called again."""
-    from vllm.v1.core.sched.interface import SchedulerInterface
-
-    # vllm-ascend puts subclasses in Scheduler's place. Some do not call the original `update_from_output`.
-    for scheduler in subclasses(SchedulerInterface):
-        by_scheduler = vars(scheduler).get("update_from_output")
-        if by_scheduler is not None and by_scheduler.__module__ != __name__:
-            scheduler.update_from_output = _with_refusals(by_scheduler)
-
-
-def subclasses(of: Any) -> Iterator[Any]:
-    """Yields all subclasses that are loaded, also those of subclasses."""
-    for each in of.__subclasses__():
-        yield each
-        yield from subclasses(each)
+    replace_in_schedulers("update_from_output", _with_refusals)
 
 
 def _take_back(outputs: Any, request_id: str) -> None:

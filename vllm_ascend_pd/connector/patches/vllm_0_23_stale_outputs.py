@@ -8,10 +8,9 @@ Version 0.30 drops such output itself. The request computes its tokens again.
 """
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_refusals import subclasses
+from vllm_ascend_pd.connector.patches import Method, replace_in_schedulers
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 
 if TYPE_CHECKING:
@@ -27,22 +26,12 @@ def install() -> None:
     """Patches vLLM 0.23 and all schedulers that are loaded; does nothing in 0.30. May be called again."""
     if HAS_TRANSFER_RESULTS:
         return
-    from vllm.v1.core.sched.interface import SchedulerInterface
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    # vllm-ascend puts a subclass in Scheduler's place. Other subclasses may be of the original one.
-    original = next(each for each in Scheduler.__mro__ if "_preempt_request" in vars(each))
-    if original._preempt_request.__module__ == __name__:
-        return
-    original._preempt_request = _noting_the_step(original._preempt_request)
-    original._update_after_schedule = _numbering(original._update_after_schedule)
-    # Some of vllm-ascend's subclasses do not call the original.
-    for scheduler in subclasses(SchedulerInterface):
-        if "update_from_output" in vars(scheduler):
-            scheduler.update_from_output = _without_stale_outputs(scheduler.update_from_output)
+    replace_in_schedulers("_preempt_request", _noting_the_step)
+    replace_in_schedulers("_update_after_schedule", _numbering)
+    replace_in_schedulers("update_from_output", _without_stale_outputs)
 
 
-def _numbering(by_vllm: Callable[..., None]) -> Callable[..., None]:
+def _numbering(by_vllm: Method) -> Method:
     def update_after_schedule(self: Any, scheduler_output: Any) -> None:
         number = getattr(self, _NUMBER, 0) + 1
         setattr(self, _NUMBER, number)
@@ -52,7 +41,7 @@ def _numbering(by_vllm: Callable[..., None]) -> Callable[..., None]:
     return update_after_schedule
 
 
-def _noting_the_step(by_vllm: Callable[..., None]) -> Callable[..., None]:
+def _noting_the_step(by_vllm: Method) -> Method:
     def preempt_request(self: Any, request: "Request", *args: Any) -> None:
         by_vllm(self, request, *args)
         setattr(request, _FIRST_STEP, getattr(self, _NUMBER, 0) + 1)
@@ -61,7 +50,7 @@ def _noting_the_step(by_vllm: Callable[..., None]) -> Callable[..., None]:
     return preempt_request
 
 
-def _without_stale_outputs(by_scheduler: Callable[..., Any]) -> Callable[..., Any]:
+def _without_stale_outputs(by_scheduler: Method) -> Method:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         number, sampled = getattr(scheduler_output, _NUMBER, math.inf), model_runner_output.sampled_token_ids
         for request_id in scheduler_output.num_scheduled_tokens:
