@@ -15,6 +15,7 @@ import torch
 
 from vllm_ascend_pd.core.caches import LayerTensors, Quantize
 from vllm_ascend_pd.core.checksum import MAX_ROWS, SummedUnits, Tally, column_tokens, common_heads
+from vllm_ascend_pd.core.layout import Geometry
 from vllm_ascend_pd.core.prefill_ticket import Destination
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import held
@@ -86,11 +87,16 @@ def report_checksums(ticket: Ticket, steps: Sequence[StepChecksums], destination
     tally = Tally.empty(len(covers), column_tokens(ticket.spans, ticket.num_tokens), ticket.num_tokens)
     named = [(rank.caches.tensors[index].layer, rank.caches.tensors[index].part) for index in covers]
     kinds = [rank.caches.geometry_of(rank.caches.tensors[index]) for index in covers]
-    for step in steps:
+    ends: dict[Geometry, int] = {}  # a later step may have sent units again, from here on
+    for step in reversed(steps):
         summed = step.summed
         rows = {name: row for row, name in enumerate(named) if kinds[row].group == summed.geometry.group}
         _, readers = held(summed.geometry, decode, decode)
-        chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), readers.share(rank.tp_rank))
+        request = step.ticket_ids.index(ticket.ticket_id)
+        own = summed.units.tokens[summed.units.owner == request]
+        end = ends.get(summed.geometry, ticket.num_tokens)
+        ends[summed.geometry] = min(end, own.min(initial=end))
+        chosen = summed.chosen(request, readers.share(rank.tp_rank)) & (summed.units.tokens < end)
         common = common_heads(step.own_heads, decode.heads(rank.tp_rank, summed.geometry.total_heads))
         of_tensors = {name: step.taken[name] for name in rows if name in step.taken}
         if of_tensors:

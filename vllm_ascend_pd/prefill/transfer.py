@@ -90,6 +90,8 @@ class Transfer:
         # What was taken of its KV for `verify_kv`: one entry for each step and geometry. Empty if it is not verified.
         # The control thread reads it when no write follows.
         self.checksums: list[StepChecksums] = []
+        # Whether tokens were sent before that vLLM took back. The sender reads it, too.
+        self.again = False
         # Whether vLLM is done with the request.
         self.released = False
         # Whether nothing reads the request's blocks any more.
