@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
+from failing_loads import failing_in
+
 FAILING = "failing"
 """A file in the folder of the KV: numbers of the blocks of a prompt that cannot be loaded. Missing: all can."""
 
@@ -19,8 +21,7 @@ class FailingPool(ExampleConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
-        file = Path(self._storage_path, FAILING)
-        numbers = [int(number) for number in file.read_text().split()] if file.is_file() else []
+        numbers = failing_in(Path(self._storage_path, FAILING))
         for request in self._get_connector_metadata().requests:
             if not request.is_store:
                 blocks = (request.slot_mapping[:: self._block_size] // self._block_size).tolist()
