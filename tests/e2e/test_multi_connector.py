@@ -3,18 +3,19 @@
 
 The other is vLLM's ExampleConnector, which keeps the KV of every prompt it has seen in files, and restores it where a
 prompt comes again. It reads a prompt from the cache in the first step that computes it, so prompts that are to come
-again must fit into one.
+again must fit into one. It can be told to fail (`plugins/failing_pool.py`).
 """
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from harness.client import Client, random_prompt
 from harness.clusters import POISONED_TOKENS, Cluster, ClusterConfig, one_to_one
-from harness.engines import Engine, EngineConfig
+from harness.engines import Engine, EngineConfig, Role
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import TINY
 from harness.plain_http import PLAIN_HTTP
@@ -32,9 +33,18 @@ RECEIVED = 3 * BLOCK * TINY.kv_bytes_per_token
 
 @pytest.fixture(scope="module", params=[long(True), False], ids=["ours-first", "ours-second"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ClusterConfig:
+    """Where ours is the first, prefill ends requests whose KV cannot be loaded. Else it computes the KV again."""
+    policy = "fail" if request.param else "recompute"
+
     def beside_another(engine: EngineConfig) -> EngineConfig:
         folder = tmp_path_factory.mktemp(f"kv-of-{engine.label}")
-        return dataclasses.replace(engine, beside=(("shared_storage_path", str(folder)),), ours_first=request.param)
+        return dataclasses.replace(
+            engine,
+            beside=(("shared_storage_path", str(folder)),),
+            beside_connector="FailingPool",
+            ours_first=request.param,
+            load_failure_policy=policy if engine.role is Role.PREFILL else None,
+        )
 
     alone = one_to_one(1, 1)
     return dataclasses.replace(
@@ -117,6 +127,28 @@ def test_ours_pushes_what_the_other_restored(cluster: Cluster, client: Client, r
     assert completion.token_ids == reference.complete(prompt)
     assert completion.kv_transfer_params is not None
     assert completion.kv_transfer_params["received_bytes"] == RECEIVED
+
+
+def test_the_other_fails_to_load_a_block(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """Each block of the prompt that it restores. Ours must not have pushed what was never loaded."""
+    [prefill] = cluster.prefill
+    failing = Path(str(dict(prefill.config.beside)["shared_storage_path"]), "failing")
+    try:
+        for number in range(3):
+            prompt = random_prompt(500, f"fails-{number}")
+            assert ask(prefill, cluster, prompt) == reference.complete(prompt)
+            failing.write_text(str(number))
+            forget_prefixes(prefill)
+            if prefill.config.load_failure_policy == "fail":
+                with pytest.raises(httpx.HTTPStatusError, match="502"):
+                    client.complete(prompt)
+            else:
+                completion = client.complete(prompt)
+                assert completion.token_ids == reference.complete(prompt)
+                assert completion.kv_transfer_params is not None
+            failing.unlink()
+    finally:
+        failing.unlink(missing_ok=True)
 
 
 def test_a_request_that_ours_cannot_deliver_fails_alone(client: Client, reference: Reference) -> None:

@@ -111,7 +111,7 @@ class EngineConfig:
     beside: tuple[tuple[str, object], ...] = ()
     """`kv_connector_extra_config` of another connector, which then runs beside ours below a MultiConnector."""
     beside_connector: str = "ExampleConnector"
-    """Its name. vLLM's ExampleConnector keeps KV in files."""
+    """Its name. vLLM's ExampleConnector keeps KV in files. So does the tests' FailingPool (`failing_pool.py`)."""
     ours_first: bool = True
     speculative: tuple[tuple[str, object], ...] = ()
     """`--speculative-config`, as pairs. A `ModelSpec` as its model stands for that model's folder."""
@@ -183,14 +183,19 @@ class EngineConfig:
             return ours
         other = {
             "kv_connector": self.beside_connector,
-            "kv_role": "kv_both" if self.beside_connector == "ExampleConnector" else self.role.value,
+            "kv_role": self.role.value if self.beside_connector == "AscendStoreConnector" else "kv_both",
             "kv_connector_extra_config": dict(self.beside),
         }
-        return {
+        if self.beside_connector == "FailingPool":
+            other["kv_connector_module_path"] = "failing_pool"
+        both: dict[str, object] = {
             "kv_connector": "MultiConnector",
             "kv_role": self.role.value,
             "kv_connector_extra_config": {"connectors": [ours, other] if self.ours_first else [other, ours]},
         }
+        if self.load_failure_policy is not None:
+            both["kv_load_failure_policy"] = self.load_failure_policy
+        return both
 
     def environment(self) -> dict[str, str]:
         """The whole environment of the engine's processes."""

@@ -90,8 +90,10 @@ class VllmScheduler:
             log_stats=True,
         )
         self.connector: Any = self.vllm.connector
-        self.connector._role._idle.close()
-        self.connector._role._idle = IdleWait(0.0, 1)
+        # Ours, the first one below a MultiConnector.
+        self.ours = getattr(self.connector, "_connectors", [self.connector])[0]
+        self.ours._role._idle.close()
+        self.ours._role._idle = IdleWait(0.0, 1)
 
     @property
     def pool(self) -> Any:
@@ -100,7 +102,7 @@ class VllmScheduler:
     def enter(self, request: Request) -> Request:
         """Adds a request, once the files of its adapter were read, which another thread does."""
         self.vllm.add_request(request)
-        blocks = self.connector._role._blocks
+        blocks = self.ours._role._blocks
         while not blocks.is_ready(request):
             blocks.take_adapters()
         return request
@@ -137,10 +139,21 @@ class RealScheduler(VllmScheduler):
         dcp: int = 1,
         load_failure_policy: str = "fail",
         extra: Mapping[str, object] = MappingProxyType({"who_computes": "prefill"}),
+        beside: Mapping[str, object] | None = None,
+        tolerates_faults: bool = False,
         **of: Any,
     ) -> None:
+        """`beside`: the configuration of another connector, which stands after ours below a MultiConnector."""
         register()
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+        transfer: dict[str, Any] = {
+            "kv_connector": "LayerwisePushConnector",
+            "kv_role": role.value,
+            "kv_connector_extra_config": {**extra},
+        }
+        if beside is not None:
+            connectors = {"connectors": [transfer, {"kv_role": role.value, **beside}]}
+            transfer = transfer | {"kv_connector": "MultiConnector", "kv_connector_extra_config": connectors}
         config = VllmConfig(
             model_config=ModelConfig(
                 model=str(model), tokenizer=str(model), skip_tokenizer_init=True, max_model_len=512, dtype="float32"
@@ -153,13 +166,10 @@ class RealScheduler(VllmScheduler):
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
             ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="LayerwisePushConnector",
-                kv_role=role.value,
-                kv_load_failure_policy=load_failure_policy,
-                kv_connector_extra_config={**extra},
-            ),
+            kv_transfer_config=KVTransferConfig(**transfer, kv_load_failure_policy=load_failure_policy),
         )
+        if tolerates_faults:
+            config.parallel_config.enable_fault_tolerance = True
         config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = dcp
         config.parallel_config.cp_kv_cache_interleave_size = BLOCK
         super().__init__(config, blocks, dcp=dcp, **of)

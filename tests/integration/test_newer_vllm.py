@@ -4,6 +4,8 @@ since importing each takes longer than all that is asked of it."""
 
 import ast
 import inspect
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +146,15 @@ def test_no_hook_is_gone_or_takes_less_than_it_is_given(hooks: dict[str, ast.Fun
 
 def test_hooks_that_are_new(hooks: dict[str, ast.FunctionDef]) -> None:
     assert {name for name in hooks if ours(name) is None} - LEFT_ALONE == set()
+
+
+@pytest.mark.long
+def test_what_its_scheduler_takes_back_is_sent_again(newer: Source) -> None:
+    path = os.pathsep.join([str(newer.folder), *sys.path])
+    file = Path(__file__).parents[1] / "unit" / "test_taken_back.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout
 
 
 def test_a_decode_engine_refuses_it_by_version(newer: Source, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 """`verify_kv` finds KV that is not what prefill computed, blames the right place, and never blames right KV."""
 
 import ctypes
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,8 @@ from test_push_int8 import C8, MLA
 from vllm_ascend_pd.core.checksum import is_selected
 from vllm_ascend_pd.core.kv_dump import pattern, read_dump
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.core.step import DecodeStep, PrefillStep
+from vllm_ascend_pd.core.prefill_ticket import Phase
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode import checksums
 from vllm_ascend_pd.device.base import DeviceError, Event
@@ -150,6 +152,33 @@ def test_right_kv_that_cannot_be_compared_is_counted_as_unknown(pair: Pair, chan
     if change is go_on:
         expected = {"right": 1, "unknown": 1} if is_opaque else {"right": 2}
     assert pair.each(pair.d_ranks, "do", results) == [expected] * len(pair.d_ranks)
+
+
+def is_writing(rank: PrefillRank) -> bool:
+    return all(transfer.state.phase is Phase.WRITING for transfer in rank.worker._transfers.values())
+
+
+def test_kv_that_vllm_took_back_is_not_blamed_once_it_was_sent_again(pair: Pair) -> None:
+    """Prefill takes the checksums of both. Decode is told when vLLM has ended the request."""
+    pair.each(pair.d_ranks, "clear")
+    first = math.lcm(pair.prefill.span, pair.decode.span)
+    [prompt] = requests = prompts(pair, [first + 40])
+    of_right, of_wrong = {prompt.request_id: prompt}, {prompt.request_id: replace(prompt, seed=99)}
+
+    def step(start: int, stop: int, of: dict[str, Prompt], **fields: Any) -> None:
+        blocks = prompt.p_blocks[start // pair.prefill.span : -(-stop // pair.prefill.span)]
+        last = stop == prompt.num_tokens
+        send = Send(prompt.request_id, start, stop, (blocks,), last, confirmed=False, again=start < sent[0])
+        sent[0] = max(sent[0], stop)
+        pair.each(pair.p_ranks, "step", PrefillStep(sends=[send], **fields), of)
+
+    sent = [0]
+    step(0, first, of_right, tickets=pair.announce(requests))
+    step(first, prompt.num_tokens, of_wrong)
+    assert all(pair.each(pair.p_ranks, "do", is_writing))
+    step(first, prompt.num_tokens, of_right)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished={prompt.request_id: None}), of_right)
+    expect_delivery(pair, requests)
 
 
 # Faults, made in the first block of the second of three requests, in layer 1 (counted from 0).

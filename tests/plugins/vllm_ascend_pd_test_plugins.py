@@ -60,6 +60,9 @@ INSTALLED_KERNELS = "VLLM_ASCEND_PD_TEST_INSTALLED_KERNELS"
 FIXED = "VLLM_ASCEND_PD_TEST_FIXED"
 """JSON: fields of `ConnectorConfig` that users cannot set, with other values than theirs."""
 
+FAIL_LOADS = "VLLM_ASCEND_PD_TEST_FAIL_LOADS"
+"""A file that names blocks which AscendStore fails to load, see `failing_loads.py`."""
+
 CONTROL = "VLLM_ASCEND_PD_TEST_CONTROL"
 """A folder: every process listens there, see `remote_control.py`. With it:"""
 SESSION = "VLLM_ASCEND_PD_TEST_SESSION"
@@ -112,6 +115,10 @@ def register() -> None:
         use_installed_kernels()
     if fixed := os.environ.get(FIXED):
         change_fixed(json.loads(fixed))
+    if file := os.environ.get(FAIL_LOADS):
+        from failing_loads import fail_loads
+
+        fail_loads(Path(file))
     if folder := os.environ.get(CONTROL):
         from remote_control import listen
 

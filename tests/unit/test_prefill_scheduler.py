@@ -229,6 +229,7 @@ def test_blocks_are_held_until_sent(scheduler):
 
 def test_aborted_before_it_was_scheduled(scheduler):
     never_allocated, allocated = ticketed("a"), ticketed("b")
+    never_allocated.status = allocated.status = RequestStatus.FINISHED_ABORTED
     scheduler.allocated(allocated, BLOCKS)
     assert scheduler.request_ended(never_allocated) == (False, None)
     assert scheduler.request_ended(allocated) == (False, None)
@@ -287,6 +288,13 @@ def test_requests_without_a_ticket(scheduler, params):
     step = starts(scheduler, request, PROMPT)
     assert (step.tickets, step.sends, scheduler.request_ended(request)) == ({}, [], (False, None))
     assert remembered(scheduler) == {}
+
+
+def test_what_vllm_computes_again_without_a_word_is_sent_again(scheduler):
+    request = ticketed()
+    assert starts(scheduler, request, PROMPT).sends == [Send("r", 0, 10, BLOCKS, last=True)]
+    assert goes_on(scheduler, request, 5, 3).sends == [Send("r", 4, 8, ([1],), last=False, again=True)]
+    assert goes_on(scheduler, request, 8, 2).sends == [Send("r", 8, 10, ([5],), last=True, again=True)]
 
 
 # --- preemption --------------------------------------------------------------------------------------------------

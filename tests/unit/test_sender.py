@@ -457,3 +457,36 @@ def test_an_idle_link_gets_a_layer_at_once_and_a_busy_one_those_that_have_come(t
         calls.proceed.set()
         assert passed.wait(10)
         assert calls.calls == [destinations(0), destinations(0, 1), destinations(0, 1)]
+
+
+# --- KV that vLLM took back -------------------------------------------------------------------------------------
+
+
+class Roomy(Calls):
+    def has_room(self, session: str, batch: Any) -> bool:
+        return True
+
+
+def test_what_replaces_kv_that_vllm_took_back_is_not_overtaken_by_it(transfers):
+    calls = Roomy()
+    with sending(calls) as sender:
+        sender.put_layer(pushes(transfers)[0], 1.0)
+        assert calls.begun.acquire(timeout=10)
+        transfers[0].again = True
+        sender.put_layer(pushes(transfers)[0], 1.0)
+        passed = sender.barrier()
+        assert not calls.begun.acquire(timeout=0.05)
+        calls.proceed.set()
+        assert passed.wait(10)
+        assert calls.calls == [destinations(0), destinations(0)]
+
+
+def test_a_failed_write_may_still_deliver_kv_that_vllm_took_back(sender, transfers):
+    for transfer in transfers:
+        transfer.mark_in_flight(1.0)
+    transfers[0].again = True
+    sender.finish(transfers)
+    assert sender.barrier().wait(10)
+    sender.check()
+    assert "took back" in str(transfers[0].failure)
+    assert transfers[1].failure is None

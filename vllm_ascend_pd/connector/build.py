@@ -54,6 +54,7 @@ from vllm_ascend_pd.connector.vllm_view import (
     HAS_TRANSFER_RESULTS,
     VllmBlocks,
     VllmRequests,
+    tolerates_faults,
 )
 from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.caches import CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
@@ -148,7 +149,16 @@ def _prefill(
     if listener is not None:
         hold_timeout_s = setup.config.hold_timeout_s or HOLD_TIMEOUT_S
         held = HeldPrompts(listener, setup.started_as, hold_timeout_s, requests, left_to_decode(groups))
-    scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), admission, observer, held)
+    scheduler = PrefillScheduler(
+        groups,
+        requests,
+        blocks,
+        _idle_wait(setup),
+        admission,
+        observer,
+        held,
+        awaits_outputs=is_being_built() or tolerates_faults(setup.vllm_config),
+    )
     closing = ExitStack()
     if listener is not None:
         closing.callback(listener.close, CLOSE_TIMEOUT_S)

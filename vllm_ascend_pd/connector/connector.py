@@ -189,6 +189,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         output = connector_output
         ended = output.finished_sending if self._setup.prefills else output.finished_recving
+        self._role.loads_failed(output.invalid_block_ids)
         self._role.update(_report(output.kv_connector_worker_meta), set(ended or ()))
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

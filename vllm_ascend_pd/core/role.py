@@ -5,7 +5,7 @@ vLLM calls every hook on every connector. So each method here does nothing, and 
 side override those that concern them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,9 @@ class ConnectorRole:
     def build_step(self, output: Any) -> PrefillStep | DecodeStep:
         """Returns the step for the ranks that belongs to vLLM's step `output`."""
         raise NotImplementedError
+
+    def loads_failed(self, blocks: Collection[int]) -> None:
+        """Takes blocks into which a connector, this one or another, has failed to load KV. Called after each step."""
 
     def update(self, report: WorkerReport | None, ended: set[str]) -> None:
         """Takes the ranks' report, and requests that all ranks have reported: on prefill as sent, on decode as received

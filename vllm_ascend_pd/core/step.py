@@ -28,6 +28,11 @@ class Send:
     parts: tuple[tuple[int, int], ...] = ()
     # Whether later steps write KV of further tokens behind the prompt's, in its last block.
     grows: bool = False
+    # Whether vLLM takes nothing of the prompt back any more. If it may, the transfer does not end with the prompt, but
+    # when `PrefillStep.finished` names the request.
+    confirmed: bool = True
+    # Whether tokens were sent before that vLLM took back.
+    again: bool = False
 
     def tokens(self, group: int) -> tuple[int, int]:
         """Returns (start, stop) of the tokens that a cache group completes."""
@@ -49,7 +54,7 @@ class PrefillStep:
     cached_tokens: dict[str, int] = field(default_factory=dict)
     # Prompt tokens that this step completes.
     sends: list[Send] = field(default_factory=list)
-    # Requests that ended: None, or why they ended before their prompt was computed.
+    # Requests that ended: None, or why their KV is not complete.
     finished: dict[str, str | None] = field(default_factory=dict)
     # Requests in `tickets` of whose prompts earlier steps have computed a part.
     late: set[str] = field(default_factory=set)

@@ -108,7 +108,21 @@ def report_checksums(
     if grows and any(_ends_within_opaque_block(ticket, step.summed.geometry.sent) for step in steps):
         return dict.fromkeys(destinations, UNKNOWN)
     folded: _Folded = {}
-    return {key: _checksums(ticket, steps, each, folded) for key, each in destinations.items()}
+    untils = _untils(ticket, steps)
+    return {key: _checksums(ticket, steps, untils, each, folded) for key, each in destinations.items()}
+
+
+def _untils(ticket: Ticket, steps: Sequence[StepChecksums]) -> list[int]:
+    """Returns up to which token the sums of each step count: a later step may have sent units from there on again."""
+    begun: dict[Geometry, int] = {}  # the first token that a later step has sent
+    untils = []
+    for step in reversed(steps):
+        geometry, units = step.summed.geometry, step.summed.units
+        until = begun.get(geometry, ticket.num_tokens)
+        untils.append(until)
+        own = units.tokens[units.owner == step.ticket_ids.index(ticket.ticket_id)]
+        begun[geometry] = int(own.min(initial=until))
+    return untils[::-1]
 
 
 def _ends_within_opaque_block(ticket: Ticket, form: Geometry) -> bool:
@@ -119,6 +133,7 @@ def _ends_within_opaque_block(ticket: Ticket, form: Geometry) -> bool:
 def _checksums(
     ticket: Ticket,
     steps: Sequence[StepChecksums],
+    untils: Sequence[int],
     destination: Destination,
     folded: _Folded,
 ) -> bytes:
@@ -128,7 +143,7 @@ def _checksums(
     rank, decode = destination.rank, ticket.sharding
     tally = Tally.empty(len(covers), column_tokens(ticket.spans, ticket.num_tokens), ticket.num_tokens)
     names = tuple((rank.caches.tensors[index].layer, rank.caches.tensors[index].part) for index in covers)
-    for step in steps:
+    for step, until in zip(steps, untils, strict=True):
         summed = step.summed
         rows = [row for row, name in enumerate(names) if name in step.tensors]
         if not all(names[row] in step.taken for row in rows):
@@ -138,7 +153,7 @@ def _checksums(
         _, readers = held(summed.geometry, decode, decode)
         key = step, names, readers.share(rank.tp_rank)
         if key not in folded:
-            chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), key[2])
+            chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), key[2]) & (summed.units.tokens < until)
             sums = [to_numpy(step.taken[names[row]]) for row in rows]
             folded[key] = HeadSums.of(rows, sums, summed, chosen, tally)
         common = common_heads(step.own_heads, decode.heads(rank.tp_rank, summed.geometry.total_heads))

@@ -5,7 +5,7 @@ The scheduler's thread owns all of this.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
@@ -23,9 +23,14 @@ class ComputedPrompt:
     preempted: tuple[int, bool]
     # Ids of the request's blocks, per cache group. Empty until it is allocated, and while it is preempted.
     blocks: list[list[int]] = field(default_factory=list)
-    # Tokens computed before the latest step in which the request ran, and at the end of that step.
+    # Tokens computed before the latest step in which the request ran.
     before: int = 0
+    # Tokens whose KV is in the blocks at the end of that step, from the first one on and without a gap.
     done: int = 0
+    # From which token on vLLM has taken KV back that no step has computed again. None: there is none.
+    taken_back: int | None = None
+    # Whether no step can compute that again, because blocks of a window may be another request's by now.
+    is_lost: bool = False
     # How many tokens of the prompt the prefix cache had when the request ran for the first time. None: it has not run.
     cached_tokens: int | None = None
     # Whether the prompt was cut by its last token, which decode computes.
@@ -52,6 +57,35 @@ class ComputedPrompt:
         """The request has these blocks, per cache group, and has computed nothing in them. None while preempted."""
         self.blocks = [list(ids) for ids in blocks]
         self.before = self.done = 0
+        self.taken_back, self.is_lost = None, False
+
+    def compute(self, computed: int, tokens: int) -> None:
+        """A step computes `tokens` of the request, after `computed` ones."""
+        self.before = computed
+        if not self.is_lost and (self.taken_back is None or computed <= self.taken_back):
+            self.done, self.taken_back = computed + tokens, None
+
+    def take_back(self, token: int, is_lost: bool) -> None:
+        """KV from `token` on is not there, although vLLM had counted it. `is_lost`: as the field."""
+        self.done = min(self.done, token)
+        self.taken_back = token if self.taken_back is None else min(self.taken_back, token)
+        self.is_lost = self.is_lost or is_lost
+
+    def first_token_in(self, blocks: Collection[int], groups: Sequence[CacheGroup]) -> int | None:
+        """Returns the first token whose KV is in one of `blocks`; None if there is none.
+
+        Only for one group of attention caches. Otherwise it is the prompt's first one: vLLM computes all of it again.
+        """
+        numbers = [number for ids in self.blocks for number, block in enumerate(ids) if block in blocks]
+        if not numbers:
+            return None
+        group = groups[0]
+        return min(numbers) * group.span if len(groups) == 1 and isinstance(group, TokenGroup) else 0
+
+    def blocks_from(self, token: int, groups: Sequence[CacheGroup]) -> list[int]:
+        """Returns all blocks from that of `token` on. `token`: of `first_token_in`."""
+        first = token // groups[0].span if token and isinstance(groups[0], TokenGroup) else 0
+        return [block for ids in self.blocks for block in ids[first:]]
 
 
 @dataclass
@@ -68,6 +102,10 @@ class OutgoingTransfer:
     announced: bool = False
     # Whether the ranks have all of the prompt.
     complete: bool = False
+    # Whether vLLM takes nothing of it back any more. The ranks report success without waiting for the request's end.
+    confirmed: bool = False
+    # Whether tokens were sent that vLLM took back.
+    again: bool = False
     # Whether it was preempted in a step that computed nothing, and the ranks do not know.
     preemption_unsaid: bool = False
     # Why the prompt was not sent whole. None: nothing has failed.
@@ -91,6 +129,15 @@ class OutgoingTransfer:
         done, total = self.prompt.done, self.ticket.num_tokens
         stops = [total if done >= total else done - done % align for align in self.align]
         return [(sent, max(sent, stop)) for sent, stop in zip(self.sent, stops, strict=True)]
+
+    def take_back(self, token: int) -> None:
+        """KV from `token` on is sent again, when it is complete again."""
+        cached, before = self.ticket.remote_cached_tokens, self.sent
+        if token < self.ticket.num_tokens:
+            wholes = [token - token % align for align in self.align]
+            self.sent = [max(cached, min(pair)) for pair in zip(before, wholes, strict=True)]
+            self.complete = self.confirmed = False
+            self.again = self.again or self.sent != before
 
 
 class WindowHolds:

@@ -5,7 +5,7 @@ All of it runs on the scheduler's thread.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ABORTED = "the prefill request was aborted"
+_ERROR = "prefill ended the request in an error"
+_TAKEN_BACK = "vLLM took back KV that prefill had counted as computed, and did not compute it again"
 _CHANGED_STATES = "max_tokens is {}: states change with every token generated"
 _MAX_HOST_CHARS = 80
 
@@ -47,6 +49,8 @@ class PrefillScheduler(ConnectorRole):
     idle: decides how long steps wait for transfers.
     admission: decides which tickets are served.
     held: prompts that a router asks for before decode has a ticket. None: their blocks are not kept.
+    awaits_outputs: whether a step may turn out not to have loaded or computed what it was to: another connector loads
+        KV, too, or the engine goes on after a step that has failed.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class PrefillScheduler(ConnectorRole):
         admission: TicketAdmission,
         observer: PrefillSchedulerObserver | None = None,
         held: HeldPrompts | None = None,
+        *,
+        awaits_outputs: bool = False,
     ) -> None:
         self._groups = list(groups)
         self._requests = requests
@@ -65,6 +71,7 @@ class PrefillScheduler(ConnectorRole):
         self._idle = idle
         self._admission = admission
         self._held = held
+        self._awaits_outputs = awaits_outputs
         self._has_states = any(group.holds_state for group in groups)
         self._windows = WindowHolds(groups, blocks)
         self._prompts: dict[str, ComputedPrompt] = {}  # those with a ticket or that wait for one, by request id
@@ -250,7 +257,9 @@ class PrefillScheduler(ConnectorRole):
     def _computes(self, step: PrefillStep, prompt: ComputedPrompt, computed: int, output: "SchedulerOutput") -> None:
         """The request runs in this step. `computed`: tokens computed before it."""
         request_id = prompt.request.request_id
-        prompt.before, prompt.done = computed, computed + output.num_scheduled_tokens[request_id]
+        if computed < prompt.done:
+            self._take_back(prompt, computed)
+        prompt.compute(computed, output.num_scheduled_tokens[request_id])
         if prompt.cached_tokens is None:  # after a preemption, the cache has what the request computed itself
             prompt.cached_tokens = self._requests.cached_tokens(prompt.request)
         if (transfer := self._transfers.get(request_id)) is not None:
@@ -280,9 +289,12 @@ class PrefillScheduler(ConnectorRole):
         alike = all(part == (start, stop) for part in parts)
         # The last token that is generated has no KV.
         grows = last and prompt.done < prompt.request.num_prompt_tokens + prompt.request.max_tokens - 1
-        step.sends.append(Send(request_id, start, stop, blocks, last, () if alike else tuple(parts), grows))
+        in_one_step = prompt.before == 0 and request_id not in step.late  # so nothing of it was loaded
+        confirmed = in_one_step or prompt.ended or not self._awaits_outputs
+        apart = () if alike else tuple(parts)
+        step.sends.append(Send(request_id, start, stop, blocks, last, apart, grows, confirmed, transfer.again))
         transfer.sent = [stop for _, stop in parts]
-        transfer.complete = last
+        transfer.complete, transfer.confirmed = last, last and confirmed
 
     def _take_tickets(self, step: PrefillStep, held: HeldPrompts) -> None:
         """Serves tickets that have come for prompts without one: what is computed already is sent in this step."""
@@ -303,6 +315,25 @@ class PrefillScheduler(ConnectorRole):
             logger.log(level, "request %s: prefill frees its blocks: %s", prompt.request.request_id, reason)
             held.remove(prompt)
             step.unsent.add(prompt.request.request_id)
+
+    def _take_back(self, prompt: ComputedPrompt, token: int) -> None:
+        """KV of the prompt from `token` on is not there, although vLLM had counted it. It is sent again once a step has
+        computed it again."""
+        prompt.take_back(token, is_lost=bool(self._windows) and token < prompt.request.num_prompt_tokens)
+        if (transfer := self._transfers.get(prompt.request.request_id)) is not None:
+            transfer.take_back(token)
+
+    @owned
+    def loads_failed(self, blocks: Collection[int]) -> None:
+        if not blocks:
+            return
+        wrong = set(blocks)
+        for prompt in self._prompts.values():
+            if (token := prompt.first_token_in(blocks, self._groups)) is not None:
+                wrong.update(prompt.blocks_from(token, self._groups))
+                if not prompt.ended:
+                    self._take_back(prompt, token)
+        self._blocks.evict(wrong)  # vLLM leaves some in its prefix cache, even if no step computes them again
 
     @owned
     def update(self, report: WorkerReport | None, ended: set[str]) -> None:
@@ -335,25 +366,36 @@ class PrefillScheduler(ConnectorRole):
         if transfer is None:
             assert self._held is not None
             return self._ended_without_ticket(self._held, prompt)
-        params = None if transfer.failure is None else {"error": transfer.failure}
-        aborted = None if transfer.complete else _ABORTED
-        transfer.failure = transfer.failure or aborted
+        incomplete = None if transfer.confirmed else self._why_incomplete(prompt, transfer.complete)
+        transfer.failure = transfer.failure or incomplete
+        params = None if transfer.failure in (None, _ABORTED) else {"error": transfer.failure}
         if not transfer.announced:
             self._forget(prompt)
             return False, params
         # The transfer stays until the ranks have told decode. Until then decode takes any second writer of the ticket
         # for the first one (R2).
         prompt.ended = True
-        self._step.finished[request_id] = aborted
+        self._step.finished[request_id] = incomplete
         return True, params
+
+    def _why_incomplete(self, prompt: ComputedPrompt, complete: bool) -> str | None:
+        """Returns why the KV of a prompt whose request has ended is not complete; None if it is.
+
+        `complete`: whether the steps were to complete it. It is if vLLM has seen their outputs, too.
+        """
+        if self._requests.ended_in_error(prompt.request):
+            return _ERROR
+        if self._requests.was_aborted(prompt.request):
+            return _ABORTED
+        return None if complete else _TAKEN_BACK
 
     def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
         """As `request_ended`, of a request whose ticket has not come."""
-        aborted = _ABORTED if not prompt.is_complete or self._requests.was_aborted(prompt.request) else None
-        if (reason := aborted or prompt.given_up) is not None:
+        reason = self._why_incomplete(prompt, prompt.is_complete) or prompt.given_up
+        if reason is not None:
             held.remove(prompt)
             self._forget(prompt)
-            return False, None if aborted else {"error": reason}
+            return False, None if reason is _ABORTED else {"error": reason}
         prompt.ended = True
         return True, held.request_ended(prompt)
 

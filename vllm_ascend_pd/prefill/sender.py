@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -194,6 +195,8 @@ class Sender(TransferQueue):
             if (layout := self._layout) is None:  # all of its requests have failed
                 step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
                 return
+            if any(transfer.again for transfer in step_send.transfers):
+                self._pipeline.drain()  # what was taken back must not arrive after what replaces it
             for target in layout.targets(push.tensors, step_send.route)[:1]:
                 self._pipeline.await_turn(target.session)
             while len(pushes) < _MOST_JOINED and (alike := self._take_alike(push, layout)) is not None:
@@ -380,6 +383,9 @@ class Sender(TransferQueue):
                     names = f"from {before.fingerprint} to {now.fingerprint}"
                     reason = f"prefill's weights were updated before all KV was sent, {names}"
                     transfer.fail(reason, PushFailure.WEIGHTS)
+                if transfer.again and transfer.in_flight_until > -math.inf:
+                    reason = "what a failed write has left under way may be KV that vLLM took back"
+                    transfer.fail(reason, PushFailure.WRITE)
                 transfer.is_written = True
             if written:
                 self._finished(written)

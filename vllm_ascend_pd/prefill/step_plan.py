@@ -34,6 +34,8 @@ class StepPlan:
     checksums: dict[int, list[StepChecksums]] = field(default_factory=dict)
     # Transfers whose prompt ends in this step.
     last: list[Transfer] = field(default_factory=list)
+    # Those of them of which vLLM takes nothing back any more.
+    confirmed: list[Transfer] = field(default_factory=list)
 
     @property
     def all_sends(self) -> list[StepSend]:
@@ -83,9 +85,12 @@ class Planner:
         slices: dict[object, list[RequestSlice]] = {}
         for send in sends:
             transfer = transfers[send.request_id]
+            transfer.again = send.again
             if send.last:
                 plan.last.append(transfer)
                 transfer.grows = send.grows
+                if send.confirmed:
+                    plan.confirmed.append(transfer)
             if send.start < send.stop:
                 ticket = transfer.ticket
                 shape = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)

@@ -92,6 +92,8 @@ class Transfer:
         self.checksums: list[StepChecksums] = []
         # As in `Send`. The control thread reads it when no write follows.
         self.grows = False
+        # Whether tokens were sent before that vLLM took back. The sender reads it, too.
+        self.again = False
         # Whether vLLM is done with the request.
         self.released = False
         # Whether nothing reads the request's blocks any more.

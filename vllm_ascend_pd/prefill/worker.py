@@ -171,7 +171,7 @@ class PrefillWorker(ConnectorRole):
                     written = name, self._device.record_event()
                 self._push_layer(self._plan, name, written[1])
                 if not self._plan.unsaved and self._unnamed.in_order:  # decode need not wait for the rest of the step
-                    self._finish(self._plan.last)
+                    self._finish(self._plan.confirmed)
             elif self._turns is not None:
                 self._turns.read(name, ())
 
@@ -223,7 +223,7 @@ class PrefillWorker(ConnectorRole):
         if computed is not None:
             for transfer in plan.last:
                 transfer.computed = computed
-            self._finish(plan.last)
+            self._finish(plan.confirmed)
 
     @owned
     def preempted(self, step: PrefillStep) -> None:

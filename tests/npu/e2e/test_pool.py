@@ -10,7 +10,9 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
+import cann_on_host
 import httpx
 import pytest
 
@@ -68,8 +70,16 @@ def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         release_port(metrics)
 
 
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that names blocks which prefill fails to load (`plugins/failing_loads.py`)."""
+    return tmp_path_factory.mktemp("failing") / "blocks"
+
+
 @pytest.fixture(scope="module", params=[True, long(False)], ids=["ours-first", "ours-second"])
-def config(request: pytest.FixtureRequest, mooncake: str) -> ClusterConfig:
+def config(request: pytest.FixtureRequest, mooncake: str, failing: Path) -> ClusterConfig:
+    """Where ours is the first, prefill computes the KV again that cannot be loaded. Else it ends the requests."""
+
     def with_pool(engine: EngineConfig) -> EngineConfig:
         return dataclasses.replace(
             engine,
@@ -82,6 +92,14 @@ def config(request: pytest.FixtureRequest, mooncake: str) -> ClusterConfig:
     env = (("MOONCAKE_CONFIG_PATH", mooncake), ("PYTHONHASHSEED", "0"), ("VLLM_SERVER_DEV_MODE", "1"))
     alone = one_to_one(f"pool-{'ours-first' if request.param else 'ours-second'}", 1, 1, env=env)
     prefill, decode = (tuple(map(with_pool, engines)) for engines in (alone.prefill, alone.decode))
+    prefill = tuple(
+        dataclasses.replace(
+            engine,
+            load_failure_policy="recompute" if request.param else "fail",
+            env=(*engine.env, ("VLLM_ASCEND_PD_TEST_FAIL_LOADS", str(failing))),
+        )
+        for engine in prefill
+    )
     return dataclasses.replace(alone, prefill=prefill, decode=decode)
 
 
@@ -130,3 +148,25 @@ def test_a_prompt_comes_again(cluster: Cluster, client: Client, reference: Refer
     assert_agree(reference, [prompt, prompt], [first, again])
     restored = loaded_tokens(prefill) - before
     assert (received_bytes(again), restored) == (RECEIVED, WHOLE_BLOCKS)
+
+
+@pytest.mark.skipif(not cann_on_host.is_active(), reason="other KV is put where nothing was loaded")
+def test_a_block_cannot_be_loaded(cluster: Cluster, client: Client, reference: Reference, failing: Path) -> None:
+    """Each of those that prefill restores. It must not have pushed what was never loaded."""
+    [prefill] = cluster.prefill
+    try:
+        for number in range(WHOLE_BLOCKS // BLOCK):
+            prompt = random_prompt(PROMPT, f"fails-{number}")
+            first = client.complete(prompt)
+            forget_prefixes(cluster)
+            failing.write_text(str(number))
+            if prefill.config.load_failure_policy == "fail":
+                with pytest.raises(httpx.HTTPStatusError, match="502"):
+                    client.complete(prompt)
+            else:
+                again = client.complete(prompt)
+                assert_agree(reference, [prompt, prompt], [first, again])
+                assert received_bytes(again)
+            failing.unlink()
+    finally:
+        failing.unlink(missing_ok=True)
