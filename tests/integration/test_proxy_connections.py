@@ -15,7 +15,7 @@ from engine_standin import DecodeEngine, PrefillEngine
 from proxy_cluster import Cluster, eventually, proxy_process, running_cluster, running_proxy
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.http import messages
+from vllm_ascend_pd.proxy.http import arriving
 
 NOBODY = "http://127.0.0.1:9", "http://127.0.0.1:11"
 
@@ -91,7 +91,7 @@ def test_a_body_that_does_not_arrive_is_answered_408(
     path: str, waits: bool, token_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request frees its place."""
-    monkeypatch.setattr(messages, "_BODY_SECONDS", 0.5)
+    monkeypatch.setattr(arriving, "_BODY_SECONDS", 0.5)
     with running_cluster(max_concurrent=1, admin_token_file=token_file) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = waits
         first = client.submit(cluster.complete)
@@ -108,8 +108,8 @@ def test_a_body_that_does_not_arrive_is_answered_408(
 
 
 def test_a_large_body_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_BODY_SECONDS", 2.0)
-    monkeypatch.setattr(messages, "_BYTES_PER_SECOND", 10_000)
+    monkeypatch.setattr(arriving, "_BODY_SECONDS", 2.0)
+    monkeypatch.setattr(arriving, "_BYTES_PER_SECOND", 10_000)
     body = b'{"prompt": "' + b"x" * 39_986 + b'"}'
     with running_cluster() as cluster, closing(connected(cluster)) as connection:
         connection.sendall(post("/v1/completions", len(body), b"Connection: close"))

@@ -30,8 +30,10 @@ from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.proxy.http.arriving import BodyBudget, BoundedBodies
+from vllm_ascend_pd.proxy.http.client_connection import ClientConnection
 from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
-from vllm_ascend_pd.proxy.http.messages import BoundedBodies, RequestRefused, error_response
+from vllm_ascend_pd.proxy.http.messages import RequestRefused, error_response
 from vllm_ascend_pd.proxy.operate.status import StatusPage
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
@@ -40,7 +42,7 @@ from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.polling import Discovery, HealthChecks
-from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +78,9 @@ class ProxyApp:
         self.ended = asyncio.Event()
         """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
         self._observer = Observer(self._request_table, self._pools)
+        self._budget = BodyBudget(settings.max_bodies_mib * MIB)
         self.asgi = Starlette(
-            middleware=[Middleware(BoundedBodies)],
+            middleware=[Middleware(BoundedBodies, budget=self._budget)],
             routes=self._routes(settings),
             exception_handlers={HTTPException: _http_error, RequestRefused: _refused},
             lifespan=self._lifespan,
@@ -110,7 +113,7 @@ class ProxyApp:
     def _routes(self, settings: ProxySettings) -> list[BaseRoute]:
         table, observer, token = self._request_table, self._observer, settings.admin_token()
         return [
-            *ClientRequests(table, self._decode, self._prefill, observer, settings).routes(),
+            *ClientRequests(table, self._decode, self._prefill, observer, self._budget, settings).routes(),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
             Route("/metrics", observer.metrics, methods=["GET"]),
             *StatusPage(self._pools, table, observer, self._discovery.problems, token).routes(),
@@ -220,7 +223,7 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
         uvicorn.Config(
             app.asgi,
             lifespan="on",
-            http="httptools",
+            http=ClientConnection,
             ws="none",
             backlog=found.backlog,
             limit_concurrency=found.connections + 1,

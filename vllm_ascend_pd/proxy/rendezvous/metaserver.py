@@ -32,7 +32,7 @@ from vllm_ascend_pd.core.protocol import (
     WaitingQuestion,
 )
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.http.bodies import prefill_body, samples_of, tokens_body
+from vllm_ascend_pd.proxy.http.bodies import prefill_body, tokens_body
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.messages import (
     RequestRefused,
@@ -136,7 +136,7 @@ class Metaserver:
         attempt, prompt, is_sample = self._request_table.find(header.request_id)
         if not header.ticket_id and (prompt or is_sample):
             raise _unmatched(attempt)
-        progress = attempt.ticket(prompt, header.ticket_id, samples_of(attempt.request), header.replaces)
+        progress = attempt.ticket(prompt, header.ticket_id, attempt.request.samples, header.replaces)
         if progress is None:
             raise RequestRefused(
                 HTTPStatus.CONFLICT, "this request_id has all its tickets already, under other ticket ids"

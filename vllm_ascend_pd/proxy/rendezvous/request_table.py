@@ -23,7 +23,7 @@ from starlette.responses import Response
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL
-from vllm_ascend_pd.proxy.http.bodies import ClientRequest
+from vllm_ascend_pd.proxy.http.bodies import ClientRequest, Content
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.messages import (
     Headers,
@@ -35,7 +35,7 @@ from vllm_ascend_pd.proxy.http.messages import (
 )
 from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.routing.answers import RULES, Counts, EngineRole, Failure
-from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest, RequestAdmission, RequestGroup
+from vllm_ascend_pd.proxy.routing.concurrency import RequestAdmission, RequestGroup
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
 
 _T = TypeVar("_T")
@@ -80,7 +80,7 @@ class ProxiedRequest:
         """Who is to compute its prompts by the client's wish, `BY_DECODE` or `BY_PREFILL`; None: it has none."""
         self.request: ClientRequest | None = None
         """The parsed body. None until it has arrived, and for requests that need no prefill: no ticket matches them."""
-        self.content = b""
+        self.content = Content()
         """The body, which decode gets as it is if the request needs no prefill."""
         self.request_id = ""
         """The id of the last attempt. `RequestTable.attempt` sets it."""
@@ -349,7 +349,7 @@ class RequestTable:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests being served."""
+        """Number of requests being served, those whose bodies are still arriving included."""
         return len(self._open) - self.admission.waiting
 
     def phases(self) -> Mapping[RequestPhase, int]:
@@ -360,17 +360,17 @@ class RequestTable:
 
     @owned
     @contextmanager
-    def open(self, proxied: ProxiedRequest) -> Iterator[AdmittedRequest]:
-        """A new request, for the time of the `with` block. Yields its slot, or its place in the queue. Raises
-        RequestRefused: 429 if the queue is full, 503 if the proxy shuts down."""
+    def open(self, proxied: ProxiedRequest) -> Iterator[None]:
+        """A new request, for the time of the `with` block. Raises RequestRefused: 429 if the queue is full, 503 if the
+        proxy shuts down."""
         if self._closed:
             raise _shutting_down()
-        with AdmittedRequest(self.admission) as place:
-            self._open.add(proxied)
-            try:
-                yield place
-            finally:
-                self._open.discard(proxied)
+        self.admission.check_queue()
+        self._open.add(proxied)
+        try:
+            yield
+        finally:
+            self._open.discard(proxied)
 
     @owned
     @contextmanager
