@@ -149,6 +149,7 @@ class ClientRequests:
                     with self._budget.hold() as parsed:
                         _parse(proxied, body)
                         parsed.add(_BYTES_PER_PROMPT * len(proxied.request.prompts) if proxied.request else 0)
+                        await anyio.lowlevel.checkpoint()  # a large body takes long to parse
                         await self._run(proxied)
             except RequestRefused as refused:
                 self._refuse(proxied, refused)

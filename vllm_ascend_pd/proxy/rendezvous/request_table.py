@@ -213,6 +213,8 @@ class DecodeAttempt(EngineCall):
         """Whether the attempt has ended or was given up. Its prefills end too."""
         self.tickets: dict[tuple[int, str], TicketProgress] = {}
         """By the number of the prompt, and the ticket's id. Of tickets without an id, the last one."""
+        self._named_tickets: Counter[int] = Counter()
+        """How many of them have an id, by the number of the prompt."""
         self.prefilled_at: float | None = None
         """When the first prefill of a prompt succeeded, on `time.monotonic`'s clock."""
         self.transfer_failed = anyio.Event()
@@ -278,15 +280,17 @@ class DecodeAttempt(EngineCall):
         if progress is None:
             if replaces and (replaced := self.tickets.pop((prompt, replaces), None)) is not None:
                 failures = self._end_replaced(replaced)
-            if sum(of == prompt for of, _ in self.tickets) >= samples:
+            if self._named_tickets[prompt] >= samples:
                 return None
+            self._named_tickets[prompt] += 1
             progress = self.tickets[prompt, ticket_id] = TicketProgress(self, prompt, failures)
         return progress
 
     def _end_replaced(self, ticket: TicketProgress) -> Sequence[Failure]:
-        """Ends a ticket whose place another one takes. Returns the failures that the other one inherits: none if the
-        KV had come, since decode has gone on from there."""
+        """Ends a ticket whose place another one takes, and which is out of `tickets`. Returns the failures that the
+        other one inherits: none if the KV had come, since decode has gone on from there."""
         ticket.cancel()
+        self._named_tickets[ticket.prompt] -= 1
         if self._failed_ticket is ticket:
             self.transfer_failure, self._failed_ticket = None, None
             self.transfer_failed = anyio.Event()
