@@ -2,6 +2,7 @@
 """How the proxy reads a posted ticket: what prefill gets, and the token ids that prefill is asked with."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import parse_ticket
-from vllm_ascend_pd.proxy.rendezvous.tickets import read_ticket
+from vllm_ascend_pd.proxy.rendezvous.tickets import judge, read_ticket
 
 PROMPT = 10
 WHOLE = ticket_with(
@@ -62,3 +63,15 @@ def test_malformed_token_ids_are_refused(token_ids: Any) -> None:
 def test_the_token_ids_of_a_long_prompt_are_kept_apart() -> None:
     taken = read_ticket(posted([150_000] * (1 << 17)))
     assert len(taken.encoded) < 1000
+
+
+@pytest.mark.parametrize("entries", [b"[]", b'{"finish_reason":"stop"}'])
+def test_a_prefills_answer_of_many_choices_is_not_built(entries: bytes) -> None:
+    """8 MiB of them once took 0.4 GB."""
+    body = b'{"choices":[{"finish_reason":"length"}' + (b"," + entries) * (8 * 2**20 // (len(entries) + 1)) + b"]}"
+    tracemalloc.start()
+    try:
+        assert judge(200, "application/json", body, "http://p") is None
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()

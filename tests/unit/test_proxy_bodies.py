@@ -27,6 +27,7 @@ PICTURE = (
     "data:image/png;base64,"
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
+MIB = 1 << 20
 MESSAGES = (
     b'[{"role":"system","content":"Be \\u0062rief."},{"role":"user","content":['
     b'{"type":"text","text":"What is in these?"},'
@@ -218,3 +219,33 @@ def test_an_invalid_cache_salt_is_not_passed_on(salt: str) -> None:
     assert set(raw(tokens_body(request, msgspec.Raw(b"[1]"), TICKET))) == {
         *("model", "prompt", "max_tokens", "min_tokens", "n", "stream", "kv_transfer_params")
     }
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.CHAT_BATCH])
+def test_bodies_for_engines_are_views_of_the_clients(endpoint: Endpoint) -> None:
+    """Otherwise 4,096 prompts with a field of 100 KB would take 400 MB."""
+    body = {**PROMPT_FIELDS[endpoint], "model": "m" * MIB, "user": "u" * MIB}
+    request = parse_client_request(endpoint, json.dumps(body).encode())
+    for content in (decode_body(request, METASERVER, ID), prefill_body(request, 1, TICKET, ID)):
+        assert content.size > 2 * MIB
+        assert sum(len(piece) for piece in content.pieces if not isinstance(piece, memoryview)) < 1000
+        assert b"".join(content.chunks()) == bytes(content)
+        assert max(map(len, content.chunks())) < MIB
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "reason"),
+    [
+        (Endpoint.COMPLETIONS, b'{"prompt":"a","n":"%s2"}' % (b" " * MIB), "n is not a number"),
+        (Endpoint.GENERATE, b'{"token_ids":[1],"sampling_params":{"a":"%s"}}' % (b"x" * MIB), "exceeds"),
+        (
+            Endpoint.GENERATE,
+            json.dumps({"token_ids": [1], "sampling_params": {str(name): 0 for name in range(300)}}).encode(),
+            "more than 256 fields",
+        ),
+    ],
+)
+def test_what_would_be_read_for_each_prompt_is_bounded(endpoint: Endpoint, body: bytes, reason: str) -> None:
+    with pytest.raises(RequestRefused, match=reason) as refused:
+        parse_client_request(endpoint, body)
+    assert refused.value.status == 400

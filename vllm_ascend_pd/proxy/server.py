@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import resource
@@ -233,6 +234,9 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
             timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
         )
     )
+
+    gc.collect()
+    gc.freeze()  # a full collection of all modules would stop the event loop for 50 ms and more
 
     async def run() -> bool:
         loop = asyncio.get_running_loop()

@@ -179,7 +179,8 @@ class Structure:
         """A backslash whose character has not arrived."""
 
     def feed(self, part: bytes) -> None:
-        """`part`: the next bytes of the body, at most `_SLICE_BYTES`, or else it takes long."""
+        """Raises RequestRefused (400) if the body has too many fields or marks. `part`: its next bytes, at most
+        `_SLICE_BYTES`, or else it takes long."""
         text = self._tail + part
         if b"\\" in text:
             self.marks += part.count(b"\\")
@@ -192,6 +193,13 @@ class Structure:
         self.marks += len(strings) - 1 + len(outside)
         if outside:
             self._count_fields(outside.translate(_ALIKE, _NO_BRACKET))
+        if self.fields > MAX_FIELDS:
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the request body has more than {MAX_FIELDS} fields")
+        if self.marks > MAX_MARKS:
+            raise RequestRefused(
+                HTTPStatus.BAD_REQUEST,
+                f"the request body has too many values: more than {MAX_MARKS} separators, quotes and backslashes",
+            )
 
     def _count_fields(self, marks: bytes) -> None:
         """`marks`: brackets and commas."""
@@ -208,16 +216,6 @@ class Structure:
             elif depth == 1:
                 fields += 1
         self._depth, self.fields = depth, fields
-
-    def check(self) -> None:
-        """Raises RequestRefused (400)."""
-        if self.fields > MAX_FIELDS:
-            raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the request body has more than {MAX_FIELDS} fields")
-        if self.marks > MAX_MARKS:
-            raise RequestRefused(
-                HTTPStatus.BAD_REQUEST,
-                f"the request body has too many values: more than {MAX_MARKS} separators, quotes and backslashes",
-            )
 
 
 class BoundedBodies:
@@ -308,7 +306,6 @@ class _BoundedBody:
             if at:
                 await asyncio.sleep(0)
             self._structure.feed(body[at : at + _SLICE_BYTES])
-            self._structure.check()
 
     def _end(self) -> None:
         self._is_ended = True
