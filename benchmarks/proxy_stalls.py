@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a client or an engine can stop the proxy: the event loop's longest stop, and memory, under nasty input.
 
-$ python benchmarks/proxy_stalls.py [--cases NAME ...] [--json]
+$ python benchmarks/proxy_stalls.py [--cases NAME ...] [--write] [--json]
 
 Each case has a proxy of its own, with a prefill and a decode engine that compute nothing (helpers/stub_engine.py).
 Client, proxy and engines are separate processes on 127.0.0.1. A stop is CPU time of the proxy's process between two
@@ -23,7 +23,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,12 @@ class Stall:
     measure: str = "stall"
 
     @property
+    def fits(self) -> bool:
+        return self.grown_mib <= BUDGET_MIB + 2 * self.sent_mib + SPARE_MIB
+
+    @property
     def holds(self) -> bool:
-        most = BUDGET_MIB + 2 * self.sent_mib + SPARE_MIB
-        return self.stop_ms <= MAX_STOP_MS and self.grown_mib <= most and not self.others_failed
+        return self.stop_ms <= MAX_STOP_MS and self.fits and not self.others_failed
 
     def row(self) -> str:
         return (
@@ -278,25 +282,74 @@ async def measured(names: list[str]) -> AsyncIterator[Stall]:
             yield await measure(case)
 
 
+def results(stalls: list[Stall]) -> dict[str, Any]:
+    """For benchmarks/results, from which docs/performance.md has its rows."""
+    today = datetime.now(tz=UTC).date().isoformat()
+    longest, most = max(stalls, key=lambda each: each.stop_ms), max(stalls, key=lambda each: each.grown_mib)
+    failed, others = (
+        sum(values) for values in zip(*((each.others_failed, each.others) for each in stalls), strict=True)
+    )
+    missed = [each.case for each in stalls if each.stop_ms > MAX_STOP_MS]
+    state = f"**missed** at {', '.join(missed)}" if missed else True
+    stop = f"{longest.stop_ms:.0f} ms ({longest.case})"
+    cases = f"longest stop of its event loop under {len(stalls)} nasty inputs"
+    grown, bar = f"{most.grown_mib:.0f} MiB ({most.case})", BUDGET_MIB + SPARE_MIB
+    latest = [
+        (cases, stop, f"{MAX_STOP_MS:.0f} ms", state),
+        ("memory", grown, f"{bar} MiB and twice the body", all(each.fits for each in stalls)),
+        ("small requests of others meanwhile", f"{failed} of {others} failed", "0", failed == 0),
+    ]
+    rows = [
+        {
+            "case": each.case,
+            "stop": f"{each.stop_ms:.0f} ms",
+            "cpu": f"{each.cpu_s:.1f} s",
+            "memory": f"{each.grown_mib:.0f} MiB",
+            "answers": each.answers,
+            "holds": each.holds,
+        }
+        for each in stalls
+    ]
+    machine = f"{os.cpu_count()} virtual cores, load average {os.getloadavg()[0]:.1f} at the end"
+    columns = {"case": "", "stop": "longest stop", "cpu": "CPU", "memory": "memory", "answers": "answers", "holds": ""}
+    return {
+        "question": "How long can a client or an engine stop the proxy?",
+        "latest": [
+            {"date": today, "case": case, "figure": figure, "bar": bar, "state": state}
+            for case, figure, bar, state in latest
+        ],
+        "tables": {
+            "all": {
+                "date": today,
+                "machine": machine,
+                "command": "python benchmarks/proxy_stalls.py",
+                "columns": columns,
+                "rows": rows,
+            }
+        },
+    }
+
+
 async def show(args: argparse.Namespace) -> int:
     """The exit code."""
-    code, longest = 0, None
+    stalls = []
     if not args.json:
         print(f"{'case':<44} {'longest stop':>11} {'CPU':>7} {'memory':>13}  others answered")
-    async for result in measured(args.cases):
-        print(line(result, result.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
-        longest = result if longest is None or result.stop_ms > longest.stop_ms else longest
-        if result.others_failed or (args.check and not result.holds):
-            code = 1
-    if longest is not None and not args.json:
-        print(replace(longest, case=f"longest: {longest.case}").row())
-    return code
+    async for stall in measured(args.cases):
+        print(line(stall, stall.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
+        stalls.append(stall)
+    if args.write:
+        (HERE / "results" / "proxy_stalls.json").write_text(json.dumps(results(stalls), indent=2) + "\n")
+    return int(any(stall.others_failed or (args.check and not stall.holds) for stall in stalls))
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--cases", nargs="*", default=[], help="those whose names contain one of these words")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/proxy_stalls.json")
     args = parser.parse_args()
+    if args.write and args.cases:
+        parser.error("--write needs all cases")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # the stubs' too
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, too
