@@ -63,7 +63,8 @@ class StubEngine:
 
     async def _decode(self, body: dict[str, Any], request_id: str, send: Any) -> None:
         params = body.get("kv_transfer_params") or {}
-        prompts = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+        prompt = body["prompt"]
+        prompts = len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], str) else 1
         token_ids = _TOKEN_IDS if params.get("wants_token_ids") and prompts == 1 else []
         metaserver = params.get("metaserver")
         if metaserver is not None and not all(
