@@ -100,9 +100,9 @@ def test_bodies_that_are_still_arriving_make_room_for_smaller_ones() -> None:
     assert budget.used == 0
 
 
-def test_requests_begin_in_order_and_a_few_in_each_turn() -> None:
+def test_a_burst_begins_in_order_and_a_little_in_each_turn() -> None:
     async def run() -> None:
-        turns, begun = Turns(), list[int]()
+        turns, begun = Turns(4), list[int]()
 
         async def request(number: int) -> None:
             await turns.wait()

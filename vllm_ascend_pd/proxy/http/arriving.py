@@ -39,24 +39,26 @@ _SLICE_BYTES = 64 * 1024
 
 _BEGIN_PER_TURN = 4
 """Requests that begin in one turn of the event loop. Each takes 1 to 3 ms of it."""
+LARGE_BODY_BYTES = 1024 * 1024
+"""Of larger bodies, one is decoded in a turn."""
 _FOR_TICKETS = 4
 """Of the memory for bodies, one part in so many is for engines' posts alone: requests cannot end without their
 tickets."""
 
 
 class Turns:
-    """Lets requests begin in order, a few in each turn of the event loop. The event loop's thread owns it."""
+    """Lets work begin in order, a little in each turn of the event loop. The event loop's thread owns it."""
 
-    def __init__(self) -> None:
-        self._left = _BEGIN_PER_TURN
-        """How many may begin in this turn."""
+    def __init__(self, per_turn: int) -> None:
+        self._per_turn = self._left = per_turn
+        """How many may begin in a turn, and in this one."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_scheduled = False
         """Whether `_next` runs in the next turn."""
 
     @owned
     async def wait(self) -> None:
-        """Returns when a request may begin."""
+        """Returns when the caller may begin."""
         if not self._left or self._waiting:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -68,13 +70,13 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        self._left = _BEGIN_PER_TURN
+        self._left = self._per_turn
         while self._left and self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # else its request was cancelled
+            if not turn.done():  # else it was cancelled
                 turn.set_result(None)
                 self._left -= 1
-        self._is_scheduled = self._left < _BEGIN_PER_TURN
+        self._is_scheduled = self._left < self._per_turn
         if self._is_scheduled:
             asyncio.get_running_loop().call_soon(self._next)
 
@@ -232,7 +234,7 @@ class BoundedBodies:
     def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
         self._app = app
         self._budget = budget
-        self._turns, self._posts_turns = Turns(), Turns()
+        self._turns, self._posts_turns = Turns(_BEGIN_PER_TURN), Turns(_BEGIN_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -147,9 +147,10 @@ class ClientRequests:
             try:
                 async with self._request_table.admission.slot():
                     with self._budget.hold() as parsed:
+                        await self._request_table.may_decode(body)
                         _parse(proxied, body)
                         parsed.add(_BYTES_PER_PROMPT * len(proxied.request.prompts) if proxied.request else 0)
-                        await anyio.lowlevel.checkpoint()  # a large body takes long to parse
+                        await anyio.lowlevel.checkpoint()  # the rest is for another turn of the event loop
                         await self._run(proxied)
             except RequestRefused as refused:
                 self._refuse(proxied, refused)

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL
+from vllm_ascend_pd.proxy.http.arriving import LARGE_BODY_BYTES, Turns
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest, Content
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.messages import (
@@ -348,6 +349,7 @@ class RequestTable:
         """Attempts in flight, by their request ids."""
         self._posts: set[anyio.CancelScope] = set()
         """Other bodies that are being read."""
+        self._large_bodies = Turns(1)
         self._closed = False
         """Whether the proxy shuts down."""
 
@@ -407,6 +409,11 @@ class RequestTable:
             raise RequestRefused(HTTPStatus.NOT_FOUND, "no request is waiting under this request_id")
         return attempt, *found
 
+    async def may_decode(self, body: bytes | bytearray) -> None:
+        """Returns when a body may be decoded: large ones stop the event loop for long enough one by one."""
+        if len(body) > LARGE_BODY_BYTES:
+            await self._large_bodies.wait()
+
     async def read(self, request: Request, limit: int, decode: Callable[[bytes], _T], name: str) -> _T:
         """Reads and decodes the body of a post that is no client request.
 
@@ -426,7 +433,9 @@ class RequestTable:
         self._posts.add(scope)
         try:
             with scope:
-                return decode(await read_all(request.stream(), limit))
+                body = await read_all(request.stream(), limit)
+                await self.may_decode(body)
+                return decode(body)
             raise _shutting_down()
         except TooLarge:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the {name} exceeds {limit} bytes") from None
