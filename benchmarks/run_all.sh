@@ -92,6 +92,8 @@ in_short --requests 1 8 64 --engines 1 16 --rounds 2
 run "$VENV" scale "${short[@]}" "${check[@]}"
 in_short --requests 100 --seconds 4 --streams 500
 run "$VENV" proxy_overhead "${short[@]}" "${check[@]}"
+in_short --cases numbers text
+run "$VENV" proxy_stalls "${short[@]}" "${check[@]}"
 in_short --quick --pairs 1/1 --sides ours bare --rounds 3 --requests 16
 run "$VENV" ttft "${short[@]}" "${check[@]}"
 in_short --quick --models small --parts first

@@ -16,7 +16,10 @@ from vllm_ascend_pd.proxy.routing.answers import RULES
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
-ORDER = ("ttft", "who_computes", "plan", "descriptors", "regroup", "push", "overlap", "scale", "proxy_overhead")
+ORDER = (
+    *("ttft", "who_computes", "plan", "descriptors", "regroup", "push", "overlap", "scale"),
+    *("proxy_overhead", "proxy_stalls"),
+)
 
 _PLACE = re.compile(r"(<!-- (?:table|answers) -->\n).*?(<!-- end -->)", re.DOTALL)
 _STATES = {True: "holds", False: "**missed**", None: ""}

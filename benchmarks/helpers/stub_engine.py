@@ -3,8 +3,8 @@
 
 $ python benchmarks/stub_engine.py prefill|decode [--port 0]
 
-Prints its port. Decode posts a ticket for a request that names a metaserver, as the connector does, and streams
-`max_tokens` tokens once that was answered; prefill answers tickets' requests, and tickets that are posted to it itself.
+Prints its port. Decode posts a ticket for each prompt of a request that names a metaserver, as the connector does. Once
+these are answered it streams `max_tokens` tokens. Prefill answers tickets' requests, and tickets that are posted to it.
 """
 
 import argparse
@@ -22,6 +22,7 @@ GATHER_SECONDS = 150.0
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON = [(b"content-type", b"application/json")]
 _METRICS = b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\n"
+_LINE = b'vllm:generation_tokens_total{engine="0",model_name="stub"} 1.0\n'
 _TICKET = {
     "do_remote_prefill": False,
     "do_remote_decode": True,
@@ -40,7 +41,8 @@ _TOKEN_IDS = [1000 * number for number in range(120)]
 class StubEngine:
     """A raw ASGI application. Its own cost is in both sides of the comparison."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, metrics_mib: int = 0) -> None:
+        self._metrics = _METRICS + _LINE * (metrics_mib * 2**20 // len(_LINE))
         self._generate = self._decode if role == "decode" else self._prefill
         self._session: aiohttp.ClientSession | None = None
         self._open = 0
@@ -54,16 +56,20 @@ class StubEngine:
             await body_of(receive)
             await answer(send, b'{"status": "ok"}')
         else:
-            await answer(send, _METRICS if scope["path"] == "/metrics" else b"", [])
+            await answer(send, self._metrics if scope["path"] == "/metrics" else b"", [])
 
     async def _prefill(self, _: dict[str, Any], __: str, send: Any) -> None:
         await answer(send, b'{"object": "text_completion", "choices": [{"index": 0, "text": "x"}]}')
 
     async def _decode(self, body: dict[str, Any], request_id: str, send: Any) -> None:
         params = body.get("kv_transfer_params") or {}
-        token_ids = _TOKEN_IDS if params.get("wants_token_ids") else []
+        prompt = body["prompt"]
+        prompts = len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], str) else 1
+        token_ids = _TOKEN_IDS if params.get("wants_token_ids") and prompts == 1 else []
         metaserver = params.get("metaserver")
-        if metaserver is not None and not await self._post(metaserver, request_id, token_ids):
+        if metaserver is not None and not all(
+            await asyncio.gather(*(self._post(metaserver, request_id, number, token_ids) for number in range(prompts)))
+        ):
             error = b'{"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}'
             await answer(send, error, status=500)
             return
@@ -75,12 +81,16 @@ class StubEngine:
             await asyncio.sleep(body.get("token_ms", 0) / 1000)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _post(self, metaserver: str, request_id: str, token_ids: list[int]) -> bool:
+    async def _post(self, metaserver: str, request_id: str, prompt: int, token_ids: list[int]) -> bool:
         if self._session is None:
             # The prefill stub closes connections that were idle for 5 s: a post must not meet that.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             self._session = aiohttp.ClientSession(connector=connector)
-        ids = {"request_id": f"cmpl-{request_id}-0", "ticket_id": request_id, "token_ids": token_ids}
+        ids = {
+            "request_id": f"cmpl-{request_id}-{prompt}",
+            "ticket_id": f"{request_id}-{prompt}",
+            "token_ids": token_ids,
+        }
         ticket = {**_TICKET, **ids}
         async with self._session.post(metaserver, json=ticket) as reply:
             await reply.read()
@@ -102,12 +112,12 @@ def _events(tokens: int) -> Iterator[bytes]:
 
 
 async def body_of(receive: Any) -> bytes:
-    body = b""
+    body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
         if not message.get("more_body"):
-            return body
+            return bytes(body)
 
 
 async def answer(send: Any, body: bytes, headers: list[tuple[bytes, bytes]] = JSON, status: int = 200) -> None:
@@ -119,11 +129,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", choices=["prefill", "decode"])
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--metrics-mib", type=int, default=0, help="size of its /metrics")
     args = parser.parse_args()
     listener = socket.create_server(("127.0.0.1", args.port), backlog=4096)
     print(listener.getsockname()[1], flush=True)
     config = uvicorn.Config(
-        StubEngine(args.role), lifespan="off", ws="none", log_config=None, access_log=False, backlog=4096
+        StubEngine(args.role, args.metrics_mib),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        backlog=4096,
     )
     uvicorn.Server(config).run(sockets=[listener])
 

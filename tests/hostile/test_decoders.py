@@ -127,7 +127,7 @@ def _posted_ticket(data: bytes) -> None:
     posted = read_ticket(data)
     if posted.token_ids is not None:
         request = parse_client_request(Endpoint.CHAT, b'{"messages":[]}')
-        assert json.loads(tokens_body(request, posted.token_ids, posted.encoded))["max_tokens"] == 1
+        assert json.loads(bytes(tokens_body(request, posted.token_ids, posted.encoded)))["max_tokens"] == 1
     with pytest.raises(RequestRefused):
         RequestTable(1).find(posted.header.request_id)
 

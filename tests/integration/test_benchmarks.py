@@ -66,3 +66,15 @@ def test_proxy_overhead() -> None:
     assert cpu["ms_per_request"] > 0
     # None of them gets its second token before all have had the first, or else it fails.
     assert (streams["measure"], streams["streams"], streams["failed"]) == ("streams", STREAMS, 0)
+
+
+def test_proxy_stalls() -> None:
+    """Another client is answered meanwhile."""
+    _, program = documented("docs/performance.md", "python benchmarks/proxy_stalls.py")
+    command = [sys.executable, program, "--cases", "30,000", "--json"]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=580)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    [stall] = map(json.loads, ran.stdout.splitlines())
+    assert (stall["measure"], stall["answers"], stall["others_failed"]) == ("stall", "400 x 1", 0)
+    assert 0 < stall["stop_ms"] < 1000
+    assert stall["others"] > 0

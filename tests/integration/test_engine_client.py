@@ -14,6 +14,7 @@ from functools import wraps
 import anyio
 import pytest
 
+from vllm_ascend_pd.proxy.http.bodies import Content
 from vllm_ascend_pd.proxy.http.engine_client import (
     ConnectError,
     ConnectionLost,
@@ -258,7 +259,7 @@ async def test_a_post_on_a_connection_that_was_just_closed_is_not_sent_again() -
 async def test_a_request_that_is_not_read() -> None:
     async with peer_of(is_silent, read_timeout=1) as (peer, client):
         with pytest.raises(ReadTimeout):
-            await client.send("POST", peer.url, [], b"x" * (32 << 20))
+            await client.send("POST", peer.url, [], Content(b"x" * (32 << 20)))
 
 
 @bounded
@@ -286,7 +287,7 @@ async def test_cancelled_it_closes_the_connection_at_once(body: bytes) -> None:
     began, went_on = asyncio.Event(), asyncio.Event()
     received: list[int] = []
     async with peer_of(serve, read_timeout=60) as (peer, client), anyio.create_task_group() as tasks:
-        tasks.start_soon(client.send, "POST", peer.url, [], body)
+        tasks.start_soon(client.send, "POST", peer.url, [], Content(body))
         await began.wait()
         tasks.cancel_scope.cancel()
         with anyio.CancelScope(shield=True):

@@ -7,7 +7,6 @@ import asyncio
 import resource
 import signal
 import threading
-from collections.abc import AsyncIterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection
@@ -18,13 +17,14 @@ import pytest
 from engine_standin import DecodeEngine, PrefillEngine
 from proxy_cluster import Cluster, eventually, proxy_process, running_cluster, running_proxy, stub_engine
 
-from vllm_ascend_pd.proxy.routing import concurrency
-from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
-
 
 def waiting(cluster: Cluster) -> int:
     requests = cluster.client.get("/status.json").json()["requests"]
     return int(requests["waiting"])
+
+
+def in_flight(cluster: Cluster) -> int:
+    return int(cluster.client.get("/status.json").json()["requests"]["in_flight"])
 
 
 def test_a_request_that_waited_too_long_is_answered_429_with_the_time() -> None:
@@ -42,8 +42,8 @@ def test_clients_that_leave_free_the_slots_of_their_large_bodies() -> None:
             for _ in range(3):
                 leaving.enter_context(closing(cluster.send_only("/v1/completions", {"prompt": "x" * (30 << 20)})))
             leaving.enter_context(closing(part_of_a_body(cluster, 1 << 20)))
-            eventually(lambda: waiting(cluster) == 4)
-        eventually(lambda: waiting(cluster) == 0)
+            eventually(lambda: (waiting(cluster), in_flight(cluster)) == (3, 2))
+        eventually(lambda: (waiting(cluster), in_flight(cluster)) == (0, 1))
 
 
 def part_of_a_body(cluster: Cluster, size: int) -> HTTPConnection:
@@ -56,31 +56,46 @@ def part_of_a_body(cluster: Cluster, size: int) -> HTTPConnection:
     return connection
 
 
-def test_a_body_that_does_not_fit_beside_those_that_wait_gets_429(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each place is free for the next body afterwards."""
-    monkeypatch.setattr(concurrency, "_MAX_HELD_BYTES", 3 << 20)
-    arrived = threading.Semaphore(0)
-    body_of = AdmittedRequest.body
-
-    async def body(request: AdmittedRequest, chunks: AsyncIterable[bytes], limit: int) -> bytes:
-        received = await body_of(request, chunks, limit)
-        arrived.release()
-        return received
-
-    monkeypatch.setattr(AdmittedRequest, "body", body)
-    with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(1) as client:
+def test_a_body_that_does_not_fit_beside_others_is_503_and_small_ones_fit() -> None:
+    """Those that have arrived are served, and free their room."""
+    large = "x" * (900 << 10)
+    with running_cluster(max_concurrent=1, max_body_mib=1, max_bodies_mib=4) as cluster, ThreadPoolExecutor(3) as pool:
         with cluster.holding_one():
-            assert arrived.acquire(timeout=30)
-            second = client.submit(cluster.complete, prompt="x" * (2 << 20))
-            assert arrived.acquire(timeout=30)
+            first = [pool.submit(cluster.complete, prompt=large) for _ in range(2)]
+            eventually(lambda: waiting(cluster) == 2)
             for _ in range(3):
-                refused = cluster.complete(prompt="x" * (2 << 20))
-                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                refused = cluster.complete(prompt=large)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
                 reason = (
-                    "the proxy serves 1 requests, the bodies of 2 that wait take 3 MiB, which is the limit: retry later"
+                    "the request body does not fit beside those of other requests (--max-bodies-mib 4): retry later"
                 )
                 assert refused.json()["error"]["message"] == reason
-        assert second.result().status_code == 200
+            small = pool.submit(cluster.complete)
+            eventually(lambda: waiting(cluster) == 3)
+        assert [each.result().status_code for each in (*first, small)] == [200] * 3
+        assert cluster.complete(prompt=large).status_code == 200
+
+
+def test_a_body_takes_the_room_of_larger_ones_that_do_not_go_on() -> None:
+    with (
+        running_cluster(max_body_mib=1, max_bodies_mib=4) as cluster,
+        closing(part_of_a_body(cluster, 1000 << 10)) as first,
+        closing(part_of_a_body(cluster, 900 << 10)),
+        closing(part_of_a_body(cluster, 300 << 10)),
+    ):
+        eventually(lambda: in_flight(cluster) == 3)
+        assert cluster.complete(prompt="x" * (800 << 10)).status_code == 200
+        assert first.getresponse().status == 503
+
+
+def test_clients_that_send_no_bodies_keep_no_place_from_others() -> None:
+    with (
+        running_cluster(max_concurrent=1, max_waiting=0) as cluster,
+        closing(part_of_a_body(cluster, 10)),
+        closing(part_of_a_body(cluster, 10)),
+    ):
+        eventually(lambda: in_flight(cluster) == 2)
+        assert cluster.complete().status_code == 200
 
 
 def test_a_body_that_is_too_large_does_not_wait() -> None:

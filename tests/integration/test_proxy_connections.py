@@ -15,7 +15,7 @@ from engine_standin import DecodeEngine, PrefillEngine
 from proxy_cluster import Cluster, eventually, proxy_process, running_cluster, running_proxy
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.http import messages
+from vllm_ascend_pd.proxy.http import arriving
 
 NOBODY = "http://127.0.0.1:9", "http://127.0.0.1:11"
 
@@ -101,7 +101,7 @@ def test_a_body_that_does_not_arrive_is_answered_408(
     path: str, waits: bool, token_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request frees its place."""
-    monkeypatch.setattr(messages, "_BODY_SECONDS", 0.5)
+    monkeypatch.setattr(arriving, "_BODY_SECONDS", 0.5)
     with running_cluster(max_concurrent=1, admin_token_file=token_file) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = waits
         first = client.submit(cluster.complete)
@@ -118,8 +118,8 @@ def test_a_body_that_does_not_arrive_is_answered_408(
 
 
 def test_a_large_body_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_BODY_SECONDS", 2.0)
-    monkeypatch.setattr(messages, "_BYTES_PER_SECOND", 10_000)
+    monkeypatch.setattr(arriving, "_BODY_SECONDS", 2.0)
+    monkeypatch.setattr(arriving, "_BYTES_PER_SECOND", 10_000)
     body = b'{"prompt": "' + b"x" * 39_986 + b'"}'
     with running_cluster() as cluster, closing(connected(cluster)) as connection:
         connection.sendall(post("/v1/completions", len(body), b"Connection: close"))
@@ -148,6 +148,60 @@ def test_the_answer_to_a_body_that_is_too_large_arrives() -> None:
     with running_cluster(max_body_mib=1) as cluster, closing(connected(cluster)) as connection:
         connection.sendall(post("/v1/completions", 32 << 20) + bytes(32 << 20))
         assert rest_of(connection).startswith(b"HTTP/1.1 413 ")
+
+
+COMPLETION = b'{"prompt": "a", "max_tokens": 4}'
+
+
+def test_a_client_that_sends_its_next_request_and_leaves_ends_its_first() -> None:
+    """uvicorn would not notice that: it stops reading."""
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    prefill.holds = True
+    request = post("/v1/completions", len(COMPLETION)) + COMPLETION
+    with proxy_process(prefill, decode) as (_, port):
+        for ahead in (request, bytes(3 << 20)):  # at once, or later and more than is kept
+            decode.cancelled.clear()
+            decode.working.clear()
+            with closing(connect(port)) as client:
+                client.sendall(request + request if ahead is request else request)
+                assert decode.working.wait(10)
+                client.sendall(ahead)
+            assert decode.cancelled.wait(10)
+        prefill.holds = False
+
+
+def test_a_request_that_is_sent_early_is_answered_after_the_first() -> None:
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    decode.waits = 0.5
+    request = post("/v1/completions", len(COMPLETION)) + COMPLETION
+    with proxy_process(prefill, decode) as (_, port), closing(connect(port)) as client:
+        client.sendall(request)
+        assert decode.working.wait(10)
+        client.sendall(request.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        assert rest_of(client).count(b"HTTP/1.1 200 ") == 2
+        assert len(decode.received) == 2
+
+
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+def test_an_answer_to_http_1_0_is_not_cut_into_chunks(stream: bytes) -> None:
+    """It ends with the connection. nginx speaks HTTP/1.0 to the proxy unless told otherwise."""
+    body = b'{"prompt": "a", "max_tokens": 4, "stream": %s}' % stream
+    with proxy_process(PrefillEngine(), DecodeEngine()) as (_, port), closing(connect(port)) as client:
+        client.sendall(post("/v1/completions", len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body)
+        head, answer = rest_of(client).split(b"\r\n\r\n", 1)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"transfer-encoding" not in head.lower()
+        assert answer.startswith(b"data: " if stream == b"true" else b"{")
+        assert answer.endswith(b"data: [DONE]\n\n" if stream == b"true" else b"}")
+
+
+def test_a_large_body_that_stalls_is_answered_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of it came before: all others share the memory."""
+    monkeypatch.setattr(arriving, "_BODY_SECONDS", 0.5)
+    with running_cluster() as cluster, closing(connected(cluster)) as connection:
+        connection.sendall(post("/v1/completions", 20 << 20) + b'{"prompt": "' + bytes(10 << 20))
+        connection.settimeout(5)
+        assert rest_of(connection).startswith(b"HTTP/1.1 408 ")
 
 
 OFFER = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA")

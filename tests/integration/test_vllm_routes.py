@@ -82,8 +82,8 @@ def bodies(endpoint: Endpoint, client: dict[str, Any]) -> tuple[dict[str, Any], 
     """Returns the bodies that decode and the first prefill got."""
     request = parse_client_request(endpoint, json.dumps(client).encode())
     return (
-        json.loads(decode_body(request, METASERVER, REQUEST_ID)),
-        json.loads(prefill_body(request, 0, json.dumps(TICKET).encode(), REQUEST_ID)),
+        json.loads(bytes(decode_body(request, METASERVER, REQUEST_ID))),
+        json.loads(bytes(prefill_body(request, 0, json.dumps(TICKET).encode(), REQUEST_ID))),
     )
 
 
@@ -195,7 +195,7 @@ def test_prompts_by_token_ids(endpoint: Endpoint) -> None:
     body |= {"tools": [{}], "response_format": {"type": "json_object"}, "truncate_prompt_tokens": 1, "max_tokens": 40}
     body |= {"token_ids": [3, 1, 2], "sampling_params": {}}
     request = parse_client_request(endpoint, json.dumps(body).encode())
-    sent = tokens_body(request, msgspec.Raw(b"[3,1,2]"), json.dumps(TICKET).encode())
+    sent = bytes(tokens_body(request, msgspec.Raw(b"[3,1,2]"), json.dumps(TICKET).encode()))
     prefill = CompletionRequest.model_validate_json(sent)
     check(_decode_of(40), params := prefill.to_sampling_params(1, {}))
     assert (prefill.prompt, prefill.cache_salt, prefill.model) == ([3, 1, 2], "s", "m")

@@ -2,6 +2,7 @@
 """How the proxy reads a posted ticket: what prefill gets, and the token ids that prefill is asked with."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import parse_ticket
-from vllm_ascend_pd.proxy.rendezvous.tickets import read_ticket
+from vllm_ascend_pd.proxy.rendezvous.tickets import judge, read_ticket
 
 PROMPT = 10
 WHOLE = ticket_with(
@@ -33,9 +34,9 @@ def posted(token_ids: Any = ()) -> bytes:
 
 
 def test_token_ids_are_taken_out() -> None:
-    taken = read_ticket(posted([5, 0, 2**31 - 1]))
+    taken = read_ticket(posted([5, 0, 999_999_999]))
     assert taken.token_ids is not None
-    assert bytes(taken.token_ids) == b"[5,0,2147483647]"
+    assert bytes(taken.token_ids) == b"[5,0,999999999]"
     assert parse_ticket(json.loads(taken.encoded), PROMPT, [TokenGroup(16)]) == WHOLE
     assert "token_ids" not in json.loads(taken.encoded)
 
@@ -52,7 +53,7 @@ def test_another_connectors_ticket_is_passed_on_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    "token_ids", [5, "[1]", None, {}, ["1"], [1.5], [-1], [2**31], [2**64], [True], [None], [[1]], [[1], [2]]], ids=repr
+    "token_ids", [5, "[1]", None, {}, ["1"], [1.5], [-1], [10**9], [2**64], [True], [None], [[1]], [[1], [2]]], ids=repr
 )
 def test_malformed_token_ids_are_refused(token_ids: Any) -> None:
     with pytest.raises(UNREADABLE):
@@ -62,3 +63,15 @@ def test_malformed_token_ids_are_refused(token_ids: Any) -> None:
 def test_the_token_ids_of_a_long_prompt_are_kept_apart() -> None:
     taken = read_ticket(posted([150_000] * (1 << 17)))
     assert len(taken.encoded) < 1000
+
+
+@pytest.mark.parametrize("entries", [b"[]", b'{"finish_reason":"stop"}'])
+def test_a_prefills_answer_of_many_choices_is_not_built(entries: bytes) -> None:
+    """8 MiB of them once took 0.4 GB."""
+    body = b'{"choices":[{"finish_reason":"length"}' + (b"," + entries) * (8 * 2**20 // (len(entries) + 1)) + b"]}"
+    tracemalloc.start()
+    try:
+        assert judge(200, "application/json", body, "http://p") is None
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()

@@ -9,10 +9,10 @@ import pytest
 
 from vllm_ascend_pd.proxy.http.bodies import (
     MAX_PROMPTS,
+    Content,
     decode_body,
     parse_client_request,
     prefill_body,
-    samples_of,
     tokens_body,
 )
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
@@ -27,6 +27,7 @@ PICTURE = (
     "data:image/png;base64,"
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
+MIB = 1 << 20
 MESSAGES = (
     b'[{"role":"system","content":"Be \\u0062rief."},{"role":"user","content":['
     b'{"type":"text","text":"What is in these?"},'
@@ -50,9 +51,10 @@ SHAPES_THE_PROMPT = (
 )
 
 
-def raw(body: bytes) -> dict[str, bytes]:
+def raw(body: bytes | Content) -> dict[str, bytes]:
     """The fields of a JSON object, undecoded."""
-    return {name: bytes(value) for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
+    fields = msgspec.json.decode(bytes(body), type=dict[str, msgspec.Raw])
+    return {name: bytes(value) for name, value in fields.items()}
 
 
 def test_multi_modal_chat_reaches_both_sides_byte_for_byte() -> None:
@@ -118,9 +120,9 @@ EMBEDDING = "gASVEQAAAAAAAACMBXRvcmNolIwGVGVuc29ylJOULg=="  # opaque to us: vLLM
 def test_prompt_embeddings(fields: dict[str, Any], alone: list[dict[str, Any]]) -> None:
     """vLLM makes one engine request of each, embeddings first; prefill gets the one its ticket is for."""
     request = parse_client_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "max_tokens": 3, **fields}).encode())
-    decode = json.loads(decode_body(request, METASERVER, ID))
+    decode = json.loads(bytes(decode_body(request, METASERVER, ID)))
     assert {name: decode[name] for name in fields} == fields
-    bodies = [json.loads(prefill_body(request, i, TICKET, ID)) for i in range(len(request.prompts))]
+    bodies = [json.loads(bytes(prefill_body(request, i, TICKET, ID))) for i in range(len(request.prompts))]
     assert [{n: body[n] for n in ("prompt", "prompt_embeds") if n in body} for body in bodies] == alone
 
 
@@ -138,7 +140,7 @@ def test_number_of_prompts_is_bounded(endpoint: Endpoint, fields: dict[str, list
     assert len(parse_client_request(endpoint, json.dumps(fields).encode()).prompts) == MAX_PROMPTS
     name, several = next(iter(fields.items()))
     one_more = {**fields, name: [*several, several[0]]}
-    with pytest.raises(RequestRefused, match=f"{MAX_PROMPTS + 1} .* at most {MAX_PROMPTS}: each is") as refused:
+    with pytest.raises(RequestRefused, match=f"more than {MAX_PROMPTS} prompts in one request: each is") as refused:
         parse_client_request(endpoint, json.dumps(one_more).encode())
     assert refused.value.status == 400
 
@@ -181,11 +183,11 @@ def test_other_truncations_pass_unchecked(written: str) -> None:
         (Endpoint.CHAT, '{"messages": [], "n": [2]}', 1),
         (Endpoint.CHAT, '{"messages": [], "n": 1%s}' % ("0" * 400), 16384),
         (Endpoint.GENERATE, '{"n": 3, "token_ids": [1], "sampling_params": {"n": 2}}', 2),
-        (Endpoint.GENERATE, '{"token_ids": [1], "sampling_params": null}', 1),
+        (Endpoint.GENERATE, '{"n": 3, "token_ids": [1], "sampling_params": null}', 1),
     ],
 )
 def test_samples(endpoint: Endpoint, body: str, samples: int) -> None:
-    assert samples_of(parse_client_request(endpoint, body.encode())) == samples
+    assert parse_client_request(endpoint, body.encode()).samples == samples
 
 
 BESIDE = {"model": "sql-adapter", "cache_salt": "of the client's", "priority": -3}
@@ -222,3 +224,33 @@ def test_an_invalid_cache_salt_is_not_passed_on(salt: str) -> None:
     assert set(raw(tokens_body(request, msgspec.Raw(b"[1]"), TICKET))) == {
         *("model", "prompt", "max_tokens", "min_tokens", "n", "stream", "kv_transfer_params")
     }
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.CHAT_BATCH])
+def test_bodies_for_engines_are_views_of_the_clients(endpoint: Endpoint) -> None:
+    """Otherwise 4,096 prompts with a field of 100 KB would take 400 MB."""
+    body = {**PROMPT_FIELDS[endpoint], "model": "m" * MIB, "user": "u" * MIB}
+    request = parse_client_request(endpoint, json.dumps(body).encode())
+    for content in (decode_body(request, METASERVER, ID), prefill_body(request, 1, TICKET, ID)):
+        assert content.size > 2 * MIB
+        assert sum(len(piece) for piece in content.pieces if not isinstance(piece, memoryview)) < 1000
+        assert b"".join(content.chunks()) == bytes(content)
+        assert max(map(len, content.chunks())) < MIB
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "reason"),
+    [
+        (Endpoint.COMPLETIONS, b'{"prompt":"a","n":"%s2"}' % (b" " * MIB), "n is not a number"),
+        (Endpoint.GENERATE, b'{"token_ids":[1],"sampling_params":{"a":"%s"}}' % (b"x" * MIB), "exceeds"),
+        (
+            Endpoint.GENERATE,
+            json.dumps({"token_ids": [1], "sampling_params": {str(name): 0 for name in range(300)}}).encode(),
+            "more than 256 fields",
+        ),
+    ],
+)
+def test_what_would_be_read_for_each_prompt_is_bounded(endpoint: Endpoint, body: bytes, reason: str) -> None:
+    with pytest.raises(RequestRefused, match=reason) as refused:
+        parse_client_request(endpoint, body)
+    assert refused.value.status == 400

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import resource
@@ -30,9 +31,10 @@ from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.proxy.http.arriving import BodyBudget, BoundedBodies
 from vllm_ascend_pd.proxy.http.connections import BEYOND_LIMIT, BoundedRequests, HttpConnection, OpenConnections
 from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
-from vllm_ascend_pd.proxy.http.messages import BoundedBodies, RequestRefused, error_response
+from vllm_ascend_pd.proxy.http.messages import RequestRefused, error_response
 from vllm_ascend_pd.proxy.operate.status import StatusPage
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientRequests
 from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
@@ -43,7 +45,7 @@ from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.polling import Discovery, HealthChecks
-from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
 from vllm_ascend_pd.transport.names import HostNames
 
 log = logging.getLogger(__name__)
@@ -82,8 +84,9 @@ class ProxyApp:
         """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
         self._observer = Observer(self._request_table, self._pools)
         self._deliveries = Deliveries(self._prefill, self._decode, settings.eject_after)
+        self._budget = BodyBudget(settings.max_bodies_mib * MIB)
         self.asgi = Starlette(
-            middleware=[Middleware(BoundedBodies)],
+            middleware=[Middleware(BoundedBodies, budget=self._budget)],
             routes=self._routes(settings),
             exception_handlers={HTTPException: _http_error, RequestRefused: _refused},
             lifespan=self._lifespan,
@@ -119,7 +122,9 @@ class ProxyApp:
         table, observer, token = self._request_table, self._observer, settings.admin_token()
         deliveries, judge = self._deliveries, PrefillJudge(self._prefill, self._deliveries, observer)
         return [
-            *ClientRequests(table, self._decode, self._prefill, deliveries, judge, observer, settings).routes(),
+            *ClientRequests(
+                table, self._decode, self._prefill, deliveries, judge, observer, self._budget, settings
+            ).routes(),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
             Route("/metrics", observer.metrics, methods=["GET"]),
             *StatusPage(self._pools, table, observer, self._problems, token).routes(),
@@ -243,6 +248,9 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
             timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
         )
     )
+
+    gc.collect()
+    gc.freeze()  # a full collection of all modules would stop the event loop for 50 ms and more
 
     async def run() -> bool:
         loop = asyncio.get_running_loop()

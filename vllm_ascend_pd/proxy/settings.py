@@ -21,6 +21,8 @@ DNS_SCHEME = "dns+http"
 _EXAMPLE = "http://10.0.0.1:8100"
 _LABEL = re.compile("[A-Za-z0-9_-]{1,63}")
 
+_BODIES_THAT_FIT = 4
+"""Of the largest size. A quarter of the room is not for clients, and a body takes half of what is left at most."""
 _MAY_BE_0 = ("port", "max_waiting", "queue_per_engine")
 """Numbers that may be 0. All others must be greater."""
 
@@ -78,6 +80,9 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """For `max_concurrent`, or for a slot at an engine. It does not apply to a request's prefills after its first
     one."""
     max_body_mib: Annotated[int, Option(help="Maximum size of a request body in MiB, images included.")] = 64
+    max_bodies_mib: Annotated[int, Option(help="Maximum size of all request bodies together in MiB.")] = 512
+    """Of clients' requests and engines' posts, while they arrive, wait and are served. What does not fit is answered
+    503."""
     metaserver_token_file: Annotated[
         str | None, Option(help="File with the bearer token that decode engines must send with tickets.")
     ] = None
@@ -125,6 +130,11 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             if value < 0 or (value == 0 and not may_be_0):
                 least = "not be less than 0" if may_be_0 else "be greater than 0"
                 raise ValueError(f"--{name.replace('_', '-')} must {least}")
+        if self.max_bodies_mib < _BODIES_THAT_FIT * self.max_body_mib:
+            raise ValueError(
+                f"--max-bodies-mib must be at least {_BODIES_THAT_FIT} times --max-body-mib: "
+                f"{_BODIES_THAT_FIT * self.max_body_mib}"
+            )
         url = _with_path(self.metaserver_url or _default_metaserver_url(self.host, self.port))
         msgspec.structs.force_setattr(self, "metaserver_url", url)
         self.metaserver_token()

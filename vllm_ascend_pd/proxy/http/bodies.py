@@ -1,35 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a client's JSON body, and makes the bodies for decode and prefill engines from it.
 
-Only fields that the proxy needs are decoded. All others keep their bytes, so nothing is lost or rounded.
+Only fields that the proxy needs are decoded. All others keep their bytes, so nothing is lost or rounded. They are views
+of the client's body: bodies for engines are made of the same memory, however many prompts there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
+from typing import NamedTuple
 
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE, why_unreadable
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
+from vllm_ascend_pd.proxy.http.arriving import MAX_FIELDS
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, RequestFormat
 from vllm_ascend_pd.proxy.http.messages import RequestRefused
 
-Fields = dict[str, msgspec.Raw]
+Buffer = bytes | bytearray | memoryview
+Fields = dict[str, memoryview]
+"""JSON text of each field."""
 
 MAX_PROMPTS = 4096
 """In one request. Each prompt is a request of its own to both engines, with a ticket and a connection, so more of them
 would keep other clients out. vLLM 0.32 itself accepts 1,024 (VLLM_MAX_COMPLETION_PROMPTS)."""
 _MAX_SAMPLES = 16384
 """vLLM's own limit (VLLM_MAX_N_SEQUENCES)."""
+_MAX_NESTED_BYTES = 1024 * 1024
+"""Of the object that has the fields of `RequestFormat.nested`."""
+_MAX_NUMBER_BYTES = 1024
+_COPIED_BYTES = 16 * 1024
+"""Pieces up to this size are copied into one chunk."""
+_CHUNK_BYTES = 256 * 1024
+_TRANSFER = "kv_transfer_params"
+
+
+class Content:
+    """The body of a request to an engine, in pieces."""
+
+    def __init__(self, *pieces: Buffer) -> None:
+        self.pieces = pieces
+        self.size = sum(map(len, pieces))
+        """In bytes."""
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.pieces)
+
+    def chunks(self) -> Iterator[Buffer]:
+        """The whole body, in chunks of some `_CHUNK_BYTES` at most."""
+        small = bytearray()
+        for piece in self.pieces:
+            if len(piece) > _COPIED_BYTES:
+                if small:
+                    yield small
+                    small = bytearray()
+                view = memoryview(piece)
+                yield from (view[at : at + _CHUNK_BYTES] for at in range(0, len(view), _CHUNK_BYTES))
+            else:
+                small += piece
+                if len(small) >= _CHUNK_BYTES:
+                    yield small
+                    small = bytearray()
+        if small:
+            yield small
 
 
 class LacksFieldError(Exception):
     """A body without a field that its route requires: decode answers with an error that says what is wrong."""
 
 
-def read_fields(body: bytes) -> Fields:
+def read_fields(body: Buffer) -> Fields:
     """The fields of a body, without `kv_transfer_params`.
 
     An engine reads bodies by Python's `json`, which accepts more than JSON: UTF-16, a byte order mark, NaN, lone
@@ -37,7 +80,7 @@ def read_fields(body: bytes) -> Fields:
 
     Raises RequestRefused (400) if the body is not a JSON object, or if the client gave `kv_transfer_params`."""
     try:
-        fields = msgspec.json.decode(body, type=Fields)
+        fields = _fields(body)
     except UNREADABLE as error:
         raise bad_request(f"the request body is not a JSON object: {why_unreadable(body, error)}") from None
     if is_given(fields.pop("kv_transfer_params", None)):
@@ -45,74 +88,133 @@ def read_fields(body: bytes) -> Fields:
     return fields
 
 
-def is_given(value: msgspec.Raw | None) -> bool:
+def _fields(text: Buffer) -> Fields:
+    return {name: memoryview(value) for name, value in msgspec.json.decode(text, type=dict[str, msgspec.Raw]).items()}
+
+
+def is_given(value: memoryview | None) -> bool:
     """Whether a field exists and is not null."""
-    return value is not None and bytes(value) != b"null"
+    return value is not None and not _is(value, b"null")
+
+
+def begins_with(value: memoryview, text: bytes) -> bool:
+    return bytes(value[: len(text)]) == text
+
+
+def _is(value: memoryview, *texts: bytes) -> bool:
+    """Whether a value is one of these. Large values are not copied."""
+    return any(len(value) == len(text) and bytes(value) == text for text in texts)
 
 
 def bad_request(message: str, param: str | None = None) -> RequestRefused:
     return RequestRefused(HTTPStatus.BAD_REQUEST, message, param)
 
 
+class Prompt(NamedTuple):
+    """What makes one prompt of a request that may have several."""
+
+    field: str
+    """The field of a body for this prompt alone."""
+    text: memoryview
+    """Its JSON text, or the conversation in the list that is."""
+    is_listed: bool = False
+    """Whether the field is a list of conversations."""
+
+
 class ClientRequest(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     fields: Fields
     """The body's fields without the prompts."""
-    prompts: tuple[Fields, ...]
-    """One entry per engine request that vLLM makes of the body, in vLLM's order. Entry `i` has the fields of prompt `i`
-    alone. A chat has exactly one entry."""
+    prompts: tuple[Prompt, ...]
+    """One per engine request that vLLM makes of the body, in vLLM's order."""
     whole_prompt: Fields
     """The prompt fields as the client sent them."""
+    samples: int
+    """How many answers the client wants for each prompt. Decode computes each as a request, all with one id. 1 if it is
+    no number: decode refuses the request."""
+    nested: Fields | None
+    """The fields of the field `RequestFormat.nested`, if the route has it and it is an object."""
 
 
-_FALSE, _NULL, _ONE = msgspec.Raw(b"false"), msgspec.Raw(b"null"), msgspec.Raw(b"1")
-_NOT_GIVEN = (b"null", b"false")
+_FALSE, _NULL, _ONE = memoryview(b"false"), memoryview(b"null"), memoryview(b"1")
+_NO_TEXT = memoryview(b"")
+_OF_TEXTS_OR_LISTS = re.compile(rb"\[\s*[\"\[]")
+_END = msgspec.Raw(b"")
+_Items = msgspec.defstruct(
+    "_Items",
+    [(f"item_{number}", msgspec.Raw, _END) for number in range(MAX_PROMPTS)],
+    array_like=True,
+    forbid_unknown_fields=True,
+)
+"""A list of at most MAX_PROMPTS values. msgspec refuses longer ones without reading them to their end."""
 
 
-def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
+def parse_client_request(endpoint: Endpoint, body: Buffer) -> ClientRequest:
     """Raises RequestRefused (400) for a request that a separate prefill cannot serve, and LacksFieldError."""
     fields = read_fields(body)
     request_format = REQUEST_FORMATS[endpoint]
     if not request_format.required <= fields.keys():
         raise LacksFieldError
     for name, reason in request_format.refused.items():
-        if name in fields and bytes(fields[name]) not in _NOT_GIVEN:
+        if name in fields and not _is(fields[name], b"null", b"false"):
             raise bad_request(f"{name} does not work here: {reason}", name)
     # vLLM truncates the prompt to the room that max_tokens leaves. Prefill has another max_tokens than decode, so it
     # would compute the KV of another prompt.
-    if _is_minus_one(fields.get("truncate_prompt_tokens", b"null")):
+    if _is_minus_one(_number_text(fields, "truncate_prompt_tokens", _NULL)):
         raise bad_request(
             "truncate_prompt_tokens=-1 does not work with a separate prefill: give a number of tokens",
             "truncate_prompt_tokens",
         )
-    if endpoint is Endpoint.RESPONSES and bytes(fields.get("truncation", b"null")) not in (b"null", b'"disabled"'):
+    if endpoint is Endpoint.RESPONSES and not _is(fields.get("truncation", _NULL), b"null", b'"disabled"'):
         raise bad_request('truncation must be "disabled" with a separate prefill', "truncation")
+    nested = _nested(fields, request_format)
+    samples = _samples(fields if request_format.nested is None else nested or {})
     if endpoint is Endpoint.COMPLETIONS:
         # vLLM takes the prompts of both fields, embeddings first.
         whole: Fields = {name: fields.pop(name) for name in ("prompt_embeds", "prompt") if name in fields}
-        each = [(name, one) for name, value in whole.items() if is_given(value) for one in _split(value)]
-        _check_number(len(each), "prompts", "prompt")
-        prompts = tuple({name: one} for name, one in each)
-        return ClientRequest(endpoint, fields, prompts, whole)
-    if endpoint is Endpoint.CHAT_BATCH and bytes(fields.get("messages", b"")).startswith(b"["):
-        messages = fields.pop("messages")
-        conversations = msgspec.json.decode(messages, type=list[msgspec.Raw])
-        _check_number(len(conversations), "conversations", "messages")
-        one_each = tuple({"messages": msgspec.Raw(b"[" + bytes(one) + b"]")} for one in conversations)
-        return ClientRequest(endpoint, fields, one_each, {"messages": messages})
-    return ClientRequest(endpoint, fields, ({},), {})
+        prompts = tuple(
+            Prompt(name, one) for name, value in whole.items() if is_given(value) for one in _split(value, name)
+        )
+        if len(prompts) > MAX_PROMPTS:
+            raise _too_many("prompt")
+        return ClientRequest(endpoint, fields, prompts, whole, samples, nested)
+    if endpoint is Endpoint.CHAT_BATCH and begins_with(fields.get("messages", _NULL), b"["):
+        whole = {"messages": fields.pop("messages")}
+        conversations = _items(whole["messages"], "messages")
+        prompts = tuple(Prompt("messages", one, is_listed=True) for one in conversations)
+        return ClientRequest(endpoint, fields, prompts, whole, samples, nested)
+    prompt = Prompt(request_format.text, fields.get(request_format.text, _NO_TEXT))
+    return ClientRequest(endpoint, fields, (prompt,), {}, samples, nested)
 
 
-def samples_of(request: ClientRequest) -> int:
-    """Returns the number of answers that the client wants for each prompt.
-
-    Decode computes each as a request, all with one id. Returns 1 if `n` is not a number: decode refuses the request.
-    """
-    nested, fields = REQUEST_FORMATS[request.endpoint].nested, request.fields
+def _nested(fields: Fields, request_format: RequestFormat) -> Fields | None:
+    """The fields of the nested object. None if there is none: prefill refuses the request as decode does."""
+    name = request_format.nested
+    if name is None:
+        return None
+    value = fields.get(name, memoryview(b"{}"))
+    if len(value) > _MAX_NESTED_BYTES:
+        raise bad_request(f"{name} exceeds {_MAX_NESTED_BYTES} bytes", name)
     try:
-        if nested is not None:
-            fields = msgspec.json.decode(fields.get(nested, b"{}"), type=Fields)
-        number = msgspec.json.decode(fields.get("n", b"1"), type=int | None, strict=False)
+        found = _fields(value)
+    except UNREADABLE:
+        return None
+    if len(found) > MAX_FIELDS:
+        raise bad_request(f"{name} has more than {MAX_FIELDS} fields", name)
+    return found
+
+
+def _number_text(fields: Fields, name: str, default: memoryview) -> memoryview:
+    """Raises RequestRefused (400) for a field that is too long for a number."""
+    text = fields.get(name, default)
+    if len(text) > _MAX_NUMBER_BYTES:
+        raise bad_request(f"{name} is not a number", name)
+    return text
+
+
+def _samples(fields: Fields) -> int:
+    try:
+        number = msgspec.json.decode(_number_text(fields, "n", _ONE), type=int | None, strict=False)
     except UNREADABLE:
         return 1
     return min(max(1, number or 1), _MAX_SAMPLES)
@@ -120,7 +222,7 @@ def samples_of(request: ClientRequest) -> int:
 
 def decode_body(
     request: ClientRequest, metaserver_url: str, request_id: str, advice: Mapping[str, str | bool | float] | None = None
-) -> bytes:
+) -> Content:
     """Returns the client's body with the order to decode to get the prompt's KV through the metaserver.
 
     `request_id`: the id for the body, if the route has an id in it.
@@ -132,14 +234,13 @@ def decode_body(
         WANTS_TOKEN_IDS: True,
         **(advice or {}),
     }
-    return msgspec.json.encode(
-        {**request.fields, **request.whole_prompt, **_id(request, request_id), "kv_transfer_params": transfer}
-    )
+    order = memoryview(msgspec.json.encode(transfer))
+    return _object({**request.fields, **request.whole_prompt, **_id(request, request_id), _TRANSFER: order})
 
 
 def prefill_body(
     request: ClientRequest, index: int, ticket: bytes, request_id: str, is_for_base_model: bool = False
-) -> bytes:
+) -> Content:
     """The body for prompt `index`: one token, no stream, and decode's ticket byte for byte.
 
     `is_for_base_model`: whether the model's name chooses no adapter. It is left out then: prefill may have another one.
@@ -153,30 +254,24 @@ def prefill_body(
     if request_format.nested is None:
         fields = _one_token(fields, request_format)
     else:
-        inner = fields.get(request_format.nested)
-        try:
-            params = {} if inner is None else msgspec.json.decode(inner, type=Fields)
-            fields = {
-                **fields,
-                request_format.nested: msgspec.Raw(msgspec.json.encode(_one_token(params, request_format))),
-            }
-        except UNREADABLE:
-            pass  # not an object: prefill refuses it as decode does
+        if request.nested is not None:
+            one_token = memoryview(bytes(_object(_one_token(request.nested, request_format))))
+            fields = {**fields, request_format.nested: one_token}
         fields = {**fields, "stream": _FALSE}
         fields.pop("stream_options", None)
-    return msgspec.json.encode(
-        {
-            **fields,
-            **request.prompts[index],
-            **_id(request, request_id),
-            "kv_transfer_params": msgspec.Raw(ticket),
-        }
+    fields = {**fields, **_id(request, request_id), _TRANSFER: memoryview(ticket)}
+    prompt = request.prompts[index]
+    if not request.whole_prompt:  # the prompt is in the fields
+        return _object(fields)
+    before, after = (b"[", b"]}") if prompt.is_listed else (b"", b"}")
+    return Content(
+        *_object(fields).pieces[:-1], b"," + msgspec.json.encode(prompt.field) + b":" + before, prompt.text, after
     )
 
 
 def tokens_body(
     request: ClientRequest, token_ids: msgspec.Raw, ticket: bytes, is_for_base_model: bool = False
-) -> bytes:
+) -> Content:
     """The body for a prompt whose token ids decode has sent. It is for `Endpoint.COMPLETIONS`, whatever route the
     client used. It keeps the client's fields that choose the adapter, the priority and the prefix cache.
 
@@ -187,10 +282,18 @@ def tokens_body(
     }
     if is_for_base_model:
         kept.pop("model", None)
-    if not _is_text(kept.get("cache_salt", b"null")):
+    if not _is_text(kept.get("cache_salt", _NULL)):
         kept.pop("cache_salt", None)
-    one_token = {name: msgspec.Raw(value) for name, value in REQUEST_FORMATS[Endpoint.COMPLETIONS].one_token.items()}
-    return msgspec.json.encode({**kept, **one_token, "prompt": token_ids, "kv_transfer_params": msgspec.Raw(ticket)})
+    one_token = REQUEST_FORMATS[Endpoint.COMPLETIONS].one_token
+    return _object({**kept, **one_token, "prompt": memoryview(token_ids), _TRANSFER: ticket})
+
+
+def _object(fields: Mapping[str, Buffer]) -> Content:
+    """A JSON object. Its last piece is the closing brace. `fields`: at least one."""
+    pieces: list[Buffer] = []
+    for name, value in fields.items():
+        pieces += (b",%s:" if pieces else b"{%s:") % msgspec.json.encode(name), value
+    return Content(*pieces, b"}")
 
 
 def _without_tool_parser(fields: Fields) -> Fields:
@@ -201,7 +304,7 @@ def _without_tool_parser(fields: Fields) -> Fields:
     """
     if not is_given(fields.get("tools")) or is_given(fields.get("structured_outputs")):
         return fields
-    if bytes(fields.get("tool_choice", b'"auto"')) != b'"auto"':
+    if "tool_choice" in fields and not _is(fields["tool_choice"], b'"auto"'):
         return fields
     return {**fields, "tool_choice": _NULL}
 
@@ -212,36 +315,39 @@ def _one_token(fields: Fields, request_format: RequestFormat) -> Fields:
         for name, value in fields.items()
         if name not in request_format.not_for_prefill
     }
-    return {**kept, **{name: msgspec.Raw(value) for name, value in request_format.one_token.items()}}
+    return {**kept, **{name: memoryview(value) for name, value in request_format.one_token.items()}}
 
 
 def _id(request: ClientRequest, request_id: str) -> Fields:
     name = REQUEST_FORMATS[request.endpoint].id_field
-    return {} if name is None else {name: msgspec.Raw(b'"resp_%s"' % request_id.encode())}
+    return {} if name is None else {name: memoryview(b'"resp_%s"' % request_id.encode())}
 
 
-def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:
+def _split(prompt: memoryview, field: str) -> list[memoryview]:
     """`list[str]` and `list[list[int]]` are several prompts; `list[int]` is one prompt's token ids."""
-    if not bytes(prompt).startswith(b"["):
-        return [prompt]
-    items = msgspec.json.decode(prompt, type=list[msgspec.Raw])
-    if items and bytes(items[0]).startswith((b'"', b"[")):
-        return items
-    return [prompt]
+    return _items(prompt, field) if _OF_TEXTS_OR_LISTS.match(prompt) else [prompt]
 
 
-def _check_number(number: int, of_what: str, field: str) -> None:
-    if number > MAX_PROMPTS:
-        raise bad_request(f"{number} {of_what} in one request, at most {MAX_PROMPTS}: each is one to an engine", field)
+def _items(values: memoryview, field: str) -> list[memoryview]:
+    """The values of a JSON list. Raises RequestRefused (400) for more than MAX_PROMPTS."""
+    try:
+        items = msgspec.structs.astuple(msgspec.json.decode(values, type=_Items))
+    except msgspec.ValidationError:
+        raise _too_many(field) from None
+    return [memoryview(one) for one in items if one is not _END]
 
 
-def _is_text(value: msgspec.Raw | bytes) -> bool:
+def _too_many(field: str) -> RequestRefused:
+    return bad_request(f"more than {MAX_PROMPTS} prompts in one request: each is one to an engine", field)
+
+
+def _is_text(value: memoryview) -> bool:
     """Whether `value` is a string and not empty. vLLM accepts no other salt, and some routes of 0.23 ignore the
     field."""
-    return bytes(value).startswith(b'"') and bytes(value) != b'""'
+    return begins_with(value, b'"') and not _is(value, b'""')
 
 
-def _is_minus_one(value: msgspec.Raw | bytes) -> bool:
+def _is_minus_one(value: memoryview) -> bool:
     """Accepts strings and fractions, as vLLM does. vLLM refuses everything that is not a number."""
     try:
         return float(msgspec.json.decode(value, type=float | str)) == -1

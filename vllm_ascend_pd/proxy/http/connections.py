@@ -8,9 +8,9 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.proxy.http.client_connection import ClientConnection
 from vllm_ascend_pd.proxy.http.messages import error_response
 
 HEALTH = "/health"
@@ -70,8 +70,8 @@ class OpenConnections:
         connection.transport.close()
 
 
-class HttpConnection(HttpToolsProtocol):
-    """uvicorn's connection, which `OpenConnections` may close."""
+class HttpConnection(ClientConnection):
+    """A client's connection, which `OpenConnections` may close."""
 
     def __init__(self, connections: OpenConnections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)

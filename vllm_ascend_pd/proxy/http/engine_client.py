@@ -16,6 +16,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, AbstractStreamWriter, ResolveResult
 from aiohttp.http_exceptions import HttpProcessingError
 
+from vllm_ascend_pd.proxy.http.bodies import Content
 from vllm_ascend_pd.proxy.http.messages import Headers, read_all
 from vllm_ascend_pd.transport.http_client import IDLE_CONNECTION_S
 from vllm_ascend_pd.transport.names import HostNames
@@ -152,16 +153,19 @@ class EngineClient:
         self._opened: aiohttp.ClientSession | None = None
 
     async def send(
-        self, method: str, url: str, headers: Headers, content: bytes = b"", timeout: float | None = None
+        self, method: str, url: str, headers: Headers, content: Content | None = None, timeout: float | None = None
     ) -> EngineResponse:
         """Sends a request and returns after the answer's headers. `timeout` replaces both of the client's timeouts.
         Raises HttpError. If it is cancelled, it closes the connection."""
+        body: _TimedBody | None = None
+        if content is not None and content.size:
+            body = _TimedBody(content, self._read_timeout if timeout is None else timeout)
         try:
             response = await self._session().request(
                 method,
                 url,
                 headers=_encoded(headers),
-                data=_TimedBody(content, self._read_timeout if timeout is None else timeout) if content else None,
+                data=body,
                 timeout=self._timeout if timeout is None else _time_limits(timeout, timeout),
                 allow_redirects=False,
             )
@@ -191,17 +195,28 @@ class EngineClient:
         return self._opened
 
 
-class _TimedBody(aiohttp.BytesPayload):
-    """A request body that must be sent within `timeout` seconds. aiohttp itself waits for ever."""
+class _TimedBody(aiohttp.Payload):
+    """A request body that must be sent within `timeout` seconds. aiohttp itself waits for ever.
 
-    def __init__(self, content: bytes, timeout: float) -> None:
+    It is written in pieces, each when the one before has left: a connection never holds a copy of the whole.
+    """
+
+    _value: Content
+    _autoclose = True
+
+    def __init__(self, content: Content, timeout: float) -> None:
         super().__init__(content)
+        self._size = content.size
         self._timeout = timeout
 
-    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return bytes(self._value).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
         """Raises TimeoutError if the engine does not read the body in time."""
         async with asyncio.timeout(self._timeout):
-            await super().write_with_length(writer, content_length)
+            for chunk in self._value.chunks():
+                await writer.write(chunk)
 
 
 class _Response(aiohttp.ClientResponse):

@@ -1,126 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every HTTP message at the proxy's port: bodies with bounds, error answers in vLLM's format, bearer
-tokens, and which headers pass on (RFC 9110, section 7.6.1)."""
+"""What holds for every HTTP message at the proxy's port: error answers in vLLM's format, bearer tokens, and which
+headers pass on (RFC 9110, section 7.6.1)."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hmac
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive
 
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL
-
-_BODY_SECONDS = 20.0
-"""For a request's body to arrive."""
-_BYTES_PER_SECOND = 64 * 1024
-"""Each so many bytes of the body extend its time by a second."""
-_LINGER_SECONDS = 2.0
-"""For the rest of a body whose request was answered without it: the answer is lost if the connection closes while the
-client still sends."""
-_NO_UPGRADE = "this server speaks HTTP/1.1 alone: send no Upgrade header (JDK's HttpClient: version(HTTP_1_1))"
-
-
-class BoundedBodies:
-    """ASGI middleware that bounds how long a request's body takes.
-
-    A body that does not arrive in time is answered 408, and the application gets a disconnect. An answer to a request
-    whose body is incomplete closes the connection. uvicorn reads no body of a request that asks for another protocol,
-    and would take it for the next request, so such a request is answered 400.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        has_body, upgrades = False, scope["method"] == "CONNECT"
-        for name, value in scope["headers"]:
-            if name in (b"content-length", b"transfer-encoding"):
-                has_body = value != b"0"
-            elif name == b"connection" and b"upgrade" in value.lower():
-                upgrades = True
-        if not has_body and not upgrades:
-            await self._app(scope, receive, send)
-        elif upgrades:
-            refused = error_response(HTTPStatus.BAD_REQUEST, _NO_UPGRADE, headers={"Connection": "close"})
-            await refused(scope, receive, send)
-        else:
-            bounded = _BoundedBody(scope, receive, send)
-            await self._app(scope, bounded.receive, bounded.send)
-
-
-class _BoundedBody:
-    """One request with a body."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._is_complete = False
-        """Whether the whole body has arrived, or the client has left."""
-        self._deadline: float | None = None
-        """When the body must be here, on the event loop's clock. None: the application has not asked for it."""
-        self._is_late = False
-        """Whether the request was answered 408."""
-
-    async def receive(self) -> Message:
-        if self._is_complete:
-            return await self._receive()
-        if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().time() + _BODY_SECONDS
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError:
-            self._is_complete = self._is_late = True
-            late = error_response(
-                HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive", headers={"Connection": "close"}
-            )
-            await late(self._scope, self._receive, self._send)
-            return {"type": "http.disconnect"}
-        self._deadline += len(message.get("body", b"")) / _BYTES_PER_SECOND
-        self._is_complete = not message.get("more_body", False)
-        return message
-
-    async def send(self, message: Message) -> None:
-        if self._is_complete:
-            if not self._is_late:
-                await self._send(message)
-        elif message["type"] == "http.response.start":
-            headers = [header for header in message.get("headers", ()) if header[0].lower() != b"connection"]
-            await self._send({**message, "headers": [*headers, (b"connection", b"close")]})
-        elif message.get("more_body", False):
-            await self._send(message)
-        else:
-            await self._send({**message, "more_body": True})
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LINGER_SECONDS):
-                    while not self._is_complete:
-                        self._is_complete = not (await self._receive()).get("more_body", False)
-            await self._send({"type": "http.response.body", "body": b""})
 
 
 class TooLarge(Exception):
     """A body exceeds its limit."""
 
 
-async def read_all(chunks: AsyncIterable[bytes], limit: int) -> bytes:
-    """Returns the whole body. Raises TooLarge as soon as it exceeds `limit` bytes."""
+async def read_body(chunks: AsyncIterable[bytes], limit: int) -> bytearray:
+    """Returns the whole body, without a second copy of it. Raises TooLarge as soon as it exceeds `limit` bytes."""
     body = bytearray()
     async for chunk in chunks:
         body += chunk
         if len(body) > limit:
             raise TooLarge
-    return bytes(body)
+    return body
+
+
+async def read_all(chunks: AsyncIterable[bytes], limit: int) -> bytes:
+    """As `read_body`, for what is small or read once."""
+    return bytes(await read_body(chunks, limit))
 
 
 async def when_disconnected(receive: Receive, action: Callable[[], None]) -> None:

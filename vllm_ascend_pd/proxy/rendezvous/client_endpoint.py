@@ -23,7 +23,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from vllm_ascend_pd.core.ticket import PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
-from vllm_ascend_pd.proxy.http.bodies import LacksFieldError, decode_body, parse_client_request, read_fields
+from vllm_ascend_pd.proxy.http.arriving import BodyBudget
+from vllm_ascend_pd.proxy.http.bodies import Content, LacksFieldError, decode_body, parse_client_request, read_fields
 from vllm_ascend_pd.proxy.http.endpoints import (
     DECODE_ALONE_GET,
     DECODE_ALONE_POST,
@@ -39,6 +40,7 @@ from vllm_ascend_pd.proxy.http.messages import (
     error_response,
     excerpt,
     read_all,
+    read_body,
     when_disconnected,
     who_computes,
 )
@@ -67,7 +69,6 @@ from vllm_ascend_pd.proxy.routing.answers import (
     kind_of,
     last_resorts,
 )
-from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest
 from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.registry import EngineRanking
@@ -81,6 +82,8 @@ _MAX_HELD_BYTES = 64 * 1024
 _MAX_ERROR_BYTES = 1024 * 1024
 _REASON_SECONDS = 5.0
 """Decode reports in a message of its own why a transfer failed. That may arrive after its response."""
+_BYTES_PER_PROMPT = 1024
+"""That the proxy keeps of each prompt, however short it is."""
 _LEAST_WAIT_SECONDS = 0.001
 """Shorter waits for prefill are not told to decode: they change no decision."""
 
@@ -96,10 +99,12 @@ class ClientRequests:
         deliveries: Deliveries,
         judge: PrefillJudge,
         observer: Observer,
+        budget: BodyBudget,
         settings: ProxySettings,
     ) -> None:
         """`request_table`: registers each attempt, so that tickets find it. `prefill`: decode is told whether any of
-        its engines is well. `deliveries`: tells which of those reach decode. `judge`: is told when they have."""
+        its engines is well. `deliveries`: tells which of those reach decode. `judge`: is told when they have. `budget`:
+        counts what is made of bodies; who reads them counts their bytes."""
         self._request_table = request_table
         self._pool = decode
         self._prefill = prefill
@@ -108,6 +113,7 @@ class ClientRequests:
         self._observer = observer
         self._attempts = settings.attempts
         """How many engines may be asked for one request."""
+        self._budget = budget
         self._metaserver_url = settings.metaserver_url
         self._max_body_bytes = settings.max_body_mib * MIB
 
@@ -124,14 +130,14 @@ class ClientRequests:
         with self._observer.request(path, reply):
             proxied = ProxiedRequest(request.method, path, endpoint, request.headers.raw, reply)
             try:
-                with self._request_table.open(proxied) as place, proxied.scope:
-                    await self._serve(proxied, request, place)
+                with self._request_table.open(proxied), proxied.scope:
+                    await self._serve(proxied, request)
             except RequestRefused as refused:
                 self._refuse(proxied, refused)
             await _finish(proxied, request)
 
-    async def _serve(self, proxied: ProxiedRequest, request: Request, place: AdmittedRequest) -> None:
-        """Reads the body and passes it to decode. Returns when a decode engine has answered, or after
+    async def _serve(self, proxied: ProxiedRequest, request: Request) -> None:
+        """Reads the body, waits for a slot, and has decode answer. Returns when a decode engine has answered, or after
         `proxied.end`."""
 
         def client_left() -> None:
@@ -143,20 +149,27 @@ class ClientRequests:
         try:
             if proxied.endpoint is not None:
                 proxied.who_computes = who_computes(proxied.headers)
-            body = b""
+            body = bytearray()
             if request.method == "POST":
-                body = await place.body(request.stream(), self._max_body_bytes)
+                body = await read_body(request.stream(), self._max_body_bytes)
         except ClientDisconnect:
             return
+        except TooLarge:
+            limit = f"the request body exceeds {self._max_body_bytes} bytes"
+            raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, limit) from None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(when_disconnected, request.receive, client_left)
             try:
-                await place.wait()
-                _parse(proxied, body)
+                async with self._request_table.admission_of(proxied).slot():
+                    with self._budget.hold() as parsed:
+                        await self._request_table.may_decode(body)
+                        _parse(proxied, body)
+                        parsed.add(_BYTES_PER_PROMPT * len(proxied.request.prompts) if proxied.request else 0)
+                        await anyio.lowlevel.checkpoint()  # the rest is for another turn of the event loop
+                        await self._run(proxied)
             except RequestRefused as refused:
                 self._refuse(proxied, refused)
                 return
-            await self._run(proxied)
             tasks.cancel_scope.cancel()
 
     def _refuse(self, proxied: ProxiedRequest, refused: RequestRefused) -> None:
@@ -298,14 +311,14 @@ class _AtPath:
         await self.requests.answer(Request(scope, receive), self.path, self.endpoint, send)
 
 
-def _parse(proxied: ProxiedRequest, body: bytes) -> None:
+def _parse(proxied: ProxiedRequest, body: bytearray) -> None:
     """Sets `proxied.content`, and `proxied.request` if the body has prompts for prefill. Raises RequestRefused."""
     if proxied.endpoint is not None:
         with contextlib.suppress(LacksFieldError):
             proxied.request = parse_client_request(proxied.endpoint, body)
     elif proxied.method == "POST":
         read_fields(body)
-    proxied.content = body
+    proxied.content = Content(body)
 
 
 async def _finish(proxied: ProxiedRequest, request: Request) -> None:

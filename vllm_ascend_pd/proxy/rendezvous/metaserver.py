@@ -33,7 +33,7 @@ from vllm_ascend_pd.core.protocol import (
     WaitingQuestion,
 )
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.http.bodies import prefill_body, samples_of, tokens_body
+from vllm_ascend_pd.proxy.http.bodies import prefill_body, tokens_body
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.messages import (
     RequestRefused,
@@ -149,7 +149,7 @@ class Metaserver:
         attempt, prompt, is_sample = self._request_table.find(header.request_id)
         if not header.ticket_id and (prompt or is_sample):
             raise _unmatched(attempt)
-        samples, is_authentic = samples_of(attempt.request), self._token is not None
+        samples, is_authentic = attempt.request.samples, self._token is not None
         progress = attempt.ticket(prompt, header.ticket_id, samples, header.replaces, is_authentic)
         if progress is None:
             raise RequestRefused(

@@ -23,7 +23,8 @@ from starlette.responses import Response
 from vllm_ascend_pd.core.text import UNREADABLE, why_unreadable
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL
-from vllm_ascend_pd.proxy.http.bodies import ClientRequest, samples_of
+from vllm_ascend_pd.proxy.http.arriving import LARGE_BODY_BYTES, Turns
+from vllm_ascend_pd.proxy.http.bodies import ClientRequest, Content
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.messages import (
     Headers,
@@ -35,7 +36,7 @@ from vllm_ascend_pd.proxy.http.messages import (
 )
 from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.routing.answers import RULES, Asks, Counts, EngineRole, Failure
-from vllm_ascend_pd.proxy.routing.concurrency import AdmittedRequest, RequestAdmission, RequestGroup
+from vllm_ascend_pd.proxy.routing.concurrency import RequestAdmission, RequestGroup
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
 
 _T = TypeVar("_T")
@@ -82,7 +83,7 @@ class ProxiedRequest:
         """Who is to compute its prompts by the client's wish, `BY_DECODE` or `BY_PREFILL`; None: it has none."""
         self.request: ClientRequest | None = None
         """The parsed body. None until it has arrived, and for requests that need no prefill: no ticket matches them."""
-        self.content = b""
+        self.content = Content()
         """The body, which decode gets as it is if the request needs no prefill."""
         self.request_id = ""
         """The id of the last attempt. `RequestTable.attempt` sets it."""
@@ -238,6 +239,8 @@ class DecodeAttempt(EngineCall):
         """Whether the attempt has ended or was given up. Its prefills end too."""
         self.tickets: dict[tuple[int, str], TicketProgress] = {}
         """By the number of the prompt, and the ticket's id. Of tickets without an id, the last one."""
+        self._named_tickets: Counter[int] = Counter()
+        """How many of them have an id, by the number of the prompt."""
         self.prefilled_at: float | None = None
         """When the first prefill of a prompt succeeded, on `time.monotonic`'s clock."""
         self.transfer_failed = anyio.Event()
@@ -261,7 +264,7 @@ class DecodeAttempt(EngineCall):
     @property
     def has_one_sequence(self) -> bool:
         """Whether it generates from one prompt, once. Its first token then shows that all KV has arrived."""
-        return len(self.request.prompts) * samples_of(self.request) == 1
+        return len(self.request.prompts) * self.request.samples == 1
 
     @property
     def begun(self) -> bool:
@@ -313,15 +316,17 @@ class DecodeAttempt(EngineCall):
         if progress is None:
             if replaces and (replaced := self.tickets.pop((prompt, replaces), None)) is not None:
                 failures = self._end_replaced(replaced)
-            if sum(of == prompt for of, _ in self.tickets) >= samples:
+            if self._named_tickets[prompt] >= samples:
                 return None
+            self._named_tickets[prompt] += 1
             progress = self.tickets[prompt, ticket_id] = TicketProgress(self, prompt, failures, is_decodes)
         return progress
 
     def _end_replaced(self, ticket: TicketProgress) -> Sequence[Failure]:
-        """Ends a ticket whose place another one takes. Returns the failures that the other one inherits: none if the
-        KV had come, since decode has gone on from there."""
+        """Ends a ticket whose place another one takes, and which is out of `tickets`. Returns the failures that the
+        other one inherits: none if the KV had come, since decode has gone on from there."""
         ticket.cancel()
+        self._named_tickets[ticket.prompt] -= 1
         if self._failed_ticket is ticket:
             self.transfer_failure, self._failed_ticket = None, None
             self.transfer_failed = anyio.Event()
@@ -381,6 +386,7 @@ class RequestTable:
         """Attempts in flight, by their request ids."""
         self._posts: set[anyio.CancelScope] = set()
         """Other bodies that are being read."""
+        self._large_bodies = Turns(1)
         self._closed = False
         """Whether the proxy shuts down."""
 
@@ -390,7 +396,7 @@ class RequestTable:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests being served."""
+        """Number of requests being served, those whose bodies are still arriving included."""
         return len(self._open) - self.admission.waiting - self._lookups.waiting
 
     def phases(self) -> Mapping[RequestPhase, int]:
@@ -401,17 +407,17 @@ class RequestTable:
 
     @owned
     @contextmanager
-    def open(self, proxied: ProxiedRequest) -> Iterator[AdmittedRequest]:
-        """A new request, for the time of the `with` block. Yields its slot, or its place in the queue. Raises
-        RequestRefused: 429 if the queue is full, 503 if the proxy shuts down."""
+    def open(self, proxied: ProxiedRequest) -> Iterator[None]:
+        """A new request, for the time of the `with` block. Raises RequestRefused: 429 if the queue is full, 503 if the
+        proxy shuts down."""
         if self._closed:
             raise _shutting_down()
-        with AdmittedRequest(self.admission_of(proxied)) as place:
-            self._open.add(proxied)
-            try:
-                yield place
-            finally:
-                self._open.discard(proxied)
+        self.admission_of(proxied).check_queue()
+        self._open.add(proxied)
+        try:
+            yield
+        finally:
+            self._open.discard(proxied)
 
     @owned
     @contextmanager
@@ -444,6 +450,11 @@ class RequestTable:
             raise RequestRefused(HTTPStatus.NOT_FOUND, "no request is waiting under this request_id")
         return attempt, *found
 
+    async def may_decode(self, body: bytes | bytearray) -> None:
+        """Returns when a body may be decoded: large ones stop the event loop for long enough one by one."""
+        if len(body) > LARGE_BODY_BYTES:
+            await self._large_bodies.wait()
+
     async def read(self, request: Request, limit: int, decode: Callable[[bytes], _T], name: str) -> _T:
         """Reads and decodes the body of a post that is no client request.
 
@@ -464,6 +475,7 @@ class RequestTable:
         try:
             with scope:
                 body = await read_all(request.stream(), limit)
+                await self.may_decode(body)
                 return decode(body)
             raise _shutting_down()
         except TooLarge:

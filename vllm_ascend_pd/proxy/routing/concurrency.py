@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 
 import anyio
@@ -22,10 +22,6 @@ from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
 _FIRST_PAUSE_SECONDS = 0.1
 """After so many seconds a busy engine is tried with more requests. The time doubles while it stays busy."""
 _LONGEST_PAUSE_SECONDS = 5.0
-_MAX_HELD_BYTES = 1024 * 1024 * 1024
-"""The bodies of all waiting requests together. Each is read to its end: the server reports that a client has left only
-to who has read all that the client sent. A body that is not read stays in the server's buffers, of 64 KiB and more for
-each, so a lower limit would save little."""
 
 
 class NoFreeSlotError(Exception):
@@ -291,9 +287,10 @@ class _Waiter:
 
 
 class RequestAdmission:
-    """Serves `limit` client requests at a time. Up to `queue_length` more wait, each with its body, in order.
+    """Serves `limit` client requests at a time. Up to `queue_length` more wait, in order.
 
-    The event loop's thread owns it, and `AdmittedRequest` alone changes it.
+    A request asks for a slot when its body has arrived: a client that sends none keeps no slot from others. The event
+    loop's thread owns it.
     """
 
     def __init__(self, limit: int, queue_length: int, timeout: float) -> None:
@@ -301,75 +298,35 @@ class RequestAdmission:
         self.limit = limit
         self.queue_length = queue_length
         self.timeout = timeout
-        self.slots = anyio.Semaphore(limit)
         self.waiting = 0
-        """Requests without a slot, those whose body is still arriving included."""
-        self.held = 0
-        """Bytes of these requests' bodies."""
+        """Requests that wait for a slot."""
+        self._slots = anyio.Semaphore(limit, fast_acquire=True)
 
-    def full(self, queue: str) -> RequestRefused:
+    def check_queue(self) -> None:
+        """Raises RequestRefused (429) if a request can neither have a slot nor wait for one."""
+        if not self._slots.value and self.waiting >= self.queue_length:
+            raise self._full(f"{self.queue_length} more wait, which is the limit")
+
+    @owned
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """One request's slot, for the time of the `with` block. Raises RequestRefused (429) if the queue is full, or no
+        slot became free in time."""
+        self.check_queue()
+        self.waiting += 1
+        try:
+            with anyio.move_on_after(self.timeout) as wait:
+                await self._slots.acquire()
+        finally:
+            self.waiting -= 1
+        if wait.cancelled_caught:
+            raise self._full(f"{self.waiting} more wait, and this one has waited {self.timeout:g} s")
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def _full(self, queue: str) -> RequestRefused:
         return RequestRefused(
             HTTPStatus.TOO_MANY_REQUESTS, f"the proxy serves {self.limit} requests, {queue}: retry later"
         )
-
-
-class AdmittedRequest:
-    """One client request's slot, or its place in the queue, for the time of a `with` block."""
-
-    def __init__(self, admission: RequestAdmission) -> None:
-        self._admission = admission
-        self._waits = False
-        """False: it has a slot."""
-        self._held = 0
-        """Bytes of its body, while it waits."""
-
-    def __enter__(self) -> AdmittedRequest:
-        """Takes a slot if one is free. Raises RequestRefused (429) if none is and the queue is full."""
-        admission = self._admission
-        try:
-            admission.slots.acquire_nowait()
-        except anyio.WouldBlock:
-            if admission.waiting >= admission.queue_length:
-                raise admission.full(f"{admission.queue_length} more wait, which is the limit") from None
-            self._waits = True
-            admission.waiting += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._waits:
-            self._leave_queue()
-        else:
-            self._admission.slots.release()
-
-    async def body(self, chunks: AsyncIterable[bytes], limit: int) -> bytes:
-        """Reads its body. Raises RequestRefused: 413 beyond `limit` bytes, 429 if it does not fit beside the bodies of
-        those that wait."""
-        admission, body = self._admission, bytearray()
-        async for chunk in chunks:
-            body += chunk
-            if len(body) > limit:
-                raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body exceeds {limit} bytes")
-            if self._waits:
-                self._held += len(chunk)
-                admission.held += len(chunk)
-                if admission.held > _MAX_HELD_BYTES:
-                    bodies = f"the bodies of {admission.waiting} that wait take {_MAX_HELD_BYTES >> 20} MiB"
-                    raise admission.full(f"{bodies}, which is the limit")
-        return bytes(body)
-
-    async def wait(self) -> None:
-        """Waits for a slot, if it has none. Raises RequestRefused (429) after the timeout."""
-        if not self._waits:
-            return
-        admission = self._admission
-        with anyio.move_on_after(admission.timeout):
-            await admission.slots.acquire()
-            self._leave_queue()
-        if self._waits:
-            others = admission.waiting - 1
-            raise admission.full(f"{others} more wait, and this one has waited {admission.timeout:g} s")
-
-    def _leave_queue(self) -> None:
-        self._waits = False
-        self._admission.waiting -= 1
-        self._admission.held -= self._held

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import anyio
 
+from vllm_ascend_pd.proxy.http.bodies import Content
 from vllm_ascend_pd.proxy.http.engine_client import (
     ConnectError,
     ConnectionLost,
@@ -77,7 +78,7 @@ class OutgoingRequest(NamedTuple):
     method: str
     path: str
     headers: Headers
-    content: bytes
+    content: Content
     request_id: str
     """For the log."""
 

@@ -7,13 +7,15 @@ Prompts are estimated before they are tokenised: their length, and keys of their
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
-from vllm_ascend_pd.proxy.http.bodies import ClientRequest, Fields, samples_of
-from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
+from vllm_ascend_pd.proxy.http.bodies import ClientRequest, Fields, begins_with
+from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.routing.load import EngineLoad
 
 _BYTES_PER_TOKEN = 4
@@ -22,7 +24,15 @@ _BYTES_PER_KEY = 512
 """About 128 tokens, which is vllm-ascend's block size. Engines cache whole blocks only."""
 _MAX_KEYS = 1024
 """Limit per prompt, about 128 Ki tokens. Hashing them takes 2 ms."""
-_DATA_URL = b'"data:'
+_DATA_URL = re.compile(rb'"data:[^"]*')
+_MAX_IMAGES = 4096
+"""Looked for in a prompt. What follows counts as text."""
+_LOOKED_AT = 8 * 1024 * 1024
+"""Bytes of all prompts of a request that are looked at for an estimate: more than most have. It takes 10 ms."""
+_LEAST_LOOKED_AT = 4096
+"""Bytes of each prompt."""
+_SEED_BYTES = 64 * 1024
+"""Of each field of `_SEED_FIELDS` that prompts must have in common."""
 _TOKENS_PER_IMAGE = 1024
 """Tokens per image or sound in a chat, whatever its size: the order of magnitude of vision models."""
 _EMBEDDING_BYTES_PER_TOKEN = 8192
@@ -63,7 +73,8 @@ UNREAD_PROMPT = PromptEstimate(0)
 
 def prompt_of(request: ClientRequest, index: int) -> PromptEstimate:
     """Estimates prompt number `index` as a prefill engine gets it."""
-    text, tokens = _text_of(request, index)
+    text = request.prompts[index].text
+    tokens = _tokens_of(request, index)
     keys = _keys(_seed(request.fields), text)
     return PromptEstimate(tokens, keys, tokens * _BYTES_PER_KEY / len(text) if keys else 0.0)
 
@@ -72,61 +83,48 @@ def prompts_of(request: ClientRequest) -> PromptEstimate:
     """Estimates all prompts of a request together, as a decode engine gets them. The keys are the first one's."""
     if not request.prompts:
         return NO_PROMPT
-    others = sum(_text_of(request, index)[1] for index in range(1, len(request.prompts)))
+    others = sum(_tokens_of(request, index) for index in range(1, len(request.prompts)))
     first = prompt_of(request, 0)
-    return first._replace(
-        tokens=first.tokens + others,
-        sequences=len(request.prompts) * samples_of(request),
-    )
+    return first._replace(tokens=first.tokens + others, sequences=len(request.prompts) * request.samples)
 
 
-def _text_of(request: ClientRequest, index: int) -> tuple[bytes, int]:
-    """Returns a prompt's JSON text, and its estimated number of tokens."""
-    fields = {**request.fields, **request.prompts[index]}
-    if request.endpoint is Endpoint.COMPLETIONS:
-        [(name, value)] = request.prompts[index].items()
-        text = bytes(value)
-        if text.startswith(b"["):
-            tokens = _token_ids(text)
-        else:
-            tokens = len(text) // (_BYTES_PER_TOKEN if name == "prompt" else _EMBEDDING_BYTES_PER_TOKEN)
-        return text, max(1, tokens)
-    text = bytes(fields.get(REQUEST_FORMATS[request.endpoint].text, b""))
-    if request.endpoint is Endpoint.GENERATE:
-        return text, max(1, _token_ids(text))
-    others = sum(len(bytes(fields.get(name, b""))) for name in _FIELDS_OF_PROMPT)
-    return text, max(1, _text_tokens(text) + others // _BYTES_PER_TOKEN)
+def _tokens_of(request: ClientRequest, index: int) -> int:
+    """A prompt's estimated number of tokens, by its first part if it is large."""
+    prompt, whole = request.prompts[index], len(request.prompts[index].text)
+    if request.endpoint is Endpoint.COMPLETIONS and not begins_with(prompt.text, b"["):
+        per_token = _BYTES_PER_TOKEN if prompt.field == "prompt" else _EMBEDDING_BYTES_PER_TOKEN
+        return max(1, whole // per_token)
+    text = prompt.text[: max(_LEAST_LOOKED_AT, _LOOKED_AT // len(request.prompts))]
+    scale = whole / len(text) if text else 1.0
+    if request.endpoint in (Endpoint.COMPLETIONS, Endpoint.GENERATE):
+        return round((bytes(text).count(b",") + 1) * scale)
+    others = sum(len(request.fields.get(name, b"")) for name in _FIELDS_OF_PROMPT)
+    return max(1, round(_text_tokens(text) * scale) + others // _BYTES_PER_TOKEN)
 
 
-def _token_ids(text: bytes) -> int:
-    return text.count(b",") + 1
-
-
-def _text_tokens(text: bytes) -> int:
+def _text_tokens(text: memoryview) -> int:
     """Estimates the tokens of JSON text. Each data URL counts as one image."""
-    images, letters, at = 0, len(text), text.find(_DATA_URL)
-    while at >= 0:
-        end = text.find(b'"', at + len(_DATA_URL))
-        end = len(text) if end < 0 else end
-        images, letters = images + 1, letters - (end - at)
-        at = text.find(_DATA_URL, end + 1)
+    images, letters = 0, len(text)
+    for url in islice(_DATA_URL.finditer(text), _MAX_IMAGES):
+        images, letters = images + 1, letters - (url.end() - url.start())
     return letters // _BYTES_PER_TOKEN + images * _TOKENS_PER_IMAGE
 
 
 def _seed(fields: Fields) -> bytes:
     seed = hashlib.blake2b(digest_size=8)
     for name in _SEED_FIELDS:
-        value = bytes(fields.get(name, b""))
-        seed.update(b"%d:" % len(value) + value)
+        value = fields.get(name, b"")
+        seed.update(b"%d:" % len(value))
+        seed.update(value[:_SEED_BYTES])
     return seed.digest()
 
 
-def _keys(seed: bytes, text: bytes) -> tuple[int, ...]:
+def _keys(seed: bytes, text: memoryview) -> tuple[int, ...]:
     """Returns one key per whole block. Each covers all blocks before it, and is the same in every proxy."""
     digest, keys = seed, []
     whole = min(len(text), _MAX_KEYS * _BYTES_PER_KEY) // _BYTES_PER_KEY * _BYTES_PER_KEY
     for start in range(0, whole, _BYTES_PER_KEY):
-        digest = hashlib.blake2b(digest + text[start : start + _BYTES_PER_KEY], digest_size=8).digest()
+        digest = hashlib.blake2b(digest + bytes(text[start : start + _BYTES_PER_KEY]), digest_size=8).digest()
         keys.append(int.from_bytes(digest, "little"))
     return tuple(keys)
 
