@@ -294,7 +294,6 @@ class Roomy(Calls):
 def test_what_replaces_kv_that_vllm_took_back_is_not_overtaken_by_it(transfers):
     calls = Roomy()
     with sending(calls) as sender:
-        transfers[0].again = True
         all_put = threading.Event()
         sender._tasks.put(all_put.wait)
         for _ in range(2):
