@@ -140,7 +140,6 @@ class RealScheduler(VllmScheduler):
         load_failure_policy: str = "fail",
         extra: Mapping[str, object] = MappingProxyType({"who_computes": "prefill"}),
         beside: Mapping[str, object] | None = None,
-        tolerates_faults: bool = False,
         **of: Any,
     ) -> None:
         """`beside`: the configuration of another connector, which stands after ours below a MultiConnector."""
@@ -168,8 +167,6 @@ class RealScheduler(VllmScheduler):
             ),
             kv_transfer_config=KVTransferConfig(**transfer, kv_load_failure_policy=load_failure_policy),
         )
-        if tolerates_faults:
-            config.parallel_config.enable_fault_tolerance = True
         config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = dcp
         config.parallel_config.cp_kv_cache_interleave_size = BLOCK
         super().__init__(config, blocks, dcp=dcp, **of)

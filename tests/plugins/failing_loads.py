@@ -8,7 +8,7 @@ from typing import Any
 
 
 def failing_in(file: Path) -> list[int]:
-    """Returns the numbers in a file, of the blocks of a prompt that cannot be loaded. There is none without the file."""
+    """Returns the numbers of a prompt's blocks that cannot be loaded, which are in `file`. It may be missing."""
     return [int(number) for number in file.read_text().split()] if file.is_file() else []
 
 

@@ -4,9 +4,8 @@
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
-
 from failing_loads import failing_in
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
 FAILING = "failing"
 """A file in the folder of the KV: numbers of the blocks of a prompt that cannot be loaded. Missing: all can."""

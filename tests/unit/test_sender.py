@@ -470,11 +470,13 @@ class Roomy(Calls):
 def test_what_replaces_kv_that_vllm_took_back_is_not_overtaken_by_it(transfers):
     calls = Roomy()
     with sending(calls) as sender:
-        sender.put_layer(pushes(transfers)[0], 1.0)
-        assert calls.begun.acquire(timeout=10)
-        transfers[0].again = True
-        sender.put_layer(pushes(transfers)[0], 1.0)
+        all_put = threading.Event()
+        sender._tasks.put(all_put.wait)
+        for _ in range(2):
+            sender.put_layer(pushes(transfers)[0], 1.0)
         passed = sender.barrier()
+        all_put.set()
+        assert calls.begun.acquire(timeout=10)
         assert not calls.begun.acquire(timeout=0.05)
         calls.proceed.set()
         assert passed.wait(10)

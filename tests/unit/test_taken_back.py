@@ -156,21 +156,6 @@ def test_rejected_drafts_take_back_nothing_of_the_prompt(start: Start) -> None:
     assert prefill.ranks.told["r"] is None
 
 
-def test_a_step_is_lost_and_the_engine_goes_on(start: Start) -> None:
-    """`--enable-fault-tolerance`: vLLM aborts all requests. Some ranks may not have begun the step that failed."""
-    prefill = start(beside=None, step_tokens=48, tolerates_faults=True)
-    prefill.ask("r", PROMPT)
-    prefill.begin()
-    prefill.see()
-    [last] = prefill.step_of(prefill.begin()).sends
-    assert last.last
-    assert not last.confirmed
-    prefill.in_flight.clear()
-    prefill.vllm.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    prefill.run()
-    assert "aborted" in str(prefill.ranks.told["r"])
-
-
 @pytest.mark.skipif(
     not vllm.__version__.startswith("0.30"),
     reason="other versions of vLLM end if a load fails and there are several cache groups",

@@ -54,7 +54,6 @@ from vllm_ascend_pd.connector.vllm_view import (
     HAS_TRANSFER_RESULTS,
     VllmBlocks,
     VllmRequests,
-    tolerates_faults,
 )
 from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.caches import CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
@@ -157,7 +156,7 @@ def _prefill(
         admission,
         observer,
         held,
-        awaits_outputs=is_being_built() or tolerates_faults(setup.vllm_config),
+        awaits_outputs=is_being_built(),
     )
     closing = ExitStack()
     if listener is not None:

@@ -33,7 +33,6 @@ from vllm_ascend_pd.core.prompt_digest import (
 from vllm_ascend_pd.core.ticket import TicketError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
@@ -56,11 +55,6 @@ def prefill_ranks_hold_copies() -> bool:
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(max_model_len=2))
     one_token = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=1, dtype=torch.uint8)
     return bool(one_token.max_memory_usage_bytes(config) == 2 * one_token.page_size_bytes)
-
-
-def tolerates_faults(config: "VllmConfig") -> bool:
-    """Whether the engine goes on after an exception has lost a step (`--enable-fault-tolerance`, from 0.30 on)."""
-    return bool(getattr(config.parallel_config, "enable_fault_tolerance", False))
 
 
 # Parts of the digest of a request's prompt.

@@ -101,7 +101,7 @@ class PushFailure(enum.Enum):
     PREEMPTED = "preempted"
     """The request was preempted before its KV was sent."""
     ABORTED = "aborted"
-    """The request ended before its prompt was computed."""
+    """The request ended before its KV was complete."""
     INTERNAL = "internal"
     """A defect of this package: see the log."""
 

@@ -49,8 +49,7 @@ class PrefillScheduler(ConnectorRole):
     idle: decides how long steps wait for transfers.
     admission: decides which tickets are served.
     held: prompts that a router asks for before decode has a ticket. None: their blocks are not kept.
-    awaits_outputs: whether a step may turn out not to have loaded or computed what it was to: another connector loads
-        KV, too, or the engine goes on after a step that has failed.
+    awaits_outputs: whether only the output of a step says what the step has loaded: another connector loads KV, too.
     """
 
     def __init__(

@@ -187,7 +187,8 @@ class Sender(TransferQueue):
         try:
             self._await_bytes(push)
             if not step_send.is_located:
-                # Earlier writes end first, so that their requests need not wait for these requests' grants.
+                # Earlier writes end first: their requests need not wait for these requests' grants, and no KV that vLLM
+                # took back arrives after what replaces it.
                 self._pipeline.drain()
                 for transfer in step_send.transfers:
                     transfer.await_destinations()
@@ -195,8 +196,6 @@ class Sender(TransferQueue):
             if (layout := self._layout) is None:  # all of its requests have failed
                 step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
                 return
-            if any(transfer.again for transfer in step_send.transfers):
-                self._pipeline.drain()  # what was taken back must not arrive after what replaces it
             for target in layout.targets(push.tensors, step_send.route)[:1]:
                 self._pipeline.await_turn(target.session)
             while len(pushes) < _MOST_JOINED and (alike := self._take_alike(push, layout)) is not None:

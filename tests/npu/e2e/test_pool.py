@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import cann_on_host
 import httpx
 import pytest
 
+import cann_on_host
 from harness.agreement import assert_agree
 from harness.client import Client, Completion, at_once, random_prompt
 from harness.clusters import Cluster, ClusterConfig
