@@ -11,7 +11,8 @@ Rooms, from the bottom up. Each imports only rooms below it; pyproject.toml has 
 
 A client's request, file by file:
 
-1. `rendezvous/client_endpoint` admits it (`routing/concurrency`) and reads its body (`http/bodies`).
+1. `rendezvous/client_endpoint` waits for its body (`http/arriving`), admits it (`routing/concurrency`) and
+   reads the body (`http/bodies`).
 2. It ranks the decode engines (`routing/registry`) and asks the best one (`routing/engine_pool`), once that has a free
    slot (`routing/concurrency`).
 3. The decode engine posts a ticket per prompt (`rendezvous/tickets`). `rendezvous/metaserver` finds the request that

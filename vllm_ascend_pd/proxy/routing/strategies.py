@@ -27,8 +27,8 @@ _MAX_KEYS = 1024
 _DATA_URL = re.compile(rb'"data:[^"]*')
 _MAX_IMAGES = 4096
 """Looked for in a prompt. What follows counts as text."""
-_LOOKED_AT = 8 * 1024 * 1024
-"""Bytes of all prompts of a request that are looked at for an estimate: more than most have. It takes 10 ms."""
+_LOOKED_AT = 2 * 1024 * 1024
+"""Bytes of all prompts of a request that are looked at for an estimate: more than most have. It takes 3 ms."""
 _LEAST_LOOKED_AT = 4096
 """Bytes of each prompt."""
 _SEED_BYTES = 64 * 1024
