@@ -82,7 +82,7 @@ class Observer(Collector):
         )
         self.refused = counter(
             PREFIX + "refused_requests",
-            "Requests refused before an engine was asked. 429: too many waited, or too long; 503: no room, or shutdown.",
+            "Requests refused before an engine was asked. 429: too many or too long; 503: no room, or shutdown.",
             ("status",),
         )
         self._first_token = histogram(
