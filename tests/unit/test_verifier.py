@@ -148,6 +148,12 @@ def test_checksums_that_prefill_could_not_take_blame_nobody(world, monkeypatch, 
     assert world.compare(delivered) == (UNKNOWN_, None)
 
 
+def test_an_error_while_checksums_are_put_together_keeps_no_report_back(world, monkeypatch, caplog):
+    monkeypatch.setattr(of_prefill, "to_numpy", lambda sums: 1 // 0)
+    assert world.report(world.ticket(), 0) == UNKNOWN
+    assert "ZeroDivisionError" in caplog.text
+
+
 def other_format(report):
     return bytes([report[0] + 1, *report[1:]])
 

@@ -100,7 +100,7 @@ def report_checksums(
 ) -> dict[_Key, bytes]:
     """Returns what is reported to each decode rank after success: `UNKNOWN` if a checksum is missing or is not exact.
 
-    The control thread calls it.
+    The control thread calls it. An error here never keeps a report back.
 
     `steps`: all that was taken of the ticket's KV. None if this rank has no token of it.
     `grows`: as in `Send`. A head-major block is opaque, and may have been sent with KV of further tokens or without.
@@ -108,8 +108,12 @@ def report_checksums(
     if grows and any(_ends_within_opaque_block(ticket, step.summed.geometry.sent) for step in steps):
         return dict.fromkeys(destinations, UNKNOWN)
     folded: _Folded = {}
-    untils = _untils(ticket, steps)
-    return {key: _checksums(ticket, steps, untils, each, folded) for key, each in destinations.items()}
+    try:
+        untils = _untils(ticket, steps)
+        return {key: _checksums(ticket, steps, untils, each, folded) for key, each in destinations.items()}
+    except Exception:
+        logger.exception("verify_kv: no checksums of ticket %s", ticket.ticket_id)
+        return dict.fromkeys(destinations, UNKNOWN)
 
 
 def _untils(ticket: Ticket, steps: Sequence[StepChecksums]) -> list[int]:
