@@ -100,6 +100,26 @@ def test_a_reset_while_kv_is_in_flight_fails_and_preempts_nothing(make: MakeSche
     decode.run()
 
 
+@who_computes
+@pytest.mark.parametrize("generates", [1, 4])
+def test_output_that_is_in_flight_when_a_reset_preempts_its_request_does_no_harm(
+    make: MakeScheduler, generates: int, who_computes: str
+) -> None:
+    """The request may start again, or wait for KV, in the next step."""
+    decode = make(blocks=LONGEST, pipelined=True, who_computes=who_computes)
+    decode.add("runs", 2 * BLOCK, generates=generates)
+    ran: set[str] = set()
+    for _ in range(10):
+        decode.arrives(*decode.expected)
+        if ran:
+            break
+        ran = decode.step()
+    assert ran == {"runs"}
+    assert decode.vllm.reset_prefix_cache(reset_running_requests=True)
+    decode.run()
+    assert decode.given_up == []
+
+
 def test_kv_that_a_reset_took_back_is_not_compared_when_the_request_starts(
     make: MakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

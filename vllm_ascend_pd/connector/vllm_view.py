@@ -57,6 +57,10 @@ def prefill_ranks_hold_copies() -> bool:
     return bool(one_token.max_memory_usage_bytes(config) == 2 * one_token.page_size_bytes)
 
 
+STEPS_IN_FLIGHT = "steps_in_flight"
+"""Attribute of a request on vLLM 0.23: numbers of the steps in flight that compute for it. A patch sets it."""
+
+
 # Parts of the digest of a request's prompt.
 
 
@@ -275,6 +279,10 @@ class VllmRequests:
 
     def ended_in_error(self, request: "Request") -> bool:
         return request.status is RequestStatus.FINISHED_ERROR
+
+    def has_output_in_flight(self, request: "Request") -> bool:
+        """vLLM 0.30 sees to it itself."""
+        return bool(getattr(request, STEPS_IN_FLIGHT, ()))
 
     def preemptions(self, request: "Request") -> tuple[int, bool]:
         return request.num_preemptions, request.status is RequestStatus.PREEMPTED

@@ -221,6 +221,9 @@ class EngineRequests(Protocol):
     def ended_in_error(self, request: ScheduledRequest) -> bool:
         """Whether the engine itself ended the request, with an error."""
 
+    def has_output_in_flight(self, request: ScheduledRequest) -> bool:
+        """Whether a request that was preempted must not start again yet: it has output in flight."""
+
     def preemptions(self, request: ScheduledRequest) -> tuple[int, bool]:
         """Returns how often the request was preempted, and whether it is preempted now."""
 

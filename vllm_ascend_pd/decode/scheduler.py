@@ -183,13 +183,15 @@ class DecodeScheduler(ConnectorRole):
         """Returns how many of the request's tokens prefill will deliver. May be asked again: nothing counts before
         `allocated`.
 
-        None: its adapter has not been read, or it cannot be served, and ends (`take_refused`). Has no other side
-        effects.
+        None: its adapter has not been read, or it has output in flight, or it cannot be served, and ends
+        (`take_refused`). Has no other side effects.
 
         `num_computed_tokens`: how many of them this engine has in its prefix cache.
         """
         params, earlier = request.kv_transfer_params, self._transfers.get(request.request_id)
         if not self._blocks.is_ready(request) or request.request_id in self._refused:
+            return None
+        if self._requests.has_output_in_flight(request):
             return None
         no_prompt = self._placement.computes_no_prompt
         if is_pulled(params) if no_prompt else not wants_ticket(params) or earlier is not None:
