@@ -23,9 +23,13 @@ class LibrariesFirst:
     def find_spec(self, name, path=None, target=None):
         if name in ("mooncake", "vllm"):
             import ctypes
+            import os
 
             for library in LIBRARIES:
                 ctypes.CDLL(library)
+            if name == "mooncake":  # its commands start programs that are linked against them, too
+                paths = [*map(os.path.dirname, LIBRARIES), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
+                os.environ["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(filter(None, paths)))
 
 
 LIBRARIES = {libraries}

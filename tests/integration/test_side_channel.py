@@ -3,6 +3,7 @@
 
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -301,7 +302,7 @@ def test_nothing_is_left_after_close(raw, tmp_path, with_keys):
 def test_a_port_that_is_taken(server):
     port = int(server.endpoint.rpartition(":")[2])
     before = psutil.Process().num_fds()
-    holder = rf"by process {os.getpid()} \({psutil.Process().name()[:10]}.*\)"
+    holder = rf"by process {os.getpid()} \({re.escape(psutil.Process().name()[:10])}.*\)"
     with pytest.raises(SideChannelError, match=f"cannot listen on {HOST}:{port}: Address already in use.* {holder}"):
         SideChannelServer(HOST, port, echo)
     assert psutil.Process().num_fds() <= before

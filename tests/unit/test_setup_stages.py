@@ -135,6 +135,22 @@ class Machine:
             soname = f"lib{name}.so.1"
             command = ["c++", "-shared", "-x", "c++", "/dev/null", "-x", "none", f"-Wl,--no-as-needed,-soname,{soname}"]
             subprocess.run([*command, *needed, "-o", soname], cwd=self.unpacked, check=True, timeout=60)
+        command = [
+            "c++",
+            "-x",
+            "c++",
+            "-",
+            "-x",
+            "none",
+            "-Wl,--no-as-needed",
+            "libouter.so.1",
+            "-o",
+            folder / "program",
+        ]
+        unresolved = "-Wl,--unresolved-symbols=ignore-all"
+        subprocess.run(
+            [*command, unresolved], cwd=self.unpacked, input="int main() {}", text=True, check=True, timeout=60
+        )
 
     def set_up(self, more: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
@@ -154,10 +170,11 @@ class Machine:
         return calls
 
     def loads(self, **environment: str) -> bool:
-        """Whether Mooncake finds the library that it is linked against."""
+        """Whether Mooncake, and a program that it starts, find the library that they are linked against."""
         package = self.folder / "wheels/mooncake/__init__.py"
         package.parent.mkdir(parents=True, exist_ok=True)
-        package.write_text("import ctypes; ctypes.CDLL('libouter.so.1')")
+        program = str(self.folder / "program")
+        package.write_text(f"import ctypes, os; ctypes.CDLL('libouter.so.1'); os.execv({program!r}, [{program!r}])")
         command = [str(self.folder / "venv/bin/python"), "-c", "import mooncake"]
         environment = os.environ | {"PYTHONPATH": str(self.folder / "wheels")} | environment
         return subprocess.run(command, capture_output=True, timeout=60, env=environment).returncode == 0

@@ -384,9 +384,9 @@ class PrefillScheduler(ConnectorRole):
         """
         if self._requests.ended_in_error(prompt.request):
             return _ERROR
-        if self._requests.was_aborted(prompt.request):
-            return _ABORTED
-        return None if complete else _TAKEN_BACK
+        if complete and not self._requests.was_aborted(prompt.request):
+            return None
+        return _ABORTED if prompt.taken_back is None else _TAKEN_BACK
 
     def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
         """As `request_ended`, of a request whose ticket has not come."""

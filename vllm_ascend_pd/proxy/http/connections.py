@@ -10,8 +10,8 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.http.client_connection import ClientConnection
 from vllm_ascend_pd.proxy.http.messages import error_response
+from vllm_ascend_pd.proxy.http.sequential_connection import SequentialConnection
 
 HEALTH = "/health"
 BEYOND_LIMIT = 32
@@ -70,7 +70,7 @@ class OpenConnections:
         connection.transport.close()
 
 
-class HttpConnection(ClientConnection):
+class HttpConnection(SequentialConnection):
     """A client's connection, which `OpenConnections` may close."""
 
     def __init__(self, connections: OpenConnections, **uvicorns: Any) -> None:

@@ -17,7 +17,7 @@ class _Pipelined(Exception):
     """A client sends a request before it has the answer to the last one."""
 
 
-class ClientConnection(HttpToolsProtocol):
+class SequentialConnection(HttpToolsProtocol):
     """Serves one request at a time.
 
     uvicorn stops reading from a client that has sent its next request, and does not notice then that the client leaves.
