@@ -15,7 +15,7 @@ from harness.clusters import Cluster
 from harness.engines import Engine
 from harness.models import TINY
 from harness.plain_http import PLAIN_HTTP
-from harness.proxy_state import withheld
+from harness.proxy_state import counted, withheld
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("cluster", [TWO_OF_EACH], ids=str, indirect=True)]
 
@@ -74,11 +74,13 @@ def alone(cluster: Cluster, model: str, prompt: str) -> list[int]:
 
 
 def test_another_one_under_the_same_name_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """Decode computes the prompt itself then, with its own adapter."""
+    prompt = "Which layer comes before it? "
     load(cluster.prefill, "of-one-name", make_adapter(tmp_path / "prefill", 2))
     load(cluster.decode, "of-one-name", make_adapter(tmp_path / "decode", 3))
-    answer = ask(cluster.url, "of-one-name", "Which layer comes before it? ")
-    assert answer.status_code >= 500, answer.text
-    assert "the LoRA adapter differs" in answer.json()["error"]["message"]
+    assert tokens(ask(cluster.url, "of-one-name", prompt)) == alone(cluster, "of-one-name", prompt)
+    _, failures = counted(cluster.url)
+    assert failures["prefill"]["ticket refused"] > 0
 
 
 def test_one_of_equal_content_is_answered(cluster: Cluster, tmp_path: Path) -> None:
