@@ -136,6 +136,7 @@ class RealScheduler(VllmScheduler):
         blocks: int = 200,
         *,
         step_tokens: int = 512,
+        max_model_len: int = 512,
         dcp: int = 1,
         load_failure_policy: str = "fail",
         extra: Mapping[str, object] = MappingProxyType({"who_computes": "prefill"}),
@@ -155,13 +156,17 @@ class RealScheduler(VllmScheduler):
             transfer = transfer | {"kv_connector": "MultiConnector", "kv_connector_extra_config": connectors}
         config = VllmConfig(
             model_config=ModelConfig(
-                model=str(model), tokenizer=str(model), skip_tokenizer_init=True, max_model_len=512, dtype="float32"
+                model=str(model),
+                tokenizer=str(model),
+                skip_tokenizer_init=True,
+                max_model_len=max_model_len,
+                dtype="float32",
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=16,
                 max_num_batched_tokens=step_tokens,
-                max_model_len=512,
+                max_model_len=max_model_len,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
             ),

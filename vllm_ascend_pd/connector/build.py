@@ -18,6 +18,7 @@ from vllm_ascend_pd.connector.bootstrap_server import (
     port_of_environment,
 )
 from vllm_ascend_pd.connector.caches import (
+    block_needs,
     cache_groups,
     caches_of_layers,
     gives_blocks_away,
@@ -56,7 +57,7 @@ from vllm_ascend_pd.connector.vllm_view import (
     VllmRequests,
 )
 from vllm_ascend_pd.connector.weights import loaded_weights
-from vllm_ascend_pd.core.caches import CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
+from vllm_ascend_pd.core.caches import BlockNeeds, CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.hosts import HostList, authority, decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.layout import LayoutError
@@ -147,7 +148,15 @@ def _prefill(
     held = None
     if listener is not None:
         hold_timeout_s = setup.config.hold_timeout_s or HOLD_TIMEOUT_S
-        held = HeldPrompts(listener, setup.started_as, hold_timeout_s, requests, left_to_decode(groups))
+        held = HeldPrompts(
+            listener,
+            setup.started_as,
+            hold_timeout_s,
+            requests,
+            blocks,
+            _needs(setup, groups),
+            left_to_decode(groups),
+        )
     scheduler = PrefillScheduler(
         groups,
         requests,
@@ -164,6 +173,22 @@ def _prefill(
         if (bootstrap := _bootstrap_server(setup, listener)) is not None:
             closing.callback(bootstrap.close, CLOSE_TIMEOUT_S)
     return Connected(scheduler, lambda: measured.take() or None, closing)
+
+
+def _needs(setup: EngineSetup, groups: list[CacheGroup]) -> BlockNeeds:
+    """Returns how many blocks requests take. Warns if the pool has too few for two of the longest."""
+    needs = block_needs(setup.vllm_config, setup.caches, groups)
+    if needs.beside_longest < needs.longest:
+        logger.warning(
+            "the KV cache has %d blocks, and a request of --max-model-len %d tokens takes %d: behind a router that "
+            "asks prefill first, prompts that wait for decode share %d blocks, and a longer one waits until it is the "
+            "only one, and may fail. Lower --max-model-len, or give the cache more memory",
+            needs.pool,
+            setup.vllm_config.model_config.max_model_len,
+            needs.longest,
+            needs.beside_longest,
+        )
+    return needs
 
 
 def _ticket_listener(

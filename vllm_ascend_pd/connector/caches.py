@@ -12,8 +12,9 @@ states), `CrossAttentionSpec`, `EncoderOnlyAttentionSpec` (an encoder's tokens),
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
@@ -21,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_ascend_pd.connector.model import draft_summary
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
-from vllm_ascend_pd.core.caches import CacheGroup, StateGroup, StateSpec, TokenGroup
+from vllm_ascend_pd.core.caches import BlockNeeds, CacheGroup, StateGroup, StateSpec, TokenGroup
 from vllm_ascend_pd.core.layout import (
     ALL_TOKENS,
     LayerSpec,
@@ -306,6 +307,16 @@ def lost_blocks_say_all(kv_cache_config: "KVCacheConfig") -> bool:
     """
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and not any(map(_sees_a_window, _layers_of(groups[0]).values()))
+
+
+def block_needs(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", groups: Sequence[CacheGroup]
+) -> BlockNeeds:
+    """Returns how many blocks requests take, as vLLM counts them. `groups`: of `cache_groups`."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    most = [math.ceil(spec.max_memory_usage_bytes(vllm_config) / spec.page_size_bytes) for spec in specs]
+    pool = kv_cache_config.num_blocks - 1  # vLLM keeps one for itself
+    return BlockNeeds(tuple(zip(groups, most, strict=True)), pool, vllm_config.num_speculative_tokens)
 
 
 def lacks_a_block(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:

@@ -106,6 +106,35 @@ def left_to_decode(groups: Iterable[CacheGroup]) -> int:
     return int(any(group.holds_state or group.windowed for group in groups))
 
 
+@dataclass(frozen=True)
+class BlockNeeds:
+    """How many blocks requests take of the pool that all cache groups share."""
+
+    # Per cache group: the group, and the most blocks that a request has of it at a time.
+    groups: tuple[tuple[CacheGroup, int], ...]
+    # Blocks of the pool that requests may have.
+    pool: int
+    # Tokens behind a request's own that it has blocks for: drafts.
+    lookahead: int = 0
+
+    def of(self, tokens: int) -> int:
+        """Returns the most blocks that a request of so many tokens has at a time. Cached ones count, too."""
+        return sum(
+            most if isinstance(group, StateGroup) else min(most, math.ceil((tokens + self.lookahead) / group.span))
+            for group, most in self.groups
+        )
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest request."""
+        return sum(most for _, most in self.groups)
+
+    @property
+    def beside_longest(self) -> int:
+        """Blocks that the longest request leaves."""
+        return max(0, self.pool - self.longest)
+
+
 # Two regions of a storage with at most so many bytes between them are registered as one, as in vllm-ascend: the number
 # of regions is limited (`core/ascend.py`).
 _SMALL_GAP = 4096

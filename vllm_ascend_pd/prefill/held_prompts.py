@@ -2,26 +2,37 @@
 """Prompts that a router asked for before decode had a ticket.
 
 A prompt and its ticket find each other by a transfer id, whichever comes first. A prompt that is computed keeps its
-blocks until its ticket comes, or `hold_timeout_s` has passed. How many prompts are held is bounded by vLLM's blocks.
+blocks until its ticket comes, or `hold_timeout_s` has passed. `HoldingRoom` bounds how many prompts are held.
 
 The scheduler's thread owns all of this.
 """
 
 import hashlib
+import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from vllm_ascend_pd.core.caches import BlockNeeds
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
-from vllm_ascend_pd.core.step import EngineRequests
+from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import TICKET_HOST, TICKET_PORT, TRANSFER_ID, Ticket, TicketError
+from vllm_ascend_pd.prefill.holding_room import HoldingRoom
 from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt
 from vllm_ascend_pd.prefill.ticket_listener import EARLY_S, Fate, OfferedTicket, TicketListener
 
+logger = logging.getLogger(__name__)
+
 HOLD_TIMEOUT_S = 480.0
 """How long blocks are kept unless `hold_timeout_s` says otherwise: as long as vLLM's NIXL connector keeps them."""
+
+_NO_ROOM = (
+    "prefill has too few blocks to hold this prompt: a prompt with a ticket needs them. Lower --max-model-len on "
+    "prefill, or give its KV cache more memory"
+)
+_MAX_DROPPED = 1024
 
 
 class HeldPrompts:
@@ -31,6 +42,8 @@ class HeldPrompts:
     engine_id: of this start of the engine, which answers name.
     hold_timeout_s: how long a computed prompt waits for its ticket.
     requests: compares prompts.
+    blocks: says which requests are ready, and how many blocks are free.
+    needs: how many blocks prompts take.
     left_to_decode: how many of a prompt's tokens no ticket is for (`groups.left_to_decode`).
     """
 
@@ -40,18 +53,26 @@ class HeldPrompts:
         engine_id: str,
         hold_timeout_s: float,
         requests: EngineRequests,
+        blocks: EngineBlocks,
+        needs: BlockNeeds,
         left_to_decode: int,
     ) -> None:
         self.inbox = inbox
         self._engine_id = engine_id
         self._hold_timeout_s = hold_timeout_s
         self._requests = requests
+        self._blocks = blocks
+        self._needs = needs
         self._left_to_decode = left_to_decode
         self._clock = time.monotonic
         # Makes transfer ids that nobody can guess.
         self._key = secrets.token_bytes(32)
         # Those that wait for a ticket, by transfer id.
         self._prompts: dict[str, list[ComputedPrompt]] = {}
+        # Transfer ids of prompts that were freed for lack of room, the oldest first.
+        self._dropped: dict[str, None] = {}
+        # When prompts may start.
+        self.room = HoldingRoom(needs)
 
     @property
     def any_ended(self) -> bool:
@@ -69,6 +90,8 @@ class HeldPrompts:
             self._take_releases(waiting)  # those that are over are not for this prompt
         prompt.transfer_id = transfer_id
         self._prompts.setdefault(transfer_id, []).append(prompt)
+        self._dropped.pop(transfer_id, None)
+        self.room.add(prompt.request.request_id, self._blocks_of(prompt.request))
 
     @owned
     def remove(self, prompt: ComputedPrompt) -> None:
@@ -78,6 +101,7 @@ class HeldPrompts:
         self._prompts[transfer_id].remove(prompt)
         if not self._prompts[transfer_id]:
             del self._prompts[transfer_id]
+        self.room.remove(prompt.request.request_id)
 
     @owned
     def request_ended(self, prompt: ComputedPrompt) -> dict[str, Any]:
@@ -100,7 +124,25 @@ class HeldPrompts:
         """No ticket is taken any more for the prompts that are there and have been computed in part."""
         for prompt in self._all():
             if prompt.done:
-                prompt.given_up = prompt.given_up or reason
+                self._give_up(prompt, reason)
+
+    @owned
+    def make_room(self, without_blocks: Callable[[], Iterable[ScheduledRequest]]) -> None:
+        """Ends holds that a prompt with a ticket would wait for: those of prompts that took more than their room.
+
+        without_blocks: returns requests with a ticket that have not started, or were preempted.
+        """
+        if not (beyond := self.room.beyond):
+            return
+        held = [prompt for prompt in self._all() if prompt.is_complete and prompt.request.request_id in beyond]
+        free = self._blocks.num_free
+        if held and any(self._blocks_of(request) > free for request in without_blocks()):
+            for prompt in held:
+                self._give_up(prompt, _NO_ROOM)
+                assert prompt.transfer_id is not None
+                self._dropped[prompt.transfer_id] = None
+            while len(self._dropped) > _MAX_DROPPED:
+                del self._dropped[next(iter(self._dropped))]
 
     @owned
     def ended(self) -> list[tuple[ComputedPrompt, str]]:
@@ -135,13 +177,21 @@ class HeldPrompts:
                     self.inbox.settle(offered, Fate.SERVED)
                     break
                 else:
-                    if not all(prompt.blocks for prompt in self._open(offer.transfer_id)):
-                        offered.expires_at = self._clock() + EARLY_S  # one of these may take it when it is allocated
+                    prompts = self._open(offer.transfer_id)
+                    if not prompts and offer.transfer_id in self._dropped:
+                        self.inbox.settle(offered, Fate.REFUSED, _NO_ROOM)
+                    elif not all(self._is_ready(prompt) for prompt in prompts):
+                        offered.expires_at = self._clock() + EARLY_S  # one of these may take it when it is ready
+
+    def _give_up(self, prompt: ComputedPrompt, reason: str) -> None:
+        if prompt.given_up is None:
+            prompt.given_up = reason
+            logger.warning("request %s: its prompt is freed without a ticket: %s", prompt.request.request_id, reason)
 
     def _candidates(self, offer: OfferTicket, tried: set[str]) -> list[ComputedPrompt]:
         """Returns the prompts that a ticket may be for, the likelier ones first."""
         prompts = self._open(offer.transfer_id)
-        candidates = [prompt for prompt in prompts if prompt.blocks and prompt.request.request_id not in tried]
+        candidates = [prompt for prompt in prompts if self._is_ready(prompt) and prompt.request.request_id not in tried]
         # A ticket also fits a prompt with one more token, which may have a ticket of its own.
         return sorted(candidates, key=lambda prompt: self._num_tokens(prompt) != offer.ticket.num_tokens)
 
@@ -168,6 +218,15 @@ class HeldPrompts:
 
     def _open(self, transfer_id: str) -> list[ComputedPrompt]:
         return [prompt for prompt in self._prompts.get(transfer_id, []) if prompt.given_up is None]
+
+    def _is_ready(self, prompt: ComputedPrompt) -> bool:
+        """Whether a ticket can be compared with the prompt. It may come before the prompt starts, which then does not
+        wait for room any more."""
+        return self._blocks.is_ready(prompt.request)
+
+    def _blocks_of(self, request: ScheduledRequest) -> int:
+        """Returns the most blocks that the request has at a time."""
+        return self._needs.of(request.num_prompt_tokens + request.max_tokens)
 
     def _num_tokens(self, prompt: ComputedPrompt) -> int:
         """How many tokens a ticket for the prompt is for."""

@@ -75,6 +75,7 @@ class PrefillScheduler(ConnectorRole):
         self._windows = WindowHolds(groups, blocks)
         self._prompts: dict[str, ComputedPrompt] = {}  # those with a ticket or that wait for one, by request id
         self._transfers: dict[str, OutgoingTransfer] = {}  # those with a ticket, by request id
+        self._not_started: dict[str, ScheduledRequest] = {}  # requests that came with a ticket, until they have blocks
         self._refused: dict[str, str] = {}  # requests whose prompts are not sent -> why
         self._served: set[str] = set()  # ids of the tickets of all transfers
         self._step = PrefillStep()  # the next one
@@ -88,7 +89,9 @@ class PrefillScheduler(ConnectorRole):
         self._blocks.bind(pool)
 
     def matched_tokens(self, request: ScheduledRequest, num_computed_tokens: int) -> int | None:
-        return 0 if self._blocks.is_ready(request) else None
+        is_ready = self._blocks.is_ready(request)
+        may_start = self._held is None or self._held.room.may_start(request.request_id)
+        return 0 if is_ready and may_start else None
 
     @owned
     def arrived(self, request: ScheduledRequest) -> None:
@@ -100,6 +103,7 @@ class PrefillScheduler(ConnectorRole):
         self._blocks.arrived(request)
         params = request.kv_transfer_params
         if carries_ticket(params):
+            self._not_started[request.request_id] = request
             if self._has_states and params.get("num_tokens") == request.num_prompt_tokens - 1 > 0:
                 self._requests.drop_last_prompt_token(request)
             if self._windows:
@@ -136,9 +140,12 @@ class PrefillScheduler(ConnectorRole):
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int = 0) -> None:
         """Takes the blocks of a request that starts, or runs again after a preemption. `blocks`: per cache group."""
         self._blocks.allocated(request)
+        self._not_started.pop(request.request_id, None)
         prompt = self._prompts.get(request.request_id)
         if prompt is not None:
             prompt.start(blocks)
+            if self._held is not None:
+                self._held.room.started(request.request_id)
             return
         params = request.kv_transfer_params
         if not carries_ticket(params) or request.request_id in self._refused:
@@ -176,6 +183,8 @@ class PrefillScheduler(ConnectorRole):
         if self._has_states and request.max_tokens > 1:
             raise TicketError(_CHANGED_STATES.format(request.max_tokens))
         self._windows.check(ticket, prompt)
+        if self._windows.need_whole_prompt(ticket):  # should it start again, or later
+            request.skip_reading_prefix_cache = True
         self._admission.admit(ticket)
         transfer = OutgoingTransfer.of(prompt, ticket, self._groups)
         self._served.add(ticket.ticket_id)
@@ -210,6 +219,7 @@ class PrefillScheduler(ConnectorRole):
             self._computes(step, prompt, computed, output)
         if self._held is not None:
             self._take_tickets(step, self._held)
+            self._held.make_room(self._without_blocks)
             self._free_expired(step, self._held)
             step.awaits_tickets = self._held.any_ended
             step.wakeup_address = self._held.inbox.wakeup_address if step.awaits_tickets else ""
@@ -308,6 +318,14 @@ class PrefillScheduler(ConnectorRole):
 
         held.match(serve)
 
+    def _without_blocks(self) -> list[ScheduledRequest]:
+        """Returns the requests with a ticket that have not started, or were preempted."""
+        late = [transfer.prompt for transfer in self._transfers.values() if not transfer.prompt.ended]
+        return [
+            *self._not_started.values(),
+            *(each.request for each in late if not each.blocks or self._requests.preemptions(each.request)[1]),
+        ]
+
     def _free_expired(self, step: PrefillStep, held: HeldPrompts) -> None:
         for prompt, reason in held.ended():
             level = logging.WARNING if prompt.given_up is None else logging.DEBUG
@@ -356,6 +374,7 @@ class PrefillScheduler(ConnectorRole):
           delivered, else None. `"refused": True` beside the reason: the ticket or the prompt cannot be served.
         """
         request_id = request.request_id
+        self._not_started.pop(request_id, None)
         if (reason := self._refused.pop(request_id, None)) is not None:
             return False, {"error": reason, "refused": True}
         prompt = self._prompts.get(request_id)
@@ -390,6 +409,7 @@ class PrefillScheduler(ConnectorRole):
 
     def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
         """As `request_ended`, of a request whose ticket has not come."""
+        held.make_room(self._without_blocks)
         reason = self._why_incomplete(prompt, prompt.is_complete) or prompt.given_up
         if reason is not None:
             held.remove(prompt)
