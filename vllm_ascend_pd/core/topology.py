@@ -15,6 +15,7 @@ from typing import Annotated
 
 import msgspec
 
+from vllm_ascend_pd.core.bounds import MAX_TP
 from vllm_ascend_pd.core.layout import ALL_TOKENS, BlockKind, Geometry, TokenShare
 
 
@@ -37,9 +38,11 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
     """
 
     # Tensor-parallel size.
-    tp: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+    tp: Annotated[int, msgspec.Meta(gt=0, le=MAX_TP)]
     # Each rank's share of the tokens.
-    shares: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(min_length=1)]
+    shares: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_TP)], ...], msgspec.Meta(min_length=1, max_length=MAX_TP)
+    ]
     # As in `TokenShare`.
     interleave: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
 

@@ -35,7 +35,7 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
+from vllm_ascend_pd.core.ticket import replica_hash_of
 from vllm_ascend_pd.core.topology import Sharding, TopologyError, held, writers_to
 from vllm_ascend_pd.core.weights import LoadedWeights, are_alike
 from vllm_ascend_pd.decode.checksums import Delivered, Reported
@@ -316,7 +316,7 @@ class GrantService:
         if not each.vacated.is_done():
             return GrantRefused("steps queued before the ticket may still write to its blocks", retry=True)
         ranks = len(request.sharding.shares)
-        if ranks > MAX_TP or request.writer.rank >= ranks:
+        if request.writer.rank >= ranks:
             return GrantRefused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)
         if not ticket.is_owned:
             replica = replica_hash_of(request.ticket_id) % ranks
