@@ -34,6 +34,10 @@ MAX_TICKET_LIFETIME_S = 86400
 EMPTY_LIST_COST = 16
 """Block ids that take as much memory as an empty list, which is 56 bytes and a pointer to it."""
 
+MAX_CACHED_TARGETS = 1 << 18
+"""Decode ranks in all routes that a prefill rank keeps: 64 MB. A shape of decode's has one for each of its ranks and
+each of our geometries. Tickets name the shapes."""
+
 # What waits at prefill's ticket listener.
 
 MAX_WAITING_OFFERS = 1024
@@ -46,13 +50,14 @@ MAX_WAITING_BLOCKS = 1 << 20
 
 # Grants.
 
-MAX_EXPECTED_WRITES = 1 << 18
-"""Pairs of a tensor and a prefill rank that writes to it, for one ticket: 1,024 tensors with 256 writers each, 40 MB.
+MAX_EXPECTED_WRITES = 1 << 17
+"""Pairs of a tensor and a prefill rank that writes to it, for one ticket: 1,024 tensors with 128 writers each, 20 MB.
 Most decode ranks have fewer than 10,000."""
-MAX_CACHED_WRITES = 1 << 19
-"""Such pairs that a decode rank keeps for further tickets of the same shape: 80 MB."""
-MAX_ENGINES_ASKING = 16
-"""Prefill engines that may ask for one ticket. A ticket goes to another engine only if the last one did not take it."""
+MAX_CACHED_WRITES = 1 << 18
+"""Such pairs that a decode rank keeps for further tickets of the same shape: 40 MB."""
+MAX_SHAPES_WORKED_OUT = 4
+"""Shapes of prefill engines whose writes a decode rank works out for one ticket. The engine that takes the ticket has
+one, and so do its retries."""
 
 # Turns of a thread that answers peers.
 
