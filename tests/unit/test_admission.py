@@ -88,8 +88,9 @@ def test_preempted_and_run_again_it_is_the_same_request():
         (msgspec.structs.replace(signed(ticket(), SECRET, int(NOW) + LIFE_S), remote_host="10.0.0.2"), "altered"),
         (msgspec.structs.replace(signed(ticket(), SECRET, int(NOW) - 99), expires_at=int(NOW) + 99), "altered"),
         (signed(ticket(), SECRET, int(NOW) - 99), "the ticket expired 99 s ago"),
+        (signed(ticket(), SECRET, int(NOW) + 86400 + 99), "expires more than a day from now"),
     ],
-    ids=["unsigned", "another-secret", "another-host", "prolonged", "expired"],
+    ids=["unsigned", "another-secret", "another-host", "prolonged", "expired", "for-days"],
 )
 def test_what_is_refused(params, complaint):
     prefill = Prefill()

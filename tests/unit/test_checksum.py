@@ -186,7 +186,7 @@ def test_a_dump_is_bounded_private_and_read(tmp_path, device):
     rows, _ = cache.tally(device, wrong).missing(right)
     chosen = summed.units.tokens // 16 == 2
     content, copies = UnitSummer(device, summed).content(wrong, wrong.data_ptr(), chosen)
-    place = Place("layer 0", int(rows[0]), copies)
+    place = Place("layer\x1b]0;title\x07 0", int(rows[0]), copies)
     for _ in range(MAX_DUMPS + 2):
         write_dump(
             str(tmp_path), cache.geometry, content, summed.entry_weights[chosen], head_weights(cache.heads), place
@@ -196,6 +196,6 @@ def test_a_dump_is_bounded_private_and_read(tmp_path, device):
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     done = CliRunner().invoke(cli.app, ["verify", str(files[0])])
     assert done.exit_code == 0
-    assert done.stdout.splitlines()[:2] == ["layer 0", "found: heads 3 places off"]
+    assert done.stdout.splitlines()[:2] == ["layer ]0;title 0", "found: heads 3 places off"]
     files[0].write_bytes(b"PK\x03\x04 no dump")
     assert CliRunner().invoke(cli.app, ["verify", str(files[0])]).exit_code == 1

@@ -3,6 +3,11 @@
 lies says of itself nothing is used."""
 
 import re
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.tickets import ticket_with
+from vllm_ascend_pd.core import compatibility
 from vllm_ascend_pd.core.compatibility import different_settings, foreign, misfit, mismatch, unsound
 from vllm_ascend_pd.core.config import parse_config
 from vllm_ascend_pd.core.hosts import AnyHost, decode_hosts
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches, TokenShare
+from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.protocol import (
     MAX_REASON_CHARS,
     PROTOCOL_VERSION,
@@ -30,7 +37,8 @@ from vllm_ascend_pd.core.protocol import (
     encode,
 )
 from vllm_ascend_pd.core.topology import RankInfo, sharding
-from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
+from vllm_ascend_pd.prefill.control import ControlPlane
+from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
 
 MODEL = "LlamaForCausalLM with 4 layers of hidden size 64, 8 heads, 4 KV heads, vocabulary 512"
 LAYERS = tuple(f"model.layers.{n}.self_attn.attn" for n in range(4))
@@ -334,8 +342,63 @@ LIES = {
     "draft-unprintable": (engine(draft="\u202e"), "unprintable"),
     "blocks-that-overlap": (engine(block_stride=16 * 4 * 32 - 1), "bytes, 2047 apart"),
     "more-heads-than-are-its": (engine(2, heads=4, block_stride=1 << 20), "4 of 4 KV heads with tp 2"),
+    "block-sizes-without-end": (
+        with_rank(
+            caches=replace(
+                caches(),
+                geometries=tuple(
+                    replace(caches().geometries[0], block_size=size, block_stride=1 << 20) for size in range(1, 300)
+                ),
+            )
+        ),
+        "299 pairs of cache group and block size, 256 at most",
+    ),
     "a-tensor-twice": (with_rank(caches=replace(caches(), tensors=caches().tensors[:1] * 2)), "same tensor of a layer"),
 }
+
+
+def test_many_geometries_cost_one_route_and_one_share(monkeypatch):
+    """Each may have cost a walk over all ranks."""
+    [geometry] = caches().geometries
+    geometries = tuple(replace(geometry, block_stride=geometry.block_stride + n) for n in range(8))
+    tensors = tuple(replace(tensor, geometry=n) for n, tensor in enumerate(caches().tensors))
+    many = with_rank(caches=RankCaches(geometries, tensors))
+    calls: Counter[str] = Counter()
+    for name in ("held", "make_route"):
+
+        def counted(name, called, *args):
+            calls[name] += 1
+            return called(*args)
+
+        monkeypatch.setattr(compatibility, name, partial(counted, name, getattr(compatibility, name)))
+    assert unsound(many, AnyHost()) is None
+    assert found(caches(), many) is None
+    assert calls == {"held": 1, "make_route": 1}
+
+
+@pytest.mark.parametrize(
+    ("lie", "told"),
+    [
+        ({}, [(0, 0), (0, 1)]),
+        ({"model": "another"}, [(0, 0), (0, 1)]),
+        ({"stages": (("another.layer",),) * 8}, [(0, 0)]),
+    ],
+    ids=["our layers", "another model with our layers", "other layers"],
+)
+def test_why_an_engine_gets_nothing_is_told_to_ranks_that_would_get_something(lie, told):
+    layout = DecodeLayout(engine(4, **lie))
+    rank = RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(2), 0, 1, (0, 1))
+    state = PrefillTicket(100.0)
+    transfer: Any = SimpleNamespace(
+        ticket=ticket_with(remote_tp_size=4, remote_block_size=[16]),
+        changing=lambda: nullcontext(state),
+        sender=SimpleNamespace(finish=lambda transfers: None),
+    )
+    control: Any = SimpleNamespace(_routes=Routes(rank, caches(2)), _follow=lambda transfer: None)
+    control._fail = partial(ControlPlane._fail, control)
+    ControlPlane._contact(control, transfer, layout, "it gets nothing")
+    assert state.failure == "it gets nothing"
+    assert sorted(state.destinations or {}) == told
 
 
 @pytest.mark.parametrize(("lie", "complaint"), LIES.values(), ids=LIES.keys())

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from test_sender import GEOMETRY, THEIRS, Done
 
@@ -28,7 +29,7 @@ from vllm_ascend_pd.core.protocol import (
     WriterId,
 )
 from vllm_ascend_pd.core.step import DecodeStep, Expect
-from vllm_ascend_pd.core.topology import RankInfo, sharding
+from vllm_ascend_pd.core.topology import RankInfo, Sharding, TopologyError, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode import grants
 from vllm_ascend_pd.decode.grants import ArrivalQueue, GrantService, OpenTicket
@@ -161,3 +162,51 @@ def test_a_rank_that_was_stopped_keeps_blocks_until_what_came_meanwhile_is_appli
     open_ticket(third)
     service.handle(report_of(third), connection)
     assert run(0.0) == {third}, "the rank was not stopped, but had no ticket"
+
+
+def test_a_ticket_with_ever_new_shapes_of_prefill_costs_no_more_than_a_few(rank: Rank) -> None:
+    """Working out who writes may take long, and meanwhile the rank answers nobody."""
+    rank.worker.start_step(DecodeStep([Expect(ticket, ticket, DIGEST, [7]) for ticket in TICKETS]))
+    calls: list[Any] = []
+    writers = rank.worker._grants._expected_writers
+    expected, writers._expected = writers._expected, lambda *shape: calls.append(shape) or expected(*shape)
+    asked = msgspec.structs.replace(request_for(TICKETS[0]), covers=(99,))
+    for interleave in range(1, 30):
+        asked = msgspec.structs.replace(asked, sharding=Sharding(1, (0, 1), interleave))
+        answer = rank.handle(asked)
+        assert isinstance(answer, GrantRefused)
+    assert answer.reason == "prefill engines of 4 shapes have asked for this ticket"
+    assert len(calls) == 4
+    assert isinstance(rank.handle(request_for(TICKETS[1])), Granted)
+    assert len(calls) == 5
+
+
+def test_writers_that_were_worked_out_are_kept_within_a_bound(monkeypatch) -> None:
+    monkeypatch.setattr(grants, "MAX_CACHED_WRITES", 10)
+    calls: list[int] = []
+
+    def expected(prefill: Sharding, replica: int, draft: str) -> frozenset[tuple[int, int]]:
+        calls.append(replica)
+        if replica == 9:
+            raise TopologyError("they do not fit")
+        return frozenset((tensor, 0) for tensor in range(4))
+
+    writers = grants.ExpectedWriters(expected)
+
+    def of(replica: int) -> object:
+        each: Any = SimpleNamespace(shapes_worked_out=0)
+        return writers.of(each, sharding(1), replica, "")
+
+    for replica in (0, 1, 0, 2, 0, 1):
+        of(replica)
+    assert calls == [0, 1, 2, 1], "two results of four pairs and a rank"
+    for _ in range(2):
+        with pytest.raises(TopologyError, match="they do not fit"):
+            of(9)
+    assert calls == [0, 1, 2, 1, 9]
+
+
+def test_no_more_writers_are_worked_out_than_an_engine_can_have(monkeypatch) -> None:
+    monkeypatch.setattr(grants, "MAX_EXPECTED_WRITES", 1)
+    with pytest.raises(TopologyError, match="more than 1 pairs of a tensor and its writer"):
+        grants.expected_writers(RankCaches((GEOMETRY,), THEIRS), 0, sharding(1), sharding(1), 0, "")

@@ -300,6 +300,8 @@ def test_an_indexers_key_is_counted_only_where_there_is_one(fields: dict[str, An
         (MINIMAX_M2, {"attn_type_list": [1]}, "lists 1 kinds of layers for 62"),
         (KIMI_LINEAR, {"linear_attn_config": {"full_attn_layers": 4}}, "no list full_attn_layers"),
         (LONGCAT_FLASH, {"num_layers": "x"}, "num_layers is 'x'"),
+        (LONGCAT_FLASH, {"num_layers": 300_000_000}, "num_layers is 300000000, and 10000 at most"),
+        (TINY, {"num_hidden_layers": 300_000_000}, "num_hidden_layers is 300000000, and 10000 at most"),
         (SPARSE, {"index_topk_freq": 0}, "index_topk_freq is 0"),
         (SPARSE, {**OF_ITS_OWN, "index_topk_pattern": 7}, "index_topk_pattern is 7"),
         (SPARSE, {**OF_ITS_OWN, "index_topk_freq": 2, "index_skip_topk_offset": "x"}, "index_skip_topk_offset is 'x'"),

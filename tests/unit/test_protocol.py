@@ -222,6 +222,13 @@ def described(part: str, **fields: object) -> bytes:
     return altered(DESCRIPTION, ranks=[{**rank, "caches": caches}])
 
 
+def many(part: str, count: int) -> bytes:
+    """A description with `count` of its `geometries` or `tensors`."""
+    [rank] = DESCRIPTION["ranks"]
+    caches = {**rank["caches"], part: rank["caches"][part][:1] * count}
+    return altered(DESCRIPTION, ranks=[{**rank, "caches": caches}])
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -279,6 +286,14 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(described("tensors", geometry=4), id="geometry that is not described"),
         pytest.param(described("tensors", base=2**63), id="address beyond int64"),
         pytest.param(described("tensors", num_blocks=2**31), id="more blocks than ids"),
+        pytest.param(altered(DESCRIPTION, tp=1025), id="more ranks than a stage has"),
+        pytest.param(altered(DESCRIPTION, pp=65), id="more stages than a pipeline has"),
+        pytest.param(altered(DESCRIPTION, ranks=DESCRIPTION["ranks"] * 4097), id="more ranks than an engine has"),
+        pytest.param(many("geometries", 1025), id="more geometries than a rank has"),
+        pytest.param(many("tensors", 8193), id="more tensors than a rank has"),
+        pytest.param(altered(GRANT_REQUEST, sharding=[1, [0] * 1025, 1]), id="more shares than a stage has ranks"),
+        pytest.param(altered(GRANT_REQUEST, sharding=[1, [1024], 1]), id="share beyond the ranks of a stage"),
+        pytest.param(altered(GRANT_REQUEST, covers=[0] * 8193), id="more tensors covered than a rank has"),
         pytest.param(body({"type": "Granted"}), id="field missing"),
         pytest.param(body({"type": "Greeting"}), id="unknown message"),
     ],

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes, routes and units that are refused, and what a route needs. `test_plan.py` carries routes out for all sizes."""
 
+import time
+
 import msgspec
 import numpy as np
 import pytest
@@ -167,3 +169,11 @@ def test_units_outside_the_blocks(first_block, start, stop, token):
     units, others = Units.of(4, [(0, 4), (start, stop), (0, 4)]), np.array([7, 1, 3])
     with pytest.raises(ValueError, match=f"token {token} is not in 1 blocks from block {first_block} on"):
         units.blocks([others, np.array([0]), others], [0, first_block, 0], 4)
+
+
+def test_a_route_to_a_thousand_ranks_looks_at_each_of_them_once():
+    """Tickets name the shape, and the model's thread makes the route. It took half a second."""
+    many, began = sharding(1024), time.process_time()
+    route = make_route(geometry(1, 8, block_size=16), 0, sharding(8), many, 16)
+    assert [target.tp_rank for target in route.targets] == list(range(128))
+    assert time.process_time() - began < 0.1

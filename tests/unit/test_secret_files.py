@@ -51,6 +51,16 @@ def test_a_file_that_others_may_use(file: Path, mode: int) -> None:
         read_secret(file)
 
 
+def test_a_file_of_another_user(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner could put another secret into it."""
+    if os.geteuid() == 0:
+        os.chown(file, 4242, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    with pytest.raises(SecretFileError, match=f"{file} belongs to user [1-9]"):
+        read_secret(file)
+
+
 def test_a_link_to_a_file(file: Path) -> None:
     link = file.with_name("link")
     link.symlink_to(file)

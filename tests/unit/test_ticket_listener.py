@@ -2,6 +2,7 @@
 """Prefill's listener for tickets: what it answers at once, and what it keeps of strangers' messages."""
 
 import secrets
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,15 +16,18 @@ from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     AskTicket,
     OfferTicket,
+    ProtocolError,
     ReleasePrompt,
     TicketRefused,
     TicketTaken,
+    decode,
+    encode,
 )
 from vllm_ascend_pd.core.ticket import Secret, Ticket, signed
 from vllm_ascend_pd.prefill import ticket_listener
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.ticket_listener import Fate, TicketListener
-from vllm_ascend_pd.transport.side_channel import SideChannelClient
+from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelClient
 
 ENGINE = "prefill-0-1"
 
@@ -139,24 +143,91 @@ def test_unsigned_tickets_do_not_even_wait(client):
         listener.close(5.0)
 
 
-def test_only_so_many_tickets_and_releases_wait(listener, ask, monkeypatch):
-    monkeypatch.setattr(ticket_listener, "_MAX_WAITING", 2)
-    tickets = [ticket() for _ in range(3)]
-    assert [ask(offer(each)) for each in tickets[:2]] == [TicketTaken()] * 2
-    assert ask(offer(tickets[2])).retry
-    settle(listener, Fate.SERVED, most=1)
-    releases = [ReleasePrompt(ENGINE, "xfer-1", "", str(n) * 32, 48) for n in range(2)]
-    assert [ask(each) for each in releases] == [Acknowledged(), TicketRefused("too many messages wait", retry=True)]
-    assert ask(offer(tickets[2])).retry
-    settle(listener, Fate.SERVED)
-    assert ask(offer(tickets[2])) == TicketTaken()
+def asked_by(listener: TicketListener, host: str, message: Any) -> Any:
+    """The answer to a message from `host`."""
+    return listener._handle(message, ClientConnection(listener._server, b"", host))
 
 
-def test_only_so_many_blocks_wait(ask, monkeypatch):
-    monkeypatch.setattr(ticket_listener, "_MAX_WAITING_BLOCKS", 10)
-    assert ask(offer(ticket(8))) == TicketTaken()
-    assert ask(offer(ticket(3))).retry
-    assert ask(offer(ticket(2))) == TicketTaken()
+def release(number: int) -> ReleasePrompt:
+    return ReleasePrompt(ENGINE, "xfer-1", "", f"{number:032x}", 48)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[TicketListener]:
+    """A listener at which little may wait."""
+    monkeypatch.setattr(ticket_listener, "MAX_WAITING_OFFERS", 4)
+    monkeypatch.setattr(ticket_listener, "MAX_WAITING_RELEASES", 4)
+    monkeypatch.setattr(ticket_listener, "MAX_WAITING_BLOCKS", 200)
+    made = TicketListener(ENGINE, "127.0.0.1", 0)
+    yield made
+    made.close(5.0)
+
+
+def test_one_host_gets_half_of_what_may_wait_and_others_a_share_of_the_rest(small):
+    for make, full in ((lambda n: offer(ticket()), "too many tickets"), (release, "too many messages")):
+        taken = {host: [asked_by(small, host, make(10 * h + n)) for n in range(4)] for h, host in enumerate("abc")}
+        refused = {host: [isinstance(each, TicketRefused) for each in answers] for host, answers in taken.items()}
+        assert refused == {"a": [False, False, True, True], "b": [False, True, True, True], "c": [False] + [True] * 3}
+        assert full in taken["a"][3].reason
+        assert taken["a"][3].retry
+    settle(small, Fate.OVER, most=2)
+    assert asked_by(small, "d", offer(ticket())) == TicketTaken()
+
+
+def test_releases_that_wait_keep_no_ticket_out(small):
+    for n in range(9):
+        asked_by(small, f"host-{n}", release(n))
+    assert asked_by(small, "host-0", offer(ticket())) == TicketTaken()
+
+
+def test_a_host_is_known_by_its_address_whatever_it_calls_itself(listener, client, ask):
+    ask(release(1))
+    with listener.waiting() as waiting:
+        assert [each.peer for each in waiting] == ["127.0.0.1"]
+
+
+def test_the_lists_of_tickets_that_wait_count_as_their_blocks_do(small):
+    def of(*lists: int) -> OfferTicket:
+        many = [[7] * length for length in lists]
+        return offer(ticket_with(request_id="d", remote_block_ids=many, ticket_id=secrets.token_hex(16)))
+
+    assert asked_by(small, "a", of(*[0] * 13)).retry
+    assert asked_by(small, "a", of(80)) == TicketTaken()
+    assert asked_by(small, "b", of(0, 0, 0)) == TicketTaken()
+    assert asked_by(small, "b", of(0, 0)).retry
+    settle(small, Fate.SERVED)
+    assert asked_by(small, "b", of(80)) == TicketTaken(), "what is served waits no more"
+    listener_sums = (small._offers, small._blocks, small._releases)
+    settle(small, Fate.SERVED)
+    assert [dict(each._of) for each in listener_sums] == [{}] * 3
+
+
+def test_a_million_empty_lists_are_not_read():
+    sane = encode(1, offer(ticket()))
+    lists = msgspec.msgpack.encode([[]] * 1_000_000)
+    frame = sane.replace(msgspec.msgpack.encode([[1, 2, 3]]), lists)
+    assert len(frame) > 1_000_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="length <= 64"):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(frame)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_refused_ticket_whose_release_waits_is_not_forgotten(listener, ask, monkeypatch):
+    monkeypatch.setattr(ticket_listener, "_MAX_REMEMBERED", 1)
+    ask(release(1))
+    one = ticket()
+    ask(offer(one))
+    with listener.waiting() as waiting:
+        listener.settle(waiting[1], Fate.REFUSED, "it is for another prompt")
+    ask(ReleasePrompt(ENGINE, "xfer-1", "", one.ticket_id, 48))
+    ask(release(2))
+    settle(listener, Fate.OVER)
+    assert messages(listener) == []
+    assert len(listener._tickets) == len(listener._ended) == 1
 
 
 def test_only_so_many_tickets_are_remembered(listener, ask, monkeypatch):

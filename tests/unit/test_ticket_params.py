@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from harness.tickets import ticket_with
+from vllm_ascend_pd.core.bounds import MAX_TP
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.ticket import (
-    MAX_TP,
     MIN_SECRET_BYTES,
     Secret,
     Ticket,
@@ -101,7 +101,13 @@ def test_a_state_beside_tokens_that_ranks_share():
         ),
         ({"remote_host": "10.0.0.1:80"}, "neither an address nor a host's name"),
         ({"remote_host": "a" * 254}, "neither an address nor a host's name"),
-        ({"request_id": "x" * 513}, "too long"),
+        ({"request_id": "x" * 513}, "length <= 512"),
+        ({"request_id": "half of a pair: \ud83d"}, "unprintable"),
+        ({"signature": "\ud83d"}, "unprintable"),
+        ({"prompt": {"adapter": "\ud83d"}}, "unprintable"),
+        ({"prompt": {"tokens": "\ud83d"}}, "unprintable"),
+        ({"remote_block_ids": [[]] * 65}, "length <= 64"),
+        ({"remote_block_ids": [[7] * ((1 << 18) + 1)]}, "length <= 262144"),
         ({"remote_draft": "x\x1b[31m"}, "unprintable"),
         ({"expires_at": -1}, "expires_at"),
         ({"expires_at": 2**53}, "expires_at"),

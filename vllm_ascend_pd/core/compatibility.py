@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from vllm_ascend_pd.core.bounds import MAX_BLOCK_KINDS
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import HostList, host_of, normal_host
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, RankCaches
+from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, LayoutError, RankCaches, TokenShare
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription, TransportInfo
 from vllm_ascend_pd.core.text import is_name, one_line
@@ -43,11 +44,23 @@ def mismatch(caches: RankCaches, rank_info: RankInfo, decode: EngineDescription)
         return f"prefill has cache {missing[0]} that decode lacks ({len(ours)} against {len(theirs)} tensors)"
     if rank_info.pp == 1 and (missing := sorted(theirs.keys() - ours.keys())):
         return f"decode has cache {missing[0]} that prefill lacks ({len(theirs)} against {len(ours)} tensors)"
+    # Pairs of geometries that fit. Layers share them.
+    fit: set[tuple[int, Geometry]] = set()
+    # Our geometries and decode's block sizes between which a route exists.
+    routed: set[tuple[int, int]] = set()
     for (layer, part), index in ours.items():
         tensor = caches.tensors[index]
         for other in theirs[layer, part]:
-            if (reason := _unequal(caches.geometry_of(tensor), rank_info, other, decode)) is not None:
+            if (tensor.geometry, other) in fit:
+                continue
+            mine = caches.geometry_of(tensor)
+            reason = _unequal(mine, other, decode)
+            if reason is None and (route := (tensor.geometry, other.ticket_block_size(decode.dcp))) not in routed:
+                reason = _unroutable(mine, rank_info, decode, route[1])
+                routed.add(route)
+            if reason is not None:
                 return f"{layer}: {reason}"
+            fit.add((tensor.geometry, other))
         if scales[layer, part] != {tensor.scales}:
             return f"{layer}: prefill and decode have other scales for KV in int8: they need the same checkpoint"
     return None
@@ -101,7 +114,7 @@ def different_settings(prefill: Mapping[str, str], decode: Mapping[str, str]) ->
     return f"the engines compute other KV: {'; '.join(named)}{more}"
 
 
-def _unequal(mine: Geometry, rank_info: RankInfo, other: Geometry, decode: EngineDescription) -> str | None:
+def _unequal(mine: Geometry, other: Geometry, decode: EngineDescription) -> str | None:
     """Returns why blocks of `mine` cannot be written into blocks of `other`; None if they can."""
     sent = mine.sent
     compared = ("kind", "packing", "dtype", "order", "total_heads", "head_bytes", "group", "tokens_per_entry")
@@ -110,8 +123,13 @@ def _unequal(mine: Geometry, rank_info: RankInfo, other: Geometry, decode: Engin
             values = [getattr(g, what) for g in (sent, other)]
             named = [getattr(value, "value", value) for value in values]
             return f"{what} is {named[0]} on prefill, {named[1]} on decode"
+    return None
+
+
+def _unroutable(mine: Geometry, rank_info: RankInfo, decode: EngineDescription, d_block_size: int) -> str | None:
+    """Returns why blocks of `mine` cannot go into decode's blocks of `d_block_size` tokens; None if they can."""
     try:
-        make_route(mine, rank_info.rank, rank_info.sharding, decode.sharding, other.ticket_block_size(decode.dcp))
+        make_route(mine, rank_info.rank, rank_info.sharding, decode.sharding, d_block_size)
     except (LayoutError, TopologyError) as error:
         return str(error)
     return None
@@ -135,6 +153,9 @@ def unsound(description: EngineDescription, hosts: HostList) -> str | None:
     if not all(map(is_name, _names(description))):
         named = "an engine, a model, a setting, a transport or a layer"
         return f"decode's description has a name of {named} that is too long or unprintable"
+    geometries = (geometry for rank in description.ranks for geometry in rank.caches.geometries)
+    if (kinds := len({(geometry.group, geometry.block_size) for geometry in geometries})) > MAX_BLOCK_KINDS:
+        return f"decode's description has {kinds} pairs of cache group and block size, {MAX_BLOCK_KINDS} at most"
     for rank in description.ranks:
         if (reason := _misplaced(rank, hosts) or _impossible(rank, description.sharding)) is not None:
             return f"decode's rank {(rank.pp_rank, rank.tp_rank)}: {reason}"
@@ -167,9 +188,12 @@ def _misplaced(rank: RankDescription, hosts: HostList) -> str | None:
 def _impossible(rank: RankDescription, sharding: Sharding) -> str | None:
     """Returns what cannot be true of a rank's caches; None if everything can. `sharding`: the engine's."""
     caches, tp = rank.caches, sharding.tp
+    shares: dict[tuple[BlockKind, bool], TokenShare] = {}  # not worked out for each of many geometries
     for geometry in caches.geometries:
-        _, ranks = held(geometry, sharding, sharding)
-        if geometry.share != (share := ranks.share(rank.tp_rank)):
+        kind = (geometry.kind, geometry.copied)
+        if kind not in shares:
+            shares[kind] = held(geometry, sharding, sharding)[1].share(rank.tp_rank)
+        if geometry.share != (share := shares[kind]):
             return f"it describes {geometry.share} of the tokens, its engine {share}"
         if geometry.copied and geometry.block_size % sharding.parts:
             return f"blocks of {geometry.block_size} tokens, which {sharding.parts} ranks copy"

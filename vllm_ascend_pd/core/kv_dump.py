@@ -13,9 +13,12 @@ import numpy.typing as npt
 
 from vllm_ascend_pd.core.checksum import Sums, place_weights, word_bytes
 from vllm_ascend_pd.core.layout import Geometry, Order
+from vllm_ascend_pd.core.text import one_line
 
 MAX_DUMPS = 8
 """Most dumps of a folder."""
+# Longest text that is read. It has names of a request and an engine, of 512 characters each.
+_MAX_TEXT_CHARS = 4000
 _WORDS = {4: np.int32, 2: np.int16, 1: np.uint8}
 
 
@@ -84,7 +87,13 @@ def read_dump(file: Path) -> Dump:
         if words.shape != (len(entries), len(heads), len(places)):
             raise ValueError("its shapes do not fit each other")
         return Dump(
-            str(of["text"]), words, entries, heads, places, missing[0] if missing else None, of["copies"].tolist()
+            one_line(str(of["text"]), _MAX_TEXT_CHARS),
+            words,
+            entries,
+            heads,
+            places,
+            missing[0] if missing else None,
+            of["copies"].tolist(),
         )
 
 

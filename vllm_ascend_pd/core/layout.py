@@ -9,6 +9,9 @@ from typing import Annotated
 
 import msgspec
 
+from vllm_ascend_pd.core.bounds import MAX_GEOMETRIES, MAX_TENSORS
+from vllm_ascend_pd.core.text import NAME
+
 # Descriptions come from other engines. Within these ranges an id times a size is below 2**62.
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
@@ -102,7 +105,7 @@ class Geometry(msgspec.Struct, frozen=True):
     group: _Index
     order: Order
     # What an element is, as both sides compare it.
-    dtype: str
+    dtype: Annotated[str, NAME]
     # Tokens that a block stands for, of those in this rank's `share`.
     block_size: _Size
     # Bytes from one block to the next.
@@ -117,7 +120,7 @@ class Geometry(msgspec.Struct, frozen=True):
     # The tokens whose KV is on this rank.
     share: TokenShare = ALL_TOKENS
     # For layers of speculative decoding's draft model: that model, in a line. "" for layers of the served model.
-    draft: str = ""
+    draft: Annotated[str, NAME] = ""
     # Tokens that one entry of a block is computed from. More than 1 for the compressed caches of DeepSeek V4.
     tokens_per_entry: _Size = 1
     # In which form decode keeps this cache. Decode's order is HEAD_MAJOR then, prefill's TOKEN_MAJOR.
@@ -212,7 +215,7 @@ class Geometry(msgspec.Struct, frozen=True):
 class CacheTensor(msgspec.Struct, frozen=True):
     """One tensor of a layer's cache."""
 
-    layer: str
+    layer: Annotated[str, NAME]
     # Counts the layer's tensors: 0 is K and 1 is V if they are two.
     part: _Index
     # Address of block 0.
@@ -221,14 +224,14 @@ class CacheTensor(msgspec.Struct, frozen=True):
     # Index into the rank's geometries.
     geometry: _Index
     # A fingerprint of what it is quantized by. "" unless decode keeps it in int8.
-    scales: str = ""
+    scales: Annotated[str, NAME] = ""
 
 
 class RankCaches(msgspec.Struct, frozen=True):
     """Every cache tensor of one rank."""
 
-    geometries: tuple[Geometry, ...]
-    tensors: tuple[CacheTensor, ...]
+    geometries: Annotated[tuple[Geometry, ...], msgspec.Meta(max_length=MAX_GEOMETRIES)]
+    tensors: Annotated[tuple[CacheTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
     def __post_init__(self) -> None:
         if any(tensor.geometry >= len(self.geometries) for tensor in self.tensors):

@@ -32,9 +32,10 @@ from typing import Annotated
 
 import msgspec
 
+from vllm_ascend_pd.core.bounds import MAX_RANKS, MAX_STAGES, MAX_TENSORS, MAX_TP
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.text import is_name, one_line
+from vllm_ascend_pd.core.text import NAME, is_name, one_line
 from vllm_ascend_pd.core.ticket import MAX_TRANSFER_ID_CHARS, Ticket
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
@@ -75,13 +76,18 @@ MAX_SETTINGS = 512
 # How much of an error of msgspec, which may quote the peer's message, is passed on.
 _MAX_COMPLAINT_CHARS = 100
 
-# A parallel size: no engine has more.
-_Ranks = Annotated[int, msgspec.Meta(gt=0, le=1024)]
+# Tensor-parallel and pipeline-parallel size.
+_Tp = Annotated[int, msgspec.Meta(gt=0, le=MAX_TP)]
+_Pp = Annotated[int, msgspec.Meta(gt=0, le=MAX_STAGES)]
+_Name = Annotated[str, NAME]
 _Id = Annotated[str, msgspec.Meta(max_length=64)]
-_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+_Stage = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TP)]
 # Bytes of one writer to one rank. The sum over 1024 ranks of prefill and of decode is below 2^63, which vLLM encodes.
 _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 41)]
-_Covers = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(max_length=1 << 17)]
+_Covers = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_TENSORS)], ...], msgspec.Meta(max_length=MAX_TENSORS)
+]
 _TransferId = Annotated[str, msgspec.Meta(max_length=MAX_TRANSFER_ID_CHARS)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
@@ -94,9 +100,9 @@ class WriterId(msgspec.Struct, frozen=True, array_like=True):
     """Names one transfer of one prefill rank to the decode ranks that it writes to."""
 
     # The prefill engine.
-    engine_id: str
+    engine_id: _Name
     # The writer's pipeline stage.
-    pp_rank: _Rank
+    pp_rank: _Stage
     # The writer's place in that stage, as `Sharding` counts.
     rank: _Rank
     # A random number that tells transfers of one ticket and rank apart. Only the ranks that it is sent to know it.
@@ -130,13 +136,13 @@ class TransportInfo(msgspec.Struct, frozen=True):
     """
 
     # `transfer_protocol`: tcp, rdma or ascend.
-    protocol: str = ""
+    protocol: _Name = ""
     # Mooncake's distribution and its version.
-    wheel: str = ""
+    wheel: _Name = ""
     # With `ascend`, an `EngineKind`.
-    kind: str = ""
+    kind: _Name = ""
     # With `ascend`, a `Connects`.
-    connects: str = ""
+    connects: _Name = ""
 
     def __str__(self) -> str:
         kind = f" with HIXL's {self.kind} engine" if self.kind else ""
@@ -147,12 +153,12 @@ class TransportInfo(msgspec.Struct, frozen=True):
 class RankDescription(msgspec.Struct, frozen=True):
     """One decode rank."""
 
-    pp_rank: int
-    tp_rank: int
+    pp_rank: _Stage
+    tp_rank: _Rank
     # Where it takes grant requests and reports: `tcp://host:port`.
-    control: str
+    control: _Name
     # Its transfer engine: `host:port`.
-    session: str
+    session: _Name
     # Its cache tensors, and where they are in memory.
     caches: RankCaches
     # How its transfer engine moves bytes.
@@ -162,26 +168,26 @@ class RankDescription(msgspec.Struct, frozen=True):
 class Describe(msgspec.Struct, frozen=True, tag=True):
     """Asks for the description of the engine that issued a ticket."""
 
-    engine_id: str
+    engine_id: _Name
 
 
 class EngineDescription(msgspec.Struct, frozen=True, tag=True):
     """All ranks of a decode engine."""
 
-    engine_id: str
+    engine_id: _Name
     # A readable summary of the model's shape. It must be equal on both sides.
-    model: str
+    model: _Name
     # Tensor-parallel size.
-    tp: _Ranks
+    tp: _Tp
     # Pipeline-parallel size.
-    pp: _Ranks
-    ranks: tuple[RankDescription, ...]
+    pp: _Pp
+    ranks: Annotated[tuple[RankDescription, ...], msgspec.Meta(max_length=MAX_RANKS)]
     # Decode context parallelism: the number of neighbouring tensor-parallel ranks that share a request's tokens.
-    dcp: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
+    dcp: _Tp = 1
     # How many neighbouring tokens each of those ranks gets at a time.
     interleave: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
     # Other settings that change the meaning of KV, by name. Empty if the engine does not state them.
-    settings: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_SETTINGS)] = {}
+    settings: Annotated[dict[_Name, _Name], msgspec.Meta(max_length=MAX_SETTINGS)] = {}
 
     @property
     def sharding(self) -> Sharding:
@@ -207,7 +213,7 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
     # How long bytes of an abandoned write may still arrive, in seconds.
     settle_s: _Seconds
     # The prefill engine's draft model (`Geometry.draft`).
-    draft: str = ""
+    draft: _Name = ""
     # Fingerprint of the weights that prefill computes with. "" if it is not known.
     weights: _Id = ""
 
@@ -280,7 +286,7 @@ class _AboutPrompt(msgspec.Struct, frozen=True):
     """A message about a prompt that prefill computes without a ticket."""
 
     # The prefill engine that the router's parameters name, in this start of it.
-    engine_id: str
+    engine_id: _Name
     # Names the prompt: `TRANSFER_ID` of both requests. Several prompts may share it.
     transfer_id: _TransferId
 

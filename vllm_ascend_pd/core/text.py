@@ -7,6 +7,9 @@ import msgspec
 
 MAX_NAME_CHARS = 512
 
+NAME = msgspec.Meta(max_length=MAX_NAME_CHARS)
+"""Bounds a field of a message that `is_name` checks."""
+
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that decoding text from outside raises."""
 

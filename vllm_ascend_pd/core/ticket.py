@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import msgspec
 
+from vllm_ascend_pd.core.bounds import MAX_BLOCK_IDS, MAX_GROUPS, MAX_TOKEN_IDS, MAX_TP
 from vllm_ascend_pd.core.hosts import authority, is_host
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.text import is_name
+from vllm_ascend_pd.core.text import NAME, is_name
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
 if TYPE_CHECKING:
@@ -20,10 +21,8 @@ if TYPE_CHECKING:
 # Numbers of blocks and tokens from outside. Within this range they fit offset arithmetic and messages.
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
-
-MAX_TP = 1024
-"""More ranks than any engine has. It limits what a ticket or a grant request can make us compute."""
-
+_BlockIds = Annotated[list[_Count], msgspec.Meta(max_length=MAX_BLOCK_IDS)]
+_GROUPS = msgspec.Meta(max_length=MAX_GROUPS)
 
 WANTS_TOKEN_IDS = "wants_token_ids"
 """Key in the `kv_transfer_params` of a request to decode. Our proxy asks for `Ticket.token_ids` by it."""
@@ -77,19 +76,19 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     # These names are vllm-ascend's layerwise connector's, and keep their meaning.
 
     # Decode's id of the request.
-    request_id: str
+    request_id: Annotated[str, NAME]
     do_remote_prefill: bool = False
     do_remote_decode: bool = True
     # The prompt and what was generated after it, for a metaserver that asks prefill by token ids. No digest and no
     # signature covers it, and `parse_ticket` drops it.
-    token_ids: list[int] = []
+    token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_TOKEN_IDS)] = []
     # Per cache group: decode's blocks for the whole prompt.
-    remote_block_ids: list[list[_Count]]
+    remote_block_ids: Annotated[list[_BlockIds], _GROUPS]
     # Per cache group: tokens in a block on one rank.
-    remote_block_size: list[_Size]
-    remote_engine_id: str
+    remote_block_size: Annotated[list[_Size], _GROUPS]
+    remote_engine_id: Annotated[str, NAME]
     # Decode's listener.
-    remote_host: str
+    remote_host: Annotated[str, NAME]
     remote_port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
     # Decode's parallel sizes. A block id stands for a block on each of `remote_dcp_size` ranks.
     remote_tp_size: Annotated[int, msgspec.Meta(gt=0, le=MAX_TP)]
@@ -108,7 +107,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     # Tokens in a run, as in `TokenShare`.
     remote_interleave_size: _Size = 1
     # Decode's draft model (`Geometry.draft`). Prefill writes draft layers only if it is its own, too.
-    remote_draft: str = ""
+    remote_draft: Annotated[str, NAME] = ""
     # The prompt that the KV is for. None from versions that do not send it.
     prompt: PromptDigest | None = None
     # An earlier ticket of the same request, whose transfer has ended: this one is for the prompt and all tokens
@@ -243,6 +242,9 @@ def parse_ticket(params: object, num_tokens: int, groups: Sequence["CacheGroup"]
         raise TicketError(f"kv_transfer_params is not a ticket: {error}") from None
     if not all(map(is_name, (ticket.request_id, ticket.remote_engine_id, ticket.remote_draft))):
         raise TicketError("request_id, remote_engine_id or remote_draft is too long or has unprintable characters")
+    texts = [ticket.signature, *(msgspec.structs.astuple(ticket.prompt) if ticket.prompt is not None else ())]
+    if not all(text.isprintable() for text in texts if isinstance(text, str)):  # half of a surrogate pair, say
+        raise TicketError("signature or prompt has unprintable characters")
     if not is_host(ticket.remote_host):
         raise TicketError("remote_host is neither an address nor a host's name")
     if not max(1, num_tokens - 1) <= ticket.num_tokens <= num_tokens:

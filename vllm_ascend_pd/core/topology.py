@@ -8,13 +8,13 @@ heads share the tokens, so only those with equal heads and tokens are replicas.
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 
+from vllm_ascend_pd.core.bounds import MAX_TP
 from vllm_ascend_pd.core.layout import ALL_TOKENS, BlockKind, Geometry, TokenShare
 
 
@@ -29,7 +29,7 @@ def replicas(tp: int, total: int) -> int:
     return max(1, tp // total)
 
 
-class Sharding(msgspec.Struct, frozen=True, array_like=True):
+class Sharding(msgspec.Struct, frozen=True, array_like=True, dict=True):  # dict: for cached_property
     """How the ranks of a pipeline stage share its KV.
 
     Rank `r` of a stage is tensor-parallel rank `r % tp`, which decides its heads, and prefill-context-parallel rank
@@ -37,9 +37,11 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
     """
 
     # Tensor-parallel size.
-    tp: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+    tp: Annotated[int, msgspec.Meta(gt=0, le=MAX_TP)]
     # Each rank's share of the tokens.
-    shares: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(min_length=1)]
+    shares: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_TP)], ...], msgspec.Meta(min_length=1, max_length=MAX_TP)
+    ]
     # As in `TokenShare`.
     interleave: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
 
@@ -48,7 +50,7 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
         """The same ranks, if each has all tokens of its heads."""
         return Sharding(self.tp, (0,) * len(self.shares))
 
-    @property
+    @functools.cached_property
     def parts(self) -> int:
         """The number of shares that tokens are divided into."""
         return max(self.shares, default=0) + 1
@@ -71,26 +73,46 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
     def replicas(self, total: int) -> int:
         """Returns how many ranks hold the same heads of the same tokens. Raises TopologyError if that differs."""
         copies = replicas(self.tp, total)
-        counts = Counter((rank % self.tp // copies, share) for rank, share in enumerate(self.shares))
-        if len(self.shares) % self.tp or len(counts) != self.tp // copies * self.parts or len({*counts.values()}) > 1:
+        holders = self._holders(total)
+        counts = {len(ranks) for ranks in holders.values()}
+        if len(self.shares) % self.tp or len(holders) != self.tp // copies * self.parts or len(counts) > 1:
             raise TopologyError(
                 f"{len(self.shares)} ranks with tensor parallel size {self.tp} do not all share the tokens of "
                 f"{total} KV heads by {self.parts}: the {copies} ranks that hold the same heads must divide evenly"
             )
-        return counts[0, 0]
+        return counts.pop()
 
     def holders(self, head: int, total: int, share: int) -> tuple[int, ...]:
         """Returns the ranks that hold `head` of the tokens in `share`, ascending."""
-        copies, count = replicas(self.tp, total), max(1, total // self.tp)
-        ranks = (rank for rank, held in enumerate(self.shares) if held == share)
-        return tuple(rank for rank in ranks if rank % self.tp // copies == head // count)
+        return tuple(self._holders(total).get((head // max(1, total // self.tp), share), ()))
 
     def replica_index(self, rank: int, total: int) -> int:
         """Returns the place of `rank` among the ranks that hold the same heads and tokens."""
-        return self.holders(self.heads(rank, total).start, total, self.shares[rank]).index(rank)
+        group = rank % self.tp // replicas(self.tp, total)
+        return self._holders(total)[group, self.shares[rank]][rank]
+
+    def _holders(self, total: int) -> dict[tuple[int, int], dict[int, int]]:
+        """Returns the ranks that hold the same heads and tokens, each with its place among them, by heads and share.
+
+        Heads are numbered by what one rank holds of `total`. All ranks are looked at once.
+        """
+        known = self._holders_of.get(total)
+        if known is None:
+            copies = replicas(self.tp, total)
+            found: dict[tuple[int, int], dict[int, int]] = {}
+            for rank, share in enumerate(self.shares):
+                group = found.setdefault((rank % self.tp // copies, share), {})
+                group[rank] = len(group)
+            known = self._holders_of[total] = found
+        return known
+
+    @functools.cached_property
+    def _holders_of(self) -> dict[int, dict[tuple[int, int], dict[int, int]]]:
+        """What `_holders` has returned, by number of heads. This engine's caches have few numbers."""
+        return {}
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=64)  # of tickets, too: an entry may have 1,024 ranks
 def sharding(tp: int, dcp: int = 1, interleave: int = 1, pcp: int = 1) -> Sharding:
     """Divides tokens as vLLM 0.23 and vllm-ascend do. Raises TopologyError for sizes below 1.
 

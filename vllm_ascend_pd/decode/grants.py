@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from vllm_ascend_pd.core.bounds import MAX_CACHED_WRITES, MAX_EXPECTED_WRITES, MAX_SHAPES_WORKED_OUT
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
 from vllm_ascend_pd.core.layout import Order, RankCaches
@@ -35,16 +36,13 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
+from vllm_ascend_pd.core.ticket import replica_hash_of
 from vllm_ascend_pd.core.topology import Sharding, TopologyError, held, writers_to
 from vllm_ascend_pd.core.weights import LoadedWeights, are_alike
 from vllm_ascend_pd.decode.checksums import Delivered, Reported
 from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.transport.side_channel import ClientConnection
 from vllm_ascend_pd.transport.wakeup import WakeupSender
-
-# Results of `expected_writers` kept. Prefill engines of more different shapes make the rank work them out again.
-_MAX_SHAPES = 1024
 
 
 def expected_writers(
@@ -53,7 +51,7 @@ def expected_writers(
     """Returns pairs (index of a tensor of ours, rank in prefill's pipeline stage that must write to it).
 
     `rank`: this rank's place in its pipeline stage. `draft`: draft layers expect nothing unless it is theirs. Raises
-    TopologyError if the engines cannot fit.
+    TopologyError if the engines cannot fit, or there are more pairs than `MAX_EXPECTED_WRITES`.
     """
     found: set[tuple[int, int]] = set()
     for number, geometry in enumerate(caches.geometries):
@@ -61,9 +59,53 @@ def expected_writers(
             writing, reading = held(geometry, prefill, decode)
             exchange = geometry.order is Order.TOKEN_MAJOR
             writers = writers_to(rank, reading, writing, geometry.total_heads, replica, exchange=exchange)
-            tensors = (i for i, tensor in enumerate(caches.tensors) if tensor.geometry == number)
+            tensors = [i for i, tensor in enumerate(caches.tensors) if tensor.geometry == number]
+            if len(found) + len(tensors) * len(writers) > MAX_EXPECTED_WRITES:
+                raise TopologyError(f"more than {MAX_EXPECTED_WRITES} pairs of a tensor and its writer")
             found.update(itertools.product(tensors, writers))
     return frozenset(found)
+
+
+class ExpectedWriters:
+    """Works out `expected_writers` for prefill engines, and keeps the results for tickets of the same shape.
+
+    It keeps `MAX_CACHED_WRITES` pairs, and works out no more than `MAX_SHAPES_WORKED_OUT` results for one ticket.
+    """
+
+    def __init__(self, expected: Callable[[Sharding, int, str], frozenset[tuple[int, int]]]) -> None:
+        """`expected`: `expected_writers` of this rank."""
+        self._expected = expected
+        # Results, or why there is none. Those used last are at the end.
+        self._known: OrderedDict[tuple[Sharding, int, str], frozenset[tuple[int, int]] | TopologyError] = OrderedDict()
+        # What all of them take, counted in pairs.
+        self._kept = 0
+
+    def of(self, each: "OpenTicket", prefill: Sharding, replica: int, draft: str) -> frozenset[tuple[int, int]]:
+        """Returns the pairs for a ticket. Raises TopologyError."""
+        key = (prefill, replica, draft)
+        if key in self._known:
+            self._known.move_to_end(key)
+        else:
+            if each.shapes_worked_out >= MAX_SHAPES_WORKED_OUT:
+                raise TopologyError(f"prefill engines of {MAX_SHAPES_WORKED_OUT} shapes have asked for this ticket")
+            each.shapes_worked_out += 1
+            try:
+                self._known[key] = self._expected(*key)
+            except TopologyError as error:
+                self._known[key] = error.with_traceback(None)
+            self._kept += self._cost(key)
+            while self._kept > MAX_CACHED_WRITES and len(self._known) > 1:
+                oldest = next(iter(self._known))
+                self._kept -= self._cost(oldest)
+                del self._known[oldest]
+        found = self._known[key]
+        if isinstance(found, TopologyError):
+            raise TopologyError(str(found))
+        return found
+
+    def _cost(self, key: tuple[Sharding, int, str]) -> int:
+        found = self._known[key]
+        return len(key[0].shares) + (0 if isinstance(found, TopologyError) else len(found))
 
 
 @dataclass
@@ -198,6 +240,8 @@ class OpenTicket:
     failure_reported: bool = False
     # When to warn again that a writer does not answer.
     warn_at: float = -math.inf
+    # How many shapes of prefill engines were worked out for it.
+    shapes_worked_out: int = 0
 
 
 class GrantService:
@@ -220,8 +264,7 @@ class GrantService:
         # The draft that layers here belong to.
         self._draft = caches.draft
         # Most tickets come from prefill engines of one shape.
-        expected = functools.partial(expected_writers, caches, rank, sharding)
-        self._expected_writers = functools.lru_cache(_MAX_SHAPES)(expected)
+        self._expected_writers = ExpectedWriters(functools.partial(expected_writers, caches, rank, sharding))
         self._loaded = loaded
         self._arrivals = arrivals
         self._observer = observer
@@ -316,13 +359,13 @@ class GrantService:
         if not each.vacated.is_done():
             return GrantRefused("steps queued before the ticket may still write to its blocks", retry=True)
         ranks = len(request.sharding.shares)
-        if ranks > MAX_TP or request.writer.rank >= ranks:
+        if request.writer.rank >= ranks:
             return GrantRefused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)
         if not ticket.is_owned:
             replica = replica_hash_of(request.ticket_id) % ranks
             draft = request.draft if request.draft == self._draft else ""  # all other drafts have one cached result
             try:
-                expected = self._expected_writers(request.sharding, replica, draft)
+                expected = self._expected_writers.of(each, request.sharding, replica, draft)
             except TopologyError as error:
                 return GrantRefused(str(error), retry=False)
             ticket.expect(request.writer.engine_id, request.sharding, expected)

@@ -320,19 +320,20 @@ class ControlPlane:
         """Begins to ask the ranks of a decode engine for grants.
 
         layout: the engine's description; None if it did not describe itself.
-        refused: why the engine gets nothing, None if it may. Its ranks are told the reason.
+        refused: why the engine gets nothing, None if it may. The ranks that the ticket would have been written to are
+            told the reason, or one rank if that is not known: it fails the ticket, and decode's scheduler the request.
         """
         if refused is not None:
             self._fail(transfer, refused, PushFailure.UNREACHABLE if layout is None else PushFailure.UNFIT)
         destinations: dict[RankKey, Destination] = {}
-        if layout is not None and transfer.failure is None:
+        if layout is not None:
             try:
                 destinations = self._routes.destinations(layout, transfer.ticket)
             except (LookupError, ValueError) as error:
                 reason = f"the ticket does not fit the decode engine's layout: {error!r}"
                 self._fail(transfer, reason, PushFailure.UNFIT)
-        if transfer.failure is not None and layout is not None:
-            destinations = {key: Destination(rank, ()) for key, rank in layout.ranks.items()}
+                first = min(layout.ranks)
+                destinations = {first: Destination(layout.ranks[first], ())}
         with transfer.changing() as state:
             state.contacted(destinations)
         self._follow(transfer)

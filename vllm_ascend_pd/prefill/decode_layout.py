@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from vllm_ascend_pd.core.bounds import MAX_CACHED_TARGETS
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches
 from vllm_ascend_pd.core.plan import Route, Target, make_route, why_slow
 from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
@@ -19,9 +20,6 @@ from vllm_ascend_pd.core.topology import RankInfo, Sharding
 
 logger = logging.getLogger(__name__)
 
-# The most routes that are kept: shapes of decode engines, times our geometries. Tickets, which come from outside, name
-# the shapes.
-_MAX_ROUTES = 4096
 
 ServedRoutes: TypeAlias = tuple[tuple[int, Route], ...]
 """Some of our geometries, by index, and how their units travel."""
@@ -123,6 +121,8 @@ class Routes:
         self._caches = caches
         # By the geometry's index and decode's shape. Both threads read and write it.
         self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
+        # Targets and decode ranks of all of them, about: both threads write it, and an addition may be lost.
+        self._kept = 0
         # Both threads write it. A second warning does no harm.
         self._warned_of_pieces = False
 
@@ -135,10 +135,12 @@ class Routes:
         if route is None:
             geometry = self._caches.geometries[index]
             rank_info = self._rank_info
-            if len(self._routes) >= _MAX_ROUTES:
-                self._routes.clear()
             route = make_route(geometry, rank_info.rank, rank_info.sharding, decode, d_block_sizes[geometry.group])
+            if self._kept > MAX_CACHED_TARGETS:
+                self._routes.clear()
+                self._kept = 0
             self._routes[key] = route
+            self._kept += len(route.targets) + len(decode.shares)
             slow = why_slow(route, geometry, rank_info.sharding, decode, d_block_sizes[geometry.group])
             if slow is not None and not self._warned_of_pieces:
                 self._warned_of_pieces = True

@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections import Counter
 
+from vllm_ascend_pd.core.bounds import MAX_TICKET_LIFETIME_S
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S, Secret, Ticket, TicketError, verify
@@ -83,12 +84,16 @@ class TicketAdmission:
             )
 
     def _remember(self, ticket: Ticket) -> None:
-        """Remembers a signed ticket. Raises TicketError if it has expired, or was admitted before."""
+        """Remembers a signed ticket. Raises TicketError if it has expired, expires too late, or was admitted before."""
         now = self._clock()
         if now >= ticket.expires_at + CLOCK_SKEW_S:
             raise TicketError(
                 f"the ticket expired {now - ticket.expires_at:.0f} s ago: did the request wait that long, or do the "
                 "clocks of decode and prefill differ?"
+            )
+        if ticket.expires_at > now + MAX_TICKET_LIFETIME_S + CLOCK_SKEW_S:
+            raise TicketError(
+                "the ticket expires more than a day from now: do the clocks of decode and prefill differ?"
             )
         for bucket in [each for each in self._seen if (each + 1) * _FORGET_S + CLOCK_SKEW_S <= now]:
             self._remembered -= len(self._seen.pop(bucket))

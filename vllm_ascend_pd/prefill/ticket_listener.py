@@ -8,11 +8,18 @@ when decode asks.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from vllm_ascend_pd.core.bounds import (
+    EMPTY_LIST_COST,
+    MAX_WAITING_BLOCKS,
+    MAX_WAITING_OFFERS,
+    MAX_WAITING_RELEASES,
+)
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import (
     MAX_TICKET_BYTES,
@@ -39,10 +46,6 @@ NO_PROMPT = (
 )
 """Why a ticket is refused that has waited so long, unless it fitted none of the prompts that were there."""
 
-# Messages that wait for their prompt or for the scheduler. vLLM runs fewer requests at a time.
-_MAX_WAITING = 1024
-# Block ids in all of these tickets together: 64 MB.
-_MAX_WAITING_BLOCKS = 1 << 20
 # Tickets that are remembered after their end.
 _MAX_REMEMBERED = 4096
 # Messages of a connection that wait to be read. A ticket may be large, and decode asks again.
@@ -73,6 +76,32 @@ class OfferedTicket:
     reason: str = NO_PROMPT
     # The scheduler's: requests whose prompts the ticket does not fit.
     tried: set[str] = field(default_factory=set)
+    # The host that sent the message.
+    peer: str = ""
+
+
+class _Room:
+    """What waits of one kind, in all and of each host. The sums are kept, not computed.
+
+    A host may have as much waiting as is left for all others. So one host alone gets half, and the next one finds room.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._of: Counter[str] = Counter()
+
+    def has_room(self, peer: str, amount: int = 1) -> bool:
+        return self._of[peer] + amount <= self._left
+
+    def add(self, peer: str, amount: int = 1) -> None:
+        self._left -= amount
+        self._of[peer] += amount
+
+    def remove(self, peer: str, amount: int = 1) -> None:
+        self._left += amount
+        self._of[peer] -= amount
+        if not self._of[peer]:
+            del self._of[peer]
 
 
 class TicketListener:
@@ -109,6 +138,11 @@ class TicketListener:
         self._lock = threading.Lock()
         # Both threads change these under the lock. By ticket id.
         self._tickets: dict[str, OfferedTicket] = {}
+        # Those of them that wait for the scheduler, in the order in which they came.
+        self._waiting: dict[str, OfferedTicket] = {}
+        self._offers = _Room(MAX_WAITING_OFFERS)
+        self._blocks = _Room(MAX_WAITING_BLOCKS)
+        self._releases = _Room(MAX_WAITING_RELEASES)
         # Ids of those of them that neither wait nor are served, the oldest first.
         self._ended: dict[str, None] = {}
         self._server = SideChannelServer(
@@ -130,11 +164,13 @@ class TicketListener:
     def waiting(self) -> Iterator[list[OfferedTicket]]:
         """Yields what waits for the scheduler, in the order in which it came. Meanwhile nothing else changes it."""
         with self._lock:
-            yield self._waiting()
+            self._refuse_all_late()
+            yield list(self._waiting.values())
 
     def settle(self, ticket: OfferedTicket, fate: Fate, reason: str = "") -> None:
         """Says what has become of a ticket that `waiting` yields."""
-        ticket.message, ticket.fate, ticket.reason = None, fate, reason
+        self._stop_waiting(ticket)
+        ticket.fate, ticket.reason = fate, reason
         if fate is not Fate.SERVED:
             self._ended[ticket.ticket_id] = None
         if len(self._ended) > _MAX_REMEMBERED:
@@ -159,51 +195,71 @@ class TicketListener:
             return Problem(f"this port takes tickets, not {type(message).__name__}")
         if message.engine_id not in self._names:
             return TicketRefused(f"engine {message.engine_id} is not here; this is {self._engine_id}", retry=False)
+        if isinstance(message, OfferTicket):
+            return self._offered(message, peer.host)
         with self._lock:
-            if isinstance(message, OfferTicket):
-                return self._offered(message)
             known = self._tickets.get(message.ticket_id)
             if isinstance(message, ReleasePrompt):
-                return self._released(message, known)
+                return self._released(message, known, peer.host)
             if known is None or known.fate is Fate.OVER:
                 return TicketRefused("the ticket is not known here", retry=True)
             return self._answer(known)
 
-    def _offered(self, offer: OfferTicket) -> TicketTaken | TicketRefused:
+    def _offered(self, offer: OfferTicket, peer: str) -> TicketTaken | TicketRefused:
         ticket = offer.ticket
-        if (known := self._tickets.get(ticket.ticket_id)) is not None:
-            return self._answer(known)
+        with self._lock:
+            if (known := self._tickets.get(ticket.ticket_id)) is not None:
+                return self._answer(known)
         try:
-            self._check(ticket)
+            self._check(ticket)  # may take long: the scheduler must not wait for it. Only this thread adds tickets.
         except TicketError as error:
             return TicketRefused(str(error), retry=False)
-        waiting = self._waiting()
-        tickets = [ticket, *(each.message.ticket for each in waiting if isinstance(each.message, OfferTicket))]
-        blocks = sum(len(ids) for each in tickets for ids in each.remote_block_ids)
-        if len(waiting) >= _MAX_WAITING or blocks > _MAX_WAITING_BLOCKS:
-            return TicketRefused("too many tickets wait for their prompts", retry=True)
-        self._add(OfferedTicket(ticket.ticket_id, offer, self._clock() + EARLY_S))
-        return TicketTaken()
+        cost = _cost(ticket)
+        with self._lock:
+            self._refuse_all_late()
+            if not (self._offers.has_room(peer) and self._blocks.has_room(peer, cost)):
+                return TicketRefused("too many tickets wait for their prompts", retry=True)
+            self._add(OfferedTicket(ticket.ticket_id, offer, self._clock() + EARLY_S, peer=peer))
+            return TicketTaken()
 
-    def _released(self, release: ReleasePrompt, known: OfferedTicket | None) -> Acknowledged | TicketRefused:
+    def _released(self, release: ReleasePrompt, known: OfferedTicket | None, peer: str) -> Acknowledged | TicketRefused:
         if known is not None and known.fate in (Fate.SERVED, Fate.OVER):
             return Acknowledged()
-        if len(self._waiting()) >= _MAX_WAITING:
+        self._refuse_all_late()
+        if not self._releases.has_room(peer):
             return TicketRefused("too many messages wait", retry=True)
         # A refused ticket had all prompts that it may be for. If it fitted none, they have other tokens than decode's.
         wait_s = EARLY_S if known is None or known.fate is Fate.WAITING else 0.0
-        self._add(OfferedTicket(release.ticket_id, release, self._clock() + wait_s, Fate.OVER))
+        if known is not None:
+            self._stop_waiting(known)
+        self._add(OfferedTicket(release.ticket_id, release, self._clock() + wait_s, Fate.OVER, peer=peer))
         return Acknowledged()
 
     def _add(self, ticket: OfferedTicket) -> None:
-        self._tickets[ticket.ticket_id] = ticket
+        self._tickets[ticket.ticket_id] = self._waiting[ticket.ticket_id] = ticket
+        self._ended.pop(ticket.ticket_id, None)  # what waits is not forgotten
+        if isinstance(ticket.message, OfferTicket):
+            self._offers.add(ticket.peer)
+            self._blocks.add(ticket.peer, _cost(ticket.message.ticket))
+        else:
+            self._releases.add(ticket.peer)
         for address in self._ranks:
             self._wakeup.wake(address)
 
-    def _waiting(self) -> list[OfferedTicket]:
-        for ticket in list(self._tickets.values()):
+    def _stop_waiting(self, ticket: OfferedTicket) -> None:
+        if ticket.message is None:
+            return
+        del self._waiting[ticket.ticket_id]
+        if isinstance(ticket.message, OfferTicket):
+            self._offers.remove(ticket.peer)
+            self._blocks.remove(ticket.peer, _cost(ticket.message.ticket))
+        else:
+            self._releases.remove(ticket.peer)
+        ticket.message = None
+
+    def _refuse_all_late(self) -> None:
+        for ticket in list(self._waiting.values()):
             self._refuse_late(ticket)
-        return [ticket for ticket in self._tickets.values() if ticket.message is not None]
 
     def _refuse_late(self, ticket: OfferedTicket) -> None:
         if ticket.fate is Fate.WAITING and self._clock() >= ticket.expires_at:
@@ -212,3 +268,8 @@ class TicketListener:
     def _answer(self, ticket: OfferedTicket) -> TicketTaken | TicketRefused:
         self._refuse_late(ticket)
         return TicketRefused(ticket.reason, retry=False) if ticket.fate is Fate.REFUSED else TicketTaken()
+
+
+def _cost(ticket: Ticket) -> int:
+    """Returns what the ticket's lists take in memory, counted in block ids."""
+    return sum(EMPTY_LIST_COST + len(ids) for ids in ticket.remote_block_ids)

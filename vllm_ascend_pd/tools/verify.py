@@ -21,11 +21,12 @@ def verify(
     from zipfile import BadZipFile
 
     from vllm_ascend_pd.core.kv_dump import pattern, read_dump
+    from vllm_ascend_pd.core.text import one_line
 
     try:
         of = read_dump(dump)
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        print(f"vllm-ascend-pd: {dump} is no dump of KV: {error}", file=sys.stderr)
+        print(f"vllm-ascend-pd: {dump} is no dump of KV: {one_line(str(error), 500)}", file=sys.stderr)
         raise typer.Exit(1) from None
     what, meaning = pattern(of)
     print(f"{of.text}\nfound: {what}\nusually: {meaning}")

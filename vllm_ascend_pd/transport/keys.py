@@ -25,7 +25,7 @@ class SecretFileError(ValueError):
 
 
 def read_secret(path: str | Path) -> bytes:
-    """Returns the content of a regular file that only its owner can read, without white space around it.
+    """Returns the content of a regular file that only root or this user can read, without white space around it.
 
     Raises SecretFileError, as all functions here do.
     """
@@ -39,6 +39,8 @@ def read_secret(path: str | Path) -> bytes:
             mode = stat.S_IMODE(status.st_mode)
             if mode & 0o077:
                 raise SecretFileError(f"the secret file {path} has mode {mode:04o}: others may use it; chmod 600 it")
+            if status.st_uid not in (0, os.geteuid()):  # its owner could replace the secret
+                raise SecretFileError(f"the secret file {path} belongs to user {status.st_uid}: chown it to your own")
             content = os.read(descriptor, _MAX_BYTES + 1)
         finally:
             os.close(descriptor)

@@ -14,6 +14,7 @@ from functools import partial
 
 import zmq
 
+from vllm_ascend_pd.core.bounds import MAX_TURN_S
 from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.protocol import (
     MAX_DESCRIPTION_BYTES,
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two reads of resting connections.
 _REST_LOOK_S = 1.0
-# Requests per connection that a server has not taken yet. Also the most messages that are taken in one turn.
+# Requests per connection that a server has not taken yet.
 _HIGH_WATER_MARK = 4096
 # Replies per connection that a client has not taken yet. It may send so many requests at once without losing a reply.
 _UNREAD_REPLIES = 1024
@@ -55,6 +56,8 @@ class ClientConnection:
 
     _server: "SideChannelServer"
     _identity: bytes
+    # The peer's address. Peers behind one address count as one.
+    host: str = ""
 
     def send(self, message: Message, gone: Callable[[], None] = lambda: None) -> None:
         """Queues `message`. It may be lost, so nothing may depend on its arrival alone.
@@ -162,17 +165,20 @@ class SideChannelServer(Loop):
         self._guard.attend()
         if self._router not in ready:
             return
-        for _ in range(_HIGH_WATER_MARK):
+        turn_ends = time.monotonic() + MAX_TURN_S
+        while time.monotonic() < turn_ends:  # then deadlines and other threads get their turn
             try:
-                identity, *frames = self._router.recv_multipart(zmq.DONTWAIT)
+                sender = self._router.recv(zmq.DONTWAIT, copy=False)
+                frames = self._router.recv_multipart(zmq.DONTWAIT)  # all frames come at once
             except zmq.Again:
                 return
+            identity = sender.bytes
             seq = 0
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"{len(frames)} frames, expected 1")
                 seq, message = decode(frames[0])
-                reply = self._handle(message, ClientConnection(self, identity))
+                reply = self._handle(message, ClientConnection(self, identity, str(sender.get("Peer-Address"))))
             except ProtocolError as error:
                 self.rejected += 1
                 reply = Problem(str(error))

@@ -130,6 +130,9 @@ class Cached(enum.Enum):
     NOTHING = "nothing"
 
 
+# More layers than any model has: each is looked at.
+_MAX_LAYERS = 10_000
+
 # Spellings of `layer_types` and `layers_block_type`.
 _LAYER_KINDS = {
     "full_attention": Cached.FULL,
@@ -326,7 +329,7 @@ def _parse(
     if text.get("compress_ratios"):
         return _compressed(config, text, model_type, dtype)
     if model_type == _TWO_ATTENTIONS and text.get("num_layers"):
-        text = {**text, "num_hidden_layers": 2 * _number(text, "num_layers")}
+        text = {**text, "num_hidden_layers": 2 * _layers(text, "num_layers")}
     cached = _cached(text, is_known)
     notes = _notes_of_kinds(text, cached)
     if model_type == _TWO_ATTENTIONS:
@@ -355,7 +358,7 @@ def _compressed(
     """Returns the shape of DeepSeek V4."""
     if model_type != _COMPRESSING_MODEL:
         raise PlanError(f"config.json has compress_ratios: only {_COMPRESSING_MODEL} is described, not {model_type}")
-    layers, ratios = _number(text, "num_hidden_layers"), text["compress_ratios"]
+    layers, ratios = _layers(text), text["compress_ratios"]
     # Those of the prediction layers follow.
     if not isinstance(ratios, list) or len(ratios) < layers:
         raise PlanError(f"config.json: compress_ratios is not a list with a number for each of {layers} layers")
@@ -393,6 +396,12 @@ def _number(text: Mapping[str, Any], field: str, default: int | None = None) -> 
     return value
 
 
+def _layers(text: Mapping[str, Any], field: str = "num_hidden_layers") -> int:
+    if (layers := _number(text, field)) > _MAX_LAYERS:
+        raise PlanError(f"config.json: {field} is {layers}, and {_MAX_LAYERS} at most are counted")
+    return layers
+
+
 def _names(part: Mapping[str, Any], field: str) -> list[str]:
     names = part.get(field)
     if names is None:
@@ -403,7 +412,7 @@ def _names(part: Mapping[str, Any], field: str) -> list[str]:
 
 
 def _cached(text: Mapping[str, Any], is_known: bool) -> tuple[Cached, ...]:
-    kinds = _kinds(text, is_known, _number(text, "num_hidden_layers"))
+    kinds = _kinds(text, is_known, _layers(text))
     if text.get("num_kv_shared_layers"):
         # The last ones, which read what earlier layers wrote.
         shared = min(_number(text, "num_kv_shared_layers"), len(kinds))
