@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -299,7 +300,8 @@ class Cluster:
             decode.free -= job.blocks
             job.ticket, prefill = ticket_for(job.prompt), self.prefills[job.prefill]
             if job.prefill_first:
-                answer = prefill.held.inbox._handle(OfferTicket(prefill.engine_id, job.transfer_id, job.ticket), None)
+                offer = OfferTicket(prefill.engine_id, job.transfer_id, job.ticket)
+                answer = prefill.held.inbox._handle(offer, SimpleNamespace(host="127.0.0.1"))
                 assert answer == TicketTaken()
             else:
                 prefill.add(job.name, job.prompt, msgspec.to_builtins(job.ticket))
