@@ -33,6 +33,7 @@ from harness.metaserver import metaserver
 from harness.models import TINY, make_model
 from vllm_ascend_pd import register
 from vllm_ascend_pd.connector.metrics import ReportMetadata
+from vllm_ascend_pd.connector.vllm_view import STEPS_IN_FLIGHT
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.transport.wakeup import IdleWait
 
@@ -228,6 +229,7 @@ class RealScheduler(VllmScheduler):
         request.num_output_placeholders = 0
         if hasattr(request, "num_in_flight_tokens"):
             request.num_in_flight_tokens = request.num_stale_output_tokens = 0
+        vars(request).pop(STEPS_IN_FLIGHT, None)
         self.vllm.prev_step_scheduled_req_ids.clear()
 
     def evict(self, request: Request, block: int, group: int = 0) -> None:

@@ -135,7 +135,7 @@ def test_a_request_does_not_wait_for_a_prefill_process_that_is_stopped(
     make: MakeScheduler, failures: str, windowed: bool
 ) -> None:
     """Its transfer has failed and does not end, so its blocks are kept."""
-    decode = make(blocks=2 * LONGEST, failures=failures, windowed=windowed)
+    decode = make(blocks=2 * LONGEST + 1, failures=failures, windowed=windowed)
     role = decode.connector._role
     role._failed_wait_s = 0.05
     request = decode.add("waits", 3 * BLOCK)

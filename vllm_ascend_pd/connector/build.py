@@ -291,7 +291,8 @@ def _decode(
         TicketRoutes(metaserver, PrefillClient(hosts, config, keys, observer)),
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
         _idle_wait(setup, wakeup),
-        config.lease_s,
+        # A writer whose process has ended counts as one until its bytes have settled.
+        config.lease_s + TransferLimits(timeout_s=config.write_timeout_s).settle_s,
         observer,
     )
     closing = ExitStack()
