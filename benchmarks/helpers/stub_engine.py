@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 import uvicorn
 
+_COMPLETION = b'{"object": "text_completion", "choices": [{"index": 0, "text": "x"}]}'
+_CONNECTIONS = 256  # to the metaserver, as a decode engine has (`metaserver_max_connections`)
 GATHER_SECONDS = 150.0
 """For which a stream waits for others, if its request says so."""
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -55,11 +57,14 @@ class StubEngine:
         elif scope["path"] == "/v1/metaserver":
             await body_of(receive)
             await answer(send, b'{"status": "ok"}')
+        elif scope["path"] == "/v1/chat/completions":
+            await body_of(receive)
+            await answer(send, _COMPLETION)
         else:
             await answer(send, self._metrics if scope["path"] == "/metrics" else b"", [])
 
     async def _prefill(self, _: dict[str, Any], __: str, send: Any) -> None:
-        await answer(send, b'{"object": "text_completion", "choices": [{"index": 0, "text": "x"}]}')
+        await answer(send, _COMPLETION)
 
     async def _decode(self, body: dict[str, Any], request_id: str, send: Any) -> None:
         params = body.get("kv_transfer_params") or {}
@@ -84,7 +89,7 @@ class StubEngine:
     async def _post(self, metaserver: str, request_id: str, prompt: int, token_ids: list[int]) -> bool:
         if self._session is None:
             # The prefill stub closes connections that were idle for 5 s: a post must not meet that.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+            connector = aiohttp.TCPConnector(limit=_CONNECTIONS, keepalive_timeout=2)
             self._session = aiohttp.ClientSession(connector=connector)
         ids = {
             "request_id": f"cmpl-{request_id}-{prompt}",
