@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets whose prefill fails just when nobody waits for it any more."""
+"""Tickets whose prefill fails just when nobody waits for it any more, and what is kept of tickets that have ended."""
 
+import gc
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -18,7 +19,7 @@ from vllm_ascend_pd.proxy.http.messages import RequestRefused
 from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
-from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketProgress
 from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
@@ -103,5 +104,33 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
             assert statuses == [410]
             assert len(attempt.tickets[0, "t"].failures) == 1
             assert len(proxied.prefill_failures[0]) == 1
+
+    anyio.run(run)
+
+
+def test_the_garbage_collector_has_little_to_do_for_tickets_that_have_ended() -> None:
+    """A request of thousands of prompts keeps them all, and a collection stops the event loop."""
+    tickets: list[TicketProgress] = []
+    request_table = RequestTable(1)
+
+    async def serve(ticket: TicketProgress) -> None:
+        with ticket.prefill(), ticket.scope:
+            await anyio.sleep(0)
+
+    async def run() -> None:
+        proxied = proxied_request()
+        with request_table.open(proxied), request_table.attempt(proxied, lambda: False) as attempt:
+            await serve(TicketProgress(attempt, 0, ()))
+            gc.collect()
+            before = len(gc.get_objects())
+            for prompt in range(100):
+                tickets.append(TicketProgress(attempt, prompt, ()))
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(serve, tickets[-1])
+                    await anyio.sleep(0)
+                    tasks.start_soon(tickets[-1].wait)
+                await tickets[-1].wait()
+            gc.collect()
+            assert len(gc.get_objects()) - before < 100 * 4
 
     anyio.run(run)

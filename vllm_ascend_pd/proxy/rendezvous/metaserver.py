@@ -75,6 +75,9 @@ _MAX_QUESTION_BYTES = 128 * 1024
 _MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
 """A prefill engine answers with one token. A longer answer is no completion."""
 
+_PREFILLED = JSONResponse({"status": "ok"})
+"""The answer to all tickets whose prefill succeeded: one object, because requests keep those of all their tickets."""
+
 _read_failure = partial(msgspec.json.decode, type=TransferFailure)
 _read_question = partial(msgspec.json.decode, type=WaitingQuestion)
 
@@ -135,7 +138,7 @@ class Metaserver:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when_left, request, progress)
             if progress.posted:  # decode lost its connection, and posts the ticket again
-                await progress.ended.wait()
+                await progress.wait()
             else:
                 await self._prefill(ticket, progress)
             tasks.cancel_scope.cancel()
@@ -169,7 +172,7 @@ class Metaserver:
                 else:
                     progress.answered = True
                     progress.attempt.prefilled()
-                    progress.answer = JSONResponse({"status": "ok"})
+                    progress.answer = _PREFILLED
         finally:
             self._open.discard(ticket_id)
 

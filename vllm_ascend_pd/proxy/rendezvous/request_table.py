@@ -160,19 +160,16 @@ class TicketProgress(EngineCall):
         """Whether the decode engine computes the prompt itself if the KV does not come."""
         self.is_judged = False
         """Whether what became of the prefill and its transfer was recorded. Only the first result counts."""
-        self.ended = anyio.Event()
-        """Set when the prefill has ended."""
         self.answer: Response | None = None
-        """What the decode engine is told then. None if the prefill was cancelled."""
+        """What the decode engine is told when the prefill has ended. None if the prefill was cancelled."""
+        self.posted = False
+        """Whether an earlier post has begun the prefill. A ticket has only one, however often it is posted."""
         self._prefill: anyio.CancelScope | None = None
-        """The work on the ticket; None before the first post."""
+        """The work on the ticket, while it lasts."""
+        self._ended: anyio.Event | None = None
+        """Set when the prefill has ended. None if nobody waits for that."""
         self._waiting = 0
         """Posts of the ticket that wait for the answer."""
-
-    @property
-    def posted(self) -> bool:
-        """Whether an earlier post has begun the prefill. A ticket has only one, however often it is posted."""
-        return self._prefill is not None
 
     @property
     def is_evidence(self) -> bool:
@@ -186,11 +183,22 @@ class TicketProgress(EngineCall):
     @contextmanager
     def prefill(self) -> Iterator[None]:
         """The time in which the ticket is prefilled. `cancel` and the end of the attempt end it early."""
+        self.posted = True
         try:
             with anyio.CancelScope() as self._prefill, self.attempt.prefilling(self):
                 yield
         finally:
-            self.ended.set()
+            # A request keeps all its tickets, up to thousands. With their scopes and events, the garbage collector
+            # would stop the event loop for 50 ms and more.
+            self._prefill = self._scope = None
+            if self._ended is not None:
+                self._ended.set()
+
+    async def wait(self) -> None:
+        """Returns when the prefill, which has begun, has ended."""
+        if self._prefill is not None:
+            self._ended = self._ended or anyio.Event()
+            await self._ended.wait()
 
     def waits(self) -> None:
         """A post waits for the answer from now on."""

@@ -119,13 +119,19 @@ class EngineCall:
         """URL of the engine asked last, which has the request or had it; empty if none was."""
         self.work = 0
         """The tokens of that engine's load when it got the request (`EngineLoad.tokens`), this request included."""
-        self.scope = anyio.CancelScope()
-        """Cancelled to end the call."""
+        self._scope: anyio.CancelScope | None = None
         self.cut: tuple[FailureKind, str] | None = None
         """Why `cut_short` ended the call: kind and reason."""
         self.silent_since = time.monotonic()
         """When the engine got the request or last sent something, on `time.monotonic`'s clock. Infinity: nothing is
         expected from it."""
+
+    @property
+    def scope(self) -> anyio.CancelScope:
+        """Cancelled to end the call."""
+        if self._scope is None:
+            self._scope = anyio.CancelScope()
+        return self._scope
 
     @property
     def begun(self) -> bool:
