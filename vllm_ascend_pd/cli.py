@@ -76,26 +76,34 @@ app.command(context_settings={"allow_interspersed_args": False})(migrate)
 
 
 @app.command()
-def keygen(
-    file: Annotated[Path, typer.Argument(help="File to create. It must not exist.")],
-    ticket_secret: Annotated[
-        bool, typer.Option("--ticket-secret", help="Create a ticket secret instead of side-channel keys.")
-    ] = False,
+def secret(
+    file: Annotated[
+        Path | None, typer.Argument(help="File to create. It must not exist. Default: where engines look for it.")
+    ] = None,
     version: Version = False,
 ) -> None:
-    """Create a file with side-channel keys, or with a ticket secret."""
-    from vllm_ascend_pd.transport.keys import SecretFileError, new_key_file, new_ticket_secret, write_new
+    """Create the secret that all engines and proxies of a cluster share."""
+    from vllm_ascend_pd.transport.secret_files import SecretFileError, default_secret_file, new_secret, write_new
 
+    default = default_secret_file()
+    path = file or default
+    if path is None:
+        raise USAGE_ERROR("this user has no home folder: name the file")
     try:
-        write_new(file, new_ticket_secret() if ticket_secret else new_key_file())
-    except SecretFileError as error:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_new(path, new_secret())
+    except (OSError, SecretFileError) as error:
         print(f"vllm-ascend-pd: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    key = "ticket_secret_file" if ticket_secret else "side_channel_key_file"
-    print(f"{file}: created with mode 0600. Copy it to the hosts of all prefill and decode engines, and name it in")
-    print(f'  --kv-transfer-config: "kv_connector_extra_config": {{"{key}": "{file.absolute()}"}}')
+    print(f"{path}: created with mode 0600. Copy it to the same path on every host of the cluster, for the user that")
+    print("runs vLLM and the proxy, and keep its mode. Engines and proxies read it when they start.")
+    if path.absolute() != default:
+        print("Name it, too:")
+        print(f'  engines: --kv-transfer-config: "kv_connector_extra_config": {{"secret_file": "{path.absolute()}"}}')
+        print(f"  proxy: --secret-file {path.absolute()}")
 
 
+_KEYGEN = "`vllm-ascend-pd secret` makes the one file that replaces the keys and the ticket secret"
 _ONE_PORT = "--port serves tickets, too, and --metaserver-token-file protects them"
 _GATEWAY = f"{_ONE_PORT}; TLS is the gateway's (examples/gateway)"
 _TLS = "TLS is the gateway's, for clients and for tickets (examples/gateway)"
@@ -140,6 +148,9 @@ REMOVED = {
 
 def main() -> NoReturn:
     command, words = "".join(sys.argv[1:2]), sys.argv[2:]
+    if command == "keygen":
+        print(f"vllm-ascend-pd: there is no command keygen any more: {_KEYGEN}", file=sys.stderr)
+        sys.exit(2)
     if reason := removed_option(words, {"proxy": REMOVED, "migrate": REMOVED_OF_MIGRATE}.get(command, {})):
         print(f"vllm-ascend-pd: {reason}", file=sys.stderr)
         sys.exit(2)

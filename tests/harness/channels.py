@@ -4,12 +4,12 @@
 import contextlib
 import queue
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import zmq
 
 from vllm_ascend_pd.core.protocol import Describe, GrantRefused, Message
-from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file, write_new
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.transport.secret_files import new_secret
 from vllm_ascend_pd.transport.side_channel import (
     ClientConnection,
     SideChannelClient,
@@ -41,11 +41,8 @@ def assert_works(client: SideChannelClient, server: SideChannelServer) -> None:
     assert ask(client, server.endpoint, "still there") == GrantRefused("still there", retry=False)
 
 
-def make_keys(path: Path) -> Keys:
-    write_new(path, new_key_file())
-    keys = load_keys(str(path))
-    assert keys is not None
-    return keys
+def random_secret() -> Secret:
+    return Secret([new_secret().strip()])
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from vllm_ascend_pd.observe.traces import decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import Batch, TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.peers import read_peers
 from vllm_ascend_pd.transport.writer import Flight, TransferError
 
 HOST = "127.0.0.1"
@@ -213,6 +214,7 @@ class PrefillRank(_RankBase):
             self.side.step_tokens,
             self.loaded,
             tell_all(PrefillObserver, self.measured, prefill_trace(self.parsed.trace_dir, self.rank_info)),
+            peers=read_peers(self.parsed, self.rank_info.host),
         )
 
     def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:
@@ -376,7 +378,14 @@ class DecodeRank(_RankBase):
         """By ticket: what prefill had of the prompt, as it says."""
         observer = tell_all(DecodeObserver, decode_trace(self.parsed.trace_dir, self.rank_info))
         self.worker = DecodeWorker(
-            self.rank_info, self.parsed, self.device, self.engine, self.registered, self.loaded, observer
+            self.rank_info,
+            self.parsed,
+            self.device,
+            self.engine,
+            self.registered,
+            self.loaded,
+            observer,
+            peers=read_peers(self.parsed, self.rank_info.host),
         )
 
     def own_ports(self) -> set[int]:

@@ -26,7 +26,7 @@ from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.step import DecodeStep, Expect, PrefillStep, Send, VerifiedBlocks
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.listener import DescriptionListener
-from vllm_ascend_pd.transport.keys import load_keys
+from vllm_ascend_pd.transport.peers import read_peers
 
 START_TIMEOUT_S = 240.0
 """How long a rank may take to start. On busy cores, importing vllm-ascend in several ranks takes minutes."""
@@ -180,8 +180,8 @@ class Pair:
         description = EngineDescription(
             engine_id, MODEL, decode.tp, decode.pp, self.descriptions, decode.dcp, decode.interleave
         )
-        keys = load_keys(self._options[0].get("side_channel_key_file"))
-        self.listener = DescriptionListener(description, self._d_host, port, keys)
+        peers = read_peers(ConnectorConfig(**self._options[0]), self._d_host)
+        self.listener = DescriptionListener(description, self._d_host, port, peers.secret)
         self.port = int(self.listener.endpoint.rpartition(":")[2])
 
     def restart_decode(self, engine_id: str) -> None:

@@ -8,8 +8,8 @@ from vllm_ascend_pd.connector.vllm_view import VllmBlocks, VllmRequests
 from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import AnyHost
+from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.step import EngineSteps
-from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes

@@ -16,7 +16,7 @@ from vllm_ascend_pd.core.protocol import (
     TicketRefused,
     TicketTaken,
 )
-from vllm_ascend_pd.transport.keys import Keys
+from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 
 TAKEN = TicketTaken()
@@ -29,7 +29,7 @@ class TicketTaker:
     """`offers`, `questions`: the answers to these, in order. The last one repeats."""
 
     def __init__(
-        self, offers: list[Message] | None = None, questions: list[Message] | None = None, keys: Keys | None = None
+        self, offers: list[Message] | None = None, questions: list[Message] | None = None, secret: Secret | None = None
     ) -> None:
         self.got: list[Any] = []
         """All messages, in order."""
@@ -38,7 +38,7 @@ class TicketTaker:
             AskTicket: deque(questions or [TAKEN]),
             ReleasePrompt: deque([Acknowledged()]),
         }
-        self._server = SideChannelServer(HOST, 0, self._handle, name="test-ticket-taker", keys=keys)
+        self._server = SideChannelServer(HOST, 0, self._handle, name="test-ticket-taker", secret=secret)
         self.port = int(self._server.endpoint.rpartition(":")[2])
 
     @property

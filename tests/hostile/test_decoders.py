@@ -65,7 +65,7 @@ PROMPTS = [{**COMPLETION, "prompt": prompt} for prompt in (["a", "b"], [1, 2, 3]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8, "tools": []}
 CONFIG = {
     **{name: getattr(UserConfig(), name) for name in UserConfig.__struct_fields__},
-    "metaserver_allowlist": ["http://proxy:8000"], "prefill": {"tp_size": 2}, "decode": {"dp_size": 1, "pp_size": 2},
+    "peers": ["http://proxy:8000", "10.0.0.0/8:1-9"], "prefill": {"tp_size": 2}, "decode": {"dp_size": 1, "pp_size": 2},
     "tls_config": {"ssl_enable": True, "ssl_ca_certs": "/ca.pem"},
 }  # fmt: skip
 URLS = [

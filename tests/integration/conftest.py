@@ -12,7 +12,7 @@ from harness.certificates import Authority
 from harness.channels import HOST, MakeSocket, echo, plain_sockets
 from harness.models import TINY, make_model
 from harness.processes import interrupt_on_sigterm
-from vllm_ascend_pd.transport.keys import Keys
+from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelServer
 
 if TYPE_CHECKING:
@@ -47,21 +47,21 @@ def token_file(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def keys() -> Keys | None:
-    """The keys of side channels: none, unless a module overrides this."""
+def secret() -> Secret | None:
+    """The cluster's, which side channels have: none, unless a module overrides this."""
     return None
 
 
 @pytest.fixture
-def server(keys: Keys | None) -> Iterator[SideChannelServer]:
-    server = SideChannelServer(HOST, 0, echo, keys=keys)
+def server(secret: Secret | None) -> Iterator[SideChannelServer]:
+    server = SideChannelServer(HOST, 0, echo, secret=secret)
     yield server
     server.close()
 
 
 @pytest.fixture
-def client(keys: Keys | None) -> Iterator[SideChannelClient]:
-    client = SideChannelClient(keys=keys)
+def client(secret: Secret | None) -> Iterator[SideChannelClient]:
+    client = SideChannelClient(secret=secret)
     yield client
     client.close()
 

@@ -22,10 +22,10 @@ import yaml
 from page_commands import COMMANDS, ENVIRONMENT, Command
 from proxy_cluster import eventually
 from proxy_commands import curls, opens_the_front_door
+from vllm_ascend_pd.transport.keys import load_keys, read_text_secret, read_ticket_secret
 
 from harness.documented import PAGES, REPOSITORY, fences, lines, taken_by
 from harness.ports import is_free, release_port, reserve_port
-from vllm_ascend_pd.transport.keys import load_keys, read_text_secret, read_ticket_secret
 
 MODELS = {"Llama-3.1-70B": "llama-3.1-70b.json", "DeepSeek-R1-W8A8": "deepseek-r1.json"}
 

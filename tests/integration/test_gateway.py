@@ -135,7 +135,7 @@ def test_tickets_by_mutual_tls(gateway: Gateway, ours: Authority, others: Author
     def posted(own: Certificate | None) -> PostOutcome:
         files = {} if own is None else {"ssl_certfile": str(own.cert), "ssl_keyfile": str(own.key)}
         tls = TlsConfig(True, ssl_ca_certs=str(ours.cert), **files)
-        config = ConnectorConfig(metaserver_allowlist=(gateway.for_decode,), metaserver_retries=1, tls_config=tls)
+        config = ConnectorConfig(peers=(gateway.for_decode,), metaserver_retries=1, tls_config=tls)
         decode = MetaserverClient(config, own_host="127.0.0.1")
         with (
             closing(decode),

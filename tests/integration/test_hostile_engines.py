@@ -25,19 +25,17 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     assert made.close() == []
 
 
-@pytest.mark.parametrize(
-    "pair", [{"decode_allowlist": ["10.0.0.0/8"], "queue_timeout_s": 3.0}], indirect=True, ids=["listed"]
-)
+@pytest.mark.parametrize("pair", [{"peers": ["10.0.0.0/8"], "queue_timeout_s": 3.0}], indirect=True, ids=["listed"])
 def test_an_engine_whose_ranks_are_outside_the_allow_list(pair: Pair) -> None:
     requests = prompts(pair, [64])
     tickets = pair.announce(requests)
     prefill(pair, requests, tickets)
     reason = pair.wait_sent(1)["request-0"]
-    assert "decode's rank (0, 0): host is not in decode_allowlist" in reason
+    assert "decode's rank (0, 0): host is not in peers" in reason
     assert pair.differences([]) == [], "not one byte"
     received, failed = pair.wait_arrivals(1, timeout_s=60)
     assert received == set()
-    assert "not in decode_allowlist" not in failed["request-0"], "prefill did not go there, not even to say so"
+    assert "not in peers" not in failed["request-0"], "prefill did not go there, not even to say so"
 
 
 def writer_of(rank: PrefillRank, ticket_id: str) -> WriterId:

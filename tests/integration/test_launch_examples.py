@@ -101,7 +101,7 @@ def understood(words: list[str], role: str) -> None:
     arguments = vllm_parser().parse_args(words[2:])
     assert arguments.kv_transfer_config.kv_role == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
     config = connector_config(arguments.kv_transfer_config)
-    assert bool(config.metaserver_allowlist) == (role == "decode")
+    assert bool(config.peer_urls) == (role == "decode")
     if role == "decode" and arguments.quantization == "ascend":
         step_tokens = arguments.max_num_batched_tokens
         assert step_tokens is None or step_tokens > 1024, "vllm-ascend would drop weights (unsupported_weights)"

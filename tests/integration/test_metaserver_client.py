@@ -168,8 +168,7 @@ def test_what_a_ticket_is_sent_with(metaserver: Metaserver, token_file: str) -> 
 @pytest.mark.parametrize(
     "config",
     [
-        ConnectorConfig(metaserver_allowlist=("proxy:8000",)),
-        ConnectorConfig(metaserver_allowlist=("http://user@proxy",)),
+        ConnectorConfig(peers=("http://user@proxy",)),
         ConnectorConfig(metaserver_token_file="/nonexistent/token"),
         ConnectorConfig(tls_config=TlsConfig(True, ssl_ca_certs="/nonexistent/ca.pem")),
         ConnectorConfig(tls_config=TlsConfig(True, ssl_keyfile_password_file="/nonexistent/password")),
@@ -367,7 +366,7 @@ def test_a_name_without_an_answer_delays_no_post_to_another(
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     silent_url, url = (metaserver.url.replace("127.0.0.1", name) for name in ("silent", "localhost"))
-    with client_with(metaserver_allowlist=[silent_url, url]) as client:
+    with client_with(peers=[silent_url, url]) as client:
         for number in range(40):
             client.post(str(number), silent_url, {"id": "x", "do": "ok"})
         begun = time.monotonic()

@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from harness.channels import HOST, make_keys
+from harness.channels import HOST, random_secret
 from harness.scheduling import make_ticket
 from harness.ticket_takers import NOT_YET, REFUSED, TAKEN, UNKNOWN, MakeTaker, TicketTaker
 from harness.waiting import wait_until
@@ -162,12 +161,12 @@ def test_closing_ends_everything(taker: MakeTaker) -> None:
     assert [each.reason for each in client.poll()] == ["the ticket was not sent: the engine is shutting down"]
 
 
-def test_other_keys_get_no_ticket(taker: MakeTaker, tmp_path: Path) -> None:
-    theirs, ours = make_keys(tmp_path / "theirs"), make_keys(tmp_path / "ours")
-    prefill = taker(keys=theirs)
-    with closing(PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.3), ours)) as client:
+def test_an_engine_with_another_secret_gets_no_ticket(taker: MakeTaker) -> None:
+    prefill = taker(secret=random_secret())
+    config = msgspec.structs.replace(CONFIG, control_timeout_s=0.3)
+    with closing(PrefillClient(HOSTS, config, random_secret())) as client:
         offer(client, prefill.params)
-        assert "side_channel_key_file" in outcome(client).reason
+        assert "the same secret" in outcome(client).reason
         assert prefill.got == []
 
 

@@ -42,7 +42,7 @@ def said(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     [
         ({}, "10.0.0.0/8", "8.8.8.0/24"),
         ({}, "198.51.0.0/24", "198.51.99.0/24"),  # of a hundred networks, only some are named
-        ({"decode_allowlist": ["203.0.113.0/24"]}, "203.0.113.0/24", "10.0.0.0/8"),
+        ({"peers": ["203.0.113.0/24"]}, "203.0.113.0/24", "10.0.0.0/8"),
     ],
 )
 def test_prefills_start_names_the_networks_that_it_admits(
@@ -61,9 +61,9 @@ ELSEWHERE = "http://proxy.example:8000"
     ("extra", "proxies", "named", "not_named"),
     [
         ({}, "this host only", "10.0.0.0/8", "8.8.8.0/24"),
-        ({}, "metaserver_allowlist is empty", "198.51.0.0/24", "198.51.99.0/24"),
-        ({"metaserver_allowlist": [ELSEWHERE]}, ELSEWHERE, "10.0.0.0/8", "this host only"),
-        ({"prefill_allowlist": ["203.0.113.0/24"]}, "this host only", "203.0.113.0/24", "10.0.0.0/8"),
+        ({}, "peers names no URL", "198.51.0.0/24", "198.51.99.0/24"),
+        ({"peers": [ELSEWHERE]}, ELSEWHERE, "10.0.0.0/8", "this host only"),
+        ({"peers": ["203.0.113.0/24"]}, "this host only", "203.0.113.0/24", "10.0.0.0/8"),
     ],
 )
 def test_decodes_start_names_the_places_where_its_tickets_may_go(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import zmq
 
-from harness.channels import HOST, PATIENCE_S, Answer, ask, assert_works, echo, endpoint_of, make_keys
+from harness.channels import HOST, PATIENCE_S, Answer, ask, assert_works, echo, endpoint_of, random_secret
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
@@ -265,14 +265,14 @@ def test_a_thread_that_does_not_end_is_not_waited_for(caplog):
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("with_keys", [False, True], ids=["no-keys", "keys"])
-def test_nothing_is_left_after_close(raw, tmp_path, with_keys):
+@pytest.mark.parametrize("with_secret", [False, True], ids=["no-secret", "secret"])
+def test_nothing_is_left_after_close(raw, with_secret):
     silent = raw(zmq.ROUTER)
-    keys = make_keys(tmp_path / "keys") if with_keys else None
+    secret = random_secret() if with_secret else None
 
     def use_and_close() -> None:
-        server = SideChannelServer(HOST, 0, echo, name="pd-test-server", keys=keys)
-        clients = [SideChannelClient(name="pd-test-client", keys=keys) for _ in range(3)]
+        server = SideChannelServer(HOST, 0, echo, name="pd-test-server", secret=secret)
+        clients = [SideChannelClient(name="pd-test-client", secret=secret) for _ in range(3)]
         for client in clients:
             assert_works(client, server)
             client.request(endpoint_of(silent), Describe("under way"), PATIENCE_S, lambda answer: None)

@@ -9,14 +9,16 @@ from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
 from harness.tickets import ticket_with
 from vllm_ascend_pd.core.caches import TokenGroup
-from vllm_ascend_pd.core.hosts import AnyHost, HostList, decode_hosts
+from vllm_ascend_pd.core.hosts import AnyHost, HostList
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, signed
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S, Secret, Ticket, signed
+from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill import ticket_admission as admission_module
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 
-SECRET = Secret(b"a secret of this test, long enough")
-OTHER = Secret(b"another secret, of another cluster")
+SECRET = Secret([b"a secret of this test, long enough"])
+OTHER = Secret([b"another secret, of another cluster"])
 NOW = 1_800_000_000.0
 LIFE_S = 480
 FORGET_S = admission_module._FORGET_S
@@ -80,7 +82,7 @@ def test_preempted_and_run_again_it_is_the_same_request():
 @pytest.mark.parametrize(
     ("params", "complaint"),
     [
-        (ticket(), "the ticket is not signed: decode needs this cluster's ticket_secret_file"),
+        (ticket(), "the ticket is not signed: decode needs this cluster's secret (secret_file)"),
         (
             signed(ticket(), OTHER, int(NOW) + LIFE_S),
             "signed with another secret",
@@ -161,12 +163,14 @@ def test_tickets_are_remembered_until_they_expire_and_little_longer(monkeypatch)
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["unsigned", "signed"])
 def test_a_made_up_host_is_refused(secret):
-    prefill = Prefill(hosts=decode_hosts(("10.0.0.0/24",), "127.0.0.1", secret is not None), secret=secret)
+    prefill = Prefill(hosts=HostList(("10.0.0.0/24:5000-5999",), "is not in peers"), secret=secret)
 
     def made(number: int, host: str) -> Ticket:
         unsigned = ticket(number, host)
         return unsigned if secret is None else signed(unsigned, secret, int(NOW) + LIFE_S)
 
     assert prefill.error(made(1, "10.0.0.9")) is None
-    assert prefill.error(made(2, "127.0.0.1")) == "the ticket's host is not in decode_allowlist"
+    assert prefill.error(made(2, "127.0.0.1")) == "the ticket's host is not in peers"
+    prefill = Prefill(hosts=HostList(("10.0.0.0/24:22",), "is not in peers"), secret=secret)
+    assert "not this port" in prefill.error(made(4, "10.0.0.9"))
     assert "neither an address nor a host's name" in prefill.error(made(3, "eth0;10.0.0.9"))

@@ -18,7 +18,7 @@ from harness.tickets import ticket_with
 from vllm_ascend_pd.core import compatibility
 from vllm_ascend_pd.core.compatibility import different_settings, foreign, misfit, mismatch, unsound
 from vllm_ascend_pd.core.config import parse_config
-from vllm_ascend_pd.core.hosts import AnyHost, decode_hosts
+from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.protocol import (
@@ -291,7 +291,7 @@ TENSORS = st.builds(CacheTensor, TEXT, INDICES, ADDRESSES, INDICES, st.integers(
 CACHES = st.builds(RankCaches, st.tuples(GEOMETRIES, OF_A_SHARE), tuples(TENSORS))
 RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, st.just(RankCaches((), ())) | CACHES)
 SETTINGS = st.dictionaries(TEXT, TEXT, max_size=5)
-LISTED = decode_hosts(("127.0.0.0/8",), "127.0.0.1", signed=False)
+LISTED = HostList(("127.0.0.0/8:7",), "is not in peers")
 
 
 def with_ranks(description: EngineDescription, *ranks: RankDescription) -> EngineDescription:
@@ -327,7 +327,7 @@ LIES = {
     "control-of-another-kind": (with_rank(control="ipc:///tmp/x"), "not host:port"),
     "control-without-tcp": (with_rank(control="127.0.0.1:1"), "is not tcp://host:port"),
     "control-with-a-source": (with_rank(control="tcp://127.0.0.9:0;127.0.0.1:1"), "not host:port"),
-    "control-elsewhere": (with_rank(control="tcp://192.0.2.1:1", session="192.0.2.1:2"), "not in decode_allowlist"),
+    "control-elsewhere": (with_rank(control="tcp://192.0.2.1:1", session="192.0.2.1:2"), "not in peers"),
     "session-elsewhere": (
         with_rank(session="127.0.0.2:2"),
         "its control address and its session are on different hosts",

@@ -24,7 +24,7 @@ def test_every_key_has_a_default():
 
 
 def test_there_are_few_keys():
-    assert len(KEYS) <= 26
+    assert len(KEYS) <= 24
 
 
 def test_defaults_fit_together():
@@ -39,14 +39,15 @@ def test_values_as_json_brings_them():
     config = parse_config(
         {
             "lease_s": 5,
-            "metaserver_allowlist": ["http://10.0.0.1:8000", "https://proxy/pd"],
+            "peers": ["http://10.0.0.1:8000", "10.0.0.0/8", "https://proxy/pd", "node-3:8998"],
             "metaserver_token_file": "/run/token",
             "transfer_protocol": "tcp",
         }
     )
     assert config.lease_s == 5.0
     assert isinstance(config.lease_s, float)
-    assert config.metaserver_allowlist == ("http://10.0.0.1:8000", "https://proxy/pd")
+    assert config.peer_urls == ("http://10.0.0.1:8000", "https://proxy/pd")
+    assert config.peer_hosts == ("10.0.0.0/8", "node-3:8998")
     assert (config.metaserver_token_file, config.transfer_protocol) == ("/run/token", "tcp")
 
 
@@ -78,7 +79,7 @@ def test_long_steps_have_fewer_staging_slots_unless_it_is_said_how_many():
         ("lease", "lease_s"),
         ("lease_ms", "lease_s"),
         ("transfer_timeout", "transfer_timeout_s"),
-        ("metaserver_allow_list", "metaserver_allowlist"),
+        ("metaserver_token", "metaserver_token_file"),
         ("Decode", "decode"),
         ("stagingslots", "staging_slots"),
     ],
@@ -110,7 +111,7 @@ def test_an_unknown_key_unlike_any_other(key):
     [
         ("lease_s", "10"),
         ("staging_slots", 2.5),
-        ("metaserver_allowlist", "http://10.0.0.1:8000"),
+        ("peers", "http://10.0.0.1:8000"),
         ("prefill", "2"),
         ("tls_config", {"ssl_ca_certs": "/ca.pem"}),
     ],
@@ -160,7 +161,7 @@ def test_a_share_of_requests_is_verified(value, share):
         ({"verify_kv": "on"}, "verify_kv"),
         ({"verify_kv": 1.5}, r"Expected `float` <= 1.0 - at `\$\.verify_kv`"),
         ({"verify_kv": float("nan")}, r"Expected `float` >= 0.0 - at `\$\.verify_kv`"),
-        ({"decode_allowlist": ["10.0.0.1:80"]}, "`decode_allowlist`: '10.0.0.1:80' is not a host"),
+        ({"peers": ["http://p", "10.0.0.1:x"]}, "`peers`: '10.0.0.1:x' is not a host"),
         (
             {"tls_config": {"ssl_enable": True, "ssl_keyfile_password": "a", "ssl_keyfile_password_file": "/b"}},
             "a password and a file with one",

@@ -24,8 +24,10 @@ from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signing import verify
 from vllm_ascend_pd.core.step import DecodeStep, VerifiedBlocks, WorkerReport
-from vllm_ascend_pd.core.ticket import Secret, parse_ticket, verify
+from vllm_ascend_pd.core.ticket import parse_ticket
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.checksums import Delivered
@@ -98,7 +100,7 @@ eventually = partial(wait_until, timeout_s=10)
 
 
 def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
-    secret = Secret(b"a secret of this test, long enough")
+    secret = Secret([b"a secret of this test, long enough"])
     client = MetaserverClient(CONFIG, own_host="127.0.0.1")
     before = time.time()
     with closing(decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, secret)) as scheduler:
@@ -249,7 +251,7 @@ def test_a_load_of_a_pool_beside_ours_does_not_end_a_transfer_once_more(schedule
     [
         (None, "no metaserver URL"),
         (8000, "no metaserver URL"),
-        ("http://192.0.2.1/v1/metaserver", "allow-list"),
+        ("http://192.0.2.1/v1/metaserver", "name it in peers"),
         ("http://127.0.0.1:8000/admin", "its path is not /v1/metaserver"),
         ("ftp://127.0.0.1/v1/metaserver", "not http or https"),
         ("", ""),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hosts prefill connects to because a peer named them."""
+"""Which hosts may be connected to, and from which peers may connect."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.hosts import HostList, decode_hosts, host_of, is_host, is_loopback, prefill_peers
+from vllm_ascend_pd.core.hosts import AnyHost, HostList, engine_hosts, host_of, is_host, is_loopback
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.transport.own_networks import own_networks
@@ -51,25 +51,75 @@ def test_what_cannot_be_on_a_list(entry):
         *(("2001:db8::1", False), ("::ffff:8.8.8.8", False), ("0.0.0.0", False), ("decode-7", False), ("127.1", False)),
     ],
 )
-def test_without_a_list_private_networks_or_anything_that_is_signed(host, private):
-    refusal = decode_hosts((), OWN, signed=False).refusal(host)
-    assert (refusal is None) is private
-    assert private or ("decode_allowlist" in refusal and "ticket_secret_file" in refusal)
-    assert decode_hosts((), OWN, signed=True).refusal(host) is None
-    for signed in (False, True):
-        assert decode_hosts(("10.9.9.9",), OWN, signed).refusal(host) is not None, "a list is all there is"
+def test_without_a_list_a_secret_a_trusted_network_or_this_host_alone(host, private):
+    trusted = engine_hosts((), OWN, secret=False, trust_network=True).refusal(host)
+    assert (trusted is None) is private
+    alone = engine_hosts((), OWN, secret=False, trust_network=False).refusal(host)
+    assert (alone is None) is (host in ("127.0.0.1", "::1", "localhost", OWN))
+    for refusal in {trusted, alone} - {None}:
+        assert "`vllm-ascend-pd secret`" in refusal
+        assert "peers" in refusal
+    for trust_network in (False, True):
+        assert engine_hosts((), OWN, secret=True, trust_network=trust_network).refusal(host) is None
+        for secret in (False, True):
+            listed = engine_hosts(("10.9.9.9",), OWN, secret=secret, trust_network=trust_network)
+            assert listed.refusal(host) is not None, "a list is all there is"
+
+
+PORTS = ("10.1.0.0/16:7000-7999", "10.1.2.3:22", "[fd00:1::/32]:8998", "[::ffff:10.3.0.1]:9", "node-3:8998", "node-4")
 
 
 @pytest.mark.parametrize(
-    ("allowlist", "keys", "address", "admitted"),
+    ("host", "admitted", "refused"),
+    [
+        ("10.1.0.1", (7000, 7999), (6999, 8000, 22)),
+        ("10.1.2.3", (7000, 22), (23,)),
+        ("fd00:1::7", (8998,), (8999,)),
+        ("10.3.0.1", (9,), (10,)),
+        ("NODE-3", (8998,), (1,)),
+        ("node-4", (1, 65535), ()),
+        ("10.2.0.1", (), (7000,)),
+    ],
+)
+def test_which_ports_are_connected_to(host, admitted, refused):
+    listed = HostList(PORTS, "is not listed")
+    assert [port for port in (*admitted, *refused) if listed.refusal(host, port) is None] == [*admitted]
+    assert (listed.refusal(host) is None) is bool(admitted), "a port that the host chose itself"
+    for port in refused:
+        assert ("not this port" in listed.refusal(host, port)) is bool(admitted)
+    assert AnyHost().refusal(host, 1) is None
+
+
+@pytest.mark.parametrize("address", ["10.1.0.1", "fd00:1::7"])
+def test_ports_of_a_list_are_not_compared_with_those_that_peers_connect_from(address):
+    assert HostList(PORTS[:4], "is not listed").refusal_of_peer(address) is None
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("10.0.0.1:", "10.0.0.1:0", "10.0.0.1:65536", "10.0.0.1:x", "10.0.0.1:-1", "10.0.0.1:1-", "10.0.0.1:9-8"),
+        *("10.0.0.1:1-65536", "10.0.0.1: 1", "10.0.0.1:1\n", "10.0.0.1:\u0661", "10.0.0.1:1-2-3", "10.0.0.1:01"),
+        *("[fd00::1]", "[fd00::1]80", "[fd00::1]:", "[10.0.0.1]:80", "[node-3]:80", "[]:80", ":80", "a/b:1"),
+    ],
+)
+def test_what_is_no_host_with_ports(entry):
+    with pytest.raises(ValueError, match="is not a host, an address or a network") as error:
+        HostList((entry,), "")
+    assert repr(entry) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "secret", "address", "admitted"),
     [
         *(((), False, "10.0.0.7", True), ((), False, OWN, True), ((), False, "8.8.8.8", False)),
         *(((), True, "8.8.8.8", True), (("10.9.9.9",), True, "8.8.8.8", False), (("10.9.9.9",), False, OWN, False)),
         *(((), False, "::ffff:10.0.0.7", True), ((), False, "fe80::1%eth0", False)),
     ],
 )
-def test_who_may_connect_to_decode(allowlist, keys, address, admitted):
-    assert (prefill_peers(allowlist, OWN, keys).refusal_of_peer(address) is None) is admitted
+def test_who_may_connect(named, secret, address, admitted):
+    hosts = engine_hosts(named, OWN, secret=secret, trust_network=True)
+    assert (hosts.refusal_of_peer(address) is None) is admitted
 
 
 @pytest.mark.parametrize(
@@ -157,7 +207,7 @@ def test_another_host_is_refused_by_both_lists(entry: str, host: str) -> None:
 def test_what_is_no_host_is_refused_by_both_lists(host: str) -> None:
     with pytest.raises(ValueError, match="is not a host"):
         HostList((host,), "is not listed")
-    with pytest.raises(ValueError, match="metaserver allow-list entry"):
+    with pytest.raises(ValueError, match="peers: "):
         Allowlist((url(host, ""),), "localhost")
     assert HostList(("0.0.0.0/0", "::/0", "decode-7.example"), "is not listed").refusal(host) is not None
     assert Allowlist((), own_host=host).refusal(url(host)) is not None
@@ -218,7 +268,7 @@ def test_networks_of_interfaces(interfaces: None) -> None:
 
 
 def test_networks_of_this_machine_are_networks() -> None:
-    decode_hosts((), "localhost", signed=False, own_networks=own_networks())
+    engine_hosts((), "localhost", secret=False, trust_network=True, own_networks=own_networks())
 
 
 @pytest.mark.parametrize(
@@ -229,8 +279,9 @@ def test_networks_of_this_machine_are_networks() -> None:
         *(("169.254.169.254", False), ("8.8.8.8", False), ("2001:db8:9::1", False), ("5.5.5.6", False)),
     ],
 )
-def test_decode_hosts_in_prefills_own_networks(interfaces: None, host: str, inside: bool) -> None:
-    hosts = decode_hosts((), "198.51.100.7", signed=False, own_networks=own_networks())
+def test_hosts_in_own_networks(interfaces: None, host: str, inside: bool) -> None:
+    own = own_networks()
+    hosts = engine_hosts((), "198.51.100.7", secret=False, trust_network=True, own_networks=own)
     assert (hosts.refusal(host) is None) is inside
-    listed = decode_hosts(("10.9.9.9",), "198.51.100.7", signed=False, own_networks=own_networks())
+    listed = engine_hosts(("10.9.9.9",), "198.51.100.7", secret=False, trust_network=True, own_networks=own)
     assert (listed.refusal(host) is None) is (host == "10.9.9.9"), "a list is all there is"

@@ -35,7 +35,8 @@ from vllm_ascend_pd.core.protocol import (
     decode,
     encode,
 )
-from vllm_ascend_pd.core.ticket import Ticket, verify
+from vllm_ascend_pd.core.signing import verify
+from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode.bootstrap import Engine
 

@@ -119,7 +119,7 @@ def test_a_metaserver_url_without_a_path_gets_the_default(url: str) -> None:
 def test_a_metaserver_url_that_decode_refuses_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="the metaserver URL"):
         metaserver_url(url)
-    assert Allowlist(["http://p/"], "p").refusal(url) not in (None, "matches no entry of the metaserver allow-list")
+    assert Allowlist(["http://p/"], "p").refusal(url) not in (None, "matches no URL in peers")
 
 
 def test_an_engine_is_the_same_however_its_host_is_spelled() -> None:

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that hold secrets, and the command that makes them."""
+"""Files that hold secrets, and the command that makes the cluster's."""
 
-import json
 import os
 import stat
 import subprocess
 from pathlib import Path
 
 import pytest
-import zmq
 
 from harness.engines import script
-from vllm_ascend_pd.transport.keys import (
+from vllm_ascend_pd.core.secret import Secret, Use
+from vllm_ascend_pd.transport.secret_files import (
     SecretFileError,
-    load_keys,
-    new_key_file,
-    new_ticket_secret,
+    cluster_secret,
+    new_secret,
     read_secret,
     read_text_secret,
-    read_ticket_secret,
     write_new,
 )
 
@@ -97,63 +94,123 @@ def test_what_cannot_be_its_content(file: Path) -> None:
         with pytest.raises(SecretFileError, match="printable ASCII") as error:
             read_text_secret(file)
         assert "two" not in str(error.value)
-    file.write_bytes(b"too short to be a secret")
-    with pytest.raises(SecretFileError, match=f"{file}: 24 bytes are too short") as error:
-        read_ticket_secret(file)
-    assert "to be a secret" not in str(error.value)
+
+
+OLD, NEW = "o" * 32, "n" * 64
+
+
+def same(one: Secret | None, lines: list[str]) -> bool:
+    assert one is not None
+    return one.keys(Use.TICKET) == Secret([line.encode() for line in lines]).keys(Use.TICKET)
+
+
+@pytest.mark.parametrize("text", [f"{OLD}\n{NEW}\n", f"{OLD}\n{NEW}", f" {OLD} \r\n{NEW}\r\n"])
+def test_two_lines_are_the_secret_in_use_and_another(file: Path, text: str) -> None:
+    file.write_text(text, newline="")
+    assert same(cluster_secret(file), [OLD, NEW])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("too-short-to-be-a-secret", "24 bytes are too short"),
+        (f"{OLD} {NEW}", "printable ASCII"),
+        (f"{OLD}\ncaf\u00e9{NEW}", "printable ASCII"),
+        (f"{OLD}\n\n{NEW}", "holds 3 secrets"),
+        (f"{OLD}\n{OLD}", "the same"),
+        (f"{OLD}\n{NEW}\n{'t' * 32}", "holds 3 secrets"),
+    ],
+)
+def test_what_cannot_be_a_clusters_secret(file: Path, text: str, reason: str) -> None:
+    file.write_text(text)
+    with pytest.raises(SecretFileError, match=f"{file}.*{reason}") as error:
+        cluster_secret(file)
+    shown = f"{error.value} {error.value.__cause__} {error.value.args}"
+    assert OLD not in shown
+    assert "to-be-a-secret" not in shown
 
 
 def test_new_secrets_are_new(file: Path) -> None:
-    file.write_bytes(new_ticket_secret())
-    assert len(read_secret(file)) >= 48
-    assert read_text_secret(file).encode() == read_secret(file)
-    assert read_ticket_secret(file) is not None
-    assert len({new_ticket_secret() for _ in range(10)} | {new_key_file() for _ in range(10)}) == 20
+    file.write_bytes(new_secret())
+    assert len(read_text_secret(file)) >= 48
+    assert cluster_secret(file) is not None
+    assert len({new_secret() for _ in range(10)}) == 10
 
 
-def test_key_files(file: Path) -> None:
-    assert load_keys(None) is None
-    file.write_bytes(new_key_file())
-    keys = load_keys(str(file))
-    made = json.loads(file.read_text())
-    assert made["server_secret_key"] not in repr(keys)
-    assert {len(made["server_secret_key"]), len(made["client_secret_key"])} == {40}
-    public, _ = zmq.curve_keypair()
-    for changes in (
-        {"server_secret_key": made["server_secret_key"][:-1]},
-        {"server_secret_key": "\u20ac" * 40},
-        {"server_secret_key": "~" * 40},
-        {"server_secret_key": made["client_secret_key"]},
-        {"kind": None},
-        {"more": public.decode()},
-    ):
-        file.write_text(json.dumps({**made, **changes}))
-        with pytest.raises(SecretFileError, match=f"{file} holds no side channel keys") as error:
-            load_keys(str(file))
-        shown = f"{error.value} {error.value.__cause__} {error.value.args}"
-        assert made["client_secret_key"] not in shown
-    for content in (b"nothing", b"[" * 60_000, b"\xff\xfe"):
-        file.write_bytes(content)
-        with pytest.raises(SecretFileError, match="holds no side channel keys"):
-            load_keys(str(file))
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home folder of this user, which is empty."""
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
 
 
-def keygen(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([script("vllm-ascend-pd"), "keygen", *args], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("xdg", ["", "relative", "xdg"])
+def test_the_default_path(home: Path, monkeypatch: pytest.MonkeyPatch, xdg: str) -> None:
+    folder = home / ".config"
+    if xdg == "xdg":
+        folder = home / "elsewhere"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder) if xdg == "xdg" else xdg)
+    assert cluster_secret(None) is None
+    path = folder / "vllm-ascend-pd" / "secret"
+    path.parent.mkdir(parents=True)
+    write_new(path, OLD.encode())
+    assert same(cluster_secret(None), [OLD])
 
 
-def test_the_command_makes_them_and_says_what_to_do(tmp_path: Path) -> None:
-    keys, secret = tmp_path / "side-channel.json", tmp_path / "tickets"
-    made = keygen(str(keys))
+def test_a_file_at_the_default_path_that_cannot_be_read_is_an_error(home: Path) -> None:
+    """Else the engine would do without a secret."""
+    path = home / ".config" / "vllm-ascend-pd" / "secret"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(home / "nowhere")
+    with pytest.raises(SecretFileError, match=f"{path} cannot be read"):
+        cluster_secret(None)
+    path.unlink()
+    write_new(path, OLD.encode())
+    path.chmod(0o644)
+    with pytest.raises(SecretFileError, match="mode 0644"):
+        cluster_secret(None)
+
+
+def test_without_a_home_folder_there_is_no_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user that the system does not know
+    assert cluster_secret(None) is None
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([script("vllm-ascend-pd"), *args], capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_makes_the_secret_where_engines_look_for_it(home: Path) -> None:
+    path = home / ".config" / "vllm-ascend-pd" / "secret"
+    made = command("secret")
     assert made.returncode == 0, made.stderr
-    assert load_keys(str(keys)) is not None
-    assert f'"side_channel_key_file": "{keys}"' in made.stdout
-    assert json.loads(keys.read_text())["server_secret_key"] not in made.stdout
-    made = keygen("--ticket-secret", str(secret))
-    assert made.returncode == 0, made.stderr
-    assert read_ticket_secret(secret) is not None
-    assert f'"ticket_secret_file": "{secret}"' in made.stdout
-    assert secret.read_text().strip() not in made.stdout
-    again = keygen(str(keys))
+    assert made.stdout.startswith(f"{path}: created with mode 0600. Copy it to the same path on every host")
+    assert "secret_file" not in made.stdout, "nothing else is to do"
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert cluster_secret(None) is not None
+    content = path.read_text()
+    assert content.strip() not in made.stdout
+    again = command("secret")
     assert (again.returncode, again.stdout) == (1, "")
-    assert f"{keys} exists already" in again.stderr
+    assert f"{path} exists already" in again.stderr
+    assert path.read_text() == content
+
+
+def test_the_command_makes_the_secret_elsewhere_and_says_where_to_name_it(home: Path) -> None:
+    path = home / "new" / "secret"
+    made = command("secret", str(path))
+    assert made.returncode == 0, made.stderr
+    assert cluster_secret(path) is not None
+    assert f'"secret_file": "{path}"' in made.stdout
+    assert f"--secret-file {path}" in made.stdout
+    refused = command("secret", str(path / "below"))
+    assert (refused.returncode, refused.stdout) == (1, "")
+
+
+def test_the_command_of_earlier_versions_names_the_new_one(tmp_path: Path) -> None:
+    made = command("keygen", "--ticket-secret", str(tmp_path / "x"))
+    assert made.returncode == 2
+    assert "`vllm-ascend-pd secret`" in made.stderr
+    assert not (tmp_path / "x").exists()

@@ -23,7 +23,9 @@ from vllm_ascend_pd.core.protocol import (
     decode,
     encode,
 )
-from vllm_ascend_pd.core.ticket import Secret, Ticket, signed
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signing import signed
+from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill import ticket_listener
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.ticket_listener import Fate, TicketListener
@@ -130,7 +132,7 @@ def test_another_start_of_the_engine(listener, ask):
 
 
 def test_unsigned_tickets_do_not_even_wait(client):
-    secret = Secret(b"s" * 32)
+    secret = Secret([b"s" * 32])
     listener = TicketListener(ENGINE, "127.0.0.1", 0, TicketAdmission(AnyHost(), secret).check)
     try:
         answer = answer_of(listener, client, offer(ticket()))

@@ -3,7 +3,6 @@
 unnoticed."""
 
 import json
-import pickle
 
 import msgspec
 import pytest
@@ -12,15 +11,9 @@ from harness.tickets import ticket_with
 from vllm_ascend_pd.core.bounds import MAX_TP
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.ticket import (
-    MIN_SECRET_BYTES,
-    Secret,
-    Ticket,
-    TicketError,
-    parse_ticket,
-    signed,
-    verify,
-)
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signing import signed, verify
+from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
 
 TICKET_ID = "0123456789abcdef" * 2
 PARAMS = {
@@ -220,8 +213,7 @@ def test_a_digest_of_the_prompt_comes_back_as_it_was_sent_and_new_parts_are_left
 
 # --- signed tickets ----------------------------------------------------------------------------------------------
 
-CONTENT = b"not to be shown, " * 3
-SECRET = Secret(CONTENT)
+SECRET = Secret([b"a secret of this test, long enough"])
 EXPIRES = 2_000_000_000
 TICKET = ticket_with(
     request_id="cmpl-1",
@@ -280,8 +272,8 @@ def test_no_part_of_the_prompts_digest_can_change_or_be_left_out(part):
         assert not verifies(msgspec.structs.replace(SIGNED, prompt=msgspec.structs.replace(PROMPT, **{part: other})))
 
 
-def test_a_ticket_without_a_digest_of_its_prompt_has_the_signature_that_older_versions_know():
-    signature = "e6c8b640a6c63cb9ff27ef0de4c1c9f53435213d706bd923aad48d68601dbdf4"
+def test_a_ticket_without_a_digest_of_its_prompt_has_the_signature_that_other_versions_know():
+    signature = "7c4f9d74f8e4347925eedeb68b0831645583b4f41cfe93917b0090ebd3c802d3"
     assert signed(TICKET, SECRET, EXPIRES).signature.startswith(signature)
 
 
@@ -298,12 +290,3 @@ def test_no_field_can_change(name):
 def test_bytes_cannot_move_from_one_field_to_another():
     moved = msgspec.structs.replace(SIGNED, request_id="cmpl-", remote_engine_id="1decode-0")
     assert not verifies(moved)
-
-
-def test_a_secret_does_not_show():
-    with pytest.raises(ValueError, match=f"{MIN_SECRET_BYTES - 1} bytes are too short"):
-        Secret(b"x" * (MIN_SECRET_BYTES - 1))
-    Secret(b"x" * MIN_SECRET_BYTES)
-    assert "shown" not in f"{SECRET} {SECRET!r} {vars(Secret)}"
-    with pytest.raises(TypeError):
-        pickle.dumps(SECRET)

@@ -41,13 +41,14 @@ from vllm_ascend_pd.core.protocol import (
     WriterId,
     encode,
 )
-from vllm_ascend_pd.core.ticket import Secret, signed
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signing import signed
 from vllm_ascend_pd.core.topology import Sharding
 
 WIRE = Path(__file__).parent / "data" / "wire"
 BODIES = WIRE / "bodies.json"
 SEQ = 7
-SECRET = Secret(b"a secret for tests of the wire's format")
+SECRET = Secret([b"a secret for tests of the wire's format"])
 
 ID, DIGEST = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 _PROMPT = PromptDigest(

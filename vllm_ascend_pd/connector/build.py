@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.parallel_state import get_pp_group
@@ -59,7 +58,7 @@ from vllm_ascend_pd.connector.vllm_view import (
 from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.caches import BlockNeeds, CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
 from vllm_ascend_pd.core.config import ConfigError
-from vllm_ascend_pd.core.hosts import HostList, authority, decode_hosts, prefill_hosts
+from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.layout import LayoutError
 from vllm_ascend_pd.core.observer import (
     DecodeObserver,
@@ -70,7 +69,6 @@ from vllm_ascend_pd.core.observer import (
 )
 from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import EngineSteps
-from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
@@ -89,15 +87,11 @@ from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.keys import Keys, SecretFileError, load_keys, read_ticket_secret
-from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelError
 from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSocket
 
 # vLLM shows what its own loggers and their children log while an engine starts.
 logger = logging.getLogger(f"vllm.{__name__}")
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -122,29 +116,21 @@ def connect_scheduler(setup: EngineSetup) -> Connected:
             f"--max-model-len {vllm_config.model_config.max_model_len} tokens would wait for ever for the last one. "
             "Lower --max-model-len by a block's tokens, or give the cache more memory"
         )
-    keys = _read(load_keys, setup.config.side_channel_key_file)  # raises before models are loaded
-    secret = _read(read_ticket_secret, setup.config.ticket_secret_file)
     requests = VllmRequests(media_hashing(vllm_config), setup.config.allow_other_model)
     build = _prefill if setup.prefills else _decode
-    connected = build(setup, groups, requests, secret, keys)
+    connected = build(setup, groups, requests)
     follow_engine(connected.role)
     return connected
 
 
-def _prefill(
-    setup: EngineSetup,
-    groups: list[CacheGroup],
-    requests: VllmRequests,
-    secret: Secret | None,
-    keys: Keys | None,
-) -> Connected:
-    hosts = decode_hosts(setup.config.decode_allowlist, setup.host, secret is not None, own_networks())
-    logger.info("decode engines are served at: %s; tickets for other hosts are refused", hosts.admitted)
+def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests) -> Connected:
+    peers = setup.peers
+    logger.info("decode engines are served at: %s; tickets for other hosts are refused", peers.hosts.admitted)
     blocks = VllmBlocks()
     measured = PrefillSchedulerStats()
     observer = tell_all(PrefillSchedulerObserver, measured, PushSpans())
-    admission = TicketAdmission(hosts, secret)
-    listener = _ticket_listener(setup, admission, keys, hosts)
+    admission = TicketAdmission(peers.hosts, peers.secret)
+    listener = _ticket_listener(setup, admission)
     held = None
     if listener is not None:
         hold_timeout_s = setup.config.hold_timeout_s or HOLD_TIMEOUT_S
@@ -191,9 +177,7 @@ def _needs(setup: EngineSetup, groups: list[CacheGroup]) -> BlockNeeds:
     return needs
 
 
-def _ticket_listener(
-    setup: EngineSetup, admission: TicketAdmission, keys: Keys | None, hosts: HostList
-) -> TicketListener | None:
+def _ticket_listener(setup: EngineSetup, admission: TicketAdmission) -> TicketListener | None:
     """Takes tickets for prompts of routers that ask prefill first. None if such a request may be for a connector that
     pulls."""
     if setup.config.hold_timeout_s is None and is_being_built():
@@ -208,8 +192,8 @@ def _ticket_listener(
         setup.started_as,
         setup.host,
         check=admission.check,
-        keys=keys,
-        hosts=hosts,
+        secret=setup.peers.secret,
+        hosts=setup.peers.hosts,
         configured_id=setup.engine_id,
         ranks=ranks,
     )
@@ -242,14 +226,8 @@ def _bootstrap_server(setup: EngineSetup, listener: TicketListener) -> Bootstrap
     return server
 
 
-def _decode(
-    setup: EngineSetup,
-    groups: list[CacheGroup],
-    requests: VllmRequests,
-    secret: Secret | None,
-    keys: Keys | None,
-) -> Connected:
-    config, vllm_config = setup.config, setup.vllm_config
+def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests) -> Connected:
+    config, vllm_config, secret = setup.config, setup.vllm_config, setup.peers.secret
     if (
         config.who_computes == "never"
         and "who_computes" not in vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -276,19 +254,18 @@ def _decode(
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
     observer = tell_all(DecodeSchedulerObserver, measured, ReceiveSpans(), traced)
     metaserver = MetaserverClient(config, setup.host, recomputes and config.who_computes != "never", observer)
-    hosts = prefill_hosts(config.prefill_allowlist, setup.host, own_networks())
     logger.info(
         "tickets are posted to proxies at: %s; or offered to prefill engines at: %s; requests that name others are "
         "refused",
         metaserver.admitted,
-        hosts.admitted,
+        setup.peers.named.admitted,
     )
     scheduler = DecodeSchedulerRole(
         setup,
         TicketIssuer(engine, groups, requests, secret, config.queue_timeout_s, config.verified_share),
         requests,
         blocks,
-        TicketRoutes(metaserver, PrefillClient(hosts, config, keys, observer)),
+        TicketRoutes(metaserver, PrefillClient(setup.peers.named, config, secret, observer)),
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
         _idle_wait(setup, wakeup),
         # A writer whose process has ended counts as one until its bytes have settled.
@@ -315,14 +292,6 @@ def _idle_wait(setup: EngineSetup, wakeup: WakeupSocket | None = None) -> IdleWa
     in_lockstep = setup.vllm_config.parallel_config.data_parallel_size > 1
     longest_s = 0.0 if in_lockstep else setup.config.idle_wait_s
     return IdleWait(longest_s, setup.vllm_config.max_concurrent_batches, wakeup)
-
-
-def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:
-    """Returns the secret that `reader` finds in a file. Raises ConfigError."""
-    try:
-        return None if path is None else reader(path)
-    except SecretFileError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
 
 
 # Builds the connector of a rank, once vLLM has allocated its KV caches.
@@ -378,7 +347,7 @@ def _worker(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connected:
             observer = tell_all(PrefillObserver, measured, prefill_trace(config.trace_dir, rank))
             caches_of, in_order = caches_of_layers(specs), layers_in_order(caches.layers)
             prefill = PrefillWorker(
-                rank, config, device, engine, caches, step_tokens, weights, observer, caches_of, in_order
+                rank, config, device, engine, caches, step_tokens, weights, observer, caches_of, in_order, setup.peers
             )
             opened.callback(prefill.close, CLOSE_TIMEOUT_S)
             return Connected(prefill, lambda: measured.take(prefill.status) or no_stats(), opened.pop_all())
@@ -387,7 +356,7 @@ def _worker(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connected:
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         asks_again = config.who_computes == "never" and policy == "recompute"
         fails_by_request = HAS_TRANSFER_RESULTS and (asks_again or not lost_blocks_say_all(setup.caches))
-        decode = DecodeWorker(rank, config, device, engine, caches, weights, traced, fails_by_request)
+        decode = DecodeWorker(rank, config, device, engine, caches, weights, traced, fails_by_request, setup.peers)
         opened.callback(decode.close, CLOSE_TIMEOUT_S)
         return Connected(decode, no_stats, opened.pop_all())
 

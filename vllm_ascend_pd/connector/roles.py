@@ -13,13 +13,10 @@ from vllm_ascend_pd.connector.model import model_summary
 from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_refusals import bind_refusals
 from vllm_ascend_pd.connector.setup import EngineSetup, sharding
 from vllm_ascend_pd.core.config import ConfigError
-from vllm_ascend_pd.core.hosts import prefill_peers
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.transport.keys import load_keys
-from vllm_ascend_pd.transport.own_networks import own_networks
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -74,9 +71,8 @@ class DecodeSchedulerRole(DecodeScheduler):
             logger.info("this engine is awake, and describes itself anew as %s", engine_id)
             self.renamed(engine_id)
             return
-        keys = load_keys(setup.config.side_channel_key_file)
-        hosts = prefill_peers(setup.config.prefill_allowlist, setup.host, keys is not None, own_networks())
-        self._listener = DescriptionListener(engine, setup.host, setup.port, keys, hosts)
+        peers = setup.peers
+        self._listener = DescriptionListener(engine, setup.host, setup.port, peers.secret, peers.hosts)
         self.started()
 
     def bind_block_pool(self, pool: "BlockPool") -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import msgspec
 from vllm_ascend_pd.connector.model import computes_prompts, unsupported
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.transport.peers import Peers, read_peers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +40,8 @@ class EngineSetup:
     port: int
     # Whether the engine prefills. Otherwise it decodes.
     prefills: bool
+    # The engines on the other side.
+    peers: Peers = field(default_factory=Peers)
 
     @property
     def caches(self) -> KVCacheConfig:
@@ -64,16 +67,18 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -
         )
     if not transfer.is_kv_producer and not computes_prompts(vllm_config):
         config = msgspec.structs.replace(config, who_computes="never")
+    host = own_host()
     return EngineSetup(
         vllm_config=vllm_config,
         kv_cache_config=kv_cache_config,
         config=config,
         engine_id=transfer.engine_id,
         started_as=f"{transfer.engine_id}-{secrets.token_hex(4)}",
-        host=own_host(),
+        host=host,
         # Each data-parallel engine of a node has its own listener.
         port=int(transfer.kv_port) + int(getattr(vllm_config.parallel_config, "data_parallel_index", 0)),
         prefills=bool(transfer.is_kv_producer),
+        peers=read_peers(config, host),
     )
 
 

@@ -21,18 +21,24 @@ class ConfigError(ValueError):
     """A `kv_transfer_config` this connector cannot work with."""
 
 
+_SECRET = "a cluster has one secret: `vllm-ascend-pd secret` makes it, and secret_file or the default path names it"
 REMOVED = {
     "control_timeout_s": "an answer on the side channel is waited for 5 s",
+    "decode_allowlist": "`peers` names the engines' hosts, decode's and prefill's alike",
     "grant_timeout_s": "a prefill rank asks for a grant for 20 s",
     "idle_wait_s": "a step that computes nothing waits for transfers for 0.05 s",
     "max_batch_bytes": "a batch of the transfer engine has 64 MiB over TCP, otherwise 1 GiB",
     "max_batch_descriptors": "a batch of the transfer engine has 2048 copies over TCP, otherwise 8192",
     "max_pending_tickets": "4096 tickets may wait for an answer",
+    "metaserver_allowlist": "`peers` names the URLs of metaservers; with a secret, our proxy needs no entry",
     "metaserver_connect_timeout_s": "connecting to a metaserver takes 5 s at most",
     "metaserver_max_connections": "there are 256 connections to metaservers",
     "metaserver_retries": "a ticket is posted again 5 times, which takes 1.5 to 3 s",
+    "prefill_allowlist": "`peers` names the engines' hosts, decode's and prefill's alike",
     "push_queue_size": "4096 layers may wait to be sent to a decode engine",
     "settle_timeout_s": "a ticket that nobody writes for stays open for 30 s after prefill has ended",
+    "side_channel_key_file": _SECRET,
+    "ticket_secret_file": _SECRET,
     "trace_max_bytes": "a trace file ends at 64 MiB",
 }
 """Keys of earlier versions, each with what holds instead."""
@@ -103,24 +109,21 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_slots: _Positive | None = None
     """Number of buffers for regrouped layers, each for one layer of one step's tokens. None: 4, or 2 where a step may
     have more than 8192 tokens."""
-    metaserver_allowlist: tuple[str, ...] = ()
-    """URLs (`scheme://host[:port][/path]`) that tickets may be posted to. Empty: this host, path `/v1/metaserver`."""
+    secret_file: str | None = None
+    """File with the cluster's secret (`vllm-ascend-pd secret`). It encrypts the side channel and signs tickets, and
+    engines without it get no answer. The same on all engines and proxies. None: `~/.config/vllm-ascend-pd/secret`, or
+    below `XDG_CONFIG_HOME` if that is set, if a file is there."""
+    peers: tuple[str, ...] = ()
+    """Who may be talked to. Hosts of engines: addresses, networks and names, each with a port or a range of ports if
+    you like (`10.1.0.0/16`, `10.1.0.0/16:7000-7999`, `[fd00::/8]:8998`, `node-3`). If there is one, only those hosts
+    connect, and only they are connected to. And URLs of metaservers that do not sign (`scheme://host[:port][/path]`).
+    With a secret no entry is needed. Without hosts and without a secret: this host, and with `trust_network` also
+    private networks and the networks of this host's interfaces. Without URLs and without a secret: this host, path
+    `/v1/metaserver`."""
+    trust_network: bool = False
+    """Without a secret, start although other hosts can reach this engine. Whoever reaches it is trusted."""
     metaserver_token_file: str | None = None
     """File with the bearer token sent to the metaserver."""
-    side_channel_key_file: str | None = None
-    """File with the cluster's side channel keys (`vllm-ascend-pd keygen`). It encrypts the side channel, and engines
-    without it get no answer. The same on all engines of a cluster."""
-    ticket_secret_file: str | None = None
-    """File with the cluster's ticket secret (`vllm-ascend-pd keygen --ticket-secret`). Decode signs tickets with it.
-    Prefill serves only signed tickets, each once, before they expire. The same on all engines."""
-    decode_allowlist: tuple[str, ...] = ()
-    """Addresses, networks (`10.1.0.0/16`) and names of hosts that prefill connects to for tickets, and that may
-    connect to its ticket listener. Empty: any host if tickets must be signed; otherwise private networks, the networks
-    of this host's interfaces, and this host."""
-    prefill_allowlist: tuple[str, ...] = ()
-    """Addresses, networks and names of hosts that decode connects to for requests that name a prefill engine
-    (routers.md), and that may connect to decode's side channel. Empty: private networks, the networks of this host's
-    interfaces, and this host; with `side_channel_key_file`, any host may connect to decode."""
     transfer_protocol: str | None = None
     """Mooncake's protocol: `tcp`, `rdma` or `ascend`. None: `tcp` on CPU and `ascend` on NPU. The same on prefill and
     decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""
@@ -166,12 +169,21 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         # What takes longer to compute varies less in how long it takes: a layer ahead is enough.
         return self.staging_slots or (4 if step_tokens <= 8192 else 2)
 
+    @property
+    def peer_hosts(self) -> tuple[str, ...]:
+        """The entries of `peers` that admit engines."""
+        return tuple(entry for entry in self.peers if "://" not in entry)
+
+    @property
+    def peer_urls(self) -> tuple[str, ...]:
+        """The entries of `peers` that admit metaservers."""
+        return tuple(entry for entry in self.peers if "://" in entry)
+
     def __post_init__(self) -> None:
-        for name in ("decode_allowlist", "prefill_allowlist"):
-            try:
-                HostList(getattr(self, name), "")
-            except ValueError as error:
-                raise ValueError(f"`{name}`: {error}") from None
+        try:
+            HostList(self.peer_hosts, "")
+        except ValueError as error:
+            raise ValueError(f"`peers`: {error}") from None
 
 
 class ConnectorConfig(UserConfig, frozen=True):

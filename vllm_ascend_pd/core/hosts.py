@@ -14,16 +14,11 @@ _NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*")
 
 _IPV4_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 
-_PRIVATE = (
-    "localhost",
-    "127.0.0.0/8",
-    "10.0.0.0/8",
-    "172.16.0.0/12",
-    "192.168.0.0/16",
-    "100.64.0.0/10",
-    "::1",
-    "fc00::/7",
-)
+_LOOPBACK = ("localhost", "127.0.0.0/8", "::1")
+_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+
+_PORTS = re.compile(r"([1-9][0-9]{0,4})(?:-([1-9][0-9]{0,4}))?")
+_ALL_PORTS = range(1, 1 << 16)
 
 # Most hosts and networks that a log line names. A host with many virtual interfaces is in hundreds of networks.
 _NAMED = 32
@@ -77,43 +72,54 @@ def in_words(entries: Sequence[str]) -> str:
 
 
 class HostList:
-    """Decides which hosts are admitted."""
+    """Decides which hosts are admitted, and which of their ports are connected to."""
 
     def __init__(self, entries: Sequence[str], hint: str) -> None:
         """
-        `entries`: addresses, networks (`10.0.0.0/8`) and names.
+        `entries`: addresses, networks (`10.0.0.0/8`) and names. Each may have a port or a range of ports
+            (`10.0.0.0/8:7000-7999`, `[fd00::/8]:8998`).
         `hint`: ends the sentence "host ..." about one that is not admitted. It says what to do.
 
         Raises ValueError, which names an entry that is none of these.
         """
         self.admitted = in_words(entries)
-        self._networks = []
-        self._names = set()
+        self._networks: list[tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, range]] = []
+        self._names: dict[str, list[range]] = {}
         self._hint = hint
         for entry in entries:
             try:
-                self._networks.append(_network(entry))
+                host, ports = _split(entry)
+                if (network := _network_or_name(host)) is None:
+                    self._names.setdefault(normal_host(host), []).append(ports)
+                else:
+                    self._networks.append((network, ports))
             except ValueError as error:
-                if "/" in entry or not is_host(entry) or looks_numeric(entry):
-                    raise ValueError(f"{entry!r} is not a host, an address or a network: {error}") from None
-                self._names.add(normal_host(entry))
+                raise ValueError(f"{entry!r} is not a host, an address or a network: {error}") from None
 
-    def refusal(self, host: str) -> str | None:
+    def refusal(self, host: str, port: int | None = None) -> str | None:
         """Returns why `host` must not be connected to; None if it may. The reason does not name it: clients may
-        read it."""
+        read it.
+
+        `port`: None for one that the admitted host chose itself: its entry's ports do not bind it.
+        """
         address = _address(host)
         if address is None:
-            admitted = host.lower() in self._names
+            found = self._names.get(host.lower(), [])
         else:
-            admitted = any(address in network for network in self._networks if network.version == address.version)
-        return None if admitted else f"host {self._hint}"
+            of_version = (each for each in self._networks if each[0].version == address.version)
+            found = [ports for network, ports in of_version if address in network]
+        if not found:
+            return f"host {self._hint}"
+        if port is not None and not any(port in ports for ports in found):
+            return "host is admitted, but not this port of it (peers)"
+        return None
 
     def refusal_of_peer(self, address: str) -> str | None:
         """Returns why a peer that connects from `address` is refused; None if it is admitted.
 
         A list with names other than `localhost` admits every address: names are not looked up.
         """
-        return None if self._names - {"localhost"} else self.refusal(address)
+        return None if self._names.keys() - {"localhost"} else self.refusal(address)
 
 
 class AnyHost(HostList):
@@ -123,47 +129,50 @@ class AnyHost(HostList):
         super().__init__((), "")
         self.admitted = "any host"
 
-    def refusal(self, host: str) -> str | None:
+    def refusal(self, host: str, port: int | None = None) -> str | None:
         return None
 
 
-def decode_hosts(allowlist: Sequence[str], own_host: str, signed: bool, own_networks: Sequence[str] = ()) -> HostList:
-    """Returns the hosts where prefill may look for decode engines.
+def engine_hosts(
+    named: Sequence[str], own_host: str, *, secret: bool, trust_network: bool, own_networks: Sequence[str] = ()
+) -> HostList:
+    """Returns the hosts of engines that may connect to this one and that it may connect to.
 
-    They are those in `allowlist` if it has entries. Else any host if tickets are `signed` with the cluster's secret.
-    Else private networks, `own_networks` (those of this host's interfaces) and this host. Raises ValueError.
+    They are those in `named` if it has entries. Else any host if engines share a `secret`. Else with `trust_network`
+    private networks, `own_networks` (those of this host's interfaces) and this host. Else this host alone. Raises
+    ValueError.
     """
-    if allowlist:
-        return HostList(allowlist, "is not in decode_allowlist")
-    if signed:
+    if named:
+        return HostList(named, "is not in peers")
+    if secret:
         return AnyHost()
+    if trust_network:
+        return HostList(
+            (*_LOOPBACK, *_PRIVATE, *own_networks, own_host),
+            "is not a private address, and not in a network of this host: name it in peers, or give all engines one "
+            "secret (`vllm-ascend-pd secret`)",
+        )
     return HostList(
-        (*_PRIVATE, *own_networks, own_host),
-        "is not a private address, and not in a network of prefill's host: name it in decode_allowlist, or sign "
-        "tickets (ticket_secret_file)",
+        (*_LOOPBACK, own_host),
+        "is another one than this engine's: give all engines one secret (`vllm-ascend-pd secret`), or name it in peers",
     )
 
 
-def prefill_hosts(allowlist: Sequence[str], own_host: str, own_networks: Sequence[str] = ()) -> HostList:
-    """Returns the hosts where decode may look for prefill engines that a request names.
-
-    They are those in `allowlist` if it has entries. Else private networks, `own_networks` (those of this host's
-    interfaces) and this host, also with signed tickets: the request is a client's. Raises ValueError.
-    """
-    if allowlist:
-        return HostList(allowlist, "is not in prefill_allowlist")
-    return HostList(
-        (*_PRIVATE, *own_networks, own_host),
-        "is not a private address, and not in a network of decode's host: name it in prefill_allowlist",
-    )
-
-
-def prefill_peers(allowlist: Sequence[str], own_host: str, keys: bool, own_networks: Sequence[str] = ()) -> HostList:
-    """Returns the hosts that may connect to decode's listeners: those of `prefill_hosts`.
-
-    Without an `allowlist`, any host may if peers need the cluster's `keys`. Raises ValueError.
-    """
-    return AnyHost() if keys and not allowlist else prefill_hosts(allowlist, own_host, own_networks)
+def _split(entry: str) -> tuple[str, range]:
+    """Returns the host or network of an entry, and its ports: all if it names none. Raises ValueError."""
+    if entry.startswith("["):
+        host, bracket, ports = entry[1:].partition("]:")
+        if not bracket or ":" not in host:
+            raise ValueError("an IPv6 address in brackets needs a port after them")
+    elif entry.count(":") == 1:
+        host, _, ports = entry.partition(":")
+    else:
+        return entry, _ALL_PORTS
+    found = _PORTS.fullmatch(ports)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < first <= last < 1 << 16:
+        raise ValueError(f"{ports!r} is neither a port nor a range of ports")
+    return host, range(first, last + 1)
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -175,6 +184,16 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
     mapped = getattr(address, "ipv4_mapped", None)
     return address if mapped is None else mapped
+
+
+def _network_or_name(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Returns the network; None for a host's name. Raises ValueError for anything else."""
+    try:
+        return _network(text)
+    except ValueError:
+        if "/" in text or not is_host(text) or looks_numeric(text):
+            raise
+        return None
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:

@@ -92,7 +92,7 @@ def _checked(host: object, port: object, hosts: HostList, name: str) -> str:
         raise RouteError(f"{name} has no valid host")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
         raise RouteError(f"{name} has no valid port")
-    if (reason := hosts.refusal(host)) is not None:
+    if (reason := hosts.refusal(host, port)) is not None:
         raise RouteError(f"{name}: {reason}")
     return authority(host, port)
 

@@ -3,7 +3,7 @@
 
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem
-from vllm_ascend_pd.transport.keys import Keys
+from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 
 # Answers that wait for a prefill rank which does not read. Descriptions are large, and a rank asks only once. With 1
@@ -19,10 +19,10 @@ class DescriptionListener(SideChannelServer):
         description: EngineDescription,
         host: str,
         port: int,
-        keys: Keys | None = None,
+        secret: Secret | None = None,
         hosts: HostList | None = None,
     ) -> None:
-        """Starts the thread. `keys`, `hosts`: as `SideChannelServer` has them.
+        """Starts the thread. `secret`, `hosts`: as `SideChannelServer` has them.
 
         Raises SideChannelError if it cannot listen on `host:port`.
         """
@@ -33,7 +33,7 @@ class DescriptionListener(SideChannelServer):
             port,
             self._describe,
             name="pd-listener",
-            keys=keys,
+            secret=secret,
             unread_replies=_UNREAD_DESCRIPTIONS,
             hosts=hosts,
         )

@@ -37,7 +37,7 @@ from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.decode.ticket_client import PostOutcome, TicketClient
 from vllm_ascend_pd.transport import http_client
 from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, clean, describe, tls_context
-from vllm_ascend_pd.transport.keys import SecretFileError, read_text_secret
+from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class MetaserverClient(TicketClient):
         # Longest time from `post` to the outcome, however often the metaserver says that the ticket waits.
         self._longest_s = config.queue_timeout_s + config.transfer_timeout_s
         try:
-            self._allowlist = Allowlist(config.metaserver_allowlist, own_host)
+            self._allowlist = Allowlist(config.peer_urls, own_host)
         except ValueError as error:
             raise MetaserverError(str(error)) from error
         self.admitted = self._allowlist.admitted  # where tickets may be posted to, in words

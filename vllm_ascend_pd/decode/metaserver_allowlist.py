@@ -29,10 +29,10 @@ class Allowlist:
             try:
                 self._entries.append(parse_url(entry))
             except ValueError as error:
-                raise ValueError(f"metaserver allow-list entry {entry!r}: {error}") from error
+                raise ValueError(f"peers: {entry!r}: {error}") from error
         self._own_host = normal_host(own_host)
         # The places in words, for logs.
-        self.admitted = in_words(entries) or f"this host only, path {METASERVER_PATH} (metaserver_allowlist is empty)"
+        self.admitted = in_words(entries) or f"this host only, path {METASERVER_PATH} (peers names no URL)"
         self._checked = functools.lru_cache(_REMEMBERED)(self._check)
 
     def refusal(self, url: str) -> str | None:
@@ -57,11 +57,11 @@ class Allowlist:
             return str(error)
         if self._entries:
             if not any(_admits(entry, target) for entry in self._entries):
-                return "matches no entry of the metaserver allow-list"
+                return "matches no URL in peers"
         elif target.path != METASERVER_PATH:
             return f"its path is not {METASERVER_PATH}"
         elif target.host != self._own_host and not is_loopback(target.host):
-            return "neither loopback nor this host; name it in the metaserver allow-list if it is yours"
+            return "neither loopback nor this host; name it in peers if it is yours"
         return target.url
 
 

@@ -27,10 +27,10 @@ from vllm_ascend_pd.core.protocol import (
     TicketRefused,
     TicketTaken,
 )
+from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.bootstrap import BootstrapError, PrefillAddresses, RoutedPrompt, parse_routed_prompt
 from vllm_ascend_pd.decode.ticket_client import PostOutcome, TicketClient
-from vllm_ascend_pd.transport.keys import Keys
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 SILENT_ROUNDS = 3
@@ -55,17 +55,17 @@ class PrefillClient(TicketClient):
         self,
         hosts: HostList,
         config: ConnectorConfig | None = None,
-        keys: Keys | None = None,
+        secret: Secret | None = None,
         observer: DecodeSchedulerObserver | None = None,
     ) -> None:
         """
         hosts: those that may be connected to.
         config: the engine's; None: the defaults.
-        keys: the cluster's keys of the side channel.
+        secret: the cluster's.
         """
         self._config = config or ConnectorConfig()
         self._hosts = hosts
-        self._keys = keys
+        self._secret = secret
         self._observer = observer or DecodeSchedulerObserver()
         self._addresses = PrefillAddresses(hosts, self._config.control_timeout_s)
         # The client's thread owns the rest.
@@ -175,7 +175,7 @@ class PrefillClient(TicketClient):
     async def _ask(self, endpoint: str, message: Message) -> Message | SideChannelError:
         """Sends a message, and returns the answer."""
         if self._channel is None:
-            self._channel = SideChannelClient(name="pd-tickets-channel", keys=self._keys)
+            self._channel = SideChannelClient(name="pd-tickets-channel", secret=self._secret)
         answered: Future[Message | SideChannelError] = Future()
         answered.set_running_or_notify_cancel()  # an answer may come after the task was cancelled
         self._asking[endpoint] += 1

@@ -18,8 +18,10 @@ from vllm_ascend_pd.core.checksum import column_tokens, is_selected
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
 from vllm_ascend_pd.core.protocol import TransferFailure
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signing import signed
 from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest, VerifiedBlocks
-from vllm_ascend_pd.core.ticket import Secret, Ticket, names_prefill, signed
+from vllm_ascend_pd.core.ticket import Ticket, names_prefill
 from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient

@@ -20,7 +20,6 @@ import msgspec
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
-from vllm_ascend_pd.core.hosts import prefill_peers
 from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.role import ConnectorRole, TransferResults
@@ -38,8 +37,7 @@ from vllm_ascend_pd.decode.grants import (
 )
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.keys import load_keys
-from vllm_ascend_pd.transport.own_networks import own_networks
+from vllm_ascend_pd.transport.peers import Peers
 from vllm_ascend_pd.transport.side_channel import SideChannelServer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +56,7 @@ class DecodeWorker(ConnectorRole):
         loaded: LoadedWeights | None = None,
         observer: DecodeObserver | None = None,
         fails_by_request: bool = True,
+        peers: Peers | None = None,
     ) -> None:
         """Starts the control thread.
 
@@ -65,8 +64,9 @@ class DecodeWorker(ConnectorRole):
         `loaded`: the model's weights; None if they are not known.
         `observer`: hears of every ticket; None if nothing listens.
         `fails_by_request`: whether vLLM learns of failures by request. Otherwise it learns of them by lost blocks.
+        `peers`: the prefill engines that may write; None: those of this host, without a secret.
 
-        Raises SideChannelError if this rank cannot listen, and SecretFileError for its keys.
+        Raises SideChannelError if this rank cannot listen.
         """
         self._config = config
         self._device = device
@@ -99,15 +99,15 @@ class DecodeWorker(ConnectorRole):
             self._observer,
             engine.limits.apply_s,
         )
-        keys = load_keys(config.side_channel_key_file)
+        peers = peers or Peers()
         self._server = SideChannelServer(
             rank_info.host,
             0,
             self._grants.handle,
             self._grants.tick,
             name="pd-grants",
-            keys=keys,
-            hosts=prefill_peers(config.prefill_allowlist, rank_info.host, keys is not None, own_networks()),
+            secret=peers.secret,
+            hosts=peers.hosts,
         )
         self.description = RankDescription(
             rank_info.pp_rank,

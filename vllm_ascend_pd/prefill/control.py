@@ -17,7 +17,6 @@ from functools import partial
 
 from vllm_ascend_pd.core.checksum import is_selected
 from vllm_ascend_pd.core.compatibility import foreign, misfit, unsound
-from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey
 from vllm_ascend_pd.core.protocol import (
     Describe,
@@ -39,8 +38,6 @@ from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import StagingRing
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.transfer import Outcome, Transfer
-from vllm_ascend_pd.transport.keys import load_keys
-from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 from vllm_ascend_pd.transport.wakeup import WakeupSocket
 
@@ -114,8 +111,7 @@ class ControlPlane:
         self._routes = routes
         self._misfit = partial(misfit, rank.info, rank.config, rank.caches.description, rank.engine.transport)
         self._timeout_s = rank.config.control_timeout_s
-        signed = rank.config.ticket_secret_file is not None
-        self._hosts = decode_hosts(rank.config.decode_allowlist, rank.info.host, signed, own_networks())
+        self._hosts = rank.peers.hosts
         # The model's thread makes it, the control thread reads it. None until the scheduler names an address.
         self._wakeup: WakeupSocket | None = None
         # Read by the model's thread. None wakes it if it waits. The number of transfers bounds it, but for that.
@@ -134,8 +130,8 @@ class ControlPlane:
         # When to tidy up, on the monotonic clock.
         self._tidy_at = 0.0
         # The thread may tick before this constructor returns. Without a peer, a tick does not use the client.
-        keys = load_keys(rank.config.side_channel_key_file)
-        self._client = SideChannelClient(self._on_revoked, self._on_tick, name="pd-control", keys=keys)
+        secret = rank.peers.secret
+        self._client = SideChannelClient(self._on_revoked, self._on_tick, name="pd-control", secret=secret)
 
     # On the model's thread.
 

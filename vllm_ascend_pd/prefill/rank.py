@@ -11,6 +11,7 @@ from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,5 @@ class PrefillRank:
     # Is told what the rank does.
     observer: PrefillObserver = field(default_factory=PrefillObserver)
     running_time: RunningTime = field(default_factory=RunningTime)
+    # The decode engines that it serves.
+    peers: Peers = field(default_factory=Peers)

@@ -7,8 +7,10 @@ from collections import Counter
 
 from vllm_ascend_pd.core.bounds import MAX_TICKET_LIFETIME_S
 from vllm_ascend_pd.core.hosts import HostList
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, verify
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S, Secret, Ticket, TicketError, verify
+from vllm_ascend_pd.core.ticket import Ticket, TicketError
 
 MAX_REMEMBERED = 1 << 20
 """How many tickets that have not expired are remembered: about 90 MB.
@@ -29,7 +31,7 @@ class TicketAdmission:
     """Decides which tickets are served, and remembers those that were. Used by the scheduler's thread alone.
 
     hosts: the hosts that prefill may connect to.
-    secret: the cluster's ticket secret. None: tickets need no signature.
+    secret: the cluster's secret. None: tickets need no signature.
     """
 
     def __init__(self, hosts: HostList, secret: Secret | None = None) -> None:
@@ -48,7 +50,7 @@ class TicketAdmission:
 
     def check(self, ticket: Ticket) -> None:
         """Checks a ticket that is not served yet. Remembers nothing, so any thread may call it. Raises TicketError."""
-        if (reason := self._hosts.refusal(ticket.remote_host)) is not None:
+        if (reason := self._hosts.refusal(ticket.remote_host, ticket.remote_port)) is not None:
             raise TicketError(f"the ticket's {reason}")
         if self._secret is not None:
             verify(ticket, self._secret)

@@ -32,9 +32,9 @@ from vllm_ascend_pd.core.protocol import (
     TicketRefused,
     TicketTaken,
 )
+from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.step import rank_address
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
-from vllm_ascend_pd.transport.keys import Keys
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 from vllm_ascend_pd.transport.wakeup import WakeupSender, new_address
 
@@ -110,7 +110,7 @@ class TicketListener:
     engine_id: of this start of the engine. Messages for another one are refused.
     configured_id: the engine's id without what is new with each start. Those who do not know the start name it so.
     check: raises TicketError for tickets that must not even wait, such as those without a signature.
-    keys, hosts: as `SideChannelServer` has them.
+    secret, hosts: as `SideChannelServer` has them.
     ranks: (pipeline stage, rank in it) of the engine's ranks, which are woken when something comes.
     """
 
@@ -120,7 +120,7 @@ class TicketListener:
         host: str,
         port: int,
         check: Callable[[Ticket], None] = lambda ticket: None,
-        keys: Keys | None = None,
+        secret: Secret | None = None,
         hosts: HostList | None = None,
         configured_id: str | None = None,
         ranks: Sequence[tuple[int, int]] = (),
@@ -150,7 +150,7 @@ class TicketListener:
             port,
             self._handle,
             name="pd-tickets",
-            keys=keys,
+            secret=secret,
             hosts=hosts,
             max_message_bytes=MAX_TICKET_BYTES,
             unread_requests=_UNREAD_TICKETS,

@@ -33,6 +33,7 @@ from vllm_ascend_pd.prefill.step_send import LayerPush
 from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue, Withdrawals
 from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.peers import Peers
 
 
 class PrefillWorker(ConnectorRole):
@@ -54,6 +55,7 @@ class PrefillWorker(ConnectorRole):
         observer: PrefillObserver | None = None,
         caches_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
         in_order: Sequence[Sequence[str]] = (),
+        peers: Peers | None = None,
     ) -> None:
         """Starts the control thread.
 
@@ -62,11 +64,19 @@ class PrefillWorker(ConnectorRole):
         observer: is told what the rank does; None if nothing listens.
         caches_of: the caches of layers that have several, by the name that `layer_computed` gets.
         in_order: the caches of each layer, in the order of layers.
+        peers: the decode engines that it serves; None: those of this host, without a secret.
         """
         self._caches_of = caches_of
         self._in_order = in_order
         self._rank = rank = PrefillRank(
-            rank_info, config, device, engine, caches, loaded or LoadedWeights(), observer or PrefillObserver()
+            rank_info,
+            config,
+            device,
+            engine,
+            caches,
+            loaded or LoadedWeights(),
+            observer or PrefillObserver(),
+            peers=peers or Peers(),
         )
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", rank.loaded)
         self._device = device

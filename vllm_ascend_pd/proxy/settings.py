@@ -13,7 +13,7 @@ import msgspec
 from typer import Option
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.transport.keys import read_text_secret
+from vllm_ascend_pd.transport.secret_files import read_text_secret
 
 MIB = 1024 * 1024
 DNS_SCHEME = "dns+http"

@@ -18,7 +18,7 @@ import httpx
 from vllm_ascend_pd.core.config import TlsConfig
 from vllm_ascend_pd.core.hosts import authority, is_host, looks_numeric, normal_host
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.transport.keys import read_text_secret
+from vllm_ascend_pd.transport.secret_files import read_text_secret
 
 IDLE_CONNECTION_S = 2.0
 """Seconds until an idle connection is closed. Servers like vLLM's close theirs after 5 s. A shorter time here makes it

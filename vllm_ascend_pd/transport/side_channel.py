@@ -25,7 +25,8 @@ from vllm_ascend_pd.core.protocol import (
     decode,
     encode,
 )
-from vllm_ascend_pd.transport.keys import Guard, Keys
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.transport.curve import Guard, side_channel_keys
 from vllm_ascend_pd.transport.loop import Loop
 from vllm_ascend_pd.transport.port_holder import held_by
 
@@ -82,7 +83,7 @@ class SideChannelServer(Loop):
         handle: Callable[[Message, ClientConnection], Message],
         tick: Callable[[float], None] = lambda now: None,
         name: str = "pd-side-channel",
-        keys: Keys | None = None,
+        secret: Secret | None = None,
         unread_replies: int = _UNREAD_REPLIES,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         unread_requests: int = _UNREAD_REQUESTS,
@@ -93,7 +94,7 @@ class SideChannelServer(Loop):
         `port`: 0 picks a free one.
         `handle`: `handle(message, connection)` returns the answer. Runs on the thread.
         `tick`: `tick(now)` runs on the thread 20 times a second.
-        `keys`: clients with other keys, or without keys, get nothing.
+        `secret`: the cluster's. Clients without the one in use get nothing.
         `unread_replies`: how many replies wait for a client that does not read. Further ones are dropped.
         `max_message_bytes`: a connection with a longer message is closed.
         `unread_requests`: how many messages of a connection wait to be read.
@@ -114,7 +115,7 @@ class SideChannelServer(Loop):
         self._router.setsockopt(zmq.SNDHWM, unread_replies)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
         self._router.setsockopt(zmq.BACKLOG, _BACKLOG)
-        self._guard = Guard(self._context, self._router, keys, hosts or AnyHost())
+        self._guard = Guard(self._context, self._router, secret, hosts or AnyHost())
         if ":" in host:
             self._router.setsockopt(zmq.IPV6, 1)
             host = f"[{host}]"
@@ -207,16 +208,16 @@ class SideChannelClient(Loop):
         unasked: Callable[[str, Message], None] = lambda endpoint, message: None,
         tick: Callable[[float], None] = lambda now: None,
         name: str = "pd-side-channel",
-        keys: Keys | None = None,
+        secret: Secret | None = None,
     ) -> None:
         """Starts the thread.
 
         `unasked`: `unasked(endpoint, message)` gets messages that servers send without a request. Runs on the thread.
         `tick`: `tick(now)` runs on the thread 20 times a second.
-        `keys`: servers with other keys, or without keys, get nothing.
+        `secret`: the cluster's. Servers without it get nothing.
         """
         super().__init__(name, tick)
-        self._keys = keys
+        self._keys = [] if secret is None else side_channel_keys(secret)
         self._unasked = unasked
         # The thread owns all of these.
         # Messages that could not be read.
@@ -279,8 +280,8 @@ class SideChannelClient(Loop):
             dealer.setsockopt(zmq.RCVHWM, _UNREAD_ANSWERS)
             if "[" in endpoint:
                 dealer.setsockopt(zmq.IPV6, 1)
-            if self._keys is not None:
-                self._keys.protect_client(dealer)
+            if self._keys:
+                self._keys[0].protect_client(dealer)
             try:
                 dealer.connect(endpoint)
             except Exception:
@@ -349,7 +350,7 @@ class SideChannelClient(Loop):
         self._fail(list(self._pending), "the side channel was closed")
 
     def _on_tick(self, now: float) -> None:
-        hint = "" if self._keys is None else "; does it have the same side_channel_key_file?"
+        hint = "; does it have the same secret?" if self._keys else ""
         self._fail([seq for seq, each in self._pending.items() if now >= each.deadline], f"no answer in time{hint}")
         if now >= self._rest_look_at:
             self._rest_look_at = now + _REST_LOOK_S

@@ -10,12 +10,11 @@ import msgspec
 
 from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
-from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.vllm_serve import KV_PORT, KV_ROLES, PLUGIN, PLUGINS, plugins_with_ours
-from vllm_ascend_pd.transport.keys import SecretFileError, load_keys, read_text_secret, read_ticket_secret
+from vllm_ascend_pd.transport.secret_files import SecretFileError, cluster_secret, read_text_secret
 
 _ACTION = "correct --kv-transfer-config, here and where the engine starts"
 
@@ -69,8 +68,7 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
         if config.kv_role not in KV_ROLES.values():
             raise ConfigError(f"kv_role is {config.kv_role!r}: must be {' or '.join(KV_ROLES.values())}")
         extra = parse_config(config.kv_connector_extra_config)
-        Allowlist(extra.metaserver_allowlist, "localhost")
-        HostList((*extra.decode_allowlist, *extra.prefill_allowlist), "")
+        Allowlist(extra.peer_urls, "localhost")
     except (ConfigError, ValueError) as problem:
         return [error(check, str(problem), _ACTION)], ConnectorConfig()
     findings = [ok(check, f"{config.kv_role}, all keys of kv_connector_extra_config are valid")]
@@ -87,8 +85,7 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
 def _judge_secrets(extra: ConnectorConfig) -> list[Finding]:
     findings = []
     for name, read_file in (
-        ("side_channel_key_file", load_keys),
-        ("ticket_secret_file", read_ticket_secret),
+        ("secret_file", cluster_secret),
         ("metaserver_token_file", read_text_secret),
     ):
         if (path := getattr(extra, name)) is None:
@@ -96,7 +93,7 @@ def _judge_secrets(extra: ConnectorConfig) -> list[Finding]:
         try:
             read_file(path)
         except SecretFileError as problem:
-            action = "create it with `vllm-ascend-pd keygen`, copy it to all hosts, owner: vLLM's user, mode 0600"
+            action = "create it with `vllm-ascend-pd secret`, copy it to all hosts, owner: vLLM's user, mode 0600"
             findings.append(error(f"config.{name}", str(problem), action))
         else:
             findings.append(ok(f"config.{name}", f"{path} can be used"))

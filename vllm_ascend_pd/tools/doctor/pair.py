@@ -21,8 +21,8 @@ import msgspec
 
 from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.reasons import WRONG_KV
+from vllm_ascend_pd.core.signing import CLOCK_SKEW_S
 from vllm_ascend_pd.core.text import UNREADABLE
-from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
 from vllm_ascend_pd.observe.stats import PREFIX, PUSHED_BYTES, TICKET_TO_READY_SECONDS, VERIFIED
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, note, ok, warning
 from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR

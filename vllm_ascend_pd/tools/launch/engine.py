@@ -17,7 +17,6 @@ import typer
 
 from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, parse_config
-from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, new_app, removed_option
 from vllm_ascend_pd.tools.vllm_serve import (
@@ -288,14 +287,13 @@ class EngineOptions:
         Raises CommandError.
         """
         self._check_side()
-        own = {"metaserver_allowlist": self.metaserver, "decode_allowlist": self.decode_host}
-        own = {name: value for name, value in own.items() if value}
+        peers = [*(self.metaserver or ()), *(self.decode_host or ())]
+        own = {"peers": peers} if peers else {}
         more = _parse_extra(self.extra or [])
         if twice := sorted(own.keys() & more.keys()):
             raise CommandError(f"--extra {twice[0]}: use the script's own option for this key")
         try:
-            Allowlist(parse_config(own | more).metaserver_allowlist, "localhost")
-            HostList(self.decode_host or (), "")
+            Allowlist(parse_config(own | more).peer_urls, "localhost")
         except (ConfigError, ValueError) as error:
             raise CommandError(str(error)) from None
         kv_role = KV_ROLES[self.role]
@@ -391,8 +389,8 @@ REMOVED = {
     "--devices": "set ASCEND_RT_VISIBLE_DEVICES in the environment",
     "--interface": "set GLOO_SOCKET_IFNAME in the environment",
     "--metaserver-token": "give --extra metaserver_token_file=FILE",
-    "--side-channel-keys": "give --extra side_channel_key_file=FILE",
-    "--ticket-secret": "give --extra ticket_secret_file=FILE",
+    "--side-channel-keys": "give --extra secret_file=FILE",
+    "--ticket-secret": "give --extra secret_file=FILE",
 }
 """Options of earlier versions, each with what replaces it."""
 _OWN = {
