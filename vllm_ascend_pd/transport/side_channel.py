@@ -17,7 +17,6 @@ import zmq
 from vllm_ascend_pd.core.bounds import MAX_TURN_S
 from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.protocol import (
-    MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
     Message,
     Problem,
@@ -27,6 +26,7 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.transport.curve import Guard, side_channel_keys
+from vllm_ascend_pd.transport.dealer import UNREAD_ANSWERS, Dealer
 from vllm_ascend_pd.transport.loop import Loop
 from vllm_ascend_pd.transport.port_holder import held_by
 
@@ -34,13 +34,10 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two reads of resting connections.
 _REST_LOOK_S = 1.0
-# Requests per connection that a server has not taken yet.
-_HIGH_WATER_MARK = 4096
 # Replies per connection that a client has not taken yet. It may send so many requests at once without losing a reply.
 _UNREAD_REPLIES = 1024
 # Received messages per connection that wait to be taken. Times their size, this is what a peer can make us keep.
 _UNREAD_REQUESTS = 256
-_UNREAD_ANSWERS = 32
 # A client must complete ZMTP's handshake within so many seconds.
 _HANDSHAKE_S = 10.0
 # Connections that the kernel keeps until libzmq accepts them. All ranks of many engines may connect at once.
@@ -198,6 +195,8 @@ class _Pending:
     deadline: float
     # Called once, with the answer or an error.
     done: Callable[[Message | SideChannelError], None]
+    # What was sent, if it may be sent again. Else empty.
+    frame: bytes
 
 
 class SideChannelClient(Loop):
@@ -214,7 +213,8 @@ class SideChannelClient(Loop):
 
         `unasked`: `unasked(endpoint, message)` gets messages that servers send without a request. Runs on the thread.
         `tick`: `tick(now)` runs on the thread 20 times a second.
-        `secret`: the cluster's. Servers without it get nothing.
+        `secret`: the cluster's. Servers without it get nothing. If it is being changed, a server may have the old or
+            the new one in use: the client finds out which, and sends requests again that are in flight then.
         """
         super().__init__(name, tick)
         self._keys = [] if secret is None else side_channel_keys(secret)
@@ -224,8 +224,8 @@ class SideChannelClient(Loop):
         self.rejected = 0
         self._seq = itertools.count(1)
         # Connections, by endpoint and by socket.
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
-        self._endpoints: dict[zmq.Socket[bytes], str] = {}
+        self._dealers: dict[str, Dealer] = {}
+        self._by_socket: dict[zmq.Socket[bytes], Dealer] = {}
         # When to read resting connections next.
         self._rest_look_at = 0.0
         # Requests without an answer, by `seq`.
@@ -265,51 +265,67 @@ class SideChannelClient(Loop):
     ) -> None:
         seq = next(self._seq)
         try:
-            self._dealer(endpoint).send(encode(seq, message), zmq.DONTWAIT)
+            frame = encode(seq, message)
+            self._dealer(endpoint).socket.send(frame, zmq.DONTWAIT)
         except Exception as error:  # noqa: BLE001 - `done` gets it
             done(SideChannelError(f"nothing can be sent: {error}"))
             return
-        self._pending[seq] = _Pending(endpoint, deadline, done)
+        self._pending[seq] = _Pending(endpoint, deadline, done, frame if len(self._keys) > 1 else b"")
 
-    def _dealer(self, endpoint: str) -> "zmq.Socket[bytes]":
+    def _dealer(self, endpoint: str) -> Dealer:
+        """Returns the connection to `endpoint`, which is polled then."""
         dealer = self._dealers.get(endpoint)
         if dealer is None:
-            dealer = self._socket(zmq.DEALER)
-            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_DESCRIPTION_BYTES)
-            dealer.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-            dealer.setsockopt(zmq.RCVHWM, _UNREAD_ANSWERS)
-            if "[" in endpoint:
-                dealer.setsockopt(zmq.IPV6, 1)
-            if self._keys:
-                self._keys[0].protect_client(dealer)
-            try:
-                dealer.connect(endpoint)
-            except Exception:
-                dealer.close()
-                raise
-            self._dealers[endpoint] = dealer
-            self._endpoints[dealer] = endpoint
-        if dealer not in self._poller:
-            self._poller.register(dealer, zmq.POLLIN)
+            dealer = Dealer(self._socket, endpoint, self._keys)
+            self._add(dealer)
+        elif dealer.socket not in self._poller:
+            self._poller.register(dealer.socket, zmq.POLLIN)
         return dealer
+
+    def _add(self, dealer: Dealer) -> None:
+        self._dealers[dealer.endpoint] = dealer
+        self._by_socket[dealer.socket] = dealer
+        self._poller.register(dealer.socket, zmq.POLLIN)
+
+    def _remove(self, dealer: Dealer) -> None:
+        del self._dealers[dealer.endpoint], self._by_socket[dealer.socket]
+        if dealer.socket in self._poller:
+            self._poller.unregister(dealer.socket)
 
     def _rest(self, endpoint: str) -> None:
         """Stops polling an idle connection, which would cost as much as polling a busy one."""
         dealer = self._dealers.get(endpoint)
-        if dealer is None or dealer not in self._poller:
+        if dealer is None or dealer.socket not in self._poller:
             return
-        if not any(pending.endpoint == endpoint for pending in self._pending.values()):
-            self._poller.unregister(dealer)
+        if not self._in_flight(endpoint):
+            self._poller.unregister(dealer.socket)
 
     def _disconnect(self, endpoint: str) -> None:
-        dealer = self._dealers.pop(endpoint, None)
+        dealer = self._dealers.get(endpoint)
         if dealer is not None:
-            if dealer in self._poller:
-                self._poller.unregister(dealer)
-            del self._endpoints[dealer]
-            dealer.close(linger=0)
-        in_flight = [seq for seq, pending in self._pending.items() if pending.endpoint == endpoint]
-        self._fail(in_flight, "the connection was closed")
+            self._remove(dealer)
+            dealer.close()
+        self._fail(self._in_flight(endpoint), "the connection was closed")
+
+    def _try_other_secret(self, dealer: Dealer) -> None:
+        """Replaces a connection whose handshake has failed, and sends again what is in flight."""
+        self._remove(dealer)
+        in_flight = self._in_flight(dealer.endpoint)
+        try:
+            other = dealer.replaced()
+        except zmq.ZMQError as error:
+            self._fail(in_flight, f"nothing can be sent: {error}")
+            return
+        self._add(other)
+        for seq in in_flight:
+            try:
+                other.socket.send(self._pending[seq].frame, zmq.DONTWAIT)
+            except zmq.ZMQError as error:
+                self._fail([seq], f"nothing can be sent: {error}")
+
+    def _in_flight(self, endpoint: str) -> list[int]:
+        """Returns the `seq` of each request to `endpoint` without an answer, in the order in which they were sent."""
+        return [seq for seq, pending in self._pending.items() if pending.endpoint == endpoint]
 
     def _fail(self, requests: Iterable[int], reason: str) -> None:
         """Ends `requests`, each by its `seq`, with an error."""
@@ -317,15 +333,16 @@ class SideChannelClient(Loop):
             self._call(partial(self._pending.pop(seq).done, SideChannelError(reason)))
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
-        for dealer in ready:
-            endpoint = self._endpoints.get(dealer)
-            if endpoint is not None:
-                self._receive(dealer, endpoint)
+        for socket in ready:
+            dealer = self._by_socket.get(socket)
+            if dealer is not None:
+                self._receive(dealer)
 
-    def _receive(self, dealer: "zmq.Socket[bytes]", endpoint: str) -> None:
-        for _ in range(_UNREAD_ANSWERS):  # then other connections and deadlines get their turn
+    def _receive(self, dealer: Dealer) -> None:
+        endpoint = dealer.endpoint
+        for _ in range(UNREAD_ANSWERS):  # then other connections and deadlines get their turn
             try:
-                frames = dealer.recv_multipart(zmq.DONTWAIT)
+                frames = dealer.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.ZMQError:
                 return
             try:
@@ -352,9 +369,13 @@ class SideChannelClient(Loop):
     def _on_tick(self, now: float) -> None:
         hint = "; does it have the same secret?" if self._keys else ""
         self._fail([seq for seq, each in self._pending.items() if now >= each.deadline], f"no answer in time{hint}")
+        if len(self._keys) > 1:
+            for dealer in list(self._dealers.values()):
+                if dealer.has_failed():
+                    self._try_other_secret(dealer)
         if now >= self._rest_look_at:
             self._rest_look_at = now + _REST_LOOK_S
-            for endpoint, dealer in list(self._dealers.items()):
-                if dealer not in self._poller:
-                    self._receive(dealer, endpoint)
+            for dealer in list(self._dealers.values()):
+                if dealer.socket not in self._poller:
+                    self._receive(dealer)
         self._tick(now)
