@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For all tests, and the processes that they start: owned objects check which thread calls them."""
+"""For all tests, and the processes that they start: owned objects check which thread calls them, and a secret that this
+user has is not read."""
 
 import os
 import sys
+import tempfile
 
 os.environ["VLLM_ASCEND_PD_CHECK_THREADS"] = "1"  # before the package is imported
+_config = tempfile.TemporaryDirectory(prefix="config-")
+os.environ["XDG_CONFIG_HOME"] = _config.name
 
 
 def pytest_collection_finish() -> None:

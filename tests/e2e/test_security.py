@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster with side channel keys, a ticket secret and a metaserver token: it works, and others get nothing. Decode
-also posts tickets by mutual TLS, as to a gateway."""
+"""A cluster with a secret and a metaserver token: it works, and others get nothing. Decode also posts tickets by mutual
+TLS, as to a gateway."""
 
 import dataclasses
 import json
@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from zmq.utils import z85
 
 from harness.certificates import Authority, Certificate
 from harness.client import Client, at_once, random_prompt
@@ -25,6 +26,8 @@ from harness.engines import PATIENT, script
 from harness.failures import wait_all_blocks_free
 from harness.metaserver import metaserver
 from harness.pool import ClusterPool, Reference
+from vllm_ascend_pd.core.secret import Use
+from vllm_ascend_pd.transport.secret_files import cluster_secret
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -35,7 +38,6 @@ REPLAY = "the ticket was used before: a replay"
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    keys: Path
     secret: Path
     token: Path
     authority: Authority
@@ -44,8 +46,11 @@ class Files:
 
     def contents(self) -> list[str]:
         """What nobody may see."""
-        keys = json.loads(self.keys.read_text())
-        return [keys["server_secret_key"], keys["client_secret_key"], self.secret.read_text().strip(), TOKEN]
+        secret = cluster_secret(self.secret)
+        assert secret is not None
+        derived = [key for use in Use for key in secret.keys(use)]
+        shown = [form for key in derived for form in (key.hex(), z85.encode(key).decode())]
+        return [self.secret.read_text().strip(), *shown, TOKEN]
 
 
 @pytest.fixture(scope="session")
@@ -54,15 +59,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("secrets")
     authority = Authority(folder, "cluster")
     files = Files(
-        folder / "keys",
-        folder / "tickets",
+        folder / "secret",
         folder / "token",
         authority,
         authority.issue("proxy", "IP:127.0.0.1"),
         authority.issue("decode", "DNS:decode"),
     )
-    for args in ([str(files.keys)], ["--ticket-secret", str(files.secret)]):
-        subprocess.run([script("vllm-ascend-pd"), "keygen", *args], check=True, timeout=60, capture_output=True)
+    make = [script("vllm-ascend-pd"), "secret", str(files.secret)]
+    subprocess.run(make, check=True, timeout=60, capture_output=True)
     files.token.write_text(f"{TOKEN}\n")
     files.token.chmod(0o600)
     return files
@@ -84,7 +88,7 @@ def secured(files: Files) -> ClusterConfig:
         ssl_certfile=str(files.decode.cert),
         ssl_keyfile=str(files.decode.key),
     )
-    common = {"side_channel_key_file": str(files.keys), "ticket_secret_file": str(files.secret)}
+    common = {"secret_file": str(files.secret)}
 
     def secure(side: Any, **more: object) -> Any:
         extra = (*PATIENT, *common.items(), *more.items())
@@ -93,7 +97,7 @@ def secured(files: Files) -> ClusterConfig:
     return dataclasses.replace(
         plain,
         name="secured-tp2-to-tp1",
-        prefill=(secure(plain.prefill[0], decode_allowlist=("127.0.0.0/8",)),),
+        prefill=(secure(plain.prefill[0], peers=("127.0.0.0/8",)),),
         decode=(secure(plain.decode[0], metaserver_token_file=str(files.token), tls_config=tls),),
         proxy_args=(
             *PATIENT_PROXY,
@@ -176,7 +180,7 @@ def test_tickets_that_are_unsigned_altered_or_replayed(
         }
         errors = {what: prefill(changed) for what, changed in refused.items()}
         assert "not signed" in (errors.pop("unsigned") or "")
-        assert "not in decode_allowlist" in (errors.pop("another-host") or "")
+        assert "not in peers" in (errors.pop("another-host") or "")
         assert all("altered" in (error or "") for error in errors.values()), errors
 
         another_prompt = random_prompt(700, "whoever takes a ticket from its way")
@@ -196,6 +200,6 @@ def test_no_log_shows_a_secret(cluster: Cluster, client: Client, files: Files) -
     client.complete(random_prompt(20, "one more before the logs are read"))
     for server in (*cluster.prefill, *cluster.decode, cluster.proxy):
         log = server.log.read_text(errors="replace")
-        assert str(files.keys) in log or server is cluster.proxy, "vLLM shows its config: this test looks at it"
+        assert str(files.secret) in log or server is cluster.proxy, "vLLM shows its config: this test looks at it"
         for secret in files.contents():
             assert secret not in log, f"{server.name} logged a secret"

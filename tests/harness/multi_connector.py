@@ -40,7 +40,8 @@ OF_ANOTHER: dict[str, Any] = {
 def transfer_config(role: Role, ours_first: bool, folder: Path) -> dict[str, Any]:
     """`kv_transfer_config` of an engine with both; the other keeps its files in `folder`."""
     beside = (("shared_storage_path", str(folder)),)
-    return EngineConfig(role=role, beside=beside, ours_first=ours_first).transfer_config(30001)
+    ours = (("trust_network", True),)  # tickets of these tests come from other hosts
+    return EngineConfig(role=role, beside=beside, ours_first=ours_first, connector_extra=ours).transfer_config(30001)
 
 
 def hooks_of(connector: type) -> set[str]:

@@ -13,18 +13,25 @@ import pytest
 
 from harness.connectors import config_of, scheduler_connector
 from vllm_ascend_pd.connector import model as model_module
+from vllm_ascend_pd.transport.secret_files import new_secret, write_new
 
 Said = Callable[..., str]
 
+SECRET = "a file with a secret"
+"""Stands for its path."""
+
 
 @pytest.fixture
-def said(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Said:
+def said(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Said:
     """Returns the line with `words` that an engine of a role shows at its start, on a host with a hundred networks.
     `options`: of `EngineArgs`."""
     bridges = [SimpleNamespace(address=f"198.51.{n}.7", netmask="255.255.255.0") for n in range(100)]
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"bridges": bridges})
 
     def start(role: str, extra: dict[str, Any], words: str, **options: Any) -> str:
+        if extra.get("secret_file") == SECRET:
+            write_new(tmp_path / "secret", new_secret())
+            extra = extra | {"secret_file": str(tmp_path / "secret")}
         config = config_of(model, {"kv_role": role, "kv_connector_extra_config": extra}, **options)
         shown = logging.getLogger("vllm")  # what an engine shows
         monkeypatch.setattr(shown, "handlers", [*shown.handlers, caplog.handler])
@@ -40,8 +47,10 @@ def said(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("extra", "named", "not_named"),
     [
-        ({}, "10.0.0.0/8", "8.8.8.0/24"),
-        ({}, "198.51.0.0/24", "198.51.99.0/24"),  # of a hundred networks, only some are named
+        ({}, "127.0.0.0/8", "10.0.0.0/8"),
+        ({"trust_network": True}, "10.0.0.0/8", "8.8.8.0/24"),
+        ({"trust_network": True}, "198.51.0.0/24", "198.51.99.0/24"),  # of a hundred networks, only some are named
+        ({"secret_file": SECRET}, "any host", "10.0.0.0/8"),
         ({"peers": ["203.0.113.0/24"]}, "203.0.113.0/24", "10.0.0.0/8"),
     ],
 )
@@ -60,9 +69,10 @@ ELSEWHERE = "http://proxy.example:8000"
 @pytest.mark.parametrize(
     ("extra", "proxies", "named", "not_named"),
     [
-        ({}, "this host only", "10.0.0.0/8", "8.8.8.0/24"),
-        ({}, "peers names no URL", "198.51.0.0/24", "198.51.99.0/24"),
-        ({"peers": [ELSEWHERE]}, ELSEWHERE, "10.0.0.0/8", "this host only"),
+        ({}, "this host only", "127.0.0.0/8", "10.0.0.0/8"),
+        ({"trust_network": True}, "peers names no URL", "198.51.0.0/24", "198.51.99.0/24"),
+        ({"peers": [ELSEWHERE]}, ELSEWHERE, "127.0.0.0/8", "this host only"),
+        ({"secret_file": SECRET}, "this host only", "no host", "127.0.0.0/8"),
         ({"peers": ["203.0.113.0/24"]}, "this host only", "203.0.113.0/24", "10.0.0.0/8"),
     ],
 )

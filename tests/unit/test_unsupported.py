@@ -104,8 +104,9 @@ def test_what_is_refused(changes: dict[str, Any], refusing: tuple[str, ...], nam
     ],
 )
 def test_who_computes_beside_the_recompute_scheduler(
-    additional: dict[str, Any], said: str | None, refused: bool, computes: bool
+    additional: dict[str, Any], said: str | None, refused: bool, computes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     config = configured(CONSUMER, additional_config=additional)
     config.kv_transfer_config.kv_connector_extra_config = {} if said is None else {"who_computes": said}
     reason = unsupported(config)

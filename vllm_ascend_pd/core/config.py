@@ -114,12 +114,13 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engines without it get no answer. The same on all engines and proxies. None: `~/.config/vllm-ascend-pd/secret`, or
     below `XDG_CONFIG_HOME` if that is set, if a file is there."""
     peers: tuple[str, ...] = ()
-    """Who may be talked to. Hosts of engines: addresses, networks and names, each with a port or a range of ports if
-    you like (`10.1.0.0/16`, `10.1.0.0/16:7000-7999`, `[fd00::/8]:8998`, `node-3`). If there is one, only those hosts
-    connect, and only they are connected to. And URLs of metaservers that do not sign (`scheme://host[:port][/path]`).
-    With a secret no entry is needed. Without hosts and without a secret: this host, and with `trust_network` also
-    private networks and the networks of this host's interfaces. Without URLs and without a secret: this host, path
-    `/v1/metaserver`."""
+    """Engines and metaservers that are talked to. An engine's host is an address, a network or a name, with a port or a
+    range of ports if wanted (`10.1.0.0/16`, `10.1.0.0/16:7000-7999`, `[fd00::/8]:8998`, `node-3`). If any host is
+    listed, only listed hosts connect and are connected to. The ports are those that tickets, routers and clients name
+    (`kv_port`, `bootstrap_port`, the ticket listener's). Ports that ranks choose are free. A URL
+    (`scheme://host[:port][/path]`) admits a metaserver that does not sign. Empty: with a secret, all engines that have
+    it; otherwise this host, and with `trust_network` private networks and the networks of this host's interfaces.
+    Without a URL, tickets are posted only to this host, path `/v1/metaserver`."""
     trust_network: bool = False
     """Without a secret, start although other hosts can reach this engine. Whoever reaches it is trusted."""
     metaserver_token_file: str | None = None

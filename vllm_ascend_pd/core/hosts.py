@@ -82,7 +82,7 @@ class HostList:
 
         Raises ValueError, which names an entry that is none of these.
         """
-        self.admitted = in_words(entries)
+        self.admitted = in_words(entries) or "no host"
         self._networks: list[tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, range]] = []
         self._names: dict[str, list[range]] = {}
         self._hint = hint
