@@ -172,8 +172,12 @@ def test_a_file_at_the_default_path_that_cannot_be_read_is_an_error(home: Path) 
         cluster_secret(None)
 
 
-def test_without_a_home_folder_there_is_no_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+def test_without_a_home_folder_there_is_no_default_path(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is called `~` is none."""
+    below = home / "~" / ".config" / "vllm-ascend-pd"
+    below.mkdir(parents=True)
+    write_new(below / "secret", OLD.encode())
+    monkeypatch.chdir(home)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user that the system does not know
     assert cluster_secret(None) is None
 

@@ -163,7 +163,7 @@ def _split(entry: str) -> tuple[str, range]:
     if entry.startswith("["):
         host, bracket, ports = entry[1:].partition("]:")
         if not bracket or ":" not in host:
-            raise ValueError("an IPv6 address in brackets needs a port after them")
+            raise ValueError("brackets around an IPv6 address need a port after them")
     elif entry.count(":") == 1:
         host, _, ports = entry.partition(":")
     else:
