@@ -48,9 +48,9 @@ class SilentMetaserver:
         self.outcomes: list[PostOutcome] = []
         self.posted: list[object] = []
 
-    def check(self, url: str) -> None: ...
+    def check(self, *args: object) -> None: ...
 
-    def post(self, key: str, url: str, body: object) -> None:
+    def post(self, key: str, url: str, body: object, *args: object) -> None:
         self.posted.append(body)
 
     def cancel(self, key: str) -> None: ...

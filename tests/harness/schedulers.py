@@ -17,6 +17,7 @@ from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.observe.stats import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
+from vllm_ascend_pd.transport.peers import Peers
 from vllm_ascend_pd.transport.wakeup import IdleWait
 
 FAILED_WAIT_S = 10.0
@@ -53,7 +54,7 @@ def decode_scheduler(
     blocks = VllmBlocks(groups)
     placement = ConnectorConfig(who_computes="prefill")
     who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)
-    routes = TicketRoutes(metaserver, PrefillClient(AnyHost()))
+    routes = TicketRoutes(metaserver, PrefillClient(Peers(None, AnyHost(), AnyHost())))
     return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), FAILED_WAIT_S, observer)
 
 

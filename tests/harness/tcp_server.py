@@ -29,6 +29,20 @@ def serving(serve: Callable[[socket.socket], None]) -> Iterator[int]:
         thread.join(10)
 
 
+@contextlib.contextmanager
+def unvisited() -> Iterator[int]:
+    """Listens, and yields the port. Raises AssertionError at the end if anything has connected."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+        listener.setblocking(False)
+        try:
+            peer, address = listener.accept()
+        except BlockingIOError:
+            return
+        peer.close()
+        raise AssertionError(f"connected to from {address}")
+
+
 def read_to_the_end(peer: socket.socket) -> None:
     """Until the other side has closed: closing with bytes unread would be a reset."""
     while peer.recv(65536):

@@ -117,7 +117,7 @@ def _client_request(endpoint: Endpoint, data: bytes) -> None:
         with contextlib.suppress(ValueError):
             assert json.loads(data).get("kv_transfer_params") is None
         raise
-    decode_body(request, "http://127.0.0.1:1/v1/metaserver", "an-id")
+    decode_body(request, {"metaserver": "http://127.0.0.1:1/v1/metaserver"}, "an-id")
     for index in range(min(3, len(request.prompts))):
         prefill_body(request, index, b"{}", "an-id")
         tokens_body(request, msgspec.Raw(b"[1]"), b"{}")
@@ -160,7 +160,7 @@ def _url(data: bytes) -> None:
     if _OPEN.refusal(url) is None:
         authority = url.partition("://")[2].partition("/")[0].lower()
         assert authority.startswith(("127.", "localhost", "[", OWN_HOST)), url
-        parts, target = urlsplit(url), _OPEN.admit(url)
+        parts, target = urlsplit(url), _OPEN.admit(url).url
         assert (parts.scheme, parts.hostname) == (target.scheme, target.raw_host.decode().lower()), url
         assert parts.port in (target.port, {"http": 80, "https": 443}[target.scheme]), url
         assert not any((parts.query, parts.fragment, parts.username, target.query, target.userinfo)), url

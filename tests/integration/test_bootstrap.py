@@ -18,6 +18,8 @@ from harness.connectors import config_of, scheduler_connector
 from harness.ports import release_port, reserve_port, reserve_ports
 from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
 from vllm_ascend_pd.core.config import ConfigError
+from vllm_ascend_pd.core.signed_addresses import is_signed_listener
+from vllm_ascend_pd.transport.secret_files import cluster_secret, new_secret, write_new
 
 
 def talk(port: int, content: bytes, timeout_s: float = 20.0) -> bytes:
@@ -146,6 +148,19 @@ def test_the_first_of_data_parallel_engines_answers_for_all(model: Path, ports: 
         assert "started_as" not in engines["1"]
         assert other._role._held.inbox.port == kv_port + 1
         assert "prefill_dp1" in other._role._held.inbox._names
+
+
+def test_with_a_secret_the_addresses_of_all_engines_are_signed(model: Path, ports: list[int], tmp_path: Path) -> None:
+    bootstrap, kv_port, *_ = ports
+    file = tmp_path / "secret"
+    write_new(file, new_secret())
+    secret = cluster_secret(file)
+    assert secret is not None
+    sizes = {"data_parallel_size_local": 2, "data_parallel_rank_local": 0, "data_parallel_index": 0}
+    with prefill(model, kv_port, "prefill_dp0", bootstrap_port=bootstrap, secret_file=str(file), **sizes):
+        first, second = query(bootstrap).values()
+    for rank, engine in enumerate((first, second)):
+        assert is_signed_listener(secret, engine["signature"], f"prefill_dp{rank}", HOST, kv_port + rank)
 
 
 def test_a_port_in_use_is_an_error(model: Path, ports: list[int]) -> None:

@@ -12,7 +12,6 @@ import threading
 import time
 from typing import Any
 
-import httpx
 import pytest
 from metaserver_posts import *  # noqa: F403
 from metaserver_posts import (
@@ -35,7 +34,7 @@ from vllm_ascend_pd.core.protocol import METASERVER_PATH, RECOMPUTES_HEADER, Tra
 from vllm_ascend_pd.decode import metaserver as metaserver_module
 from vllm_ascend_pd.decode import ticket_client
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError
-from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
+from vllm_ascend_pd.decode.metaserver_allowlist import Admitted, Allowlist
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 
@@ -186,9 +185,9 @@ def test_the_allow_list_is_asked_before_each_attempt(client: MetaserverClient) -
     asked: list[str] = []
 
     class Once(Allowlist):
-        def _find(self, url: str) -> httpx.URL | str:
+        def _find(self, url: str, signature: str) -> Admitted | str:
             asked.append(url)
-            return "no more" if len(asked) > 1 else super()._find(url)
+            return "no more" if len(asked) > 1 else super()._find(url, signature)
 
     client._allowlist = Once((), "127.0.0.1")
     with raw_server(b"") as (url, seen):

@@ -23,9 +23,11 @@ from vllm_ascend_pd.core.protocol import AskTicket, OfferTicket, Problem, Releas
 from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
+from vllm_ascend_pd.transport.peers import Peers
 
 TICKET = make_ticket(100, [3])
 HOSTS = HostList(["127.0.0.0/8"], "is not allowed")
+LISTED = Peers(None, HOSTS, HOSTS)
 CONFIG = ConnectorConfig(grant_timeout_s=0.5)
 
 
@@ -61,7 +63,7 @@ def retries() -> Retries:
 
 @pytest.fixture
 def client(retries: Retries) -> Iterator[PrefillClient]:
-    client = PrefillClient(HOSTS, CONFIG, observer=retries)
+    client = PrefillClient(LISTED, CONFIG, observer=retries)
     yield client
     client.close()
 
@@ -88,7 +90,7 @@ def test_prefill_takes_the_ticket_and_forgets_it_when_it_is_done(client: Prefill
 
 def test_prefill_that_has_no_room_is_asked_again(taker: MakeTaker, retries: Retries) -> None:
     prefill = taker([NOT_YET, NOT_YET, TAKEN], [UNKNOWN])
-    with closing(PrefillClient(HOSTS, observer=retries)) as client:
+    with closing(PrefillClient(LISTED, observer=retries)) as client:
         offer(client, prefill.params)
         assert outcome(client).ok
     assert len(prefill.of(OfferTicket)) == 3
@@ -118,14 +120,14 @@ def test_no_prefill_engine_answers(taker: MakeTaker) -> None:
     with socket.socket() as unheard:
         unheard.bind((HOST, 0))
         params = taker().params | {"ticket_port": unheard.getsockname()[1]}
-        with closing(PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.1))) as client:
+        with closing(PrefillClient(LISTED, msgspec.structs.replace(CONFIG, control_timeout_s=0.1))) as client:
             offer(client, params)
             assert "does not take the ticket: no answer in time" in outcome(client).reason
 
 
 def test_prefill_dies_with_the_ticket(taker: MakeTaker) -> None:
     prefill = taker()
-    with closing(PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))) as client:
+    with closing(PrefillClient(LISTED, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))) as client:
         offer(client, prefill.params)
         wait_until(lambda: prefill.of(AskTicket), 20)
         prefill.close()
@@ -149,7 +151,7 @@ def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker)
 
 
 def test_closing_ends_everything(taker: MakeTaker) -> None:
-    client = PrefillClient(HOSTS, CONFIG)
+    client = PrefillClient(LISTED, CONFIG)
     prefill = taker()
     offer(client, prefill.params)
     wait_until(lambda: prefill.of(AskTicket), 20)
@@ -164,7 +166,7 @@ def test_closing_ends_everything(taker: MakeTaker) -> None:
 def test_an_engine_with_another_secret_gets_no_ticket(taker: MakeTaker) -> None:
     prefill = taker(secret=random_secret())
     config = msgspec.structs.replace(CONFIG, control_timeout_s=0.3)
-    with closing(PrefillClient(HOSTS, config, random_secret())) as client:
+    with closing(PrefillClient(Peers(random_secret(), HOSTS, HOSTS), config)) as client:
         offer(client, prefill.params)
         assert "the same secret" in outcome(client).reason
         assert prefill.got == []
@@ -303,6 +305,6 @@ def test_a_served_ticket_needs_no_bootstrap_server(client: PrefillClient, taker:
 def test_no_bootstrap_server() -> None:
     with socket.socket() as unheard:
         unheard.bind((HOST, 0))
-        with closing(PrefillClient(HOSTS, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))) as client:
+        with closing(PrefillClient(LISTED, msgspec.structs.replace(CONFIG, control_timeout_s=0.2))) as client:
             offer(client, mooncake(unheard.getsockname()[1]))
             assert "bootstrap server does not answer" in outcome(client).reason

@@ -88,6 +88,16 @@ def test_decodes_start_names_the_places_where_its_tickets_may_go(
     assert len(line) < 1000
 
 
+def test_with_a_secret_decodes_start_names_signatures(said: Said, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    write_new(file, new_secret())
+    line = said("kv_consumer", {"secret_file": str(file)}, "tickets are posted to proxies at")
+    before, _, after = line.partition("prefill engines at")
+    assert "those with the signature of this cluster's proxies" in before
+    assert "this host only" not in before
+    assert "any host, if the engine has signed its address" in after
+
+
 def test_decodes_start_warns_of_a_fault_of_the_installed_vllm_ascend(
     said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:

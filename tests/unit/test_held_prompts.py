@@ -22,10 +22,15 @@ from harness.held_prompts import (
 )
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK
+from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.protocol import Acknowledged, TicketRefused, TicketTaken
 from vllm_ascend_pd.core.step import Send, WorkerReport
+from vllm_ascend_pd.decode.bootstrap import RouteError, parse_routed_prompt
+from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.prefill import held_prompts
 from vllm_ascend_pd.prefill.ticket_listener import NO_PROMPT
+from vllm_ascend_pd.transport.peers import Peers
+from vllm_ascend_pd.transport.secret_files import cluster_secret, new_secret
 
 
 def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> None:
@@ -62,6 +67,20 @@ def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> No
     assert not prefill.vllm.has_requests()
     assert until(lambda: isinstance(prefill.fate(transfer_id, ticket), TicketRefused)), "it has ended"
     assert remembered_of(prefill) == {}
+
+
+def test_with_a_secret_prefill_signs_where_tickets_go(scheduled_model: Path, tmp_path: Path) -> None:
+    """Decode accepts it as a router hands it on, and only for this prompt."""
+    file = tmp_path / "secret"
+    file.touch(mode=0o600)
+    file.write_bytes(new_secret())
+    prefill = Prefill(scheduled_model, extra={"secret_file": str(file)})
+    said = prefill.answered("r")
+    admission = PrefillAdmission(Peers(cluster_secret(file), AnyHost(), HostList((), "is not in peers")))
+    assert parse_routed_prompt(said, admission).endpoint == f"tcp://127.0.0.1:{prefill.held.inbox.port}"
+    with pytest.raises(RouteError, match="signature is wrong"):
+        parse_routed_prompt(said | {"transfer_id": "another"}, admission)
+    prefill.close()
 
 
 def test_a_ticket_that_comes_while_the_prompt_is_computed(scheduled_model: Path) -> None:

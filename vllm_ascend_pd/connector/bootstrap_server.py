@@ -15,6 +15,8 @@ import msgspec
 from vllm import envs
 
 from vllm_ascend_pd.core.hosts import authority
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signed_addresses import sign_listener
 from vllm_ascend_pd.decode.bootstrap import Engine
 from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
 from vllm_ascend_pd.transport.port_holder import held_by
@@ -36,15 +38,20 @@ class BootstrapServerError(RuntimeError):
     """The server cannot listen."""
 
 
-def answer_of(engine_id: str, started_as: str, host: str, port: int, siblings: int = 0) -> bytes:
+def answer_of(
+    engine_id: str, started_as: str, host: str, port: int, siblings: int = 0, secret: Secret | None = None
+) -> bytes:
     """Returns the JSON for an engine that takes tickets at `host:port`, as `GET /query` answers it.
 
     `siblings`: how many further data-parallel engines are on this host. Each takes tickets on the next port.
+    `secret`: signs the addresses.
     """
-    entries = [Engine(engine_id, {"0": {"0": authority(host, port)}}, started_as)]
-    for rank in range(1, siblings + 1):
-        name = f"{engine_id.removesuffix('_dp0')}_dp{rank}"
-        entries.append(Engine(name, {"0": {"0": authority(host, port + rank)}}))
+    entries = []
+    for rank in range(siblings + 1):
+        name = f"{engine_id.removesuffix('_dp0')}_dp{rank}" if rank else engine_id
+        signature = "" if secret is None else sign_listener(secret, name, host, port + rank)
+        address = {"0": {"0": authority(host, port + rank)}}
+        entries.append(Engine(name, address, None if rank else started_as, signature))
     return msgspec.json.encode({str(rank): entry for rank, entry in enumerate(entries)})
 
 

@@ -142,6 +142,7 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
             blocks,
             _needs(setup, groups),
             left_to_decode(groups),
+            peers.secret,
         )
     scheduler = PrefillScheduler(
         groups,
@@ -217,7 +218,8 @@ def _bootstrap_server(setup: EngineSetup, listener: TicketListener) -> Bootstrap
     siblings = parallel.data_parallel_size_local - 1
     if siblings > 0 and listener.port != setup.port:
         raise ConfigError("bootstrap_port: data-parallel engines need a kv_port, with a free port for each engine")
-    answer = answer_of(setup.engine_id, setup.started_as, listener.host, listener.port, siblings)
+    where = listener.host, listener.port
+    answer = answer_of(setup.engine_id, setup.started_as, *where, siblings, setup.peers.secret)
     try:
         server = BootstrapServer(setup.host, port, answer)
     except BootstrapServerError as error:
@@ -253,19 +255,21 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     measured = DecodeSchedulerStats()
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
     observer = tell_all(DecodeSchedulerObserver, measured, ReceiveSpans(), traced)
-    metaserver = MetaserverClient(config, setup.host, recomputes and config.who_computes != "never", observer)
+    may_compute = recomputes and config.who_computes != "never"
+    metaserver = MetaserverClient(config, setup.host, may_compute, observer, secret)
+    prefill = PrefillClient(setup.peers, config, observer)
     logger.info(
         "tickets are posted to proxies at: %s; or offered to prefill engines at: %s; requests that name others are "
         "refused",
         metaserver.admitted,
-        setup.peers.named.admitted,
+        prefill.admitted,
     )
     scheduler = DecodeSchedulerRole(
         setup,
         TicketIssuer(engine, groups, requests, secret, config.queue_timeout_s, config.verified_share),
         requests,
         blocks,
-        TicketRoutes(metaserver, PrefillClient(setup.peers.named, config, secret, observer)),
+        TicketRoutes(metaserver, prefill),
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
         _idle_wait(setup, wakeup),
         # A writer whose process has ended counts as one until its bytes have settled.

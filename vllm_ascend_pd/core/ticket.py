@@ -43,6 +43,9 @@ PREFILL_WAIT_S = "prefill_wait_s"
 _LONGEST_WAIT_S = 86400.0
 """A longer wait in prefill's queue is not believed."""
 
+METASERVER_SIGNATURE = "metaserver_signature"
+"""The signature of the metaserver's URL (`core/signed_addresses.py`)."""
+
 # Keys in the `kv_transfer_params` of prefill's answer to a router that asks prefill first. The router hands them to
 # decode as they are.
 
@@ -55,11 +58,15 @@ TICKET_HOST = "ticket_host"
 TICKET_PORT = "ticket_port"
 """The port where prefill takes decode's ticket."""
 
+TICKET_LISTENER_SIGNATURE = "ticket_listener_signature"
+"""Prefill's signature of these three and of its engine id (`core/signed_addresses.py`)."""
+
 MAX_TRANSFER_ID_CHARS = 128
 """The longest `TRANSFER_ID`."""
 
 BOOTSTRAP_ADDRESS = "remote_bootstrap_addr"
-"""Instead of the last two: URL of a server that knows them (`decode/bootstrap.py`). Mooncake's routers send it."""
+"""Instead of `TICKET_HOST` and `TICKET_PORT`: URL of a server that knows them (`decode/bootstrap.py`). Mooncake's
+routers send it."""
 
 
 class TicketError(ValueError):

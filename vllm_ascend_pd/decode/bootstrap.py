@@ -12,15 +12,18 @@ import anyio
 import httpx
 import msgspec
 
-from vllm_ascend_pd.core.hosts import HostList, authority, is_host
+from vllm_ascend_pd.core.hosts import authority, is_host
+from vllm_ascend_pd.core.signed_addresses import signature_in
 from vllm_ascend_pd.core.text import UNREADABLE, is_name
 from vllm_ascend_pd.core.ticket import (
     BOOTSTRAP_ADDRESS,
     TICKET_HOST,
+    TICKET_LISTENER_SIGNATURE,
     TICKET_PORT,
     TRANSFER_ID,
     is_transfer_id,
 )
+from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, describe, open_client, parse_url, read_at_most
 
 _MAX_URL_CHARS = 512
@@ -46,8 +49,8 @@ class RoutedPrompt:
         return f"prefill engine at {self.endpoint or self.bootstrap}"
 
 
-def parse_routed_prompt(params: Mapping[str, Any], hosts: HostList) -> RoutedPrompt:
-    """Reads a request's `kv_transfer_params`. `hosts`: those that may be connected to.
+def parse_routed_prompt(params: Mapping[str, Any], admission: PrefillAdmission) -> RoutedPrompt:
+    """Reads a request's `kv_transfer_params`. `admission`: decides which addresses may be connected to.
 
     Raises RouteError. The message does not quote addresses, since a client may read it.
     """
@@ -56,25 +59,30 @@ def parse_routed_prompt(params: Mapping[str, Any], hosts: HostList) -> RoutedPro
         raise RouteError(f"{TRANSFER_ID} is not a short printable text")
     if not isinstance(engine_id, str) or not engine_id or not is_name(engine_id):
         raise RouteError("remote_engine_id is not a short printable text")
-    if params.get(TICKET_HOST) is not None:
-        host, port = params[TICKET_HOST], params.get(TICKET_PORT)
-        endpoint = f"tcp://{_checked(host, port, hosts, TICKET_HOST)}"
-        return RoutedPrompt(transfer_id, engine_id, endpoint=endpoint)
-    return RoutedPrompt(transfer_id, engine_id, bootstrap=_bootstrap(params.get(BOOTSTRAP_ADDRESS), hosts))
+    if params.get(TICKET_HOST) is None:
+        return RoutedPrompt(transfer_id, engine_id, bootstrap=_bootstrap(params.get(BOOTSTRAP_ADDRESS), admission))
+    host, port = _host_and_port(params[TICKET_HOST], params.get(TICKET_PORT), TICKET_HOST)
+    signature = signature_in(params, TICKET_LISTENER_SIGNATURE)
+    _refuse_if(admission.refusal_of_listener(engine_id, host, port, transfer_id, signature), TICKET_HOST)
+    return RoutedPrompt(transfer_id, engine_id, endpoint=f"tcp://{authority(host, port)}")
 
 
-def endpoint_of(address: object, hosts: HostList) -> str:
-    """Returns the endpoint `tcp://host:port` of an address `host:port` that a bootstrap server names.
+def endpoint_of(engine: Engine, admission: PrefillAdmission) -> str:
+    """Returns the endpoint `tcp://host:port` where tickets go, of an engine that a bootstrap server names.
 
     Raises RouteError.
     """
-    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    name = "the address in the bootstrap server's answer"
+    address = engine.worker_addr.get("0", {}).get("0", "")
+    host, _, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     number = int(port) if port.isascii() and port.isdecimal() and len(port) <= 5 else 0
-    return f"tcp://{_checked(host, number, hosts, 'the address in the bootstrap server' + chr(39) + 's answer')}"
+    host, number = _host_and_port(host, number, name)
+    _refuse_if(admission.refusal_of_listener(engine.engine_id, host, number, None, engine.signature), name)
+    return f"tcp://{authority(host, number)}"
 
 
-def _bootstrap(url: object, hosts: HostList) -> str:
+def _bootstrap(url: object, admission: PrefillAdmission) -> str:
     if not isinstance(url, str) or len(url) > _MAX_URL_CHARS:
         raise RouteError(f"{BOOTSTRAP_ADDRESS} is not a URL")
     try:
@@ -83,18 +91,22 @@ def _bootstrap(url: object, hosts: HostList) -> str:
         raise RouteError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT") from None
     if parsed.scheme != "http" or parsed.path.strip("/"):
         raise RouteError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT")
-    return f"http://{_checked(parsed.host, parsed.port, hosts, BOOTSTRAP_ADDRESS)}"
+    _refuse_if(admission.refusal_of_bootstrap(parsed.host, parsed.port), BOOTSTRAP_ADDRESS)
+    return f"http://{authority(parsed.host, parsed.port)}"
 
 
-def _checked(host: object, port: object, hosts: HostList, name: str) -> str:
-    """Returns `host:port`. `name`: of the value, for errors."""
+def _host_and_port(host: object, port: object, name: str) -> tuple[str, int]:
+    """Checks the types and the form of both. `name`: of the value, for errors."""
     if not isinstance(host, str) or not is_host(host):
         raise RouteError(f"{name} has no valid host")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
         raise RouteError(f"{name} has no valid port")
-    if (reason := hosts.refusal(host, port)) is not None:
+    return host, port
+
+
+def _refuse_if(reason: str | None, name: str) -> None:
+    if reason is not None:
         raise RouteError(f"{name}: {reason}")
-    return authority(host, port)
 
 
 _MAX_ANSWER_BYTES = 256 << 10
@@ -102,6 +114,7 @@ _MAX_ANSWER_BYTES = 256 << 10
 _MAX_REMEMBERED = 256
 
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
+_Signature = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class BootstrapError(Exception):
@@ -121,14 +134,16 @@ class Engine(msgspec.Struct, frozen=True, omit_defaults=True):
     worker_addr: dict[_Text, dict[_Text, _Text]]
     # The id of this start of the engine, which tickets are offered to. None: `engine_id`.
     started_as: _Text | None = None
+    # Of `worker_addr` and `engine_id`, by an engine with the cluster's secret (`core/signed_addresses.py`).
+    signature: _Signature = ""
 
 
 class PrefillAddresses:
     """Finds endpoints, and remembers them until `forget`. The thread of one event loop owns it."""
 
-    def __init__(self, hosts: HostList, timeout_s: float) -> None:
-        """`hosts`: those that may be connected to. `timeout_s`: for one answer."""
-        self._hosts = hosts
+    def __init__(self, admission: PrefillAdmission, timeout_s: float) -> None:
+        """`admission`: decides which addresses may be connected to. `timeout_s`: for one answer."""
+        self._admission = admission
         self._timeout_s = timeout_s
         self._known: OrderedDict[str, dict[str, tuple[str, str]]] = OrderedDict()  # by server, then by engine id
 
@@ -177,7 +192,7 @@ class PrefillAddresses:
         engines, refused = {}, None
         for engine in answer.values():
             try:
-                endpoint = endpoint_of(engine.worker_addr.get("0", {}).get("0"), self._hosts)
+                endpoint = endpoint_of(engine, self._admission)
             except RouteError as error:
                 refused = error
                 continue

@@ -31,6 +31,8 @@ from vllm_ascend_pd.core.protocol import (
     WaitingAnswer,
     WaitingQuestion,
 )
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signed_addresses import metaserver_tokens
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
@@ -55,12 +57,19 @@ class MetaserverError(Exception):
     """The client could not be started."""
 
 
+class _Metaserver(NamedTuple):
+    """A metaserver, as a request names it."""
+
+    url: str
+    signature: str  # "": none came with it
+
+
 @dataclass(eq=False, slots=True)
 class _Post:
     """A ticket on its way. Times are `time.monotonic`'s."""
 
     key: str
-    url: str
+    to: _Metaserver
     content: bytes
     posted_at: float
     latest: float  # the largest value that the deadline may get
@@ -84,8 +93,10 @@ class MetaserverClient(TicketClient):
         own_host: str,
         recomputes: bool = False,
         observer: DecodeSchedulerObserver | None = None,
+        secret: Secret | None = None,
     ) -> None:
         """`recomputes`: whether this engine computes a prompt whose KV does not arrive. It is sent with each ticket.
+        `secret`: the cluster's; None: it has none.
 
         Raises `MetaserverError` for an allow-list entry, certificate or token that cannot be used.
         """
@@ -93,7 +104,7 @@ class MetaserverClient(TicketClient):
         # Longest time from `post` to the outcome, however often the metaserver says that the ticket waits.
         self._longest_s = config.queue_timeout_s + config.transfer_timeout_s
         try:
-            self._allowlist = Allowlist(config.peer_urls, own_host)
+            self._allowlist = Allowlist(config.peer_urls, own_host, secret)
         except ValueError as error:
             raise MetaserverError(str(error)) from error
         self.admitted = self._allowlist.admitted  # where tickets may be posted to, in words
@@ -102,43 +113,51 @@ class MetaserverClient(TicketClient):
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if recomputes:
             headers[RECOMPUTES_HEADER] = "1"
+        headers_if_signed: dict[str, str] = {}
         self._tls = config.tls_config or TlsConfig()
         try:
             if config.metaserver_token_file is not None:
                 headers["Authorization"] = f"Bearer {read_text_secret(config.metaserver_token_file)}"
+            elif secret is not None:
+                # Only to signed URLs: others are no proxies of this cluster, and would learn the token.
+                headers_if_signed["Authorization"] = f"Bearer {metaserver_tokens(secret)[0]}"
             tls = tls_context(self._tls)
         except (OSError, SecretFileError) as error:  # ssl.SSLError is an OSError
             raise MetaserverError(f"a certificate or token of the metaserver cannot be read: {error}") from error
-        self._connections = http_client.Connections(timeout, headers, tls)
+        self._headers = httpx.Headers(headers)
+        self._headers_if_signed = httpx.Headers(headers | headers_if_signed)
+        self._connections = http_client.Connections(timeout, tls)
         self._free = asyncio.Semaphore(config.metaserver_max_connections)
         self._reporting, self._asking = asyncio.Semaphore(_SIDE_MESSAGES), asyncio.Semaphore(_SIDE_MESSAGES)
-        # The client's thread owns these two: posts by key, and URLs with a question on its way.
+        # The client's thread owns these two: posts by key, and metaservers with a question on its way.
         self._posts: dict[str, _Post] = {}
-        self._asked: set[str] = set()
+        self._asked: set[_Metaserver] = set()
         super().__init__("metaserver-client")
         self._thread.start(self._connections.close_idle)
         self._thread.start(self._ask_at_intervals)
 
-    def check(self, url: str) -> str | None:
-        """Returns why `url` must not be posted to, or None if it may."""
-        return self._allowlist.refusal(url)
+    # In these methods, `signature` is the URL's; "" if none came with it.
 
-    def post(self, key: str, url: str, body: dict[str, object]) -> None:
+    def check(self, url: str, signature: str = "") -> str | None:
+        """Returns why `url` must not be posted to, or None if it may."""
+        return self._allowlist.refusal(url, signature)
+
+    def post(self, key: str, url: str, body: dict[str, object], signature: str = "") -> None:
         """Sends `body` as JSON to `url`, if the allow-list admits it; `poll` returns the outcome. Raises ValueError if
         `key` has a post already."""
-        self._begin(key, self._post, key, url, msgspec.json.encode(body), time.monotonic())
+        self._begin(key, self._post, key, _Metaserver(url, signature), msgspec.json.encode(body), time.monotonic())
 
-    def report_failure(self, url: str, failure: TransferFailure) -> None:
+    def report_failure(self, url: str, failure: TransferFailure, signature: str = "") -> None:
         """Reports a failed transfer to the metaserver at `url`, where the ticket was posted, if the allow-list admits
         it. There is no outcome: without the report the client gets no reason."""
-        self._tell(self._report, url, failure)
+        self._tell(self._report, _Metaserver(url, signature), failure)
 
     async def _end(self) -> None:
         await self._connections.close()
 
-    async def _post(self, key: str, url: str, content: bytes, posted_at: float) -> PostOutcome:
+    async def _post(self, key: str, to: _Metaserver, content: bytes, posted_at: float) -> PostOutcome:
         with anyio.CancelScope(deadline=posted_at + self._config.transfer_timeout_s) as scope:
-            post = _Post(key, url, content, posted_at, posted_at + self._longest_s, scope)
+            post = _Post(key, to, content, posted_at, posted_at + self._longest_s, scope)
             self._posts[key] = post
             try:
                 async with self._free:
@@ -150,12 +169,12 @@ class MetaserverClient(TicketClient):
 
     async def _attempts(self, post: _Post) -> PostOutcome:
         """Posts until the metaserver accepts the ticket, or no retry is left."""
-        retries, attempt, where = self._config.metaserver_retries, 0, f"metaserver {clean(post.url)}"
+        retries, attempt, where = self._config.metaserver_retries, 0, f"metaserver {clean(post.to.url)}"
         while True:
             try:
-                failure = judge(*await self._send(post.url, "", post.content))
+                failure = judge(*await self._send(post.to, "", post.content))
             except HTTP_FAILURES as error:
-                failure = _explain(post.url, error, self._tls.ssl_certfile is not None)
+                failure = _explain(post.to.url, error, self._tls.ssl_certfile is not None)
             if failure is None:
                 return PostOutcome(post.key, ok=True)
             if not failure.may_pass or attempt == retries:
@@ -175,49 +194,49 @@ class MetaserverClient(TicketClient):
             why = ": prefill is overloaded or the proxy hangs"
         else:
             busy = f"all {self._config.metaserver_max_connections} connections wait for answers"
-            return f"not posted to metaserver {post.url} {seconds}: {busy}"
-        return f"metaserver {post.url} did not answer {seconds}{why}"
+            return f"not posted to metaserver {post.to.url} {seconds}: {busy}"
+        return f"metaserver {post.to.url} did not answer {seconds}{why}"
 
-    async def _report(self, url: str, failure: TransferFailure) -> None:
+    async def _report(self, to: _Metaserver, failure: TransferFailure) -> None:
         content = msgspec.json.encode(failure)
         try:
             with anyio.fail_after(_SIDE_TIMEOUT_S):
                 async with self._reporting:
-                    status, _ = await self._send(url, FAILURE_SUFFIX, content, repeats=1)
+                    status, _ = await self._send(to, FAILURE_SUFFIX, content, repeats=1)
             problem = f"it answered {status}" if status >= 500 else None
         except HTTP_FAILURES as error:
             problem = describe(error)
         if problem is not None:
             text = "request %s: its failed transfer cannot be reported to metaserver %s: %s; its client gets no reason"
-            logger.warning(text, failure.request_id, clean(url), problem)
+            logger.warning(text, failure.request_id, clean(to.url), problem)
 
     async def _ask_at_intervals(self) -> None:
-        """Asks about posts that are a while old, until it is cancelled: one question per URL at a time."""
+        """Asks about posts that are a while old, until it is cancelled: one question per metaserver at a time."""
         every_s = min(_ASK_EVERY_S, self._config.transfer_timeout_s / 4)
         while True:
             await asyncio.sleep(every_s)
             old = time.monotonic() - every_s
-            for url in {post.url for post in self._posts.values() if post.posted_at <= old} - self._asked:
-                self._asked.add(url)
-                self._thread.start(self._ask, url)
+            for to in {post.to for post in self._posts.values() if post.posted_at <= old} - self._asked:
+                self._asked.add(to)
+                self._thread.start(self._ask, to)
 
-    async def _ask(self, url: str) -> None:
+    async def _ask(self, to: _Metaserver) -> None:
         try:
             async with self._asking:
-                await self._ask_about([post for post in self._posts.values() if post.url == url], url)
+                await self._ask_about([post for post in self._posts.values() if post.to == to], to)
         except Exception as error:  # noqa: BLE001 - whatever it is, deadlines stay, and it is asked again
-            logger.info("metaserver %s does not say which tickets wait: %s", url, describe(error))
+            logger.info("metaserver %s does not say which tickets wait: %s", to.url, describe(error))
         finally:
-            self._asked.discard(url)
+            self._asked.discard(to)
 
-    async def _ask_about(self, posts: list[_Post], url: str) -> None:
+    async def _ask_about(self, posts: list[_Post], to: _Metaserver) -> None:
         named = {post.key: post for post in posts if post.has_connection}
         others = [post for post in posts if not post.has_connection]  # if the metaserver works, they come to it
         for first in range(0, max(1, len(named)), MAX_ASKED):
             question = WaitingQuestion(list(named)[first : first + MAX_ASKED])
             content, until = msgspec.json.encode(question), time.monotonic() + self._config.transfer_timeout_s
             with anyio.fail_after(_SIDE_TIMEOUT_S):
-                status, body = await self._send(url, WAITING_SUFFIX, content, repeats=1)
+                status, body = await self._send(to, WAITING_SUFFIX, content, repeats=1)
             if status != 200:  # not every metaserver has this endpoint
                 return
             waiting = set(msgspec.json.decode(body, type=WaitingAnswer).waiting)
@@ -226,18 +245,20 @@ class MetaserverClient(TicketClient):
             others = []
 
     @owned
-    async def _send(self, url: str, suffix: str, content: bytes, repeats: int = 0) -> tuple[int, bytes]:
-        """Posts to `url` with `suffix`, if the allow-list admits `url`. Returns status and body of the answer. Raises
-        `HTTP_FAILURES`. `repeats`: how often to send it again at once after a lost connection, as idle ones are."""
-        target = self._allowlist.admit(url)
+    async def _send(self, to: _Metaserver, suffix: str, content: bytes, repeats: int = 0) -> tuple[int, bytes]:
+        """Posts to the metaserver's URL with `suffix`, if the allow-list admits the URL. Returns status and body of the
+        answer. Raises `HTTP_FAILURES`. `repeats`: how often to send it again at once after a lost connection, as idle
+        ones are."""
+        url, is_signed = self._allowlist.admit(*to)
         if suffix:
-            target = target.copy_with(raw_path=target.raw_path + suffix.encode())
+            url = url.copy_with(raw_path=url.raw_path + suffix.encode())
+        headers = self._headers_if_signed if is_signed else self._headers
         try:
-            return await self._connections.post(target, content, _MAX_BODY_BYTES)
+            return await self._connections.post(url, headers, content, _MAX_BODY_BYTES)
         except http_client.CONNECTION_LOST:
             if not repeats:
                 raise
-        return await self._send(url, suffix, content, repeats - 1)
+        return await self._send(to, suffix, content, repeats - 1)
 
 
 class PostFailure(NamedTuple):

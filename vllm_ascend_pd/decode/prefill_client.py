@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt
 from vllm_ascend_pd.core.protocol import (
@@ -27,10 +26,11 @@ from vllm_ascend_pd.core.protocol import (
     TicketRefused,
     TicketTaken,
 )
-from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.bootstrap import BootstrapError, PrefillAddresses, RoutedPrompt, parse_routed_prompt
+from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.decode.ticket_client import PostOutcome, TicketClient
+from vllm_ascend_pd.transport.peers import Peers
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 SILENT_ROUNDS = 3
@@ -53,21 +53,20 @@ class PrefillClient(TicketClient):
 
     def __init__(
         self,
-        hosts: HostList,
+        peers: Peers,
         config: ConnectorConfig | None = None,
-        secret: Secret | None = None,
         observer: DecodeSchedulerObserver | None = None,
     ) -> None:
         """
-        hosts: those that may be connected to.
+        peers: the prefill engines that may be connected to.
         config: the engine's; None: the defaults.
-        secret: the cluster's.
         """
         self._config = config or ConnectorConfig()
-        self._hosts = hosts
-        self._secret = secret
+        self._secret = peers.secret
+        self._admission = PrefillAdmission(peers)
+        self.admitted = self._admission.admitted  # where tickets may be offered, in words
         self._observer = observer or DecodeSchedulerObserver()
-        self._addresses = PrefillAddresses(hosts, self._config.control_timeout_s)
+        self._addresses = PrefillAddresses(self._admission, self._config.control_timeout_s)
         # The client's thread owns the rest.
         # None until something is sent: most engines never get a request that names a prefill engine.
         self._channel: SideChannelClient | None = None
@@ -77,7 +76,7 @@ class PrefillClient(TicketClient):
 
     def parse(self, params: Mapping[str, Any]) -> RoutedPrompt:
         """Reads a request's `kv_transfer_params`. Raises RouteError if no ticket may be sent there."""
-        return parse_routed_prompt(params, self._hosts)
+        return parse_routed_prompt(params, self._admission)
 
     def offer(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
         """Hands `ticket` to the engine that holds `prompt`. `poll` returns the outcome, unless `cancel` comes first."""

@@ -19,9 +19,10 @@ from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
 from vllm_ascend_pd.core.protocol import TransferFailure
 from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signed_addresses import signature_in
 from vllm_ascend_pd.core.signing import signed
 from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest, VerifiedBlocks
-from vllm_ascend_pd.core.ticket import Ticket, names_prefill
+from vllm_ascend_pd.core.ticket import METASERVER_SIGNATURE, Ticket, names_prefill
 from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
@@ -169,9 +170,10 @@ class TicketRoutes:
         url = params.get("metaserver")
         if not isinstance(url, str):
             raise RouteError("kv_transfer_params has do_remote_prefill but no metaserver URL")
-        if (refused := self._metaserver.check(url)) is not None:
-            raise RouteError(refused)
-        return _OverMetaserver(self._metaserver, url)
+        signature = signature_in(params, METASERVER_SIGNATURE)
+        if (refused := self._metaserver.check(url, signature)) is not None:
+            raise RouteError(f"the metaserver's URL is refused: {refused}")
+        return _OverMetaserver(self._metaserver, url, signature)
 
     def no_ticket(self, params: Mapping[str, Any], named: NamesPrompt, reason: str) -> None:
         """No ticket will be issued for a request whose prompt a prefill engine holds: tells that engine."""
@@ -192,13 +194,15 @@ class TicketRoutes:
 class _OverMetaserver:
     """The way of one request's ticket. No method waits for the network."""
 
-    def __init__(self, client: MetaserverClient, url: str) -> None:
+    def __init__(self, client: MetaserverClient, url: str, signature: str) -> None:
         self._client = client
         self._url = url
+        self._signature = signature
 
     def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
         """Sends the ticket. `TicketRoutes.poll` returns the outcome. `token_ids`: the prompt, if it is wanted."""
-        self._client.post(ticket.ticket_id, self._url, {**msgspec.to_builtins(ticket), "token_ids": token_ids})
+        body = {**msgspec.to_builtins(ticket), "token_ids": token_ids}
+        self._client.post(ticket.ticket_id, self._url, body, self._signature)
 
     def ended(self, ticket: Ticket, failure: str | None) -> None:
         """The transfer has ended, before or after the outcome. `failure`: why it failed; None: the KV is there."""
@@ -207,7 +211,7 @@ class _OverMetaserver:
 
     def report(self, failure: TransferFailure) -> None:
         """A rank noticed that the transfer has failed."""
-        self._client.report_failure(self._url, failure)
+        self._client.report_failure(self._url, failure, self._signature)
 
 
 class _ToPrefill:

@@ -16,9 +16,18 @@ from typing import Any
 
 from vllm_ascend_pd.core.caches import BlockNeeds
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.core.signed_addresses import sign_listener
 from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import TICKET_HOST, TICKET_PORT, TRANSFER_ID, Ticket, TicketError
+from vllm_ascend_pd.core.ticket import (
+    TICKET_HOST,
+    TICKET_LISTENER_SIGNATURE,
+    TICKET_PORT,
+    TRANSFER_ID,
+    Ticket,
+    TicketError,
+)
 from vllm_ascend_pd.prefill.holding_room import HoldingRoom
 from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt
 from vllm_ascend_pd.prefill.ticket_listener import EARLY_S, Fate, OfferedTicket, TicketListener
@@ -45,6 +54,7 @@ class HeldPrompts:
     blocks: says which requests are ready, and how many blocks are free.
     needs: how many blocks prompts take.
     left_to_decode: how many of a prompt's tokens no ticket is for (`groups.left_to_decode`).
+    secret: signs the inbox's address, which routers hand to decode. None: it is not signed.
     """
 
     def __init__(
@@ -56,6 +66,7 @@ class HeldPrompts:
         blocks: EngineBlocks,
         needs: BlockNeeds,
         left_to_decode: int,
+        secret: Secret | None = None,
     ) -> None:
         self.inbox = inbox
         self._engine_id = engine_id
@@ -64,6 +75,7 @@ class HeldPrompts:
         self._blocks = blocks
         self._needs = needs
         self._left_to_decode = left_to_decode
+        self._secret = secret
         self._clock = time.monotonic
         # Makes transfer ids that nobody can guess.
         self._key = secrets.token_bytes(32)
@@ -110,7 +122,7 @@ class HeldPrompts:
         Returns the `kv_transfer_params` of its response, which the router hands to decode.
         """
         prompt.hold_until = self._clock() + self._hold_timeout_s
-        return {
+        params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._engine_id,
@@ -118,6 +130,10 @@ class HeldPrompts:
             TICKET_HOST: self.inbox.host,
             TICKET_PORT: self.inbox.port,
         }
+        if self._secret is not None:
+            where = (self._engine_id, self.inbox.host, self.inbox.port)
+            params[TICKET_LISTENER_SIGNATURE] = sign_listener(self._secret, *where, prompt.transfer_id)
+        return params
 
     @owned
     def give_up(self, reason: str) -> None:

@@ -92,15 +92,19 @@ class Connections:
     that takes 15 ms. So each connection has a client, and a pool, of its own. It is reused while it is young.
     """
 
-    def __init__(self, timeout: httpx.Timeout, headers: Mapping[str, str], ssl_context: ssl.SSLContext) -> None:
-        """`headers`: of every post, beside those that HTTP needs."""
-        self._timeout, self._headers, self._ssl_context = timeout, httpx.Headers(headers), ssl_context
+    def __init__(self, timeout: httpx.Timeout, ssl_context: ssl.SSLContext) -> None:
+        self._timeout, self._ssl_context = timeout, ssl_context
         self._idle: deque[tuple[float, httpx.AsyncClient]] = deque()  # with the times of their last use, latest last
 
-    async def post(self, url: httpx.URL, content: bytes, max_bytes: int) -> tuple[int, bytes]:
-        """Returns status and body of the answer, at most the first `max_bytes` of it. Raises `HTTP_FAILURES`."""
+    async def post(
+        self, url: httpx.URL, headers: Mapping[str, str], content: bytes, max_bytes: int
+    ) -> tuple[int, bytes]:
+        """Returns status and body of the answer, at most the first `max_bytes` of it. Raises `HTTP_FAILURES`.
+
+        `headers`: beside those that HTTP needs.
+        """
         # Not the client's own `stream`, which takes a fifth more CPU time.
-        request = httpx.Request("POST", url, headers=self._headers, content=content)
+        request = httpx.Request("POST", url, headers=headers, content=content)
         if self._idle:
             _, client = self._idle.pop()
         else:
