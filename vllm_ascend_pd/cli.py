@@ -114,7 +114,7 @@ REMOVED = {
     "--engines-file": "name engines with --prefill and --decode, by DNS (dns+http://NAME:PORT) or by the admin API",
     "--media-hosts": "each engine fetches images, sounds and videos itself",
     "--media-timeout": "each engine fetches images, sounds and videos itself",
-    "--ticket-secret-file": "the proxy needs no ticket secret",
+    "--ticket-secret-file": "engines and proxies have one secret: --secret-file",
     "--metaserver-port": _ONE_PORT,
     "--metaserver-tls-cert": _GATEWAY,
     "--metaserver-tls-key": _GATEWAY,

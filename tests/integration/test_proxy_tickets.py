@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from proxy_cluster import CHAT, Cluster, eventually, running_cluster, running_pr
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH, WAITING_SUFFIX
+from vllm_ascend_pd.transport.secret_files import new_secret, write_new
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -34,7 +36,7 @@ def test_no_more_tickets_than_samples(samples: int) -> None:
         assert len(cluster.prefill.received) == samples
 
 
-def test_the_log_tells_who_may_post_tickets(token_file: str) -> None:
+def test_the_log_tells_who_may_post_tickets(token_file: str, tmp_path: Path) -> None:
     def log(*options: str) -> str:
         nobody = "http://127.0.0.1:9"
         with running_proxy(nobody, "http://127.0.0.1:7", *options) as (process, port):
@@ -46,6 +48,8 @@ def test_the_log_tells_who_may_post_tickets(token_file: str) -> None:
     warning = "WARNING vllm_ascend_pd.proxy.server: any client that reaches this port may post tickets"
     assert warning in log()
     assert warning not in log("--metaserver-token-file", token_file)
+    write_new(tmp_path / "secret", new_secret())
+    assert warning not in log("--secret-file", str(tmp_path / "secret"))
 
 
 @pytest.mark.parametrize("request_id", ["cmpl-00000000-0000-4000-8000-000000000000-0", "chatcmpl-", "cmpl-x-0", ""])

@@ -19,7 +19,7 @@ from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.messages import RequestRefused
 
 ID = "5b1e0c2e-4d3f-4f0f-8f5a-7c9d1e2f3a4b"
-METASERVER = "http://127.0.0.1:8000/v1/metaserver"
+METASERVER = {"metaserver": "http://127.0.0.1:8000/v1/metaserver"}
 TICKET = b'{"do_remote_decode":true,"ticket_id":"00ff","remote_block_ids":[[1,2]]}'
 
 # One pixel, as OpenAI's clients send pictures; numbers and escapes that a decoder would write differently.

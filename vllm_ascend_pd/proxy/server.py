@@ -229,10 +229,10 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
     settings = msgspec.structs.replace(settings, max_concurrent=found.concurrent, max_waiting=found.waiting)
     app = ProxyApp(settings)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it logs each malformed request
-    if settings.metaserver_token_file is None:
+    if not settings.metaserver_tokens():
         log.warning(
-            "any client that reaches this port may post tickets for its own requests: --metaserver-token-file "
-            "prevents that"
+            "any client that reaches this port may post tickets for its own requests: the cluster's secret "
+            "(--secret-file) prevents that"
         )
     open_connections = OpenConnections(found.connections + BEYOND_LIMIT)
     server = _Server(

@@ -13,7 +13,9 @@ import msgspec
 from typer import Option
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.transport.secret_files import read_text_secret
+from vllm_ascend_pd.core.signed_addresses import metaserver_tokens, sign_metaserver
+from vllm_ascend_pd.core.ticket import METASERVER_SIGNATURE
+from vllm_ascend_pd.transport.secret_files import cluster_secret, read_text_secret
 
 MIB = 1024 * 1024
 DNS_SCHEME = "dns+http"
@@ -83,8 +85,15 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_bodies_mib: Annotated[int, Option(help="Maximum size of all request bodies together in MiB.")] = 512
     """Of clients' requests and engines' posts, while they arrive, wait and are served. What does not fit is answered
     503."""
+    secret_file: Annotated[
+        str | None,
+        Option(
+            help="File with the cluster's secret, as engines have it.",
+            show_default="~/.config/vllm-ascend-pd/secret, if it is there",
+        ),
+    ] = None
     metaserver_token_file: Annotated[
-        str | None, Option(help="File with the bearer token that decode engines must send with tickets.")
+        str | None, Option(help="File with a bearer token that decode engines without the secret send with tickets.")
     ] = None
     admin_token_file: Annotated[
         str | None,
@@ -137,7 +146,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         url = _with_path(self.metaserver_url or _default_metaserver_url(self.host, self.port))
         msgspec.structs.force_setattr(self, "metaserver_url", url)
-        self.metaserver_token()
+        self.metaserver_tokens()
         self.admin_token()
 
     def engines(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -147,8 +156,20 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{both[0]} is given as a prefill and as a decode engine")
         return prefill, decode
 
-    def metaserver_token(self) -> str | None:
-        return None if self.metaserver_token_file is None else read_text_secret(self.metaserver_token_file)
+    def metaserver(self) -> dict[str, str]:
+        """What tells decode where to post tickets: the metaserver's URL, signed if there is a secret."""
+        named, secret = {"metaserver": self.metaserver_url}, cluster_secret(self.secret_file)
+        if secret is not None:
+            named[METASERVER_SIGNATURE] = sign_metaserver(secret, self.metaserver_url)
+        return named
+
+    def metaserver_tokens(self) -> list[str]:
+        """The bearer tokens of decode engines; none if tickets need none."""
+        secret = cluster_secret(self.secret_file)
+        tokens = [] if secret is None else metaserver_tokens(secret)
+        if self.metaserver_token_file is not None:
+            tokens.append(read_text_secret(self.metaserver_token_file))
+        return tokens
 
     def admin_token(self) -> str | None:
         return None if self.admin_token_file is None else read_text_secret(self.admin_token_file)

@@ -221,16 +221,20 @@ def _samples(fields: Fields) -> int:
 
 
 def decode_body(
-    request: ClientRequest, metaserver_url: str, request_id: str, advice: Mapping[str, str | bool | float] | None = None
+    request: ClientRequest,
+    metaserver: Mapping[str, str],
+    request_id: str,
+    advice: Mapping[str, str | bool | float] | None = None,
 ) -> Content:
     """Returns the client's body with the order to decode to get the prompt's KV through the metaserver.
 
+    `metaserver`: the keys that name it (`ProxySettings.metaserver`).
     `request_id`: the id for the body, if the route has an id in it.
     """
     transfer = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
-        "metaserver": metaserver_url,
+        **metaserver,
         WANTS_TOKEN_IDS: True,
         **(advice or {}),
     }

@@ -5,7 +5,7 @@ headers pass on (RFC 9110, section 7.6.1)."""
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 
 from starlette.requests import Request
@@ -84,13 +84,14 @@ def error_response(
 Action = Callable[[Request], Awaitable[Response]]
 
 
-def guarded(token: str, name: str, action: Action) -> Action:
-    """An endpoint for those who have the bearer token `name`. It raises RequestRefused (401) without the token."""
-    expected = f"Bearer {token}".encode()
+def guarded(tokens: Sequence[str], name: str, action: Action) -> Action:
+    """An endpoint for those who have one of the bearer tokens `name`. It raises RequestRefused (401) without one."""
+    expected = [f"Bearer {token}".encode() for token in tokens]
 
     async def endpoint(request: Request) -> Response:
         given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, expected):  # its time does not depend on where the tokens differ
+        # The time of a comparison does not depend on where the tokens differ.
+        if not any(hmac.compare_digest(given, each) for each in expected):
             raise RequestRefused(HTTPStatus.UNAUTHORIZED, f"the {name} is missing or wrong")
         return await action(request)
 

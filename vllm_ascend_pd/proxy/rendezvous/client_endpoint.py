@@ -114,7 +114,7 @@ class ClientRequests:
         self._attempts = settings.attempts
         """How many engines may be asked for one request."""
         self._budget = budget
-        self._metaserver_url = settings.metaserver_url
+        self._metaserver = settings.metaserver()
         self._max_body_bytes = settings.max_body_mib * MIB
 
     def routes(self) -> list[BaseRoute]:
@@ -241,7 +241,7 @@ class ClientRequests:
         content = proxied.content
         if proxied.request is not None:
             advice = self._advice(attempt, ranking.first)
-            content = decode_body(proxied.request, self._metaserver_url, attempt.request_id, advice)
+            content = decode_body(proxied.request, self._metaserver, attempt.request_id, advice)
         sent = OutgoingRequest(proxied.method, proxied.path, attempt.decode_headers, content, attempt.request_id)
         relay = ResponseRelay(attempt, self._judge, self._observer)
         failure: Failure | None = None

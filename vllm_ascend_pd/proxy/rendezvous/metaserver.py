@@ -100,8 +100,8 @@ class Metaserver:
         self._deliveries = deliveries
         self._judge = judge
         self._observer = observer
-        self._token = settings.metaserver_token()
-        """Of decode engines; None if they need none."""
+        self._tokens = settings.metaserver_tokens()
+        """Of decode engines; none if they need none."""
         self._max_ticket_bytes = settings.max_ticket_bytes
         self._attempts = settings.attempts
         """How many prefills one prompt may have, over all decode attempts."""
@@ -112,11 +112,11 @@ class Metaserver:
         """A post that cannot be used is answered 400 or 413 (it cannot be read), 401 (the token is missing), 404 (no
         request waits for it) or 503 (the proxy shuts down). The body of errors is `{"error": reason}`."""
         posts = {"": self.post_ticket, FAILURE_SUFFIX: self.post_failure, WAITING_SUFFIX: self.post_question}
-        name = "bearer token (metaserver_token_file)"
+        name = "bearer token (of the cluster's secret, or metaserver_token_file)"
         return [
             Route(
                 METASERVER_PATH + suffix,
-                action if self._token is None else guarded(self._token, name, action),
+                guarded(self._tokens, name, action) if self._tokens else action,
                 methods=["POST"],
             )
             for suffix, action in posts.items()
@@ -152,7 +152,7 @@ class Metaserver:
         attempt, prompt, is_sample = self._request_table.find(header.request_id)
         if not header.ticket_id and (prompt or is_sample):
             raise _unmatched(attempt)
-        samples, is_authentic = attempt.request.samples, self._token is not None
+        samples, is_authentic = attempt.request.samples, bool(self._tokens)
         progress = attempt.ticket(prompt, header.ticket_id, samples, header.replaces, is_authentic)
         if progress is None:
             raise RequestRefused(
