@@ -2,6 +2,7 @@
 """What the doctor makes of an engine's configuration and of its own options."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm_ascend_pd.tools.command_line import USAGE_ERROR
 from vllm_ascend_pd.tools.doctor import configuration
 from vllm_ascend_pd.tools.doctor.cli import doctor
 from vllm_ascend_pd.tools.doctor.pair import api_key
-from vllm_ascend_pd.tools.doctor.report import Level
+from vllm_ascend_pd.tools.doctor.report import Finding, Level
 
 FOR_TCP = {"no_ascend": "it has no Ascend transport"}
 FOR_ASCEND = {"no_tcp": "it has no TCP", "no_rdma": "it has no rdma"}
@@ -38,9 +39,17 @@ def test_protocol(protocol: str, on_npu: bool, mooncake: dict[str, str], level: 
     assert (finding.level, finding.figures["protocol"]) == (level, protocol)
 
 
-def judged(config: dict[str, Any]) -> dict[str, Level]:
-    findings, _ = configuration.judge(configuration.read(json.dumps(config)))
+def judged(config: dict[str, Any], host: str = "127.0.0.1") -> dict[str, Level]:
+    findings, _ = configuration.judge(configuration.read(json.dumps(config)), host)
     return {finding.check: finding.level for finding in findings}
+
+
+@pytest.fixture(autouse=True)
+def default_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where a secret is found without a setting."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "vllm-ascend-pd").mkdir()
+    return tmp_path / "vllm-ascend-pd" / "secret"
 
 
 PREFILL = json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"})
@@ -76,7 +85,8 @@ def test_a_key_that_cannot_be_sent_is_not_shown(key: str) -> None:
 
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": 30101}
 POOL_FIRST = [{"kv_connector": "OtherConnector"}, OURS]
-DECODES = {"config.connector": Level.OK}
+REFUSED = {"config.connector": Level.ERROR}
+DECODES = {"config.connector": Level.OK, "config.secret": Level.OK}
 
 
 def below(*connectors: dict[str, Any]) -> dict[str, Any]:
@@ -87,29 +97,113 @@ def below(*connectors: dict[str, Any]) -> dict[str, Any]:
     ("config", "levels"),
     [
         (OURS, DECODES),
-        ({**OURS, "kv_role": "kv_both"}, {"config.connector": Level.ERROR}),
-        ({**OURS, "kv_connector_extra_config": {"leas_s": 1}}, {"config.connector": Level.ERROR}),
-        ({**OURS, "kv_connector_extra_config": {"metaserver_allowlist": ["p:1"]}}, {"config.connector": Level.ERROR}),
-        ({**OURS, "kv_connector_extra_config": {"prefill_allowlist": ["a b"]}}, {"config.connector": Level.ERROR}),
-        ({**OURS, "kv_connector": "NixlConnector"}, {"config.connector": Level.ERROR}),
+        ({**OURS, "kv_role": "kv_both"}, REFUSED),
+        ({**OURS, "kv_connector_extra_config": {"leas_s": 1}}, REFUSED),
+        ({**OURS, "kv_connector_extra_config": {"peers": ["ftp://p"]}}, REFUSED),
+        ({**OURS, "kv_connector_extra_config": {"peers": ["a b"]}}, REFUSED),
+        ({**OURS, "kv_connector_extra_config": {"ticket_secret_file": "/k"}}, REFUSED),
+        ({**OURS, "kv_connector": "NixlConnector"}, REFUSED),
         (below(*POOL_FIRST), {**DECODES, "config.order": Level.WARNING}),
         (below(*POOL_FIRST[::-1]), DECODES),
-        (below(), {"config.connector": Level.ERROR}),
+        (below(), REFUSED),
     ],
 )
 def test_configuration(config: dict[str, Any], levels: dict[str, Level]) -> None:
     assert judged(config) == levels
 
 
+OLD, NEW = "o" * 64, "n" * 64
+
+
+def secret_finding(extra: dict[str, Any], host: str = "192.0.2.1") -> Finding:
+    config = configuration.read(json.dumps({**OURS, "kv_connector_extra_config": extra}))
+    findings, _ = configuration.judge(config, host)
+    [found] = [finding for finding in findings if finding.check == "config.secret"]
+    return found
+
+
+def write(path: Path, *lines: str, mode: int = 0o600) -> str:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    path.chmod(mode)
+    return str(path)
+
+
+def test_two_hosts_with_one_secret_show_one_fingerprint(default_path: Path, tmp_path: Path) -> None:
+    write(default_path, OLD)
+    here = secret_finding({})
+    assert here.level is Level.OK
+    there = secret_finding({"secret_file": write(tmp_path / "there", OLD)})
+    assert there.figures == here.figures
+    assert str(here.figures["fingerprint"]) in here.found
+    assert secret_finding({"secret_file": write(tmp_path / "other", NEW)}).figures != here.figures
+    assert OLD not in here.found
+
+
+def test_of_two_secrets_it_says_which_is_in_use(tmp_path: Path) -> None:
+    files = [write(tmp_path / name, *lines) for name, lines in (("a", [OLD, NEW]), ("b", [NEW, OLD]))]
+    old, new = (secret_finding({"secret_file": file}).figures["fingerprint"] for file in files)
+    assert secret_finding({"secret_file": files[0]}).found == f"{files[0]}: fingerprint {old} in use, {new} accepted"
+
+
+@pytest.mark.parametrize(
+    ("lines", "mode", "reason"),
+    [
+        ((OLD,), 0o640, "has mode 0640"),
+        (("short",), 0o600, "too short"),
+        ((OLD, OLD), 0o600, "the same"),
+        ((), 0o600, "is empty"),
+    ],
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
+def test_a_secret_that_engines_refuse(
+    lines: tuple[str, ...], mode: int, reason: str, host: str, default_path: Path
+) -> None:
+    """Also on loopback: a file that is there is used."""
+    write(default_path, *lines, mode=mode)
+    found = secret_finding({}, host)
+    assert (found.level, reason in found.found) == (Level.ERROR, True)
+    assert "vllm-ascend-pd secret" in found.action
+
+
+def test_a_secret_of_another_user(default_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(default_path, OLD)
+    if os.geteuid() == 0:
+        os.chown(default_path, 4242, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    found = secret_finding({})
+    assert (found.level, "belongs to user" in found.found) == (Level.ERROR, True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "host", "level"),
+    [
+        ({}, "192.0.2.1", Level.ERROR),
+        ({}, "localhost", Level.OK),
+        ({}, "", Level.NOTE),
+        ({"trust_network": True}, "192.0.2.1", Level.WARNING),
+        ({"secret_file": "/nowhere/secret"}, "127.0.0.1", Level.ERROR),
+    ],
+)
+def test_without_a_secret(extra: dict[str, Any], host: str, level: Level) -> None:
+    found = secret_finding(extra, host)
+    assert found.level is level
+    assert ("vllm-ascend-pd secret" in found.action) is (level in (Level.ERROR, Level.WARNING))
+
+
+def test_without_a_configuration_the_secret_is_looked_at(default_path: Path) -> None:
+    """As on the proxy's host."""
+    for level in (Level.NOTE, Level.OK):
+        findings, _ = configuration.judge(None, "192.0.2.1")
+        assert [(each.check, each.level) for each in findings][1:] == [("config.secret", level)]
+        write(default_path, OLD)
+
+
 @pytest.mark.parametrize(("mode", "level"), [(0o644, Level.ERROR), (0o600, Level.OK)])
-def test_secret_files(mode: int, level: Level, tmp_path: Path) -> None:
-    secret = tmp_path / "tickets.secret"
-    secret.write_text("0" * 64)
-    secret.chmod(mode)
-    extra = {"ticket_secret_file": str(secret), "side_channel_key_file": str(tmp_path / "none")}
+def test_the_metaservers_token(mode: int, level: Level, tmp_path: Path) -> None:
+    extra = {"metaserver_token_file": write(tmp_path / "token", OLD, mode=mode)}
     findings = judged({**OURS, "kv_connector_extra_config": extra})
-    secrets = {"config.ticket_secret_file": level, "config.side_channel_key_file": Level.ERROR}
-    assert findings == {**DECODES, **secrets}
+    assert findings == {**DECODES, "config.metaserver_token_file": level}
 
 
 @pytest.mark.parametrize(

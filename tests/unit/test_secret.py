@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import itertools
 import pickle
+import re
 
 import pytest
 
@@ -41,6 +42,15 @@ def test_a_secret_changes_in_three_steps_and_neighbours_always_accept_each_other
         assert after.keys(Use.SIDE_CHANNEL_SERVER)[0] in before.keys(Use.SIDE_CHANNEL_SERVER)
     assert not steps[0].accepts(Use.TICKET, b"content", steps[2].sign(Use.METASERVER, b"content"))
     assert not steps[0].accepts(Use.TICKET, b"content", steps[3].sign(Use.TICKET, b"content"))
+
+
+def test_a_fingerprint_tells_secrets_apart_and_shows_no_key_that_is_used() -> None:
+    assert Secret([OLD, NEW]).fingerprints() == [*Secret([OLD]).fingerprints(), *Secret([NEW]).fingerprints()]
+    [shown] = Secret([OLD]).fingerprints()
+    assert re.fullmatch("[0-9a-f]{8}", shown)
+    assert Secret([NEW]).fingerprints() != [shown]
+    used = [key for use in Use if use is not Use.FINGERPRINT for key in Secret([OLD]).keys(use)]
+    assert not any(shown in key.hex() for key in [OLD, *used])
 
 
 @pytest.mark.parametrize(

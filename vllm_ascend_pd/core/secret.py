@@ -37,6 +37,8 @@ class Use(Enum):
     METASERVER = b"vllm-ascend-pd metaserver 1"
     # The bearer token that decode sends to a metaserver whose URL our proxy signed.
     METASERVER_TOKEN = b"vllm-ascend-pd metaserver token 1"
+    # What an operator compares. It is shown, so it is used for nothing else.
+    FINGERPRINT = b"vllm-ascend-pd fingerprint 1"
 
 
 class Secret:
@@ -58,6 +60,11 @@ class Secret:
     def keys(self, use: Use) -> list[bytes]:
         """Returns the keys of 32 bytes for `use`, one of each secret, that of the secret in use first."""
         return list(self._keys[use])
+
+    def fingerprints(self) -> list[str]:
+        """Returns 8 hexadecimal digits of each secret, that of the secret in use first. Hosts with the same secret
+        have the same digits, which may be shown: they say nothing about a secret that is random."""
+        return [key[:4].hex() for key in self._keys[Use.FINGERPRINT]]
 
     def sign(self, use: Use, content: bytes) -> str:
         """Returns the HMAC-SHA256 of `content` in hexadecimal digits, with the key of the secret in use."""

@@ -113,7 +113,7 @@ def _examine_machine(
     npu_names = [name for name in str(seen or "").split(",") if name]
     mooncake = figures.get("loading.mooncake", {})
     findings += [*loaded, *configuration.judge_plugins(os.environ)]
-    configured, extra = configuration.judge(config)
+    configured, extra = configuration.judge(config, host)
     protocol = extra.transfer_protocol or ("ascend" if for_npus else "tcp")
     findings += [*configured, configuration.judge_protocol(protocol, for_npus, mooncake)]
     progress("asking npu-smi")

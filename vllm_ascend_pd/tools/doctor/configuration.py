@@ -10,13 +10,23 @@ import msgspec
 
 from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.vllm_serve import KV_PORT, KV_ROLES, PLUGIN, PLUGINS, plugins_with_ours
-from vllm_ascend_pd.transport.secret_files import SecretFileError, cluster_secret, read_text_secret
+from vllm_ascend_pd.transport.secret_files import (
+    SecretFileError,
+    cluster_secret,
+    default_secret_file,
+    read_text_secret,
+)
 
 _ACTION = "correct --kv-transfer-config, here and where the engine starts"
+_ONE_SECRET = (
+    "make it once with `vllm-ascend-pd secret`, and copy the file to the same path on each host, owner: vLLM's user, "
+    "mode 0600"
+)
 
 
 class KvTransferConfig(msgspec.Struct, frozen=True):
@@ -55,12 +65,15 @@ def judge_plugins(environment: Mapping[str, str]) -> list[Finding]:
     return [error("config.plugins", found, f"set it to {plugins}, here and where the engine starts")]
 
 
-def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConfig]:
-    """Returns the findings, also about secret files, and the connector's configuration, or its defaults if invalid."""
+def judge(config: KvTransferConfig | None, host: str) -> tuple[list[Finding], ConnectorConfig]:
+    """Returns the findings, also about secret files, and the connector's configuration, or its defaults if invalid.
+
+    `host`: this host's address as vLLM knows it, empty if it is not known.
+    """
     check = "config.connector"
     if config is None:
         unseen = "no --kv-transfer-config given: defaults are assumed, and its ports are not checked"
-        return [note(check, unseen)], ConnectorConfig()
+        return [note(check, unseen), judge_secret(ConnectorConfig(), "")], ConnectorConfig()
     if config.kv_connector != CONNECTOR:
         found = f"kv_connector is {config.kv_connector!r}, which does not have {CONNECTOR}"
         return [error(check, found, _ACTION)], ConnectorConfig()
@@ -79,25 +92,43 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
         )
         action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
         findings.append(warning("config.order", found, action))
-    return [*findings, *_judge_secrets(extra)], extra
+    return [*findings, judge_secret(extra, host), *_judge_token(extra)], extra
 
 
-def _judge_secrets(extra: ConnectorConfig) -> list[Finding]:
-    findings = []
-    for name, read_file in (
-        ("secret_file", cluster_secret),
-        ("metaserver_token_file", read_text_secret),
-    ):
-        if (path := getattr(extra, name)) is None:
-            continue
-        try:
-            read_file(path)
-        except SecretFileError as problem:
-            action = "create it with `vllm-ascend-pd secret`, copy it to all hosts, owner: vLLM's user, mode 0600"
-            findings.append(error(f"config.{name}", str(problem), action))
-        else:
-            findings.append(ok(f"config.{name}", f"{path} can be used"))
-    return findings
+def judge_secret(extra: ConnectorConfig, host: str) -> Finding:
+    """Judges the cluster's secret on this machine. Shows its fingerprint, by which two hosts are compared.
+
+    `host`: where an engine would listen, empty if that is not known.
+    """
+    check, path = "config.secret", extra.secret_file or default_secret_file()
+    try:
+        secret = cluster_secret(extra.secret_file)
+    except SecretFileError as problem:
+        return error(check, str(problem), _ONE_SECRET)
+    if secret is not None:
+        first, *other = secret.fingerprints()
+        both = f" in use, {other[0]} accepted" if other else ""
+        return ok(check, f"{path}: fingerprint {first}{both}", fingerprint=first)
+    found = f"there is no secret at {path}" if path else "there is no secret, and this user has no home folder for one"
+    if extra.trust_network:
+        return warning(check, f"{found}, and trust_network is set: whoever reaches an engine is trusted", _ONE_SECRET)
+    if not host:
+        return note(check, f"{found}: engines need one unless they listen on loopback")
+    if is_loopback(host):
+        return ok(check, f"{found}, and an engine on {host} needs none")
+    return error(check, f"{found}, and others can reach an engine on {host}", _ONE_SECRET)
+
+
+def _judge_token(extra: ConnectorConfig) -> list[Finding]:
+    check, path = "config.metaserver_token_file", extra.metaserver_token_file
+    if path is None:
+        return []
+    try:
+        read_text_secret(path)
+    except SecretFileError as problem:
+        action = "give the token of the metaserver in a file, owner: vLLM's user, mode 0600"
+        return [error(check, str(problem), action)]
+    return [ok(check, f"{path} can be used")]
 
 
 def judge_protocol(protocol: str, on_npu: bool, mooncake: Mapping[str, Figure]) -> Finding:
