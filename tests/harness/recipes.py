@@ -136,7 +136,7 @@ class Recipe:
     def migrated(self) -> Migration:
         with tempfile.TemporaryDirectory() as folder:
             make_model(self.architecture, Path(folder))
-            return migrate_command(self.arguments(), folder, None)
+            return migrate_command(self.arguments(), folder)
 
     @property
     def verdict(self) -> str:
@@ -147,7 +147,7 @@ class Recipe:
     @property
     def changed(self) -> list[tuple[str, str]]:
         """What changes beside the connector's entry, and why."""
-        entry = ("kv_port", "metaserver_allowlist", "--kv-transfer-config", "connectors", *self.migrated.was)
+        entry = ("kv_port", "--kv-transfer-config", "connectors", *self.migrated.was)
         kept = (ChangeKind.CHANGED, ChangeKind.MEANING)
         return [(c.subject, c.why) for c in self.migrated.changes if c.kind in kept and c.subject not in entry]
 

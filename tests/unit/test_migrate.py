@@ -53,8 +53,8 @@ def read(text: str) -> EngineArguments:
     return read_arguments(words[len(variables) :], variables)
 
 
-def migrated(text: str, model: Path | None = None, proxy: str | None = None) -> Migration:
-    return migrate_command(read(text), None if model is None else str(model), proxy)
+def migrated(text: str, model: Path | None = None) -> Migration:
+    return migrate_command(read(text), None if model is None else str(model))
 
 
 def serve(options: str = "", **changes: Any) -> str:
@@ -82,13 +82,12 @@ def model_in(folder: Path, architecture: str) -> Path:
 
 
 def test_a_command(mla: Path) -> None:
-    result = migrated(COMMAND, model=mla, proxy="http://192.0.2.1:8000")
+    result = migrated(COMMAND, model=mla)
     assert result.ok
     assert result.kv_transfer_config == {
         "kv_connector": "LayerwisePushConnector",
         "kv_role": "kv_consumer",
         "kv_port": 36200,
-        "kv_connector_extra_config": {"metaserver_allowlist": ["http://192.0.2.1:8000"]},
     }
     assert result.command[:4] == [
         ["vllm", "serve", "/models/DeepSeek-R1"],
@@ -97,6 +96,7 @@ def test_a_command(mla: Path) -> None:
         ["--tensor-parallel-size=4"],
     ]
     assert ["--max_num_batched_tokens", "256"] in result.command
+    assert said(result)["secret"] is ChangeKind.CHECK, "the command does not name it, and each host needs it"
     # What it prints is a command again, and one that is left as it is.
     printed = render(result)
     back = read(printed[printed.index("Command:\n") + 9 : printed.rindex("\n\n")])
@@ -203,10 +203,6 @@ def test_inputs_that_cannot_be_read() -> None:
     ):
         with pytest.raises(CommandError, match=reason):
             migrated(text)
-    # The metaserver's path is appended to it, and the allow-list has the whole URL.
-    for proxy in ("192.0.2.1:8000", "http://192.0.2.1:8000/", "http://192.0.2.1:8000/v1/metaserver"):
-        with pytest.raises(CommandError, match="not http://HOST:PORT"):
-            migrated(serve(), proxy=proxy)
     with pytest.raises(CommandError, match="not UTF-8"):
         read_arguments(["vllm", "serve", "m\udcff"], {})
 
@@ -293,7 +289,7 @@ def test_a_model_that_transformers_does_not_know_may_start(tmp_path: Path) -> No
 
 def test_what_is_before_vllm_stays(qwen: Path) -> None:
     words = ["numactl", "-N", "0", "env", "VLLM_PLUGINS=ascend", "/opt/bin/vllm", *shlex.split(serve())[1:]]
-    result = migrate_command(read_arguments(words, {}), str(qwen), None)
+    result = migrate_command(read_arguments(words, {}), str(qwen))
     env = ["env", "VLLM_PLUGINS=ascend,vllm_ascend_pd"]
     assert result.command[0] == ["numactl", "-N", "0", *env, "/opt/bin/vllm", "serve", "m"]
     assert result.environment == {}
@@ -324,7 +320,7 @@ def test_vllm_plugins_without_ours_gets_it(given: str, qwen: Path) -> None:
     result = migrated(f"VLLM_PLUGINS='{given}' {serve()}", model=qwen)
     assert said(result)["VLLM_PLUGINS"] is ChangeKind.CHANGED
     assert result.environment == {"VLLM_PLUGINS": right}
-    exported = migrate_command(read_arguments(shlex.split(serve()), {"VLLM_PLUGINS": given}), str(qwen), None)
+    exported = migrate_command(read_arguments(shlex.split(serve()), {"VLLM_PLUGINS": given}), str(qwen))
     assert exported.environment == {"VLLM_PLUGINS": right}
     assert f"VLLM_PLUGINS={shlex.quote(right)} \\\n" in render(exported)
     assert "VLLM_PLUGINS" not in said(migrated(f"VLLM_PLUGINS='{right}' {serve()}", model=qwen))

@@ -16,7 +16,11 @@ from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
 _AT_THE_START = (
     "engines that do not fit refuse each other with the reason; `doctor --prefill URL --decode URL` says more"
 )
-REMOVED = {"--pair": _AT_THE_START, "--save": _AT_THE_START}
+REMOVED = {
+    "--pair": _AT_THE_START,
+    "--save": _AT_THE_START,
+    "--proxy": "the proxy signs its URL with the cluster's secret, so decode's command does not name it",
+}
 """Options of earlier versions, each with what holds instead."""
 
 
@@ -29,7 +33,6 @@ def migrate(
         str | None,
         typer.Option(help="Folder with the model's config.json, if it is not where the command says."),
     ] = None,
-    proxy: Annotated[str | None, typer.Option(help="URL at which decode engines reach the proxy.")] = None,
     execute: Annotated[
         bool, typer.Option("--exec", help="Start the new command, if nothing stops it. Prints to standard error.")
     ] = False,
@@ -47,7 +50,7 @@ def migrate(
     from vllm_ascend_pd.tools.vllm_serve import CommandError, read_arguments
 
     try:
-        result = migrate_command(read_arguments(command, os.environ), model, proxy)
+        result = migrate_command(read_arguments(command, os.environ), model)
     except (CommandError, OSError, UnicodeDecodeError) as error:
         raise USAGE_ERROR(str(error)) from None
     print(as_json(result) if json else render(result), end="", file=sys.stderr if execute else sys.stdout)

@@ -77,14 +77,14 @@ class Translated:
         return {**self.multi, "kv_connector_extra_config": {**extra, "connectors": listed}}
 
 
-def translate(old: Mapping[str, Any], proxy_url: str | None) -> Translated:
-    """`proxy_url`: where decode engines reach the proxy, None if it is on their host."""
+def translate(old: Mapping[str, Any]) -> Translated:
+    """Raises CommandError."""
     names, entries = connectors(old)
     replaced = [entry for entry in entries if entry.get("kv_connector") in REPLACED]
     if not replaced:
         return Translated(names, {}, None, (_nothing_replaced(names),))
     changes: list[Change] = []
-    ours = _entry(replaced[0], proxy_url, changes)
+    ours = _entry(replaced[0], changes)
     if len(replaced) > 1:
         found = " and ".join(str(entry["kv_connector"]) for entry in replaced)
         changes.append(Change(ChangeKind.STOPS, _MULTI, f"it has {found}: which one transfers prompts?"))
@@ -113,7 +113,7 @@ def _nothing_replaced(names: tuple[str, ...]) -> Change:
     return Change(ChangeKind.STOPS, kinds, why)
 
 
-def _entry(old: Mapping[str, Any], proxy_url: str | None, changes: list[Change]) -> dict[str, Any]:
+def _entry(old: Mapping[str, Any], changes: list[Change]) -> dict[str, Any]:
     name, role = str(old["kv_connector"]), str(old.get("kv_role"))
     ours: dict[str, Any] = {"kv_connector": CONNECTOR}
     changes.append(Change(ChangeKind.MEANING, name, _meaning(name)))
@@ -132,13 +132,11 @@ def _entry(old: Mapping[str, Any], proxy_url: str | None, changes: list[Change])
         why = "decode listens on this port plus its data-parallel index, one port per engine instead of one per rank"
         changes.append(Change(ChangeKind.MEANING, "kv_port", why))
     extra = _extra(old.get("kv_connector_extra_config") or {}, changes)
-    if role == "kv_consumer" and proxy_url is not None:
-        extra["metaserver_allowlist"] = [proxy_url]
-        why = "decode posts tickets only to the URLs listed"
-        changes.append(Change(ChangeKind.CHANGED, "metaserver_allowlist", why))
-    elif role == "kv_consumer":
-        why = "needed if the proxy is on another host: give --proxy URL, and it is filled in"
-        changes.append(Change(ChangeKind.CHECK, "metaserver_allowlist", why))
+    why = (
+        "one file that engines and proxies share must lie on each host: make it once with `vllm-ascend-pd secret`, and "
+        "copy it to the same path"
+    )
+    changes.append(Change(ChangeKind.CHECK, "secret", why))
     return {**ours, "kv_connector_extra_config": extra} if extra else ours
 
 

@@ -8,8 +8,6 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from yarl import URL
-
 from vllm_ascend_pd.connector.model import has_recompute_scheduler
 from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, Migration
@@ -21,7 +19,6 @@ from vllm_ascend_pd.tools.vllm_serve import (
     PLUGIN,
     PLUGINS,
     REPLACES_CONNECTOR,
-    CommandError,
     EngineArguments,
     plugins_with_ours,
     whole_number,
@@ -36,15 +33,13 @@ _FIRST_PORT = 1024
 _STORE = "AscendStoreConnector"
 
 
-def migrate_command(old: EngineArguments, model: str | None, proxy_url: str | None) -> Migration:
+def migrate_command(old: EngineArguments, model: str | None) -> Migration:
     """Raises CommandError.
 
     model: folder or file of the model's config.json, None for where the command says.
-    proxy_url: where decode engines reach the proxy.
     """
-    _check_proxy(proxy_url)
     served = read_facts(model or old.model, old.text("kv-cache-dtype"))
-    translated = translate(old.json(_OPTION), proxy_url)
+    translated = translate(old.json(_OPTION))
     changes = list(translated.changes)
     arguments, ours, config = old, translated.ours, translated.ours
     if ours:
@@ -234,12 +229,3 @@ def _piecewise(arguments: EngineArguments) -> tuple[EngineArguments, list[Change
     compilation = {**arguments.json("compilation-config"), "cudagraph_mode": "PIECEWISE"}
     why = "PIECEWISE: a request's first step would be replayed from a graph that does not see its KV. Slower"
     return arguments.with_json("compilation-config", compilation), [Change(ChangeKind.CHANGED, "cudagraph_mode", why)]
-
-
-def _check_proxy(url: str | None) -> None:
-    """Refuses what is no root URL, which becomes an entry of decode's allow-list."""
-    if url is None:
-        return
-    is_root = not set("/?#@") & set(url.partition("://")[2])
-    if not (is_root and URL(url).host and URL(url).scheme in ("http", "https")):
-        raise CommandError(f"--proxy {url}: not http://HOST:PORT")
