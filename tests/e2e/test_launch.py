@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch scripts with real engines: the example for the CPU, with keys, signed tickets and a token for the
-metaserver, from `scripts/launch_cluster.sh` to a request's tokens and to nothing left behind."""
+"""The launch scripts with real engines: the example for the CPU, with a secret, from `scripts/launch_cluster.sh` to a
+request's tokens and to nothing left behind."""
 
 import os
-import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -25,6 +23,8 @@ from harness.models import TINY, make_model
 from harness.pool import ClusterPool, Reference, ReferencePool
 from harness.ports import release_port, reserve_ports
 from harness.processes import ManagedProcess
+from vllm_ascend_pd.core.secret import Use
+from vllm_ascend_pd.transport.secret_files import cluster_secret
 
 EXAMPLE = "examples/single-node-1p1d/hosts-cpu.yaml"
 BLOCK = 128
@@ -37,7 +37,7 @@ class Launched:
     launcher: ManagedProcess
     url: str
     model: Path
-    secrets: tuple[Path, ...]
+    secret: Path
 
     def processes(self) -> list[psutil.Process]:
         """Both engines, the proxy, and all that these have started."""
@@ -50,14 +50,15 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     ports = reserve_ports(4)
     hosts = yaml.safe_load((REPOSITORY / EXAMPLE).read_text())
     model = make_model(TINY, models)
-    keys, tickets, token = map(str, secret_files := make_secrets(tmp_path))
-    secure = ["--extra", f"side_channel_key_file={keys}", "--extra", f"ticket_secret_file={tickets}"]
-    hosts["args"] = [*secure, *(str(model) if word == "/tmp/tiny-model" else word for word in hosts["args"])]
+    secret = tmp_path / "secret"
+    make = [script("vllm-ascend-pd"), "secret", str(secret)]
+    subprocess.run(make, check=True, capture_output=True, timeout=60)
+    hosts["secret_file"] = str(secret)
+    hosts["args"] = [str(model) if word == "/tmp/tiny-model" else word for word in hosts["args"]]
     prefill, decode, proxy = hosts["prefill"][0], hosts["decode"][0], hosts["proxy"]
     prefill["args"] = ["--", "--port", ports[0]]
-    own = ["--kv-port", ports[2], "--extra", f"metaserver_token_file={token}"]
-    decode["args"] = [*own, "--", "--port", ports[1]]
-    proxy |= {"port": ports[3], "args": ["--metaserver-token-file", token]}
+    decode["args"] = ["--kv-port", ports[2], "--", "--port", ports[1]]
+    proxy["port"] = ports[3]
     file = tmp_path / "hosts.yaml"
     file.write_text(yaml.safe_dump(hosts))
     environment = os.environ | {
@@ -71,7 +72,7 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     command = ["env", *documented("examples/single-node-1p1d/README.md", "VENV=$PWD/.venv", values)]
     launcher = ManagedProcess("launcher", command, environment, tmp_path / "launcher.log")
     try:
-        launched = Launched(launcher, f"http://127.0.0.1:{ports[3]}", model, secret_files)
+        launched = Launched(launcher, f"http://127.0.0.1:{ports[3]}", model, secret)
         deadline = time.monotonic() + 480
         while not is_healthy(launched.url):
             assert launcher.exit_code is None, launcher.tail()
@@ -92,16 +93,6 @@ def is_healthy(url: str) -> bool:
     except httpx.HTTPError:
         return False
     return {*health["prefill"].values(), *health["decode"].values()} == {"healthy"}
-
-
-def make_secrets(folder: Path) -> tuple[Path, Path, Path]:
-    """Side channel keys, ticket secret and the metaserver's token, made as the README says."""
-    keys, tickets, token = folder / "side-channel.json", folder / "tickets.secret", folder / "metaserver.token"
-    for options in ([str(keys)], ["--ticket-secret", str(tickets)]):
-        subprocess.run([script("vllm-ascend-pd"), "keygen", *options], check=True, capture_output=True, timeout=60)
-    token.touch(0o600)
-    token.write_text(secrets.token_hex(32))
-    return keys, tickets, token
 
 
 @pytest.fixture
@@ -131,8 +122,10 @@ def test_the_example_for_the_cpu_serves_and_stops(launched: Launched, reference:
         time.sleep(0.1)
     assert launched.launcher.exit_code == 130
     assert launched.launcher.tail(1) == "all stopped"
-    # No secret in what anybody can read: command lines and logs, with the configuration that vLLM prints.
-    for file in launched.secrets:
-        words = re.findall(r"[^\s\"{}:,]{20,}", file.read_text())
-        assert words
-        assert not [word for word in words if word in commands + launched.launcher.log.read_text()]
+    # Nobody can read the secret or a key in command lines and logs, with the configuration that vLLM prints.
+    seen = commands + launched.launcher.log.read_text()
+    assert str(launched.secret) in seen, "vLLM shows the configuration: this test looks at it"
+    secret = cluster_secret(launched.secret)
+    assert secret is not None
+    keys = [key.hex() for use in Use for key in secret.keys(use)]
+    assert not [word for word in (launched.secret.read_text().strip(), *keys) if word in seen]

@@ -2,6 +2,7 @@
 """Every example: its hosts.yaml becomes commands that the launch scripts, vLLM and the connector understand; its
 manifests are what Kubernetes' schemas and the LeaderWorkerSet's say."""
 
+import itertools
 import json
 import os
 import re
@@ -95,16 +96,16 @@ def connector_config(transfer: Any) -> ConnectorConfig:
     return parse_config(extra)
 
 
-def understood(words: list[str], role: str) -> None:
-    """Checks that vLLM accepts the command, and the connector its configuration."""
+def understood(words: list[str], role: str) -> ConnectorConfig:
+    """Checks that vLLM accepts the command, and the connector its configuration, which is returned."""
     assert words[1] == "serve"
     arguments = vllm_parser().parse_args(words[2:])
     assert arguments.kv_transfer_config.kv_role == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
     config = connector_config(arguments.kv_transfer_config)
-    assert bool(config.peer_urls) == (role == "decode")
     if role == "decode" and arguments.quantization == "ascend":
         step_tokens = arguments.max_num_batched_tokens
         assert step_tokens is None or step_tokens > 1024, "vllm-ascend would drop weights (unsupported_weights)"
+    return config
 
 
 @pytest.mark.parametrize("path", HOSTS, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -119,11 +120,13 @@ def test_hosts_become_commands_that_are_understood(path: Path, tmp_path: Path) -
     commands = [tuple(_here(word, path.parent) for word in process.command) for process in plan]
     *engines, proxy = plan
     assert proxy.name == "proxy"
-    assert proxy_options(proxy.command)["metaserver_url"] == cluster.proxy_url()
+    told = proxy_options(proxy.command)
+    assert (told["metaserver_url"], told["secret_file"]) == (cluster.proxy_url(), cluster.secret_file)
     with ThreadPoolExecutor(4) as pool:
         printed = list(pool.map(dry_run, commands[:-1]))
     for process, words in zip(engines, printed, strict=True):
-        understood(words, process.name.partition("-")[0])
+        config = understood(words, process.name.partition("-")[0])
+        assert config.secret_file == cluster.secret_file
 
 
 def _here(word: str, example: Path) -> str:
@@ -207,7 +210,7 @@ def test_pods_run_commands_that_are_understood(role: str) -> None:
         values = {"POD_IP": f"10.0.0.{index}", "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": index}
         values["LWS_LEADER_ADDRESS"] = f"{role}-0.{role}.pd"
         command = dry_run(expanded(container["command"], values))
-        understood(command, role)
+        assert understood(command, role).secret_file == "/etc/pd/secret"
         assert ("--headless" in command) == (index == "1")
         if index == "0":
             port = command[command.index("--port") + 1]
@@ -232,23 +235,22 @@ def test_pods_find_each_other() -> None:
         assert service["clusterIP"] == "None"
         assert service["selector"].items() <= leader["metadata"]["labels"].items()
         assert service["ports"][0]["port"] == port
-    # Decode posts tickets to the proxy's Service, which is what its allow-list has.
+    # Decode posts tickets to the proxy's Service, whose URL the proxy signs.
     url = ProxySettings(
         prefill=["http://p:1"], decode=["http://d:1"], metaserver_url=options["metaserver_url"]
     ).metaserver_url
     assert url == "http://proxy:8000/v1/metaserver"
-    [decode] = [word for word in _command_of(kinds["LeaderWorkerSet", "decode"]) if word.startswith("--metaserver=")]
-    assert url.startswith(decode.removeprefix("--metaserver="))
     assert kinds["Service", "proxy"]["spec"]["selector"] == proxy["spec"]["selector"]["matchLabels"]
-    # Keys are files of a Secret that nobody else may read: the connector refuses others.
-    for template in (proxy["spec"]["template"], *pod_templates(kinds["LeaderWorkerSet", "decode"]).values()):
-        secrets = [volume["secret"] for volume in template["spec"]["volumes"] if "secret" in volume]
-        assert [secret["defaultMode"] for secret in secrets] == [0o600]
-
-
-def _command_of(resource: dict[str, Any]) -> list[str]:
-    [container] = pod_templates(resource)["0"]["spec"]["containers"]
-    return list(container["command"])
+    # All pods have one secret, as a file that nobody else may read: engines and proxy refuse others.
+    assert options["secret_file"] == "/etc/pd/secret"
+    engines = [pod_templates(kinds["LeaderWorkerSet", role]).values() for role in ("prefill", "decode")]
+    templates = [proxy["spec"]["template"], *itertools.chain(*engines)]
+    for pod in (template["spec"] for template in templates):
+        [(name, secret)] = [(volume["name"], volume["secret"]) for volume in pod["volumes"] if "secret" in volume]
+        assert secret == {"secretName": "pd-secret", "defaultMode": 0o400}
+        [container] = pod["containers"]
+        assert {"name": name, "mountPath": "/etc/pd", "readOnly": True} in container["volumeMounts"]
+    assert len(templates) == 5
 
 
 def test_the_pools_files_are_json() -> None:

@@ -31,6 +31,7 @@ prefill:
 decode:
   - hosts: [a, b]
     args: [--, -tp, 4, -dp, 4]
+secret_file: /k/secret
 proxy:
   host: a
 """
@@ -53,12 +54,16 @@ def test_two_nodes() -> None:
     assert [process.name for process in made] == ["prefill-0", "decode-0-node-0", "decode-0-node-1", "proxy"]
     prefill, first, second, proxy = made
     assert options(prefill) == {
-        "--address": "10.0.0.1", "--decode-host": "10.0.0.2", "--device": "a3", "--head-port": "8",
-    }  # fmt: skip  # the last decode host of two; each is named
+        "--address": "10.0.0.1", "--secret-file": "/k/secret", "--device": "a3", "--head-port": "8",
+    }  # fmt: skip
     assert prefill.command[-4:] == ("--", "/models/m", "-tp", "8")
     assert [options(node)["--node-rank"] for node in (first, second)] == ["0", "1"]
     assert {options(node)["--head-address"] for node in (first, second)} == {"10.0.0.1"}
-    assert {options(node)["--metaserver"] for node in (first, second)} == {"http://10.0.0.1:8000"}
+    assert {options(node)["--secret-file"] for node in (first, second)} == {"/k/secret"}
+    assert proxy.command[proxy.command.index("--secret-file") + 1] == "/k/secret"
+    # Without the key, each process looks at the default path of its own host.
+    plain = plan(TWO_NODES.replace("secret_file: /k/secret\n", ""))
+    assert not [process.name for process in plain if "--secret-file" in process.command]
     assert [process.ssh for process in made] == ["10.0.0.1", "10.0.0.1", "user@b", "10.0.0.1"]
     assert proxy.command[-2:] == ("--decode", "http://10.0.0.1:8200")
     *_, proxy = plan(TWO_NODES.replace("-dp, 4", "-dp, 4, --port, 8300"))
@@ -92,7 +97,7 @@ def test_the_proxys_command_is_one_that_it_takes() -> None:
         ("[--head-port, 8", "[true", "Expected `int | float | str`, got `bool` - at `$.prefill[0].args[0]`"),
         ("host: a", "host: a\n  port: 65536", "Expected `int` <= 65535 - at `$.proxy.port`"),
         ("[a, b]", "[]", "Expected `array` of length >= 1 - at `$.decode[0].hosts`"),
-        ("host: a", "host: a\n  host: b", "host is listed twice\n  in \"<unicode string>\", line 13"),
+        ("host: a", "host: a\n  host: b", "host is listed twice\n  in \"<unicode string>\", line 14"),
         ("prefill:", "prefill: [", "expected the node content"),
         ("[a, b]", "[a, c]", "hosts: no host 'c', which another key names"),
         ("host: a", "host: z", "hosts: no host 'z', which another key names"),

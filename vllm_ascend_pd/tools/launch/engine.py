@@ -165,11 +165,7 @@ class EngineSide(enum.StrEnum):
         return {"prefill": 8100, "decode": 8200}[self.value]
 
 
-_OF_ONE_SIDE = {
-    **dict.fromkeys(("kv_port", "metaserver", "load_failure_policy"), EngineSide.DECODE),
-    "decode_host": EngineSide.PREFILL,
-}
-"""Options of the side that listens and posts tickets, and of the side that connects."""
+_OF_DECODE = ("kv_port", "load_failure_policy")
 
 
 def _option(text: str, metavar: str | None = None, **settings: Any) -> Any:
@@ -219,20 +215,12 @@ class EngineOptions:
             show_default="fail",
         ),
     ] = None
-    metaserver: Annotated[
-        list[str] | None,
+    secret_file: Annotated[
+        str | None,
         _option(
-            "Decode: a proxy that the engine may post tickets to. May be repeated.",
-            "URL",
-            show_default="a proxy on this host",
-        ),
-    ] = None
-    decode_host: Annotated[
-        list[str] | None,
-        _option(
-            "Prefill: address, network (10.0.0.0/24) or name of a decode engine that it may write to. May be repeated.",
-            "HOST",
-            show_default="private networks, or any with a ticket secret",
+            "The cluster's secret on this node, the same for all engines and proxies.",
+            "FILE",
+            show_default="~/.config/vllm-ascend-pd/secret, if it is there",
         ),
     ] = None
     beside: Annotated[
@@ -287,21 +275,21 @@ class EngineOptions:
         Raises CommandError.
         """
         self._check_side()
-        peers = [*(self.metaserver or ()), *(self.decode_host or ())]
-        own = {"peers": peers} if peers else {}
-        more = _parse_extra(self.extra or [])
-        if twice := sorted(own.keys() & more.keys()):
-            raise CommandError(f"--extra {twice[0]}: use the script's own option for this key")
+        extra = _parse_extra(self.extra or [])
+        if self.secret_file is not None:
+            if "secret_file" in extra:
+                raise CommandError("--extra secret_file: --secret-file is given, too: which?")
+            extra["secret_file"] = self.secret_file
         try:
-            Allowlist(parse_config(own | more).peer_urls, "localhost")
+            Allowlist(parse_config(extra).peer_urls, "localhost")
         except (ConfigError, ValueError) as error:
             raise CommandError(str(error)) from None
         kv_role = KV_ROLES[self.role]
         whole: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": kv_role}
         if self.role is EngineSide.DECODE:
             whole["kv_port"] = self.kv_port or DEFAULT_KV_PORT
-        if own or more:
-            whole["kv_connector_extra_config"] = own | more
+        if extra:
+            whole["kv_connector_extra_config"] = extra
         if beside is not None:
             if beside.get("kv_connector") in (None, CONNECTOR, "MultiConnector"):
                 raise CommandError("the other connector's file must be one JSON object with its kv_connector")
@@ -314,9 +302,9 @@ class EngineOptions:
 
     def _check_side(self) -> None:
         """Refuses options that have no meaning on this side, and ports that have another use."""
-        for name, side in _OF_ONE_SIDE.items():
-            if getattr(self, name) and side is not self.role:
-                raise CommandError(f"--{name.replace('_', '-')}: only for {side}")
+        for name in _OF_DECODE:
+            if getattr(self, name) and self.role is not EngineSide.DECODE:
+                raise CommandError(f"--{name.replace('_', '-')}: only for decode")
         if self.role is EngineSide.DECODE:
             check_kv_port(self.device, self.kv_port or DEFAULT_KV_PORT, self.shape, self.http_port)
         if self.load_failure_policy not in (None, "fail", "recompute"):
@@ -382,6 +370,8 @@ def _read_entry(path: Path) -> dict[str, Any]:
 
 _RAY = "is not supported here: examples/ray starts engines over Ray"
 _BEHIND = "give vLLM its own option, behind the --"
+_ONE_SECRET = "give --secret-file FILE, made by `vllm-ascend-pd secret`"
+_ADMITS = "whoever has the cluster's secret is admitted"
 REMOVED = {
     "--model": "the model comes first behind the --",
     **dict.fromkeys(("--served-model-name", "--port", "--tp", "--pp", "--dp"), _BEHIND),
@@ -389,8 +379,10 @@ REMOVED = {
     "--devices": "set ASCEND_RT_VISIBLE_DEVICES in the environment",
     "--interface": "set GLOO_SOCKET_IFNAME in the environment",
     "--metaserver-token": "give --extra metaserver_token_file=FILE",
-    "--side-channel-keys": "give --extra secret_file=FILE",
-    "--ticket-secret": "give --extra secret_file=FILE",
+    "--side-channel-keys": _ONE_SECRET,
+    "--ticket-secret": _ONE_SECRET,
+    "--metaserver": f"{_ADMITS}; name metaservers that do not sign in --extra peers=LIST",
+    "--decode-host": f"{_ADMITS}; --extra peers=LIST admits fewer hosts",
 }
 """Options of earlier versions, each with what replaces it."""
 _OWN = {

@@ -53,7 +53,7 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keys of `hosts`. Each runs an equal part of the engine, and the first one serves HTTP."""
     args: Words = ()
     """Arguments of `scripts/launch_prefill.sh` or `scripts/launch_decode.sh`; those of `vllm serve` follow a `--`. The
-    launcher adds addresses (`--address`, `--decode-host`, `--metaserver`) and the nodes of an engine."""
+    launcher adds `--address`, `--secret-file` and the nodes of an engine."""
     env: dict[str, str] = {}
     """Environment variables. None may hold secrets: see `--env-file`."""
 
@@ -82,6 +82,9 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The proxy, which clients talk to."""
     args: Words = ()
     """Arguments of all engines' launch scripts, before an engine's own: `--device`, and the model behind a `--`."""
+    secret_file: str | None = None
+    """The cluster's secret (`vllm-ascend-pd secret`, security.md), at this path on each host. Default:
+    `~/.config/vllm-ascend-pd/secret` there. Not needed if all addresses are loopback."""
     python: str | None = None
     """Python with vLLM and this package. Default: the path of the one that runs here."""
     repository: str | None = None
@@ -125,22 +128,18 @@ def make_plan(cluster: Cluster, python: str, repository: str) -> list[LaunchedPr
         plan.append(LaunchedProcess(name, None if there.local else there.ssh or there.address, command))
 
     python, repository = cluster.python or python, cluster.repository or repository
-    decode_hosts = dict.fromkeys(cluster.address(host) for each in cluster.decode for host in each.hosts)
-    peers = {
-        EngineSide.PREFILL: [word for address in decode_hosts for word in ("--decode-host", address)],
-        EngineSide.DECODE: ["--metaserver", cluster.proxy_url()],
-    }
+    secret = [] if cluster.secret_file is None else ["--secret-file", cluster.secret_file]
     proxy = [python, "-m", "vllm_ascend_pd.cli", "proxy", "--host", cluster.address(cluster.proxy.host)]
-    proxy += ["--port", str(cluster.proxy.port), "--metaserver-url", cluster.proxy_url()]
+    proxy += ["--port", str(cluster.proxy.port), "--metaserver-url", cluster.proxy_url(), *secret]
     for side, i, engine in [(role, n, one) for role in EngineSide for n, one in enumerate(getattr(cluster, role))]:
-        if secret := next(filter(_SECRET_VARIABLE.search, engine.env), None):
+        if variable := next(filter(_SECRET_VARIABLE.search, engine.env), None):
             reason = "looks like a secret, and every user can read command lines: put it into a file for --env-file"
-            raise ValueError(f"{side}[{i}].env.{secret}: {reason}")
+            raise ValueError(f"{side}[{i}].env.{variable}: {reason}")
         variables = (f"{name}={value}" for name, value in engine.env.items())
         script = ("env", f"PYTHON={python}", *variables, f"{repository}/scripts/launch_{side}.sh")
         name, head, nodes = f"{side}-{i}", cluster.address(engine.hosts[0]), len(engine.hosts)
         for rank, host in enumerate(engine.hosts):
-            words = ["--address", cluster.address(host), *peers[side]]
+            words = ["--address", cluster.address(host), *secret]
             if nodes > 1:
                 words += ["--nodes", str(nodes), "--node-rank", str(rank), "--head-address", head]
             words += _joined(cluster.args, engine.args)

@@ -34,7 +34,7 @@ For example, TP 16 on an A3 server:
 
 \b
   scripts/launch_prefill.sh --device a3 --address 10.0.0.11 \\
-    --decode-host 10.0.0.12 -- /models/DeepSeek-R1-W8A8 -tp 16 \\
+    -- /models/DeepSeek-R1-W8A8 -tp 16 \\
     --enable-expert-parallel --quantization ascend --enforce-eager
 """,
     EngineSide.DECODE: """Start one node of a decode engine on Ascend NPUs, or on the CPU for tests.
@@ -43,8 +43,8 @@ For example, DP 4 of TP 4 on an A3 server:
 
 \b
   scripts/launch_decode.sh --device a3 --address 10.0.0.12 \\
-    --metaserver http://10.0.0.10:8000 -- /models/DeepSeek-R1-W8A8 \\
-    -tp 4 -dp 4 --enable-expert-parallel --quantization ascend
+    -- /models/DeepSeek-R1-W8A8 -tp 4 -dp 4 \\
+    --enable-expert-parallel --quantization ascend
 """,
 }
 _MORE_HELP = """
