@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster with a secret and a metaserver token: it works, and others get nothing. Decode also posts tickets by mutual
-TLS, as to a gateway."""
+"""A cluster with a secret: it works, and others get nothing. Decode also posts tickets by mutual TLS, as to a
+gateway."""
 
 import dataclasses
 import json
@@ -26,12 +26,10 @@ from harness.engines import PATIENT, script
 from harness.failures import wait_all_blocks_free
 from harness.metaserver import metaserver
 from harness.pool import ClusterPool, Reference
-from vllm_ascend_pd.core.secret import Use
+from vllm_ascend_pd.core.secret import Secret, Use
 from vllm_ascend_pd.transport.secret_files import cluster_secret
 
 pytestmark = pytest.mark.timeout(900)
-
-TOKEN = "the-bearer-token-of-this-test"
 
 REPLAY = "the ticket was used before: a replay"
 
@@ -39,18 +37,20 @@ REPLAY = "the ticket was used before: a replay"
 @dataclasses.dataclass(frozen=True)
 class Files:
     secret: Path
-    token: Path
     authority: Authority
     proxy: Certificate
     decode: Certificate
 
-    def contents(self) -> list[str]:
-        """What nobody may see."""
+    def cluster_secret(self) -> Secret:
         secret = cluster_secret(self.secret)
         assert secret is not None
-        derived = [key for use in Use for key in secret.keys(use)]
-        shown = [form for key in derived for form in (key.hex(), z85.encode(key).decode())]
-        return [self.secret.read_text().strip(), *shown, TOKEN]
+        return secret
+
+    def contents(self) -> list[str]:
+        """What nobody may see: the secret, and all keys that follow from it."""
+        keys = [key for use in Use for key in self.cluster_secret().keys(use)]
+        forms = [key.hex() for key in keys] + [z85.encode(key).decode() for key in keys]
+        return [self.secret.read_text().strip(), *forms]
 
 
 @pytest.fixture(scope="session")
@@ -60,15 +60,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     authority = Authority(folder, "cluster")
     files = Files(
         folder / "secret",
-        folder / "token",
         authority,
         authority.issue("proxy", "IP:127.0.0.1"),
         authority.issue("decode", "DNS:decode"),
     )
     make = [script("vllm-ascend-pd"), "secret", str(files.secret)]
     subprocess.run(make, check=True, timeout=60, capture_output=True)
-    files.token.write_text(f"{TOKEN}\n")
-    files.token.chmod(0o600)
     return files
 
 
@@ -88,21 +85,17 @@ def secured(files: Files) -> ClusterConfig:
         ssl_certfile=str(files.decode.cert),
         ssl_keyfile=str(files.decode.key),
     )
-    common = {"secret_file": str(files.secret)}
 
     def secure(side: Any, **more: object) -> Any:
-        extra = (*PATIENT, *common.items(), *more.items())
+        extra = (*PATIENT, ("secret_file", str(files.secret)), *more.items())
         return dataclasses.replace(side, connector_extra=extra)
 
     return dataclasses.replace(
         plain,
         name="secured-tp2-to-tp1",
         prefill=(secure(plain.prefill[0], peers=("127.0.0.0/8",)),),
-        decode=(secure(plain.decode[0], metaserver_token_file=str(files.token), tls_config=tls),),
-        proxy_args=(
-            *PATIENT_PROXY,
-            *("--metaserver-token-file", str(files.token)),
-        ),
+        decode=(secure(plain.decode[0], tls_config=tls),),
+        proxy_args=(*PATIENT_PROXY, "--secret-file", str(files.secret)),
     )
 
 
@@ -165,9 +158,10 @@ def test_tickets_that_are_unsigned_altered_or_replayed(
 
     with intercepted(files) as (url, posted, answer), ThreadPoolExecutor(9) as pool:
         wants = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": url}
+        wants["metaserver_signature"] = files.cluster_secret().sign(Use.METASERVER, url.encode())
         decoded = pool.submit(ask_engine, cluster.decode[0].url, wants, 16)
         authorization, ticket = posted.get(timeout=120)
-        assert authorization == f"Bearer {TOKEN}"
+        assert authorization == f"Bearer {files.cluster_secret().keys(Use.METASERVER_TOKEN)[0].hex()}"
         others = [random_prompt(tokens, "beside the intercepted") for tokens in (40, 200, 500, 850)]
         beside = [pool.submit(client.complete, other) for other in others]
 

@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import test_launch_examples as examples
@@ -22,10 +22,10 @@ import yaml
 from page_commands import COMMANDS, ENVIRONMENT, Command
 from proxy_cluster import eventually
 from proxy_commands import curls, opens_the_front_door
-from vllm_ascend_pd.transport.keys import load_keys, read_text_secret, read_ticket_secret
 
 from harness.documented import PAGES, REPOSITORY, fences, lines, taken_by
 from harness.ports import is_free, release_port, reserve_port
+from vllm_ascend_pd.transport.secret_files import cluster_secret, new_secret
 
 MODELS = {"Llama-3.1-70B": "llama-3.1-70b.json", "DeepSeek-R1-W8A8": "deepseek-r1.json"}
 
@@ -33,18 +33,38 @@ MODELS = {"Llama-3.1-70B": "llama-3.1-70b.json", "DeepSeek-R1-W8A8": "deepseek-r
 
 
 def makes_a_secret(command: Command, folder: Path) -> None:
-    """Which who needs it can read, and nobody else."""
+    """Only its owner can read it, and engines find it where the command puts it."""
     if "/etc/pd" in command.line:
         command = command.with_values({"/etc/pd": str(folder)})
-    command.run(folder)
-    [file] = folder.iterdir()
+    printed = command.run(folder, HOME=str(folder), XDG_CONFIG_HOME="")
+    file = folder / (command.words[2] if len(command.words) > 2 else ".config/vllm-ascend-pd/secret")
     assert file.stat().st_mode & 0o777 == 0o600
-    read: Callable[[str], Any] = {
-        "side-channel.json": load_keys,
-        "tickets.secret": read_ticket_secret,
-        "metaserver.token": read_text_secret,
-    }[file.name]
-    assert read(str(file))
+    assert cluster_secret(file) is not None
+    assert str(file) in printed
+
+
+def changes_the_secret(command: Command, folder: Path) -> None:
+    """The steps of the page, up to this one: the file has the secrets that it should have, and is its owner's alone."""
+    [page] = command.pages
+    (folder / "secret").write_bytes(new_secret())
+    (folder / "secret").chmod(0o600)
+    steps = lines(page)
+    steps = steps[steps.index("vllm-ascend-pd secret /etc/pd/secret.new") : steps.index(command.line) + 1]
+    seen = [fingerprints(folder)]
+    for step in steps:
+        Command(step, command.pages).with_values({"/etc/pd": str(folder)}).run(folder)
+        seen.append(fingerprints(folder))
+    [old], _, *changed = seen
+    new = changed[0][1]
+    assert changed == [[old, new], [new, old], [new]][: len(changed)]
+    assert [path.name for path in folder.iterdir()] == ["secret"]
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def fingerprints(folder: Path) -> list[str]:
+    secret = cluster_secret(folder / "secret")
+    assert secret is not None
+    return secret.fingerprints()
 
 
 def plans(command: Command, folder: Path) -> None:
@@ -200,15 +220,15 @@ def has_valid_manifests(command: Command, folder: Path) -> None:
 
 
 def names_what_pods_mount(command: Command, folder: Path) -> None:
-    files = re.findall(r"--from-file=(\S+)", command.line)
+    [file] = re.findall(r"--from-file=(\S+)", command.line)
     [page] = command.pages
-    assert all(any(line.rstrip(")").endswith(file) for line in lines(page)) for file in files), "made by nothing above"
+    assert f"vllm-ascend-pd secret {file}" in lines(page), "made by nothing above"
     words = command.words
     resources = [each for path in examples.MANIFESTS for each in yaml.safe_load_all(path.read_text())]
     assert words[2] in {each["metadata"]["name"] for each in resources if each["kind"] == "Namespace"}
     assert f"secretName: {words[6]}" in (REPOSITORY / "examples/kubernetes/decode.yaml").read_text()
     text = "".join(path.read_text() for path in examples.MANIFESTS)
-    assert set(re.findall(r"/([\w-]+\.(?:json|secret|token))", text)) == set(files)
+    assert set(re.findall(r"--secret-file=(\S+)", text)) == {f"/etc/pd/{file}"}
 
 
 # --- the table ---------------------------------------------------------------------------------------------
@@ -225,8 +245,8 @@ class Row(NamedTuple):
 
 NPUS = "starts engines on NPUs of other hosts, over ssh"
 TABLE = (
-    Row(r"vllm-ascend-pd keygen .*", makes_a_secret),
-    Row(r"\(umask 077; openssl .*", makes_a_secret),
+    Row(r"vllm-ascend-pd secret( \S+)?", makes_a_secret),
+    Row(r"\(umask 077; (cat|tac|head) .*", changes_the_secret),
     Row(r"vllm-ascend-pd plan .*", plans),
     Row(r"bash decode\.sh 4", migrates),
     Row(r"vllm-ascend-pd doctor( --port .*| --hardware)?", "tests/integration/test_doctor.py::test_a_machine"),
