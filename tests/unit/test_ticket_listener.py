@@ -194,6 +194,7 @@ def test_the_lists_of_tickets_that_wait_count_as_their_blocks_do(small):
         return offer(ticket_with(request_id="d", remote_block_ids=many, ticket_id=secrets.token_hex(16)))
 
     assert asked_by(small, "a", of(*[0] * 13)).retry
+    assert asked_by(small, "a", of(90)).retry, "it alone takes more than half"
     assert asked_by(small, "a", of(80)) == TicketTaken()
     assert asked_by(small, "b", of(0, 0, 0)) == TicketTaken()
     assert asked_by(small, "b", of(0, 0)).retry

@@ -84,14 +84,16 @@ class _Room:
     """What waits of one kind, in all and of each host. The sums are kept, not computed.
 
     A host may have as much waiting as is left for all others. So one host alone gets half, and the next one finds room.
+    A single message gets no more than that either.
     """
 
     def __init__(self, size: int) -> None:
         self._left = size
+        self._half = size // 2
         self._of: Counter[str] = Counter()
 
     def has_room(self, peer: str, amount: int = 1) -> bool:
-        return self._of[peer] + amount <= self._left
+        return amount <= self._half and self._of[peer] + amount <= self._left
 
     def add(self, peer: str, amount: int = 1) -> None:
         self._left -= amount
