@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.core import hosts as hosts_module
 from vllm_ascend_pd.core.hosts import AnyHost, HostList, engine_hosts, host_of, is_host, is_loopback
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
@@ -285,3 +286,17 @@ def test_hosts_in_own_networks(interfaces: None, host: str, inside: bool) -> Non
     assert (hosts.refusal(host) is None) is inside
     listed = engine_hosts(("10.9.9.9",), "198.51.100.7", secret=False, trust_network=True, own_networks=own)
     assert (listed.refusal(host) is None) is (host == "10.9.9.9"), "a list is all there is"
+
+
+def test_addresses_are_parsed_once_and_long_texts_never() -> None:
+    """A description of 4,096 ranks kept the thread that reads it for 70 ms."""
+    parsed = hosts_module._parsed
+    parsed.cache_clear()
+    for _ in range(5):
+        assert is_host("10.0.0.1")
+        assert host_of("tcp://10.0.0.1:80") == "10.0.0.1"
+        assert not is_host("1" * 10_000 + "!")
+    assert is_host("0000:0000:0000:0000:0000:ffff:255.255.255.255")
+    info = parsed.cache_info()
+    assert (info.misses, info.currsize) == (2, 2)
+    assert info.maxsize is not None

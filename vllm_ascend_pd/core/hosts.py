@@ -5,13 +5,18 @@ Every allow-list uses this module, so all give the same answer for a host. Names
 up, so DNS cannot widen a list.
 """
 
+import functools
 import ipaddress
 import re
 from collections.abc import Sequence
 
+from vllm_ascend_pd.core.bounds import MAX_RANKS
+
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*")
 
+# The longest: an IPv6 address that ends in an IPv4 one, with all its zeros.
+_MAX_ADDRESS_CHARS = 45
 _IPV4_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 
 _LOOPBACK = ("localhost", "127.0.0.0/8", "::1")
@@ -178,6 +183,11 @@ def _split(entry: str) -> tuple[str, range]:
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     if "%" in host:  # an IPv6 zone is valid on its own host only, and may be any text
         return None
+    return _parsed(host) if len(host) <= _MAX_ADDRESS_CHARS else None
+
+
+@functools.lru_cache(MAX_RANKS)  # a description names the host of each rank several times
+def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
