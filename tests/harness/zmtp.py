@@ -57,3 +57,16 @@ class Stream:
                 return start, None
             if not flags & _MORE:
                 return start, self._buffer[body:start]
+
+
+GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
+"""Of a peer without keys."""
+
+
+def ready(kind: str, identity: bytes = b"") -> bytes:
+    """Returns the command that ends the handshake of a peer without keys. `kind`: of its socket."""
+    fields = ((b"Socket-Type", kind.encode()), (b"Identity", identity))
+    body = b"\x05READY" + b"".join(
+        bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in fields
+    )
+    return bytes([_COMMAND, len(body)]) + body
