@@ -65,6 +65,7 @@ def test_answers(
     [
         (b"\x00\xffSSH-2.0 hello\r\n\r\n", False, 1, "does not speak HTTP"),
         (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 2_000_000, False, 1, "does not speak HTTP"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 40_000, False, 1, "does not speak HTTP"),
         (b"", False, 6, "closed the connection without an answer; did it restart? (6 attempts)"),
         (b"", True, 6, "closed the connection without an answer; did it restart? (6 attempts)"),
         (
@@ -74,7 +75,7 @@ def test_answers(
             "closed the connection in the middle of its answer",
         ),
     ],
-    ids=["garbage", "endless-header", "nothing", "reset", "half-an-answer"],
+    ids=["garbage", "endless-header", "a-million-bytes-of-1xx", "nothing", "reset", "half-an-answer"],
 )
 def test_broken_servers(client: MetaserverClient, answer: bytes, reset: bool, connections: int, text: str) -> None:
     with raw_server(answer, reset=reset) as (url, seen):

@@ -13,6 +13,7 @@ import pytest
 
 from harness.channels import HOST, random_secret
 from harness.scheduling import make_ticket
+from harness.tcp_server import serving
 from harness.ticket_takers import NOT_YET, REFUSED, TAKEN, UNKNOWN, MakeTaker, TicketTaker
 from harness.waiting import wait_until
 from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
@@ -240,6 +241,19 @@ def test_bootstrap_answers_that_do_not_help(client: PrefillClient, answer: bytes
     with bootstrap(answer) as server:
         offer(client, mooncake(server.port))
         assert reason in outcome(client).reason
+
+
+def test_a_bootstrap_server_that_sends_1xx_answers_without_an_end(client: PrefillClient) -> None:
+    """It does not keep the thread busy until the query's time is over."""
+
+    def serve(peer: socket.socket) -> None:
+        peer.recv(65536)
+        while True:
+            peer.sendall(1000 * b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    with serving(serve) as port:
+        offer(client, mooncake(port))
+        assert "the answer is too long" in outcome(client).reason
 
 
 def test_a_lost_bootstrap_query_is_sent_again(client: PrefillClient, taker: MakeTaker) -> None:

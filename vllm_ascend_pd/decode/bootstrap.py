@@ -175,7 +175,10 @@ class PrefillAddresses:
         limits, timeout = httpx.Limits(max_connections=1), httpx.Timeout(self._timeout_s)
         try:
             with anyio.fail_after(self._timeout_s):
-                async with open_client(limits, timeout) as client, client.stream("GET", f"{server}/query") as response:
+                async with (
+                    open_client(limits, timeout, _MAX_ANSWER_BYTES) as client,
+                    client.stream("GET", f"{server}/query") as response,
+                ):
                     status, body = response.status_code, await read_at_most(response, _MAX_ANSWER_BYTES)
         except HTTP_FAILURES as error:
             raise BootstrapError(f"the prefill host's bootstrap server does not answer: {describe(error)}") from error

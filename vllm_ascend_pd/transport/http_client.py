@@ -9,10 +9,12 @@ import re
 import ssl
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
+import httpcore
 import httpx
 
 from vllm_ascend_pd.core.config import TlsConfig
@@ -30,27 +32,91 @@ CONNECTION_LOST = (httpx.NetworkError, httpx.RemoteProtocolError, ssl.SSLError)
 MAX_URL_CHARS = 2048
 _PORTS = {"http": 80, "https": 443}
 _MAX_SHOWN_CHARS = 200
+# Of one answer: its head, and what a server sends before it. httpcore skips any number of 1xx answers.
+_MAX_HEAD_BYTES = 256 << 10
 
 
 class BrokenAnswerError(OSError):
     """The connection was lost in the middle of an answer."""
 
 
+class _BoundedStream(httpcore.AsyncNetworkStream):
+    """A connection that fails when the server sends over `max_bytes` in answer to one request."""
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream, max_bytes: int) -> None:
+        self._stream, self._max_bytes = stream, max_bytes
+        # What the server may still send. A request renews it.
+        self._left = max_bytes
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data = await self._stream.read(max_bytes, timeout)
+        self._left -= len(data)
+        if self._left < 0:
+            raise httpcore.RemoteProtocolError("the answer is too long")
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._left = self._max_bytes
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        return _BoundedStream(await self._stream.start_tls(ssl_context, server_hostname, timeout), self._max_bytes)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _BoundedBackend(httpcore.AnyIOBackend):
+    """Opens such connections."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        stream = await super().connect_tcp(host, port, timeout, local_address, socket_options)
+        return _BoundedStream(stream, self._max_bytes)
+
+
+class _BoundedTransport(httpx.AsyncHTTPTransport):
+    """httpx's transport over such connections. httpx itself cannot be given a backend."""
+
+    def __init__(self, limits: httpx.Limits, ssl_context: ssl.SSLContext, max_bytes: int) -> None:
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context,
+            max_connections=limits.max_connections,
+            max_keepalive_connections=limits.max_keepalive_connections,
+            keepalive_expiry=limits.keepalive_expiry,
+            network_backend=_BoundedBackend(max_bytes),
+        )
+
+
 def open_client(
-    limits: httpx.Limits, timeout: httpx.Timeout, ssl_context: ssl.SSLContext | None = None
+    limits: httpx.Limits, timeout: httpx.Timeout, max_body_bytes: int, ssl_context: ssl.SSLContext | None = None
 ) -> httpx.AsyncClient:
     """A client of HTTP/1.1 that follows no redirects, takes nothing from the environment and keeps no cookies.
 
+    `max_body_bytes`: what `read_at_most` takes of an answer. A server that sends far more than that fails the request.
     Without an `ssl_context` it trusts no TLS server.
     """
+    trusted = ssl_context or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     return httpx.AsyncClient(
-        verify=ssl_context or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        transport=_BoundedTransport(limits, trusted, _MAX_HEAD_BYTES + max_body_bytes),
         cookies=http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=())),
-        http2=False,
         follow_redirects=False,
         trust_env=False,
         timeout=timeout,
-        limits=limits,
     )
 
 
@@ -109,7 +175,7 @@ class Connections:
             _, client = self._idle.pop()
         else:
             limits = httpx.Limits(max_connections=1, keepalive_expiry=IDLE_CONNECTION_S)
-            client = open_client(limits, self._timeout, self._ssl_context)
+            client = open_client(limits, self._timeout, max_bytes, self._ssl_context)
         try:
             response = await client.send(request, auth=None, stream=True)
             try:

@@ -159,7 +159,7 @@ def api_key(environment: Mapping[str, str]) -> str | None:
 async def ask(urls: Mapping[str, Sequence[str]], key: str | None) -> list[CheckedServer]:
     """Asks the servers at these root URLs. Trusts this host's CAs, or those of SSL_CERT_FILE, which OpenSSL reads."""
     limit, trusted = asyncio.Semaphore(_AT_ONCE), ssl.create_default_context()
-    async with open_client(httpx.Limits(), httpx.Timeout(None), trusted) as client:
+    async with open_client(httpx.Limits(), httpx.Timeout(None), max(_MAX_BYTES.values()), trusted) as client:
         client.headers["Accept-Encoding"] = "identity"
         if key is not None:
             client.headers["Authorization"] = f"Bearer {key}"
