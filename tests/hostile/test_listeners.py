@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zmq
 from examples import LARGE, PLAIN
-from listener_process import ENGINE, State, serve
+from listener_process import ENGINE, KEYS, State, serve
 from mutate import hostile_bytes, msgpack
 
 from harness import waiting
@@ -250,6 +250,47 @@ def test_messages_that_cannot_be_read(listener: Listener, inputs: int, fuzz_seed
                     listener.serves()
     after = listener.state()
     assert after.rejected - before.rejected == unreadable > count // 2
+
+
+def test_strangers_that_claim_identities_which_libzmq_gives_out() -> None:
+    """libzmq ends a process whose next automatic identity is taken. With keys it asks for them before it looks at the
+    identity, so strangers end nothing, even if they know the listener's public key.
+    """
+    listener = Listener("keyed")
+    peer = SideChannelClient(keys=KEYS)
+    try:
+        taken = identity_of(listener, peer)
+        assert taken[0] == 0, "an automatic one"
+        with zmq.Context() as context:
+            public, secret = zmq.curve_keypair()
+            claims = [context.socket(zmq.DEALER) for _ in range(100)]
+            for number, claim in enumerate(claims, 1):
+                claim.setsockopt(zmq.LINGER, 0)
+                claim.setsockopt(zmq.ROUTING_ID, b"\0" + (int.from_bytes(taken[1:], "big") + number).to_bytes(4, "big"))
+                claim.setsockopt(zmq.CURVE_SERVERKEY, KEYS._server_public)
+                claim.setsockopt(zmq.CURVE_PUBLICKEY, public)
+                claim.setsockopt(zmq.CURVE_SECRETKEY, secret)
+                claim.connect(listener.endpoint)
+            wait_for(listener.state, lambda state: state.refused >= len(claims))
+            newcomer = SideChannelClient(keys=KEYS)
+            try:
+                assert int.from_bytes(identity_of(listener, newcomer), "big") == int.from_bytes(taken, "big") + 1
+            finally:
+                newcomer.close()
+            context.destroy(linger=0)
+        assert identity_of(listener, peer) == taken
+    finally:
+        peer.close()
+        threads, _ = listener.end()
+    assert threads == 1
+
+
+def identity_of(listener: Listener, client: SideChannelClient) -> bytes:
+    answers: queue.Queue[Message | SideChannelError] = queue.Queue()
+    client.request(listener.endpoint, Describe("decode-0"), PATIENCE_S, answers.put)
+    answer = answers.get(timeout=2 * PATIENCE_S)
+    assert isinstance(answer, GrantRefused), answer
+    return bytes.fromhex(answer.reason)
 
 
 def _is_unreadable(data: bytes) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The side channel over real ZMQ sockets on the loopback interface: what is asked, answered and left behind."""
 
+import itertools
 import os
 import queue
 import re
@@ -50,6 +51,33 @@ def test_messages_do_not_make_ticks():
         assert all(sum(tick >= began for tick in found) <= most for found in ticks)
     finally:
         client.close()
+        server.close()
+
+
+def test_deadlines_pass_while_messages_wait(raw):
+    """Otherwise a peer that always has another message waiting would keep deadlines, and other threads, waiting."""
+    all_sent = threading.Event()
+    events: list[str] = []
+
+    def handle(message: Message, peer: ClientConnection) -> Message:
+        all_sent.wait(PATIENCE_S)
+        events.append("message")
+        time.sleep(TICK_S / 10)
+        return echo(message, peer)
+
+    server = SideChannelServer(HOST, 0, handle, tick=lambda now: events.append("tick"))
+    try:
+        dealer = raw(zmq.DEALER, server.endpoint)
+        for n in range(200):  # fewer than may wait
+            dealer.send(encode(n + 1, Describe("x")))
+        all_sent.set()
+        for _ in range(200):
+            dealer.recv()
+        runs = [len(list(run)) for event, run in itertools.groupby(events) if event == "message"]
+        assert sum(runs) == 200
+        assert max(runs) < 50, "ticks come between"
+    finally:
+        all_sent.set()
         server.close()
 
 
