@@ -36,7 +36,8 @@ from vllm_ascend_pd.core.protocol import (
     decode,
     encode,
 )
-from vllm_ascend_pd.core.topology import RankInfo, sharding
+from vllm_ascend_pd.core.topology import RankInfo, Sharding, sharding
+from vllm_ascend_pd.prefill import decode_layout
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
 
@@ -399,6 +400,18 @@ def test_why_an_engine_gets_nothing_is_told_to_ranks_that_would_get_something(li
     ControlPlane._contact(control, transfer, layout, "it gets nothing")
     assert state.failure == "it gets nothing"
     assert sorted(state.destinations or {}) == told
+
+
+def test_routes_that_are_kept_are_bounded(monkeypatch):
+    """Tickets name the shapes of decode engines, so they could name ever new ones."""
+    monkeypatch.setattr(decode_layout, "MAX_CACHED_TARGETS", 100)
+    routes = Routes(RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(2), 0, 1, (0, 1)), caches(2))
+    most = 0
+    for interleave in range(1, 201):
+        shape = Sharding(4, (0, 0, 0, 0), interleave)
+        assert routes.route(0, shape, (16,)) is routes.route(0, shape, (16,))
+        most = max(most, len(routes._routes))
+    assert 2 < most < 50
 
 
 @pytest.mark.parametrize(("lie", "complaint"), LIES.values(), ids=LIES.keys())

@@ -294,6 +294,7 @@ def many(part: str, count: int) -> bytes:
         pytest.param(many("geometries", 1025), id="more geometries than a rank has"),
         pytest.param(many("tensors", 8193), id="more tensors than a rank has"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [0] * 1025, 1]), id="more shares than a stage has ranks"),
+        pytest.param(altered(GRANT_REQUEST, sharding=[1025, [0], 1]), id="more ranks than tensor parallelism has"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [1024], 1]), id="share beyond the ranks of a stage"),
         pytest.param(altered(GRANT_REQUEST, covers=[0] * 8193), id="more tensors covered than a rank has"),
         pytest.param(altered(GRANT_REQUEST, covers=[8192]), id="tensor beyond those of a rank"),
