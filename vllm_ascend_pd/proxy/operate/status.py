@@ -220,7 +220,7 @@ class StatusPage:
             ("POST", ADMIN_PATH + "/{id}:undrain", self.undrain),
             ("DELETE", ADMIN_PATH + "/{id}", self.remove),
         )
-        guard = partial(guarded, self._token, "admin token")
+        guard = partial(guarded, (self._token,), "admin token")
         return [*routes, *(Route(path, guard(action), methods=[method]) for method, path, action in for_operators)]
 
     async def get(self, _: Request) -> Response:
