@@ -9,13 +9,12 @@ from multiprocessing.connection import Connection
 
 import psutil
 from examples import LARGE
-from zmq.utils import z85
 
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import GrantRefused
+from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
-from vllm_ascend_pd.transport.keys import Keys
 from vllm_ascend_pd.transport.side_channel import SideChannelServer
 
 HOST = "127.0.0.1"
@@ -23,8 +22,7 @@ ENGINE = "prefill-0"
 """The engine that takes tickets."""
 PEERS = HostList((HOST,), "is not this test's")
 """Where its peers are. Attackers elsewhere on this host are strangers."""
-KEYS = Keys(z85.encode(b"server" * 5 + b"  "), z85.encode(b"client" * 5 + b"  "))
-"""Those of the listener `keyed`."""
+SECRET = Secret([b"of the listener `keyed`, and its peers"])
 FILES = 4000
 """Files that it may open."""
 
@@ -50,7 +48,7 @@ def serve(pipe: Connection, kind: str) -> None:
         endpoint, close = server.endpoint, server.close
     elif kind == "keyed":  # its answers name the identity that libzmq has given the connection
         server = SideChannelServer(
-            HOST, 0, lambda message, peer: GrantRefused(peer._identity.hex(), retry=False), keys=KEYS, hosts=PEERS
+            HOST, 0, lambda message, peer: GrantRefused(peer._identity.hex(), retry=False), secret=SECRET, hosts=PEERS
         )
         endpoint, close = server.endpoint, server.close
     elif kind == "tickets":

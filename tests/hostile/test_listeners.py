@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zmq
 from examples import LARGE, PLAIN
-from listener_process import ENGINE, KEYS, State, serve
+from listener_process import ENGINE, SECRET, State, serve
 from mutate import hostile_bytes, msgpack
 
 from harness import waiting
@@ -32,6 +32,7 @@ from vllm_ascend_pd.core.protocol import (
     TicketRefused,
     decode,
 )
+from vllm_ascend_pd.transport.curve import side_channel_keys
 from vllm_ascend_pd.transport.side_channel import _HANDSHAKE_S, SideChannelClient, SideChannelError
 
 pytestmark = pytest.mark.timeout(3600)  # the long form
@@ -257,7 +258,7 @@ def test_strangers_that_claim_identities_which_libzmq_gives_out() -> None:
     identity, so strangers end nothing, even if they know the listener's public key.
     """
     listener = Listener("keyed")
-    peer = SideChannelClient(keys=KEYS)
+    peer = SideChannelClient(secret=SECRET)
     try:
         taken = identity_of(listener, peer)
         assert taken[0] == 0, "an automatic one"
@@ -267,12 +268,12 @@ def test_strangers_that_claim_identities_which_libzmq_gives_out() -> None:
             for number, claim in enumerate(claims, 1):
                 claim.setsockopt(zmq.LINGER, 0)
                 claim.setsockopt(zmq.ROUTING_ID, b"\0" + (int.from_bytes(taken[1:], "big") + number).to_bytes(4, "big"))
-                claim.setsockopt(zmq.CURVE_SERVERKEY, KEYS._server_public)
+                claim.setsockopt(zmq.CURVE_SERVERKEY, side_channel_keys(SECRET)[0]._server_public)
                 claim.setsockopt(zmq.CURVE_PUBLICKEY, public)
                 claim.setsockopt(zmq.CURVE_SECRETKEY, secret)
                 claim.connect(listener.endpoint)
             wait_for(listener.state, lambda state: state.refused >= len(claims))
-            newcomer = SideChannelClient(keys=KEYS)
+            newcomer = SideChannelClient(secret=SECRET)
             try:
                 assert int.from_bytes(identity_of(listener, newcomer), "big") == int.from_bytes(taken, "big") + 1
             finally:
