@@ -72,7 +72,12 @@ ELSEWHERE = "http://proxy.example:8000"
         ({}, "this host only", "127.0.0.0/8", "10.0.0.0/8"),
         ({"trust_network": True}, "peers names no URL", "198.51.0.0/24", "198.51.99.0/24"),
         ({"peers": [ELSEWHERE]}, ELSEWHERE, "127.0.0.0/8", "this host only"),
-        ({"secret_file": SECRET}, "this host only", "no host", "127.0.0.0/8"),
+        (
+            {"secret_file": SECRET},
+            "those with the signature of this cluster's proxies",
+            "any host with a signature, no host without",
+            "this host only",
+        ),
         ({"peers": ["203.0.113.0/24"]}, "this host only", "203.0.113.0/24", "10.0.0.0/8"),
     ],
 )
@@ -86,16 +91,6 @@ def test_decodes_start_names_the_places_where_its_tickets_may_go(
     assert not_named not in line
     assert line.endswith("are refused")
     assert len(line) < 1000
-
-
-def test_with_a_secret_decodes_start_names_signatures(said: Said, tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    write_new(file, new_secret())
-    line = said("kv_consumer", {"secret_file": str(file)}, "tickets are posted to proxies at")
-    before, _, after = line.partition("prefill engines at")
-    assert "those with the signature of this cluster's proxies" in before
-    assert "this host only" not in before
-    assert "any host, if the engine has signed its address" in after
 
 
 def test_decodes_start_warns_of_a_fault_of_the_installed_vllm_ascend(

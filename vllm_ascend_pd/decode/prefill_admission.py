@@ -21,7 +21,9 @@ class PrefillAdmission:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         # The addresses in words, for logs.
-        self.admitted = peers.named.admitted or "any host, if the engine has signed its address"
+        self.admitted = peers.named.admitted
+        if peers.secret is not None:
+            self.admitted = f"{peers.hosts.admitted} with a signature, {peers.named.admitted} without"
 
     def refusal_of_listener(
         self, engine_id: str, host: str, port: int, transfer_id: str | None, signature: str
