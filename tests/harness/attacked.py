@@ -63,6 +63,8 @@ from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannel
 STEP_S = 0.005
 """Between two steps of the scheduler."""
 PROMPT_TOKENS = 48
+HONEST_S = 20.0
+"""How long an honest ticket may take. After 30 s those that wait in vain make room."""
 LURES = 8
 """Made-up tickets at a time."""
 SHORT_TIMEOUTS = {"grant_timeout_s": 4.0, "control_timeout_s": 2.0, "transfer_timeout_s": 60.0}
@@ -188,7 +190,7 @@ class Tickets(Program):
         transfer_id, began = secrets.token_hex(16), time.perf_counter()
         self.call("prompt", transfer_id)
         ticket = sign(ticket_with(num_tokens=PROMPT_TOKENS, ticket_id=secrets.token_hex(16)), self._secret_file)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + HONEST_S
         while not isinstance(answer := self._ask(OfferTicket(ENGINE, transfer_id, ticket)), TicketTaken):
             assert time.monotonic() < deadline, answer
         while self.call("served", ticket.ticket_id) != transfer_id:
