@@ -161,6 +161,26 @@ def test_tickets_are_remembered_until_they_expire_and_little_longer(monkeypatch)
     assert [len(seen) for seen in prefill.admission._seen.values()] == [prefill.admission._remembered] == [1]
 
 
+def test_a_ticket_is_remembered_while_another_clock_may_be_late():
+    """It may come again until it has expired by a clock that is late by as much as clocks may differ."""
+    prefill = Prefill()
+    last = (int(NOW) // FORGET_S + 2) * FORGET_S - 1  # of those that are forgotten together
+    one = signed(ticket(1), SECRET, last)
+    assert prefill.error(one) is None
+    prefill.now = last + CLOCK_SKEW_S - 1
+    assert prefill.error(one) == "the ticket was used before: a replay"
+
+
+def test_engines_that_kv_was_delivered_to_are_remembered_within_a_bound(monkeypatch):
+    monkeypatch.setattr(admission_module, "_MAX_PROVEN", 2)
+    admission = TicketAdmission(ANYWHERE)
+    for number in range(5):
+        one = msgspec.structs.replace(ticket(number), remote_engine_id=f"decode-{number}")
+        admission.admit(one)
+        admission.ended(one, delivered=True)
+    assert [engine for _, engine in admission._proven] == ["decode-3", "decode-4"]
+
+
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["unsigned", "signed"])
 def test_a_made_up_host_is_refused(secret):
     prefill = Prefill(hosts=HostList(("10.0.0.0/24:5000-5999",), "is not in peers"), secret=secret)
