@@ -118,7 +118,7 @@ BODIES_SENT = {
     "TransferFailure": msgspec.json.encode(TransferFailure("cmpl-0", ID, "the write failed", True, by_prefill=True)),
     "WaitingQuestion": msgspec.json.encode(WaitingQuestion([ID, DIGEST])),
     "WaitingAnswer": msgspec.json.encode(WaitingAnswer([ID])),
-    "bootstrap": answer_of("prefill-0_dp0", "prefill-0_dp0-1a2b", "10.0.0.2", 6000, siblings=1),
+    "bootstrap": answer_of("prefill-0_dp0", "prefill-0_dp0-1a2b", "10.0.0.2", 6000, siblings=1, secret=SECRET),
 }
 """JSON over HTTP, between decode and the metaserver, and from prefill's bootstrap server."""
 
