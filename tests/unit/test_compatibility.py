@@ -397,9 +397,11 @@ def test_why_an_engine_gets_nothing_is_told_to_ranks_that_would_get_something(li
     )
     control: Any = SimpleNamespace(_routes=Routes(rank, caches(2)), _follow=lambda transfer: None)
     control._fail = partial(ControlPlane._fail, control)
-    ControlPlane._contact(control, transfer, layout, "it gets nothing")
+    peer: Any = SimpleNamespace(endpoints=set())
+    ControlPlane._contact(control, peer, transfer, layout, "it gets nothing")
     assert state.failure == "it gets nothing"
     assert sorted(state.destinations or {}) == told
+    assert peer.endpoints == {layout.ranks[key].control for key in told}, "others are not connected to"
 
 
 def test_routes_that_are_kept_are_bounded(monkeypatch):

@@ -236,11 +236,11 @@ class ControlPlane:
         waiting, peer.waiting = peer.waiting, []
         for transfer in waiting:
             if peer.gone is not None or peer.layout is None:
-                self._contact(transfer, None, peer.gone)
+                self._contact(peer, transfer, None, peer.gone)
             else:
                 transfer.sender.engine_described(peer.layout)
                 reason = foreign(transfer.ticket, peer.layout.description, peer.layout.smallest)
-                self._contact(transfer, peer.layout, reason)
+                self._contact(peer, transfer, peer.layout, reason)
 
     def _on_described(self, peer: Peer, answer: Message | SideChannelError) -> None:
         peer.describing = False
@@ -251,14 +251,15 @@ class ControlPlane:
             late = [transfer for transfer in peer.waiting if now >= transfer.state.grant_deadline]
             peer.waiting = [transfer for transfer in peer.waiting if now < transfer.state.grant_deadline]
             for transfer in late:
-                self._contact(transfer, None, f"decode engine {peer.engine_id} does not describe itself: {answer}")
+                self._contact(
+                    peer, transfer, None, f"decode engine {peer.engine_id} does not describe itself: {answer}"
+                )
             return
         if isinstance(answer, EngineDescription) and (reason := unsound(answer, self._hosts)) is not None:
             where = [rank.control[:80] for rank in answer.ranks[:8]]
             logger.error("decode engine %s describes ranks at %s", peer.engine_id, where)
             answer = Problem(reason)  # nothing is sent to its ranks
         if isinstance(answer, EngineDescription):
-            peer.endpoints.update(rank.control for rank in answer.ranks)
             if answer.engine_id == peer.engine_id:
                 self._take_over(peer)
                 reason = self._misfit(answer)
@@ -274,7 +275,7 @@ class ControlPlane:
             layout = DecodeLayout(answer) if isinstance(answer, EngineDescription) else None
             waiting, peer.waiting = peer.waiting, []
             for transfer in waiting:
-                self._contact(transfer, layout, reason)
+                self._contact(peer, transfer, layout, reason)
         for each in self._all():  # this engine's transfers can go on, and another engine can be asked
             if each.endpoint == peer.endpoint and each.waiting:
                 self._advance(each)
@@ -312,7 +313,7 @@ class ControlPlane:
 
     # Transfers.
 
-    def _contact(self, transfer: Transfer, layout: DecodeLayout | None, refused: str | None) -> None:
+    def _contact(self, peer: Peer, transfer: Transfer, layout: DecodeLayout | None, refused: str | None) -> None:
         """Begins to ask the ranks of a decode engine for grants.
 
         layout: the engine's description; None if it did not describe itself.
@@ -330,6 +331,7 @@ class ControlPlane:
                 self._fail(transfer, reason, PushFailure.UNFIT)
                 first = min(layout.ranks)
                 destinations = {first: Destination(layout.ranks[first], ())}
+        peer.endpoints.update(destination.rank.control for destination in destinations.values())
         with transfer.changing() as state:
             state.contacted(destinations)
         self._follow(transfer)
