@@ -94,6 +94,8 @@ in_short --requests 100 --seconds 4 --streams 500
 run "$VENV" proxy_overhead "${short[@]}" "${check[@]}"
 in_short --cases numbers text
 run "$VENV" proxy_stalls "${short[@]}" "${check[@]}"
+in_short --quick
+run "$VENV" attacks "${short[@]}" "${check[@]}"
 in_short --quick --pairs 1/1 --sides ours bare --rounds 3 --requests 16
 run "$VENV" ttft "${short[@]}" "${check[@]}"
 in_short --quick --models small --parts first

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 ORDER = (
     *("ttft", "who_computes", "plan", "descriptors", "regroup", "push", "overlap", "scale"),
-    *("proxy_overhead", "proxy_stalls"),
+    *("proxy_overhead", "proxy_stalls", "attacks"),
 )
 
 _PLACE = re.compile(r"(<!-- (?:table|answers) -->\n).*?(<!-- end -->)", re.DOTALL)

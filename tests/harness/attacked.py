@@ -67,7 +67,6 @@ HONEST_S = 20.0
 """How long an honest ticket may take. After 30 s those that wait in vain make room."""
 LURES = 8
 """Made-up tickets at a time."""
-SHORT_TIMEOUTS = {"grant_timeout_s": 4.0, "control_timeout_s": 2.0, "transfer_timeout_s": 60.0}
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,7 @@ class Ranks:
     """A prefill and a decode rank, of which one is attacked."""
 
     def __init__(self) -> None:
-        self.pair = Pair(Model(), Side(1), Side(1), SHORT_TIMEOUTS)
+        self.pair = Pair(Model(), Side(1), Side(1))
         self._bait, *self._honest = prompts(self.pair, [64, 40, 50])
         self._ranks = {"prefill rank": self.pair.p_ranks, "decode rank": self.pair.d_ranks}
         self._lured = 0

@@ -78,3 +78,16 @@ def test_proxy_stalls() -> None:
     assert (stall["measure"], stall["answers"], stall["others_failed"]) == ("stall", "400 x 1", 0)
     assert 0 < stall["stop_ms"] < 1000
     assert stall["others"] > 0
+
+
+def test_attacks() -> None:
+    """Honest requests end well meanwhile."""
+    _, program = documented("docs/performance.md", "python benchmarks/attacks.py")
+    command = [sys.executable, program, "--quick", "--rows", "releases that wait, with nothing", "--json"]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=580)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    [attack] = map(json.loads, ran.stdout.splitlines())
+    assert (attack["measure"], attack["sent"]) == ("attack", 2000)
+    assert attack["grown_mib"] < 64
+    assert 0 < attack["during_ms"] <= attack["longest_ms"]
+    assert attack["cpu_ms"] > 0
