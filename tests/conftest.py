@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For all tests, and the processes that they start: owned objects check which thread calls them, and a secret that this
-user has is not read."""
+"""For all tests, and the processes that they start: owned objects check which thread calls them, a secret that this
+user has is not read, and engines are on loopback."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ import tempfile
 os.environ["VLLM_ASCEND_PD_CHECK_THREADS"] = "1"  # before the package is imported
 _config = tempfile.TemporaryDirectory(prefix="config-")
 os.environ["XDG_CONFIG_HOME"] = _config.name
+os.environ["VLLM_HOST_IP"] = "127.0.0.1"
 
 
 def pytest_collection_finish() -> None:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector on an engine's scheduler, by vLLM's own configuration and factory, without an engine."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
@@ -42,11 +40,9 @@ def caches_of(*specs: Any) -> KVCacheConfig:
 
 @contextmanager
 def scheduler_connector(config: VllmConfig, caches: KVCacheConfig | None = None) -> Iterator[Any]:
-    """Yields the connector as vLLM's scheduler has it, by default with one layer of full attention. The engine is at
-    this host's loopback address unless `VLLM_HOST_IP` names another."""
+    """Yields the connector as vLLM's scheduler has it, by default with one layer of full attention."""
     caches = caches or caches_of(full_attention())
-    with mock.patch.dict(os.environ, {"VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP") or "127.0.0.1"}):
-        connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)
+    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)
     try:
         yield connector
     finally:

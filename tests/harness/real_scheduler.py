@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own scheduler with our connector in it, and a simulated worker."""
 
-import os
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
@@ -146,7 +145,6 @@ class RealScheduler(VllmScheduler):
     ) -> None:
         """`beside`: the configuration of another connector, which stands after ours below a MultiConnector."""
         register()
-        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
         transfer: dict[str, Any] = {
             "kv_connector": "LayerwisePushConnector",
             "kv_role": role.value,
