@@ -35,6 +35,7 @@ def guarded(secret_file: Path) -> ClusterConfig:
         name="secret-tp1-to-tp1",
         prefill=(with_secret(plain.prefill[0], secret_file),),
         decode=(with_secret(plain.decode[0], secret_file),),
+        proxy_args=(*plain.proxy_args, "--secret-file", str(secret_file)),
     )
 
 

@@ -23,7 +23,7 @@ def test_the_secret_is_changed_under_load(tmp_path: Path, monkeypatch: pytest.Mo
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text(f"{OLD}\n")
-    extra = {**PATIENT, "secret_file": str(secret)}
+    extra = (*PATIENT, ("secret_file", str(secret)))
     prefill, decode = (EngineConfig(role, connector_extra=extra) for role in (Role.PREFILL, Role.DECODE))
     with cluster_under_load("secret", prefill, decode, tmp_path, "--secret-file", str(secret)) as rolling:
         for lines in ((OLD, NEW), (NEW, OLD), (NEW,)):
