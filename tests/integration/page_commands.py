@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "PYTHON": sys.executable,  # of launch scripts
     "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
 }
+del ENVIRONMENT["VLLM_HOST_IP"]  # of this process's engines: a host of the pages has its own
 
 
 class Command(NamedTuple):

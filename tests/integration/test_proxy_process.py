@@ -84,7 +84,7 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
     with proxy_process(prefill, decode) as (process, port):
         url = f"http://127.0.0.1:{port}/v1/completions"
         body = {**COMPLETION, "stream": True}
-        headers = {"Authorization": "Bearer secret"}
+        headers = {"Authorization": "Bearer confidential"}
         with httpx.stream("POST", url, json=body, headers=headers, **PLAIN_HTTP) as response:
             events = response.iter_raw()
             next(events)
@@ -95,7 +95,7 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
         assert time.monotonic() - stopped_at < 3
     assert process.returncode == 0
     assert "Traceback" not in log
-    assert "secret" not in log
+    assert "confidential" not in log
     assert decode.cancelled.wait(5)
 
 
