@@ -282,14 +282,13 @@ def _ask_peers(pipe: Connection, secret_file: str | None) -> None:
 class Ranks:
     """A prefill and a decode rank, of which one is attacked."""
 
-    def __init__(self) -> None:
-        self.pair = Pair(Model(), Side(1), Side(1))
+    def __init__(self, secret_file: str | None) -> None:
+        self.pair = Pair(Model(), Side(1), Side(1), {} if secret_file is None else {"secret_file": secret_file})
         self._bait, *self._honest = prompts(self.pair, [64, 40, 50])
-        self._ranks = {"prefill rank": self.pair.p_ranks, "decode rank": self.pair.d_ranks}
         self._lured = 0
 
     def attack(self, attacked: str) -> None:
-        [self._rank] = self._ranks[attacked]
+        [self._rank] = self.pair.d_ranks if attacked == "decode rank" else self.pair.p_ranks
         self._rank.call("do", _start_meter, attacked)
 
     @property
@@ -307,13 +306,16 @@ class Ranks:
         [ticket] = self.pair.announce([self._bait]).values()
         return Target(self.pair.descriptions[0].control, secret_file, ticket)
 
-    def lure(self, port: int) -> None:
-        """Has prefill compute prompts whose made-up tickets name a decode engine at `port`."""
+    def lure(self, port: int, made_up: Callable[[int], dict[str, object]]) -> None:
+        """Has prefill compute prompts whose made-up tickets name a decode engine at `port`, and what `made_up` says."""
         made = {}
         for _ in range(LURES):
             prompt = Prompt(f"lured-{self._lured}", 0, 16, [self._bait.p_blocks[0]], [1])
             ticket = msgspec.structs.replace(
-                self.pair.ticket(prompt), remote_engine_id=f"made-up-{self._lured}", remote_port=port
+                self.pair.ticket(prompt),
+                remote_engine_id=f"made-up-{self._lured}",
+                remote_port=port,
+                **made_up(self._lured),
             )
             self._lured += 1
             made[prompt.request_id] = (prompt, ticket)
@@ -362,7 +364,7 @@ def _start_meter(rank: Any, attacked: str) -> None:
     else:
         control = rank.worker._control
         control._lock = lock = TimedLock(control._lock, thread)
-        name = "pd-control"
+        name = "pd-control" if attacked == "prefill rank" else threading.current_thread().name
     _meters["rank"] = Meter(name, [lock])
 
 
@@ -378,7 +380,7 @@ def subject_of(row: Row, secret_file: str | None) -> Subject:
     secret_file = secret_file if row.engine_has_secret else None
     if row.against == "tickets":
         return Tickets(secret_file)
-    return Client(secret_file) if row.against == "client" else Ranks()
+    return Client(secret_file) if row.against == "client" else Ranks(secret_file)
 
 
 @dataclass(frozen=True)
@@ -439,17 +441,18 @@ def _begun(
             target = subject.target(known)
             if sink:
                 takes = (take_bytes,) if row.is_on_connections else (take_messages, known)
-                target = replace(target, endpoint=stack.enter_context(running(*takes)).first)
+                target = replace(target, endpoint=f"tcp://{HOST}:{stack.enter_context(running(*takes)).first}")
             yield stack.enter_context(running(attack, row.attack, target)), lambda: None
             return
         if row.answer is not None:
-            host = stack.enter_context(running(describe_falsely, row.answer, subject.description()))
+            host = stack.enter_context(running(describe_falsely, row.answer, subject.description(), known))
         else:
             host = stack.enter_context(running(answer_endlessly))
         if not sink:
-            yield host, lambda: subject.lure(host.first)
+            made_up = () if row.answer is None else (row.ticket,)
+            yield host, lambda: subject.lure(host.first, *made_up)
         elif row.answer is not None:
-            yield host, stack.enter_context(running(take_descriptions, host.first, LURES)).again
+            yield host, stack.enter_context(running(take_descriptions, host.first, LURES, known)).again
         else:
             stack.enter_context(running(take_bytes, host.first))
             yield host, lambda: None

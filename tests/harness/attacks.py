@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
@@ -253,6 +253,16 @@ def most_geometries(right: Any) -> bytes:
     return _with(right, geometries=1024)
 
 
+def same(number: int) -> dict[str, object]:
+    """None: the ticket is as an honest one."""
+    return {}
+
+
+def new_shapes(number: int) -> dict[str, object]:
+    """Fields of a ticket of 1,024 ranks, in a shape of its own."""
+    return {"remote_tp_size": 1024, "remote_dcp_size": 2, "remote_interleave_size": number + 1}
+
+
 def _with(right: Any, ranks: int = 1, geometries: int = 0, **fields: object) -> bytes:
     first = right["ranks"][0]
     caches = first["caches"]
@@ -279,12 +289,14 @@ class Row:
     name: str
     # What the attacker has: `NETWORK`, `TICKET` or `SECRET`.
     who: str
-    # The subject: "tickets", "client", "decode rank" or "prefill rank".
+    # The subject: "tickets", "client", "decode rank", "prefill rank" or "model of a prefill rank".
     against: str
     # Of who connects. None: the engine connects to the attacker.
     attack: Attack | None = None
     # How the attacker describes itself then. None: by a message that does not end.
     answer: Answer | None = None
+    # What a made-up ticket has that names the attacker, by its number.
+    ticket: Callable[[int], dict[str, object]] = same
     # Whether the attacked engine has the secret.
     engine_has_secret: bool = True
     # Whether the attack is on ZMQ's handshake, and sends no message.
@@ -303,17 +315,7 @@ class Row:
 
 NETWORK, TICKET, SECRET = "nothing", "a valid ticket", "the secret"
 
-ROWS = [
-    Row("100 forged identities", NETWORK, "tickets", identities, is_on_connections=True),
-    Row("an endless message of whom it connects to", NETWORK, "client"),
-    Row("offers of a million empty lists", NETWORK, "tickets", empty_lists, engine_has_secret=False),
-    Row("offers of a million empty lists", SECRET, "tickets", empty_lists),
-    Row("offers of a million blocks", NETWORK, "tickets", long_offers, engine_has_secret=False),
-    Row("offers of a million blocks, not signed", SECRET, "tickets", long_offers),
-    Row("1,500 offers that wait", NETWORK, "tickets", many_offers, engine_has_secret=False),
-    Row("1,500 offers that wait", SECRET, "tickets", many_offers),
-    Row("2,000 releases that wait", NETWORK, "tickets", releases, engine_has_secret=False),
-    Row("2,000 releases that wait", SECRET, "tickets", releases),
+_ON_RANKS = [
     Row("400 shapes of prefill for a ticket", TICKET, "decode rank", ever_new_shapes, engine_has_secret=False),
     Row("1,000 grants for no ticket", NETWORK, "decode rank", unknown_tickets, engine_has_secret=False),
     Row("a description of 40,960 ranks", NETWORK, "prefill rank", answer=too_many_ranks, engine_has_secret=False),
@@ -326,6 +328,29 @@ ROWS = [
         engine_has_secret=False,
     ),
     Row("a description of 1,024 geometries", NETWORK, "prefill rank", answer=most_geometries, engine_has_secret=False),
+    Row(
+        "tickets of ever new shapes",
+        NETWORK,
+        "model of a prefill rank",
+        answer=most_ranks,
+        ticket=new_shapes,
+        engine_has_secret=False,
+    ),
+]
+
+ROWS = [
+    Row("100 forged identities", NETWORK, "tickets", identities, is_on_connections=True),
+    Row("an endless message of whom it connects to", NETWORK, "client"),
+    Row("offers of a million empty lists", NETWORK, "tickets", empty_lists, engine_has_secret=False),
+    Row("offers of a million empty lists", SECRET, "tickets", empty_lists),
+    Row("offers of a million blocks", NETWORK, "tickets", long_offers, engine_has_secret=False),
+    Row("offers of a million blocks, not signed", SECRET, "tickets", long_offers),
+    Row("1,500 offers that wait", NETWORK, "tickets", many_offers, engine_has_secret=False),
+    Row("1,500 offers that wait", SECRET, "tickets", many_offers),
+    Row("2,000 releases that wait", NETWORK, "tickets", releases, engine_has_secret=False),
+    Row("2,000 releases that wait", SECRET, "tickets", releases),
+    *_ON_RANKS,
+    *(replace(row, who=SECRET, engine_has_secret=True) for row in _ON_RANKS),
 ]
 
 
@@ -387,21 +412,36 @@ def attack(pipe: Connection, how: Attack, target: Target) -> None:
     pipe.recv()
 
 
-def describe_falsely(pipe: Connection, answer: Answer, right: Any) -> None:
-    """The program of a decode engine that describes itself falsely. Says its port first."""
-    body = answer(right)
+def _answer_all(pipe: Connection, secret_file: str | None, answer: Callable[[bytes], bytes]) -> None:
+    """Takes whatever connects, and answers each message. Says its port first, and in the end how many it answered."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
+    guard = Guard(context, router, read(secret_file), AnyHost())
     pipe.send(router.bind_to_random_port(f"tcp://{HOST}"))
-    sent = 0
+    poller = zmq.Poller()
+    poller.register(router, zmq.POLLIN)
+    poller.register(guard.socket, zmq.POLLIN)
+    answered = 0
     while not pipe.poll():
-        if router.poll(50):
+        readable = dict(poller.poll(50))
+        guard.attend()
+        if router in readable:
             peer, frame = router.recv_multipart()
-            seq, _ = decode(frame)
-            router.send_multipart([peer, msgspec.msgpack.encode([PROTOCOL_VERSION, seq, msgspec.Raw(body)])])
-            sent += 1
-    pipe.send(sent)
+            router.send_multipart([peer, answer(frame)])
+            answered += 1
+    pipe.send(answered)
     context.destroy(linger=0)
+
+
+def describe_falsely(pipe: Connection, answer: Answer, right: Any, secret_file: str | None) -> None:
+    """The program of a decode engine that describes itself falsely."""
+    body = msgspec.Raw(answer(right))
+
+    def described(frame: bytes) -> bytes:
+        seq, _ = decode(frame)
+        return msgspec.msgpack.encode([PROTOCOL_VERSION, seq, body])
+
+    _answer_all(pipe, secret_file, described)
 
 
 def answer_endlessly(pipe: Connection) -> None:
@@ -434,28 +474,13 @@ def answer_endlessly(pipe: Connection) -> None:
 
 
 def take_messages(pipe: Connection, secret_file: str | None) -> None:
-    """Takes what connects, and answers each message as shortly as can be. Says its endpoint first."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    guard = Guard(context, router, read(secret_file), AnyHost())
-    router.bind(f"tcp://{HOST}:*")
-    pipe.send(router.getsockopt_string(zmq.LAST_ENDPOINT))
-    poller = zmq.Poller()
-    poller.register(router, zmq.POLLIN)
-    poller.register(guard.socket, zmq.POLLIN)
+    """Answers each message as shortly as can be."""
     done = encode(1, Acknowledged())
-    while not pipe.poll():
-        readable = dict(poller.poll(50))
-        guard.attend()
-        if router in readable:
-            peer, *_ = router.recv_multipart()
-            router.send_multipart([peer, done])
-    pipe.send(0)
-    context.destroy(linger=0)
+    _answer_all(pipe, secret_file, lambda frame: done)
 
 
 def take_bytes(pipe: Connection, port: int | None = None) -> None:
-    """Takes bytes on plain connections: from who connects, or from who listens on `port`. Says its endpoint first."""
+    """Takes bytes on plain connections: from who connects, or from who listens on `port`. Says its port first."""
 
     def drain(connection: socket.socket) -> None:
         with suppress(OSError):
@@ -465,7 +490,7 @@ def take_bytes(pipe: Connection, port: int | None = None) -> None:
 
     if port is not None:
         threading.Thread(target=drain, args=(socket.create_connection((HOST, port)),), daemon=True).start()
-        pipe.send("")
+        pipe.send(port)
     else:
         listener = socket.create_server((HOST, 0), backlog=200)
 
@@ -474,16 +499,16 @@ def take_bytes(pipe: Connection, port: int | None = None) -> None:
                 threading.Thread(target=drain, args=(listener.accept()[0],), daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
-        pipe.send(f"tcp://{HOST}:{listener.getsockname()[1]}")
+        pipe.send(listener.getsockname()[1])
     pipe.recv()
     pipe.send(0)
 
 
-def take_descriptions(pipe: Connection, port: int, times: int) -> None:
+def take_descriptions(pipe: Connection, port: int, times: int, secret_file: str | None) -> None:
     """Asks who listens on `port` to describe itself, so many times whenever it is told to, and forgets the answers."""
     pipe.send("")
     question = encode(1, Describe("made-up"))
     while pipe.recv() != "end":
-        for _ in _exchanged(Target(f"tcp://{HOST}:{port}"), [question] * times):
+        for _ in _exchanged(Target(f"tcp://{HOST}:{port}", secret_file), [question] * times):
             pass
     pipe.send(0)

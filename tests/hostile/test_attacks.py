@@ -9,7 +9,8 @@ The last tests show what an attacker can still do. docs/security.md says so, too
 """
 
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import psutil
@@ -23,15 +24,24 @@ from harness.attacks import (
     answer_endlessly,
     attack,
     identities,
+    read,
     running,
+    sign,
 )
-from harness.ranks import expect_delivery, prefill, prompts, run
+from harness.ranks import expect_delivery, prefill, prompts
+from harness.tickets import ticket_with
 from harness.waiting import wait_until
+from vllm_ascend_pd.core.hosts import AnyHost
+from vllm_ascend_pd.core.signing import signed
+from vllm_ascend_pd.core.ticket import Ticket, TicketError
+from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.transport.secret_files import new_secret, write_new
 
 MAX_GROWTH_BYTES = 64 << 20
 """Beyond what the same attack on a sink takes."""
 MAX_FILES = 64
+MAX_CPU_S = 5.0
+"""Of the attacked thread, beyond what the same attack on a sink takes it. The worst attack takes about one second."""
 ROUNDS = 3
 FILLED_BYTES = 256 << 20
 
@@ -70,23 +80,45 @@ def test_an_engine_under_attack_serves_others(row: Row, subjects: Subjects, secr
     assert found.errors == []
     assert found.grown - control.grown <= MAX_GROWTH_BYTES
     assert found.files <= MAX_FILES
+    assert found.cpu_s - control.cpu_s <= MAX_CPU_S
 
 
-def test_a_replay_after_prefill_was_restarted_writes_nothing() -> None:
-    """Prefill has forgotten the ticket. Decode has not."""
-    subject = Ranks()
+@pytest.mark.parametrize("forgets", ["restarted", "told another time"])
+def test_a_replay_that_prefill_has_forgotten_writes_nothing(forgets: str, secret_file: str) -> None:
+    """Decode has not forgotten the ticket."""
+    subject = Ranks(secret_file)
     try:
         pair = subject.pair
         requests = prompts(pair, [40, 50])
-        tickets = run(pair, requests)
+        tickets = {each.request_id: sign(pair.ticket(each), secret_file) for each in requests}
+        pair.expect(requests, tickets)
+        prefill(pair, requests, tickets)
         expect_delivery(pair, requests)
-        pair.restart_prefill("prefill-again")
+        if forgets == "restarted":
+            pair.restart_prefill("prefill-again")
+        else:
+            admitted_again(tickets.values(), secret_file)
         pair.each(pair.d_ranks, "clear")
         prefill(pair, requests, tickets)
         assert pair.wait_sent(len(requests)).keys() == tickets.keys()
         assert pair.differences([]) == []
     finally:
         subject.close()
+
+
+def admitted_again(tickets: Collection[Ticket], secret_file: str) -> None:
+    """Has prefill's scheduler admit tickets, then once more after its clock has jumped two days ahead and back."""
+    admission, now, secret = TicketAdmission(AnyHost(), read(secret_file)), time.time(), read(secret_file)
+    for each in tickets:
+        admission.admit(each)
+        with pytest.raises(TicketError, match="a replay"):
+            admission.admit(each)
+    later = now + 2 * 86400
+    admission._clock = lambda: later
+    admission.admit(signed(ticket_with(), secret, int(later) + 600))
+    admission._clock = lambda: now
+    for each in tickets:
+        admission.admit(each)
 
 
 @pytest.mark.parametrize("knows", [False, True], ids=["anybody", "a holder of the secret"])
