@@ -107,7 +107,7 @@ class _IncomingTransfer:
     # How many of the request's tickets right before this one failed.
     lost_before: int = 0
     # Monotonic seconds.
-    issued_at: float = field(default_factory=time.monotonic)
+    issued_at: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def all_received(self) -> tuple[int, int]:

@@ -139,7 +139,7 @@ class PromptPlacement:
         settings: ConnectorConfig,
         steps: EngineSteps,
         observer: DecodeSchedulerObserver,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lambda: time.monotonic(),
     ) -> None:
         self._requests = requests
         self._blocks = blocks

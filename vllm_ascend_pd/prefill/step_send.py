@@ -100,7 +100,7 @@ class StepSend:
     # Where the units of a share are in an exchanged tensor, on the device. None unless the exchanged heads are divided.
     share_offsets: torch.Tensor | None = None
     # Guards which slot each of its layers has.
-    slots_lock: threading.Lock = field(default_factory=threading.Lock)
+    slots_lock: threading.Lock = field(default_factory=lambda: threading.Lock())
     # Whether each request has its destinations, or has failed.
     is_located: bool = False
     # By the shape of a target, for all layers and decode ranks with targets of this shape.
