@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs seeds of the simulation. From the folder tests/: `python -m simulation --help`.
+
+seeds FIRST-LAST   runs these seeds, without the last, until the first violation, which it shrinks
+run SEED           runs one seed, and prints its scenario and its history in words
+shrink SEED        looks for the shortest scenario with the same violation, and prints it with its history
+mutants FIRST-LAST takes each guard out, and runs these seeds until one notices
+real-ones-left     prints the product's names that refer to a real clock, real threads or real randomness
+"""
+
+import argparse
+import ast
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.execv(sys.executable, [sys.executable, "-m", "simulation", *sys.argv[1:]])
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # before vLLM is imported
+os.environ.setdefault("VLLM_ASCEND_PD_CHECK_THREADS", "1")
+
+from simulation import stand_ins
+from simulation.kernel import BEGIN_S
+from simulation.mutants import MUTANTS
+from simulation.scenario import draw
+from simulation.shrink import shrink
+from simulation.world import World
+
+
+def history(world: World) -> str:
+    """Returns what has happened, in words: seconds, thread, event."""
+    return "\n".join(
+        f"{now - BEGIN_S:9.4f} {thread:22} {sentence.format(*parts)}"
+        for now, thread, sentence, parts in world.kernel.history
+    )
+
+
+def report(world: World) -> str:
+    scenario = world.scenario
+    return "\n".join(["", history(world), "", repr(scenario), *world.violations])
+
+
+def seeds_of(text: str) -> Iterable[int]:
+    """Returns the seeds of "7", "7-9" (without 9) and "7-"."""
+    first, dash, last = text.partition("-")
+    if not dash:
+        return [int(first)]
+    return range(int(first), int(last)) if last else itertools.count(int(first))
+
+
+def run_seeds(arguments: argparse.Namespace, fixed: dict[str, Any]) -> bool:
+    """Returns whether no seed fails."""
+    began, requests, failed = time.process_time(), 0, 0
+    for seed in seeds_of(arguments.seeds):
+        scenario = draw(seed, **fixed)
+        world = World(scenario).run()
+        requests += len(scenario.requests)
+        seconds = time.process_time() - began
+        if arguments.digests:
+            print(seed, world.digest(), len(world.kernel.history), flush=True)
+        if world.violations:
+            failed += 1
+            print(f"seed {seed}: {world.violations[0]}", flush=True)
+            if not arguments.go_on:
+                print(report(shrink(scenario).world))
+                break
+        if requests >= arguments.requests or seconds >= arguments.seconds:
+            break
+    print(f"{requests} requests in {time.process_time() - began:.0f} s of one core; {failed} seeds fail", flush=True)
+    return not failed
+
+
+def run_mutants(arguments: argparse.Namespace, fixed: dict[str, Any]) -> bool:
+    """Returns whether each mutant is found."""
+    unseen = []
+    for name, mutant in MUTANTS.items():
+        if arguments.only and arguments.only not in name:
+            continue
+        began, found = time.process_time(), ""
+        for seed in seeds_of(arguments.seeds):
+            with mutant.made():
+                world = World(draw(seed, **{**mutant.fixed, **fixed})).run()
+            if world.violations:
+                found = f"seed {seed}: {world.violations[0][:160]}"
+                break
+        print(f"{name}: {found or 'NOT FOUND'} ({time.process_time() - began:.0f} s)", flush=True)
+        if not found:
+            unseen.append(name)
+    return not unseen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["seeds", "run", "shrink", "mutants", "real-ones-left"])
+    parser.add_argument("seeds", nargs="?", default="0-300")
+    parser.add_argument("--requests", type=float, default=float("inf"), help="ends after so many requests")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="ends after so many seconds of one core")
+    parser.add_argument("--digests", action="store_true", help="prints a digest of each seed's history")
+    parser.add_argument("--go-on", action="store_true", help="does not end at a violation")
+    parser.add_argument("--only", default="", help="only mutants whose names contain this")
+    parser.add_argument("--order", type=int, default=0, help="another order of threads")
+    parser.add_argument("fixed", nargs="*", help="what of Shape and Faults is not drawn, and requests: name=value")
+    arguments = parser.parse_intermixed_args()
+    fixed = {name: ast.literal_eval(value) for name, _, value in (each.partition("=") for each in arguments.fixed)}
+    if arguments.command == "real-ones-left":
+        print("\n".join(stand_ins.real_ones_left()), end="")
+        return 0
+    if arguments.command == "seeds":
+        return not run_seeds(arguments, fixed)
+    if arguments.command == "mutants":
+        return not run_mutants(arguments, fixed)
+    scenario = draw(int(arguments.seeds), **fixed)
+    if arguments.command == "run":
+        world = World(scenario, arguments.order).run()
+        print(report(world))
+        return bool(world.violations)
+    best = shrink(scenario)
+    print(report(best.world))
+    before, after = len(scenario.events), len(best.scenario.events)
+    print(f"{before} events became {after} in {best.runs} runs; it fails in the order of threads {best.order}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,628 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine: vLLM's scheduler in a core, and ranks that run its steps with the connector's real workers.
+
+Each is a process. A step goes from the core to the ranks and back by messages, and several may be on their way.
+"""
+
+import copy
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from harness.models import TINY, make_model
+from harness.real_scheduler import _STRUCTURED as STRUCTURED
+from harness.real_scheduler import TOKEN
+from harness.taken_back import POOL
+from simulation.kernel import kernel
+from simulation.memory import LAYERS, Array, Caches
+from simulation.scenario import BLOCK, MAX_MODEL_LEN
+from simulation.stand_ins import Event, SimpleQueue
+from vllm_ascend_pd.connector.caches import lost_blocks_say_all
+from vllm_ascend_pd.connector.metrics import HandshakeMetadata, ReportMetadata
+from vllm_ascend_pd.connector.model import model_summary
+from vllm_ascend_pd.core.step import WorkerReport
+from vllm_ascend_pd.core.topology import RankInfo, sharding
+from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.decode.worker import DecodeWorker
+from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.transport.batches import TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+_LAYER_S = 0.001
+_PREFILL_STEP_TOKENS = 64
+_DECODE_STEP_TOKENS = 512
+_DECODE_PORT = 19000
+_PREFILL_PORT = 14579
+
+_FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+
+
+class Configurations:
+    """vLLM's configurations, each of which takes a long time to make."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: gets a model's configuration."""
+        model = str(make_model(TINY, folder))
+        self._model = ModelConfig(
+            model=model, tokenizer=model, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, dtype="float32"
+        )
+        init_none_hash(sha256)
+        self.hasher: Any = get_request_block_hasher(BLOCK, sha256)
+        self._known: dict[tuple[bool, bool], VllmConfig] = {}
+
+    def of(self, prefills: bool, number: int, world: "World") -> VllmConfig:
+        """Returns the configuration of one of the engines."""
+        shape = world.scenario.shape
+        transfer: dict[str, Any] = {
+            "kv_connector": "LayerwisePushConnector",
+            "kv_role": "kv_producer" if prefills else "kv_consumer",
+            "kv_connector_extra_config": world.extra_config(prefills),
+        }
+        if prefills and shape.pool:
+            pool = {"kv_role": "kv_producer", **POOL}
+            transfer |= {
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {"connectors": [dict(transfer), pool]},
+            }
+        transfer |= {
+            "engine_id": f"{'prefill' if prefills else 'decode'}{number}",
+            "kv_port": (_PREFILL_PORT if prefills else _DECODE_PORT) + number,
+            "kv_load_failure_policy": shape.prefill_policy if prefills else shape.decode_policy,
+        }
+        key = prefills, shape.pool
+        if key not in self._known:
+            self._known[key] = self._make(prefills, KVTransferConfig(**transfer))
+        made = copy.copy(self._known[key])
+        made.kv_transfer_config = KVTransferConfig(**transfer)
+        made.parallel_config = copy.copy(made.parallel_config)
+        made.cache_config = copy.copy(made.cache_config)
+        made.cache_config.num_gpu_blocks = shape.prefill_blocks if prefills else shape.decode_blocks
+        made.cache_config.enable_prefix_caching = shape.prefix_caching
+        made.scheduler_config = copy.copy(made.scheduler_config)
+        made.scheduler_config.async_scheduling = not prefills and shape.decode_steps > 1
+        return made
+
+    def _make(self, prefills: bool, transfer: KVTransferConfig) -> VllmConfig:
+        return VllmConfig(
+            model_config=self._model,
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=16,
+                max_num_batched_tokens=_PREFILL_STEP_TOKENS if prefills else _DECODE_STEP_TOKENS,
+                max_model_len=MAX_MODEL_LEN,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+            ),
+            kv_transfer_config=transfer,
+        )
+
+
+def make_request(
+    name: str, tokens: Sequence[int], params: dict[str, Any], max_tokens: int, hasher: Callable[..., Any]
+) -> Request:
+    sampling = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, temperature=0, extra_args={"kv_transfer_params": params}
+    )
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(tokens),
+        sampling_params=sampling,
+        pooling_params=None,
+        block_hasher=hasher,
+    )
+
+
+@dataclass
+class Part:
+    """One request's part of a step."""
+
+    request_id: str
+    # Tokens that the step computes: their slots, and their prefix hashes.
+    slots: Array
+    hashes: Array
+    # Earlier tokens, whose KV it reads.
+    read_slots: Array
+    read_hashes: Array
+    # Whether it samples a token.
+    samples: bool
+
+
+@dataclass
+class Load:
+    """What a pool beside ours loads in a step."""
+
+    blocks: set[int]
+    slots: Array
+    hashes: Array
+    fails: bool
+
+
+@dataclass
+class EngineStep:
+    """A step on its way from the core to the ranks and back."""
+
+    output: SchedulerOutput
+    # The connector's part.
+    step: Any
+    parts: list[Part] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    # The ranks' results, in order.
+    results: list[SimpleQueue] = field(default_factory=list)
+
+    @property
+    def computes(self) -> bool:
+        return bool(self.output.total_num_scheduled_tokens)
+
+    @property
+    def slots(self) -> Array:
+        return np.concatenate([part.slots for part in self.parts])
+
+    @property
+    def hashes(self) -> Array:
+        return np.concatenate([part.hashes for part in self.parts])
+
+
+class _Device(CpuDevice):
+    """A CPU whose ranks exchange bytes in memory."""
+
+    def __init__(self, rank: "Rank") -> None:
+        self._rank = rank
+        self._calls: dict[int, int] = {}
+        # What the collective that comes next is for.
+        self.purpose: object = None
+        super().__init__()
+
+    def new_groups(self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float) -> dict[tuple[int, ...], Any]:
+        groups = self._rank.engine.groups
+        return {
+            ranks: groups.setdefault(ranks, _ExchangeGroup(ranks)) for ranks in rank_lists if self._rank.index in ranks
+        }
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Any) -> None:
+        number = self._calls[id(group)] = self._calls.get(id(group), 0) + 1
+        world = self._rank.engine.world
+        call = group.calls.setdefault(number, _Exchange())
+        call.parts[self._rank.index] = (out, inp)
+        call.purposes.append((len(inp), self.purpose))
+        world.oracle.exchange(self._rank, call.purposes)
+        if len(call.parts) < len(group.ranks):
+            if not call.over.wait(world.config.collective_timeout_s):
+                raise RuntimeError("timed out")
+            return
+        size = len(inp) // len(group.ranks)
+        for to, receiver in enumerate(group.ranks):
+            for of, sender in enumerate(group.ranks):
+                sent = call.parts[sender][1][to * size : (to + 1) * size]
+                call.parts[receiver][0][of * size : (of + 1) * size] = sent
+        del group.calls[number]
+        call.over.set()
+
+
+class _ExchangeGroup:
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.calls: dict[int, _Exchange] = {}
+
+
+@dataclass
+class _Exchange:
+    """One collective: what each rank receives into and sends."""
+
+    parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    purposes: list[tuple[int, object]] = field(default_factory=list)
+    over: Event = field(default_factory=Event)
+
+
+class Rank:
+    """A rank's process: the model's thread, whose steps call the connector's worker as vLLM does."""
+
+    worker: Any
+
+    def __init__(self, engine: "Engine", index: int) -> None:
+        self.engine = engine
+        self.index = index
+        self.name = f"{engine.name}/{index}"
+        self.process = kernel().process(self.name)
+        self._inbox = SimpleQueue()
+        self._heard_at = 0.0
+        # Which prefix's KV each block has, by the prefix hash of its first token.
+        self.content: dict[int, int] = {}
+        # What happens when the stopped process goes on.
+        self.when_it_goes_on: list[Callable[[], None]] = []
+        self.caches = Caches(engine.blocks, engine.tp, index)
+        self._draw = kernel().draws(f"steps of {self.name}")
+        kernel().spawn(self._run, f"{self.name}/model", self.process)
+
+    def hear(self, step: EngineStep) -> None:
+        """The core sends a step. Steps arrive in order."""
+        self._heard_at = max(self._heard_at + 1e-6, kernel().now + self._message_s())
+        kernel().at(self._heard_at - kernel().now, self._inbox.put, step)
+
+    def _message_s(self) -> float:
+        return 0.00005 + 0.0003 * self._draw.random()
+
+    def _run(self) -> None:
+        self._start()
+        while True:
+            step = self._inbox.get()
+            result = (self._prefill if self.engine.prefills else self._decode)(step)
+            kernel().at(self._message_s(), step.results[self.index].put, result)
+
+    def _start(self) -> None:
+        engine, world = self.engine, self.engine.world
+        device = self.device = _Device(self)
+        limits = TransferLimits.over("tcp", world.config.write_timeout_s)
+        world.starting = self
+        transfer = self.transfer = TransferEngine("127.0.0.1", "tcp", limits)
+        world.settle_s = transfer.limits.settle_s
+        registered = self.caches.registered
+        transfer.register(registered.regions(), of_caches=True)
+        info = RankInfo(
+            engine_id=engine.started_as,
+            model=engine.model,
+            host="127.0.0.1",
+            rank=self.index,
+            sharding=sharding(engine.tp),
+            pp_rank=0,
+            pp=1,
+            stage_ranks=tuple(range(engine.tp)),
+            draft="",
+            settings={},
+        )
+        common = (info, world.config, device, transfer, registered)
+        if engine.prefills:
+            self.worker = PrefillWorker(*common, _PREFILL_STEP_TOKENS, LoadedWeights())
+        else:
+            self.worker = DecodeWorker(*common, LoadedWeights(), None, engine.fails_by_request)
+        engine.rank_is_ready()
+
+    def _layer(self) -> None:
+        kernel().park(_LAYER_S * (0.5 + self._draw.random()))
+
+    def _prefill(self, step: EngineStep) -> KVConnectorOutput:
+        worker, oracle = self.worker, self.engine.world.oracle
+        worker.preempted(step.step)
+        worker.start_step(step.step)
+        invalid: set[int] = set()
+        if step.computes:
+            wrong = self._load(step, invalid) if step.loads or self.engine.pool else None
+            slots, hashes = step.slots, step.hashes
+            for part in step.parts:
+                for slot, prefix in zip(part.slots.tolist(), part.hashes.tolist(), strict=True):
+                    if slot % BLOCK == 0:
+                        self.content[slot // BLOCK] = prefix
+            for number, layer in enumerate(LAYERS):
+                self._layer()
+                self.caches.fill(number, slots, hashes, wrong)
+                with oracle.hook(self.process, f"{self.name}: layer_computed", oracle.backpressure_s):
+                    worker.layer_computed(layer)
+        worker.forward_ended()
+        if step.computes:
+            worker.end_step()
+        with oracle.hook(self.process, f"{self.name}: take_results", step.step.wait_s):
+            results = worker.take_results()
+        return KVConnectorOutput(
+            finished_sending=results.sent or None,
+            invalid_block_ids=invalid,
+            kv_connector_worker_meta=self._meta(worker.take_report()),
+        )
+
+    def _meta(self, report: WorkerReport | None) -> Any:
+        if report is None:
+            return None
+        ours = ReportMetadata(report)
+        return MultiKVConnectorWorkerMetadata((ours, None)) if self.engine.pool else ours
+
+    def _load(self, step: EngineStep, invalid: set[int]) -> Array | None:
+        """Loads what a pool has. Returns which of the step's tokens are computed from wrong KV, as a mask."""
+        for load in step.loads:
+            if load.fails:
+                invalid |= load.blocks
+                continue
+            for layer in range(len(LAYERS)):
+                self.caches.fill(layer, load.slots, load.hashes)
+            for slot, prefix in zip(load.slots.tolist(), load.hashes.tolist(), strict=True):
+                if slot % BLOCK == 0:
+                    self.content[slot // BLOCK] = prefix
+        computed = step.slots
+        masks = []
+        for part in step.parts:
+            others = ~np.isin(part.read_slots, computed)  # what this step computes itself is right
+            differ = self.caches.wrong_slots(part.read_slots[others], part.read_hashes[others])
+            masks.append(np.full(len(part.slots), bool(differ)))
+        mask = np.concatenate(masks)
+        return mask if mask.any() else None
+
+    def _decode(self, step: EngineStep) -> KVConnectorOutput:
+        worker, oracle = self.worker, self.engine.world.oracle
+        with oracle.hook(self.process, f"{self.name}: start_step", 0.0):
+            worker.start_step(step.step)
+        if step.computes:
+            self._layer()
+            slots, hashes = step.slots, step.hashes
+            for layer in range(len(LAYERS)):
+                self.caches.fill(layer, slots, hashes)
+            for part in step.parts:
+                oracle.decodes(self, part)
+        with oracle.hook(self.process, f"{self.name}: take_results", step.step.wait_s):
+            results = worker.take_results()
+        lost, report = worker.take_lost_blocks(), worker.take_report()
+        return KVConnectorOutput(
+            finished_recving=results.received or None,
+            failed_recving=results.failed,
+            invalid_block_ids=lost,
+            kv_connector_worker_meta=None if report is None else ReportMetadata(report),
+        )
+
+
+class Engine:
+    """An engine's core process, with vLLM's scheduler."""
+
+    def __init__(self, world: "World", prefills: bool, number: int) -> None:
+        shape = world.scenario.shape
+        self.world = world
+        self.prefills = prefills
+        self.number = number
+        self.name = f"{'prefill' if prefills else 'decode'}{number}"
+        self.tp = shape.prefill_tp if prefills else shape.decode_tp
+        self.blocks = shape.prefill_blocks if prefills else shape.decode_blocks
+        self.pool: Any = None
+        self._steps = shape.prefill_steps if prefills else shape.decode_steps
+        self.process = kernel().process(self.name)
+        self.inbox = SimpleQueue()
+        # Collectives of its ranks, by the ranks in them.
+        self.groups: dict[tuple[int, ...], Any] = {}
+        self.is_up = False
+        # The blocks that tickets name and that ranks have not given back, by ticket.
+        self.open_blocks: dict[int, str] = {}
+        self.ranks: list[Rank] = []
+        self._in_flight: deque[EngineStep] = deque()
+        # Block tables, and up to which token KV was checked, by request.
+        self._tables: dict[str, list[int]] = {}
+        self._checked: dict[str, int] = {}
+        # Prefix hashes of all tokens that a request has or will have.
+        self.hashes: dict[str, Array] = {}
+        self._draw = kernel().draws(f"pool beside {self.name}")
+        kernel().spawn(self._run, f"{self.name}/core", self.process)
+
+    @property
+    def processes(self) -> list[Any]:
+        return [self.process, *(rank.process for rank in self.ranks)]
+
+    def _run(self) -> None:
+        self._start()
+        while True:
+            while not self.vllm.has_requests() and not self._in_flight:
+                self._handle(self.inbox.get())
+            self._handle_all()
+            self._step()
+
+    def _start(self) -> None:
+        config = self.world.configurations.of(self.prefills, self.number, self.world)
+        caches = KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=[])
+        caches.kv_cache_groups.append(KVCacheGroupSpec(LAYERS, _FULL))
+        is_async = config.scheduler_config.async_scheduling
+        self.vllm: Any = (AsyncScheduler if is_async else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=STRUCTURED,
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=False,
+        )
+        connectors = getattr(self.vllm.connector, "_connectors", [self.vllm.connector])
+        self.connector = connectors[0]
+        if len(connectors) > 1:
+            self.pool = connectors[1]
+        self.role = self.connector._role
+        self.model = model_summary(config)
+        self.started_as = self.connector._setup.started_as
+        self.fails_by_request = not lost_blocks_say_all(caches)
+        self.all_free = self.free_blocks
+        if not self.prefills:
+            self.role._routes._metaserver.engine = self
+        self._ready = Event()
+        for index in range(self.tp):
+            self.ranks.append(Rank(self, index))
+        self._ready.wait()
+        if not self.prefills:
+            handshakes = {n: HandshakeMetadata(*rank.worker.handshake()) for n, rank in enumerate(self.ranks)}
+            self.connector.set_xfer_handshake_metadata(handshakes)
+        self._aggregator = KVOutputAggregator(self.tp)
+        self.is_up = True
+        kernel().tell("{} has started", self.name)
+
+    def rank_is_ready(self) -> None:
+        if len(self.ranks) == self.tp and all(hasattr(rank, "worker") for rank in self.ranks):
+            self._ready.set()
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.vllm.has_requests() and not self._in_flight and self.inbox.empty()
+
+    # What others ask for.
+
+    def add(self, request: Request, hashes: Array, pooled: int = 0) -> None:
+        """`hashes`: of the tokens that the request has or will have. `pooled`: tokens that the pool has."""
+        self.inbox.put(("add", request, hashes, pooled))
+
+    def abort(self, request_id: str) -> None:
+        self.inbox.put(("abort", request_id))
+
+    def reset(self) -> None:
+        """Resets the prefix cache, which preempts all running requests."""
+        self.inbox.put(("reset",))
+
+    def _handle_all(self) -> None:
+        while not self.inbox.empty():
+            self._handle(self.inbox.get_nowait())
+
+    def _handle(self, message: tuple[Any, ...]) -> None:
+        what, *args = message
+        if what == "add":
+            request, self.hashes[request.request_id], pooled = args
+            if self.pool is not None and pooled:
+                self.pool.has[request.request_id] = pooled
+            self.vllm.add_request(request)
+        elif what == "abort":
+            self.vllm.finish_requests(args[0], RequestStatus.FINISHED_ABORTED)
+        else:
+            try:
+                self.vllm.reset_prefix_cache(reset_running_requests=True)
+            except RuntimeError as error:  # vLLM refuses it while a connector has blocks
+                kernel().tell("the prefix cache is not reset: {}", str(error)[:60])
+
+    # Steps.
+
+    def _step(self) -> None:
+        if self.vllm.has_requests():
+            step = self._schedule()
+            for rank in self.ranks:
+                rank.hear(step)
+            self._in_flight.append(step)
+            if len(self._in_flight) < self._steps and self.vllm.has_requests():
+                if not step.computes:
+                    kernel().park(0.001)
+                return
+        step = self._in_flight.popleft()
+        outputs = [
+            ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=result.get())
+            for result in step.results
+        ]
+        self._handle_all()
+        whole = self._aggregator.aggregate(outputs)
+        assert whole is not None
+        self._update(step, whole.kv_connector_output)
+        if not step.computes and self.vllm.has_requests():
+            kernel().park(0.001)
+
+    def _schedule(self) -> EngineStep:
+        oracle = self.world.oracle
+        # A step without tokens may sleep until a rank wakes it (`IdleWait.pause`).
+        with oracle.hook(self.process, f"{self.name}: schedule", oracle.pause_s):
+            output = self.vllm.schedule()
+        metadata: Any = output.kv_connector_metadata
+        step = EngineStep(output, getattr(metadata, "metadata", (metadata,))[0].step)
+        step.results = [SimpleQueue() for _ in self.ranks]
+        if self.prefills:
+            oracle.prefill_scheduled(self)
+        else:
+            for expect in step.step.expects:
+                kernel().tell("issues a ticket for {}: blocks {}", expect.request_id, expect.blocks)
+                self.open_blocks.update(dict.fromkeys(expect.blocks, expect.request_id))
+                oracle.ticket_issued(self, expect.request_id)
+        for request_id, computed in self._take_tables(output).items():
+            step.parts.append(self._part(request_id, computed, output.num_scheduled_tokens[request_id]))
+            if self.pool is not None and request_id in self.pool.loads:
+                step.loads.append(self._load(request_id))
+        said = self._words(step.step)
+        if step.computes or said:
+            kernel().tell("step: {}{}", dict(output.num_scheduled_tokens), said)
+        return step
+
+    def _take_tables(self, output: SchedulerOutput) -> dict[str, int]:
+        """Takes the step's block tables. Returns how many tokens each of its requests had computed before."""
+        computed = {}
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = list(new.block_ids[0])
+            self._checked.pop(new.req_id, None)
+            computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks, before in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = []
+                self._checked.pop(request_id, None)
+            self._tables[request_id] += blocks[0] if blocks else []
+            computed[request_id] = before
+        return computed
+
+    def _part(self, request_id: str, computed: int, tokens: int) -> Part:
+        hashes = self.hashes[request_id]
+        at = np.arange(computed, min(computed + tokens, len(hashes)))
+        first = 0 if self.pool is not None else min(computed, self._checked.get(request_id, 0))
+        before = np.arange(first, computed)
+        self._checked[request_id] = computed
+        samples = not self.vllm.requests[request_id].is_prefill_chunk
+        return Part(
+            request_id,
+            self._slots(request_id, at),
+            hashes[at],
+            self._slots(request_id, before),
+            hashes[before],
+            samples,
+        )
+
+    def _slots(self, request_id: str, tokens: Array) -> Array:
+        return np.asarray(self._tables[request_id])[tokens // BLOCK] * BLOCK + tokens % BLOCK
+
+    def _load(self, request_id: str) -> Load:
+        tokens, _ = self.pool.loads.pop(request_id)
+        at = np.asarray(tokens)
+        slots = self._slots(request_id, at)
+        fails = self._draw.random() < self.world.scenario.faults.load_fails
+        blocks = set((slots // BLOCK).tolist())
+        if fails:
+            kernel().tell("the pool will not load tokens {} to {} of {}", at[0], at[-1], request_id)
+        return Load(blocks, slots, self.hashes[request_id][at], fails)
+
+    def _words(self, step: Any) -> str:
+        if not self.prefills:
+            return "".join(f", cancels the ticket: {reason}" for reason in step.cancelled.values())
+        sends = (f", sends {s.request_id}[{s.start}:{s.stop}]{' the last' * s.last}" for s in step.sends)
+        return "".join([*sends, *(f", {name} has ended" for name in step.finished)])
+
+    def _update(self, step: EngineStep, told: KVConnectorOutput | None) -> None:
+        for request_id in (told.finished_recving or ()) if told else ():
+            failed = told is not None and request_id in told.failed_recving
+            kernel().tell("has {} {}", "failed to receive" if failed else "received, or failed to,", request_id)
+            self.open_blocks = {block: owner for block, owner in self.open_blocks.items() if owner != request_id}
+        names = list(step.output.num_scheduled_tokens)
+        sampled = {part.request_id: part.samples for part in step.parts}
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[[TOKEN] if sampled[name] else [] for name in names],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=told,
+        )
+        with self.world.oracle.hook(self.process, f"{self.name}: update_from_output", 0.0):
+            by_client = self.vllm.update_from_output(step.output, output)
+        for outputs in by_client.values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    for known in (self._tables, self._checked):
+                        known.pop(each.request_id, None)
+                    self.world.router.answered(self, each.request_id, each.finish_reason, each.kv_transfer_params)
+
+
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")

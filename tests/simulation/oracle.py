@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks what happens in a run against the rules of docs/design.md. Each violation begins with the rule's name."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from harness.scheduling import remembered
+from simulation.kernel import Process, kernel
+from simulation.scenario import BLOCK
+from vllm_ascend_pd.core.ticket import carries_ticket
+
+if TYPE_CHECKING:
+    from simulation.engine import Engine, Part, Rank
+    from simulation.world import World
+
+_RESTS = "a slot that rests"
+# How long a prompt with a ticket may find only prompts without one in its way (R11). Less than `hold_timeout_s`.
+_WAITS_FOR_HELD_S = 1.5
+# Rounding of virtual times.
+_EPSILON_S = 1e-6
+
+
+class Oracle:
+    """The rules, for one run."""
+
+    # As `hook`: how long an empty step may sleep.
+    pause_s = 0.05
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.violations: list[str] = []
+        config = world.config
+        # What a layer may wait for room: the longest that `PrefillWorker.layer_computed` promises.
+        self.backpressure_s = config.control_timeout_s + 2 * config.write_timeout_s + 60.0
+        # Tokens whose KV decode has read.
+        self.tokens_checked = 0
+        # The prefill engine that has written for each ticket, by decode engine and request.
+        self._writers: dict[tuple[str, str], str] = {}
+        # Since when a prompt with a ticket waits for prompts without one, by engine.
+        self._waits_since: dict[str, float] = {}
+
+    def violated(self, what: str) -> None:
+        self.violations.append(what)
+        kernel().tell("VIOLATION: {}", what)
+
+    # R1.
+
+    def decodes(self, rank: "Rank", part: "Part") -> None:
+        """A request decodes, and reads the KV of its earlier tokens."""
+        self.tokens_checked += len(part.read_slots)
+        wrong = rank.caches.wrong_slots(part.read_slots, part.read_hashes)
+        if wrong:
+            layers = sorted({layer for layer, _ in wrong})
+            blocks = sorted({int(part.read_slots[index]) // BLOCK for _, index in wrong})
+            self.violated(
+                f"R1: {part.request_id} decodes from wrong KV on {rank.name}: {len(wrong)} tokens, layers {layers}, "
+                f"blocks {blocks}"
+            )
+
+    # R2 and R10.
+
+    def arrives(self, rank: "Rank", address: int, num_bytes: int, writer: "Rank") -> None:
+        """Bytes of a prefill rank arrive in a decode rank's memory."""
+        engine = rank.engine
+        for block in rank.caches.blocks_at(address, num_bytes):
+            request_id = engine.open_blocks.get(block)
+            if request_id is None:
+                self.violated(
+                    f"R2: bytes of {writer.name} arrive in block {block} of {rank.name}, which no open ticket names"
+                )
+                return
+            first = self._writers.setdefault((engine.name, request_id), writer.engine.started_as)
+            if first != writer.engine.started_as:
+                self.violated(f"R10: both {first} and {writer.engine.started_as} write for {request_id}")
+
+    def ticket_issued(self, engine: "Engine", request_id: str) -> None:
+        self._writers.pop((engine.name, request_id), None)
+
+    # R3.
+
+    def owner(self, rank: "Rank", address: int) -> object:
+        """Returns what the memory at `address` of a prefill rank holds: a prefix, or a step send's regrouped KV."""
+        for block in rank.caches.blocks_at(address, 1):
+            return block, rank.content.get(block)
+        ring = rank.worker._regrouper.ring
+        offset = (address - ring.buffer.data_ptr()) // ring.slot_bytes * ring.slot_bytes
+        if any(slot.offset == offset for _, slot in ring._resting):
+            return _RESTS
+        return next((id(holder) for slot, holder in ring._holders.items() if slot.offset == offset), None)
+
+    def is_read(self, rank: "Rank", address: int, owner: object) -> None:
+        """Mooncake reads memory. `owner`: what it held when the write began."""
+        now = self.owner(rank, address)
+        if now not in (owner, _RESTS):
+            where = f"block {owner[0]}" if isinstance(owner, tuple) else "a staging slot"
+            self.violated(f"R3: a write of {rank.name} reads {where}, which has other KV by now")
+
+    # R4.
+
+    def late(self, name: str, seconds: float) -> None:
+        client = self._world.router.clients[name]
+        if client.outcome is None:
+            self.violated(f"R4: {name} has not ended in {seconds:g} s")
+
+    # R5.
+
+    def exchange(self, rank: "Rank", purposes: list[tuple[int, object]]) -> None:
+        """A rank takes part in a collective. `purposes`: of all ranks so far."""
+        if any(each != purposes[0] for each in purposes):
+            self.violated(f"R5: ranks of {rank.engine.name} exchange different things: {purposes}")
+
+    # R7.
+
+    @contextmanager
+    def hook(self, process: Process, name: str, longest_s: float) -> Iterator[None]:
+        """Around a hook that takes `longest_s` at most, unless its process is stopped."""
+        began, stops = kernel().now, process.stops
+        yield
+        took = kernel().now - began
+        if took > longest_s + _EPSILON_S and process.stops == stops:
+            self.violated(f"R7: {name} takes {took:g} s")
+
+    # R11.
+
+    def prefill_scheduled(self, engine: "Engine") -> None:
+        """Looks whether a prompt with a ticket has no blocks while only prompts without one have any."""
+        role, vllm = engine.role, engine.vllm
+        waiting = [
+            request
+            for request in [*vllm.waiting, *vllm.skipped_waiting]
+            if carries_ticket(request.kv_transfer_params) and request.request_id not in role._refused
+        ]
+        held = [prompt for prompt in role._prompts.values() if prompt.hold_until is not None]
+        busy = vllm.running or role._transfers
+        if not waiting or not held or busy:
+            self._waits_since.pop(engine.started_as, None)
+            return
+        since = self._waits_since.setdefault(engine.started_as, kernel().now)
+        if kernel().now - since > _WAITS_FOR_HELD_S:
+            self.violated(
+                f"R11: {waiting[0].request_id} has a ticket and waits for {held[0].request.request_id}, which has none"
+            )
+
+    # At the end.
+
+    def at_rest(self) -> None:
+        """Nothing is left of the requests that have ended."""
+        world = self._world
+        for engine in world.engines:
+            if (taken := engine.all_free - engine.free_blocks) != 0:
+                self.violated(f"leak: {taken} blocks of {engine.name}")
+            for what, kept in self._kept(engine).items():
+                self.violated(f"leak: {engine.name} keeps {what}: {kept}")
+        if not world.may_fail:
+            for client in world.router.clients.values():
+                if client.outcome != "right":
+                    self.violated(f"R4: {client.name} {client.outcome}, although nothing went wrong")
+
+    def is_at_rest(self, engine: "Engine") -> bool:
+        return engine.is_idle and not self._kept(engine)
+
+    def _kept(self, engine: "Engine") -> dict[str, Any]:
+        """Returns what an engine still keeps of requests."""
+        kept: dict[str, Any] = {name: list(value)[:3] for name, value in remembered(engine.role).items()}
+        held = getattr(engine.role, "_held", None)
+        if held is not None:
+            kept |= {f"held prompts' {name}": value for name, value in remembered(held.room).items()}
+            kept["held prompts"] = list(held._prompts)
+        for rank in engine.ranks:
+            if engine.prefills:
+                kept[f"transfers of {rank.name}"] = list(rank.worker._transfers)
+                peers = rank.transfer._writer._peers
+                kept[f"batches in flight of {rank.name}"] = sum(p.queue._batches for p in peers.values())
+                if (regrouper := rank.worker._regrouper) is not None:
+                    kept[f"staging slots of {rank.name}"] = len(regrouper.ring.holders)
+            else:
+                kept[f"open tickets of {rank.name}"] = list(rank.worker._grants._open)
+        return {what: value for what, value in kept.items() if value}
+
+
+class LogWatch(logging.Handler):
+    """Finds exceptions that the product did not expect: they are logged with a traceback."""
+
+    def __init__(self, violated: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._violated = violated
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kernel().tell("logs: {}", record.getMessage()[:200])
+        if record.exc_info and record.exc_info[1] is not None:
+            self._violated(f"R4: an exception that nobody expects: {record.getMessage()[:80]}: {record.exc_info[1]!r}")

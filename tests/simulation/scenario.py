@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens in a run. A scenario is drawn from a seed, or written down: its `repr` is the Python that makes it."""
+
+import math
+import random
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+BLOCK = 16
+LONGEST = 160
+"""Tokens of the longest prompt."""
+MAX_MODEL_LEN = 192
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The engines."""
+
+    prefills: int = 1
+    decodes: int = 1
+    # Tensor-parallel ranks of each.
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    # KV blocks of each engine.
+    prefill_blocks: int = 60
+    decode_blocks: int = 60
+    # Steps in flight. More than one on decode means vLLM's AsyncScheduler.
+    prefill_steps: int = 1
+    decode_steps: int = 1
+    prefix_caching: bool = True
+    # Whether a pool beside ours has KV of prompts, in a MultiConnector on prefill.
+    pool: bool = False
+    # `kv_load_failure_policy`.
+    prefill_policy: str = "fail"
+    decode_policy: str = "fail"
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often things go wrong by themselves. Shares are in [0, 1]."""
+
+    # Share of looks at the clock at which another thread runs.
+    interrupts: float = 0.0
+    # Shares of messages that are lost, that arrive twice, and that are late.
+    loss: float = 0.0
+    repetition: float = 0.0
+    delay: float = 0.0
+    # Share of batches that fail. Some of their bytes arrive later.
+    write_fails: float = 0.0
+    # Share of batches that take `slow_by` times as long.
+    slow: float = 0.0
+    slow_by: float = 1.0
+    # Whether bytes that came while a rank was stopped are applied some time after it has gone on.
+    late_bytes: bool = False
+    # Share of a pool's loads that fail.
+    load_fails: float = 0.0
+    # Share of tickets that prefill gets with another prompt, and share that go to two prefill engines.
+    other_prompt: float = 0.0
+    two_prefills: float = 0.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that comes from outside. `what`: a method of `World`, which gets `args`.
+
+    Where an argument chooses one of several, it is a share in [0, 1), so that it fits every shape.
+    """
+
+    at: float
+    what: str
+    args: tuple[Any, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Event({self.at!r}, {self.what!r}, {self.args!r})"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    seed: int
+    shape: Shape = field(default_factory=Shape)
+    faults: Faults = field(default_factory=Faults)
+    events: tuple[Event, ...] = ()
+
+    def __repr__(self) -> str:
+        events = "".join(f"\n        {each!r}," for each in self.events)
+        return (
+            f"Scenario(\n    seed={self.seed},\n    shape={_short(self.shape)},\n    faults={_short(self.faults)},\n"
+            f"    events=({events}\n    ),\n)"
+        )
+
+    @property
+    def requests(self) -> list[str]:
+        """Names of the requests that clients make."""
+        return [each.args[0] for each in self.events if each.what == "request"]
+
+
+def _short(value: Any) -> str:
+    """As `repr`, without what is as usual."""
+    usual = type(value)()
+    said = {each.name: getattr(value, each.name) for each in fields(value)}
+    parts = [f"{name}={it!r}" for name, it in said.items() if it != getattr(usual, name)]
+    return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def prompt(family: int, length: int) -> list[int]:
+    """Returns token ids. Prompts of one family share a prefix."""
+    return random.Random(f"prompt {family}").choices(range(1, 1_000_000), k=LONGEST)[:length]
+
+
+def draw(seed: int, **fixed: Any) -> Scenario:
+    """Draws a scenario. `fixed`: fields of `Shape` and `Faults`, and `requests`, that are not drawn."""
+    rng = random.Random(f"scenario {seed}")
+    shape = _draw_shape(rng)
+    faults = _draw_faults(rng, shape)
+    names = {each.name for each in fields(Shape)}
+    requests = fixed.pop("requests", None)
+    shape = replace(shape, **{name: value for name, value in fixed.items() if name in names})
+    faults = replace(faults, **{name: value for name, value in fixed.items() if name not in names})
+    return Scenario(seed, shape, faults, _draw_events(rng, shape, requests))
+
+
+def _draw_shape(rng: random.Random) -> Shape:
+    two = rng.random() < 0.4
+    prefill_tp, decode_tp = rng.choice([(1, 1), (1, 1), (2, 1), (2, 1), (2, 2), (1, 2), (4, 1), (4, 2)])
+    pool = rng.random() < 0.2
+    return Shape(
+        prefills=1 + two,
+        decodes=1 + two,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_blocks=rng.choice([16, 30, 80]),
+        decode_blocks=rng.choice([16, 30, 80]),
+        prefill_steps=rng.choice([1, 1, 2]),
+        decode_steps=rng.choice([1, 1, 2]),
+        prefix_caching=rng.random() < 0.8,
+        pool=pool,
+        prefill_policy=rng.choice(["fail", "recompute"]),
+        decode_policy=rng.choice(["fail", "recompute"]),
+    )
+
+
+def _draw_faults(rng: random.Random, shape: Shape) -> Faults:
+    """Most rates are 0, so that each fault also comes alone. Some are extreme."""
+    return Faults(
+        interrupts=rng.choice([0.0, 0.0, 0.02]),
+        loss=rng.choice([0.0, 0.0, 0.0, 0.05]),
+        repetition=rng.choice([0.0, 0.0, 0.2]),
+        delay=rng.choice([0.0, 0.0, 0.05, 0.5]),
+        write_fails=rng.choice([0.0, 0.0, 0.02, 0.2]),
+        slow=rng.choice([0.0, 0.1, 0.5]),
+        slow_by=rng.choice([5.0, 50.0]),
+        late_bytes=rng.random() < 0.5,
+        load_fails=rng.choice([0.1, 0.5]) if shape.pool else 0.0,
+        other_prompt=rng.choice([0.0, 0.0, 0.0, 0.1]),
+        two_prefills=rng.choice([0.0, 0.0, 0.3]) if shape.prefills > 1 else 0.0,
+    )
+
+
+def _draw_events(rng: random.Random, shape: Shape, requests: int | None) -> tuple[Event, ...]:
+    number, gap_s = requests or rng.choice([10, 30, 60]), rng.choice([0.0005, 0.003, 0.01])
+    longest, leaves = rng.choice([20, 60, LONGEST]), rng.choice([0.0, 0.1, 0.4])
+    held_share = rng.choice([0.0, 0.3, 0.8])
+    events: list[Event] = []
+    now = 0.0
+    for n in range(number):
+        name = f"r{n}"
+        length = rng.choice(
+            [rng.randint(1, BLOCK), rng.randint(2, longest), BLOCK * rng.randint(1, math.ceil(longest / BLOCK) - 1)]
+        )
+        family = rng.choice([100 + n, 100 + n, 0, 1])
+        route = "prefill first" if rng.random() < held_share else "metaserver"
+        pooled = BLOCK * rng.randint(0, (length - 1) // BLOCK) if shape.pool and rng.random() < 0.5 else 0
+        events.append(_event(now, "request", name, family, length, rng.randint(1, 5), route, pooled))
+        if rng.random() < leaves:
+            events.append(_event(now + 0.05 * rng.random(), "leave", name))
+        now += rng.expovariate(1 / gap_s)
+    faults = (
+        ("stop", (0.0, 0.0, 3.0), lambda: (_share(rng), rng.choice([0.02, 0.2, 2.0, 20.0]))),
+        ("reset", (0.0, 0.0, 5.0), lambda: (_share(rng),)),
+        ("cut", (0.0, 0.0, 3.0), lambda: (_share(rng),)),
+        ("part", (0.0, 0.0, 1.0), lambda: (_share(rng), _share(rng), rng.choice([0.2, 2.0, 10.0]))),
+        ("kill", (0.0, 0.0, 0.0, 1.0), lambda: (_share(rng), rng.choice([0.1, 2.0]))),
+    )
+    for what, rates, args in faults:
+        rate, at = rng.choice(rates), 0.0  # per second of load, with at least one chance
+        while rate and (at := at + rng.expovariate(rate)) < max(now, 0.3):
+            events.append(_event(at, what, *args()))
+    return tuple(sorted(events, key=lambda each: each.at))
+
+
+def _event(at: float, what: str, *args: Any) -> Event:
+    return Event(round(at, 4), what, args)
+
+
+def _share(rng: random.Random) -> float:
+    return round(rng.random(), 3)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of a scenario. Importing this module puts the simulation into the product's modules of this process."""
+
+import gc
+import hashlib
+import logging
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from simulation import kernel as kernels
+from simulation import network as networks
+from simulation import stand_ins
+from simulation.engine import Configurations, Engine, Rank
+from simulation.kernel import Livelock
+from simulation.oracle import LogWatch, Oracle
+from simulation.router import MetaserverClient, Router
+from simulation.scenario import Scenario
+from simulation.writes import Mooncake
+from vllm_ascend_pd import register
+from vllm_ascend_pd.connector import build
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.protocol import TransportInfo
+from vllm_ascend_pd.prefill import regroup
+from vllm_ascend_pd.transport import engine as transfer_engine
+from vllm_ascend_pd.transport import tcp, wakeup
+
+# Idle virtual time costs real time, because each loop ticks. So timeouts are short.
+_TIMEOUTS: dict[str, Any] = {
+    "lease_s": 3.0,
+    "write_timeout_s": 1.0,
+    "transfer_timeout_s": 20.0,
+    "queue_timeout_s": 30.0,
+    "collective_timeout_s": 5.0,
+}
+_CONFIG = ConnectorConfig(
+    **_TIMEOUTS,
+    settle_timeout_s=5.0,
+    grant_timeout_s=4.0,
+    control_timeout_s=1.0,
+    hold_timeout_s=5.0,
+)
+# Every request has ended by then: it waits in a queue, is sent, and its blocks settle. A process may stop meanwhile.
+_LONGEST_S = 150.0
+_REST_WITHIN_S = 120.0
+_START_WITHIN_S = 60.0
+
+
+class World:
+    """The engines, the network and the clients of one run. `run` returns when all requests have ended."""
+
+    def __init__(self, scenario: Scenario, order: int = 0) -> None:
+        """`order`: another one runs the same events in another order of threads."""
+        faults = scenario.faults
+        self.scenario = scenario
+        self.config = _CONFIG
+        self.configurations = _configurations
+        self.kernel = kernels.begin(f"{scenario.seed}/{order}", faults.interrupts)
+        self._network = networks.begin_network(faults.loss, faults.repetition, faults.delay)
+        # By session.
+        self.mooncakes: dict[str, Mooncake] = {}
+        # As `TransferLimits.settle_s`, in seconds.
+        self.settle_s = 0.0
+        # The rank that starts its transfer engine.
+        self.starting: Rank | None = None
+        self.oracle = Oracle(self)
+        self.router = Router(self, self.kernel)
+        self.prefills: list[Engine] = []
+        self.decodes: list[Engine] = []
+        self._requests = len(scenario.requests)
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [*self.prefills, *self.decodes]
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether something happens that explains why a request fails."""
+        faults, shape = self.scenario.faults, self.scenario.shape
+        goes_wrong = faults.loss or faults.write_fails or faults.load_fails or faults.other_prompt or faults.delay
+        slow = faults.slow * faults.slow_by > 5 or faults.two_prefills
+        tight = min(shape.prefill_blocks, shape.decode_blocks) < 40
+        return bool(goes_wrong or slow or tight or any(each.what != "request" for each in self.scenario.events))
+
+    def extra_config(self, prefills: bool) -> dict[str, Any]:
+        """Returns an engine's `kv_connector_extra_config`."""
+        of_side = {"hold_timeout_s": _CONFIG.hold_timeout_s} if prefills else {"who_computes": "prefill"}
+        return _TIMEOUTS | of_side
+
+    # The run.
+
+    def run(self) -> "World":
+        _worlds[:] = [self]
+        gc.collect()
+        gc.disable()  # threads of an earlier run would end in the middle of this one
+        watch = LogWatch(self.oracle.violated)
+        _logger.handlers = [watch]
+        try:
+            self._run()
+        except Livelock as error:
+            self.oracle.violated(f"R4: {error}")
+        finally:
+            _logger.handlers = [logging.NullHandler()]
+            self.kernel.close()
+            gc.enable()
+        return self
+
+    def _run(self) -> None:
+        shape = self.scenario.shape
+        # Decode first, as prefill does not need it to start.
+        self.decodes = [Engine(self, False, n) for n in range(shape.decodes)]
+        self.prefills = [Engine(self, True, n) for n in range(shape.prefills)]
+        if not self._until(_START_WITHIN_S, lambda: all(engine.is_up for engine in self.engines)):
+            self.oracle.violated("R4: an engine does not start")
+            return
+        for event in self.scenario.events:
+            self.kernel.at(event.at, getattr(self, event.what), *event.args)
+        last = max((event.at for event in self.scenario.events), default=0.0)
+        self._until(last + _LONGEST_S + 1.0, self._have_ended)
+        if not self._has_failed:
+            self._until(_REST_WITHIN_S, self._is_quiet)
+            self.oracle.at_rest()
+
+    def _until(self, seconds: float, done: Any) -> bool:
+        """Lets time pass until `done()`, or the first violation. Returns whether `done()` came within `seconds`."""
+        self.kernel.run(self.kernel.now + seconds, lambda: self._has_failed or done())
+        return not self._has_failed and bool(done())
+
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self.oracle.violations or self.kernel.crashes)
+
+    @property
+    def violations(self) -> list[str]:
+        crashes = [f"R4: thread {name} has ended: {trace}" for name, trace in self.kernel.crashes]
+        return self.oracle.violations + crashes
+
+    def _have_ended(self) -> bool:
+        return self.router.ended == self._requests
+
+    def _is_quiet(self) -> bool:
+        return (
+            self.router.is_quiet
+            and all(engine.is_up and self.oracle.is_at_rest(engine) for engine in self.engines)
+            and not any(process.stopped for engine in self.engines for process in engine.processes)
+        )
+
+    def digest(self) -> str:
+        """Returns a digest of the whole history."""
+        return hashlib.sha256(repr(self.kernel.history).encode()).hexdigest()[:16]
+
+    # What happens from outside, by the names that events have.
+
+    def request(self, name: str, family: int, length: int, max_tokens: int, route: str, pooled: int = 0) -> None:
+        """A client asks: see `Router.ask`."""
+        self.router.ask(name, family, length, max_tokens, route, pooled)
+        self.kernel.at(_LONGEST_S, self.oracle.late, name, _LONGEST_S)
+
+    def leave(self, name: str) -> None:
+        """A client leaves."""
+        self.router.leave(name)
+
+    def stop(self, share: float, seconds: float) -> None:
+        """A process stands still for a while."""
+        ranks = [(engine, rank) for engine in self.engines for rank in [None, *engine.ranks]]
+        engine, rank = ranks[int(share * len(ranks))]
+        process = engine.process if rank is None else rank.process
+        if process.stopped or process.dead:
+            return
+        self.kernel.tell("{} stands still for {} s", process.name, seconds)
+        self.kernel.stop(process)
+        self.kernel.at(seconds, self._go_on, process, rank)
+
+    def _go_on(self, process: kernels.Process, rank: Rank | None) -> None:
+        if process.dead or not process.stopped:
+            return
+        self.kernel.tell("{} goes on", process.name)
+        self.kernel.go_on(process)
+        if rank is not None:
+            waiting, rank.when_it_goes_on = rank.when_it_goes_on, []
+            for action in waiting:
+                action()
+
+    def reset(self, share: float) -> None:
+        """The prefix cache of an engine is reset, which preempts its running requests."""
+        engine = self.engines[int(share * len(self.engines))]
+        self.kernel.tell("the prefix cache of {} is reset", engine.name)
+        engine.reset()
+
+    def cut(self, share: float) -> None:
+        """A connection of the side channel breaks."""
+        self._network.break_connection(share)
+
+    def part(self, prefill: float, decode: float, seconds: float) -> None:
+        """Nothing passes between a prefill and a decode engine for a while."""
+        one, other = self.prefills[int(prefill * len(self.prefills))], self.decodes[int(decode * len(self.decodes))]
+        self.kernel.tell("nothing passes between {} and {} for {} s", one.name, other.name, seconds)
+        self._network.cut_off(one.name, other.name, seconds)
+
+    def kill(self, share: float, seconds: float) -> None:
+        """All processes of an engine are killed. It starts again after a while, at the same address."""
+        engine = self.engines[int(share * len(self.engines))]
+        if not engine.is_up or engine.process.dead:
+            return
+        self.kernel.tell("{} is killed", engine.name)
+        for process in engine.processes:
+            self.kernel.kill(process)
+        self.router.died(engine)
+        self.kernel.at(seconds, self._start_again, engine)
+
+    def _start_again(self, dead: Engine) -> None:
+        engines = self.prefills if dead.prefills else self.decodes
+        engines[engines.index(dead)] = Engine(self, dead.prefills, dead.number)
+
+
+_worlds: list[World] = []
+
+
+def _world() -> World:
+    return _worlds[0]
+
+
+class _NoHttp:
+    """A metaserver client's constructor, as `connector/build.py` calls it."""
+
+    def __new__(cls, *_: Any) -> Any:
+        return MetaserverClient(_world().router)
+
+
+def _start_mooncake(host: str, protocol: str) -> Mooncake:
+    rank = _world().starting
+    assert rank is not None
+    return Mooncake(_world(), rank, host)
+
+
+def _install() -> None:
+    """Puts the simulation under the product, in this process."""
+    torch.set_num_threads(1)
+    register()
+    assert tcp  # imported late otherwise, with the real clock
+    stand_ins.install(networks.zmq)
+    wakeup._datagrams = networks.Datagrams  # type: ignore[assignment]
+    build.MetaserverClient = _NoHttp  # type: ignore[misc, assignment]
+    transfer_engine._start = _start_mooncake
+    transfer_engine.describe_transport = lambda protocol: TransportInfo(protocol, "simulated 1")
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("vllm_ascend_pd.") and hasattr(module, "own_networks"):
+            with suppress(TypeError):
+                module.own_networks = lambda: ("10.0.0.0/8",)  # type: ignore[attr-defined]
+    torch.distributed.get_world_size = lambda *_: _world().scenario.shape.prefill_tp  # type: ignore[assignment]
+    run = regroup.Regrouper.run
+
+    def tells_purpose(self: Any, push: Any, tensors: Any) -> None:
+        step_send = push.step_send
+        self._device.purpose = (push.layer, len(step_send.unit_offsets), tuple(step_send.ticket_ids))
+        run(self, push, tensors)
+
+    regroup.Regrouper.run = tells_purpose  # type: ignore[method-assign]
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    _logger.propagate = False
+    _logger.setLevel(logging.WARNING)
+
+
+_logger = logging.getLogger("vllm_ascend_pd")
+_folder = tempfile.TemporaryDirectory(prefix="simulation-")
+_configurations = Configurations(Path(_folder.name))
+_install()
+gc.collect()
+gc.freeze()  # what is loaded by now is not looked at before each run
