@@ -5,6 +5,7 @@ seeds FIRST-LAST   runs these seeds, without the last, until the first violation
 run SEED           runs one seed, and prints its scenario and its history in words
 shrink SEED        looks for the shortest scenario with the same violation, and prints it with its history
 mutants FIRST-LAST takes each guard out, and runs these seeds until one notices
+found              runs the scenarios of found.py, with their guards and without
 real-ones-left     prints the product's names that refer to a real clock, real threads or real randomness
 """
 
@@ -14,7 +15,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
@@ -24,11 +25,17 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # before vLLM is import
 os.environ.setdefault("VLLM_ASCEND_PD_CHECK_THREADS", "1")
 
 from simulation import stand_ins
+from simulation.found import FOUND
 from simulation.kernel import BEGIN_S
-from simulation.mutants import MUTANTS
-from simulation.scenario import draw
+from simulation.mutants import MUTANTS, Mutant
+from simulation.scenario import Scenario, draw
 from simulation.shrink import shrink
 from simulation.world import World
+
+# Of `found`: in so many orders of threads a scenario passes, and in one of so many it fails without its guard. After a
+# change of the code, an order means another history.
+_ORDERS = 8
+_ORDERS_WITHOUT_GUARD = 40
 
 
 def history(world: World) -> str:
@@ -93,15 +100,51 @@ def run_mutants(arguments: argparse.Namespace, fixed: dict[str, Any]) -> bool:
     return not unseen
 
 
+def run_one(scenario: Scenario, arguments: argparse.Namespace) -> int:
+    """Runs or shrinks one scenario. Returns the exit code."""
+    if arguments.command == "run":
+        world = World(scenario, arguments.order).run()
+        print(report(world))
+        return bool(world.violations)
+    best = shrink(scenario)
+    print(report(best.world))
+    before, after = len(scenario.events), len(best.scenario.events)
+    print(f"{before} events became {after} in {best.runs} runs; it fails in the order of threads {best.order}")
+    return 0
+
+
+def run_found(arguments: argparse.Namespace) -> bool:
+    """Returns whether each scenario passes, and is noticed without its guard."""
+    wrong = []
+    for name, scenario in FOUND.items():
+        if arguments.only not in name:
+            continue
+        violations = list(_violations(scenario, _ORDERS))
+        with MUTANTS[name].made():
+            noticed = next(_violations(scenario, _ORDERS_WITHOUT_GUARD), "")
+        print(f"{name}: {noticed[:160] or 'NOT NOTICED'}", flush=True)
+        if violations or not noticed:
+            wrong.append(name)
+            print("".join(f"  with its guard: {each}\n" for each in violations), end="", flush=True)
+    return not wrong
+
+
+def _violations(scenario: Scenario, orders: int) -> Iterator[str]:
+    """Yields what is violated in each of so many orders of threads."""
+    for order in range(orders):
+        yield from World(scenario, order).run().violations[:1]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["seeds", "run", "shrink", "mutants", "real-ones-left"])
+    parser.add_argument("command", choices=["seeds", "run", "shrink", "mutants", "found", "real-ones-left"])
     parser.add_argument("seeds", nargs="?", default="0-300")
     parser.add_argument("--requests", type=float, default=float("inf"), help="ends after so many requests")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="ends after so many seconds of one core")
     parser.add_argument("--digests", action="store_true", help="prints a digest of each seed's history")
     parser.add_argument("--go-on", action="store_true", help="does not end at a violation")
     parser.add_argument("--only", default="", help="only mutants whose names contain this")
+    parser.add_argument("--mutant", default="", help="of run and shrink: the guard that is taken out")
     parser.add_argument("--order", type=int, default=0, help="another order of threads")
     parser.add_argument("fixed", nargs="*", help="what of Shape and Faults is not drawn, and requests: name=value")
     arguments = parser.parse_intermixed_args()
@@ -113,16 +156,12 @@ def main() -> int:
         return not run_seeds(arguments, fixed)
     if arguments.command == "mutants":
         return not run_mutants(arguments, fixed)
-    scenario = draw(int(arguments.seeds), **fixed)
-    if arguments.command == "run":
-        world = World(scenario, arguments.order).run()
-        print(report(world))
-        return bool(world.violations)
-    best = shrink(scenario)
-    print(report(best.world))
-    before, after = len(scenario.events), len(best.scenario.events)
-    print(f"{before} events became {after} in {best.runs} runs; it fails in the order of threads {best.order}")
-    return 0
+    if arguments.command == "found":
+        return not run_found(arguments)
+    mutant = MUTANTS[arguments.mutant] if arguments.mutant else Mutant(())
+    scenario = draw(int(arguments.seeds), **{**mutant.fixed, **fixed})
+    with mutant.made():
+        return run_one(scenario, arguments)
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ class Rank:
         self.process = kernel().process(self.name)
         self._inbox = SimpleQueue()
         self._heard_at = 0.0
-        # Which prefix's KV each block has, by the prefix hash of its first token.
+        # Which prefix each block is for, by the prefix hash of its first token.
         self.content: dict[int, int] = {}
         # What happens when the stopped process goes on.
         self.when_it_goes_on: list[Callable[[], None]] = []
@@ -338,14 +338,14 @@ class Rank:
     def _load(self, step: EngineStep, invalid: set[int]) -> Array | None:
         """Loads what a pool has. Returns which of the step's tokens are computed from wrong KV, as a mask."""
         for load in step.loads:
+            for slot, prefix in zip(load.slots.tolist(), load.hashes.tolist(), strict=True):
+                if slot % BLOCK == 0:
+                    self.content[slot // BLOCK] = prefix
             if load.fails:
                 invalid |= load.blocks
                 continue
             for layer in range(len(LAYERS)):
                 self.caches.fill(layer, load.slots, load.hashes)
-            for slot, prefix in zip(load.slots.tolist(), load.hashes.tolist(), strict=True):
-                if slot % BLOCK == 0:
-                    self.content[slot // BLOCK] = prefix
         computed = step.slots
         masks = []
         for part in step.parts:

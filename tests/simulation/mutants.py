@@ -153,5 +153,26 @@ MUTANTS: dict[str, Mutant] = {
         ),
         {"other_prompt": 0.5},
     ),
+    "KV counts as received after the first of its writers": Mutant(
+        (Edit("core.decode_ticket:DecodeTicket.report", "if not self._missing:", "if True:"),),
+        {"prefill_tp": 2, "decode_tp": 1},
+    ),
+    "blocks of an ended request are freed while they are read": Mutant(
+        (
+            Edit(
+                "prefill.scheduler:PrefillScheduler.request_ended",
+                "self._step.finished[request_id] = incomplete\n    return True, params",
+                "self._step.finished[request_id] = incomplete\n    return False, params",
+            ),
+        ),
+        {"prefill_blocks": 16, "slow": 0.5, "slow_by": 50.0},
+    ),
+    "prompts without a ticket take all blocks": Mutant(
+        (
+            Edit("prefill.holding_room:HoldingRoom._admit", "if not fits and self._admitted:", "if False:"),
+            Edit("prefill.held_prompts:HeldPrompts.make_room", "if not (beyond := self.room.beyond):", "if True:"),
+        ),
+        {"prefill_blocks": 30},
+    ),
 }
 """By what they do wrong."""

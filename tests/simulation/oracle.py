@@ -23,7 +23,7 @@ _EPSILON_S = 1e-6
 
 
 class Oracle:
-    """The rules, for one run."""
+    """The rules, for one run. `World` checks R4."""
 
     # As `hook`: how long an empty step may sleep.
     pause_s = 0.05
@@ -96,13 +96,6 @@ class Oracle:
         if now not in (owner, _RESTS):
             where = f"block {owner[0]}" if isinstance(owner, tuple) else "a staging slot"
             self.violated(f"R3: a write of {rank.name} reads {where}, which has other KV by now")
-
-    # R4.
-
-    def late(self, name: str, seconds: float) -> None:
-        client = self._world.router.clients[name]
-        if client.outcome is None:
-            self.violated(f"R4: {name} has not ended in {seconds:g} s")
 
     # R5.
 

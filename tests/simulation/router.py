@@ -63,6 +63,8 @@ class Router:
         self.clients: dict[str, _Client] = {}
         # How many of them have an outcome.
         self.ended = 0
+        # When the last one got it.
+        self.ended_at = 0.0
         # By ticket id.
         self._posts: dict[str, _Post] = {}
         # The ticket of each prefill request.
@@ -127,6 +129,7 @@ class Router:
     def _end(self, client: _Client, outcome: str, reason: str) -> None:
         client.outcome = outcome
         self.ended += 1
+        self.ended_at = max(self.ended_at, kernel().now)
         kernel().tell("{} ends: {} {}", client.name, outcome, reason)
 
     # The metaserver.

@@ -175,8 +175,8 @@ def _draw_events(rng: random.Random, shape: Shape, requests: int | None) -> tupl
             events.append(_event(now + 0.05 * rng.random(), "leave", name))
         now += rng.expovariate(1 / gap_s)
     faults = (
-        ("stop", (0.0, 0.0, 3.0), lambda: (_share(rng), rng.choice([0.02, 0.2, 2.0, 20.0]))),
-        ("reset", (0.0, 0.0, 5.0), lambda: (_share(rng),)),
+        ("stop", (0.0, 0.0, 3.0, 15.0), lambda: (_share(rng), rng.choice([0.02, 0.2, 2.0, 20.0]))),
+        ("reset", (0.0, 0.0, 5.0, 50.0), lambda: (_share(rng),)),
         ("cut", (0.0, 0.0, 3.0), lambda: (_share(rng),)),
         ("part", (0.0, 0.0, 1.0), lambda: (_share(rng), _share(rng), rng.choice([0.2, 2.0, 10.0]))),
         ("kill", (0.0, 0.0, 0.0, 1.0), lambda: (_share(rng), rng.choice([0.1, 2.0]))),
@@ -193,4 +193,4 @@ def _event(at: float, what: str, *args: Any) -> Event:
 
 
 def _share(rng: random.Random) -> float:
-    return round(rng.random(), 3)
+    return rng.randrange(1000) / 1000

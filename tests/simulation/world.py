@@ -4,6 +4,7 @@
 import gc
 import hashlib
 import logging
+import math
 import sys
 import tempfile
 from contextlib import suppress
@@ -33,8 +34,8 @@ from vllm_ascend_pd.transport import tcp, wakeup
 _TIMEOUTS: dict[str, Any] = {
     "lease_s": 3.0,
     "write_timeout_s": 1.0,
-    "transfer_timeout_s": 20.0,
-    "queue_timeout_s": 30.0,
+    "transfer_timeout_s": 10.0,
+    "queue_timeout_s": 15.0,
     "collective_timeout_s": 5.0,
 }
 _CONFIG = ConnectorConfig(
@@ -44,8 +45,9 @@ _CONFIG = ConnectorConfig(
     control_timeout_s=1.0,
     hold_timeout_s=5.0,
 )
-# Every request has ended by then: it waits in a queue, is sent, and its blocks settle. A process may stop meanwhile.
-_LONGEST_S = 150.0
+# The longest time in which no request ends, although some wait: they are in a queue, are sent, and their blocks settle.
+# A process may stand still meanwhile. A ticket may wait for 30 s for its prompt (`EARLY_S`).
+_LONGEST_S = 100.0
 _REST_WITHIN_S = 120.0
 _START_WITHIN_S = 60.0
 
@@ -120,7 +122,12 @@ class World:
         for event in self.scenario.events:
             self.kernel.at(event.at, getattr(self, event.what), *event.args)
         last = max((event.at for event in self.scenario.events), default=0.0)
-        self._until(last + _LONGEST_S + 1.0, self._have_ended)
+        self.router.ended_at = self.kernel.now + last
+        self._until(math.inf, lambda: self._have_ended() or self._stand_still())
+        if not self._has_failed:
+            for client in self.router.clients.values():
+                if client.outcome is None:
+                    self.oracle.violated(f"R4: {client.name} waits, and no request has ended for {_LONGEST_S:g} s")
         if not self._has_failed:
             self._until(_REST_WITHIN_S, self._is_quiet)
             self.oracle.at_rest()
@@ -142,6 +149,9 @@ class World:
     def _have_ended(self) -> bool:
         return self.router.ended == self._requests
 
+    def _stand_still(self) -> bool:
+        return self.kernel.now > self.router.ended_at + _LONGEST_S
+
     def _is_quiet(self) -> bool:
         return (
             self.router.is_quiet
@@ -158,7 +168,6 @@ class World:
     def request(self, name: str, family: int, length: int, max_tokens: int, route: str, pooled: int = 0) -> None:
         """A client asks: see `Router.ask`."""
         self.router.ask(name, family, length, max_tokens, route, pooled)
-        self.kernel.at(_LONGEST_S, self.oracle.late, name, _LONGEST_S)
 
     def leave(self, name: str) -> None:
         """A client leaves."""

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from simulation.engine import Rank
     from simulation.world import World
 
-# Of bytes that came while a rank was stopped: how long after it has gone on they are in memory, at most.
-_APPLIED_WITHIN_S = 0.5
+# Bytes that came while a rank was stopped are in memory so long after it has gone on, at most. `TransferLimits.apply_s`
+# is longer.
+_APPLIED_WITHIN_S = 2.0
 _LOOK_S = 0.01
 
 

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short scenarios in which a guard of the product matters: they fail without it.
+
+To add one: `python -m simulation shrink` prints it. Add the guard that mends it to mutants.py.
+"""
+
+from simulation.scenario import Event, Faults, Scenario, Shape
+
+FOUND: dict[str, Scenario] = {
+    "an empty batch is written": Scenario(
+        seed=11,
+        shape=Shape(prefill_tp=2, prefill_blocks=30, decode_blocks=80, prefill_steps=2, prefill_policy="recompute"),
+        faults=Faults(delay=0.5),
+        events=(
+            Event(0.058, "request", ("r24", 1, 8, 4, "metaserver", 0)),
+            Event(0.0595, "request", ("r25", 1, 12, 1, "metaserver", 0)),
+            Event(0.0745, "request", ("r26", 0, 14, 3, "metaserver", 0)),
+            Event(0.0837, "leave", ("r26",)),
+        ),
+    ),
+    "KV that vLLM takes back counts as computed": Scenario(
+        seed=6,
+        shape=Shape(prefill_blocks=80, decode_blocks=80, pool=True, prefill_policy="recompute"),
+        faults=Faults(load_fails=0.5),
+        events=(Event(0.0089, "request", ("r19", 119, 107, 2, "metaserver", 80)),),
+    ),
+    "success is reported before the outputs of a step with failed loads": Scenario(
+        seed=1,
+        shape=Shape(prefill_blocks=80, decode_blocks=80, pool=True),
+        faults=Faults(load_fails=0.5),
+        events=(Event(0.0213, "request", ("r3", 103, 41, 3, "metaserver", 32)),),
+    ),
+    "a stopped decode rank closes tickets at once": Scenario(
+        seed=30,
+        shape=Shape(prefill_blocks=30, decode_blocks=30),
+        faults=Faults(slow=0.5, slow_by=50.0, late_bytes=True),
+        events=(
+            Event(0.0014, "request", ("r3", 103, 16, 1, "prefill first", 0)),
+            Event(0.0024, "request", ("r4", 0, 16, 5, "prefill first", 0)),
+            Event(0.0138, "stop", (0.964, 20.0)),
+        ),
+    ),
+    "a held prompt keeps one with a ticket waiting": Scenario(
+        seed=0,
+        shape=Shape(prefill_blocks=16, decode_blocks=16),
+        faults=Faults(),
+        events=(
+            Event(0.0, "request", ("r0", 100, 100, 1, "prefill first", 0)),
+            Event(0.004, "request", ("r1", 101, 150, 1, "metaserver", 0)),
+        ),
+    ),
+    "a layer that was not written counts as written": Scenario(
+        seed=1,
+        shape=Shape(prefill_blocks=80, decode_blocks=80, pool=True),
+        faults=Faults(write_fails=0.2),
+        events=(Event(0.0646, "request", ("r9", 109, 104, 4, "metaserver", 0)),),
+    ),
+    "a staging slot does not rest after a failed write": Scenario(
+        seed=0,
+        shape=Shape(prefill_tp=2, prefill_blocks=80, decode_blocks=80),
+        faults=Faults(write_fails=0.2),
+        events=(Event(0.0024, "request", ("r6", 1, 132, 3, "metaserver", 0)),),
+    ),
+    "a failed ticket is closed before its writers have stopped": Scenario(
+        seed=3,
+        shape=Shape(
+            prefill_tp=4,
+            prefill_blocks=80,
+            decode_blocks=16,
+            prefix_caching=False,
+            prefill_policy="recompute",
+            decode_policy="recompute",
+        ),
+        faults=Faults(interrupts=0.02, repetition=0.2, delay=0.5, write_fails=0.2, slow=0.1, slow_by=5.0),
+        events=(
+            Event(0.0624, "request", ("r16", 116, 80, 3, "metaserver", 0)),
+            Event(0.0638, "request", ("r17", 117, 32, 2, "metaserver", 0)),
+            Event(0.0692, "request", ("r18", 0, 64, 2, "metaserver", 0)),
+            Event(0.0719, "request", ("r19", 1, 64, 2, "metaserver", 0)),
+            Event(0.0728, "request", ("r20", 0, 112, 1, "metaserver", 0)),
+            Event(0.0811, "request", ("r21", 0, 32, 3, "metaserver", 0)),
+            Event(0.0831, "leave", ("r17",)),
+            Event(0.0848, "request", ("r22", 122, 1, 4, "metaserver", 0)),
+            Event(0.1397, "request", ("r40", 0, 128, 3, "metaserver", 0)),
+            Event(0.1428, "request", ("r41", 1, 113, 5, "metaserver", 0)),
+            Event(0.1521, "request", ("r46", 146, 96, 3, "metaserver", 0)),
+            Event(0.1526, "request", ("r47", 147, 48, 5, "metaserver", 0)),
+            Event(0.1537, "request", ("r48", 148, 17, 4, "metaserver", 0)),
+            Event(0.1574, "request", ("r49", 1, 112, 4, "metaserver", 0)),
+        ),
+    ),
+    "a failed write is not marked as in flight": Scenario(
+        seed=3,
+        shape=Shape(prefill_tp=4, prefill_blocks=80, decode_blocks=16),
+        faults=Faults(delay=0.5, write_fails=0.2),
+        events=(
+            Event(0.0991, "request", ("r30", 0, 86, 3, "metaserver", 0)),
+            Event(0.1031, "request", ("r31", 131, 21, 2, "metaserver", 0)),
+        ),
+    ),
+    "two prefill engines write for a ticket": Scenario(
+        seed=2,
+        shape=Shape(prefills=2, prefill_tp=2, prefill_blocks=80, decode_blocks=16),
+        faults=Faults(interrupts=0.02, delay=0.5, two_prefills=1.0),
+        events=(Event(0.0189, "request", ("r2", 1, 33, 4, "metaserver", 0)),),
+    ),
+    "prefill computes another prompt than the ticket's": Scenario(
+        seed=1,
+        shape=Shape(prefill_blocks=80, decode_blocks=80, pool=True),
+        faults=Faults(other_prompt=0.5),
+        events=(Event(0.0646, "request", ("r9", 109, 104, 4, "metaserver", 0)),),
+    ),
+}
+"""By the name of the mutant that takes the guard out."""
