@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets everything up and runs all checks and tests.
 #
-#   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile] [-k EXPRESSION]
-#                   [--durations FILE] [-- PYTEST_ARGUMENT...]
+#   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile | --simulation]
+#                   [-k EXPRESSION] [--durations FILE] [-- PYTEST_ARGUMENT...]
 #
 #   --quick         skip the end-to-end tests (real vLLM engines, which take most of the time) and the NPU tests
 #   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
@@ -13,6 +13,8 @@
 #   --faults        only the fault injection in its long form, whose table is in docs/reliability.md; the other
 #                   forms inject only a few of its faults. FAULTS_REPORT=FOLDER: also writes the table there
 #   --hostile       only the hostile inputs to decoders and listeners in their long form: over 1,000,000 inputs
+#   --simulation    only the simulation (docs/reliability.md), for half an hour of one core, with the date as its first
+#                   seed. SIMULATION_SEED=NUMBER: with this one. SIMULATION_SECONDS=NUMBER: for another time
 #   -k EXPRESSION   only the tests that match, as in pytest
 #   --durations FILE
 #                   writes the time of each stage there, as benchmarks/results/ci.json has it
@@ -31,7 +33,7 @@ filtered=
 durations=
 while (($#)); do
   case $1 in
-    --quick | --npu | --e2e | --benchmarks | --faults | --hostile)
+    --quick | --npu | --e2e | --benchmarks | --faults | --hostile | --simulation)
       [[ $mode == all || $mode == "${1#--}" ]] || {
         echo "test: --$mode and $1: which?" >&2
         exit 2
@@ -140,10 +142,11 @@ declare -A titles=(
   [e2e]="end-to-end tests"
   [faults]="faults, short form"
   [hostile]="hostile input, short form"
+  [simulation]="simulation, 10,000 requests"
   [soak]="soak, 200 requests"
   [vllm-0.23]="tests that run vLLM, with vLLM 0.23.0"
 )
-long_stages=(npu e2e npu-e2e faults npu-contract vllm-0.23 hostile soak)
+long_stages=(npu e2e npu-e2e faults npu-contract vllm-0.23 simulation hostile soak)
 run_long_stage() {
   case $1 in
     npu) npu_tests tests/npu --ignore tests/npu/e2e --ignore tests/npu/contract -m "not long" ;;
@@ -152,6 +155,7 @@ run_long_stage() {
     e2e) run_pytest "$VENV" tests/e2e -m "not long" ;;
     faults) run_pytest "$VENV" tests/faults -m "not long" ;;
     hostile) hostile_tests ;;
+    simulation) run_pytest "$VENV" tests/simulation -m "not long" ;;
     soak) run_pytest "$VENV" tests/soak -m "not long" ;;
     vllm-0.23) older_vllm_tests ;;
   esac
@@ -273,6 +277,10 @@ case $mode in
     ;;
   faults) tests "faults, long form" tests/faults ;;
   hostile) tests "hostile input, long form" tests/hostile --inputs 1100000 ;;
+  simulation)
+    export SIMULATION_SEED=${SIMULATION_SEED:-$(date +%Y%m%d)000000}
+    tests "simulation from seed $SIMULATION_SEED" tests/simulation -m long
+    ;;
   *)
     stage "ruff check" "$VENV/bin/ruff" check
     stage "ruff format" "$VENV/bin/ruff" format --check

@@ -234,6 +234,13 @@ def names_what_pods_mount(command: Command, folder: Path) -> None:
 # --- the table ---------------------------------------------------------------------------------------------
 
 
+def is_a_simulation(command: Command, folder: Path) -> None:
+    name = command.line.split("-m simulation ")[1].split()[0]
+    assert name in re.findall(
+        r"^(\S+)", (REPOSITORY / "tests/simulation/__main__.py").read_text().split('"""')[1], re.M
+    )
+
+
 class Row(NamedTuple):
     commands: str
     """Regular expression of whole commands."""
@@ -279,6 +286,8 @@ TABLE = (
     Row(r"scripts/test\.sh", starts_what_is_there, "it is what runs this test"),
     Row(r"scripts/test\.sh --faults", starts_what_is_there, "40 minutes: its short form is a stage of scripts/test.sh"),
     Row(r"scripts/test\.sh --hostile", starts_what_is_there, "minutes: its short form is a stage of scripts/test.sh"),
+    Row(r"scripts/test\.sh --simulation", starts_what_is_there, "its short form is a stage of scripts/test.sh"),
+    Row(r"PYTHONPATH=\.:tests \.venv/bin/python -m simulation .*", is_a_simulation, "minutes each"),
     Row(r"\.venv/bin/python -m pytest (-s )?tests/\S+\.py", is_a_test, "minutes: a test's long form"),
     Row(r"pip install .*", could_be_installed, "would change the environment that tests run in"),
     Row(r"scripts/launch_cluster\.sh \S+ --dry-run", is_understood),

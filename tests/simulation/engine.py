@@ -46,6 +46,7 @@ from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.wakeup import PAUSE_S
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -274,7 +275,6 @@ class Rank:
         engine, world = self.engine, self.engine.world
         device = self.device = _Device(self)
         limits = TransferLimits.over("tcp", world.config.write_timeout_s)
-        world.starting = self
         transfer = self.transfer = TransferEngine("127.0.0.1", "tcp", limits)
         world.settle_s = transfer.limits.settle_s
         registered = self.caches.registered
@@ -525,7 +525,7 @@ class Engine:
     def _schedule(self) -> EngineStep:
         oracle = self.world.oracle
         # A step without tokens may sleep until a rank wakes it (`IdleWait.pause`).
-        with oracle.hook(self.process, f"{self.name}: schedule", oracle.pause_s):
+        with oracle.hook(self.process, f"{self.name}: schedule", 0.0 if self.prefills else PAUSE_S):
             output = self.vllm.schedule()
         metadata: Any = output.kv_connector_metadata
         step = EngineStep(output, getattr(metadata, "metadata", (metadata,))[0].step)

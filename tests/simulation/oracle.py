@@ -25,17 +25,9 @@ _EPSILON_S = 1e-6
 class Oracle:
     """The rules, for one run. `World` checks R4."""
 
-    # As `hook`: how long an empty step may sleep.
-    pause_s = 0.05
-
     def __init__(self, world: "World") -> None:
         self._world = world
         self.violations: list[str] = []
-        config = world.config
-        # What a layer may wait for room: the longest that `PrefillWorker.layer_computed` promises.
-        self.backpressure_s = config.control_timeout_s + 2 * config.write_timeout_s + 60.0
-        # Tokens whose KV decode has read.
-        self.tokens_checked = 0
         # The prefill engine that has written for each ticket, by decode engine and request.
         self._writers: dict[tuple[str, str], str] = {}
         # Since when a prompt with a ticket waits for prompts without one, by engine.
@@ -49,7 +41,6 @@ class Oracle:
 
     def decodes(self, rank: "Rank", part: "Part") -> None:
         """A request decodes, and reads the KV of its earlier tokens."""
-        self.tokens_checked += len(part.read_slots)
         wrong = rank.caches.wrong_slots(part.read_slots, part.read_hashes)
         if wrong:
             layers = sorted({layer for layer, _ in wrong})
@@ -105,6 +96,12 @@ class Oracle:
             self.violated(f"R5: ranks of {rank.engine.name} exchange different things: {purposes}")
 
     # R7.
+
+    @property
+    def backpressure_s(self) -> float:
+        """How long a layer may wait for room, as `PrefillWorker.layer_computed` says."""
+        config = self._world.config
+        return config.control_timeout_s + 2 * config.write_timeout_s + self._world.settle_s
 
     @contextmanager
     def hook(self, process: Process, name: str, longest_s: float) -> Iterator[None]:

@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,6 @@ class World:
         self.mooncakes: dict[str, Mooncake] = {}
         # As `TransferLimits.settle_s`, in seconds.
         self.settle_s = 0.0
-        # The rank that starts its transfer engine.
-        self.starting: Rank | None = None
         self.oracle = Oracle(self)
         self.router = Router(self, self.kernel)
         self.prefills: list[Engine] = []
@@ -113,7 +112,6 @@ class World:
 
     def _run(self) -> None:
         shape = self.scenario.shape
-        # Decode first, as prefill does not need it to start.
         self.decodes = [Engine(self, False, n) for n in range(shape.decodes)]
         self.prefills = [Engine(self, True, n) for n in range(shape.prefills)]
         if not self._until(_START_WITHIN_S, lambda: all(engine.is_up for engine in self.engines)):
@@ -132,7 +130,7 @@ class World:
             self._until(_REST_WITHIN_S, self._is_quiet)
             self.oracle.at_rest()
 
-    def _until(self, seconds: float, done: Any) -> bool:
+    def _until(self, seconds: float, done: Callable[[], bool]) -> bool:
         """Lets time pass until `done()`, or the first violation. Returns whether `done()` came within `seconds`."""
         self.kernel.run(self.kernel.now + seconds, lambda: self._has_failed or done())
         return not self._has_failed and bool(done())
@@ -241,8 +239,8 @@ class _NoHttp:
 
 
 def _start_mooncake(host: str, protocol: str) -> Mooncake:
-    rank = _world().starting
-    assert rank is not None
+    process = kernels.kernel().this_process
+    [rank] = [rank for engine in _world().engines for rank in engine.ranks if rank.process is process]
     return Mooncake(_world(), rank, host)
 
 

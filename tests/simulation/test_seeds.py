@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeds without a violation: 10,000 requests with fixed ones. `scripts/test.sh --simulation` goes on with others."""
+
+import os
+
+import pytest
+
+from simulation.processes import run
+
+FIRST = 1000
+REQUESTS = 10_000
+
+
+@pytest.mark.timeout(900)
+def test_seeds() -> None:
+    run("seeds", f"{FIRST}-", f"--requests={REQUESTS}")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_seeds_of_today() -> None:
+    """Environment variables: SIMULATION_SEED, the first seed, and SIMULATION_SECONDS, the time on one core."""
+    first, seconds = os.environ["SIMULATION_SEED"], os.environ.get("SIMULATION_SECONDS", "1800")
+    run("seeds", f"{first}-", f"--seconds={seconds}")
