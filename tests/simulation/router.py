@@ -234,17 +234,17 @@ class MetaserverClient:
         # Set once the engine is known.
         self.engine: Engine | None = None
 
-    def check(self, url: str) -> str | None:
+    def check(self, url: str, signature: str = "") -> str | None:
         return None
 
-    def post(self, key: str, url: str, body: dict[str, object]) -> None:
+    def post(self, key: str, url: str, body: dict[str, object], signature: str = "") -> None:
         assert self.engine is not None
         self._router.post(self.engine, key, body)
 
     def cancel(self, key: str) -> None:
         self._router.cancel(key)
 
-    def report_failure(self, url: str, failure: Any) -> None:
+    def report_failure(self, url: str, failure: Any, signature: str = "") -> None:
         kernel().tell("reports that {} failed: {}", failure.request_id, failure.reason[:100])
 
     def poll(self) -> list[PostOutcome]:

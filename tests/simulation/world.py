@@ -5,6 +5,7 @@ import gc
 import hashlib
 import logging
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -275,6 +276,7 @@ def _install() -> None:
 
 _logger = logging.getLogger("vllm_ascend_pd")
 _folder = tempfile.TemporaryDirectory(prefix="simulation-")
+os.environ["XDG_CONFIG_HOME"] = _folder.name  # engines do not use a secret that this user has
 _configurations = Configurations(Path(_folder.name))
 _install()
 gc.collect()
