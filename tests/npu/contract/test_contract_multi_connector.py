@@ -44,7 +44,7 @@ def multi(plugins: None, dense_model: Path) -> Iterator[Any]:
     """vllm-ascend's MultiConnector on a prefill engine's scheduler with ours as its only child."""
     from harness.connectors import scheduler_connector
 
-    child = {"kv_connector": OURS, "kv_role": "kv_producer", "kv_port": 20001, "kv_connector_extra_config": {}}
+    child = {"kv_connector": OURS, "kv_role": "kv_producer", "kv_port": 20001, "kv_connector_extra_config": {"trust_network": True}}
     config = engine_config(
         dense_model, kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [child]}
     )
