@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A seed decides everything: two processes have equal histories."""
 
+import pytest
+
 from simulation.processes import run
 
 SEEDS = 20
 
 
+@pytest.mark.timeout(900)
 def test_two_processes_have_the_same_histories() -> None:
     histories = [run("seeds", f"0-{SEEDS}", "--digests", "--go-on", "requests=12") for _ in range(2)]
     digests = [[line for line in history.splitlines() if line[:1].isdigit()][:SEEDS] for history in histories]
