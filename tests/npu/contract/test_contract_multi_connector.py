@@ -44,7 +44,8 @@ def multi(plugins: None, dense_model: Path) -> Iterator[Any]:
     """vllm-ascend's MultiConnector on a prefill engine's scheduler with ours as its only child."""
     from harness.connectors import scheduler_connector
 
-    child = {"kv_connector": OURS, "kv_role": "kv_producer", "kv_port": 20001, "kv_connector_extra_config": {"trust_network": True}}
+    extra = {"trust_network": True}  # the ticket's host is another one
+    child = {"kv_connector": OURS, "kv_role": "kv_producer", "kv_port": 20001, "kv_connector_extra_config": extra}
     config = engine_config(
         dense_model, kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [child]}
     )
