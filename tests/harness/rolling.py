@@ -165,5 +165,5 @@ def cluster_under_load(
         answers, model = load.answers, made.model
     with running_engines(model, [EngineConfig()], folder) as [single], Client(single.url, model=str(model)) as client:
         numbers = sorted(answers)
-        expected = at_once(lambda number: client.complete(prompt(number)).token_ids, numbers, concurrency=4)
+        expected = at_once(lambda number: client.complete(prompt(number)).token_ids, numbers, concurrency=32)
     assert [answers[number] for number in numbers] == expected

@@ -13,7 +13,7 @@ from harness.engines import PATIENT, EngineConfig, Role
 from harness.prefork import METHOD
 from harness.rolling import cluster_under_load
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 OLD, NEW = (secrets.token_urlsafe(48) for _ in range(2))
 
