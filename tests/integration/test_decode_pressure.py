@@ -141,8 +141,8 @@ def test_a_request_does_not_wait_for_a_prefill_process_that_is_stopped(
     request = decode.add("waits", 3 * BLOCK)
     decode.step()
     decode.step()
-    role.update(WorkerReport(failed={decode.expected["waits"].ticket_id: "prefill went silent"}), set())
     begun = time.monotonic()
+    role.update(WorkerReport(failed={decode.expected["waits"].ticket_id: "prefill went silent"}), set())
     while not request.is_finished() and time.monotonic() < begun + 5:
         decode.step()
     assert 0.05 <= time.monotonic() - begun < 5
