@@ -28,12 +28,12 @@ from harness.attacks import (
     PATIENCE_S,
     SECRET,
     Attacker,
+    Program,
     Row,
     Target,
     answer_endlessly,
     attack,
     describe_falsely,
-    processes,
     read,
     running,
     sign,
@@ -138,19 +138,8 @@ class Meter:
         return Usage(rss, files, int(stat.split()[0]) / 1e9, longest_s, self._errors.messages)
 
 
-class Program:
+class SubjectProgram(Program):
     """A subject that is one process, which answers calls."""
-
-    def __init__(self, program: Callable[..., None], *args: Any) -> None:
-        self._pipe, child = processes.Pipe()
-        self.process = processes.Process(target=program, args=(child, *args), daemon=True)
-        self.process.start()
-        child.close()
-        self.first = self._take()
-
-    def _take(self) -> Any:
-        assert self._pipe.poll(PATIENCE_S), "the subject does not answer"
-        return self._pipe.recv()
 
     def call(self, *message: Any) -> Any:
         self._pipe.send(message)
@@ -166,13 +155,8 @@ class Program:
         assert isinstance(found, Usage)
         return found
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self._pipe.close()
 
-
-class Tickets(Program):
+class Tickets(SubjectProgram):
     """Prefill's ticket listener."""
 
     def __init__(self, secret_file: str | None) -> None:
@@ -242,7 +226,7 @@ def _take_tickets(pipe: Connection, secret_file: str | None) -> None:
             pipe.send(served.get(named[0]) if what == "served" else meter.usage())
 
 
-class Client(Program):
+class Client(SubjectProgram):
     """The side channel's client, as a prefill rank and decode's scheduler have it."""
 
     def __init__(self, secret_file: str | None) -> None:

@@ -357,8 +357,8 @@ ROWS = [
 # Processes.
 
 
-class Attacker:
-    """A process that attacks."""
+class Program:
+    """A process at the other end of a pipe."""
 
     def __init__(self, program: Callable[..., None], *args: Any) -> None:
         self._pipe, child = processes.Pipe()
@@ -369,8 +369,17 @@ class Attacker:
         """What it says when it has begun."""
 
     def _take(self) -> Any:
-        assert self._pipe.poll(PATIENCE_S), "the attacker does not answer"
+        assert self._pipe.poll(PATIENCE_S), f"{type(self).__name__} does not answer"
         return self._pipe.recv()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+class Attacker(Program):
+    """A process that attacks."""
 
     @property
     def is_done(self) -> bool:
@@ -386,11 +395,6 @@ class Attacker:
             self._pipe.send("end")
         return int(self._take())
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self._pipe.close()
-
 
 @contextmanager
 def running(program: Callable[..., None], *args: Any) -> Iterator[Attacker]:
@@ -398,7 +402,7 @@ def running(program: Callable[..., None], *args: Any) -> Iterator[Attacker]:
     try:
         yield attacker
     finally:
-        attacker.kill()
+        attacker.close()
 
 
 def attack(pipe: Connection, how: Attack, target: Target) -> None:

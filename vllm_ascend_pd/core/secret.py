@@ -22,6 +22,9 @@ MIN_SECRET_BYTES = 32
 MAX_SECRETS = 2
 """The secret in use, and the one that comes or goes."""
 
+MAX_SIGNATURE_CHARS = 64
+"""The longest signature: SHA-256 in hexadecimal digits."""
+
 _KEY_BYTES = 32  # of SHA-256 and of CURVE
 
 

@@ -10,15 +10,13 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.core.secret import Secret, Use
-
-_MAX_SIGNATURE_CHARS = 64
+from vllm_ascend_pd.core.secret import MAX_SIGNATURE_CHARS, Secret, Use
 
 
 def signature_in(params: Mapping[str, Any], key: str) -> str:
     """Returns the signature that a request's `kv_transfer_params` carry; "" for anything that cannot be one."""
     value = params.get(key)
-    return value if isinstance(value, str) and len(value) <= _MAX_SIGNATURE_CHARS else ""
+    return value if isinstance(value, str) and len(value) <= MAX_SIGNATURE_CHARS else ""
 
 
 def sign_listener(secret: Secret, engine_id: str, host: str, port: int, transfer_id: str | None = None) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from vllm_ascend_pd.core.bounds import MAX_BLOCK_IDS, MAX_GROUPS, MAX_TOKEN_IDS, MAX_TP
 from vllm_ascend_pd.core.hosts import authority, is_host
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
+from vllm_ascend_pd.core.secret import MAX_SIGNATURE_CHARS
 from vllm_ascend_pd.core.text import NAME, is_name
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
@@ -122,7 +123,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     # Unix seconds. Set if the cluster has a secret (`core/signing.py`).
     expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     # Set if the cluster has a secret.
-    signature: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    signature: Annotated[str, msgspec.Meta(max_length=MAX_SIGNATURE_CHARS)] = ""
 
     @property
     def sharding(self) -> Sharding:

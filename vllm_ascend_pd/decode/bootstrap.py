@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from vllm_ascend_pd.core.hosts import authority, is_host
+from vllm_ascend_pd.core.secret import MAX_SIGNATURE_CHARS
 from vllm_ascend_pd.core.signed_addresses import signature_in
 from vllm_ascend_pd.core.text import UNREADABLE, is_name
 from vllm_ascend_pd.core.ticket import (
@@ -114,7 +115,7 @@ _MAX_ANSWER_BYTES = 256 << 10
 _MAX_REMEMBERED = 256
 
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
-_Signature = Annotated[str, msgspec.Meta(max_length=64)]
+_Signature = Annotated[str, msgspec.Meta(max_length=MAX_SIGNATURE_CHARS)]
 
 
 class BootstrapError(Exception):

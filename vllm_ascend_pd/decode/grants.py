@@ -476,7 +476,7 @@ class GrantService:
         ticket = each.ticket
         overdue = ticket.overdue(now)
         live = [] if ticket.state is TicketState.RECEIVED else ticket.live_writers()
-        for writer in dict.fromkeys([*live, *overdue]):
+        for writer in dict.fromkeys([*live, *overdue]):  # each once, in an order that the simulation repeats
             if now - each.revoked_at.get(writer, -math.inf) >= _REVOKE_EVERY_S:
                 each.revoked_at[writer] = now
                 connection = each.connections[writer]

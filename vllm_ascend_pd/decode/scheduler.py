@@ -106,7 +106,7 @@ class _IncomingTransfer:
     received_before: tuple[int, int] = (0, 0)
     # How many of the request's tickets right before this one failed.
     lost_before: int = 0
-    # Monotonic seconds.
+    # Monotonic seconds. A simulation replaces the clock, so it is looked up when it is read.
     issued_at: float = field(default_factory=lambda: time.monotonic())
 
     @property
