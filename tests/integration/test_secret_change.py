@@ -159,10 +159,12 @@ def test_a_request_that_a_killed_server_had_taken_is_sent_again() -> None:
         process.join()
 
 
-def test_a_server_that_had_no_secret_is_found_when_it_has_one() -> None:
+@pytest.mark.parametrize("client", [[NEW], [OLD, NEW]], ids=names)
+@pytest.mark.parametrize("before", [None, [OTHER]], ids=["none", "other"])
+def test_a_server_that_comes_back_with_the_right_secret_is_found(client: list[bytes], before: list[bytes]) -> None:
     """libzmq itself does not connect again after such a failure."""
-    with asking([OLD, NEW]) as asker:
-        with serving(None) as listener:
+    with asking(client) as asker:
+        with serving(before) as listener:
             port = port_of(listener)
             answers = answers_of(asker, listener.endpoint, ["x"])
             assert isinstance(ask(asker, listener.endpoint, "y", timeout_s=0.5), SideChannelError)
@@ -170,7 +172,8 @@ def test_a_server_that_had_no_secret_is_found_when_it_has_one() -> None:
             assert answers.get(timeout=PATIENCE_S) == GrantRefused("x", retry=False)
 
 
-def test_a_server_with_neither_secret_is_asked_a_few_times_a_second() -> None:
+@pytest.mark.parametrize("client", [[NEW], [OLD, NEW]], ids=names)
+def test_a_server_without_the_secret_is_asked_a_few_times_a_second(client: list[bytes]) -> None:
     accepted = 0
 
     def hang_up_on_all(listener: socket.socket) -> None:
@@ -183,11 +186,11 @@ def test_a_server_with_neither_secret_is_asked_a_few_times_a_second() -> None:
             accepted += 1
             connection.close()
 
-    with socket.create_server((HOST, 0)) as listener, asking([OLD, NEW]) as asker:
+    with socket.create_server((HOST, 0)) as listener, asking(client) as asker:
         threading.Thread(target=hang_up_on_all, args=(listener,), daemon=True).start()
         endpoint = f"tcp://{HOST}:{listener.getsockname()[1]}"
         assert isinstance(ask(asker, endpoint, timeout_s=2.0), SideChannelError)
-        assert 4 <= accepted <= 100, "without a pause these are thousands"
+        assert 2 <= accepted <= 50, "without a pause these are thousands"
         listener.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A side channel client's connection to one server, which finds out which of two secrets the server has in use."""
+"""A side channel client's connection to one server, which connects again where libzmq does not."""
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -20,14 +21,16 @@ _FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_PAUSE_S = 1.0
+"""Between two tries of all secrets. A failed handshake costs the server about as much as one that succeeds."""
 _numbers = itertools.count()
 
 
 class Dealer:
     """A DEALER socket. The client's thread owns it.
 
-    With two secrets, it begins with the first one. When its handshake has failed, `replaced` returns a connection with
-    the other one.
+    libzmq does not connect again after a CURVE handshake has failed. Then `replaced` returns a new connection. With two
+    secrets, that one uses the other secret.
     """
 
     def __init__(
@@ -47,8 +50,11 @@ class Dealer:
         self.endpoint = endpoint
         self._make_socket, self._keys, self._which = make_socket, keys, which
         self.socket = make_socket(zmq.DEALER)
-        # Where libzmq tells of handshakes that have failed. None unless there are two secrets.
+        # Where libzmq tells of handshakes that have failed. None without a secret.
         self._monitor: zmq.Socket[bytes] | None = None
+        self._failed = False
+        # Not before this time, in seconds of `time.monotonic`, are all secrets tried again.
+        self._again_at = time.monotonic() + _PAUSE_S
         try:
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_DESCRIPTION_BYTES)
             self.socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
@@ -57,26 +63,26 @@ class Dealer:
                 self.socket.setsockopt(zmq.IPV6, 1)
             if keys:
                 keys[which].protect_client(self.socket)
-            if len(keys) > 1:
+            if keys:
                 self._monitor = self.socket.get_monitor_socket(_FAILURES, f"inproc://monitor-{next(_numbers)}")
             self.socket.connect(endpoint)
         except Exception:
             self.close()
             raise
 
-    def has_failed(self) -> bool:
-        """Returns whether a handshake has failed since the last call. Only with two secrets is this known."""
-        failed = False
+    def is_due(self, now: float) -> bool:
+        """Returns whether its handshake has failed and it is time to replace it. `now`: of `time.monotonic`."""
         while self._monitor is not None:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))["event"]
             except zmq.Again:
                 break
-            failed |= bool(event & _FAILURES)
-        return failed
+            self._failed |= bool(event & _FAILURES)
+        untried = self._which + 1 < len(self._keys)
+        return self._failed and (untried or now >= self._again_at)
 
     def replaced(self) -> "Dealer":
-        """Closes this connection, and returns one with the other secret. Raises what ZMQ raises."""
+        """Closes this connection, and returns one with the next secret. Raises what ZMQ raises."""
         self.close()
         which = (self._which + 1) % len(self._keys)
         return Dealer(self._make_socket, self.endpoint, self._keys, which)

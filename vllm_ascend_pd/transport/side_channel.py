@@ -195,7 +195,7 @@ class _Pending:
     deadline: float
     # Called once, with the answer or an error.
     done: Callable[[Message | SideChannelError], None]
-    # What was sent, if it may be sent again. Else empty.
+    # What was sent. It is sent again on a new connection.
     frame: bytes
 
 
@@ -213,8 +213,9 @@ class SideChannelClient(Loop):
 
         `unasked`: `unasked(endpoint, message)` gets messages that servers send without a request. Runs on the thread.
         `tick`: `tick(now)` runs on the thread 20 times a second.
-        `secret`: the cluster's. Servers without it get nothing. If it is being changed, a server may have the old or
-            the new one in use: the client finds out which, and sends requests again that are in flight then.
+        `secret`: the cluster's. Servers without it get nothing. A server may come back with it: the client connects
+            again, and sends requests again that are in flight then. While the secret is being changed, a server may
+            have the old or the new one in use, and the client finds out which.
         """
         super().__init__(name, tick)
         self._keys = [] if secret is None else side_channel_keys(secret)
@@ -270,7 +271,7 @@ class SideChannelClient(Loop):
         except Exception as error:  # noqa: BLE001 - `done` gets it
             done(SideChannelError(f"nothing can be sent: {error}"))
             return
-        self._pending[seq] = _Pending(endpoint, deadline, done, frame if len(self._keys) > 1 else b"")
+        self._pending[seq] = _Pending(endpoint, deadline, done, frame)
 
     def _dealer(self, endpoint: str) -> Dealer:
         """Returns the connection to `endpoint`, which is polled then."""
@@ -307,7 +308,7 @@ class SideChannelClient(Loop):
             dealer.close()
         self._fail(self._in_flight(endpoint), "the connection was closed")
 
-    def _try_other_secret(self, dealer: Dealer) -> None:
+    def _connect_again(self, dealer: Dealer) -> None:
         """Replaces a connection whose handshake has failed, and sends again what is in flight."""
         self._remove(dealer)
         in_flight = self._in_flight(dealer.endpoint)
@@ -369,10 +370,9 @@ class SideChannelClient(Loop):
     def _on_tick(self, now: float) -> None:
         hint = "; does it have the same secret?" if self._keys else ""
         self._fail([seq for seq, each in self._pending.items() if now >= each.deadline], f"no answer in time{hint}")
-        if len(self._keys) > 1:
-            for dealer in list(self._dealers.values()):
-                if dealer.has_failed():
-                    self._try_other_secret(dealer)
+        for dealer in list(self._dealers.values()):
+            if dealer.is_due(now):
+                self._connect_again(dealer)
         if now >= self._rest_look_at:
             self._rest_look_at = now + _REST_LOOK_S
             for dealer in list(self._dealers.values()):
