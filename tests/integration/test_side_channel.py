@@ -15,6 +15,7 @@ import zmq
 
 from harness.channels import HOST, PATIENCE_S, Answer, ask, assert_works, echo, endpoint_of, random_secret
 from harness.waiting import wait_until
+from vllm_ascend_pd.core.bounds import MAX_TURN_S
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     Describe,
@@ -78,6 +79,35 @@ def test_deadlines_pass_while_messages_wait(raw):
         assert max(runs) < 50, "ticks come between"
     finally:
         all_sent.set()
+        server.close()
+
+
+def test_other_threads_get_their_turn_while_messages_wait(raw):
+    """Each message takes a quarter of a turn, and all of them wait at once."""
+    messages, handled = 200, 0
+    entered, begin = threading.Event(), threading.Event()
+
+    def slowly(message: Message, peer: ClientConnection) -> Message:
+        nonlocal handled
+        entered.set()
+        begin.wait(PATIENCE_S)
+        time.sleep(MAX_TURN_S / 4)
+        handled += 1
+        return echo(message, peer)
+
+    server = SideChannelServer(HOST, 0, slowly)
+    try:
+        dealer = raw(zmq.DEALER, server.endpoint)
+        for number in range(messages):
+            dealer.send(encode(number + 1, Describe("x")))
+        assert entered.wait(PATIENCE_S)
+        at: queue.Queue[int] = queue.Queue()
+        assert server.call(lambda: at.put(handled))
+        begin.set()
+        assert at.get(timeout=PATIENCE_S) < messages // 4
+        for _ in range(messages):
+            dealer.recv()
+    finally:
         server.close()
 
 
