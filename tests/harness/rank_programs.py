@@ -22,7 +22,7 @@ from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
-from vllm_ascend_pd.device.base import DeviceError, Event
+from vllm_ascend_pd.device.event import DeviceError, Event
 from vllm_ascend_pd.observe.stats import PrefillStats
 from vllm_ascend_pd.observe.traces import decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.worker import PrefillWorker

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_ascend_pd.device import DeviceError, make_device
 from vllm_ascend_pd.device.cpu import PAGE_BYTES, CpuDevice
+from vllm_ascend_pd.device.event import DeviceError
+from vllm_ascend_pd.device.make import make_device
 
 
 @pytest.fixture

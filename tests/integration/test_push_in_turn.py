@@ -16,7 +16,7 @@ from harness.rank_programs import Hooks, PrefillRank
 from harness.ranks import MakePair, Pair, expect_delivery, expect_failure, pair_of_each, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.prefill.step_send import LayerPush
 
 LAYERS, BUFFERS = 12, 4

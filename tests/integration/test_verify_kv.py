@@ -27,7 +27,7 @@ from vllm_ascend_pd.core.prefill_ticket import Phase
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode import checksums
-from vllm_ascend_pd.device.base import DeviceError, Event
+from vllm_ascend_pd.device.event import DeviceError, Event
 from vllm_ascend_pd.prefill import checksums as checksums_of_prefill
 from vllm_ascend_pd.prefill import control
 from vllm_ascend_pd.prefill import worker as prefill_worker

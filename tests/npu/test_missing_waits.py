@@ -11,7 +11,7 @@ from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import MakePair, Pair, prefill, prompts
 from vllm_ascend_pd.core.step import PrefillStep
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.device.npu import NpuEvent
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import cann_on_host
 from harness.rank_hosts import run_ranks
-from vllm_ascend_pd.device.base import DeviceError
+from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES, NpuDevice
 
 pytestmark = pytest.mark.npu
@@ -183,7 +183,7 @@ def test_a_task_that_fails_on_the_npu_is_delivered() -> None:
     code = """
 import torch, cann_on_host
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.device.base import DeviceError
+from vllm_ascend_pd.device.event import DeviceError
 torch.npu.set_device(0)
 device = NpuDevice(); x = torch.zeros(4, device="npu"); torch.npu.synchronize()
 cann_on_host.inject("side-task:fail")

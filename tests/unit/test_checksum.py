@@ -26,9 +26,9 @@ from vllm_ascend_pd.core.kv_dump import MAX_DUMPS, Place, write_dump
 from vllm_ascend_pd.core.layout import Geometry, Order, TokenShare
 from vllm_ascend_pd.core.protocol import MAX_CHECKSUM_BYTES
 from vllm_ascend_pd.device import checksums
-from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.device.checksums import UnitSummer, check_exact, take_sums, to_numpy
 from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.device.event import DeviceError
 
 BLOCK = 16
 

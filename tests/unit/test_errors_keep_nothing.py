@@ -29,8 +29,8 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import CacheTensor
 from vllm_ascend_pd.core.protocol import EngineDescription, TransportInfo
 from vllm_ascend_pd.decode.ticket_client import TicketClient
-from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.prefill import sender as sender_module
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.rank import PrefillRank

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.device.base import DeviceError
+from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.prefill.regroup import ExchangeGroup
 
 NEEDS_RESTART = "tensor-parallel ranks (0, 1) exchange no KV heads until this prefill engine is restarted"

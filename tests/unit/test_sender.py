@@ -25,8 +25,8 @@ from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.device.cpu import CpuEvent
+from vllm_ascend_pd.device.event import DeviceError, Event
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import StagingRing

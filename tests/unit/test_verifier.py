@@ -22,8 +22,8 @@ from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.decode import checksums
 from vllm_ascend_pd.decode.checksums import Delivered, Reported, Verifier
-from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.device.cpu import CpuDevice, CpuEvent
+from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.prefill import checksums as of_prefill
 from vllm_ascend_pd.prefill.checksums import UNKNOWN, StepChecksums, report_checksums, submit_layer
 

@@ -75,9 +75,9 @@ from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.decode.worker import DecodeWorker
-from vllm_ascend_pd.device import make_device
-from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.device.checksums import check_exact
+from vllm_ascend_pd.device.event import DeviceError
+from vllm_ascend_pd.device.make import make_device
 from vllm_ascend_pd.observe.stats import Data, DecodeSchedulerStats, PrefillSchedulerStats, PrefillStats
 from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts

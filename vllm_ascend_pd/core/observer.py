@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
     from vllm_ascend_pd.core.step import Send
     from vllm_ascend_pd.core.ticket import Ticket
-    from vllm_ascend_pd.device.base import Event
+    from vllm_ascend_pd.device.event import Event
 
 
 _Observer = TypeVar("_Observer")

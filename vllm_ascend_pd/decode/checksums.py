@@ -27,8 +27,9 @@ from vllm_ascend_pd.core.reasons import Verified
 from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo, Sharding, held
-from vllm_ascend_pd.device.base import Device, DeviceError, Event
+from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.checksums import UnitSummer, take_sums, to_numpy
+from vllm_ascend_pd.device.event import DeviceError, Event
 
 logger = logging.getLogger(__name__)
 

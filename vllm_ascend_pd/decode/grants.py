@@ -40,7 +40,7 @@ from vllm_ascend_pd.core.ticket import replica_hash_of
 from vllm_ascend_pd.core.topology import Sharding, TopologyError, held, writers_to
 from vllm_ascend_pd.core.weights import LoadedWeights, are_alike
 from vllm_ascend_pd.decode.checksums import Delivered, Reported
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.transport.side_channel import ClientConnection
 from vllm_ascend_pd.transport.wakeup import WakeupSender
 

@@ -16,7 +16,8 @@ from vllm_ascend_pd.core.checksum import SummedUnits, Sums, place_weights, word_
 from vllm_ascend_pd.core.layout import Geometry, Order
 from vllm_ascend_pd.core.plan import Mask
 from vllm_ascend_pd.device import ops
-from vllm_ascend_pd.device.base import Device, DeviceError
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.device.packing import packed
 
 # Seconds that a device has to show that its checksums are exact: it may compile its operators then.

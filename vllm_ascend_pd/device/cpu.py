@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
 
-from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group, aligned_buffer
+from vllm_ascend_pd.device.base import Device, Group, aligned_buffer
+from vllm_ascend_pd.device.event import DeviceError, Event
 
 PAGE_BYTES = 4096
 

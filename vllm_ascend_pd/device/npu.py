@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from vllm_ascend_pd.core.ascend import hccl_config
-from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group, aligned_buffer
+from vllm_ascend_pd.device.base import Device, Group, aligned_buffer
+from vllm_ascend_pd.device.event import DeviceError, Event
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.device.event import Event
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.observe.trace_file import Moment, Traced, TraceFile, moment
 
 _MAX_NAME = 300

@@ -20,8 +20,9 @@ from vllm_ascend_pd.core.layout import BlockKind, Geometry, Order, TokenShare
 from vllm_ascend_pd.core.prefill_ticket import Destination
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import held
-from vllm_ascend_pd.device.base import Device, DeviceError, Event
+from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.checksums import UnitSummer, take_sums, to_numpy
+from vllm_ascend_pd.device.event import DeviceError, Event
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from vllm_ascend_pd.core.plan import regroupable, slot_bytes
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.device import ops, ops_fallback
-from vllm_ascend_pd.device.base import DeviceError, Group
+from vllm_ascend_pd.device.base import Group
+from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.device.packing import packed
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.device.base import DeviceError
+from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
 from vllm_ascend_pd.prefill.pipeline import Pipeline
 from vllm_ascend_pd.prefill.rank import PrefillRank

@@ -10,7 +10,7 @@ from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.device.base import DeviceError
+from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.prefill.checksums import StepChecksums
 from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.rank import PrefillRank

@@ -25,7 +25,7 @@ from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.weights import NOTHING_KNOWN, Weights
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.prefill.checksums import StepChecksums
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 

@@ -20,7 +20,8 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
-from vllm_ascend_pd.device.base import Device, Event
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.prefill.buffer_turns import BufferTurns
 from vllm_ascend_pd.prefill.checksums import submit_layer
 from vllm_ascend_pd.prefill.control import ControlPlane

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch_npu  # noqa: F401 - makes torch.npu
 
 from vllm_ascend_pd.device import ops
-from vllm_ascend_pd.device.base import Event, Group
+from vllm_ascend_pd.device.base import Group
+from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.tools.doctor.hardware import MODE, STAGES, WITHOUT_KERNELS, stage_failed
 from vllm_ascend_pd.tools.doctor.report import Finding, error, ok

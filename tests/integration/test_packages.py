@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sdist, installed into a clean environment as a new user would: without torch, vLLM and this repository."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+
+import pytest
+
+from harness.documented import REPOSITORY
+
+NEVER_PACKED = {".ci", ".github", ".gitignore"}
+
+
+def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the files that git tracks."""
+    copy = tmp_path_factory.mktemp("tracked")
+    for name in run("git", "ls-files", cwd=REPOSITORY).splitlines():
+        if (REPOSITORY / name).is_file():  # not one that is being deleted
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(tracked: Path) -> Path:
+    run(sys.executable, "-c", "from setuptools.build_meta import build_sdist; build_sdist('dist')", cwd=tracked)
+    [archive] = (tracked / "dist").glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def clean(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment that has only the package and what it requires."""
+    environment = tmp_path_factory.mktemp("clean")
+    venv.create(environment, with_pip=True)
+    run(environment / "bin/pip", "install", "--quiet", sdist, cwd=environment)
+    return environment / "bin"
+
+
+def test_the_sdist_has_all_files(tracked: Path, sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    files = {str(path.relative_to(tracked)) for path in tracked.rglob("*") if path.is_file()}
+    missing = {name for name in files - packed if not name.startswith(("dist/", "vllm_ascend_pd.egg-info/"))}
+    assert {name.partition("/")[0] for name in missing} <= NEVER_PACKED
+
+
+def test_it_is_clean(clean: Path, tmp_path: Path) -> None:
+    installed = {each["name"] for each in json.loads(run(clean / "pip", "list", "--format", "json", cwd=tmp_path))}
+    assert installed & {"torch", "vllm", "transformers"} == set()
+    run(clean / "pip", "check", cwd=tmp_path)
+
+
+def test_proxy_and_tools_work_without_torch(clean: Path, tmp_path: Path) -> None:
+    command = clean / "vllm-ascend-pd"
+    layerwise = '{"kv_connector": "MooncakeLayerwiseConnector", "kv_role": "kv_producer"}'
+    words = ("vllm", "serve", "Qwen/Qwen3-8B", "--kv-transfer-config", layerwise)
+    assert "LayerwisePushConnector" in run(command, "migrate", "--", *words, cwd=tmp_path, status=1)
+    run(command, "secret", tmp_path / "secret", cwd=tmp_path)
+    assert "no trace" in run(command, "timeline", tmp_path, cwd=tmp_path, status=1)
+    assert "--prefill" in run(clean / "python", "-m", "vllm_ascend_pd", "proxy", "--help", cwd=tmp_path)
+    run(clean / "python", "-c", "import vllm_ascend_pd.proxy.server", cwd=tmp_path)
