@@ -127,6 +127,13 @@ def test_queries_name_metrics_and_labels_that_exist(exposed: dict[str, dict[str,
             assert legend <= (kept if kept else labels), expression
 
 
+def test_each_metric_is_in_a_panel() -> None:
+    named = re.findall(rf"^\| `({PREFIX}\w+)`", (REPOSITORY / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    assert len(named) > 30
+    shown = "\n".join(target["expr"] for panel in PANELS for target in panel["targets"])
+    assert [name for name in named if name not in shown] == []
+
+
 def test_alerts_look_at_the_jobs_that_are_scraped() -> None:
     jobs = {group["labels"]["job"] for group in yaml.safe_load((FOLDER / "targets.yml").read_text())}
     assert jobs == {"pd-proxy", "pd-prefill", "pd-decode"}
