@@ -14,6 +14,8 @@ from proxy_cluster import CHAT, Cluster, eventually, running_cluster, running_pr
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH, WAITING_SUFFIX
+from vllm_ascend_pd.proxy.server import warn_of_posts
+from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.transport.secret_files import new_secret, write_new
 
 
@@ -36,20 +38,28 @@ def test_no_more_tickets_than_samples(samples: int) -> None:
         assert len(cluster.prefill.received) == samples
 
 
-def test_the_log_tells_who_may_post_tickets(token_file: str, tmp_path: Path) -> None:
-    def log(*options: str) -> str:
-        nobody = "http://127.0.0.1:9"
-        with running_proxy(nobody, "http://127.0.0.1:7", *options) as (process, port):
-            assert httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30, **PLAIN_HTTP).status_code == 200
-            process.send_signal(signal.SIGTERM)
-            assert process.stderr is not None
-            return process.stderr.read()
+def test_the_log_tells_who_may_post_tickets(token_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def warned(host: str, **given: str) -> bool:
+        caplog.clear()
+        warn_of_posts(ProxySettings(host=host, prefill=["http://p:1"], decode=["http://d:1"], **given))
+        return "may post tickets" in caplog.text
 
-    warning = "WARNING vllm_ascend_pd.proxy.server: any client that reaches this port may post tickets"
-    assert warning in log()
-    assert warning not in log("--metaserver-token-file", token_file)
+    assert not warned("127.0.0.1")
+    assert warned("10.0.0.1")
+    assert not warned("10.0.0.1", metaserver_token_file=token_file)
     write_new(tmp_path / "secret", new_secret())
-    assert warning not in log("--secret-file", str(tmp_path / "secret"))
+    assert not warned("10.0.0.1", secret_file=str(tmp_path / "secret"))
+
+
+def test_a_default_start_warns_of_nothing_and_the_end_is_logged() -> None:
+    with running_proxy("http://127.0.0.1:9", "http://127.0.0.1:7") as (process, port):
+        assert httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30, **PLAIN_HTTP).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        log = process.stderr.read()
+    assert [line for line in log.splitlines() if "WARNING" in line and "is ejected" not in line] == []
+    assert "the proxy stops: its requests end with an error (503)" in log
+    assert log.endswith("the proxy has stopped\n")
 
 
 @pytest.mark.parametrize("request_id", ["cmpl-00000000-0000-4000-8000-000000000000-0", "chatcmpl-", "cmpl-x-0", ""])

@@ -29,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.http.arriving import BodyBudget, BoundedBodies
@@ -189,12 +190,23 @@ def reserve_files(concurrent: int, waiting: int) -> Capacity:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     found = capacity(sys.maxsize if hard == resource.RLIM_INFINITY else hard, concurrent, waiting)
     if (found.concurrent, found.waiting) != (concurrent, waiting):
-        log.warning(
+        # Thousands that wait are seldom needed.
+        log.log(
+            logging.INFO if found.concurrent == concurrent else logging.WARNING,
             "the hard limit of %d open files (ulimit -Hn) does not allow --max-concurrent %d and --max-waiting %d: "
             "%d requests are served at a time, and %d others wait",
             *(hard, concurrent, waiting, found.concurrent, found.waiting),
         )
     return found
+
+
+def warn_of_posts(settings: ProxySettings) -> None:
+    """Logs a warning if hosts may post tickets that hold no secret."""
+    if not settings.metaserver_tokens() and not is_loopback(settings.host):
+        log.warning(
+            "any client that reaches this port may post tickets for its own requests: the cluster's secret "
+            "(--secret-file) prevents that"
+        )
 
 
 def listen(host: str, port: int, read_timeout: float) -> socket.socket:
@@ -229,11 +241,7 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
     settings = msgspec.structs.replace(settings, max_concurrent=found.concurrent, max_waiting=found.waiting)
     app = ProxyApp(settings)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it logs each malformed request
-    if not settings.metaserver_tokens():
-        log.warning(
-            "any client that reaches this port may post tickets for its own requests: the cluster's secret "
-            "(--secret-file) prevents that"
-        )
+    warn_of_posts(settings)
     open_connections = OpenConnections(found.connections + BEYOND_LIMIT)
     server = _Server(
         uvicorn.Config(
@@ -260,13 +268,16 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
         running = asyncio.create_task(server.serve(sockets=[listener]))
         ends = [asyncio.create_task(event.wait()) for event in (stopped, app.ended)]
         await asyncio.wait([running, *ends], return_when=asyncio.FIRST_COMPLETED)
-        if not stopped.is_set():
+        if stopped.is_set():
+            log.info("the proxy stops: its requests end with an error (503)")
+        else:
             log.error("the proxy stops: it could not start, or one of its background tasks failed")
         app.shut_down()
         server.should_exit = True
         [error] = await asyncio.gather(running, return_exceptions=True)
         if error is not None:
             log.error("the proxy's server failed", exc_info=error)
+        log.info("the proxy has stopped")
         return stopped.is_set() and error is None
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # it cancels the tasks that are left
