@@ -22,7 +22,7 @@ from vllm_ascend_pd.tools.timeline.command import timeline
 from vllm_ascend_pd.tools.verify import verify
 from vllm_ascend_pd.transport.port_holder import held_by
 
-app = new_app(help="Prefill/decode disaggregation for vLLM on Ascend NPUs.")
+app = new_app(add_completion=True, help="Prefill/decode disaggregation for vLLM on Ascend NPUs.")
 
 
 @app.callback()

@@ -241,8 +241,10 @@ def writers_of(pair: Pair, d_rank: int, whole: bool, stop: int = 0) -> set[tuple
 
 
 def expect_blame(pair: Pair, requests: list[Prompt], d_ranks: list[int], whole: bool, stop: int = 0) -> None:
-    """Checks that the victim alone fails, and that each of these decode ranks names the place and who computed it.
+    """Checks that the victim alone fails, and that decode ranks name the place and who computed it.
 
+    `d_ranks`: those that have wrong KV. The first to notice cancels the ticket on all others, which may come before
+    they have compared.
     `stop`: the victim's tokens up to there are wrong. 0: those of its first block on decode.
     """
     victim = requests[VICTIM]
@@ -253,9 +255,11 @@ def expect_blame(pair: Pair, requests: list[Prompt], d_ranks: list[int], whole: 
     assert list(failed) == [victim.request_id]
     assert "KV differs from what prefill computed (verify_kv)" in failed[victim.request_id]
     assert set(pair.wait_sent(len(requests))) <= {victim.request_id}  # revoked where its writing was not over
-    for n, texts in enumerate(pair.each(pair.d_ranks, "warnings")):
+    warnings = pair.each(pair.d_ranks, "warnings")
+    assert any("wrong on arrival" in text for texts in warnings for text in texts)
+    for n, texts in enumerate(warnings):
         found = [text for text in texts if "wrong on arrival" in text]
-        assert len(found) == (n in d_ranks), (n, texts)
+        assert len(found) <= (n in d_ranks), (n, texts)
         for text in found:
             assert f"request {victim.request_id}: " in text
             expect_place(pair, text, n % pair.decode.ranks, victim, whole, stop)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -80,6 +81,9 @@ class Dump(NamedTuple):
 
 def read_dump(file: Path) -> Dump:
     """Reads a dump. Raises `OSError`, `ValueError` or `KeyError`."""
+    with file.open("rb") as opened:
+        if not zipfile.is_zipfile(opened):  # numpy would advise to let it run code
+            raise ValueError("it is not an .npz file")
     with np.load(file, allow_pickle=False) as of:
         missing = of["missing"].tolist()
         words = of["words"].astype(np.int64)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
@@ -34,9 +35,9 @@ def as_json(result: msgspec.Struct) -> str:
     return msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
 
 
-def new_app(**settings: Any) -> typer.Typer:
+def new_app(*, add_completion: bool = False, **settings: Any) -> typer.Typer:
     """Returns an app with plain help, because rich cuts the names of options at 80 columns."""
-    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **settings)
+    return typer.Typer(add_completion=add_completion, pretty_exceptions_enable=False, rich_markup_mode=None, **settings)
 
 
 def removed_option(words: Iterable[str], removed: Mapping[str, str]) -> str | None:
@@ -57,6 +58,18 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     except typer.Abort:
         sys.exit(130)
     except USAGE_ERROR as error:
-        line = " ".join(error.format_message().split())
-        print(f"{name.removesuffix('.sh')}: {line}", file=sys.stderr)
+        line = " ".join(_as_typed(error).format_message().split())
+        of = f"{name} {error.ctx.info_name}" if error.ctx and error.ctx.parent else name
+        print(f"{name.removesuffix('.sh')}: {line.rstrip('.')}; see {of} --help", file=sys.stderr)
         sys.exit(2)
+
+
+def _as_typed(error: Any) -> Any:
+    """Names an unknown option as the user wrote it, and only options that look like it."""
+    if option := getattr(error, "option_name", None):
+        if not option.startswith("--"):  # a word such as `-tp` is read as short options, one for each letter
+            option = next((word for word in sys.argv[1:] if word.startswith(option)), option)
+        error.message = f"No such option: {option}"
+        known = (name for each in error.ctx.command.params for name in each.opts)
+        error.possibilities = difflib.get_close_matches(option, known, n=3, cutoff=0.75)
+    return error
