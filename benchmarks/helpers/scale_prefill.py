@@ -133,4 +133,4 @@ class Prefill:
         meter.timed("update_connector_output", self._connector.update_connector_output, news)
 
     def _is_granted(self) -> bool:
-        return not any(transfer.waits_for_grant for transfer in self._worker._transfers.values())
+        return not any(transfer.state.waits_for_grant for transfer in self._worker._transfers.values())

@@ -308,7 +308,7 @@ class PrefillRank(_RankBase):
 
     def open_failures(self) -> list[str]:
         """Returns why transfers have failed, of those that have."""
-        return [t.failure for t in self.worker._transfers.values() if t.failure is not None]
+        return [t.state.failure for t in self.worker._transfers.values() if t.state.failure is not None]
 
     def slow_down(self, seconds: float) -> None:
         """Makes every write take that much longer from now on."""

@@ -126,8 +126,8 @@ MUTANTS: dict[str, Mutant] = {
     "a failed write is not marked as in flight": Mutant(
         (
             Edit(
-                "prefill.transfer:Transfer.mark_in_flight",
-                "self.in_flight_until = max(self.in_flight_until, until)",
+                "core.prefill_ticket:PrefillTicket.mark_in_flight",
+                "self.settled_at = max(self.settled_at, until)",
                 "pass",
             ),
         ),

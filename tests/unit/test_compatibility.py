@@ -4,7 +4,6 @@ lies says of itself nothing is used."""
 
 import re
 from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -392,7 +391,7 @@ def test_why_an_engine_gets_nothing_is_told_to_ranks_that_would_get_something(li
     state = PrefillTicket(100.0)
     transfer: Any = SimpleNamespace(
         ticket=ticket_with(remote_tp_size=4, remote_block_size=[16]),
-        changing=lambda: nullcontext(state),
+        state=state,
         sender=SimpleNamespace(finish=lambda transfers: None),
     )
     control: Any = SimpleNamespace(_routes=Routes(rank, caches(2)), _follow=lambda transfer: None)

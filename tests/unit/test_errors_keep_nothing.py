@@ -58,7 +58,7 @@ GIVE_BACK = {
     *(f"_TcpFlight.{name}" for name in ("wait", "land", "lost", "give_up")),
     *(f"_AscendFlight.{name}" for name in ("wait", "lost", "give_up")),
     *("StagingRing.release", "StagingRing.rests", "LayerPush.take_back", "LayerPush.fill"),
-    *("TransferError.__init__", "_failure", "_fail", "StepSend.fail", "Transfer.fail", "DeviceError.__init__"),
+    *("TransferError.__init__", "_failure", "_fail", "StepSend.fail", "PrefillTicket.fail", "DeviceError.__init__"),
     *(f"Sender.{name}" for name in ("_run", "_next_task", "_slots_rest", "_write_layers", "_ended", "_end", "_finish")),
     *(f"Pipeline.{name}" for name in ("drain", "then", "_end_first", "_land", "write.<locals>.call_done")),
     *("CpuDevice._run", "CpuEvent.set"),
@@ -243,9 +243,9 @@ class Way:
         assert all(push.over is not None and push.over.is_set() for push in pushes)
         for transfer in transfers:
             [[block]] = transfer.ticket.remote_block_ids
-            if transfer.failure is None:
+            if transfer.state.failure is None:
                 assert mooncake.arrived >= {tensor.base + block * BLOCK_BYTES for tensor in THEIRS}
-        return [transfer.failure for transfer in transfers]
+        return [transfer.state.failure for transfer in transfers]
 
     def expect_nothing_kept(self) -> None:
         self.now += HOURS

@@ -33,7 +33,7 @@ from vllm_ascend_pd.prefill.regroup import StagingRing
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_plan import StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend, plan_sends
-from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
@@ -112,17 +112,13 @@ def make_transfer(name: str, d_block: int, lease_s: float = 60.0, keys: Sequence
         num_tokens=BLOCK,
     )
     sender: Any = None
-    transfer = Transfer(name, ticket, sender, PrefillTicket(time.monotonic() + 60), WITHDRAWALS)
+    transfer = Transfer(name, ticket, sender, PrefillTicket(time.monotonic() + 60))
     now = time.monotonic()
-    with transfer.changing() as state:
-        state.contacted({key: Destination(RANK, (0, 1)) for key in keys})
-        for key in keys:
-            state.asked(key, now)
-            state.answered(key, now, Granted(lease_s))
+    transfer.state.contacted({key: Destination(RANK, (0, 1)) for key in keys})
+    for key in keys:
+        transfer.state.asked(key, now)
+        transfer.state.answered(key, now, Granted(lease_s))
     return transfer
-
-
-WITHDRAWALS = Withdrawals()
 
 
 @pytest.fixture
@@ -176,7 +172,7 @@ def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -
     """Request n is in our block 2 * n + 1."""
     device: Any = SimpleNamespace(upload=lambda tensor: tensor)
     slices = [(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
-    return plan_sends(route, GEOMETRY, slices, device, slot_units, len(LAYERS))
+    return plan_sends(route, GEOMETRY, slices, device, slot_units)
 
 
 def pushes(transfers: list[Transfer]) -> list[LayerPush]:
@@ -200,9 +196,9 @@ def test_a_failed_write_of_one_request_marks_only_that_request_in_flight(engine,
 
     engine.begin = fails
     write(sender, pushes(transfers)[0])
-    assert transfers[0].in_flight_until > 0
-    assert transfers[1].in_flight_until < 0
-    assert transfers[1].failure is None
+    assert transfers[0].state.settled_at > 0
+    assert transfers[1].state.settled_at < 0
+    assert transfers[1].state.failure is None
 
 
 def staged_route(**fields: Any) -> Route:
@@ -215,11 +211,11 @@ def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(engine, se
     [send] = plan([ungranted], staged_route(ranks=(0, 1), index=1), slot_units=2)
     assert (len(send.units), send.share) == (0, 1)
     write(sender, LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done()))
-    assert (engine.arrived, ungranted.failure) == ([], None)
+    assert (engine.arrived, ungranted.state.failure) == ([], None)
 
     write(sender, LayerPush(LAYERS[1], send, [OURS[1]], Done(), Failed()))
-    assert ungranted.failure is not None
-    assert "an all-to-all failed" in ungranted.failure
+    assert ungranted.state.failure is not None
+    assert "an all-to-all failed" in ungranted.state.failure
 
 
 # --- layers that leave together --------------------------------------------------------------------------------
@@ -395,7 +391,7 @@ def test_an_error_at_the_end_of_transfers_ends_the_sender_and_fails_no_other_req
         assert sender.ended
         with pytest.raises(RuntimeError, match="an error of its own"):
             sender.check()
-    assert others[0].failure is None
+    assert others[0].state.failure is None
 
 
 def test_of_layers_that_left_together_each_is_written_again_by_itself(engine, sender, transfers):
@@ -403,9 +399,9 @@ def test_of_layers_that_left_together_each_is_written_again_by_itself(engine, se
     engine.lost = {destinations(1)[0]}
     first, second = pushes(transfers)
     write(sender, first, second)
-    assert [transfer.failure is None for transfer in transfers] == [False, True]
+    assert [transfer.state.failure is None for transfer in transfers] == [False, True]
     assert {dst for _, dst, _ in engine.arrived} >= {destinations(layer)[1] for layer in range(2)}
-    assert transfers[1].written[KEY][0] == 2 * BLOCK_BYTES
+    assert transfers[1].state.destinations[KEY].num_bytes == 2 * BLOCK_BYTES
 
 
 def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(engine, sender):
@@ -421,13 +417,13 @@ def test_layers_that_left_together_without_bytes_are_not_written(engine, sender,
     first, second = (LayerPush(tensor.layer, send, [tensor], Done(), Done()) for tensor in OURS)
     for push in (first, second):
         push.fill(Slot(0, 4096))
-    transfers[0].fail("its client has left", PushFailure.ABORTED)
+    transfers[0].state.fail("its client has left", PushFailure.ABORTED)
     sender._ring = SimpleNamespace(release=lambda slot, settled_at: None, rests=lambda: False)
     begun: list[object] = []
     engine.begin = lambda session, batch, may_begin: begun.append(batch)
     write(sender, first, second)
     assert begun == []
-    assert transfers[1].failure is None
+    assert transfers[1].state.failure is None
 
 
 def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(sender, transfers, monkeypatch):
@@ -439,7 +435,7 @@ def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(sende
     second.ready = Failed()
     write(sender, first, second, third)
     assert [id(push) for push in ended] == [id(first), id(second), id(third)]
-    assert all(transfer.failure is not None for transfer in transfers)
+    assert all(transfer.state.failure is not None for transfer in transfers)
 
 
 def test_an_idle_link_gets_a_layer_at_once_and_a_busy_one_those_that_have_come(transfers):
@@ -485,10 +481,10 @@ def test_what_replaces_kv_that_vllm_took_back_is_not_overtaken_by_it(transfers):
 
 def test_a_failed_write_may_still_deliver_kv_that_vllm_took_back(sender, transfers):
     for transfer in transfers:
-        transfer.mark_in_flight(1.0)
+        transfer.state.mark_in_flight(1.0)
     transfers[0].again = True
     sender.finish(transfers)
     assert sender.barrier().wait(10)
     sender.check()
-    assert "took back" in str(transfers[0].failure)
-    assert transfers[1].failure is None
+    assert "took back" in str(transfers[0].state.failure)
+    assert transfers[1].state.failure is None

@@ -1,149 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What threads share of a transfer: the control thread publishes views, others read them and report failures."""
+"""What threads share of a ticket on a prefill rank: any thread fails it, the control thread takes answers, and the
+sender's thread waits for them."""
 
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from harness.scheduling import make_ticket
-from harness.tickets import ticket_with
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
-from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Message, RankDescription
+from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket
+from vllm_ascend_pd.core.protocol import Granted, Message, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
-from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer, Withdrawals
 
 KEY = (0, 0)
 
 
-def make_transfer() -> Transfer:
-    sender: Any = None
-    state = PrefillTicket(time.monotonic() + 60.0)
-    return Transfer("request", make_ticket(10, [1]), sender, state, Withdrawals())
+@pytest.fixture
+def ticket() -> PrefillTicket:
+    return PrefillTicket(time.monotonic() + 60.0)
 
 
-def contact(transfer: Transfer) -> None:
-    with transfer.changing() as state:
-        state.contacted({KEY: Destination(RankDescription(*KEY, "", "", RankCaches((), ())), (0,))})
+def contact(ticket: PrefillTicket) -> None:
+    ticket.contacted({KEY: Destination(RankDescription(*KEY, "", "", RankCaches((), ())), (0,))})
 
 
-def answer(transfer: Transfer, message: Message) -> None:
+def answer(ticket: PrefillTicket, message: Message) -> None:
     now = time.monotonic()
-    with transfer.changing() as state:
-        state.asked(KEY, now)
-        state.answered(KEY, now, message)
+    ticket.asked(KEY, now)
+    ticket.answered(KEY, now, message)
 
 
-def test_a_failure_stops_writes_at_once_and_the_state_takes_it_over_before_it_ends() -> None:
-    transfer = make_transfer()
-    contact(transfer)
-    answer(transfer, Granted(30.0))
-    assert transfer.await_grant(KEY)
-    before = transfer.withdrawals.count
+def fail(ticket: PrefillTicket) -> None:
+    ticket.fail("for the test", PushFailure.ABORTED)
+
+
+def test_a_failure_on_another_thread_stops_writes_at_once_and_is_what_the_writing_ends_with(
+    ticket: PrefillTicket,
+) -> None:
+    contact(ticket)
+    answer(ticket, Granted(30.0))
+    assert ticket.await_write(KEY)
     with ThreadPoolExecutor(1) as other:
-        other.submit(transfer.fail, "the device failed", PushFailure.DEVICE).result()
-    transfer.fail("a later reason", PushFailure.INTERNAL)
-    assert transfer.withdrawals.count > before
-    assert not transfer.await_grant(KEY)
-    assert transfer.writable_until(KEY) < time.monotonic() < transfer.lease_until(KEY)
-    assert transfer.state.failure is None, "another thread does not touch it"
-    with transfer.changing() as state:
-        assert state.finish(time.monotonic()) is False
-    assert (state.failure, state.cause) == ("the device failed", PushFailure.DEVICE)
+        other.submit(ticket.fail, "the device failed", PushFailure.DEVICE).result()
+    ticket.fail("a later reason", PushFailure.INTERNAL)
+    assert not ticket.await_write(KEY)
+    assert time.monotonic() < ticket.lease_until(KEY), "what has begun may end"
+    assert ticket.finish(time.monotonic()) is False
+    assert (ticket.failure, ticket.cause) == ("the device failed", PushFailure.DEVICE)
+
+
+def test_a_failure_comes_before_the_end_of_the_writing_or_counts_for_nothing(ticket: PrefillTicket) -> None:
+    """Or a transfer would be reported as complete that has failed (R1)."""
+    contact(ticket)
+    answer(ticket, Granted(30.0))
+    with ThreadPoolExecutor(1) as other, ticket._changed:
+        failing = other.submit(fail, ticket)
+        with pytest.raises(TimeoutError):
+            failing.result(0.05)
+        assert ticket.finish(time.monotonic()) is True
+    assert ticket.failure is None
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda transfer: answer(transfer, Granted(30.0)), True),
-        (lambda transfer: transfer.fail("for the test", PushFailure.ABORTED), False),
+        (lambda ticket: answer(ticket, Granted(30.0)), True),
+        (fail, False),
     ],
     ids=["granted", "failed"],
 )
-def test_the_sender_wakes_up_when_something_changes(change: Callable[[Transfer], None], expected: bool) -> None:
-    transfer = make_transfer()
-    contact(transfer)
+def test_the_sender_wakes_up_when_something_changes(
+    ticket: PrefillTicket, change: Callable[[PrefillTicket], None], expected: bool
+) -> None:
+    contact(ticket)
     with ThreadPoolExecutor(1) as sender:
-        allowed = sender.submit(transfer.await_grant, KEY)
+        allowed = sender.submit(ticket.await_write, KEY)
         time.sleep(0.05)
         assert not allowed.done()
-        change(transfer)
+        change(ticket)
         assert allowed.result(10) is expected
 
 
-def test_a_lease_that_has_run_out_fails_it_though_a_renewal_crosses() -> None:
+def test_the_sender_wakes_up_when_it_is_known_where_to_write(ticket: PrefillTicket) -> None:
+    with ThreadPoolExecutor(1) as sender:
+        located = sender.submit(ticket.await_write, None)
+        time.sleep(0.05)
+        assert not located.done()
+        contact(ticket)
+        assert located.result(10) is True
+
+
+def test_a_lease_that_has_run_out_fails_it_though_a_renewal_crosses(ticket: PrefillTicket) -> None:
     """A layer that was not written must not count as delivered (R1)."""
-    transfer = make_transfer()
-    contact(transfer)
-    answer(transfer, Granted(0.05))
+    contact(ticket)
+    answer(ticket, Granted(0.05))
     time.sleep(0.1)
-    assert not transfer.await_grant(KEY)
-    answer(transfer, Granted(30.0))
-    assert not transfer.await_grant(KEY)
-    with transfer.changing() as state:
-        assert state.finish(time.monotonic()) is False
-    assert state.failure == "the lease for decode rank (0, 0) ran out"
-
-
-# --- what the sender asks without a lock, once for many requests -------------------------------------------------
-
-
-RANK = RankDescription(*KEY, "", "", RankCaches((), ()))
-NEVER = 1000.0
-TICKET = ticket_with(
-    request_id="request", remote_block_ids=[[1]], remote_engine_id="decode", remote_port=1, num_tokens=16
-)
-
-ANSWERS = st.one_of(
-    st.integers(1, 10).map(lambda seconds: Granted(float(seconds))),
-    st.just(GrantRefused("later", retry=True)),
-    st.just(GrantRefused("no", retry=False)),
-)
-EVENTS = st.one_of(ANSWERS, st.sampled_from(["contacted", "fail", "finish"]))
-
-
-def happen(state: PrefillTicket, event: Message | str, now: float) -> None:
-    if event == "contacted":
-        if state.destinations is None:
-            state.contacted({KEY: Destination(RANK, (0,))})
-    elif event == "fail":
-        state.fail("for the test", PushFailure.ABORTED)
-    elif event == "finish":
-        state.finish(now)
-    elif state.destinations is not None:
-        state.asked(KEY, now)
-        state.answered(KEY, now, event)
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), EVENTS | st.none(), st.integers(0, 6)), max_size=40))
-def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message | str | None, int]]) -> None:
-    """`events`: what happens to which transfer, and how many seconds pass then."""
-    withdrawals = Withdrawals()
-    sender: Any = None  # nothing is waited for
-    transfers = [Transfer(str(i), TICKET, sender, PrefillTicket(NEVER), withdrawals) for i in range(3)]
-    states = [transfer.state for transfer in transfers]
-    now, check, asked_again = 0.0, None, LeaseCheck(transfers, KEY)
-    leases = [float("-inf")] * len(states)
-    with mock.patch("time.monotonic", side_effect=lambda: now):
-        for which, event, seconds in events:
-            if event is not None:
-                with transfers[which].changing() as state:
-                    happen(state, event, now)
-            now += seconds
-            plain = LeaseCheck(transfers, KEY).may_plan()
-            assert plain == all(s.failure is None and s.view().writable_until(KEY) > now for s in states)
-            if all(state.phase is Phase.WRITING for state in states):  # nothing is asked for a transfer that has ended
-                assert asked_again.may_plan() == plain
-            if plain:
-                assert all(state.view().may_write(KEY, now) for state in states)
-            if all(state.destinations is not None for state in states):
-                check = check or LeaseCheck(transfers, KEY)  # kept, as if for a long write
-                assert check.may_begin() == all(state.view().lease_until(KEY) > now for state in states)
-                before, leases = leases, [state.view().lease_until(KEY) for state in states]
-                assert all(until >= earlier for until, earlier in zip(leases, before, strict=True))
+    assert not ticket.await_write(KEY)
+    answer(ticket, Granted(30.0))
+    assert not ticket.await_write(KEY)
+    assert ticket.finish(time.monotonic()) is False
+    assert ticket.failure == "the lease for decode rank (0, 0) ran out"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control plane of a prefill rank: one thread that owns the state of all transfers and peers.
 
-It has decode engines describe themselves, asks for grants, renews them and reports. It owns the tickets' states. The
-model's thread and senders post messages to it. They read `TicketView`s and `Outcome`s.
+It has decode engines describe themselves, asks for grants, renews them and reports. The model's thread and senders
+post messages to it. They share each transfer's `PrefillTicket`, and the model's thread reads `Outcome`s.
 """
 
 import logging
@@ -332,14 +332,12 @@ class ControlPlane:
                 first = min(layout.ranks)
                 destinations = {first: Destination(layout.ranks[first], ())}
         peer.endpoints.update(destination.rank.control for destination in destinations.values())
-        with transfer.changing() as state:
-            state.contacted(destinations)
+        transfer.state.contacted(destinations)
         self._follow(transfer)
 
     def _fail(self, transfer: Transfer, reason: str, cause: PushFailure) -> None:
         """Fails the transfer. It ends as soon as the sender has no write of it in flight."""
-        with transfer.changing() as state:
-            state.fail(reason, cause)
+        transfer.state.fail(reason, cause)
         transfer.sender.finish([transfer])
 
     def _on_revoked(self, endpoint: str, message: Message) -> None:
@@ -367,18 +365,15 @@ class ControlPlane:
     def _finish(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
             transfer.is_finishing = True
-            transfer.state.mark_in_flight(transfer.in_flight_until)
             self._follow(transfer)
 
     def _follow(self, transfer: Transfer) -> None:
         """Takes the next steps of one transfer: ends the writing, asks for grants and renewals, notifies decode."""
         state = transfer.state
-        transfer.take_failure()
-        if transfer.is_finishing and state.phase is Phase.WRITING:
-            with transfer.changing():
-                complete = state.finish(time.monotonic())
-            if complete is not None:
-                self._rank.observer.transfer_ended(transfer.ticket, *transfer.num_bytes(), state.cause)
+        is_writing = transfer.is_finishing and state.phase is Phase.WRITING
+        if is_writing and state.finish(time.monotonic()) is not None:
+            num_bytes, early_bytes = state.arrived()
+            self._rank.observer.transfer_ended(transfer.ticket, num_bytes, early_bytes, state.cause)
         notify, due, is_over = state.notify(self._rank.running_time()), state.due(time.monotonic()), state.end()
         for key in due:
             self._ask(transfer, key)
@@ -412,9 +407,7 @@ class ControlPlane:
         self, transfer: Transfer, key: RankKey, asked_at: float, renewal: bool, answer: Message | SideChannelError
     ) -> None:
         self._rank.observer.grant_answered(transfer.ticket, key, asked_at, renewal, type(answer).__name__)
-        with transfer.changing() as state:
-            refused = state.answered(key, asked_at, answer)
-        if refused:
+        if transfer.state.answered(key, asked_at, answer):
             transfer.sender.finish([transfer])
         elif isinstance(answer, GrantRefused):
             self._client.tick_within(GRANT_RETRY_S)
@@ -458,13 +451,12 @@ class ControlPlane:
         if state.failure is None and is_selected(self._rank.config.verified_share, transfer.ticket.ticket_id):
             checksums = report_checksums(transfer.ticket, transfer.checksums, pending, transfer.grows)
         for key, destination in pending.items():
-            num_bytes, early = transfer.written.get(key, (0, 0))
             report = WriteReport(
                 transfer.ticket.ticket_id,
                 writer,
                 state.failure,
-                num_bytes=num_bytes,
-                bytes_before_end=early,
+                num_bytes=destination.num_bytes,
+                bytes_before_end=destination.early_bytes,
                 settle_s=settle_s,
                 digest=transfer.digest,
                 cached_tokens=transfer.cached_tokens,

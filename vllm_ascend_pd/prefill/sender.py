@@ -26,7 +26,7 @@ from vllm_ascend_pd.prefill.pipeline import Pipeline
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush, WritePlan, batches_of, resolve
-from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer, TransferQueue
+from vllm_ascend_pd.prefill.transfer import Transfer, TransferQueue
 from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
@@ -191,7 +191,7 @@ class Sender(TransferQueue):
                 # took back arrives after what replaces it.
                 self._pipeline.drain()
                 for transfer in step_send.transfers:
-                    transfer.await_destinations()
+                    transfer.state.await_write(None)
                 step_send.is_located = True
             if (layout := self._layout) is None:  # all of its requests have failed
                 step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
@@ -238,15 +238,12 @@ class Sender(TransferQueue):
             return
         transfers = step_send.transfers
         live: Sequence[int] = range(len(transfers))
-        lease, batches = step_send.leases.get(target.key), plan.batches
-        if lease is None:
-            lease = step_send.leases[target.key] = LeaseCheck(transfers, target.key)
-        if not lease.may_plan():
+        batches, key = plan.batches, target.key
+        if not step_send.may_write(key):
             self._pipeline.drain()
-            live = [i for i in live if transfers[i].await_grant(target.key)]
+            live = [i for i in live if transfers[i].state.await_write(key)]
             if not live:
                 return
-            lease = LeaseCheck([transfers[i] for i in live], target.key)
             if len(live) < len(transfers):
                 batches = batches_of(step_send, target.parts, limits, live)
         begun = time.monotonic()
@@ -256,7 +253,9 @@ class Sender(TransferQueue):
         with_addresses = batches.at(*places[0]) if len(places) == 1 else _joined(batches, places, limits)
         ended = partial(self._ended, pushes, targets, plan, live, begun)
         # The lease is checked before each batch, since it may end in between (R2).
-        self._pipeline.write(target.session, with_addresses, lease.may_begin, ended)
+        self._pipeline.write(
+            target.session, with_addresses, lambda: time.monotonic() < step_send.lease_until(key, live), ended
+        )
 
     def _await_bytes(self, push: LayerPush) -> None:
         """Waits until the layer's bytes can be read. Raises DeviceError or TimeoutError."""
@@ -289,7 +288,7 @@ class Sender(TransferQueue):
         for push, target in zip(pushes, targets, strict=True):
             try:
                 delivered = live if error is None else self._write_apart(push, target, live, error)
-                push.step_send.arrived(target.key, plan, delivered)
+                push.step_send.arrived(target.key, plan.num_bytes.tolist(), delivered)
                 ticket_ids, num_bytes, total = push.step_send.ticket_ids, plan.num_bytes, plan.total_bytes
                 if len(delivered) < len(ticket_ids):
                     ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
@@ -301,7 +300,6 @@ class Sender(TransferQueue):
     def _end(self, push: LayerPush) -> None:
         """Gives the layer's staging slot and its room in the queue back, after all its writes are over."""
         try:
-            push.step_send.layer_ended()
             if push.begun:
                 self._observer.layer_written(time.monotonic() - push.begun)
         except Exception as error:  # noqa: BLE001 - the layer's requests report it
@@ -327,27 +325,28 @@ class Sender(TransferQueue):
         delivered = []
         for i in live:
             transfer = push.step_send.transfers[i]
-            if not transfer.await_grant(key):
+            if not transfer.state.await_write(key):
                 continue
             self._observer.write_retried()
             try:
                 self._write_twice(push, target, i)
             except TransferError as final:
                 self._mark_in_flight(push, (i,), final)
-                transfer.fail(f"writing to decode rank {key} failed: {final.reason}", PushFailure.WRITE)
-            if transfer.failure is None:
+                transfer.state.fail(f"writing to decode rank {key} failed: {final.reason}", PushFailure.WRITE)
+            if transfer.state.failure is None:
                 delivered.append(i)
         return delivered
 
     def _write_twice(self, push: LayerPush, target: LayerTarget, request: int) -> None:
         """Writes one request. Tries a second time if the error is retryable. Raises TransferError."""
         transfer = push.step_send.transfers[request]
-        lease = LeaseCheck([transfer], target.key)
         batches = batches_of(push.step_send, target.parts, self._engine.limits, (request,))
 
         def once() -> None:
             with_addresses = batches.at(push.sources(target), target.bases)
-            self._engine.write_batches(target.session, with_addresses, lease.may_begin)
+            self._engine.write_batches(
+                target.session, with_addresses, lambda: time.monotonic() < transfer.state.lease_until(target.key)
+            )
 
         try:
             once()
@@ -356,7 +355,7 @@ class Sender(TransferQueue):
                 raise
             self._mark_in_flight(push, (request,), error)
             time.sleep(_RETRY_PAUSE_S)
-            if transfer.await_grant(target.key):
+            if transfer.state.await_write(target.key):
                 self._observer.write_retried()
                 once()
 
@@ -365,7 +364,7 @@ class Sender(TransferQueue):
         if error.may_arrive:
             push.settled_at = self._rank.running_time() + self._engine.limits.settle_s
             for i in requests:
-                push.step_send.transfers[i].mark_in_flight(push.settled_at)
+                push.step_send.transfers[i].state.mark_in_flight(push.settled_at)
 
     # The end.
 
@@ -381,10 +380,10 @@ class Sender(TransferQueue):
                 if before.version != now.version:
                     names = f"from {before.fingerprint} to {now.fingerprint}"
                     reason = f"prefill's weights were updated before all KV was sent, {names}"
-                    transfer.fail(reason, PushFailure.WEIGHTS)
-                if transfer.again and transfer.in_flight_until > -math.inf:
+                    transfer.state.fail(reason, PushFailure.WEIGHTS)
+                if transfer.again and transfer.state.settled_at > -math.inf:
                     reason = "what a failed write has left under way may be KV that vLLM took back"
-                    transfer.fail(reason, PushFailure.WRITE)
+                    transfer.state.fail(reason, PushFailure.WRITE)
                 transfer.is_written = True
             if written:
                 self._finished(written)

@@ -56,8 +56,6 @@ class Planner:
         self._tensors_of_a_layer = [
             max((len(of[g].described) for of in layers if g in of), default=0) for g in range(len(self._geometries))
         ]
-        # By geometry: how many layers have tensors of it.
-        self._layers = [sum(g in of for of in layers) for g in range(len(self._geometries))]
         # By geometry: layer and part of its tensors.
         self._tensors = [
             frozenset((d.layer, d.part) for of in layers if g in of for d in of[g].described)
@@ -109,7 +107,7 @@ class Planner:
             route = self._routes.route(index, ticket.sharding, tuple(ticket.remote_block_size))
         except ValueError as error:  # the two sides cannot fit
             for transfer, _ in slices:
-                transfer.fail(str(error), PushFailure.UNFIT)
+                transfer.state.fail(str(error), PushFailure.UNFIT)
             return []
         served = [each for each in slices if route.serves(each[0].ticket.replica_hash)]
         if not served:
@@ -123,12 +121,12 @@ class Planner:
         try:
             if self._rank.config.verified_share:
                 self._plan_checksums(plan, index, route, served)
-            return plan_sends(route, geometry, served, self._rank.device, slot_units, self._layers[index])
+            return plan_sends(route, geometry, served, self._rank.device, slot_units)
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
                 self._regrouper.missed(route.ranks, str(error))
             for transfer, _ in served:
-                transfer.fail(str(error), PushFailure.DEVICE)
+                transfer.state.fail(str(error), PushFailure.DEVICE)
             return []
 
     def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: list[RequestSlice]) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import Counter, defaultdict
+import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -37,7 +37,7 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.decode_layout import LayerTarget, Parts
-from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
+from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport.batches import Batches, TransferLimits
 
 RequestSlice: TypeAlias = tuple[Transfer, Send]
@@ -69,15 +69,12 @@ class WritePlan:
     total_bytes: int
 
 
-_COMPUTED = attrgetter("computed")
-
-
 @dataclass(eq=False)
 class StepSend:
     """Units of several requests that are sent by one route. Regrouped units fit into one staging slot.
 
-    The model's thread makes it. Afterwards the sender's thread owns `layers_left`, `is_located`, `plans`, `leases`, the
-    private field and the methods that are `owned`. Nothing else changes.
+    The model's thread makes it. Afterwards the sender's thread owns `is_located`, `plans` and the methods that are
+    `owned`. Nothing else changes.
     """
 
     route: Route
@@ -91,8 +88,6 @@ class StepSend:
     src_units: Offsets
     # `[units]`: the id of the decode block that each unit goes to.
     d_blocks: Offsets
-    # How many layers with tensors of this geometry are not written yet.
-    layers_left: int
     # Where all units of the group are in our tensors, on the cache's device, int64. None unless units are regrouped.
     unit_offsets: torch.Tensor | None = None
     # Units in each plane of a staged tensor: the largest share of a rank of the group.
@@ -105,13 +100,6 @@ class StepSend:
     is_located: bool = False
     # By the shape of a target, for all layers and decode ranks with targets of this shape.
     plans: dict[int, WritePlan] = field(default_factory=dict)
-    # By decode rank: checks the leases of all its transfers.
-    leases: dict[RankKey, LeaseCheck] = field(default_factory=dict)
-
-    # How often all bytes of a plan have arrived on a decode rank before a prompt's last layer was computed. The bytes
-    # are added up once a step: doing it for each layer of 32 requests adds a seventh to the sender's time (71 to 81
-    # microseconds, benchmarks/plan.py).
-    _early: defaultdict[tuple[RankKey, WritePlan], int] = field(default_factory=lambda: defaultdict(int))
 
     @cached_property
     def plane_bytes(self) -> int:
@@ -131,11 +119,11 @@ class StepSend:
     @property
     def has_failed(self) -> bool:
         """Whether all of its transfers have failed."""
-        return all(transfer.failure is not None for transfer in self.transfers)
+        return all(transfer.state.failure is not None for transfer in self.transfers)
 
     @property
     def waits_for_grant(self) -> bool:
-        return any(transfer.waits_for_grant for transfer in self.transfers)
+        return any(transfer.state.waits_for_grant for transfer in self.transfers)
 
     @property
     def decode_engine(self) -> str:
@@ -143,34 +131,39 @@ class StepSend:
 
     def fail(self, reason: str, cause: PushFailure) -> None:
         for transfer in self.transfers:
-            transfer.fail(reason, cause)
+            transfer.state.fail(reason, cause)
 
     def give_up_ungranted(self, reason: str) -> None:
         for transfer in self.transfers:
-            if transfer.waits_for_grant:
-                transfer.fail(reason, PushFailure.NO_GRANT)
+            if transfer.state.waits_for_grant:
+                transfer.state.fail(reason, PushFailure.NO_GRANT)
 
     @owned
-    def arrived(self, key: RankKey, plan: WritePlan, delivered: Sequence[int]) -> None:
-        """Counts the bytes of the `delivered` requests, which have arrived on decode rank `key`."""
-        transfers = self.transfers
-        if len(delivered) == len(transfers) and not any(map(_COMPUTED, transfers)):
-            self._early[key, plan] += 1
-            return
-        ends = {transfer.computed for transfer in transfers}
+    def may_write(self, key: RankKey) -> bool:
+        """Whether a write of all requests to decode rank `key` may be planned (R2)."""
+        now = time.monotonic()
+        return all(transfer.state.may_write(key, now) for transfer in self.transfers)
+
+    @owned
+    def lease_until(self, key: RankKey, requests: Sequence[int]) -> float:
+        """Returns until when bytes of these requests may be sent to decode rank `key`."""
+        return min(self.transfers[i].state.lease_until(key) for i in requests)
+
+    @owned
+    def arrived(self, key: RankKey, num_bytes: Sequence[int], delivered: Sequence[int]) -> None:
+        """Counts the bytes of the `delivered` requests, which have arrived on decode rank `key`.
+
+        `num_bytes`: of each request.
+        """
+        ends = {transfer.computed for transfer in self.transfers}
         over = {end for end in ends if end is not None and end.is_done()}
         for i in delivered:
-            num_bytes = int(plan.num_bytes[i])
-            transfers[i].wrote(key, num_bytes, 0 if transfers[i].computed in over else num_bytes)
-
-    @owned
-    def layer_ended(self) -> None:
-        """Counts a layer whose writes are over. After the last one, adds up the bytes that arrived early."""
-        self.layers_left -= 1
-        if self.layers_left == 0:
-            for (key, plan), times in self._early.items():
-                for transfer, num_bytes in zip(self.transfers, plan.num_bytes.tolist(), strict=True):
-                    transfer.wrote(key, times * num_bytes, times * num_bytes)
+            transfer = self.transfers[i]
+            assert transfer.state.destinations is not None
+            destination = transfer.state.destinations[key]
+            destination.num_bytes += num_bytes[i]
+            if transfer.computed not in over:
+                destination.early_bytes += num_bytes[i]
 
 
 def plan_sends(
@@ -179,12 +172,11 @@ def plan_sends(
     slices: Sequence[RequestSlice],
     device: Device,
     slot_units: int,
-    layers: int,
 ) -> list[StepSend]:
     """Returns the step sends that send `slices` to one decode engine.
 
     There is one, or several if units are regrouped and do not fit into one staging slot. `slot_units`: how many units
-    are regrouped at a time. `layers`: how many layers have tensors of the geometry. Raises `DeviceError`.
+    are regrouped at a time. Raises `DeviceError`.
 
     The ranks of a group make the same sends, because they have the same slices and caches (R5). They differ only in
     which units each of them writes.
@@ -211,12 +203,12 @@ def plan_sends(
     p_blocks = units.blocks([send.blocks[group] for send in of_requests], begins, geometry.span)
     if (gone := p_blocks == NULL_BLOCK).any():
         for i in np.unique(units.owner[gone]):
-            transfers[i].fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
+            transfers[i].state.fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
     src_units = units.offsets(p_blocks, geometry)
     if len(src_units) == 0:
         return []
     if not route.is_staged:
-        return [StepSend(route, geometry, transfers, units, src_units, d_blocks, layers)]
+        return [StepSend(route, geometry, transfers, units, src_units, d_blocks)]
     # Staged units may be in any order: in that of decode's blocks, most of them continue each other.
     order = _by_place(units, d_blocks, span, ticket.sharding)
     on_device = device.upload(torch.from_numpy(src_units[order]))
@@ -230,9 +222,7 @@ def plan_sends(
         split = None
         if route.ranks and route.planes > 1:
             split = device.upload(torch.arange(most) * (route.ratio * route.source_bytes))
-        sends.append(
-            StepSend(route, geometry, transfers, units.cut(own), staged, d_blocks[own], layers, offsets, most, split)
-        )
+        sends.append(StepSend(route, geometry, transfers, units.cut(own), staged, d_blocks[own], offsets, most, split))
     return sends
 
 

@@ -30,7 +30,7 @@ from vllm_ascend_pd.prefill.regroup import make_regrouper
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush
-from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue, Withdrawals
+from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue
 from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.peers import Peers
@@ -104,8 +104,6 @@ class PrefillWorker(ConnectorRole):
         self._senders: dict[tuple[str, str], Sender] = {}
         # Whether the scheduler has woken the rank since its last wait: the next one does not wait either.
         self._woken = False
-        # Shared by all transfers: see `LeaseCheck`.
-        self._withdrawals = Withdrawals()
         # Request ids whose blocks may be freed.
         self._done: set[str] = set()
         # By request id: why its KV was not delivered, if the scheduler has not been told yet.
@@ -211,7 +209,7 @@ class PrefillWorker(ConnectorRole):
         if error is not None:
             pushed = {transfer for step_send in self._plan.all_sends for transfer in step_send.transfers}
             for transfer in {*self._plan.last, *pushed}:
-                transfer.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
+                transfer.state.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
 
     @owned
     def end_step(self) -> None:
@@ -246,7 +244,7 @@ class PrefillWorker(ConnectorRole):
             reason = None
             if not passed.wait(max(0.0, deadline - time.monotonic())):
                 reason = "the request was preempted while its KV could not be sent"
-            elif transfer.in_flight_until > self._rank.running_time():
+            elif transfer.state.settled_at > self._rank.running_time():
                 # What the failed write left behind would read the blocks' next content, and deliver that.
                 reason = "the request was preempted while a failed write of its KV may still be under way"
             if reason is not None:
@@ -287,7 +285,7 @@ class PrefillWorker(ConnectorRole):
     def status(self) -> PrefillStatus:
         """How this rank is now."""
         failure = self._device.failure or (self._regrouper and self._regrouper.failure)
-        ungranted = sum(transfer.waits_for_grant for transfer in self._transfers.values())
+        ungranted = sum(transfer.state.waits_for_grant for transfer in self._transfers.values())
         queued = sum(sender.queued for sender in self._senders.values())
         return PrefillStatus(queued, ungranted, restart_needed=failure is not None)
 
@@ -317,7 +315,7 @@ class PrefillWorker(ConnectorRole):
 
     def close(self, timeout_s: float) -> None:
         for transfer in list(self._transfers.values()):  # so that no sender waits for its grants any more
-            transfer.fail("prefill shuts down", PushFailure.ABORTED)
+            transfer.state.fail("prefill shuts down", PushFailure.ABORTED)
         with ExitStack() as closing:  # all of them, even if one raises
             closing.callback(self._observer.close, timeout_s)
             if self._regrouper is not None:
@@ -375,7 +373,6 @@ class PrefillWorker(ConnectorRole):
                 ticket,
                 sender,
                 PrefillTicket(now + self._rank.config.grant_timeout_s),
-                self._withdrawals,
                 cached_tokens.get(request_id, 0),
                 self._rank.loaded.current,
             )
@@ -395,7 +392,7 @@ class PrefillWorker(ConnectorRole):
     def _lose(self, transfers: Sequence[Transfer], reason: str, cause: PushFailure) -> None:
         """Fails these transfers and ends the pushing for them."""
         for transfer in transfers:
-            transfer.fail(reason, cause)
+            transfer.state.fail(reason, cause)
         self._finish(transfers)
 
     def _release(self, request_id: str, aborted: str | None) -> None:
@@ -404,7 +401,7 @@ class PrefillWorker(ConnectorRole):
         if transfer is None:
             return
         if aborted is not None:
-            transfer.fail(aborted, PushFailure.ABORTED)
+            transfer.state.fail(aborted, PushFailure.ABORTED)
         self._finish([transfer])
         transfer.released = True
         if transfer.is_over:
@@ -423,8 +420,8 @@ class PrefillWorker(ConnectorRole):
             return
         transfer, is_over = outcome
         if not is_over:
-            assert transfer.failure is not None
-            self._failed[transfer.request_id] = transfer.failure
+            assert transfer.state.failure is not None
+            self._failed[transfer.request_id] = transfer.state.failure
             return
         transfer.is_over = True
         if transfer.released:
