@@ -102,9 +102,9 @@ MUTANTS: dict[str, Mutant] = {
     "a layer that was not written counts as written": Mutant(
         (
             Edit(
-                "prefill.sender:Sender._ended",
-                "delivered = live if error is None else self._write_apart(push, target, live, error)",
-                "delivered = live",
+                "prefill.sender:Sender._end_write",
+                "delivered = write.live if write.error is None else self._write_apart(push, target, write)",
+                "delivered = write.live",
             ),
         ),
         {"write_fails": 0.2},

@@ -100,6 +100,24 @@ class Failed(Done):
         raise DeviceError("an all-to-all failed")
 
 
+class Held(Event):
+    """Happens when it is let go, and `event` has happened."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+        self._let_go = CpuEvent()
+
+    def wait(self, timeout_s: float) -> None:
+        self._let_go.wait(timeout_s)
+        self._event.wait(timeout_s)
+
+    def is_done(self) -> bool:
+        return self._let_go.is_done() and self._event.is_done()
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
 def make_transfer(name: str, d_block: int, lease_s: float = 60.0, keys: Sequence[RankKey] = (KEY,)) -> Transfer:
     """A request of one block, which these decode ranks have granted."""
     ticket = ticket_with(
@@ -152,13 +170,12 @@ def sender(engine: Engine) -> Iterator[Sender]:
 
 
 def write(sender: Sender, *pushes: LayerPush) -> None:
-    """Writes layers, of which all have come when the first one's turn comes."""
-    all_put = threading.Event()
-    sender._tasks.put(all_put.wait)
+    """Writes layers, of which all have come when the first one can be read."""
+    pushes[0].ready = first = Held(pushes[0].ready)
     for push in pushes:
         sender.put_layer(push, 1.0)
     passed = sender.barrier()
-    all_put.set()
+    first.let_go()
     assert passed.wait(10)
     sender.check()
 
@@ -254,13 +271,11 @@ def test_a_layer_that_cannot_be_read_yet_holds_up_none_before_it(transfers):
     calls = Calls()
     with sending(calls) as sender:
         first, second = pushes(transfers)
-        second.ready = CpuEvent()
-        hold = threading.Event()
-        sender._tasks.put(hold.wait)
+        first.ready, second.ready = held, _ = Held(Done()), CpuEvent()
         sender.put_layer(first, 1.0)
         sender.put_layer(second, 1.0)
         passed = sender.barrier()
-        hold.set()
+        held.let_go()
         assert calls.begun.acquire(timeout=5)
         second.ready.set()
         calls.proceed.set()
@@ -381,12 +396,12 @@ def test_an_error_at_the_end_of_transfers_ends_the_sender_and_fails_no_other_req
     calls, others = Calls(), [make_transfer("c", 11)]
     calls.proceed.set()
     with sending(calls, finished=fail) as sender:
-        hold = threading.Event()
-        sender._tasks.put(hold.wait)
-        sender.put_layer(pushes(transfers)[0], 1.0)
+        first = pushes(transfers)[0]
+        first.ready = held = Held(Done())
+        sender.put_layer(first, 1.0)
         sender.finish(transfers)
         sender.put_layer(pushes(others)[0], 1.0)
-        hold.set()
+        held.let_go()
         sender._thread.join(5)
         assert sender.ended
         with pytest.raises(RuntimeError, match="an error of its own"):
@@ -429,7 +444,7 @@ def test_layers_that_left_together_without_bytes_are_not_written(engine, sender,
 def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(sender, transfers, monkeypatch):
     """Or their staging slots would stay taken."""
     ended: list[LayerPush] = []
-    monkeypatch.setattr(Sender, "_end", lambda sender, push: ended.append(push))
+    monkeypatch.setattr(Sender, "_end_layer", lambda sender, push: ended.append(push))
     first, second = pushes(transfers)
     third = dataclasses.replace(second)
     second.ready = Failed()
@@ -466,12 +481,12 @@ class Roomy(Calls):
 def test_what_replaces_kv_that_vllm_took_back_is_not_overtaken_by_it(transfers):
     calls = Roomy()
     with sending(calls) as sender:
-        all_put = threading.Event()
-        sender._tasks.put(all_put.wait)
-        for _ in range(2):
-            sender.put_layer(pushes(transfers)[0], 1.0)
+        first, second = pushes(transfers)[0], pushes(transfers)[0]
+        first.ready = held = Held(Done())
+        sender.put_layer(first, 1.0)
+        sender.put_layer(second, 1.0)
         passed = sender.barrier()
-        all_put.set()
+        held.let_go()
         assert calls.begun.acquire(timeout=10)
         assert not calls.begun.acquire(timeout=0.05)
         calls.proceed.set()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that writes to one decode engine. Read `Sender._write_layers` from top to bottom.
+"""A thread that writes to one decode engine. Read `Sender._run` from top to bottom.
 
-It runs tasks in the order in which they were put: the model's thread puts layers, any thread puts the end of transfers.
+It takes layers and marks in the order in which they were put: the model's thread puts layers, any thread puts marks.
 The control thread hands it the decode engine's layout before it lets any transfer know where to write.
 """
 
@@ -14,38 +14,71 @@ import queue
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TypeAlias
+from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
-from vllm_ascend_pd.prefill.pipeline import Pipeline
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
-from vllm_ascend_pd.prefill.step_send import LayerPush, WritePlan, batches_of, resolve
+from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend, WritePlan, batches_of, resolve
 from vllm_ascend_pd.prefill.transfer import Transfer, TransferQueue
 from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
-from vllm_ascend_pd.transport.writer import TransferError
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, Flight, TransferError
 
 logger = logging.getLogger(__name__)
-
-_Task: TypeAlias = LayerPush | Callable[[], None]
 
 # The most layers that leave together. Their staging slots become free together, too.
 _MOST_JOINED = 8
 # Pause before a request's own write is tried for the last time.
 _RETRY_PAUSE_S = 0.05
 
+_NOTHING: Batch = ((), (), [])
+
+
+@dataclass(slots=True)
+class Mark:
+    """A place in a sender's queue. It is reached when all writes of layers before it are over."""
+
+    # Transfers of which no write follows.
+    transfers: Sequence[Transfer] = ()
+    reached: threading.Event = field(default_factory=lambda: threading.Event())
+
+
+@dataclass(slots=True)
+class _Write:
+    """A write to one decode rank, of layers that leave together."""
+
+    layers: Sequence[LayerPush]
+    # Of each layer. All have one shape.
+    targets: Sequence[LayerTarget]
+    plan: WritePlan
+    # The requests that it is for, as indices.
+    live: Sequence[int]
+    # On the monotonic clock.
+    begun_at: float
+    # Batches in flight, in order.
+    flights: deque[Flight] = field(default_factory=deque)
+    # Whether all batches have begun, unless one has failed.
+    has_begun: bool = False
+    errors: list[TransferError] = field(default_factory=list)
+
+    @property
+    def error(self) -> TransferError | None:
+        """The first error after which bytes may still arrive, or else the first one; None if there is none."""
+        return next((e for e in self.errors if e.may_arrive), self.errors[0] if self.errors else None)
+
 
 class Sender(TransferQueue):
     """Writes layers to one decode engine: one write for each decode rank and all requests. If that fails, one write for
     each request, so that only those at fault fail.
 
-    Tasks end in the order in which they were put. So when the end of a transfer is handled, all its writes are over.
-    The model's thread owns the method that queues layers.
+    The next write begins before the last one has ended, so that the link does not idle. Layers and marks end in the
+    order in which they were put. So when the end of a transfer is handled, all its writes are over. The model's thread
+    owns the method that queues layers.
     """
 
     def __init__(
@@ -59,17 +92,22 @@ class Sender(TransferQueue):
         self._rank = rank
         self._engine = rank.engine
         self._observer = rank.observer
-        self._pipeline = Pipeline(rank.engine)
         self._ring = ring
         self._finished = finished
         # How long a layer's bytes may take until they can be read.
         self._ready_timeout_s = rank.config.collective_timeout_s + rank.config.write_timeout_s
         # The control thread sets it before any transfer's destinations; this thread reads it after those.
         self._layout: DecodeLayout | None = None
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        # The task that was taken to see whether it can leave with the layer before it.
-        self._next: _Task | None = None
-        # A token for each further layer that may wait. The number of transfers bounds the other tasks. Not a semaphore:
+        # None: nothing more follows.
+        self._tasks: queue.SimpleQueue[LayerPush | Mark | None] = queue.SimpleQueue()
+        # What was taken from it to see whether it can leave with the layer before.
+        self._taken: deque[LayerPush | Mark | None] = deque()
+        # What has begun and not ended, in order. Behind the writes of layers come the layers themselves. While a batch
+        # is in flight, the first one is a write with such a batch.
+        self._begun: deque[_Write | LayerPush | Mark] = deque()
+        # How many batches of these writes are in flight.
+        self._in_flight = 0
+        # A token for each further layer that may wait. The number of transfers bounds the marks. Not a semaphore:
         # its methods are Python, and each layer would run them on the model's thread.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(rank.config.push_queue_size):
@@ -110,12 +148,12 @@ class Sender(TransferQueue):
     # On any thread.
 
     def finish(self, transfers: Sequence[Transfer]) -> None:
-        self._tasks.put(partial(self._pipeline.then, partial(self._finish, transfers)))
+        self._tasks.put(Mark(transfers))
 
     def barrier(self) -> threading.Event:
-        passed = threading.Event()
-        self._tasks.put(partial(self._pipeline.then, passed.set))
-        return passed
+        mark = Mark()
+        self._tasks.put(mark)
+        return mark.reached
 
     @property
     def queued(self) -> int:
@@ -133,7 +171,7 @@ class Sender(TransferQueue):
 
     def retire(self) -> None:
         """Lets the thread end after all queued tasks, when no staging slot rests. Nothing more may be put."""
-        self._tasks.put(self._retire)
+        self._tasks.put(None)
 
     @property
     def ended(self) -> bool:
@@ -142,23 +180,20 @@ class Sender(TransferQueue):
     def close(self, timeout_s: float) -> None:
         """Ends the thread after the current task, and drops the queued ones. Waits `timeout_s` at most."""
         self._closing = True
-        self._tasks.put(self._retire)
+        self._tasks.put(None)
         self._thread.join(timeout_s)
 
     # On its own thread.
 
     def _run(self) -> None:
         try:
-            while not self._closing and self._broken is None and not (self._retired and not self._slots_rest()):
-                try:
-                    task = self._next_task()
-                except queue.Empty:
-                    continue
+            while (task := self._take()) is not None:
                 if isinstance(task, LayerPush):
                     self._write_layers(task)
                 else:
-                    task()
-            self._pipeline.drain()
+                    self._begun.append(task)
+                self._end_what_is_over()
+            self._drain()
         except Exception as error:  # noqa: BLE001 - `check` raises it
             self._break(error)
 
@@ -167,95 +202,155 @@ class Sender(TransferQueue):
         logger.error("%s ends", threading.current_thread().name, exc_info=error)
         self._broken = error
 
-    def _next_task(self) -> _Task:
-        """Returns the next task. Raises queue.Empty from time to time while staging slots rest."""
-        task, self._next = self._next, None
-        if task is not None:
-            return task
-        if self._tasks.empty():
-            self._pipeline.drain()
-        return self._tasks.get(timeout=LOOK_S if self._slots_rest() else None)
+    def _take(self) -> LayerPush | Mark | None:
+        """Returns the next layer or mark. Returns None when the thread must end."""
+        while not self._closing and self._broken is None:
+            if not self._taken:
+                if self._tasks.empty():
+                    self._drain()
+                rests = self._ring is not None and self._ring.rests()
+                if self._retired and not rests:
+                    break
+                try:
+                    self._taken.append(self._tasks.get(timeout=LOOK_S if rests else None))
+                except queue.Empty:
+                    continue
+            if (task := self._taken.popleft()) is not None:
+                return task
+            self._retired = True
+        return None
 
     # Layers.
 
-    def _write_layers(self, push: LayerPush) -> None:
+    def _write_layers(self, layer: LayerPush) -> None:
         """Begins the writes of a layer, and of those that came while it waited for its turn and can leave with it.
 
         An error fails the requests that it concerns, and is not raised.
         """
-        pushes, step_send = [push], push.step_send
+        layers, step_send = [layer], layer.step_send
         try:
-            self._await_bytes(push)
-            if not step_send.is_located:
-                # Earlier writes end first: their requests need not wait for these requests' grants, and no KV that vLLM
-                # took back arrives after what replaces it.
-                self._pipeline.drain()
-                for transfer in step_send.transfers:
-                    transfer.state.await_write(None)
-                step_send.is_located = True
-            if (layout := self._layout) is None:  # all of its requests have failed
-                step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
+            self._await_bytes(layer)
+            if (layout := self._await_layout(step_send)) is None:
+                step_send.fail("the decode engine is not known", PushFailure.INTERNAL)  # all of them have failed
                 return
-            for target in layout.targets(push.tensors, step_send.route)[:1]:
-                self._pipeline.await_turn(target.session)
-            while len(pushes) < _MOST_JOINED and (alike := self._take_alike(push, layout)) is not None:
-                pushes.append(alike)
-            for joined in pushes[1:]:
+            for target in layout.targets(layer.tensors, step_send.route)[:1]:
+                self._await_turn(target.session)
+            while len(layers) < _MOST_JOINED and (alike := self._take_alike(layer, layout)) is not None:
+                layers.append(alike)
+            for joined in layers[1:]:
                 self._await_bytes(joined)
-            of_layers = [layout.targets(each.tensors, step_send.route) for each in pushes]
+            of_layers = [layout.targets(each.tensors, step_send.route) for each in layers]
             for targets in zip(*of_layers, strict=True):
-                self._write(pushes, targets)
+                self._write(layers, targets)
         except Exception as error:  # noqa: BLE001 - the layers' requests report it
-            for each in pushes:
+            for each in layers:
                 _fail(each, error)
         finally:
-            for each in pushes:
-                self._pipeline.then(partial(self._end, each))
+            self._begun.extend(layers)
 
-    def _take_alike(self, push: LayerPush, layout: DecodeLayout) -> LayerPush | None:
-        """Takes the next task if it is a layer whose bytes can be read and whose writes are like those of `push`.
+    def _await_layout(self, step_send: StepSend) -> DecodeLayout | None:
+        """Waits until it is known where to write. Returns None if all requests have failed before."""
+        if not step_send.is_located:
+            # Earlier writes end first: their requests need not wait for these requests' grants, and no KV that vLLM
+            # took back arrives after what replaces it.
+            self._drain()
+            for transfer in step_send.transfers:
+                transfer.state.await_write(None)
+            step_send.is_located = True
+        return self._layout
+
+    def _take_alike(self, layer: LayerPush, layout: DecodeLayout) -> LayerPush | None:
+        """Takes the next task if it is a layer whose bytes can be read and whose writes are like those of `layer`.
         Otherwise returns None, and it stays the next one."""
-        if self._next is None and not self._tasks.empty():
-            self._next = self._tasks.get()
-        task, step_send = self._next, push.step_send
+        if not self._taken and not self._tasks.empty():
+            self._taken.append(self._tasks.get())
+        task, step_send = self._taken[0] if self._taken else None, layer.step_send
         if not (isinstance(task, LayerPush) and task.step_send is step_send and task.ready.is_done()):
             return None
-        ours, theirs = (layout.targets(each.tensors, step_send.route) for each in (push, task))
+        ours, theirs = (layout.targets(each.tensors, step_send.route) for each in (layer, task))
         if [(t.key, t.shape) for t in ours] != [(t.key, t.shape) for t in theirs]:
             return None
-        self._next = None
+        self._taken.popleft()
         return task
 
-    def _write(self, pushes: Sequence[LayerPush], targets: Sequence[LayerTarget]) -> None:
+    def _write(self, layers: Sequence[LayerPush], targets: Sequence[LayerTarget]) -> None:
         """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
-        target, limits = targets[0], self._engine.limits
-        self._pipeline.await_turn(target.session)  # a request that fails meanwhile is not written
-        step_send = pushes[0].step_send
-        plan = step_send.plans.get(target.shape)
+        key, session, limits = targets[0].key, targets[0].session, self._engine.limits
+        self._await_turn(session)  # a request that fails meanwhile is not written
+        step_send, parts = layers[0].step_send, targets[0].parts
+        plan = step_send.plans.get(targets[0].shape)
         if plan is None:  # the grant may still be in flight
-            plan = step_send.plans[target.shape] = resolve(step_send, target.parts, limits)
+            plan = step_send.plans[targets[0].shape] = resolve(step_send, parts, limits)
         if plan.total_bytes == 0:  # other ranks write all units that are exchanged
             return
-        transfers = step_send.transfers
-        live: Sequence[int] = range(len(transfers))
-        batches, key = plan.batches, target.key
+        live: Sequence[int] = range(len(step_send.transfers))
+        batches = plan.batches
         if not step_send.may_write(key):
-            self._pipeline.drain()
-            live = [i for i in live if transfers[i].state.await_write(key)]
+            self._drain()
+            live = [i for i in live if step_send.transfers[i].state.await_write(key)]
             if not live:
                 return
-            if len(live) < len(transfers):
-                batches = batches_of(step_send, target.parts, limits, live)
-        begun = time.monotonic()
-        for push in pushes:
-            push.begun = push.begun or begun
-        places = [(push.sources(to), to.bases) for push, to in zip(pushes, targets, strict=True)]
-        with_addresses = batches.at(*places[0]) if len(places) == 1 else _joined(batches, places, limits)
-        ended = partial(self._ended, pushes, targets, plan, live, begun)
-        # The lease is checked before each batch, since it may end in between (R2).
-        self._pipeline.write(
-            target.session, with_addresses, lambda: time.monotonic() < step_send.lease_until(key, live), ended
-        )
+            if len(live) < len(step_send.transfers):
+                batches = batches_of(step_send, parts, limits, live)
+        places = [(layer.sources(target), target.bases) for layer, target in zip(layers, targets, strict=True)]
+        write = _Write(layers, targets, plan, live, begun_at=time.monotonic())
+        for layer in layers:
+            layer.begun = layer.begun or write.begun_at
+        self._begun.append(write)
+        try:
+            for batch in batches.at(*places[0]) if len(places) == 1 else _joined(batches, places, limits):
+                # Release our own room before blocking for more, or two senders to one peer deadlock.
+                self._await_turn(session, batch)
+                if write.errors:
+                    break
+                # The leases are checked right before the batch begins, since one may end in between (R2).
+                flight = self._engine.begin(session, batch, lambda: time.monotonic() < step_send.lease_until(key, live))
+                if flight is not None:
+                    write.flights.append(flight)
+                    self._in_flight += 1
+        except Exception as error:  # noqa: BLE001 - reported when the write's other batches are over
+            write.errors.append(_failure(session, error))
+        finally:
+            write.has_begun = True
+            self._end_what_is_over()
+
+    # What is in flight.
+
+    def _await_turn(self, session: str, batch: Batch = _NOTHING) -> None:
+        """Waits until a batch to `session` may begin at once, but not for writes of others."""
+        while self._in_flight >= BATCHES_IN_FLIGHT or (self._in_flight and not self._engine.has_room(session, batch)):
+            self._settle_oldest()
+
+    def _drain(self) -> None:
+        """Waits for all writes."""
+        while self._in_flight:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        """Waits for the batch that has been in flight for the longest time."""
+        write = self._begun[0]
+        assert isinstance(write, _Write)
+        flight = write.flights.popleft()
+        self._in_flight -= 1
+        try:
+            flight.wait()
+        except Exception as error:  # noqa: BLE001 - reported when the write's other batches are over
+            write.errors.append(_failure(flight.session, error))
+        self._end_what_is_over()
+
+    def _end_what_is_over(self) -> None:
+        """Ends all that no batch in flight holds up any more, in order."""
+        while self._begun:
+            first = self._begun[0]
+            if isinstance(first, _Write) and (first.flights or not first.has_begun):
+                return
+            match self._begun.popleft():
+                case _Write() as write:
+                    self._end_write(write)
+                case LayerPush() as layer:
+                    self._end_layer(layer)
+                case Mark() as mark:
+                    self._reach(mark)
 
     def _await_bytes(self, push: LayerPush) -> None:
         """Waits until the layer's bytes can be read. Raises DeviceError or TimeoutError."""
@@ -263,7 +358,7 @@ class Sender(TransferQueue):
         try:
             push.ready.wait(0.0)
         except TimeoutError:
-            self._pipeline.drain()
+            self._drain()
             deadline = time.monotonic() + self._ready_timeout_s
             if push.step_send.route.is_staged:
                 with contextlib.suppress(DeviceError, TimeoutError):  # `ready` fails with the same error below
@@ -274,30 +369,22 @@ class Sender(TransferQueue):
         if push.step_send.route.is_staged:
             self._observer.regroup_waited(waited_s)
 
-    def _ended(
-        self,
-        pushes: Sequence[LayerPush],
-        targets: Sequence[LayerTarget],
-        plan: WritePlan,
-        live: Sequence[int],
-        begun: float,
-        error: TransferError | None,
-    ) -> None:
-        """Counts layers whose write is over, which began at `begun`. `live`: their requests that it was for. After an
-        error, writes each of these by itself."""
-        for push, target in zip(pushes, targets, strict=True):
+    def _end_write(self, write: _Write) -> None:
+        """Counts a write that is over. After an error, writes each layer of each request by itself."""
+        for push, target in zip(write.layers, write.targets, strict=True):
             try:
-                delivered = live if error is None else self._write_apart(push, target, live, error)
-                push.step_send.arrived(target.key, plan.num_bytes.tolist(), delivered)
-                ticket_ids, num_bytes, total = push.step_send.ticket_ids, plan.num_bytes, plan.total_bytes
+                delivered = write.live if write.error is None else self._write_apart(push, target, write)
+                step_send, num_bytes, total = push.step_send, write.plan.num_bytes, write.plan.total_bytes
+                step_send.arrived(target.key, num_bytes.tolist(), delivered)
+                ticket_ids = step_send.ticket_ids
                 if len(delivered) < len(ticket_ids):
                     ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
                     total = int(num_bytes.sum())
-                self._observer.write_ended(push.layer, target.key, begun, ticket_ids, num_bytes, total)
+                self._observer.write_ended(push.layer, target.key, write.begun_at, ticket_ids, num_bytes, total)
             except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
                 _fail(push, unexpected)
 
-    def _end(self, push: LayerPush) -> None:
+    def _end_layer(self, push: LayerPush) -> None:
         """Gives the layer's staging slot and its room in the queue back, after all its writes are over."""
         try:
             if push.begun:
@@ -315,15 +402,14 @@ class Sender(TransferQueue):
 
     # After a write for all requests has failed.
 
-    def _write_apart(
-        self, push: LayerPush, target: LayerTarget, live: Sequence[int], error: TransferError
-    ) -> list[int]:
+    def _write_apart(self, push: LayerPush, target: LayerTarget, write: _Write) -> list[int]:
         """Writes once for each request that has not failed and whose lease runs. Returns those that were delivered."""
-        self._mark_in_flight(push, live, error)
-        key = target.key
+        key, error = target.key, write.error
+        assert error is not None
+        self._mark_in_flight(push, write.live, error)
         logger.warning("layer %s to decode rank %s: %s; trying each request by itself", push.layer, key, error)
         delivered = []
-        for i in live:
+        for i in write.live:
             transfer = push.step_send.transfers[i]
             if not transfer.state.await_write(key):
                 continue
@@ -368,9 +454,9 @@ class Sender(TransferQueue):
 
     # The end.
 
-    def _finish(self, transfers: Sequence[Transfer]) -> None:
-        """Ends `transfers`, of which no write can follow. An error ends the thread: they would wait for ever."""
-        written = [transfer for transfer in transfers if not transfer.is_written]
+    def _reach(self, mark: Mark) -> None:
+        """Ends the mark's transfers, of which no write follows. An error ends the thread: they would wait for ever."""
+        written = [transfer for transfer in mark.transfers if not transfer.is_written]
         try:
             now = self._rank.loaded.current
             for transfer in written:
@@ -389,12 +475,7 @@ class Sender(TransferQueue):
                 self._finished(written)
         except Exception as error:  # noqa: BLE001 - `check` raises it; not that of the write that waits meanwhile
             self._break(error)
-
-    def _retire(self) -> None:
-        self._retired = True
-
-    def _slots_rest(self) -> bool:
-        return self._ring is not None and self._ring.rests()
+        mark.reached.set()
 
 
 def _joined(
@@ -418,6 +499,14 @@ def _joined(
             num_bytes += more
     if lengths:  # the requests that are written may have no bytes here
         yield sources, destinations, lengths
+
+
+def _failure(session: str, error: Exception) -> TransferError:
+    """Returns `error` as a TransferError. An unexpected error may have left bytes in flight."""
+    if isinstance(error, TransferError):
+        return error
+    logger.error("a write to %s failed", session, exc_info=error)
+    return TransferError(session, repr(error), retryable=False, may_arrive=True)
 
 
 def _fail(push: LayerPush, error: Exception) -> None:
