@@ -29,7 +29,7 @@ from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.step_send import plan_sends, resolve
+from vllm_ascend_pd.prefill.step_send import plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.tools.plan.times import HIXL
 from vllm_ascend_pd.transport.batches import TransferLimits
@@ -121,10 +121,10 @@ def ours(case: Case) -> list[Writes]:
             for start, stop in case.steps() if route.serves(issued.replica_hash) else ():
                 send = Send("request", start, stop, (blocks[start // BLOCK : stop // BLOCK],), stop == case.tokens)
                 chosen: Any = device
-                for step_send in plan_sends(route, geometry, [(transfer, send)], chosen, units):
+                for step_send in plan_sends(route, geometry, {transfer: send}, chosen, units):
                     for target in layout.targets(tensors, route):
-                        plan = resolve(step_send, target.parts, limits)
-                        for _, _, sizes in plan.batches.at([0] * len(target.bases), target.bases):
+                        write = step_send.write_to(target, limits)
+                        for _, _, sizes in write.at([([0] * len(target.bases), target.bases)]):
                             lengths += sizes
         written.append(lengths)
     return written

@@ -68,7 +68,7 @@ _TAKEN_BACK = (
 
 MUTANTS: dict[str, Mutant] = {
     "an empty batch is written": Mutant(
-        (Edit("prefill.sender:_joined", "    if lengths:  #", "    if True:  #"),),
+        (Edit("transport.batches:PagedWrite.at", "    if lengths:  #", "    if True:  #"),),
         {"prefill_tp": 2, "decode_tp": 1, "slow": 0.5, "slow_by": 50.0},
     ),
     "KV that vLLM takes back counts as computed": Mutant(

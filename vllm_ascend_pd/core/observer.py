@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.core.plan import Offsets
     from vllm_ascend_pd.core.prefill_ticket import RankKey
     from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
     from vllm_ascend_pd.core.step import Send
@@ -63,10 +62,9 @@ class PrefillObserver:
         """A write waited so long for the regrouping of a layer that was computed. 0 if it did not wait."""
 
     def write_ended(
-        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Offsets, total: int
+        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Sequence[int]
     ) -> None:
-        """A write to decode rank `key` has ended. It delivered `num_bytes[i]` bytes for `ticket_ids[i]`, `total` in
-        all."""
+        """A write to decode rank `key` has ended. It delivered `num_bytes[i]` bytes for `ticket_ids[i]`."""
 
     def write_retried(self) -> None:
         """A write that failed is made again for one request."""

@@ -30,7 +30,6 @@ from vllm_ascend_pd.core.observer import (
 from vllm_ascend_pd.core.reasons import BY_DECODE_FOR, BY_PREFILL_FOR, PushFailure, ReceiveFailure, Verified
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.core.plan import Offsets
     from vllm_ascend_pd.core.prefill_ticket import RankKey
     from vllm_ascend_pd.core.ticket import Ticket
     from vllm_ascend_pd.core.topology import RankInfo
@@ -313,9 +312,9 @@ class PrefillStats(PrefillObserver):
         self._stats.observe(REGROUP_WAIT_SECONDS, seconds)
 
     def write_ended(
-        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Offsets, total: int
+        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Sequence[int]
     ) -> None:
-        self._stats.add(PUSHED_BYTES, total)
+        self._stats.add(PUSHED_BYTES, sum(num_bytes))
 
     def write_retried(self) -> None:
         self._stats.add(WRITE_RETRIES)

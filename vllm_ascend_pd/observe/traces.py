@@ -13,7 +13,6 @@ from vllm_ascend_pd.core.observer import (
     PrefillObserver,
     ReceiveEnding,
 )
-from vllm_ascend_pd.core.plan import Offsets
 from vllm_ascend_pd.core.prefill_ticket import RankKey
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
@@ -113,10 +112,10 @@ class PrefillTrace(_Trace, PrefillObserver):
         self._file.put(_on_stream(f"regroup {_name(layer)}", "X", "regroup", args, "regroup", begin=begin, end=end))
 
     def write_ended(
-        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Offsets, total: int
+        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Sequence[int]
     ) -> None:
         layer, rank = _name(layer), f"{key[0]}/{key[1]}"
-        written = dict(zip(map(fingerprint, ticket_ids), num_bytes.tolist(), strict=True))
+        written = dict(zip(map(fingerprint, ticket_ids), num_bytes, strict=True))
         args = {"layer": layer, "to": rank, "written": written}
         row = f"write to decode rank {rank}"
         self._file.put(Traced(f"write {layer}", "X", "write", args, row=row, begin=begun_at))

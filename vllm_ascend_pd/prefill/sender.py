@@ -13,9 +13,8 @@ import math
 import queue
 import threading
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.reasons import PushFailure
@@ -24,9 +23,9 @@ from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
-from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend, WritePlan, batches_of, resolve
+from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
 from vllm_ascend_pd.prefill.transfer import Transfer, TransferQueue
-from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
+from vllm_ascend_pd.transport.batches import Batch, PagedWrite
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, Flight, TransferError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class _Write:
     layers: Sequence[LayerPush]
     # Of each layer. All have one shape.
     targets: Sequence[LayerTarget]
-    plan: WritePlan
+    paged: PagedWrite
     # The requests that it is for, as indices.
     live: Sequence[int]
     # On the monotonic clock.
@@ -277,28 +276,25 @@ class Sender(TransferQueue):
         """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
         key, session, limits = targets[0].key, targets[0].session, self._engine.limits
         self._await_turn(session)  # a request that fails meanwhile is not written
-        step_send, parts = layers[0].step_send, targets[0].parts
-        plan = step_send.plans.get(targets[0].shape)
-        if plan is None:  # the grant may still be in flight
-            plan = step_send.plans[targets[0].shape] = resolve(step_send, parts, limits)
-        if plan.total_bytes == 0:  # other ranks write all units that are exchanged
+        step_send, target = layers[0].step_send, targets[0]
+        paged = step_send.write_to(target, limits)  # the grant may still be in flight
+        if paged.total_bytes == 0:  # other ranks write all units that are exchanged
             return
         live: Sequence[int] = range(len(step_send.transfers))
-        batches = plan.batches
         if not step_send.may_write(key):
             self._drain()
             live = [i for i in live if step_send.transfers[i].state.await_write(key)]
             if not live:
                 return
             if len(live) < len(step_send.transfers):
-                batches = batches_of(step_send, parts, limits, live)
+                paged = step_send.write_of(live, target, limits)
         places = [(layer.sources(target), target.bases) for layer, target in zip(layers, targets, strict=True)]
-        write = _Write(layers, targets, plan, live, begun_at=time.monotonic())
+        write = _Write(layers, targets, paged, live, begun_at=time.monotonic())
         for layer in layers:
             layer.begun = layer.begun or write.begun_at
         self._begun.append(write)
         try:
-            for batch in batches.at(*places[0]) if len(places) == 1 else _joined(batches, places, limits):
+            for batch in paged.at(places):
                 # Release our own room before blocking for more, or two senders to one peer deadlock.
                 self._await_turn(session, batch)
                 if write.errors:
@@ -374,13 +370,11 @@ class Sender(TransferQueue):
         for push, target in zip(write.layers, write.targets, strict=True):
             try:
                 delivered = write.live if write.error is None else self._write_apart(push, target, write)
-                step_send, num_bytes, total = push.step_send, write.plan.num_bytes, write.plan.total_bytes
-                step_send.arrived(target.key, num_bytes.tolist(), delivered)
-                ticket_ids = step_send.ticket_ids
+                num_bytes, ticket_ids = write.paged.num_bytes, push.step_send.ticket_ids
+                push.step_send.arrived(target.key, num_bytes, delivered)
                 if len(delivered) < len(ticket_ids):
-                    ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
-                    total = int(num_bytes.sum())
-                self._observer.write_ended(push.layer, target.key, write.begun_at, ticket_ids, num_bytes, total)
+                    num_bytes, ticket_ids = [num_bytes[i] for i in delivered], [ticket_ids[i] for i in delivered]
+                self._observer.write_ended(push.layer, target.key, write.begun_at, ticket_ids, num_bytes)
             except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
                 _fail(push, unexpected)
 
@@ -426,10 +420,10 @@ class Sender(TransferQueue):
     def _write_twice(self, push: LayerPush, target: LayerTarget, request: int) -> None:
         """Writes one request. Tries a second time if the error is retryable. Raises TransferError."""
         transfer = push.step_send.transfers[request]
-        batches = batches_of(push.step_send, target.parts, self._engine.limits, (request,))
+        paged = push.step_send.write_of((request,), target, self._engine.limits)
 
         def once() -> None:
-            with_addresses = batches.at(push.sources(target), target.bases)
+            with_addresses = paged.at([(push.sources(target), target.bases)])
             self._engine.write_batches(
                 target.session, with_addresses, lambda: time.monotonic() < transfer.state.lease_until(target.key)
             )
@@ -476,29 +470,6 @@ class Sender(TransferQueue):
         except Exception as error:  # noqa: BLE001 - `check` raises it; not that of the write that waits meanwhile
             self._break(error)
         mark.reached.set()
-
-
-def _joined(
-    batches: Batches, places: Sequence[tuple[Sequence[int], Sequence[int]]], limits: TransferLimits
-) -> Iterator[Batch]:
-    """Yields the batches of several layers, as few as `limits` allow.
-
-    `places`: for each layer, the base addresses of its sources and destinations.
-    """
-    sources, destinations, num_bytes = array("q"), array("q"), 0
-    lengths: list[int] = []
-    for place in places:
-        for src, dst, sizes in batches.at(*place):
-            more = sum(sizes)
-            if lengths and (len(lengths) + len(sizes) > limits.max_descriptors or num_bytes + more > limits.max_bytes):
-                yield sources, destinations, lengths
-                sources, destinations, lengths, num_bytes = array("q"), array("q"), [], 0
-            sources.extend(src)
-            destinations.extend(dst)
-            lengths += sizes
-            num_bytes += more
-    if lengths:  # the requests that are written may have no bytes here
-        yield sources, destinations, lengths
 
 
 def _failure(session: str, error: Exception) -> TransferError:

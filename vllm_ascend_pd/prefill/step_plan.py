@@ -16,7 +16,7 @@ from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import Regrouper
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_send import RequestSlice, StepSend, plan_sends, tokens_of
+from vllm_ascend_pd.prefill.step_send import StepSend, plan_sends, tokens_of
 from vllm_ascend_pd.prefill.transfer import Transfer
 
 
@@ -80,7 +80,7 @@ class Planner:
         plan.unsaved.update(dict.fromkeys(self._rank.caches.layers))
         # By decode engine, as tickets describe it: all ranks must make the same plan (R5), and a rank may not have the
         # engine's description yet.
-        slices: dict[object, list[RequestSlice]] = {}
+        slices: dict[object, dict[Transfer, Send]] = {}
         for send in sends:
             transfer = transfers[send.request_id]
             transfer.again = send.again
@@ -92,24 +92,26 @@ class Planner:
             if send.start < send.stop:
                 ticket = transfer.ticket
                 shape = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
-                slices.setdefault(shape, []).append((transfer, send))
+                slices.setdefault(shape, {})[transfer] = send
         for group in slices.values():
-            ticket = group[0][0].ticket
+            ticket = next(iter(group)).ticket
             for index, geometry in enumerate(self._geometries):
                 if geometry.is_known_to(ticket.remote_draft):
                     for step_send in self._plan_geometry(plan, index, ticket, group):
                         plan.sends.setdefault(index, []).append((senders[ticket.issuer], step_send))
         return plan
 
-    def _plan_geometry(self, plan: StepPlan, index: int, ticket: Ticket, slices: list[RequestSlice]) -> list[StepSend]:
+    def _plan_geometry(
+        self, plan: StepPlan, index: int, ticket: Ticket, slices: dict[Transfer, Send]
+    ) -> list[StepSend]:
         """`ticket`: one of the decode engine that gets the slices."""
         try:
             route = self._routes.route(index, ticket.sharding, tuple(ticket.remote_block_size))
         except ValueError as error:  # the two sides cannot fit
-            for transfer, _ in slices:
+            for transfer in slices:
                 transfer.state.fail(str(error), PushFailure.UNFIT)
             return []
-        served = [each for each in slices if route.serves(each[0].ticket.replica_hash)]
+        served = {each: send for each, send in slices.items() if route.serves(each.ticket.replica_hash)}
         if not served:
             return []
         slot_units = 0
@@ -125,21 +127,22 @@ class Planner:
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
                 self._regrouper.missed(route.ranks, str(error))
-            for transfer, _ in served:
+            for transfer in served:
                 transfer.state.fail(str(error), PushFailure.DEVICE)
             return []
 
-    def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: list[RequestSlice]) -> None:
-        verified = [each for each in slices if is_selected(self._rank.config.verified_share, each[0].ticket.ticket_id)]
+    def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: dict[Transfer, Send]) -> None:
+        share = self._rank.config.verified_share
+        verified = {each: send for each, send in slices.items() if is_selected(share, each.ticket.ticket_id)}
         if not verified:
             return
-        geometry, tickets = self._geometries[index], [transfer.ticket for transfer, _ in verified]
+        geometry, tickets = self._geometries[index], [transfer.ticket for transfer in verified]
         group = geometry.group
         summed = SummedUnits.of(
             geometry,
             route.unit,
-            [tokens_of(send, geometry) for _, send in verified],
-            [send.blocks[group] for _, send in verified],
+            [tokens_of(send, geometry) for send in verified.values()],
+            [send.blocks[group] for send in verified.values()],
             [(ticket.remote_block_ids[group], ticket.span(group)) for ticket in tickets],
             route.token_share,
         )
@@ -149,5 +152,5 @@ class Planner:
         ticket_ids = [ticket.ticket_id for ticket in tickets]
         checksums = StepChecksums(self._rank.device, heads, summed, ticket_ids, self._tensors[index])
         plan.checksums.setdefault(index, []).append(checksums)
-        for transfer, _ in verified:
+        for transfer in verified:
             transfer.checksums.append(checksums)

@@ -2,8 +2,8 @@
 """What one step sends to one decode engine from caches of one geometry: arrays over all requests.
 
 The model's thread builds a `StepSend` before the step's first layer. Its arrays hold for every layer of the step. Once
-the shape of decode's tensors is known, the sender's thread resolves it into a `WritePlan`. A `LayerPush` is one layer
-on its way from the model's thread to the sender's.
+the shape of decode's tensors is known, the sender's thread makes a `PagedWrite` of it. A `LayerPush` is one layer on
+its way from the model's thread to the sender's.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, TokenShare
+from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry
 from vllm_ascend_pd.core.plan import (
     NULL_BLOCK,
     Descriptors,
@@ -36,12 +34,9 @@ from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
-from vllm_ascend_pd.prefill.decode_layout import LayerTarget, Parts
+from vllm_ascend_pd.prefill.decode_layout import LayerTarget
 from vllm_ascend_pd.prefill.transfer import Transfer
-from vllm_ascend_pd.transport.batches import Batches, TransferLimits
-
-RequestSlice: TypeAlias = tuple[Transfer, Send]
-"""Tokens of a request, which become complete in one step: they have this rank's block ids."""
+from vllm_ascend_pd.transport.batches import PagedWrite, TransferLimits
 
 
 def tokens_of(send: Send, geometry: Geometry) -> tuple[int, int]:
@@ -55,25 +50,11 @@ def tokens_of(send: Send, geometry: Geometry) -> tuple[int, int]:
     return start, geometry.complete(stop)
 
 
-@dataclass(frozen=True, eq=False)
-class WritePlan:
-    """One write of a step send to a decode rank, for all of its requests.
-
-    It holds for every layer and decode rank with targets of its shape: those only add the addresses of their tensors.
-    """
-
-    # Source offsets, destination offsets and lengths, in batches that Mooncake can take.
-    batches: Batches
-    # `[requests]`: how many bytes of each request it writes.
-    num_bytes: Offsets
-    total_bytes: int
-
-
 @dataclass(eq=False)
 class StepSend:
     """Units of several requests that are sent by one route. Regrouped units fit into one staging slot.
 
-    The model's thread makes it. Afterwards the sender's thread owns `is_located`, `plans` and the methods that are
+    The model's thread makes it. Afterwards the sender's thread owns `is_located`, `writes` and the methods that are
     `owned`. Nothing else changes.
     """
 
@@ -98,8 +79,8 @@ class StepSend:
     slots_lock: threading.Lock = field(default_factory=lambda: threading.Lock())
     # Whether each request has its destinations, or has failed.
     is_located: bool = False
-    # By the shape of a target, for all layers and decode ranks with targets of this shape.
-    plans: dict[int, WritePlan] = field(default_factory=dict)
+    # By the shape of a target: the write to each decode rank of each layer that has a target of this shape.
+    writes: dict[int, PagedWrite] = field(default_factory=dict)
 
     @cached_property
     def plane_bytes(self) -> int:
@@ -139,6 +120,41 @@ class StepSend:
                 transfer.state.fail(reason, PushFailure.NO_GRANT)
 
     @owned
+    def write_to(self, target: LayerTarget, limits: TransferLimits) -> PagedWrite:
+        """Returns the write of all requests to `target`. It is the same for all targets of its shape."""
+        write = self.writes.get(target.shape)
+        if write is None:
+            write = self.writes[target.shape] = self.write_of(range(len(self.transfers)), target, limits)
+        return write
+
+    @owned
+    def write_of(self, requests: Sequence[int], target: LayerTarget, limits: TransferLimits) -> PagedWrite:
+        """Returns the write of some requests to `target`."""
+        parts: dict[tuple[Target, Geometry], tuple[Descriptors, Offsets]] = {}  # K and V are often the same
+        num_bytes = np.zeros(len(self.transfers), dtype=np.int64)
+        for part in target.parts:
+            if part not in parts:
+                parts[part] = self._copies(requests, *part)
+            num_bytes += parts[part][1]
+        return PagedWrite([parts[part][0] for part in target.parts], limits, num_bytes.tolist())
+
+    def _copies(self, requests: Sequence[int], share: Target, theirs: Geometry) -> tuple[Descriptors, Offsets]:
+        """Returns some requests' copies to a decode tensor of the geometry `theirs`, and the bytes of each request.
+
+        Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. `foreign` of
+        `core/compatibility.py` has checked that the engine has the blocks that its tickets name.
+        """
+        src = self.src_units + share.plane * self.plane_bytes
+        dst, owner = self.units.offsets(self.d_blocks, theirs), self.units.owner
+        if theirs.share.ranks > 1:
+            held = self.units.held(theirs.share)
+            src, dst, owner = src[held], dst[held], owner[held]
+        if len(requests) < len(self.transfers):
+            chosen = np.isin(owner, list(requests))
+            src, dst, owner = src[chosen], dst[chosen], owner[chosen]
+        return descriptors(share, src, dst), np.bincount(owner, minlength=len(self.transfers)) * share.nbytes
+
+    @owned
     def may_write(self, key: RankKey) -> bool:
         """Whether a write of all requests to decode rank `key` may be planned (R2)."""
         now = time.monotonic()
@@ -169,11 +185,12 @@ class StepSend:
 def plan_sends(
     route: Route,
     geometry: Geometry,
-    slices: Sequence[RequestSlice],
+    slices: Mapping[Transfer, Send],
     device: Device,
     slot_units: int,
 ) -> list[StepSend]:
-    """Returns the step sends that send `slices` to one decode engine.
+    """Returns the step sends that send `slices` to one decode engine: tokens of requests, which become complete in one
+    step.
 
     There is one, or several if units are regrouped and do not fit into one staging slot. `slot_units`: how many units
     are regrouped at a time. Raises `DeviceError`.
@@ -182,7 +199,7 @@ def plan_sends(
     which units each of them writes.
     """
     group = geometry.group
-    transfers, of_requests = [transfer for transfer, _ in slices], [send for _, send in slices]
+    transfers, of_requests = list(slices), list(slices.values())
     ranges = [tokens_of(send, geometry) for send in of_requests]
     units = Units.of(route.unit, ranges)
     ticket = transfers[0].ticket  # all are for one decode engine, so its blocks are of one size
@@ -237,56 +254,6 @@ def _by_place(units: Units, d_blocks: Offsets, span: int, decode: Sharding) -> O
         return np.argsort(places)
     order: Offsets = np.lexsort((places, units.tokens // decode.interleave % decode.parts))
     return order
-
-
-# Resolves a step send into writes to decode ranks, once the shape of their tensors is known.
-#
-# All of it is pure, except that `Batches` reuses its memory for addresses. The sender's thread owns all of it.
-
-
-def resolve(step_send: StepSend, parts: Parts, limits: TransferLimits) -> WritePlan:
-    """Returns the plan that writes these parts of all units of `step_send` to a decode rank."""
-    num_bytes = np.zeros(len(step_send.transfers), dtype=np.int64)
-    per_unit: Counter[TokenShare] = Counter()
-    for share_of_unit, theirs in parts:
-        per_unit[theirs.share] += share_of_unit.nbytes
-    for share, size in per_unit.items():
-        owner = step_send.units.owner
-        if share.ranks > 1:
-            owner = owner[step_send.units.held(share)]
-        num_bytes += np.bincount(owner, minlength=len(num_bytes)) * size
-    return WritePlan(batches_of(step_send, parts, limits), num_bytes, int(num_bytes.sum()))
-
-
-def batches_of(
-    step_send: StepSend, parts: Parts, limits: TransferLimits, only: Collection[int] | None = None
-) -> Batches:
-    """Returns the copies of a step send, or of `only` some of its requests, in batches that respect `limits`."""
-    distinct: list[tuple[Target, Geometry]] = []  # K and V are often the same
-    for part in parts:
-        if part not in distinct:
-            distinct.append(part)
-    copies = [_copies(step_send, *part, only) for part in distinct]
-    return Batches.cut([copies[distinct.index(part)] for part in parts], limits)
-
-
-def _copies(step_send: StepSend, target: Target, theirs: Geometry, only: Collection[int] | None) -> Descriptors:
-    """Returns the copies to `target`, whose cache has the geometry `theirs`.
-
-    Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. `foreign` of
-    `core/compatibility.py` has checked that the engine has the blocks that its tickets name.
-    """
-    units = step_send.units
-    src = step_send.src_units + target.plane * step_send.plane_bytes
-    dst = units.offsets(step_send.d_blocks, theirs)
-    owner = units.owner
-    if theirs.share.ranks > 1:
-        held = units.held(theirs.share)
-        src, dst, owner = src[held], dst[held], owner[held]
-    if only is not None:
-        chosen = np.isin(owner, list(only))
-        src, dst = src[chosen], dst[chosen]
-    return descriptors(target, src, dst)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.ascend import AscendProblem, describe_transport
 from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Slots
-from vllm_ascend_pd.transport.batches import Batch, Batches, SettingError, TransferLimits
+from vllm_ascend_pd.transport.batches import Batch, PagedWrite, SettingError, TransferLimits
 from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
 from vllm_ascend_pd.transport.writer import Flight, Reach, TransferError, Writer
 
@@ -137,7 +137,7 @@ class TransferEngine:
         if not len(sources) == len(destinations) == len(lengths):
             raise ValueError(f"{len(sources)} sources, {len(destinations)} destinations, {len(lengths)} lengths")
         copies = Descriptors(*(np.array(column, dtype=np.int64) for column in (sources, destinations, lengths)))
-        self.write_batches(session, Batches.cut([copies], self.limits).at([0], [0]))
+        self.write_batches(session, PagedWrite([copies], self.limits, [sum(lengths)]).at([([0], [0])]))
 
     def write_batches(
         self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool] = lambda: True
