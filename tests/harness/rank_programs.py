@@ -17,7 +17,7 @@ from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, t
 from vllm_ascend_pd.core.caches import Quantize, describe
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import LayerSpec, Order
-from vllm_ascend_pd.core.observer import DecodeObserver, PrefillObserver, tell_all
+from vllm_ascend_pd.core.observer import tell_all
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
@@ -213,7 +213,7 @@ class PrefillRank(_RankBase):
             self.registered,
             self.side.step_tokens,
             self.loaded,
-            tell_all(PrefillObserver, self.measured, prefill_trace(self.parsed.trace_dir, self.rank_info)),
+            tell_all(self.measured, prefill_trace(self.parsed.trace_dir, self.rank_info)),
             peers=read_peers(self.parsed, self.rank_info.host),
         )
 
@@ -376,7 +376,7 @@ class DecodeRank(_RankBase):
         """Results of `verify_kv`."""
         self.cached_tokens: dict[str, int] = {}
         """By ticket: what prefill had of the prompt, as it says."""
-        observer = tell_all(DecodeObserver, decode_trace(self.parsed.trace_dir, self.rank_info))
+        observer = tell_all(decode_trace(self.parsed.trace_dir, self.rank_info))
         self.worker = DecodeWorker(
             self.rank_info,
             self.parsed,

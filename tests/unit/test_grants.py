@@ -17,7 +17,7 @@ from vllm_ascend_pd.core import running_time
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.observer import DecodeObserver
+from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.protocol import (
     Granted,
     GrantRefused,
@@ -132,7 +132,7 @@ def test_a_rank_that_was_stopped_keeps_blocks_until_what_came_meanwhile_is_appli
     clock = clock_of(grants, monkeypatch)
     monkeypatch.setattr(running_time, "time", clock)
     news, caches = ArrivalQueue(), RankCaches((GEOMETRY,), THEIRS)
-    service = GrantService(ConnectorConfig(), caches, 0, sharding(1), LoadedWeights(), news, DecodeObserver(), 5.0)
+    service = GrantService(ConnectorConfig(), caches, 0, sharding(1), LoadedWeights(), news, Observer(), 5.0)
     connection: Any = SimpleNamespace(send=lambda message, gone: None)
 
     def open_ticket(ticket: str) -> None:

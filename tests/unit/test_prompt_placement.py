@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.reasons import Decision, Reason
 from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.ticket import prefill_wait_s
@@ -51,7 +51,7 @@ class World:
             blocks,
             ConnectorConfig(who_computes=who_computes, **settings),
             steps or EngineSteps(STEP),
-            DecodeSchedulerObserver(),
+            Observer(),
             lambda: self.now,
         )
 

@@ -17,7 +17,7 @@ from harness.tickets import ticket_with
 from vllm_ascend_pd.core.caches import LayerTensors
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
-from vllm_ascend_pd.core.observer import PrefillObserver
+from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.plan import Route, make_route
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
@@ -289,7 +289,7 @@ def test_a_layer_is_written_once_its_checksums_are_taken(transfers):
     calls.proceed.set()
     [step_send] = plan(transfers)
     worker: Any = PrefillWorker.__new__(PrefillWorker)
-    worker._rank, worker._observer = SimpleNamespace(config=ConnectorConfig()), PrefillObserver()
+    worker._rank, worker._observer = SimpleNamespace(config=ConnectorConfig()), Observer()
     worker._device = SimpleNamespace(submit=lambda work, after: taken)
     worker._regrouper = worker._turns = None
     tensors = LayerTensors((OURS[0],), (torch.empty(0),))

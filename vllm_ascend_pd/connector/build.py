@@ -60,13 +60,7 @@ from vllm_ascend_pd.core.caches import BlockNeeds, CacheGroup, KVCache, Register
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.layout import LayoutError
-from vllm_ascend_pd.core.observer import (
-    DecodeObserver,
-    DecodeSchedulerObserver,
-    PrefillObserver,
-    PrefillSchedulerObserver,
-    tell_all,
-)
+from vllm_ascend_pd.core.observer import tell_all
 from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.topology import RankInfo
@@ -128,7 +122,7 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
     logger.info("decode engines are served at: %s; tickets for other hosts are refused", peers.hosts.admitted)
     blocks = VllmBlocks()
     measured = PrefillSchedulerStats()
-    observer = tell_all(PrefillSchedulerObserver, measured, PushSpans())
+    observer = tell_all(measured, PushSpans())
     admission = TicketAdmission(peers.hosts, peers.secret)
     listener = _ticket_listener(setup, admission)
     held = None
@@ -254,7 +248,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     blocks = VllmBlocks(groups)
     measured = DecodeSchedulerStats()
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
-    observer = tell_all(DecodeSchedulerObserver, measured, ReceiveSpans(), traced)
+    observer = tell_all(measured, ReceiveSpans(), traced)
     may_compute = recomputes and config.who_computes != "never"
     metaserver = MetaserverClient(config, setup.host, may_compute, observer, secret)
     prefill = PrefillClient(setup.peers, config, observer)
@@ -348,14 +342,14 @@ def _worker(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connected:
         if setup.prefills:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             measured = PrefillStats(rank)
-            observer = tell_all(PrefillObserver, measured, prefill_trace(config.trace_dir, rank))
+            observer = tell_all(measured, prefill_trace(config.trace_dir, rank))
             caches_of, in_order = caches_of_layers(specs), layers_in_order(caches.layers)
             prefill = PrefillWorker(
                 rank, config, device, engine, caches, step_tokens, weights, observer, caches_of, in_order, setup.peers
             )
             opened.callback(prefill.close, CLOSE_TIMEOUT_S)
             return Connected(prefill, lambda: measured.take(prefill.status) or no_stats(), opened.pop_all())
-        traced = tell_all(DecodeObserver, decode_trace(config.trace_dir, rank))
+        traced = tell_all(decode_trace(config.trace_dir, rank))
         # Where lost blocks are named, vLLM computes from the first of them on without asking the scheduler's connector.
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         asks_again = config.who_computes == "never" and policy == "recompute"

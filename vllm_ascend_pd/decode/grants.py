@@ -21,7 +21,7 @@ from vllm_ascend_pd.core.bounds import MAX_CACHED_WRITES, MAX_EXPECTED_WRITES, M
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
 from vllm_ascend_pd.core.layout import Order, RankCaches
-from vllm_ascend_pd.core.observer import DecodeObserver
+from vllm_ascend_pd.core.observer import Observer, TicketClosed, TicketExpected
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     Granted,
@@ -255,7 +255,7 @@ class GrantService:
         sharding: Sharding,
         loaded: LoadedWeights,
         arrivals: ArrivalQueue,
-        observer: DecodeObserver,
+        observer: Observer,
         apply_s: float,
     ) -> None:
         """`caches`, `rank`, `sharding`: as `expected_writers` has them. `loaded`: this engine's weights. `arrivals`:
@@ -288,7 +288,7 @@ class GrantService:
         """Takes what the scheduler says in a step. `tickets`: those of `step.expects`."""
         for new in tickets:
             self._open[new.ticket.ticket_id] = new
-            self._observer.ticket_received(new.expect.request_id, new.ticket.ticket_id)
+            self._observer.on(TicketExpected(new.expect.request_id, new.ticket.ticket_id))
         for ticket_id in step.prefilled:  # the metaserver has answered: no further prefill rank will ask for a grant
             if each := self._open.get(ticket_id):
                 each.ticket.prefill_has_ended(now, self._config.settle_timeout_s)
@@ -453,7 +453,7 @@ class GrantService:
         while len(self._closed) > MAX_TOMBSTONES:
             self._closed.popitem(last=False)
         is_received = ticket.state is TicketState.RECEIVED
-        self._observer.ticket_ended(request_id, ticket_id, is_received)
+        self._observer.on(TicketClosed(request_id, ticket_id, is_received))
         received = (ticket.num_bytes, ticket.bytes_before_end) if is_received else None
         verified, prefill = each.expect.verified, ticket.sharding
         if received is not None and verified is not None and prefill is not None:

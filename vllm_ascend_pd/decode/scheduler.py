@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
+from vllm_ascend_pd.core.observer import KvVerified, Observer, ReceiveEnded, ReceiveFailed, ThresholdSet, TicketIssued
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
 from vllm_ascend_pd.core.reasons import Reason, ReceiveFailure
 from vllm_ascend_pd.core.role import ConnectorRole
@@ -146,7 +146,7 @@ class DecodeScheduler(ConnectorRole):
         placement: PromptPlacement,
         idle: IdleWait,
         failed_wait_s: float,
-        observer: DecodeSchedulerObserver | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._issuer = issuer
         self._requests = requests
@@ -155,7 +155,7 @@ class DecodeScheduler(ConnectorRole):
         self._routes = routes
         self._idle = idle
         self._failed_wait_s = failed_wait_s
-        self._observer = observer or DecodeSchedulerObserver()
+        self._observer = observer or Observer()
         self._transfers: dict[str, _IncomingTransfer] = {}  # by request id
         self._by_ticket: dict[str, _IncomingTransfer] = {}  # the same, by ticket id
         self._to_send: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
@@ -267,7 +267,7 @@ class DecodeScheduler(ConnectorRole):
             transfer.cached_tokens = earlier.cached_tokens  # since then, prefill has cached what it computed
         self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
         self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
-        self._observer.ticket_issued(request.request_id, ticket, request.trace_headers)
+        self._observer.on(TicketIssued(request.request_id, ticket, request.trace_headers))
         return transfer
 
     @owned
@@ -328,9 +328,9 @@ class DecodeScheduler(ConnectorRole):
         These end whatever the policy: vLLM may have their next steps under way.
         """
         for result, count in report.verified.items():
-            self._observer.verified(result, count)
+            self._observer.on(KvVerified(result, count))
         for request_id, (reason, blocks) in report.overwritten.items():
-            self._observer.transfer_failed(ReceiveFailure.OVERWRITTEN)
+            self._observer.on(ReceiveFailed(ReceiveFailure.OVERWRITTEN))
             self._blocks.evict(blocks)
             self._to_end.append(request_id)
             if transfer := self._transfers.get(request_id):  # otherwise that step has ended it
@@ -358,10 +358,8 @@ class DecodeScheduler(ConnectorRole):
             tokens = transfer.ticket.num_tokens - transfer.ticket.remote_cached_tokens
             self._placement.delivered(tokens, lasted_s, transfer.prefill_wait_s)
         num_bytes, early_bytes = transfer.received
-        ending = ReceiveEnding(
-            transfer.ticket, lasted_s, num_bytes, early_bytes, transfer.cause, transfer.failure or ""
-        )
-        self._observer.transfer_ended(transfer.request_id, ending)
+        how = transfer.cause, transfer.failure or ""
+        self._observer.on(ReceiveEnded(transfer.request_id, transfer.ticket, lasted_s, num_bytes, early_bytes, *how))
         self._forget_if_over(transfer)
 
     def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
@@ -431,7 +429,7 @@ class DecodeScheduler(ConnectorRole):
     @owned
     def started(self) -> None:
         """This engine's ranks have started."""
-        self._observer.threshold_set(self._placement.threshold())
+        self._observer.on(ThresholdSet(self._placement.threshold()))
 
     @owned
     def renamed(self, engine_id: str) -> None:
@@ -470,7 +468,7 @@ class DecodeScheduler(ConnectorRole):
         transfer.failure, transfer.cause, transfer.may_follow = reason, cause, may_follow
         if not transfer.request_ended:
             self._failed_waits[transfer.request_id] = time.monotonic() + self._failed_wait_s
-        self._observer.transfer_failed(cause)
+        self._observer.on(ReceiveFailed(cause))
         ticket_id = transfer.ticket.ticket_id
         self._to_send.pop(ticket_id, None)
         if transfer.route is not None:

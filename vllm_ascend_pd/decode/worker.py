@@ -20,7 +20,7 @@ import msgspec
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
-from vllm_ascend_pd.core.observer import DecodeObserver
+from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.role import ConnectorRole, TransferResults
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
@@ -54,7 +54,7 @@ class DecodeWorker(ConnectorRole):
         engine: TransferEngine,
         caches: RegisteredCaches,
         loaded: LoadedWeights | None = None,
-        observer: DecodeObserver | None = None,
+        observer: Observer | None = None,
         fails_by_request: bool = True,
         peers: Peers | None = None,
     ) -> None:
@@ -83,7 +83,7 @@ class DecodeWorker(ConnectorRole):
         self._num_open = 0
         # Whether the last step brought something that had ended.
         self._brought = False
-        self._observer = observer or DecodeObserver()
+        self._observer = observer or Observer()
         self._arrivals = ArrivalQueue()
         # What the scheduler has not been told of.
         self._report = WorkerReport()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 
+from vllm_ascend_pd.core.observer import PushDelayed
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S
@@ -94,7 +95,7 @@ class BufferTurns:
             self._end(push, began)
         with self._changed:
             self._reads = [push for push in self._reads if push not in reads]
-        self._rank.observer.backpressure(time.monotonic() - began)
+        self._rank.observer.on(PushDelayed(time.monotonic() - began))
 
     def _is_written(self, layers: Collection[str]) -> bool:
         if self._written is None or not (buffers := self._buffers_of(layers)):

@@ -17,6 +17,7 @@ from functools import partial
 
 from vllm_ascend_pd.core.checksum import is_selected
 from vllm_ascend_pd.core.compatibility import foreign, misfit, unsound
+from vllm_ascend_pd.core.observer import GrantAnswered, OutcomeReported, WritingEnded
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey
 from vllm_ascend_pd.core.protocol import (
     Describe,
@@ -372,8 +373,7 @@ class ControlPlane:
         state = transfer.state
         is_writing = transfer.is_finishing and state.phase is Phase.WRITING
         if is_writing and state.finish(time.monotonic()) is not None:
-            num_bytes, early_bytes = state.arrived()
-            self._rank.observer.transfer_ended(transfer.ticket, num_bytes, early_bytes, state.cause)
+            self._rank.observer.on(WritingEnded(transfer.ticket, *state.arrived(), state.cause))
         notify, due, is_over = state.notify(self._rank.running_time()), state.due(time.monotonic()), state.end()
         for key in due:
             self._ask(transfer, key)
@@ -406,7 +406,7 @@ class ControlPlane:
     def _on_grant(
         self, transfer: Transfer, key: RankKey, asked_at: float, renewal: bool, answer: Message | SideChannelError
     ) -> None:
-        self._rank.observer.grant_answered(transfer.ticket, key, asked_at, renewal, type(answer).__name__)
+        self._rank.observer.on(GrantAnswered(transfer.ticket, key, asked_at, renewal, type(answer).__name__))
         if transfer.state.answered(key, asked_at, answer):
             transfer.sender.finish([transfer])
         elif isinstance(answer, GrantRefused):
@@ -423,7 +423,7 @@ class ControlPlane:
         if not pending:
             if not transfer.is_notified:
                 transfer.is_notified = True
-                self._rank.observer.transfer_reported(transfer.ticket)
+                self._rank.observer.on(OutcomeReported(transfer.ticket))
                 if state.failure is not None:
                     logger.warning(
                         "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.observer import PushDelayed
 from vllm_ascend_pd.core.plan import regroupable, slot_bytes
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.running_time import RunningTime
@@ -237,7 +238,7 @@ class Regrouper:
         slot, waited_s = self._acquire(step_send)
         try:
             if waited_s:
-                self._rank.observer.backpressure(waited_s)
+                self._rank.observer.on(PushDelayed(waited_s))
             if step_send.route.packs:
                 self._pack(push, tensors, slot)
             else:
@@ -319,7 +320,7 @@ class Regrouper:
                     holder.give_up_ungranted(reason)
             return self.ring.acquire(step_send, self._slot_timeout_s), time.monotonic() - began
         except TimeoutError:
-            self._rank.observer.backpressure(time.monotonic() - began)
+            self._rank.observer.on(PushDelayed(time.monotonic() - began))
             raise
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.core.caches import CacheGroup
-from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
+from vllm_ascend_pd.core.observer import Observer, PushBegun, PushEnded, TicketRefused
 from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, PrefillStep, ScheduledRequest, Send, WorkerReport
 from vllm_ascend_pd.core.threads import owned
@@ -59,7 +59,7 @@ class PrefillScheduler(ConnectorRole):
         blocks: EngineBlocks,
         idle: IdleWait,
         admission: TicketAdmission,
-        observer: PrefillSchedulerObserver | None = None,
+        observer: Observer | None = None,
         held: HeldPrompts | None = None,
         *,
         awaits_outputs: bool = False,
@@ -79,7 +79,7 @@ class PrefillScheduler(ConnectorRole):
         self._refused: dict[str, str] = {}  # requests whose prompts are not sent -> why
         self._served: set[str] = set()  # ids of the tickets of all transfers
         self._step = PrefillStep()  # the next one
-        self._observer = observer or PrefillSchedulerObserver()
+        self._observer = observer or Observer()
 
     @property
     def has_pending_pushes(self) -> bool:
@@ -164,8 +164,8 @@ class PrefillScheduler(ConnectorRole):
 
     def _refuse(self, request: ScheduledRequest, reason: str) -> None:
         self._refused[request.request_id] = reason
-        self._observer.transfer_began(request.request_id, request.trace_headers)
-        self._observer.ticket_refused(request.request_id, reason)
+        self._observer.on(PushBegun(request.request_id, request.trace_headers))
+        self._observer.on(TicketRefused(request.request_id, reason))
 
     def _parse(self, request: ScheduledRequest, params: object) -> Ticket:
         return parse_ticket(params, request.num_prompt_tokens, self._groups)
@@ -189,7 +189,7 @@ class PrefillScheduler(ConnectorRole):
         transfer = OutgoingTransfer.of(prompt, ticket, self._groups)
         self._served.add(ticket.ticket_id)
         self._transfers[request.request_id] = transfer
-        self._observer.transfer_began(request.request_id, request.trace_headers)
+        self._observer.on(PushBegun(request.request_id, request.trace_headers))
         return transfer
 
     @owned
@@ -425,6 +425,6 @@ class PrefillScheduler(ConnectorRole):
         if (transfer := self._transfers.pop(request_id, None)) is not None:
             self._served.discard(transfer.ticket.ticket_id)
             self._admission.ended(transfer.ticket, delivered=transfer.failure is None)
-            self._observer.transfer_ended(request_id, transfer.ticket, transfer.failure)
+            self._observer.on(PushEnded(request_id, transfer.ticket, transfer.failure))
             if self._held is not None:
                 self._held.inbox.ended(transfer.ticket.ticket_id)

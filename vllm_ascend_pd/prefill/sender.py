@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from vllm_ascend_pd.core.observer import LayerWritten, PushDelayed, RegroupAwaited, WriteEnded, WriteRetried
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.device.base import DeviceError
@@ -142,7 +143,7 @@ class Sender(TransferQueue):
             waited_s = time.monotonic() - began
         self._tasks.put(push)
         if waited_s:
-            self._observer.backpressure(waited_s)
+            self._observer.on(PushDelayed(waited_s))
 
     # On any thread.
 
@@ -363,7 +364,7 @@ class Sender(TransferQueue):
             push.ready.wait(max(0.0, deadline - computed_at))
             waited_s = time.monotonic() - computed_at
         if push.step_send.route.is_staged:
-            self._observer.regroup_waited(waited_s)
+            self._observer.on(RegroupAwaited(waited_s))
 
     def _end_write(self, write: _Write) -> None:
         """Counts a write that is over. After an error, writes each layer of each request by itself."""
@@ -374,7 +375,7 @@ class Sender(TransferQueue):
                 push.step_send.arrived(target.key, num_bytes, delivered)
                 if len(delivered) < len(ticket_ids):
                     num_bytes, ticket_ids = [num_bytes[i] for i in delivered], [ticket_ids[i] for i in delivered]
-                self._observer.write_ended(push.layer, target.key, write.begun_at, ticket_ids, num_bytes)
+                self._observer.on(WriteEnded(push.layer, target.key, write.begun_at, ticket_ids, num_bytes))
             except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
                 _fail(push, unexpected)
 
@@ -382,7 +383,7 @@ class Sender(TransferQueue):
         """Gives the layer's staging slot and its room in the queue back, after all its writes are over."""
         try:
             if push.begun:
-                self._observer.layer_written(time.monotonic() - push.begun)
+                self._observer.on(LayerWritten(time.monotonic() - push.begun))
         except Exception as error:  # noqa: BLE001 - the layer's requests report it
             _fail(push, error)
         finally:
@@ -407,7 +408,7 @@ class Sender(TransferQueue):
             transfer = push.step_send.transfers[i]
             if not transfer.state.await_write(key):
                 continue
-            self._observer.write_retried()
+            self._observer.on(WriteRetried())
             try:
                 self._write_twice(push, target, i)
             except TransferError as final:
@@ -436,7 +437,7 @@ class Sender(TransferQueue):
             self._mark_in_flight(push, (request,), error)
             time.sleep(_RETRY_PAUSE_S)
             if transfer.state.await_write(target.key):
-                self._observer.write_retried()
+                self._observer.on(WriteRetried())
                 once()
 
     def _mark_in_flight(self, push: LayerPush, requests: Sequence[int], error: TransferError) -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import BlockKind
-from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus
+from vllm_ascend_pd.core.observer import LayerComputed, Observer, PrefillStatus, RegroupSubmitted, StepBegun, StepEnded
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.role import ConnectorRole, TransferResults
@@ -52,7 +52,7 @@ class PrefillWorker(ConnectorRole):
         caches: RegisteredCaches,
         step_tokens: int,
         loaded: LoadedWeights | None = None,
-        observer: PrefillObserver | None = None,
+        observer: Observer | None = None,
         caches_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
         in_order: Sequence[Sequence[str]] = (),
         peers: Peers | None = None,
@@ -75,7 +75,7 @@ class PrefillWorker(ConnectorRole):
             engine,
             caches,
             loaded or LoadedWeights(),
-            observer or PrefillObserver(),
+            observer or Observer(),
             peers=peers or Peers(),
         )
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", rank.loaded)
@@ -141,7 +141,7 @@ class PrefillWorker(ConnectorRole):
         self._unnamed.start_step()
         self._written = None
         parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends]
-        self._observer.step_began(self._plan.number, parts)
+        self._observer.on(StepBegun(self._plan.number, parts))
         if not step.computes:  # vLLM does not say that such a step ends
             self._forward_ended = True
             self.end_step()
@@ -227,7 +227,7 @@ class PrefillWorker(ConnectorRole):
             for layer in list(plan.unsaved):
                 self._push_layer(plan, layer, event, is_announced=False)
         computed = self._device.record_event() if plan.last else None
-        self._observer.step_ended(computed)
+        self._observer.on(StepEnded(computed))
         if computed is not None:
             for transfer in plan.last:
                 transfer.computed = computed
@@ -338,7 +338,7 @@ class PrefillWorker(ConnectorRole):
         `is_announced`: whether the layer was computed just now, and not at an unknown time of the step.
         """
         plan.unsaved.pop(layer, None)
-        self._observer.layer_computed(layer, computed)
+        self._observer.on(LayerComputed(layer, computed))
         pushes, of_layer, ready = [], self._caches.layers_by_geometry.get(layer, {}), computed
         if plan.checksums:
             steps = [(each, tensors) for index, tensors in of_layer.items() for each in plan.checksums.get(index, ())]
@@ -357,7 +357,7 @@ class PrefillWorker(ConnectorRole):
                 sender.put_layer(push, self._rank.config.write_timeout_s)
                 pushes.append(push)
                 if step_send.route.is_staged:
-                    self._observer.regroup_submitted(layer, step_send.ticket_ids, computed, push.ready)
+                    self._observer.on(RegroupSubmitted(layer, step_send.ticket_ids, computed, push.ready))
         if self._turns is not None and is_announced:
             self._turns.read(layer, pushes)
 
