@@ -22,7 +22,7 @@ from harness.ranks import Pair
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector.caches import cache_groups, caches_of_layers, layer_specs
-from vllm_ascend_pd.connector.vllm_view import VllmRequests
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.layout import LayerSpec, Order
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep

@@ -23,7 +23,8 @@ from mutate import hostile_bytes, json_text, msgpack
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.config import ConfigError, UserConfig, parse_config
 from vllm_ascend_pd.core.protocol import PROTOCOL_VERSION, ProtocolError, RankDescription, decode, encode
-from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
+from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
+from vllm_ascend_pd.core.ticket_params import carries_ticket, wants_ticket
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
 from vllm_ascend_pd.decode import metaserver
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from harness.scheduling import remembered
 from simulation.kernel import Process, kernel
 from simulation.scenario import BLOCK
-from vllm_ascend_pd.core.ticket import carries_ticket
+from vllm_ascend_pd.core.ticket_params import carries_ticket
 
 if TYPE_CHECKING:
     from simulation.engine import Engine, Part, Rank

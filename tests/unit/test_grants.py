@@ -31,8 +31,9 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.step import DecodeStep, Expect
 from vllm_ascend_pd.core.topology import RankInfo, Sharding, TopologyError, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
-from vllm_ascend_pd.decode import grants
-from vllm_ascend_pd.decode.grants import ArrivalQueue, GrantService, OpenTicket
+from vllm_ascend_pd.decode import expected_writers, grants
+from vllm_ascend_pd.decode.arrivals import ArrivalQueue
+from vllm_ascend_pd.decode.grants import GrantService, OpenTicket
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 
@@ -182,7 +183,7 @@ def test_a_ticket_with_ever_new_shapes_of_prefill_costs_no_more_than_a_few(rank:
 
 
 def test_writers_that_were_worked_out_are_kept_within_a_bound(monkeypatch) -> None:
-    monkeypatch.setattr(grants, "MAX_CACHED_WRITES", 10)
+    monkeypatch.setattr(expected_writers, "MAX_CACHED_WRITES", 10)
     calls: list[int] = []
 
     def expected(prefill: Sharding, replica: int, draft: str) -> frozenset[tuple[int, int]]:
@@ -191,7 +192,7 @@ def test_writers_that_were_worked_out_are_kept_within_a_bound(monkeypatch) -> No
             raise TopologyError("they do not fit")
         return frozenset((tensor, 0) for tensor in range(4))
 
-    writers = grants.ExpectedWriters(expected)
+    writers = expected_writers.ExpectedWriters(expected)
 
     def of(replica: int) -> object:
         each: Any = SimpleNamespace(shapes_worked_out=0)
@@ -207,6 +208,6 @@ def test_writers_that_were_worked_out_are_kept_within_a_bound(monkeypatch) -> No
 
 
 def test_no_more_writers_are_worked_out_than_an_engine_can_have(monkeypatch) -> None:
-    monkeypatch.setattr(grants, "MAX_EXPECTED_WRITES", 1)
+    monkeypatch.setattr(expected_writers, "MAX_EXPECTED_WRITES", 1)
     with pytest.raises(TopologyError, match="more than 1 pairs of a tensor and its writer"):
-        grants.expected_writers(RankCaches((GEOMETRY,), THEIRS), 0, sharding(1), sharding(1), 0, "")
+        expected_writers.expected_writers(RankCaches((GEOMETRY,), THEIRS), 0, sharding(1), sharding(1), 0, "")

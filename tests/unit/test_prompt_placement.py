@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.engine_view import EngineSteps
 from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.reasons import Decision, Reason
-from vllm_ascend_pd.core.step import EngineSteps
-from vllm_ascend_pd.core.ticket import prefill_wait_s
+from vllm_ascend_pd.core.ticket_params import prefill_wait_s
 from vllm_ascend_pd.decode.who_computes import CostLine, PromptPlacement, StepTimes, TimeBudget
 
 STEP = 2048

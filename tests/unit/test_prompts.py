@@ -23,7 +23,7 @@ from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector import weights
 from vllm_ascend_pd.connector.model import media_hashing as hashing_of
-from vllm_ascend_pd.connector.vllm_view import VllmRequests
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.prompt_digest import (
     PromptDigest,

@@ -12,14 +12,9 @@ import torch
 
 from harness.states import GATED_DELTA, MAMBA1, MAMBA2, ONE_GROUP, TWO_GROUPS, States
 from vllm_ascend_pd.core.caches import RegisteredCaches, StateGroup, StateSpec, describe
-from vllm_ascend_pd.core.layout import (
-    LayerSpec,
-    LayerState,
-    LayoutError,
-    Section,
-    partition_states,
-)
+from vllm_ascend_pd.core.layout import LayerSpec, LayoutError
 from vllm_ascend_pd.core.plan import Units, descriptors, make_route
+from vllm_ascend_pd.core.states import LayerState, Section, partition_states
 from vllm_ascend_pd.core.topology import sharding
 
 NUM_BLOCKS = 4

@@ -30,7 +30,7 @@ from vllm_ascend_pd.connector import patches
 from vllm_ascend_pd.connector.caches import cache_groups, lost_blocks_say_all
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.decode.grants import Arrivals
+from vllm_ascend_pd.decode.arrivals import Arrivals
 from vllm_ascend_pd.decode.worker import DecodeWorker
 
 BLOCK = 4

@@ -28,15 +28,9 @@ from vllm_ascend_pd.connector.caches import (
     readers_of_others,
 )
 from vllm_ascend_pd.connector.int8_caches import int8_caches
+from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
-from vllm_ascend_pd.connector.model import (
-    draft_summary,
-    media_hashing,
-    model_settings,
-    model_summary,
-    unsupported_weights,
-    warn_of_known_faults,
-)
+from vllm_ascend_pd.connector.model import draft_summary, media_hashing, model_settings, model_summary
 from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
 from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_weight_updates import follow
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_engine, follow_worker
@@ -49,20 +43,18 @@ from vllm_ascend_pd.connector.setup import (
     sharding,
     shared_engine,
 )
-from vllm_ascend_pd.connector.vllm_view import (
-    ASKS_SCHEDULER_FOR_STATS,
-    HAS_TRANSFER_RESULTS,
-    VllmBlocks,
-    VllmRequests,
-)
+from vllm_ascend_pd.connector.unsupported import unsupported_weights
+from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
+from vllm_ascend_pd.connector.vllm_view import ASKS_SCHEDULER_FOR_STATS, HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.caches import BlockNeeds, CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
 from vllm_ascend_pd.core.config import ConfigError
+from vllm_ascend_pd.core.engine_view import EngineSteps
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.layout import LayoutError
 from vllm_ascend_pd.core.observer import tell_all
 from vllm_ascend_pd.core.role import ConnectorRole
-from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient

@@ -17,14 +17,13 @@ from vllm_ascend_pd.core.layout import (
     CacheTensor,
     Geometry,
     LayerSpec,
-    LayerState,
     LayoutError,
     Order,
     Packing,
     RankCaches,
     block_geometry,
-    state_geometries,
 )
+from vllm_ascend_pd.core.states import LayerState, state_geometries
 
 # Cache groups: which of a request's blocks hold which of its tokens.
 

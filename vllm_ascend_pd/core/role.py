@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, ScheduledRequest, WorkerReport
+from vllm_ascend_pd.core.engine_view import ScheduledRequest
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, WorkerReport
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.observer import KvVerified, Observer, ReceiveEnded, ReceiveFailed, ThresholdSet, TicketIssued
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
 from vllm_ascend_pd.core.reasons import Reason, ReceiveFailure
 from vllm_ascend_pd.core.role import ConnectorRole
-from vllm_ascend_pd.core.step import DecodeStep, EngineBlocks, EngineRequests, ScheduledRequest, WorkerReport
+from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import (
-    Ticket,
-    is_pulled,
-    names_prefill,
-    prefill_wait_s,
-    wants_ticket,
-    wants_token_ids,
-)
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.ticket_params import is_pulled, names_prefill, prefill_wait_s, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.bootstrap import RouteError
 from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement

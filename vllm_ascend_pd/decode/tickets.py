@@ -15,14 +15,16 @@ import msgspec
 
 from vllm_ascend_pd.core.caches import CacheGroup, left_to_decode
 from vllm_ascend_pd.core.checksum import column_tokens, is_selected
+from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
 from vllm_ascend_pd.core.protocol import TransferFailure
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import signature_in
 from vllm_ascend_pd.core.signing import signed
-from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest, VerifiedBlocks
-from vllm_ascend_pd.core.ticket import METASERVER_SIGNATURE, Ticket, names_prefill
+from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE, names_prefill
 from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient

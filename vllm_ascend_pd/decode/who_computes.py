@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Set
 from typing import TypeAlias
 
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, EngineSteps, ScheduledRequest
 from vllm_ascend_pd.core.observer import Observer, PromptPlaced, ThresholdSet
 from vllm_ascend_pd.core.reasons import Decision, Reason
-from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, EngineSteps, ScheduledRequest
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, WHO_COMPUTES, prefill_wait_s
+from vllm_ascend_pd.core.ticket_params import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, WHO_COMPUTES, prefill_wait_s
 
 FIRST_TOKENS = 64
 """Most prompt tokens that are trusted to be cheap before anything was measured. A step of so few takes hardly longer

@@ -27,14 +27,9 @@ from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
+from vllm_ascend_pd.decode.arrivals import ArrivalQueue, Arrivals
 from vllm_ascend_pd.decode.checksums import Verifier
-from vllm_ascend_pd.decode.grants import (
-    UNKNOWN_WEIGHTS,
-    ArrivalQueue,
-    Arrivals,
-    GrantService,
-    OpenTicket,
-)
+from vllm_ascend_pd.decode.grants import UNKNOWN_WEIGHTS, GrantService, OpenTicket
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.peers import Peers

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_ascend_pd.core.checksum import is_selected
-from vllm_ascend_pd.core.compatibility import foreign, misfit, unsound
+from vllm_ascend_pd.core.compatibility import misfit
+from vllm_ascend_pd.core.described_engine import foreign, unsound
 from vllm_ascend_pd.core.observer import GrantAnswered, OutcomeReported, WritingEnded
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey
 from vllm_ascend_pd.core.protocol import (

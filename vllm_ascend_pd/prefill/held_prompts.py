@@ -15,19 +15,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_ascend_pd.core.caches import BlockNeeds
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import sign_listener
-from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import (
-    TICKET_HOST,
-    TICKET_LISTENER_SIGNATURE,
-    TICKET_PORT,
-    TRANSFER_ID,
-    Ticket,
-    TicketError,
-)
+from vllm_ascend_pd.core.ticket import Ticket, TicketError
+from vllm_ascend_pd.core.ticket_params import TICKET_HOST, TICKET_LISTENER_SIGNATURE, TICKET_PORT, TRANSFER_ID
 from vllm_ascend_pd.prefill.holding_room import HoldingRoom
 from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt
 from vllm_ascend_pd.prefill.ticket_listener import EARLY_S, Fate, OfferedTicket, TicketListener

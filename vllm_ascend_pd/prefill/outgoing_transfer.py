@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.engine_view import EngineBlocks, ScheduledRequest
 from vllm_ascend_pd.core.plan import NULL_BLOCK
-from vllm_ascend_pd.core.step import EngineBlocks, ScheduledRequest
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
 
 

@@ -10,19 +10,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.core.caches import CacheGroup
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.observer import Observer, PushBegun, PushEnded, TicketRefused
 from vllm_ascend_pd.core.role import ConnectorRole
-from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, PrefillStep, ScheduledRequest, Send, WorkerReport
+from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import (
+from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
+from vllm_ascend_pd.core.ticket_params import (
     MAX_TRANSFER_ID_CHARS,
     TRANSFER_ID,
-    Ticket,
-    TicketError,
     carries_ticket,
     expects_ticket,
     is_transfer_id,
-    parse_ticket,
 )
 from vllm_ascend_pd.prefill.held_prompts import HeldPrompts
 from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt, OutgoingTransfer, WindowHolds

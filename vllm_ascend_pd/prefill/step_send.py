@@ -142,7 +142,7 @@ class StepSend:
         """Returns some requests' copies to a decode tensor of the geometry `theirs`, and the bytes of each request.
 
         Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. `foreign` of
-        `core/compatibility.py` has checked that the engine has the blocks that its tickets name.
+        `core/described_engine.py` has checked that the engine has the blocks that its tickets name.
         """
         src = self.src_units + share.plane * self.plane_bytes
         dst, owner = self.units.offsets(self.d_blocks, theirs), self.units.owner
