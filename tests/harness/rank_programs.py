@@ -231,7 +231,7 @@ class PrefillRank(_RankBase):
         self.worker.preempted(step)
         self.worker.start_step(step)
         if not step.computes:  # vLLM calls neither the layers' hooks nor the step's end
-            self.worker.forward_ended()
+            self.worker.end_forward()
             return
         # All before the first layer: nothing in between may wait for the device, as nothing in a model does.
         values = {layer: self.values(layer, step, prompts) for layer in self.side.layers_of(self.pp_rank, self.model)}
@@ -240,13 +240,13 @@ class PrefillRank(_RankBase):
             if layer in own:
                 self.worker.await_buffer(layer_name(layer))
                 self.compute(layer, values.pop(layer, []))
-                self.worker.layer_computed(layer_name(layer))
+                self.worker.push_layer(layer_name(layer))
                 if self.model.whole_from is not None:
-                    self.worker.layer_computed(f"{layer_name(layer)}.index_cache")
+                    self.worker.push_layer(f"{layer_name(layer)}.index_cache")
         for layer, copies in values.items():
             self.worker.await_buffer(layer_name(layer))
             self.compute(layer, copies)
-        self.worker.forward_ended()
+        self.worker.end_forward()
         if hooks.ended:
             self.worker.end_step()
 

@@ -140,7 +140,7 @@ def _prefill_answer(data: bytes) -> None:
 
 def _metaserver_answer(data: bytes) -> None:
     for status in (200, 302, 404, 500, 502):
-        failure = metaserver.judge(status, data)
+        failure = metaserver.failure_of(status, data)
         if failure is not None and (len(failure.text) > 1000 or not failure.text.isprintable()):
             raise AssertionError(failure.text)
 

@@ -103,7 +103,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             Edit(
                 "prefill.sender:Sender._end_write",
-                "delivered = write.live if write.error is None else self._write_apart(push, target, write)",
+                "delivered = self._write_apart(push, target, write) if write.errors else write.live",
                 "delivered = write.live",
             ),
         ),
@@ -160,7 +160,7 @@ MUTANTS: dict[str, Mutant] = {
     "blocks of an ended request are freed while they are read": Mutant(
         (
             Edit(
-                "prefill.scheduler:PrefillScheduler.request_ended",
+                "prefill.scheduler:PrefillScheduler.end_request",
                 "self._step.finished[request_id] = incomplete\n    return True, params",
                 "self._step.finished[request_id] = incomplete\n    return False, params",
             ),

@@ -99,7 +99,7 @@ class Oracle:
 
     @property
     def backpressure_s(self) -> float:
-        """How long a layer may wait for room, as `PrefillWorker.layer_computed` says."""
+        """How long a layer may wait for room, as `PrefillWorker.push_layer` says."""
         config = self._world.config
         return config.control_timeout_s + 2 * config.write_timeout_s + self._world.settle_s
 

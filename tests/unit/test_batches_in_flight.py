@@ -77,7 +77,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
             NAMES[block - 1] for [[block]] in (t.ticket.remote_block_ids for t in write.layers[0].step_send.transfers)
         }
         assert not engine.in_flight & names
-        engine.log.append(f"done {min(names)[0]}: {write.error.reason if write.error else 'well'}")
+        engine.log.append(f"done {min(names)[0]}: {write.error.reason if write.errors else 'well'}")
         end_write(sender, write)
 
     monkeypatch.setattr(Sender, "_end_write", ended)

@@ -106,7 +106,9 @@ def test_what_a_worker_has_opened_is_closed_if_it_cannot_be_built(monkeypatch: p
     monkeypatch.setattr(build_worker, "make_device", lambda kind: device)
     monkeypatch.setattr(build_worker, "_rank_info", lambda setup: SimpleNamespace(pp_rank=0, rank=0, share=None))
     monkeypatch.setattr(build_worker, "layer_specs", lambda *args: {})
-    monkeypatch.setattr(build_worker, "describe", lambda *args, **kwargs: SimpleNamespace(regions=list, in_turn=()))
+    monkeypatch.setattr(
+        build_worker, "describe", lambda *args, **kwargs: SimpleNamespace(regions=list, sharing_buffers=())
+    )
     monkeypatch.setattr(build_worker, "readers_of_others", lambda config: None)
     monkeypatch.setattr(build_worker, "TransferEngine", Engine)
     config: Any = SimpleNamespace()

@@ -296,7 +296,7 @@ def test_a_layer_is_written_once_its_checksums_are_taken(transfers):
     worker._caches = SimpleNamespace(layers_by_geometry={LAYERS[0]: {0: tensors}}, quantize={})
     with sending(calls) as sender:
         checksums: Any = object()
-        worker._push_layer(StepPlan(sends={0: [(sender, step_send)]}, checksums={0: [checksums]}), LAYERS[0], Done())
+        worker._put_layer(StepPlan(sends={0: [(sender, step_send)]}, checksums={0: [checksums]}), LAYERS[0], Done())
         assert not calls.begun.acquire(timeout=0.05)
         taken.set()
         assert sender.barrier().wait(10)
@@ -403,7 +403,7 @@ def test_an_error_at_the_end_of_transfers_ends_the_sender_and_fails_no_other_req
         sender.put_layer(pushes(others)[0], 1.0)
         held.let_go()
         sender._thread.join(5)
-        assert sender.ended
+        assert sender.has_ended
         with pytest.raises(RuntimeError, match="an error of its own"):
             sender.check()
     assert others[0].state.failure is None

@@ -24,7 +24,7 @@ def send(clock: Clock, of: Pace, num_bytes: int, seconds: float) -> float:
     started = clock.now
     slept = of.pause_s(num_bytes, started)
     clock.now = started + max(slept, seconds)
-    of.arrived(num_bytes, started)
+    of.learn(num_bytes, started)
     return slept
 
 

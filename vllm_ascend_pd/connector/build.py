@@ -370,7 +370,7 @@ def _rank_info(setup: EngineSetup) -> RankInfo:
 
 def _check_buffers(caches: RegisteredCaches) -> None:
     """Raises LayoutError if layers of a decode engine use a buffer in turn: it needs the KV of all of them."""
-    for one, other in caches.in_turn:
+    for one, other in caches.sharing_buffers:
         raise LayoutError(
             f"{one} and {other} use one buffer in turn, which decode cannot: remove "
             "layerwise_num_shared_buffers from AscendStoreConnector's kv_connector_extra_config"

@@ -63,7 +63,7 @@ class VllmBlocks:
     def weight_updates(self) -> dict[str, int]:
         return dict(self._updates)
 
-    def arrived(self, request: Any) -> None:
+    def add_request(self, request: Any) -> None:
         if request.lora_request is not None:
             self._adapters.read(request.lora_request)
             self._unread[request.request_id] = request

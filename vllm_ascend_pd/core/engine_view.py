@@ -94,7 +94,7 @@ class EngineBlocks(Protocol):
     def bind(self, pool: Any) -> None:
         """Takes the engine's block pool."""
 
-    def arrived(self, request: ScheduledRequest) -> None:
+    def add_request(self, request: ScheduledRequest) -> None:
         """Takes a new request, before it is looked up in the prefix cache."""
 
     def take_adapters(self) -> None:

@@ -217,7 +217,7 @@ class PrefillTicket:
             return self.failure is None
 
     @owned
-    def arrived(self) -> tuple[int, int]:
+    def delivered_bytes(self) -> tuple[int, int]:
         """Returns how many bytes have arrived, in all and before the last layer was computed."""
         ranks = (self.destinations or {}).values()
         return sum(rank.num_bytes for rank in ranks), sum(rank.early_bytes for rank in ranks)

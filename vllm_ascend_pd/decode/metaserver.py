@@ -172,7 +172,7 @@ class MetaserverClient(TicketClient):
         retries, attempt, where = self._config.metaserver_retries, 0, f"metaserver {clean(post.to.url)}"
         while True:
             try:
-                failure = judge(*await self._send(post.to, "", post.content))
+                failure = failure_of(*await self._send(post.to, "", post.content))
             except HTTP_FAILURES as error:
                 failure = _explain(post.to.url, error, self._tls.ssl_certfile is not None)
             if failure is None:
@@ -276,7 +276,7 @@ class _PrefillFailed(msgspec.Struct):
     may_follow: bool = False
 
 
-def judge(status: int, body: bytes) -> PostFailure | None:
+def failure_of(status: int, body: bytes) -> PostFailure | None:
     """Returns what an answer to a post means: None if the metaserver accepted the ticket."""
     if 200 <= status < 300:
         return None

@@ -167,8 +167,8 @@ class DecodeScheduler(ConnectorRole):
         self._blocks.bind(pool)
 
     @owned
-    def arrived(self, request: ScheduledRequest) -> None:
-        self._blocks.arrived(request)
+    def add_request(self, request: ScheduledRequest) -> None:
+        self._blocks.add_request(request)
         if self._placement.computes_no_prompt and (reason := why_refused(request)) is not None:
             request.skip_reading_prefix_cache = False  # with it, vLLM would compute the prompt whatever we answer
             self._refuse(request, reason, is_unfit=True)
@@ -347,7 +347,7 @@ class DecodeScheduler(ConnectorRole):
         transfer.ranks_ended = True
         self._failed_waits.pop(transfer.request_id, None)
         if transfer.route is not None and transfer.failure is None:
-            transfer.route.ended(transfer.ticket, None)
+            transfer.route.end(transfer.ticket, None)
         lasted_s = time.monotonic() - transfer.issued_at
         if transfer.failure is None:
             tokens = transfer.ticket.num_tokens - transfer.ticket.remote_cached_tokens
@@ -357,13 +357,13 @@ class DecodeScheduler(ConnectorRole):
         self._observer.on(ReceiveEnded(transfer.request_id, transfer.ticket, lasted_s, num_bytes, early_bytes, *how))
         self._forget_if_over(transfer)
 
-    def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
+    def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         return False, self.finished(request)
 
     @owned
     def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:
         """The request ended. Returns what its response says about its transfer."""
-        self._placement.ended(request.request_id)
+        self._placement.forget(request.request_id)
         transfer = self._transfers.get(request.request_id)
         refused = self._refused.pop(request.request_id, None)
         if transfer is None:
@@ -467,7 +467,7 @@ class DecodeScheduler(ConnectorRole):
         ticket_id = transfer.ticket.ticket_id
         self._to_send.pop(ticket_id, None)
         if transfer.route is not None:
-            transfer.route.ended(transfer.ticket, reason)
+            transfer.route.end(transfer.ticket, reason)
         self._step.cancelled[ticket_id] = reason
 
     def _correct_cached_tokens(self, request: ScheduledRequest, transfer: _IncomingTransfer) -> None:

@@ -206,7 +206,7 @@ class _OverMetaserver:
         body = {**msgspec.to_builtins(ticket), "token_ids": token_ids}
         self._client.post(ticket.ticket_id, self._url, body, self._signature)
 
-    def ended(self, ticket: Ticket, failure: str | None) -> None:
+    def end(self, ticket: Ticket, failure: str | None) -> None:
         """The transfer has ended, before or after the outcome. `failure`: why it failed; None: the KV is there."""
         if failure is not None:
             self._client.cancel(ticket.ticket_id)
@@ -226,13 +226,13 @@ class _ToPrefill:
     def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
         self._client.offer(ticket, self._prompt)
 
-    def ended(self, ticket: Ticket, failure: str | None) -> None:
+    def end(self, ticket: Ticket, failure: str | None) -> None:
         self._client.cancel(ticket.ticket_id)
         if failure is not None:
             self._client.release(self._prompt, ticket, failure)
 
     def report(self, failure: TransferFailure) -> None:
-        """`ended` tells the engine."""
+        """`end` tells the engine."""
 
 
 TicketRoute: TypeAlias = _OverMetaserver | _ToPrefill

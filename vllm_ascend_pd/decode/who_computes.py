@@ -276,7 +276,7 @@ class PromptPlacement:
         self._there.add(self._clock(), tokens, max(seconds - waited_s, _LEAST_SHARE * seconds))
 
     @owned
-    def ended(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._computing.pop(request_id, None)
         self._steps.alive.discard(request_id)

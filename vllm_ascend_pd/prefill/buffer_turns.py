@@ -29,7 +29,7 @@ class BufferTurns:
         # By layer: the addresses of its buffers. Layers that have theirs alone are left out.
         self._buffers = {
             layer: frozenset(rank.caches.description.tensors[index].base for index in rank.caches.layers[layer])
-            for layer in {layer for pair in rank.caches.in_turn for layer in pair}
+            for layer in {layer for pair in rank.caches.sharing_buffers for layer in pair}
         }
         self._grant_wait_s = rank.config.control_timeout_s
         # A failed write may go on reading.

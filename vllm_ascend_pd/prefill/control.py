@@ -303,7 +303,7 @@ class ControlPlane:
             idle = [endpoint for peer in self._peers.values() if not peer.busy for endpoint in peer.endpoints]
         for endpoint in idle:
             self._client.rest(endpoint)
-        self._retired = [sender for sender in self._retired if not sender.ended]
+        self._retired = [sender for sender in self._retired if not sender.has_ended]
         for peer in forgotten:
             peer.sender.retire()
             self._retired.append(peer.sender)
@@ -374,7 +374,7 @@ class ControlPlane:
         state = transfer.state
         is_writing = transfer.is_finishing and state.phase is Phase.WRITING
         if is_writing and state.finish(time.monotonic()) is not None:
-            self._rank.observer.on(WritingEnded(transfer.ticket, *state.arrived(), state.cause))
+            self._rank.observer.on(WritingEnded(transfer.ticket, *state.delivered_bytes(), state.cause))
         notify, due, is_over = state.notify(self._rank.running_time()), state.due(time.monotonic()), state.end()
         for key in due:
             self._ask(transfer, key)

@@ -110,7 +110,7 @@ class HeldPrompts:
         self.room.remove(prompt.request.request_id)
 
     @owned
-    def request_ended(self, prompt: ComputedPrompt) -> dict[str, Any]:
+    def end_request(self, prompt: ComputedPrompt) -> dict[str, Any]:
         """The request has ended, and vLLM keeps its blocks: the ticket must come in time.
 
         Returns the `kv_transfer_params` of its response, which the router hands to decode.
@@ -155,7 +155,7 @@ class HeldPrompts:
                 del self._dropped[next(iter(self._dropped))]
 
     @owned
-    def ended(self) -> list[tuple[ComputedPrompt, str]]:
+    def overdue(self) -> list[tuple[ComputedPrompt, str]]:
         """Returns prompts of ended requests whose blocks need not be held any more, each with the reason."""
         now = self._clock()
         late = f"no ticket came within {self._hold_timeout_s:g} s after prefill had computed the prompt"

@@ -93,13 +93,13 @@ class PrefillScheduler(ConnectorRole):
         return 0 if is_ready and may_start else None
 
     @owned
-    def arrived(self, request: ScheduledRequest) -> None:
+    def add_request(self, request: ScheduledRequest) -> None:
         """Takes note of a new request, before its prompt is looked up in the prefix cache.
 
         Drops the prompt's last token if decode must compute that itself: a state must be the one before it. A prompt
         without a ticket is cut as well, because it is computed before decode has said anything.
         """
-        self._blocks.arrived(request)
+        self._blocks.add_request(request)
         params = request.kv_transfer_params
         if carries_ticket(params):
             self._not_started[request.request_id] = request
@@ -326,7 +326,7 @@ class PrefillScheduler(ConnectorRole):
         ]
 
     def _free_expired(self, step: PrefillStep, held: HeldPrompts) -> None:
-        for prompt, reason in held.ended():
+        for prompt, reason in held.overdue():
             level = logging.WARNING if prompt.given_up is None else logging.DEBUG
             logger.log(level, "request %s: prefill frees its blocks: %s", prompt.request.request_id, reason)
             held.remove(prompt)
@@ -365,7 +365,7 @@ class PrefillScheduler(ConnectorRole):
                 self._forget(prompt)
 
     @owned
-    def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
+    def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         """The request ended. Returns two things.
 
         - Whether vLLM must keep its blocks until all ranks have reported it as sent.
@@ -415,7 +415,7 @@ class PrefillScheduler(ConnectorRole):
             self._forget(prompt)
             return False, None if reason is _ABORTED else {"error": reason}
         prompt.ended = True
-        return True, held.request_ended(prompt)
+        return True, held.end_request(prompt)
 
     def _forget(self, prompt: ComputedPrompt) -> None:
         request_id = prompt.request.request_id
@@ -423,7 +423,7 @@ class PrefillScheduler(ConnectorRole):
         del self._prompts[request_id]
         if (transfer := self._transfers.pop(request_id, None)) is not None:
             self._served.discard(transfer.ticket.ticket_id)
-            self._admission.ended(transfer.ticket, delivered=transfer.failure is None)
+            self._admission.release(transfer.ticket, delivered=transfer.failure is None)
             self._observer.on(PushEnded(request_id, transfer.ticket, transfer.failure))
             if self._held is not None:
-                self._held.inbox.ended(transfer.ticket.ticket_id)
+                self._held.inbox.end(transfer.ticket.ticket_id)

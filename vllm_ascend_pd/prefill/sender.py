@@ -67,9 +67,9 @@ class _Write:
     errors: list[TransferError] = field(default_factory=list)
 
     @property
-    def error(self) -> TransferError | None:
-        """The first error after which bytes may still arrive, or else the first one; None if there is none."""
-        return next((e for e in self.errors if e.may_arrive), self.errors[0] if self.errors else None)
+    def error(self) -> TransferError:
+        """The first of its errors after which bytes may still arrive, or else the first one."""
+        return next((e for e in self.errors if e.may_arrive), self.errors[0])
 
 
 class Sender(TransferQueue):
@@ -174,7 +174,7 @@ class Sender(TransferQueue):
         self._tasks.put(None)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
@@ -370,9 +370,9 @@ class Sender(TransferQueue):
         """Counts a write that is over. After an error, writes each layer of each request by itself."""
         for push, target in zip(write.layers, write.targets, strict=True):
             try:
-                delivered = write.live if write.error is None else self._write_apart(push, target, write)
+                delivered = self._write_apart(push, target, write) if write.errors else write.live
                 num_bytes, ticket_ids = write.paged.num_bytes, push.step_send.ticket_ids
-                push.step_send.arrived(target.key, num_bytes, delivered)
+                push.step_send.count_delivered(target.key, num_bytes, delivered)
                 if len(delivered) < len(ticket_ids):
                     num_bytes, ticket_ids = [num_bytes[i] for i in delivered], [ticket_ids[i] for i in delivered]
                 self._observer.on(WriteEnded(push.layer, target.key, write.begun_at, ticket_ids, num_bytes))
@@ -400,7 +400,6 @@ class Sender(TransferQueue):
     def _write_apart(self, push: LayerPush, target: LayerTarget, write: _Write) -> list[int]:
         """Writes once for each request that has not failed and whose lease runs. Returns those that were delivered."""
         key, error = target.key, write.error
-        assert error is not None
         self._mark_in_flight(push, write.live, error)
         logger.warning("layer %s to decode rank %s: %s; trying each request by itself", push.layer, key, error)
         delivered = []

@@ -166,7 +166,7 @@ class StepSend:
         return min(self.transfers[i].state.lease_until(key) for i in requests)
 
     @owned
-    def arrived(self, key: RankKey, num_bytes: Sequence[int], delivered: Sequence[int]) -> None:
+    def count_delivered(self, key: RankKey, num_bytes: Sequence[int], delivered: Sequence[int]) -> None:
         """Counts the bytes of the `delivered` requests, which have arrived on decode rank `key`.
 
         `num_bytes`: of each request.

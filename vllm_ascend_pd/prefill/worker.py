@@ -39,8 +39,8 @@ from vllm_ascend_pd.transport.peers import Peers
 class PrefillWorker(ConnectorRole):
     """One rank of a prefill engine. vLLM's model thread calls all methods.
 
-    It calls them in this order: `start_step`, then `layer_written` and `layer_computed` for each layer,
-    `forward_ended`, `end_step` and `take_results`.
+    It calls them in this order: `start_step`, then `mark_cached` and `push_layer` for each layer,
+    `end_forward`, `end_step` and `take_results`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PrefillWorker(ConnectorRole):
         step_tokens: the most tokens that one step computes. It decides the size of the staging ring.
         loaded: the model's weights; None if they are not known.
         observer: is told what the rank does; None if nothing listens.
-        caches_of: the caches of layers that have several, by the name that `layer_computed` gets.
+        caches_of: the caches of layers that have several, by the name that `push_layer` gets.
         in_order: the caches of each layer, in the order of layers.
         peers: the decode engines that it serves; None: those of this host, without a secret.
         """
@@ -88,7 +88,7 @@ class PrefillWorker(ConnectorRole):
         ring = None if self._regrouper is None else self._regrouper.ring
         self._control = ControlPlane(rank, ring, routes)
         # None if each layer has a buffer of its own.
-        self._turns = BufferTurns(rank) if caches.in_turn else None
+        self._turns = BufferTurns(rank) if caches.sharing_buffers else None
         geometries = caches.description.geometries
         self._unnamed = UnnamedLayers(
             caches.layers,
@@ -113,7 +113,7 @@ class PrefillWorker(ConnectorRole):
         self._plan = StepPlan()
         # Whether the forward pass of that step has ended.
         self._forward_ended = True
-        # The layer that `layer_written` named last, and the device event after it. None after `layer_computed`.
+        # The layer that `mark_cached` named last, and the device event after it. None after `push_layer`.
         self._written: tuple[str, Event] | None = None
 
     @owned
@@ -147,10 +147,10 @@ class PrefillWorker(ConnectorRole):
             self.end_step()
 
     @owned
-    def layer_written(self, layer: str) -> None:
+    def mark_cached(self, layer: str) -> None:
         """All KV of a layer is queued to be written to the cache, and its attention is not queued yet.
 
-        `layer`: the layer that `layer_computed` names next; "" if the caller does not know its name.
+        `layer`: the layer that `push_layer` names next; "" if the caller does not know its name.
         """
         if self._plan.sends:
             self._written = (layer, self._device.record_event())
@@ -158,14 +158,14 @@ class PrefillWorker(ConnectorRole):
                 self._turns.written(layer, self._plan.all_sends)
 
     @owned
-    def layer_computed(self, layer: str) -> None:
+    def push_layer(self, layer: str) -> None:
         """The cache of `layer` holds this step's tokens as soon as the device has run what is queued now.
 
         Does not wait for the device or the network, unless sending is so far behind that all staging slots are taken or
         a sender's queue is full. Then it waits for `control_timeout_s`, `write_timeout_s` and, after a failed write, as
         long as its slot rests. If that is not enough, the layer's requests fail. `backpressure_seconds` counts this.
 
-        If `layer_written` was called for this layer, the push waits only for what was queued by then. A draft's layers
+        If `mark_cached` was called for this layer, the push waits only for what was queued by then. A draft's layers
         run over the step's tokens first, and then once for each further drafted token, whose KV is not sent. So only
         the first call for a layer counts.
 
@@ -177,7 +177,7 @@ class PrefillWorker(ConnectorRole):
             if self._plan.sends and name in self._plan.unsaved:
                 if written is None or written[0] not in ("", name):
                     written = name, self._device.record_event()
-                self._push_layer(self._plan, name, written[1])
+                self._put_layer(self._plan, name, written[1])
                 if not self._plan.unsaved and self._unnamed.in_order:  # decode need not wait for the rest of the step
                     self._finish(self._plan.confirmed)
             elif self._turns is not None:
@@ -196,7 +196,7 @@ class PrefillWorker(ConnectorRole):
             self._turns.wait(self._in_order[layer] if isinstance(layer, int) else self._caches_of.get(layer, (layer,)))
 
     @owned
-    def forward_ended(self, error: BaseException | None = None) -> None:
+    def end_forward(self, error: BaseException | None = None) -> None:
         """The forward pass has ended, and `error` is why it failed. The draft may still run.
 
         After an error, the step's requests fail, because their KV may be missing (R1). This rank still takes part in
@@ -225,7 +225,7 @@ class PrefillWorker(ConnectorRole):
                     for step_send in plan.all_sends:
                         step_send.fail(f"another layer may have overwritten the KV of {layer}", PushFailure.INTERNAL)
             for layer in list(plan.unsaved):
-                self._push_layer(plan, layer, event, is_announced=False)
+                self._put_layer(plan, layer, event, is_announced=False)
         computed = self._device.record_event() if plan.last else None
         self._observer.on(StepEnded(computed))
         if computed is not None:
@@ -325,14 +325,14 @@ class PrefillWorker(ConnectorRole):
     def _end_open_step(self) -> None:
         """Ends the last step if vLLM has not.
 
-        With speculative decoding, vLLM calls `end_step` on the last pipeline stage only. It calls `forward_ended` on
+        With speculative decoding, vLLM calls `end_step` on the last pipeline stage only. It calls `end_forward` on
         all stages, unless the forward pass failed.
         """
         if not self._forward_ended:
-            self.forward_ended(RuntimeError("vLLM did not report its end"))
+            self.end_forward(RuntimeError("vLLM did not report its end"))
         self.end_step()
 
-    def _push_layer(self, plan: StepPlan, layer: str, computed: Event, *, is_announced: bool = True) -> None:
+    def _put_layer(self, plan: StepPlan, layer: str, computed: Event, *, is_announced: bool = True) -> None:
         """Puts a layer into the queues of the senders that the step's plan names.
 
         `is_announced`: whether the layer was computed just now, and not at an unknown time of the step.

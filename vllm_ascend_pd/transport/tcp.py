@@ -124,7 +124,7 @@ class Pace:
         pause_s = until - time.monotonic()
         return min(pause_s, LONGEST_S) if pause_s >= SHORTEST_S else 0.0
 
-    def arrived(self, num_bytes: int, started: float) -> None:
+    def learn(self, num_bytes: int, started: float) -> None:
         """Records that a batch has just arrived. `num_bytes` is above 0."""
         now = time.monotonic()
         seconds = now - max(started, self._ended)
@@ -231,7 +231,7 @@ class _TcpFlight:
                 time.sleep(pause_s)
             code = int(self.mooncake.get_batch_transfer_status([self.batch_id]))
             if code == 0:
-                self.peer.pace.arrived(num_bytes, self.started)
+                self.peer.pace.learn(num_bytes, self.started)
         except BaseException as error:  # noqa: BLE001 - `give_up` raises
             self.give_up(error)
         self.land(code)
