@@ -186,6 +186,8 @@ class Sender(TransferQueue):
     # On its own thread.
 
     def _run(self) -> None:
+        """Takes a layer, waits for its bytes and for grants, and begins its writes; or takes a mark. Then ends what is
+        over. Waits for the oldest batch in flight when another one must begin, or when nothing is queued."""
         try:
             while (task := self._take()) is not None:
                 if isinstance(task, LayerPush):
@@ -247,6 +249,23 @@ class Sender(TransferQueue):
                 _fail(each, error)
         finally:
             self._begun.extend(layers)
+
+    def _await_bytes(self, push: LayerPush) -> None:
+        """Waits until the layer's bytes can be read. Raises DeviceError or TimeoutError."""
+        waited_s = 0.0
+        try:
+            push.ready.wait(0.0)
+        except TimeoutError:
+            self._drain()
+            deadline = time.monotonic() + self._ready_timeout_s
+            if push.step_send.route.is_staged:
+                with contextlib.suppress(DeviceError, TimeoutError):  # `ready` fails with the same error below
+                    push.computed.wait(self._ready_timeout_s)
+            computed_at = time.monotonic()
+            push.ready.wait(max(0.0, deadline - computed_at))
+            waited_s = time.monotonic() - computed_at
+        if push.step_send.route.is_staged:
+            self._observer.on(RegroupAwaited(waited_s))
 
     def _await_layout(self, step_send: StepSend) -> DecodeLayout | None:
         """Waits until it is known where to write. Returns None if all requests have failed before."""
@@ -349,22 +368,7 @@ class Sender(TransferQueue):
                 case Mark() as mark:
                     self._reach(mark)
 
-    def _await_bytes(self, push: LayerPush) -> None:
-        """Waits until the layer's bytes can be read. Raises DeviceError or TimeoutError."""
-        waited_s = 0.0
-        try:
-            push.ready.wait(0.0)
-        except TimeoutError:
-            self._drain()
-            deadline = time.monotonic() + self._ready_timeout_s
-            if push.step_send.route.is_staged:
-                with contextlib.suppress(DeviceError, TimeoutError):  # `ready` fails with the same error below
-                    push.computed.wait(self._ready_timeout_s)
-            computed_at = time.monotonic()
-            push.ready.wait(max(0.0, deadline - computed_at))
-            waited_s = time.monotonic() - computed_at
-        if push.step_send.route.is_staged:
-            self._observer.on(RegroupAwaited(waited_s))
+    # What is over.
 
     def _end_write(self, write: _Write) -> None:
         """Counts a write that is over. After an error, writes each layer of each request by itself."""
