@@ -407,7 +407,7 @@ class PrefillScheduler(ConnectorRole):
         return _ABORTED if prompt.taken_back is None else _TAKEN_BACK
 
     def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_ended`, of a request whose ticket has not come."""
+        """As `end_request`, of a request whose ticket has not come."""
         held.make_room(self._without_blocks)
         reason = self._why_incomplete(prompt, prompt.is_complete) or prompt.given_up
         if reason is not None:
