@@ -121,7 +121,7 @@ def ours(case: Case) -> list[Writes]:
             for start, stop in case.steps() if route.serves(issued.replica_hash) else ():
                 send = Send("request", start, stop, (blocks[start // BLOCK : stop // BLOCK],), stop == case.tokens)
                 chosen: Any = device
-                for step_send in plan_sends(route, geometry, {transfer: send}, chosen, units):
+                for step_send in plan_sends(route, geometry, [(transfer, send)], chosen, units):
                     for target in layout.targets(tensors, route):
                         write = step_send.write_to(target, limits)
                         for _, _, sizes in write.at([([0] * len(target.bases), target.bases)]):

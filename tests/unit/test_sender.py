@@ -188,7 +188,7 @@ def transfers() -> list[Transfer]:
 def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -> list[StepSend]:
     """Request n is in our block 2 * n + 1."""
     device: Any = SimpleNamespace(upload=lambda tensor: tensor)
-    slices = {each: Send("", 0, BLOCK, ([2 * n + 1],), last=False) for n, each in enumerate(transfers)}
+    slices = [(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
     return plan_sends(route, GEOMETRY, slices, device, slot_units)
 
 

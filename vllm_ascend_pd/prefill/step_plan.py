@@ -80,7 +80,7 @@ class Planner:
         plan.unsaved.update(dict.fromkeys(self._rank.caches.layers))
         # By decode engine, as tickets describe it: all ranks must make the same plan (R5), and a rank may not have the
         # engine's description yet.
-        slices: dict[object, dict[Transfer, Send]] = {}
+        slices: dict[object, list[tuple[Transfer, Send]]] = {}
         for send in sends:
             transfer = transfers[send.request_id]
             transfer.again = send.again
@@ -92,9 +92,9 @@ class Planner:
             if send.start < send.stop:
                 ticket = transfer.ticket
                 shape = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
-                slices.setdefault(shape, {})[transfer] = send
+                slices.setdefault(shape, []).append((transfer, send))
         for group in slices.values():
-            ticket = next(iter(group)).ticket
+            ticket = group[0][0].ticket
             for index, geometry in enumerate(self._geometries):
                 if geometry.is_known_to(ticket.remote_draft):
                     for step_send in self._plan_geometry(plan, index, ticket, group):
@@ -102,16 +102,16 @@ class Planner:
         return plan
 
     def _plan_geometry(
-        self, plan: StepPlan, index: int, ticket: Ticket, slices: dict[Transfer, Send]
+        self, plan: StepPlan, index: int, ticket: Ticket, slices: list[tuple[Transfer, Send]]
     ) -> list[StepSend]:
         """`ticket`: one of the decode engine that gets the slices."""
         try:
             route = self._routes.route(index, ticket.sharding, tuple(ticket.remote_block_size))
         except ValueError as error:  # the two sides cannot fit
-            for transfer in slices:
+            for transfer, _ in slices:
                 transfer.state.fail(str(error), PushFailure.UNFIT)
             return []
-        served = {each: send for each, send in slices.items() if route.serves(each.ticket.replica_hash)}
+        served = [each for each in slices if route.serves(each[0].ticket.replica_hash)]
         if not served:
             return []
         slot_units = 0
@@ -127,22 +127,22 @@ class Planner:
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
                 self._regrouper.missed(route.ranks, str(error))
-            for transfer in served:
+            for transfer, _ in served:
                 transfer.state.fail(str(error), PushFailure.DEVICE)
             return []
 
-    def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: dict[Transfer, Send]) -> None:
+    def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: list[tuple[Transfer, Send]]) -> None:
         share = self._rank.config.verified_share
-        verified = {each: send for each, send in slices.items() if is_selected(share, each.ticket.ticket_id)}
+        verified = [each for each in slices if is_selected(share, each[0].ticket.ticket_id)]
         if not verified:
             return
-        geometry, tickets = self._geometries[index], [transfer.ticket for transfer in verified]
+        geometry, tickets = self._geometries[index], [transfer.ticket for transfer, _ in verified]
         group = geometry.group
         summed = SummedUnits.of(
             geometry,
             route.unit,
-            [tokens_of(send, geometry) for send in verified.values()],
-            [send.blocks[group] for send in verified.values()],
+            [tokens_of(send, geometry) for _, send in verified],
+            [send.blocks[group] for _, send in verified],
             [(ticket.remote_block_ids[group], ticket.span(group)) for ticket in tickets],
             route.token_share,
         )
@@ -152,5 +152,5 @@ class Planner:
         ticket_ids = [ticket.ticket_id for ticket in tickets]
         checksums = StepChecksums(self._rank.device, heads, summed, ticket_ids, self._tensors[index])
         plan.checksums.setdefault(index, []).append(checksums)
-        for transfer in verified:
+        for transfer, _ in verified:
             transfer.checksums.append(checksums)

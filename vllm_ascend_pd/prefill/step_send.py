@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -185,7 +185,7 @@ class StepSend:
 def plan_sends(
     route: Route,
     geometry: Geometry,
-    slices: Mapping[Transfer, Send],
+    slices: Sequence[tuple[Transfer, Send]],
     device: Device,
     slot_units: int,
 ) -> list[StepSend]:
@@ -199,7 +199,7 @@ def plan_sends(
     which units each of them writes.
     """
     group = geometry.group
-    transfers, of_requests = list(slices), list(slices.values())
+    transfers, of_requests = [transfer for transfer, _ in slices], [send for _, send in slices]
     ranges = [tokens_of(send, geometry) for send in of_requests]
     units = Units.of(route.unit, ranges)
     ticket = transfers[0].ticket  # all are for one decode engine, so its blocks are of one size
