@@ -48,7 +48,7 @@ class Units:
                 raise ValueError(f"tokens [{start}, {stop}) do not begin a unit of {unit} tokens")
         counts = [-(-(stop - start) // unit) for start, stop in ranges]
         begins = accumulate(counts, initial=0)
-        # Of each request's units: what its first token is more than its place among all units says.
+        # For each request: the offset, in tokens, from a unit's index to its first token.
         ahead = [start - begin * unit for (start, _), begin in zip(ranges, begins, strict=False)]
         owner = np.repeat(np.arange(len(ranges), dtype=np.int64), counts)
         return cls(np.arange(len(owner), dtype=np.int64) * unit + _integers(ahead)[owner], owner)

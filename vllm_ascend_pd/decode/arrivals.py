@@ -78,8 +78,10 @@ class ArrivalQueue:
         self._wakeup = WakeupSender()
 
     def add(self, note: Callable[[Arrivals], None], wakes: bool = True) -> None:
-        """Lets `note` add to the news. `wakes`: wakes the step that waits, or else the scheduler, which sleeps before
-        the next step."""
+        """Calls `note(arrivals)` under the lock.
+
+        `wakes`: wakes the step that waits, or else the scheduler, which sleeps before the next step.
+        """
         with self._changed:
             note(self._news)
             if wakes and (self._waiting or not self._address):

@@ -107,7 +107,7 @@ class OutgoingTransfer:
     # Whether tokens were sent that vLLM took back.
     again: bool = False
     # Whether it was preempted in a step that computed nothing, and the ranks do not know.
-    preemption_unsaid: bool = False
+    preemption_unreported: bool = False
     # Why the prompt was not sent whole. None: nothing has failed.
     failure: str | None = None
 

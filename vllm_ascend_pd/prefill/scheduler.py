@@ -242,11 +242,11 @@ class PrefillScheduler(ConnectorRole):
                     if transfer is None:
                         preempted.add(request_id)
                     elif transfer.announced:
-                        transfer.preemption_unsaid = True
+                        transfer.preemption_unreported = True
             if output.total_num_scheduled_tokens:  # without tokens, no blocks change hands yet
                 for request_id, transfer in self._transfers.items():
-                    if transfer.preemption_unsaid:
-                        transfer.preemption_unsaid = False
+                    if transfer.preemption_unreported:
+                        transfer.preemption_unreported = False
                         preempted.add(request_id)
         for request_id in preempted:  # the ranks stop reading its blocks in this step
             self._windows.release(self._prompts[request_id])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from vllm_ascend_pd.transport.batches import Batch, TransferLimits
-from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, NO_LEAVE, Reach, TransferError
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, LEASE_EXPIRED, Reach, TransferError
 
 
 class PeerQueue:
@@ -177,7 +177,7 @@ class TcpWriter:
             )
         try:
             if not may_begin():
-                raise TransferError(session, NO_LEAVE, retryable=False)
+                raise TransferError(session, LEASE_EXPIRED, retryable=False)
         except BaseException:
             peer.queue.leave(len(lengths), failed=False)
             raise
