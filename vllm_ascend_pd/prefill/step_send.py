@@ -156,9 +156,10 @@ class StepSend:
 
     @owned
     def may_write(self, key: RankKey) -> bool:
-        """Whether a write of all requests to decode rank `key` may be planned (R2)."""
+        """Whether all requests have leases of decode rank `key`, and none has failed (R2). If not, wait for each."""
         now = time.monotonic()
-        return all(transfer.state.may_write(key, now) for transfer in self.transfers)
+        states = (transfer.state for transfer in self.transfers)
+        return all(state.failure is None and now < state.lease_until(key) for state in states)
 
     @owned
     def lease_until(self, key: RankKey, requests: Sequence[int]) -> float:
