@@ -128,7 +128,7 @@ def test_a_lost_write_that_may_still_read_holds_its_buffer(make_pair: MakePair) 
 
 
 def settled_before_overwritten(rank: PrefillRank) -> bool:
-    until = max(t.in_flight_until for t in rank.worker._transfers.values())
+    until = max(t.state.settled_at for t in rank.worker._transfers.values())
     return bool(rank.worker._rank.running_time() >= until)
 
 
