@@ -301,7 +301,7 @@ class Sender(TransferQueue):
         if paged.total_bytes == 0:  # other ranks write all units that are exchanged
             return
         live: Sequence[int] = range(len(step_send.transfers))
-        if not step_send.may_write(key):
+        if time.monotonic() >= (until := step_send.writable_until(key)):
             self._drain()
             live = [i for i in live if step_send.transfers[i].state.await_write(key)]
             if not live:
@@ -313,14 +313,18 @@ class Sender(TransferQueue):
         for layer in layers:
             layer.begun = layer.begun or write.begun_at
         self._begun.append(write)
+
+        def may_begin() -> bool:
+            """The leases are checked right before each batch begins, since one may end in between (R2)."""
+            return time.monotonic() < until or time.monotonic() < step_send.lease_until(key, live)
+
         try:
             for batch in paged.at(places):
                 # Release our own room before blocking for more, or two senders to one peer deadlock.
                 self._await_turn(session, batch)
                 if write.errors:
                     break
-                # The leases are checked right before the batch begins, since one may end in between (R2).
-                flight = self._engine.begin(session, batch, lambda: time.monotonic() < step_send.lease_until(key, live))
+                flight = self._engine.begin(session, batch, may_begin)
                 if flight is not None:
                     write.flights.append(flight)
                     self._in_flight += 1
