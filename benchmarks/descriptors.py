@@ -29,8 +29,8 @@ from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.step_send import plan_sends, resolve
-from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.prefill.step_send import plan_sends
+from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.tools.plan.times import HIXL
 from vllm_ascend_pd.transport.batches import TransferLimits
 
@@ -110,7 +110,7 @@ def ours(case: Case) -> list[Writes]:
     blocks, device = case.blocks(1), SimpleNamespace(upload=lambda tensor: tensor)
     issued = our_ticket("request", case.blocks(2), case.d_tp, port=1)
     sender: Any = None
-    transfer = Transfer("request", issued, sender, PrefillTicket(0.0), Withdrawals())
+    transfer = Transfer("request", issued, sender, PrefillTicket(0.0))
     written: list[Writes] = []
     for rank in range(case.p_tp):
         lengths: Writes = []
@@ -121,10 +121,10 @@ def ours(case: Case) -> list[Writes]:
             for start, stop in case.steps() if route.serves(issued.replica_hash) else ():
                 send = Send("request", start, stop, (blocks[start // BLOCK : stop // BLOCK],), stop == case.tokens)
                 chosen: Any = device
-                for step_send in plan_sends(route, geometry, [(transfer, send)], chosen, units, 1):
+                for step_send in plan_sends(route, geometry, [(transfer, send)], chosen, units):
                     for target in layout.targets(tensors, route):
-                        plan = resolve(step_send, target.parts, limits)
-                        for _, _, sizes in plan.batches.at([0] * len(target.bases), target.bases):
+                        write = step_send.write_to(target, limits)
+                        for _, _, sizes in write.at([([0] * len(target.bases), target.bases)]):
                             lengths += sizes
         written.append(lengths)
     return written

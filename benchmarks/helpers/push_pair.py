@@ -149,7 +149,7 @@ def prefill(
             compute(rank, layer, seconds)
         first = first or time.monotonic()
         if layerwise:
-            rank.worker.layer_computed(layer)
+            rank.worker.push_layer(layer)
     rank.worker.end_step()
     queued = time.monotonic()
     rank.drain()

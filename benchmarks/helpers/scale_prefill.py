@@ -121,7 +121,7 @@ class Prefill:
         meter.timed("rank", worker.preempted, step)
         meter.timed("rank", worker.start_step, step)
         for layer in self._layers:  # what a layer costs is benchmarks/plan.py's question
-            worker.layer_computed(layer)
+            worker.push_layer(layer)
         meter.timed("rank", worker.end_step)
         sent = meter.timed("rank", worker.take_results).sent
         report = meter.timed("rank", worker.take_report)
@@ -133,4 +133,4 @@ class Prefill:
         meter.timed("update_connector_output", self._connector.update_connector_output, news)
 
     def _is_granted(self) -> bool:
-        return not any(transfer.waits_for_grant for transfer in self._worker._transfers.values())
+        return not any(transfer.state.waits_for_grant for transfer in self._worker._transfers.values())

@@ -22,7 +22,7 @@ from harness.ranks import Pair
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector.caches import cache_groups, caches_of_layers, layer_specs
-from vllm_ascend_pd.connector.vllm_view import VllmRequests
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.layout import LayerSpec, Order
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep
@@ -217,7 +217,7 @@ class Cluster:
 
     def _prefill(self, name: str, tokens: list[int], ticket: Ticket, chunk: int, seed: int) -> int:
         request = self.p.request(name, tokens, ticket)
-        self.scheduler.arrived(request)
+        self.scheduler.add_request(request)
         hit, known = self.p.manager.get_computed_blocks(request)[:2]
         computed, before = known, [0] * len(self.p.groups)
         while computed < len(tokens):
@@ -234,7 +234,7 @@ class Cluster:
             before = [len(ids) for ids in blocks]
             computed += count
             request.num_computed_tokens = computed
-        self.scheduler.request_ended(request)
+        self.scheduler.end_request(request)
         self.p.manager.free(request)
         self.pair.each(self.pair.p_ranks, "computed", PrefillStep(finished={name: None}), {})
         return known

@@ -97,15 +97,15 @@ class CompressedPrefill(_Compressed, PrefillRank):
         """One forward pass, which computes `rows`. Each layer is announced once for all its caches."""
         self.worker.start_step(step)
         if not step.computes:
-            self.worker.forward_ended()
+            self.worker.end_forward()
             return
         self.write(rows)
         for names in self.model.announced:
             for name in names:
-                self.worker.layer_computed(name)
+                self.worker.push_layer(name)
         plan = self.worker._plan
         assert not (plan.sends and plan.unsaved), "decode waits for what leaves at the step's end"
-        self.worker.forward_ended()
+        self.worker.end_forward()
         self.worker.end_step()
 
     def write(self, rows: Rows) -> None:

@@ -27,7 +27,7 @@ from vllm_ascend_pd.connector.caches import lost_blocks_say_all
 from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
+from vllm_ascend_pd.core.ticket_params import WANTS_TOKEN_IDS
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 MAX_MODEL_LEN = 128

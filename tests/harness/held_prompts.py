@@ -16,7 +16,7 @@ from harness.engines import Role
 from harness.real_scheduler import BLOCK, RealScheduler
 from harness.scheduling import FOR_A_PULLING_CONNECTOR
 from harness.tickets import ticket_with
-from vllm_ascend_pd.connector.vllm_view import VllmRequests
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt, TicketRefused
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket

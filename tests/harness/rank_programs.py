@@ -17,7 +17,7 @@ from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, t
 from vllm_ascend_pd.core.caches import Quantize, describe
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import LayerSpec, Order
-from vllm_ascend_pd.core.observer import DecodeObserver, PrefillObserver, tell_all
+from vllm_ascend_pd.core.observer import tell_all
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
@@ -213,7 +213,7 @@ class PrefillRank(_RankBase):
             self.registered,
             self.side.step_tokens,
             self.loaded,
-            tell_all(PrefillObserver, self.measured, prefill_trace(self.parsed.trace_dir, self.rank_info)),
+            tell_all(self.measured, prefill_trace(self.parsed.trace_dir, self.rank_info)),
             peers=read_peers(self.parsed, self.rank_info.host),
         )
 
@@ -231,7 +231,7 @@ class PrefillRank(_RankBase):
         self.worker.preempted(step)
         self.worker.start_step(step)
         if not step.computes:  # vLLM calls neither the layers' hooks nor the step's end
-            self.worker.forward_ended()
+            self.worker.end_forward()
             return
         # All before the first layer: nothing in between may wait for the device, as nothing in a model does.
         values = {layer: self.values(layer, step, prompts) for layer in self.side.layers_of(self.pp_rank, self.model)}
@@ -240,13 +240,13 @@ class PrefillRank(_RankBase):
             if layer in own:
                 self.worker.await_buffer(layer_name(layer))
                 self.compute(layer, values.pop(layer, []))
-                self.worker.layer_computed(layer_name(layer))
+                self.worker.push_layer(layer_name(layer))
                 if self.model.whole_from is not None:
-                    self.worker.layer_computed(f"{layer_name(layer)}.index_cache")
+                    self.worker.push_layer(f"{layer_name(layer)}.index_cache")
         for layer, copies in values.items():
             self.worker.await_buffer(layer_name(layer))
             self.compute(layer, copies)
-        self.worker.forward_ended()
+        self.worker.end_forward()
         if hooks.ended:
             self.worker.end_step()
 
@@ -308,7 +308,7 @@ class PrefillRank(_RankBase):
 
     def open_failures(self) -> list[str]:
         """Returns why transfers have failed, of those that have."""
-        return [t.failure for t in self.worker._transfers.values() if t.failure is not None]
+        return [t.state.failure for t in self.worker._transfers.values() if t.state.failure is not None]
 
     def slow_down(self, seconds: float) -> None:
         """Makes every write take that much longer from now on."""
@@ -376,7 +376,7 @@ class DecodeRank(_RankBase):
         """Results of `verify_kv`."""
         self.cached_tokens: dict[str, int] = {}
         """By ticket: what prefill had of the prompt, as it says."""
-        observer = tell_all(DecodeObserver, decode_trace(self.parsed.trace_dir, self.rank_info))
+        observer = tell_all(decode_trace(self.parsed.trace_dir, self.rank_info))
         self.worker = DecodeWorker(
             self.rank_info,
             self.parsed,

@@ -4,12 +4,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.connector.vllm_view import VllmBlocks, VllmRequests
+from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.engine_view import EngineSteps
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.secret import Secret
-from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes

@@ -15,7 +15,7 @@ from harness.kv import Model, Prompt
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair
 from vllm_ascend_pd.core.caches import StateSpec
-from vllm_ascend_pd.core.layout import LayerState, partition_states
+from vllm_ascend_pd.core.states import LayerState, partition_states
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import aligned_buffer
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES

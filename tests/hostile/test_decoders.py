@@ -23,7 +23,8 @@ from mutate import hostile_bytes, json_text, msgpack
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.config import ConfigError, UserConfig, parse_config
 from vllm_ascend_pd.core.protocol import PROTOCOL_VERSION, ProtocolError, RankDescription, decode, encode
-from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
+from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
+from vllm_ascend_pd.core.ticket_params import carries_ticket, wants_ticket
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
 from vllm_ascend_pd.decode import metaserver
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
@@ -139,7 +140,7 @@ def _prefill_answer(data: bytes) -> None:
 
 def _metaserver_answer(data: bytes) -> None:
     for status in (200, 302, 404, 500, 502):
-        failure = metaserver.judge(status, data)
+        failure = metaserver.failure_of(status, data)
         if failure is not None and (len(failure.text) > 1000 or not failure.text.isprintable()):
             raise AssertionError(failure.text)
 

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.observer import Observed, Observer, PostRetried
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, WAITING_SUFFIX
 from vllm_ascend_pd.decode import metaserver as metaserver_module
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
@@ -117,16 +117,16 @@ def metaserver() -> Iterator[Metaserver]:
     metaserver.stop()
 
 
-class Retries(DecodeSchedulerObserver):
+class Retries(Observer):
     count = 0
 
-    def post_retried(self) -> None:
-        self.count += 1
+    def on(self, event: Observed) -> None:
+        self.count += isinstance(event, PostRetried)
 
 
 @contextlib.contextmanager
 def client_with(
-    observer: DecodeSchedulerObserver | None = None, recomputes: bool = False, **settings: Any
+    observer: Observer | None = None, recomputes: bool = False, **settings: Any
 ) -> Iterator[MetaserverClient]:
     client = MetaserverClient(msgspec.structs.replace(QUICK, **settings), "127.0.0.1", recomputes, observer)
     try:

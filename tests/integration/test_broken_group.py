@@ -39,15 +39,15 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 def stop_before_pushing(rank: PrefillRank, layer: int) -> None:
     """Stops this process by SIGSTOP when the next layer is announced."""
-    announce = rank.worker.layer_computed
+    announce = rank.worker.push_layer
 
     def late(name: str) -> None:
         if name == layer_name(layer):
-            rank.worker.layer_computed = announce  # type: ignore[method-assign]
+            rank.worker.push_layer = announce  # type: ignore[method-assign]
             os.kill(os.getpid(), signal.SIGSTOP)
         announce(name)
 
-    rank.worker.layer_computed = late  # type: ignore[method-assign]
+    rank.worker.push_layer = late  # type: ignore[method-assign]
 
 
 def fail_in_collective(rank: PrefillRank) -> None:

@@ -20,7 +20,7 @@ from harness.connectors import NAME, caches_of, config_of, full_attention, sched
 from harness.ports import reserve_port
 from vllm_ascend_pd.connector.caches import gives_blocks_away, layer_specs
 from vllm_ascend_pd.connector.setup import own_host
-from vllm_ascend_pd.connector.vllm_view import external_request_id
+from vllm_ascend_pd.connector.vllm_requests import external_request_id
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.transport.wakeup import PAUSE_S

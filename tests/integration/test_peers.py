@@ -19,7 +19,7 @@ from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.rank import PrefillRank
-from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport import loop
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
 
@@ -62,7 +62,7 @@ def make_control() -> Iterator[Callable[[], ControlPlane]]:
 
 def open_transfer(control: ControlPlane, grant_timeout_s: float) -> Transfer:
     state = PrefillTicket(time.monotonic() + grant_timeout_s)
-    transfer = Transfer("r", TICKET, control.acquire(TICKET), state, Withdrawals())
+    transfer = Transfer("r", TICKET, control.acquire(TICKET), state)
     control.open([transfer])
     return transfer
 
@@ -74,8 +74,11 @@ def test_an_engine_that_cannot_be_asked_does_not_keep_the_channel_from_others(
     monkeypatch.setattr(loop, "_MAX_SOCKETS", 2)  # which the mailbox takes
     opened = time.monotonic()
     transfer = open_transfer(make_control(), GRANT_TIMEOUT_S)
-    wait_until(lambda: transfer.failure is not None, 20)
-    assert transfer.failure == "decode engine decode does not describe itself: nothing can be sent: Too many open files"
+    wait_until(lambda: transfer.state.failure is not None, 20)
+    assert (
+        transfer.state.failure
+        == "decode engine decode does not describe itself: nothing can be sent: Too many open files"
+    )
     assert 2 <= len(requests) <= 1 + (time.monotonic() - opened) / 0.05
 
 

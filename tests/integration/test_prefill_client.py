@@ -19,7 +19,7 @@ from harness.waiting import wait_until
 from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import HostList
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.observer import Observed, Observer, PostRetried
 from vllm_ascend_pd.core.protocol import AskTicket, OfferTicket, Problem, ReleasePrompt
 from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
@@ -32,11 +32,11 @@ LISTED = Peers(None, HOSTS, HOSTS)
 CONFIG = ConnectorConfig(grant_timeout_s=0.5)
 
 
-class Retries(DecodeSchedulerObserver):
+class Retries(Observer):
     count = 0
 
-    def post_retried(self) -> None:
-        self.count += 1
+    def on(self, event: Observed) -> None:
+        self.count += isinstance(event, PostRetried)
 
 
 @pytest.fixture(autouse=True)

@@ -128,7 +128,7 @@ def test_a_lost_write_that_may_still_read_holds_its_buffer(make_pair: MakePair) 
 
 
 def settled_before_overwritten(rank: PrefillRank) -> bool:
-    until = max(t.in_flight_until for t in rank.worker._transfers.values())
+    until = max(t.state.settled_at for t in rank.worker._transfers.values())
     return bool(rank.worker._rank.running_time() >= until)
 
 
@@ -169,10 +169,10 @@ def overwritten_by_a_loader(rank: PrefillRank) -> None:
         loaded[layer].clear()
         compute(layer, copies)
 
-    written = rank.worker.layer_computed
+    written = rank.worker.push_layer
 
     def saved(layer: str) -> None:
-        rank.worker.layer_written("")  # vllm-ascend's dense attention does not say which
+        rank.worker.mark_cached("")  # vllm-ascend's dense attention does not say which
         after = int(layer.split(".")[2]) + BUFFERS
         if after < LAYERS:
             loads.put(after)  # before the reads of this layer are queued: the wait includes them
@@ -180,7 +180,7 @@ def overwritten_by_a_loader(rank: PrefillRank) -> None:
         written(layer)
 
     rank.worker.await_buffer = lambda layer: None
-    rank.worker.layer_computed = saved
+    rank.worker.push_layer = saved
     rank.compute = prefetching
     threading.Thread(target=load, name="loader", daemon=True).start()
 

@@ -18,7 +18,7 @@ UNNAMED = [NAMES[0], NAMES[1], NAMES[3], NAMES[4]]
 
 
 def announce_without_names(rank: PrefillRank) -> None:
-    announce = rank.worker.layer_computed
+    announce = rank.worker.push_layer
     rank.worker._unnamed = UnnamedLayers(NAMES, UNNAMED)
     rank.announced = []  # type: ignore[attr-defined]
 
@@ -28,18 +28,18 @@ def announce_without_names(rank: PrefillRank) -> None:
         if sends:
             rank.announced.append((layer, before - len(rank.worker._plan.unsaved)))  # type: ignore[attr-defined]
 
-    rank.worker.layer_computed = computed  # type: ignore[method-assign]
+    rank.worker.push_layer = computed  # type: ignore[method-assign]
 
 
 def announce_twice(rank: PrefillRank) -> None:
-    announce = rank.worker.layer_computed
+    announce = rank.worker.push_layer
 
     def computed(layer: str) -> None:
         announce(layer)
         if layer in UNNAMED:
             announce(layer)
 
-    rank.worker.layer_computed = computed  # type: ignore[method-assign]
+    rank.worker.push_layer = computed  # type: ignore[method-assign]
 
 
 def announced(rank: PrefillRank) -> Any:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from harness.connectors import config_of, scheduler_connector
-from vllm_ascend_pd.connector import model as model_module
+from vllm_ascend_pd.connector import known_faults
 from vllm_ascend_pd.transport.secret_files import new_secret, write_new
 
 Said = Callable[..., str]
@@ -96,6 +96,6 @@ def test_decodes_start_names_the_places_where_its_tickets_may_go(
 def test_decodes_start_warns_of_a_fault_of_the_installed_vllm_ascend(
     said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module, "version", {"vllm-ascend": "0.23.0"}.__getitem__)
+    monkeypatch.setattr(known_faults, "version", {"vllm-ascend": "0.23.0"}.__getitem__)
     line = said("kv_consumer", {}, "vllm-ascend 0.23.0 with data parallelism on decode", data_parallel_size=2)
-    assert line == model_module.IDLE_RANKS_OVERWRITE_BLOCKS
+    assert line == known_faults.IDLE_RANKS_OVERWRITE_BLOCKS

@@ -16,7 +16,7 @@ from transfer_receiver import *  # noqa: F403
 from transfer_receiver import BUFFER_BYTES, LIMITS, Receiver, Source
 
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.transport.batches import Batches, TransferLimits
+from vllm_ascend_pd.transport.batches import PagedWrite, TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import TransferError
 
@@ -70,7 +70,8 @@ def test_no_batch_begins_once_the_leave_to_write_has_ended(source: Source, recei
     leave = iter([True, False])
     offsets = [64 * i for i in range(3 * per_batch)]
     copies = Descriptors(np.array(offsets), np.array(offsets), np.full(len(offsets), 64))
-    batches = Batches.cut([copies], source.engine.limits).at([source.address], [receiver.address])
+    write = PagedWrite([copies], source.engine.limits, [64 * len(offsets)])
+    batches = write.at([([source.address], [receiver.address])])
     with pytest.raises(TransferError, match="the lease ended") as error:
         source.engine.write_batches(receiver.session, batches, lambda: next(leave))
     assert (error.value.may_arrive, error.value.retryable) == (False, False)

@@ -233,7 +233,7 @@ def test_transfer_parameters_that_are_no_object(value: Any) -> None:
     """vLLM takes them from `vllm_xargs` as they are: the connector sees them, and leaves them alone."""
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from vllm_ascend_pd.core.ticket import carries_ticket, wants_ticket
+    from vllm_ascend_pd.core.ticket_params import carries_ticket, wants_ticket
 
     try:
         request = CompletionRequest(model="m", prompt="a", vllm_xargs={"kv_transfer_params": value})

@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from harness.models import inspect_here
 from harness.recipes import Recipe, make_draft, make_model, recipes
 from harness.serve_options import serve_parser
-from vllm_ascend_pd.connector.model import unsupported
+from vllm_ascend_pd.connector.unsupported import unsupported
 
 FRONT_END = ("--reasoning-parser", "--tool-call-parser", "--enable-auto-tool-choice", "--tokenizer-mode")
 """Options that need a tokenizer, which the models here lack."""

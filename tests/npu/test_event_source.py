@@ -36,11 +36,11 @@ def step_with_hanging_attention(rank: Any, step: PrefillStep, prompt: Prompt, to
         rank.compute(layer, copies)
         if layer == max(values):
             if told is not None:
-                rank.worker.layer_written(told)
+                rank.worker.mark_cached(told)
             torch.npu.current_stream().record_event().synchronize()  # the next task to run is the attention
             cann_on_host.inject("task:hang")
             attention.add_(1)
-        rank.worker.layer_computed(layer_name(layer))
+        rank.worker.push_layer(layer_name(layer))
     rank.worker.end_step()
 
 

@@ -62,15 +62,15 @@ def inject_before_computing(rank: PrefillRank, layer: int, faults: str) -> None:
 
 def inject_before_pushing(rank: PrefillRank, layer: int, faults: str) -> None:
     """Injects the fault when the layer is next announced."""
-    announce = rank.worker.layer_computed
+    announce = rank.worker.push_layer
 
     def late(name: str) -> None:
         if name == layer_name(layer):
-            rank.worker.layer_computed = announce  # type: ignore[method-assign]
+            rank.worker.push_layer = announce  # type: ignore[method-assign]
             cann_on_host.inject(faults)
         announce(name)
 
-    rank.worker.layer_computed = late  # type: ignore[method-assign]
+    rank.worker.push_layer = late  # type: ignore[method-assign]
 
 
 def fail_hccl_once(rank: PrefillRank) -> None:

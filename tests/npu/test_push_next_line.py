@@ -87,7 +87,7 @@ class StorePrefillRank(PrefillRank):
 
     def compute(self, layer: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().compute(layer, copies)
-        self.worker.layer_written(layer_name(layer))  # by on_kv_cache_written: AscendStore may save the layer first
+        self.worker.mark_cached(layer_name(layer))  # by on_kv_cache_written: AscendStore may save the layer first
         self._synced[layer].record()  # as AscendStore, when it has saved the layer
         self._saved[layer].set()
         self.store.current_layer += 1

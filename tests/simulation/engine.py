@@ -316,9 +316,9 @@ class Rank:
             for number, layer in enumerate(LAYERS):
                 self._layer()
                 self.caches.fill(number, slots, hashes, wrong)
-                with oracle.hook(self.process, f"{self.name}: layer_computed", oracle.backpressure_s):
-                    worker.layer_computed(layer)
-        worker.forward_ended()
+                with oracle.hook(self.process, f"{self.name}: push_layer", oracle.backpressure_s):
+                    worker.push_layer(layer)
+        worker.end_forward()
         if step.computes:
             worker.end_step()
         with oracle.hook(self.process, f"{self.name}: take_results", step.step.wait_s):

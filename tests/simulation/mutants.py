@@ -68,7 +68,7 @@ _TAKEN_BACK = (
 
 MUTANTS: dict[str, Mutant] = {
     "an empty batch is written": Mutant(
-        (Edit("prefill.sender:_joined", "    if lengths:  #", "    if True:  #"),),
+        (Edit("transport.batches:PagedWrite.at", "    if lengths:  #", "    if True:  #"),),
         {"prefill_tp": 2, "decode_tp": 1, "slow": 0.5, "slow_by": 50.0},
     ),
     "KV that vLLM takes back counts as computed": Mutant(
@@ -102,9 +102,9 @@ MUTANTS: dict[str, Mutant] = {
     "a layer that was not written counts as written": Mutant(
         (
             Edit(
-                "prefill.sender:Sender._ended",
-                "delivered = live if error is None else self._write_apart(push, target, live, error)",
-                "delivered = live",
+                "prefill.sender:Sender._end_write",
+                "delivered = self._write_apart(push, target, write) if write.errors else write.live",
+                "delivered = write.live",
             ),
         ),
         {"write_fails": 0.2},
@@ -126,8 +126,8 @@ MUTANTS: dict[str, Mutant] = {
     "a failed write is not marked as in flight": Mutant(
         (
             Edit(
-                "prefill.transfer:Transfer.mark_in_flight",
-                "self.in_flight_until = max(self.in_flight_until, until)",
+                "core.prefill_ticket:PrefillTicket.mark_in_flight",
+                "self.settled_at = max(self.settled_at, until)",
                 "pass",
             ),
         ),
@@ -160,7 +160,7 @@ MUTANTS: dict[str, Mutant] = {
     "blocks of an ended request are freed while they are read": Mutant(
         (
             Edit(
-                "prefill.scheduler:PrefillScheduler.request_ended",
+                "prefill.scheduler:PrefillScheduler.end_request",
                 "self._step.finished[request_id] = incomplete\n    return True, params",
                 "self._step.finished[request_id] = incomplete\n    return False, params",
             ),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from harness.scheduling import remembered
 from simulation.kernel import Process, kernel
 from simulation.scenario import BLOCK
-from vllm_ascend_pd.core.ticket import carries_ticket
+from vllm_ascend_pd.core.ticket_params import carries_ticket
 
 if TYPE_CHECKING:
     from simulation.engine import Engine, Part, Rank
@@ -99,7 +99,7 @@ class Oracle:
 
     @property
     def backpressure_s(self) -> float:
-        """How long a layer may wait for room, as `PrefillWorker.layer_computed` says."""
+        """How long a layer may wait for room, as `PrefillWorker.push_layer` says."""
         config = self._world.config
         return config.control_timeout_s + 2 * config.write_timeout_s + self._world.settle_s
 

@@ -16,7 +16,7 @@ from simulation.engine import Engine, make_request
 from simulation.kernel import Kernel, kernel
 from simulation.memory import Array, prefix_hashes
 from simulation.scenario import prompt
-from vllm_ascend_pd.core.ticket import TICKET_HOST
+from vllm_ascend_pd.core.ticket_params import TICKET_HOST
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 if TYPE_CHECKING:

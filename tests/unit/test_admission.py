@@ -55,7 +55,7 @@ class Prefill:
         request = make_request(name, 10, builtins)
         self.scheduler.allocated(request, BLOCKS)
         step = self.scheduler.build_step(make_output(new=[Scheduled(request, BLOCKS, 0, 10)]))
-        kept, said = self.scheduler.request_ended(request)
+        kept, said = self.scheduler.end_request(request)
         self.scheduler.update(None, {name})
         assert kept is (name in step.tickets) is (said is None)
         return None if said is None else said["error"]
@@ -76,7 +76,7 @@ def test_preempted_and_run_again_it_is_the_same_request():
     prefill.scheduler.allocated(request, BLOCKS)
     prefill.scheduler.build_step(make_output(new=[Scheduled(request, BLOCKS, 0, 4)]))
     prefill.scheduler.allocated(request, BLOCKS)
-    assert prefill.scheduler.request_ended(request)[1] is None
+    assert prefill.scheduler.end_request(request)[1] is None
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_engines_that_may_be_made_up_are_few_at_a_time(monkeypatch):
     another = begin("made-up-2", 8)
     assert prefill.error(of("new", 9)) == too_many
     for request in (*made_up, another):
-        prefill.scheduler.request_ended(request)
+        prefill.scheduler.end_request(request)
         prefill.scheduler.update(WorkerReport(failed={request.request_id: "nobody is there"}), {request.request_id})
     assert prefill.error(of("new", 10)) is None
     assert not prefill.admission._open
@@ -177,7 +177,7 @@ def test_engines_that_kv_was_delivered_to_are_remembered_within_a_bound(monkeypa
     for number in range(5):
         one = msgspec.structs.replace(ticket(number), remote_engine_id=f"decode-{number}")
         admission.admit(one)
-        admission.ended(one, delivered=True)
+        admission.release(one, delivered=True)
     assert [engine for _, engine in admission._proven] == ["decode-3", "decode-4"]
 
 

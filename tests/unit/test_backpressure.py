@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.clock import Clock
-from vllm_ascend_pd.core.observer import PrefillObserver
+from vllm_ascend_pd.core.observer import Observed, Observer, PushDelayed
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.prefill.rank import PrefillRank
@@ -22,12 +22,13 @@ GRANT_WAIT_S, SLOT_TIMEOUT_S = 0.2, 0.3
 SLOT_BYTES = 64
 
 
-class Waits(PrefillObserver):
+class Waits(Observer):
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def backpressure(self, seconds: float) -> None:
-        self.seconds.append(seconds)
+    def on(self, event: Observed) -> None:
+        if isinstance(event, PushDelayed):
+            self.seconds.append(event.seconds)
 
 
 class OnTheModelsThread:

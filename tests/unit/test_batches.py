@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.transport.batches import Batches, TransferLimits
+from vllm_ascend_pd.transport.batches import PagedWrite, TransferLimits
 
 Copy = tuple[int, int, int]  # source, destination, bytes
 
@@ -43,9 +43,10 @@ KIB, MIB = 1 << 10, 1 << 20
 )
 def test_few_descriptors_become_one_for_each_connection(sizes: list[int], cut: list[int]) -> None:
     copies = descriptors([(i << 30, i << 30, size) for i, size in enumerate(sizes)])
-    [(_, _, lengths)] = Batches.cut([copies], TransferLimits(connections=4)).at([0], [0])
+    [(_, _, lengths)] = PagedWrite([copies], TransferLimits(connections=4), []).at([([0], [0])])
     assert lengths == cut
-    [(_, _, lengths)] = Batches.cut([copies], TransferLimits(connections=1, max_descriptor_bytes=16 * MIB)).at([0], [0])
+    uncut = PagedWrite([copies], TransferLimits(connections=1, max_descriptor_bytes=16 * MIB), [])
+    [(_, _, lengths)] = uncut.at([([0], [0])])
     assert lengths == sizes, "where a descriptor is not one connection's"
 
 
@@ -70,8 +71,8 @@ BASE = st.integers(0, (1 << 62) - 1)
     ),
 )
 def test_the_same_bytes_within_the_limits(parts: list[tuple[list[Copy], int, int]], limits: TransferLimits) -> None:
-    cut = Batches.cut([descriptors(copies) for copies, _, _ in parts], limits)
-    batches = list(cut.at([src for _, src, _ in parts], [dst for _, _, dst in parts]))
+    write = PagedWrite([descriptors(copies) for copies, _, _ in parts], limits, [])
+    batches = list(write.at([([src for _, src, _ in parts], [dst for _, _, dst in parts])]))
 
     wanted = [
         (src_base + src, dst_base + dst, nbytes) for copies, src_base, dst_base in parts for src, dst, nbytes in copies

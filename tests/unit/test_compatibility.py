@@ -4,7 +4,6 @@ lies says of itself nothing is used."""
 
 import re
 from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.tickets import ticket_with
-from vllm_ascend_pd.core import compatibility
-from vllm_ascend_pd.core.compatibility import different_settings, foreign, misfit, mismatch, unsound
+from vllm_ascend_pd.core import compatibility, described_engine
+from vllm_ascend_pd.core.compatibility import different_settings, misfit, mismatch
 from vllm_ascend_pd.core.config import parse_config
+from vllm_ascend_pd.core.described_engine import foreign, unsound
 from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
@@ -365,13 +365,13 @@ def test_many_geometries_cost_one_route_and_one_share(monkeypatch):
     tensors = tuple(replace(tensor, geometry=n) for n, tensor in enumerate(caches().tensors))
     many = with_rank(caches=RankCaches(geometries, tensors))
     calls: Counter[str] = Counter()
-    for name in ("held", "make_route"):
+    for module, name in ((described_engine, "held"), (compatibility, "make_route")):
 
         def counted(name, called, *args):
             calls[name] += 1
             return called(*args)
 
-        monkeypatch.setattr(compatibility, name, partial(counted, name, getattr(compatibility, name)))
+        monkeypatch.setattr(module, name, partial(counted, name, getattr(module, name)))
     assert unsound(many, AnyHost()) is None
     assert found(caches(), many) is None
     assert calls == {"held": 1, "make_route": 1}
@@ -392,7 +392,7 @@ def test_why_an_engine_gets_nothing_is_told_to_ranks_that_would_get_something(li
     state = PrefillTicket(100.0)
     transfer: Any = SimpleNamespace(
         ticket=ticket_with(remote_tp_size=4, remote_block_size=[16]),
-        changing=lambda: nullcontext(state),
+        state=state,
         sender=SimpleNamespace(finish=lambda transfers: None),
     )
     control: Any = SimpleNamespace(_routes=Routes(rank, caches(2)), _follow=lambda transfer: None)

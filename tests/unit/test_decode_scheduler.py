@@ -30,8 +30,8 @@ from vllm_ascend_pd.core.step import DecodeStep, VerifiedBlocks, WorkerReport
 from vllm_ascend_pd.core.ticket import parse_ticket
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.decode import prefill_client
+from vllm_ascend_pd.decode.arrivals import Arrivals
 from vllm_ascend_pd.decode.checksums import Delivered
-from vllm_ascend_pd.decode.grants import Arrivals
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo

@@ -14,8 +14,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ascend_pd import register
 from vllm_ascend_pd.connector import build as build_worker
-from vllm_ascend_pd.connector import model, patches
-from vllm_ascend_pd.connector.model import overwrites_blocks, warn_of_known_faults
+from vllm_ascend_pd.connector import known_faults, patches
+from vllm_ascend_pd.connector.known_faults import overwrites_blocks, warn_of_known_faults
 from vllm_ascend_pd.connector.setup import EngineSetup
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig
 
@@ -43,7 +43,7 @@ def test_idle_ranks_that_overwrite_blocks_are_warned_of(
             raise PackageNotFoundError(name)
         return installed
 
-    monkeypatch.setattr(model, "version", version)
+    monkeypatch.setattr(known_faults, "version", version)
     assert overwrites_blocks(installed, data_parallel) is warns
     with caplog.at_level(logging.WARNING, "vllm_ascend_pd"):
         warn_of_known_faults(data_parallel)
@@ -106,7 +106,9 @@ def test_what_a_worker_has_opened_is_closed_if_it_cannot_be_built(monkeypatch: p
     monkeypatch.setattr(build_worker, "make_device", lambda kind: device)
     monkeypatch.setattr(build_worker, "_rank_info", lambda setup: SimpleNamespace(pp_rank=0, rank=0, share=None))
     monkeypatch.setattr(build_worker, "layer_specs", lambda *args: {})
-    monkeypatch.setattr(build_worker, "describe", lambda *args, **kwargs: SimpleNamespace(regions=list, in_turn=()))
+    monkeypatch.setattr(
+        build_worker, "describe", lambda *args, **kwargs: SimpleNamespace(regions=list, sharing_buffers=())
+    )
     monkeypatch.setattr(build_worker, "readers_of_others", lambda config: None)
     monkeypatch.setattr(build_worker, "TransferEngine", Engine)
     config: Any = SimpleNamespace()

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from test_sender import BLOCK_BYTES, LAYERS, RANK, THEIRS, make_transfer, plan, staged_route
+from test_sender import BLOCK_BYTES, LAYERS, RANK, THEIRS, Held, make_transfer, plan, staged_route
 
 import vllm_ascend_pd
 from harness.waiting import wait_for
@@ -58,9 +58,9 @@ GIVE_BACK = {
     *(f"_TcpFlight.{name}" for name in ("wait", "land", "lost", "give_up")),
     *(f"_AscendFlight.{name}" for name in ("wait", "lost", "give_up")),
     *("StagingRing.release", "StagingRing.rests", "LayerPush.take_back", "LayerPush.fill"),
-    *("TransferError.__init__", "_failure", "_fail", "StepSend.fail", "Transfer.fail", "DeviceError.__init__"),
-    *(f"Sender.{name}" for name in ("_run", "_next_task", "_slots_rest", "_write_layers", "_ended", "_end", "_finish")),
-    *(f"Pipeline.{name}" for name in ("drain", "then", "_end_first", "_land", "write.<locals>.call_done")),
+    *("TransferError.__init__", "_failure", "_fail", "StepSend.fail", "PrefillTicket.fail", "DeviceError.__init__"),
+    *(f"Sender.{name}" for name in ("_run", "_take", "_write_layers", "_drain", "_settle_oldest", "_end_what_is_over")),
+    *(f"Sender.{name}" for name in ("_end_write", "_end_layer", "_reach")),
     *("CpuDevice._run", "CpuEvent.set"),
 }
 
@@ -217,14 +217,14 @@ class Way:
         transfers = [make_transfer("a", 7), make_transfer("b", 9)]
         [step_send] = plan(transfers, staged_route(), slot_units=2)
         cache = torch.zeros(100 * BLOCK_BYTES, dtype=torch.uint8)
-        may_begin = threading.Event()
-        self.sender._tasks.put(may_begin.wait)
         pushes, others = [], [self.ring.take(step_send) for _ in range(SLOTS)]
         for layer in LAYERS:
             tensors = [CacheTensor(layer, 0, cache.data_ptr(), 100, 0)]
             push = LayerPush(layer, step_send, tensors, self.device.record_event(), self.device.record_event())
             push.over = threading.Event()
             assert self.regrouper.submit(push, [cache])
+            if not pushes:
+                push.ready = first = Held(push.ready)
             pushes.append(push)
             self.sender.put_layer(push, 1.0)
         ring: Any = self.ring
@@ -232,20 +232,19 @@ class Way:
         for slot in others:
             assert slot is not None
             self.ring.release(slot)
-        for push in pushes:
-            with suppress(DeviceError):
-                push.ready.wait(10)
+        with suppress(DeviceError):
+            pushes[-1].ready.wait(10)
         self.sender.finish(transfers)
         passed = self.sender.barrier()
-        may_begin.set()
+        first.let_go()
         passed.wait(10)
         self.sender.check()
         assert all(push.over is not None and push.over.is_set() for push in pushes)
         for transfer in transfers:
             [[block]] = transfer.ticket.remote_block_ids
-            if transfer.failure is None:
+            if transfer.state.failure is None:
                 assert mooncake.arrived >= {tensor.base + block * BLOCK_BYTES for tensor in THEIRS}
-        return [transfer.failure for transfer in transfers]
+        return [transfer.state.failure for transfer in transfers]
 
     def expect_nothing_kept(self) -> None:
         self.now += HOURS

@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.bounds import MAX_SHAPES_WORKED_OUT
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.observer import DecodeObserver
+from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.protocol import (
     Granted,
     GrantRefused,
@@ -32,8 +32,9 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.step import DecodeStep, Expect
 from vllm_ascend_pd.core.topology import RankInfo, Sharding, TopologyError, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
-from vllm_ascend_pd.decode import grants
-from vllm_ascend_pd.decode.grants import ArrivalQueue, GrantService, OpenTicket
+from vllm_ascend_pd.decode import expected_writers, grants
+from vllm_ascend_pd.decode.arrivals import ArrivalQueue
+from vllm_ascend_pd.decode.grants import GrantService, OpenTicket
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 
@@ -133,7 +134,7 @@ def test_a_rank_that_was_stopped_keeps_blocks_until_what_came_meanwhile_is_appli
     clock = clock_of(grants, monkeypatch)
     monkeypatch.setattr(running_time, "time", clock)
     news, caches = ArrivalQueue(), RankCaches((GEOMETRY,), THEIRS)
-    service = GrantService(ConnectorConfig(), caches, 0, sharding(1), LoadedWeights(), news, DecodeObserver(), 5.0)
+    service = GrantService(ConnectorConfig(), caches, 0, sharding(1), LoadedWeights(), news, Observer(), 5.0)
     connection: Any = SimpleNamespace(send=lambda message, gone: None)
 
     def open_ticket(ticket: str) -> None:
@@ -183,7 +184,7 @@ def test_a_ticket_with_ever_new_shapes_of_prefill_costs_no_more_than_a_few(rank:
 
 
 def test_writers_that_were_worked_out_are_kept_within_a_bound(monkeypatch) -> None:
-    monkeypatch.setattr(grants, "MAX_CACHED_WRITES", 10)
+    monkeypatch.setattr(expected_writers, "MAX_CACHED_WRITES", 10)
     calls: list[int] = []
 
     def expected(prefill: Sharding, replica: int, draft: str) -> frozenset[tuple[int, int]]:
@@ -192,7 +193,7 @@ def test_writers_that_were_worked_out_are_kept_within_a_bound(monkeypatch) -> No
             raise TopologyError("they do not fit")
         return frozenset((tensor, 0) for tensor in range(4))
 
-    writers = grants.ExpectedWriters(expected)
+    writers = expected_writers.ExpectedWriters(expected)
 
     def of(replica: int) -> object:
         each: Any = SimpleNamespace(shapes_worked_out=0)
@@ -208,18 +209,6 @@ def test_writers_that_were_worked_out_are_kept_within_a_bound(monkeypatch) -> No
 
 
 def test_no_more_writers_are_worked_out_than_an_engine_can_have(monkeypatch) -> None:
-    monkeypatch.setattr(grants, "MAX_EXPECTED_WRITES", 1)
+    monkeypatch.setattr(expected_writers, "MAX_EXPECTED_WRITES", 1)
     with pytest.raises(TopologyError, match="more than 1 pairs of a tensor and its writer"):
-        grants.expected_writers(RankCaches((GEOMETRY,), THEIRS), 0, sharding(1), sharding(1), 0, "")
-
-
-def test_a_ticket_pays_for_the_shapes_of_a_few_prefill_engines() -> None:
-    """What is known already costs it nothing."""
-    writers = grants.ExpectedWriters(lambda prefill, replica, draft: frozenset({(0, 0)}))
-    each: Any = SimpleNamespace(shapes_worked_out=0)
-    shapes = [sharding(1 << size) for size in range(MAX_SHAPES_WORKED_OUT + 1)]
-    for shape in shapes[:-1]:
-        writers.of(each, shape, 0, "")
-    with pytest.raises(TopologyError, match="have asked for this ticket"):
-        writers.of(each, shapes[-1], 0, "")
-    assert writers.of(each, shapes[0], 0, "") == {(0, 0)}
+        expected_writers.expected_writers(RankCaches((GEOMETRY,), THEIRS), 0, sharding(1), sharding(1), 0, "")

@@ -17,7 +17,8 @@ from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, TOKEN, RealScheduler
 from harness.scheduling import make_request
 from vllm_ascend_pd.connector import weights
-from vllm_ascend_pd.connector.vllm_view import VllmBlocks, VllmRequests, salt_of_client
+from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks, salt_of_client
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.step import WorkerReport
 
 PROMPT = 100

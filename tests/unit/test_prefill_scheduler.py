@@ -82,7 +82,7 @@ def wants_a_state():
 
 def test_a_state_is_sent_once_the_prompt_is_computed():
     scheduler, request = with_states(), wants_a_state()
-    scheduler.arrived(request)
+    scheduler.add_request(request)
     step = starts(scheduler, request, 6, ([7, 1], [30]))
     assert step.sends == [Send("r", 0, 4, ([7], []), last=False)]
     assert goes_on(scheduler, request, 6, 3, ([5], [])).sends == [Send("r", 4, 9, ([1, 5], [30]), last=True)]
@@ -90,12 +90,12 @@ def test_a_state_is_sent_once_the_prompt_is_computed():
 
 def test_prefill_leaves_the_last_token_to_decode_where_there_are_states(scheduler):
     request = wants_a_state()
-    with_states().arrived(request)
+    with_states().add_request(request)
     assert (request.num_prompt_tokens, request.num_tokens, len(request.prompt_token_ids)) == (9, 9, 9)
     whole = ticketed()
-    scheduler.arrived(whole)
+    scheduler.add_request(whole)
     plain = make_request("c", PROMPT, None)
-    with_states().arrived(plain)
+    with_states().add_request(plain)
     assert whole.num_prompt_tokens == plain.num_prompt_tokens == PROMPT
 
 
@@ -103,20 +103,20 @@ def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the
     """Where decode's window ends before the last token. Prefill computes all of the prompt."""
     fields = msgspec.structs.replace(ticket(), num_tokens=PROMPT - 1)
     request = make_request("r", PROMPT, msgspec.to_builtins(fields))
-    scheduler.arrived(request)
+    scheduler.add_request(request)
     assert starts(scheduler, request, 8, ([7, 1],)).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
     assert goes_on(scheduler, request, 8, 1, ([5],)).sends == [Send("r", 8, 9, ([5],), last=True, grows=True)]
     assert goes_on(scheduler, request, 9, 1).sends == []
-    assert scheduler.request_ended(request) == (True, None)
+    assert scheduler.end_request(request) == (True, None)
 
 
 @pytest.mark.parametrize(("max_tokens", "complaint"), [(1, None), (2, "max_tokens is 2: states change")])
 def test_a_state_stays_as_it_is_while_it_is_sent(max_tokens, complaint):
     scheduler, request = with_states(), wants_a_state()
     request.max_tokens = max_tokens
-    scheduler.arrived(request)
+    scheduler.add_request(request)
     starts(scheduler, request, 9, ([7, 1, 5], [30]))
-    sends, params = scheduler.request_ended(request)
+    sends, params = scheduler.end_request(request)
     assert sends == (complaint is None)
     assert complaint is None or params["error"].startswith(complaint)
 
@@ -131,7 +131,7 @@ def test_ranks_are_told_whether_later_steps_write_into_the_last_block(scheduler,
     fields = msgspec.structs.replace(ticket(), num_tokens=PROMPT - left_out)
     request = make_request("r", PROMPT, msgspec.to_builtins(fields))
     request.max_tokens = max_tokens
-    scheduler.arrived(request)
+    scheduler.add_request(request)
     [send] = starts(scheduler, request, PROMPT, ([7, 1, 5],)).sends
     assert send.last
     assert send.grows == grows
@@ -204,7 +204,7 @@ def test_any_schedule_sends_every_token_once(data):
     assert edges[-1] == total
     assert [send.last for send in sends] == [False] * (len(sends) - 1) + [True]
     assert all(send.start < send.stop for send in sends) or cached == total
-    assert scheduler.request_ended(request) == (True, None)
+    assert scheduler.end_request(request) == (True, None)
     scheduler.update(None, {"r"})
     scheduler.build_step(make_output())
     assert remembered(scheduler) == {}
@@ -217,7 +217,7 @@ def test_blocks_are_held_until_sent(scheduler):
     request = ticketed()
     starts(scheduler, request, PROMPT)
     assert not scheduler.has_pending_pushes
-    assert scheduler.request_ended(request) == (True, None)
+    assert scheduler.end_request(request) == (True, None)
     assert scheduler.has_pending_pushes
     assert scheduler.build_step(make_output()).finished == {"r": None}
     assert scheduler.build_step(make_output()).finished == {}
@@ -231,8 +231,8 @@ def test_aborted_before_it_was_scheduled(scheduler):
     never_allocated, allocated = ticketed("a"), ticketed("b")
     never_allocated.status = allocated.status = RequestStatus.FINISHED_ABORTED
     scheduler.allocated(allocated, BLOCKS)
-    assert scheduler.request_ended(never_allocated) == (False, None)
-    assert scheduler.request_ended(allocated) == (False, None)
+    assert scheduler.end_request(never_allocated) == (False, None)
+    assert scheduler.end_request(allocated) == (False, None)
     step = scheduler.build_step(make_output())
     assert (step.finished, step.tickets) == ({}, {})
     assert remembered(scheduler) == {}
@@ -243,7 +243,7 @@ def test_an_error_that_ranks_report_is_in_the_answer(scheduler):
     starts(scheduler, request, PROMPT)
     scheduler.update(WorkerReport(failed={"r": "decode went away"}), set())
     scheduler.update(WorkerReport(failed={"r": "a later reason", "unknown": "x"}), set())
-    assert scheduler.request_ended(request) == (True, {"error": "decode went away"})
+    assert scheduler.end_request(request) == (True, {"error": "decode went away"})
     scheduler.update(WorkerReport(failed={"r": "too late for the answer"}), {"r"})
     assert remembered(scheduler) == {}
 
@@ -254,7 +254,7 @@ def test_a_malformed_ticket_ends_in_an_error(scheduler):
     step = starts(scheduler, request, PROMPT)
     assert (step.tickets, step.sends) == ({}, [])
     scheduler.allocated(request, BLOCKS)  # preempted and resumed
-    delay, answer = scheduler.request_ended(request)
+    delay, answer = scheduler.end_request(request)
     assert not delay
     assert answer is not None
     assert "remote_block_ids" in answer["error"]
@@ -268,12 +268,12 @@ def test_a_ticket_is_served_once(scheduler):
     step = starts(scheduler, second, PROMPT)
     assert (step.tickets, step.sends) == ({}, [])
     refused = {"error": "this ticket is being served already", "refused": True}
-    assert scheduler.request_ended(second) == (False, refused)
+    assert scheduler.end_request(second) == (False, refused)
     assert goes_on(scheduler, first, 6, 4).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
-    assert scheduler.request_ended(first) == (True, None)
+    assert scheduler.end_request(first) == (True, None)
     third = make_request("once more", PROMPT, msgspec.to_builtins(ticket()))
     assert starts(scheduler, third, PROMPT).tickets == {}, "the ranks have not told decode"
-    assert scheduler.request_ended(third) == (False, refused)
+    assert scheduler.end_request(third) == (False, refused)
     scheduler.update(None, {"r"})
     assert remembered(scheduler) == {}
 
@@ -286,7 +286,7 @@ def test_a_ticket_is_served_once(scheduler):
 def test_requests_without_a_ticket(scheduler, params):
     request = make_request("r", PROMPT, params)
     step = starts(scheduler, request, PROMPT)
-    assert (step.tickets, step.sends, scheduler.request_ended(request)) == ({}, [], (False, None))
+    assert (step.tickets, step.sends, scheduler.end_request(request)) == ({}, [], (False, None))
     assert remembered(scheduler) == {}
 
 
@@ -330,7 +330,7 @@ def test_preempted_and_aborted_before_the_next_step(scheduler):
     """Its blocks were freed at once, so ranks must stop reading them."""
     request = ticketed()
     starts(scheduler, request, PROMPT)
-    scheduler.request_ended(request)
+    scheduler.end_request(request)
     step = scheduler.build_step(make_output(preempted=[request]))
     assert (step.preempted, step.finished) == ({"r"}, {"r": None})
 
@@ -341,7 +341,7 @@ def test_preempted_and_aborted_before_the_next_step_where_vllm_names_nobody():
     request, other = ticketed(), make_request("other", PROMPT, None)
     starts(scheduler, request, PROMPT)
     request.num_preemptions += 1
-    scheduler.request_ended(request)
+    scheduler.end_request(request)
     step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
     assert (step.preempted, step.finished) == ({"r"}, {"r": None})
 
@@ -354,7 +354,7 @@ def test_preempted_in_a_step_without_tokens_and_aborted_before_the_next():
     request.status = RequestStatus.PREEMPTED
     assert scheduler.build_step(make_output()).preempted == set()
     request.status = RequestStatus.FINISHED_ABORTED
-    scheduler.request_ended(request)
+    scheduler.end_request(request)
     step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
     assert (step.preempted, step.finished) == ({"r"}, {"r": None})
     scheduler.update(None, {"r"})

@@ -30,7 +30,7 @@ def granted():
 
 def test_waits_for_decodes_description_until_the_grant_deadline():
     state = PrefillTicket(GRANT_DEADLINE)
-    assert (state.view().may_write(None, 19.9), state.finish(19.9), state.due(19.9)) == (None, None, [])
+    assert (state.may_write(None, 19.9), state.finish(19.9), state.due(19.9)) == (None, None, [])
     assert state.finish(GRANT_DEADLINE) is False
     assert state.failure == "the decode engine did not describe itself in time"
     assert not state.notify(GRANT_DEADLINE)  # whom?
@@ -44,8 +44,7 @@ def test_waits_for_a_grant_until_the_grant_deadline():
     state = contacted()
     state.asked(LEFT, 0.0)
     state.answered(LEFT, 0.0, Granted(100.0))
-    view = state.view()
-    assert (view.may_write(LEFT, 19.9), view.may_write(RIGHT, 19.9), state.finish(19.9)) == (True, None, None)
+    assert (state.may_write(LEFT, 19.9), state.may_write(RIGHT, 19.9), state.finish(19.9)) == (True, None, None)
     assert state.finish(GRANT_DEADLINE) is False
     assert state.failure == "decode rank (0, 1) gave no grant in time"
 
@@ -66,7 +65,7 @@ def test_an_answer_that_neither_grants_nor_refuses_changes_nothing(answer):
     state = contacted()
     state.asked(LEFT, 0.0)
     assert not state.answered(LEFT, 0.0, answer)
-    assert (state.failure, state.view().may_write(LEFT, 0.0), state.due(1.0)) == (None, None, [LEFT, RIGHT])
+    assert (state.failure, state.may_write(LEFT, 0.0), state.due(1.0)) == (None, None, [LEFT, RIGHT])
 
 
 def test_a_refusal_ends_the_writing_everywhere():
@@ -75,7 +74,7 @@ def test_a_refusal_ends_the_writing_everywhere():
     assert state.answered(LEFT, 3.0, GrantRefused("cancelled", retry=False))
     assert state.failure == "decode rank (0, 0) refused: cancelled"
     assert (state.due(9.0), state.finish(3.0)) == ([], False)
-    assert state.view().lease_until(RIGHT) > 3.0  # what has begun may end
+    assert state.lease_until(RIGHT) > 3.0  # what has begun may end
 
 
 def test_the_first_reason_stays_and_none_comes_after_the_end():

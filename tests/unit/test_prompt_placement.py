@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.engine_view import EngineSteps
+from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.reasons import Decision, Reason
-from vllm_ascend_pd.core.step import EngineSteps
-from vllm_ascend_pd.core.ticket import prefill_wait_s
+from vllm_ascend_pd.core.ticket_params import prefill_wait_s
 from vllm_ascend_pd.decode.who_computes import CostLine, PromptPlacement, StepTimes, TimeBudget
 
 STEP = 2048
@@ -51,7 +51,7 @@ class World:
             blocks,
             ConnectorConfig(who_computes=who_computes, **settings),
             steps or EngineSteps(STEP),
-            DecodeSchedulerObserver(),
+            Observer(),
             lambda: self.now,
         )
 
@@ -61,7 +61,7 @@ class World:
             self.begins("measured", tokens)
             self.now += seconds
             self.placement.step_built({"measured": 1})
-            self.placement.ended("measured")
+            self.placement.forget("measured")
             self.placement.step_built({})
 
     def begins(self, name: str, tokens: int) -> None:
@@ -168,7 +168,7 @@ def test_a_prompt_that_is_computed_in_parts_counts_for_what_is_left():
     world.placement.step_built({"before": 50})
     prompt.num_computed_tokens = 50
     assert (world.decides(59), world.decides(61)) == (here(Reason.CHEAP), there(Reason.LONG))
-    world.placement.ended("before")
+    world.placement.forget("before")
     assert world.decides(99) == here(Reason.CHEAP)
 
 
@@ -198,7 +198,7 @@ def test_an_engine_that_generates_for_nobody_has_all_the_time():
     assert world.decides(64) == here(Reason.CHEAP)
     world.generates()
     assert world.decides(64) == there(Reason.BUSY)
-    world.placement.ended("other")
+    world.placement.forget("other")
     assert world.decides(64) == here(Reason.CHEAP)
 
 

@@ -23,7 +23,7 @@ from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector import weights
 from vllm_ascend_pd.connector.model import media_hashing as hashing_of
-from vllm_ascend_pd.connector.vllm_view import VllmRequests
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.prompt_digest import (
     PromptDigest,
@@ -58,7 +58,7 @@ def posted_by_decode(groups=None, media_hashing=HASHING, wants=True, **fields):
     scheduler = decode_scheduler(engine, groups or [TokenGroup(BLOCK)], metaserver, media_hashing=media_hashing)
     params = {"do_remote_prefill": True, "metaserver": URL, **({"wants_token_ids": True} if wants else {})}
     asked = request(params, **fields)
-    scheduler.arrived(asked)
+    scheduler.add_request(asked)
     blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
     scheduler.allocated(asked, blocks, scheduler.matched_tokens(asked, 0))
     scheduler.build_step({"other": 1})
@@ -72,11 +72,11 @@ def refusal_of_prefill(posted, groups=None, media_hashing=HASHING, allow_other_m
         groups or [TokenGroup(BLOCK)], media_hashing=media_hashing, allow_other_media=allow_other_media
     )
     asked = request({name: value for name, value in posted.items() if name != "token_ids"}, **fields)
-    scheduler.arrived(asked)
+    scheduler.add_request(asked)
     blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
     scheduler.allocated(asked, blocks)
     step = scheduler.build_step(make_output(new=[Scheduled(asked, blocks, 0, asked.num_prompt_tokens)]))
-    _, said = scheduler.request_ended(asked)
+    _, said = scheduler.end_request(asked)
     assert bool(step.tickets) == (said is None)
     return None if said is None else said["error"]
 

@@ -8,7 +8,7 @@ import pytest
 from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import sign_listener
-from vllm_ascend_pd.core.ticket import wants_ticket
+from vllm_ascend_pd.core.ticket_params import wants_ticket
 from vllm_ascend_pd.decode.bootstrap import Engine, RoutedPrompt, RouteError, endpoint_of, parse_routed_prompt
 from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.transport.peers import Peers

@@ -17,7 +17,7 @@ from harness.tickets import ticket_with
 from vllm_ascend_pd.core.caches import LayerTensors
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
-from vllm_ascend_pd.core.observer import PrefillObserver
+from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.plan import Route, make_route
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
@@ -33,7 +33,7 @@ from vllm_ascend_pd.prefill.regroup import StagingRing
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_plan import StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend, plan_sends
-from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
@@ -100,6 +100,24 @@ class Failed(Done):
         raise DeviceError("an all-to-all failed")
 
 
+class Held(Event):
+    """Happens when it is let go, and `event` has happened."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+        self._let_go = CpuEvent()
+
+    def wait(self, timeout_s: float) -> None:
+        self._let_go.wait(timeout_s)
+        self._event.wait(timeout_s)
+
+    def is_done(self) -> bool:
+        return self._let_go.is_done() and self._event.is_done()
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
 def make_transfer(name: str, d_block: int, lease_s: float = 60.0, keys: Sequence[RankKey] = (KEY,)) -> Transfer:
     """A request of one block, which these decode ranks have granted."""
     ticket = ticket_with(
@@ -112,17 +130,13 @@ def make_transfer(name: str, d_block: int, lease_s: float = 60.0, keys: Sequence
         num_tokens=BLOCK,
     )
     sender: Any = None
-    transfer = Transfer(name, ticket, sender, PrefillTicket(time.monotonic() + 60), WITHDRAWALS)
+    transfer = Transfer(name, ticket, sender, PrefillTicket(time.monotonic() + 60))
     now = time.monotonic()
-    with transfer.changing() as state:
-        state.contacted({key: Destination(RANK, (0, 1)) for key in keys})
-        for key in keys:
-            state.asked(key, now)
-            state.answered(key, now, Granted(lease_s))
+    transfer.state.contacted({key: Destination(RANK, (0, 1)) for key in keys})
+    for key in keys:
+        transfer.state.asked(key, now)
+        transfer.state.answered(key, now, Granted(lease_s))
     return transfer
-
-
-WITHDRAWALS = Withdrawals()
 
 
 @pytest.fixture
@@ -156,13 +170,12 @@ def sender(engine: Engine) -> Iterator[Sender]:
 
 
 def write(sender: Sender, *pushes: LayerPush) -> None:
-    """Writes layers, of which all have come when the first one's turn comes."""
-    all_put = threading.Event()
-    sender._tasks.put(all_put.wait)
+    """Writes layers, of which all have come when the first one can be read."""
+    pushes[0].ready = first = Held(pushes[0].ready)
     for push in pushes:
         sender.put_layer(push, 1.0)
     passed = sender.barrier()
-    all_put.set()
+    first.let_go()
     assert passed.wait(10)
     sender.check()
 
@@ -176,7 +189,7 @@ def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -
     """Request n is in our block 2 * n + 1."""
     device: Any = SimpleNamespace(upload=lambda tensor: tensor)
     slices = [(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
-    return plan_sends(route, GEOMETRY, slices, device, slot_units, len(LAYERS))
+    return plan_sends(route, GEOMETRY, slices, device, slot_units)
 
 
 def pushes(transfers: list[Transfer]) -> list[LayerPush]:
@@ -200,9 +213,9 @@ def test_a_failed_write_of_one_request_marks_only_that_request_in_flight(engine,
 
     engine.begin = fails
     write(sender, pushes(transfers)[0])
-    assert transfers[0].in_flight_until > 0
-    assert transfers[1].in_flight_until < 0
-    assert transfers[1].failure is None
+    assert transfers[0].state.settled_at > 0
+    assert transfers[1].state.settled_at < 0
+    assert transfers[1].state.failure is None
 
 
 def staged_route(**fields: Any) -> Route:
@@ -215,11 +228,11 @@ def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(engine, se
     [send] = plan([ungranted], staged_route(ranks=(0, 1), index=1), slot_units=2)
     assert (len(send.units), send.share) == (0, 1)
     write(sender, LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done()))
-    assert (engine.arrived, ungranted.failure) == ([], None)
+    assert (engine.arrived, ungranted.state.failure) == ([], None)
 
     write(sender, LayerPush(LAYERS[1], send, [OURS[1]], Done(), Failed()))
-    assert ungranted.failure is not None
-    assert "an all-to-all failed" in ungranted.failure
+    assert ungranted.state.failure is not None
+    assert "an all-to-all failed" in ungranted.state.failure
 
 
 # --- layers that leave together --------------------------------------------------------------------------------
@@ -258,13 +271,11 @@ def test_a_layer_that_cannot_be_read_yet_holds_up_none_before_it(transfers):
     calls = Calls()
     with sending(calls) as sender:
         first, second = pushes(transfers)
-        second.ready = CpuEvent()
-        hold = threading.Event()
-        sender._tasks.put(hold.wait)
+        first.ready, second.ready = held, _ = Held(Done()), CpuEvent()
         sender.put_layer(first, 1.0)
         sender.put_layer(second, 1.0)
         passed = sender.barrier()
-        hold.set()
+        held.let_go()
         assert calls.begun.acquire(timeout=5)
         second.ready.set()
         calls.proceed.set()
@@ -278,14 +289,14 @@ def test_a_layer_is_written_once_its_checksums_are_taken(transfers):
     calls.proceed.set()
     [step_send] = plan(transfers)
     worker: Any = PrefillWorker.__new__(PrefillWorker)
-    worker._rank, worker._observer = SimpleNamespace(config=ConnectorConfig()), PrefillObserver()
+    worker._rank, worker._observer = SimpleNamespace(config=ConnectorConfig()), Observer()
     worker._device = SimpleNamespace(submit=lambda work, after: taken)
     worker._regrouper = worker._turns = None
     tensors = LayerTensors((OURS[0],), (torch.empty(0),))
     worker._caches = SimpleNamespace(layers_by_geometry={LAYERS[0]: {0: tensors}}, quantize={})
     with sending(calls) as sender:
         checksums: Any = object()
-        worker._push_layer(StepPlan(sends={0: [(sender, step_send)]}, checksums={0: [checksums]}), LAYERS[0], Done())
+        worker._put_layer(StepPlan(sends={0: [(sender, step_send)]}, checksums={0: [checksums]}), LAYERS[0], Done())
         assert not calls.begun.acquire(timeout=0.05)
         taken.set()
         assert sender.barrier().wait(10)
@@ -385,17 +396,17 @@ def test_an_error_at_the_end_of_transfers_ends_the_sender_and_fails_no_other_req
     calls, others = Calls(), [make_transfer("c", 11)]
     calls.proceed.set()
     with sending(calls, finished=fail) as sender:
-        hold = threading.Event()
-        sender._tasks.put(hold.wait)
-        sender.put_layer(pushes(transfers)[0], 1.0)
+        first = pushes(transfers)[0]
+        first.ready = held = Held(Done())
+        sender.put_layer(first, 1.0)
         sender.finish(transfers)
         sender.put_layer(pushes(others)[0], 1.0)
-        hold.set()
+        held.let_go()
         sender._thread.join(5)
-        assert sender.ended
+        assert sender.has_ended
         with pytest.raises(RuntimeError, match="an error of its own"):
             sender.check()
-    assert others[0].failure is None
+    assert others[0].state.failure is None
 
 
 def test_of_layers_that_left_together_each_is_written_again_by_itself(engine, sender, transfers):
@@ -403,9 +414,9 @@ def test_of_layers_that_left_together_each_is_written_again_by_itself(engine, se
     engine.lost = {destinations(1)[0]}
     first, second = pushes(transfers)
     write(sender, first, second)
-    assert [transfer.failure is None for transfer in transfers] == [False, True]
+    assert [transfer.state.failure is None for transfer in transfers] == [False, True]
     assert {dst for _, dst, _ in engine.arrived} >= {destinations(layer)[1] for layer in range(2)}
-    assert transfers[1].written[KEY][0] == 2 * BLOCK_BYTES
+    assert transfers[1].state.destinations[KEY].num_bytes == 2 * BLOCK_BYTES
 
 
 def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(engine, sender):
@@ -421,25 +432,25 @@ def test_layers_that_left_together_without_bytes_are_not_written(engine, sender,
     first, second = (LayerPush(tensor.layer, send, [tensor], Done(), Done()) for tensor in OURS)
     for push in (first, second):
         push.fill(Slot(0, 4096))
-    transfers[0].fail("its client has left", PushFailure.ABORTED)
+    transfers[0].state.fail("its client has left", PushFailure.ABORTED)
     sender._ring = SimpleNamespace(release=lambda slot, settled_at: None, rests=lambda: False)
     begun: list[object] = []
     engine.begin = lambda session, batch, may_begin: begun.append(batch)
     write(sender, first, second)
     assert begun == []
-    assert transfers[1].failure is None
+    assert transfers[1].state.failure is None
 
 
 def test_of_layers_that_would_leave_together_all_end_if_one_cannot_be_read(sender, transfers, monkeypatch):
     """Or their staging slots would stay taken."""
     ended: list[LayerPush] = []
-    monkeypatch.setattr(Sender, "_end", lambda sender, push: ended.append(push))
+    monkeypatch.setattr(Sender, "_end_layer", lambda sender, push: ended.append(push))
     first, second = pushes(transfers)
     third = dataclasses.replace(second)
     second.ready = Failed()
     write(sender, first, second, third)
     assert [id(push) for push in ended] == [id(first), id(second), id(third)]
-    assert all(transfer.failure is not None for transfer in transfers)
+    assert all(transfer.state.failure is not None for transfer in transfers)
 
 
 def test_an_idle_link_gets_a_layer_at_once_and_a_busy_one_those_that_have_come(transfers):
@@ -470,12 +481,12 @@ class Roomy(Calls):
 def test_what_replaces_kv_that_vllm_took_back_is_not_overtaken_by_it(transfers):
     calls = Roomy()
     with sending(calls) as sender:
-        all_put = threading.Event()
-        sender._tasks.put(all_put.wait)
-        for _ in range(2):
-            sender.put_layer(pushes(transfers)[0], 1.0)
+        first, second = pushes(transfers)[0], pushes(transfers)[0]
+        first.ready = held = Held(Done())
+        sender.put_layer(first, 1.0)
+        sender.put_layer(second, 1.0)
         passed = sender.barrier()
-        all_put.set()
+        held.let_go()
         assert calls.begun.acquire(timeout=10)
         assert not calls.begun.acquire(timeout=0.05)
         calls.proceed.set()
@@ -485,10 +496,10 @@ def test_what_replaces_kv_that_vllm_took_back_is_not_overtaken_by_it(transfers):
 
 def test_a_failed_write_may_still_deliver_kv_that_vllm_took_back(sender, transfers):
     for transfer in transfers:
-        transfer.mark_in_flight(1.0)
+        transfer.state.mark_in_flight(1.0)
     transfers[0].again = True
     sender.finish(transfers)
     assert sender.barrier().wait(10)
     sender.check()
-    assert "took back" in str(transfers[0].failure)
-    assert transfers[1].failure is None
+    assert "took back" in str(transfers[0].state.failure)
+    assert transfers[1].state.failure is None

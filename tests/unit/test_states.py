@@ -12,14 +12,9 @@ import torch
 
 from harness.states import GATED_DELTA, MAMBA1, MAMBA2, ONE_GROUP, TWO_GROUPS, States
 from vllm_ascend_pd.core.caches import RegisteredCaches, StateGroup, StateSpec, describe
-from vllm_ascend_pd.core.layout import (
-    LayerSpec,
-    LayerState,
-    LayoutError,
-    Section,
-    partition_states,
-)
+from vllm_ascend_pd.core.layout import LayerSpec, LayoutError
 from vllm_ascend_pd.core.plan import Units, descriptors, make_route
+from vllm_ascend_pd.core.states import LayerState, Section, partition_states
 from vllm_ascend_pd.core.topology import sharding
 
 NUM_BLOCKS = 4
@@ -113,10 +108,10 @@ def test_layers_that_use_a_buffer_in_turn_are_told_from_those_that_share_a_cache
     caches = {"0": own, "1": memory, "2": memory, "reader": own, "3": memory}
     registered = describe(caches, dict.fromkeys(caches, LayerSpec(0, 16, 2, 2)), heads_first=True, readers={"reader"})
     assert registered.layers == {"0": (0,), "1": (1,), "2": (2,), "reader": (), "3": (3,)}
-    assert registered.in_turn == (("1", "2"), ("2", "3"))
+    assert registered.sharing_buffers == (("1", "2"), ("2", "3"))
     assert len(registered.regions()) == 2, "each buffer is registered once"
     twice = describe({"0": (own, own)}, {"0": LayerSpec(0, 16, 2, 2)}, heads_first=True, readers=())
-    assert twice.in_turn == ()
+    assert twice.sharing_buffers == ()
 
 
 def test_a_layer_that_only_the_ranks_know_to_share_anothers_cache() -> None:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from harness.clock import Clock, clock_of
 from vllm_ascend_pd.transport import tcp
-from vllm_ascend_pd.transport.tcp import EARLIEST_S, LONGEST_S, SHARE, SHORTEST_S, Pace, PeerQueue, most_descriptors
+from vllm_ascend_pd.transport.tcp import EARLIEST_S, LONGEST_S, SHARE, SHORTEST_S, Pace, PeerQueue
+from vllm_ascend_pd.transport.tcp_settings import most_descriptors
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT
 
 BATCH = 16 << 20
@@ -24,7 +25,7 @@ def send(clock: Clock, of: Pace, num_bytes: int, seconds: float) -> float:
     started = clock.now
     slept = of.pause_s(num_bytes, started)
     clock.now = started + max(slept, seconds)
-    of.arrived(num_bytes, started)
+    of.learn(num_bytes, started)
     return slept
 
 

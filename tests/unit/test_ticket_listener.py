@@ -98,7 +98,7 @@ def test_a_tickets_life(listener, ask):
     assert [ask(offer(one)), ask(fate(one))] == [TicketTaken(), TicketTaken()]
     assert ask(ReleasePrompt(ENGINE, "xfer-1", "the client left", one.ticket_id, 48)) == Acknowledged()
     assert messages(listener) == []
-    listener.ended(one.ticket_id)
+    listener.end(one.ticket_id)
     assert ask(fate(one)).retry
     assert ask(offer(one)) == TicketTaken(), "that decode offers it again has no effect"
     assert messages(listener) == []

@@ -6,7 +6,6 @@ taken out.
 """
 
 import math
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,7 +14,7 @@ from ticket_model import TicketModel
 from ticket_ranks import Bounds
 
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
-from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket, TicketView
+from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
 STOPPED_DECODE = Bounds(writers=1, readers=1, tickets=2, faults=2, stops=True)
@@ -50,24 +49,21 @@ def test_every_interleaving(bounds):
 # Prefill's guards.
 
 
-class EndlessView(TicketView):
-    def lease_until(self, key):
-        return math.inf
-
-
 class BeginsOldPlans(PrefillTicket):
     """Checks a lease when a write is planned, and not when it begins."""
 
-    def view(self):
-        return EndlessView(**vars(super().view()))
+    def lease_until(self, key):
+        return math.inf
 
 
 class LeavesWithoutEnd(PrefillTicket):
     """Lets a writer write for ever after one grant."""
 
-    def view(self):
-        view = super().view()
-        return replace(view, leases=dict.fromkeys(view.leases, math.inf))
+    def answered(self, key, asked_at, answer):
+        refused = super().answered(key, asked_at, answer)
+        if self.destinations[key].granted:
+            self.destinations[key].until = math.inf
+        return refused
 
 
 class CountsFromTheAnswer(PrefillTicket):

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from harness.tickets import ticket_with
 from vllm_ascend_pd.connector import metrics as spans_module
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
-from vllm_ascend_pd.core.observer import ReceiveEnding
+from vllm_ascend_pd.core.observer import PushBegun, PushEnded, ReceiveEnded, TicketIssued, TicketRefused
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.reasons import ReceiveFailure
 
@@ -48,8 +48,8 @@ def the(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
 
 def test_a_push_that_fails(spans: InMemorySpanExporter) -> None:
     pushes = PushSpans()
-    pushes.transfer_began("r", HEADERS)
-    pushes.transfer_ended("r", TICKET, "a lease ran out")
+    pushes.on(PushBegun("r", HEADERS))
+    pushes.on(PushEnded("r", TICKET, "a lease ran out"))
     span = the(spans, "kv_push")
     assert dict(span.attributes) == {
         "gen_ai.request.id": "cmpl-1-0",
@@ -63,21 +63,21 @@ def test_a_push_that_fails(spans: InMemorySpanExporter) -> None:
 
 def test_a_ticket_that_cannot_be_served(spans: InMemorySpanExporter) -> None:
     pushes = PushSpans()
-    pushes.transfer_began("r", HEADERS)
-    pushes.ticket_refused("r", "remote_port is -1")
+    pushes.on(PushBegun("r", HEADERS))
+    pushes.on(TicketRefused("r", "remote_port is -1"))
     span = the(spans, "kv_push")
     assert dict(span.attributes) == {"error.type": "ticket"}
     assert span.status.description == "remote_port is -1"
 
 
-def ended(cause: ReceiveFailure, failure: str) -> ReceiveEnding:
-    return ReceiveEnding(TICKET, seconds=1.0, received_bytes=0, early_bytes=0, cause=cause, failure=failure)
+def ended(cause: ReceiveFailure, failure: str) -> ReceiveEnded:
+    return ReceiveEnded("r", TICKET, seconds=1.0, received_bytes=0, early_bytes=0, cause=cause, failure=failure)
 
 
 def test_a_receive_that_fails(spans: InMemorySpanExporter) -> None:
     receives = ReceiveSpans()
-    receives.ticket_issued("r", TICKET, HEADERS)
-    receives.transfer_ended("r", ended(ReceiveFailure.TRANSFER, "prefill rank 0: " + MAX_FAILURE_CHARS * "x"))
+    receives.on(TicketIssued("r", TICKET, HEADERS))
+    receives.on(ended(ReceiveFailure.TRANSFER, "prefill rank 0: " + MAX_FAILURE_CHARS * "x"))
     span = the(spans, "kv_receive")
     assert span.attributes["error.type"] == "transfer"
     assert span.status.description.startswith("prefill rank 0: xxx")
@@ -87,8 +87,8 @@ def test_a_receive_that_fails(spans: InMemorySpanExporter) -> None:
 def test_why_prefill_failed_is_not_quoted(spans: InMemorySpanExporter) -> None:
     """It may have come from an engine that quotes the prompt."""
     receives = ReceiveSpans()
-    receives.ticket_issued("r", TICKET, HEADERS)
-    receives.transfer_ended("r", ended(ReceiveFailure.PREFILL, "the prompt 'a secret' is too long"))
+    receives.on(TicketIssued("r", TICKET, HEADERS))
+    receives.on(ended(ReceiveFailure.PREFILL, "the prompt 'a secret' is too long"))
     span = the(spans, "kv_receive")
     assert span.attributes["error.type"] == span.status.description == "prefill"
 
@@ -96,15 +96,15 @@ def test_why_prefill_failed_is_not_quoted(spans: InMemorySpanExporter) -> None:
 @pytest.mark.parametrize("headers", [None, {}, {"tracestate": "a=1"}, {"traceparent": "00-zz"}])
 def test_without_a_trace_there_is_no_span(headers: object, spans: InMemorySpanExporter) -> None:
     pushes = PushSpans()
-    pushes.transfer_began("r", headers)
-    pushes.transfer_ended("r", TICKET, "write")
+    pushes.on(PushBegun("r", headers))
+    pushes.on(PushEnded("r", TICKET, "write"))
     assert not spans.get_finished_spans()
 
 
 def test_what_is_not_sampled_is_not_recorded(spans: InMemorySpanExporter) -> None:
     pushes = PushSpans()
-    pushes.transfer_began("r", {"traceparent": f"00-{TRACE}-{PARENT}-00"})
-    pushes.transfer_ended("r", TICKET, None)
+    pushes.on(PushBegun("r", {"traceparent": f"00-{TRACE}-{PARENT}-00"}))
+    pushes.on(PushEnded("r", TICKET, None))
     assert not spans.get_finished_spans()
 
 

@@ -9,8 +9,8 @@ from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfi
 from vllm.config.compilation import CUDAGraphMode
 
 import vllm_ascend_pd
-from vllm_ascend_pd.connector.model import computes_prompts, unsupported, unsupported_weights
 from vllm_ascend_pd.connector.setup import read_setup
+from vllm_ascend_pd.connector.unsupported import computes_prompts, unsupported, unsupported_weights
 
 CONSUMER, PRODUCER = "kv_consumer", "kv_producer"
 

@@ -13,7 +13,7 @@ from harness.real_scheduler import *  # noqa: F403  # noqa: F403
 from harness.real_scheduler import BLOCK, RealScheduler, Role
 from harness.schedulers import blocks_of
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.observer import Observed, Observer, PromptPlaced, ThresholdSet
 
 WHOLE = 6 * BLOCK
 
@@ -135,18 +135,18 @@ def auto(scheduled_model: Path) -> Iterator[RealScheduler]:
     scheduler.close()
 
 
-class Counted(DecodeSchedulerObserver):
+class Counted(Observer):
     """What was counted, as (who, why, tokens), and the latest threshold."""
 
     def __init__(self) -> None:
         self.prompts: list[tuple[str, str, int]] = []
         self.threshold = -1
 
-    def prompt_placed(self, request_id: str, by_decode: bool, reason: str, tokens: int) -> None:
-        self.prompts.append(("decode" if by_decode else "prefill", reason, tokens))
-
-    def threshold_set(self, tokens: int) -> None:
-        self.threshold = tokens
+    def on(self, event: Observed) -> None:
+        if isinstance(event, PromptPlaced):
+            self.prompts.append(("decode" if event.by_decode else "prefill", event.reason, event.tokens))
+        elif isinstance(event, ThresholdSet):
+            self.threshold = event.tokens
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from vllm_ascend_pd.connector import patches
 from vllm_ascend_pd.connector.caches import cache_groups, lost_blocks_say_all
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.decode.grants import Arrivals
+from vllm_ascend_pd.decode.arrivals import Arrivals
 from vllm_ascend_pd.decode.worker import DecodeWorker
 
 BLOCK = 4
@@ -119,7 +119,7 @@ class Prefill(Engine):
     def finish(self) -> None:
         """As vLLM's scheduler does it."""
         self.manager.remove_skipped_blocks("p", self.request.num_computed_tokens)
-        assert self.scheduler.request_ended(self.request)[0]
+        assert self.scheduler.end_request(self.request)[0]
 
     def end(self) -> None:
         """Once all is sent."""
@@ -236,7 +236,7 @@ def test_what_decode_wants_is_there_though_prefill_knows_the_prompt(
     prefill.manager.free(before)
     request.kv_transfer_params = msgspec.to_builtins(ticket)
     scheduler = prefill_scheduler(prefill.groups, pool=prefill.pool)
-    scheduler.arrived(request)
+    scheduler.add_request(request)
     hit, known = prefill.manager.get_computed_blocks(request)[:2]
     assert not (known and d_block > p_block)
     blocks = prefill.allocate(request, prompt - known, num_new_computed_tokens=known, new_computed_blocks=hit)

@@ -322,12 +322,7 @@ class Ranks:
             yield f"may not write to decode {key[1]}", told
 
     def _may_write(self, number: int, key: RankKey) -> tuple[int, bool | None]:
-        view = self._producers[number].view()
-        overdue = view.overdue(key, 0)
-        if overdue is None:
-            return number, view.may_write(key, 0)
-        after, _ = self._producers.after(number, ("overdue", key), lambda p: p.fail(*overdue))
-        return after, False
+        return self._producers.after(number, ("may write", key), lambda p: p.may_write(key, 0))
 
     def _begins(self, world: World) -> Moves:
         """Begins planned writes, because the link is free."""
@@ -338,7 +333,7 @@ class Ranks:
                 continue
             key = (0, sender.target)
             who = self._who(transfer)
-            if self._producers[number].view().lease_until(key) > 0:
+            if self._producers[number].lease_until(key) > 0:
                 yield f"{who}: begins to write to decode {key[1]}", self._begun(world, transfer)
             else:
                 after, _ = self._producers.after(

@@ -28,15 +28,9 @@ from vllm_ascend_pd.connector.caches import (
     readers_of_others,
 )
 from vllm_ascend_pd.connector.int8_caches import int8_caches
+from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
-from vllm_ascend_pd.connector.model import (
-    draft_summary,
-    media_hashing,
-    model_settings,
-    model_summary,
-    unsupported_weights,
-    warn_of_known_faults,
-)
+from vllm_ascend_pd.connector.model import draft_summary, media_hashing, model_settings, model_summary
 from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
 from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_weight_updates import follow
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_engine, follow_worker
@@ -49,26 +43,18 @@ from vllm_ascend_pd.connector.setup import (
     sharding,
     shared_engine,
 )
-from vllm_ascend_pd.connector.vllm_view import (
-    ASKS_SCHEDULER_FOR_STATS,
-    HAS_TRANSFER_RESULTS,
-    VllmBlocks,
-    VllmRequests,
-)
+from vllm_ascend_pd.connector.unsupported import unsupported_weights
+from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
+from vllm_ascend_pd.connector.vllm_view import ASKS_SCHEDULER_FOR_STATS, HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.caches import BlockNeeds, CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
 from vllm_ascend_pd.core.config import ConfigError
+from vllm_ascend_pd.core.engine_view import EngineSteps
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.layout import LayoutError
-from vllm_ascend_pd.core.observer import (
-    DecodeObserver,
-    DecodeSchedulerObserver,
-    PrefillObserver,
-    PrefillSchedulerObserver,
-    tell_all,
-)
+from vllm_ascend_pd.core.observer import tell_all
 from vllm_ascend_pd.core.role import ConnectorRole
-from vllm_ascend_pd.core.step import EngineSteps
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
@@ -128,7 +114,7 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
     logger.info("decode engines are served at: %s; tickets for other hosts are refused", peers.hosts.admitted)
     blocks = VllmBlocks()
     measured = PrefillSchedulerStats()
-    observer = tell_all(PrefillSchedulerObserver, measured, PushSpans())
+    observer = tell_all(measured, PushSpans())
     admission = TicketAdmission(peers.hosts, peers.secret)
     listener = _ticket_listener(setup, admission)
     held = None
@@ -254,7 +240,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     blocks = VllmBlocks(groups)
     measured = DecodeSchedulerStats()
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
-    observer = tell_all(DecodeSchedulerObserver, measured, ReceiveSpans(), traced)
+    observer = tell_all(measured, ReceiveSpans(), traced)
     may_compute = recomputes and config.who_computes != "never"
     metaserver = MetaserverClient(config, setup.host, may_compute, observer, secret)
     prefill = PrefillClient(setup.peers, config, observer)
@@ -348,14 +334,14 @@ def _worker(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connected:
         if setup.prefills:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             measured = PrefillStats(rank)
-            observer = tell_all(PrefillObserver, measured, prefill_trace(config.trace_dir, rank))
+            observer = tell_all(measured, prefill_trace(config.trace_dir, rank))
             caches_of, in_order = caches_of_layers(specs), layers_in_order(caches.layers)
             prefill = PrefillWorker(
                 rank, config, device, engine, caches, step_tokens, weights, observer, caches_of, in_order, setup.peers
             )
             opened.callback(prefill.close, CLOSE_TIMEOUT_S)
             return Connected(prefill, lambda: measured.take(prefill.status) or no_stats(), opened.pop_all())
-        traced = tell_all(DecodeObserver, decode_trace(config.trace_dir, rank))
+        traced = tell_all(decode_trace(config.trace_dir, rank))
         # Where lost blocks are named, vLLM computes from the first of them on without asking the scheduler's connector.
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         asks_again = config.who_computes == "never" and policy == "recompute"
@@ -384,7 +370,7 @@ def _rank_info(setup: EngineSetup) -> RankInfo:
 
 def _check_buffers(caches: RegisteredCaches) -> None:
     """Raises LayoutError if layers of a decode engine use a buffer in turn: it needs the KV of all of them."""
-    for one, other in caches.in_turn:
+    for one, other in caches.sharing_buffers:
         raise LayoutError(
             f"{one} and {other} use one buffer in turn, which decode cannot: remove "
             "layerwise_num_shared_buffers from AscendStoreConnector's kv_connector_extra_config"

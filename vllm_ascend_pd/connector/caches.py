@@ -23,14 +23,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_ascend_pd.connector.model import draft_summary
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.caches import BlockNeeds, CacheGroup, StateGroup, StateSpec, TokenGroup
-from vllm_ascend_pd.core.layout import (
-    ALL_TOKENS,
-    LayerSpec,
-    LayerState,
-    LayoutError,
-    TokenShare,
-    partition_states,
-)
+from vllm_ascend_pd.core.layout import ALL_TOKENS, LayerSpec, LayoutError, TokenShare
+from vllm_ascend_pd.core.states import LayerState, partition_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -110,29 +110,29 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     def on_kv_cache_written(self, layer_name: str) -> None:
         """A hook of vllm-ascend: the cache has the KV of the layer that is saved next. Its attention comes later."""
         if self.has_connector_metadata():
-            self._role.layer_written(layer_name)
+            self._role.mark_cached(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: KVCache, attn_metadata: Any, **kwargs: Any) -> None:
         if self.has_connector_metadata():
-            self._role.layer_computed(layer_name)
+            self._role.push_layer(layer_name)
 
     # vLLM calls these three when a forward pass has ended, and some of them also when an exception ends it.
 
     def wait_for_save(self) -> None:
         if self.has_connector_metadata():
-            self._role.forward_ended(sys.exc_info()[1])
+            self._role.end_forward(sys.exc_info()[1])
             self._role.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Returns requests that are sent, and those received or failed. vLLM before 0.30 calls it."""
-        self._role.forward_ended(sys.exc_info()[1])
+        self._role.end_forward(sys.exc_info()[1])
         results = self._role.take_results()
         return results.sent or None, results.received or None
 
     if HAS_TRANSFER_RESULTS:
 
         def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-            self._role.forward_ended(sys.exc_info()[1])
+            self._role.end_forward(sys.exc_info()[1])
             results = self._role.take_results()
             return base.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
@@ -165,7 +165,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._role.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: "Request") -> None:
-        self._role.arrived(request)
+        self._role.add_request(request)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._role.matched_tokens(request, num_computed_tokens)
@@ -193,12 +193,12 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._role.update(_report(output.kv_connector_worker_meta), set(ended or ()))
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._role.request_ended(request)
+        return self._role.end_request(request)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._role.request_ended(request)
+        return self._role.end_request(request)
 
     def has_pending_push_work(self) -> bool:
         return self._role.has_pending_pushes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_ascend_pd.connector.model import NO_PROMPTS_WITH_INT8, computes_prompts
+from vllm_ascend_pd.connector.unsupported import NO_PROMPTS_WITH_INT8, computes_prompts
 from vllm_ascend_pd.core.caches import Quantize, StateSpec
 from vllm_ascend_pd.core.layout import LayerSpec, LayoutError, Packing
 from vllm_ascend_pd.device.packing import quantize_c8

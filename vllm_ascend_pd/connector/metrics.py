@@ -18,11 +18,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.tracing import extract_trace_context
 
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver, ReceiveEnding
+from vllm_ascend_pd.core.observer import (
+    Observed,
+    Observer,
+    PushBegun,
+    PushEnded,
+    ReceiveEnded,
+    TicketIssued,
+    TicketRefused,
+)
 from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.observe.stats import (
     DECODE_METRICS,
     PREFILL_METRICS,
@@ -212,45 +219,46 @@ class _TransferSpans:
         span.end()
 
 
-class PushSpans(_TransferSpans, PrefillSchedulerObserver):
+class PushSpans(_TransferSpans, Observer):
     """A span `kv_push` for each transfer of a prefill engine."""
 
     def __init__(self) -> None:
         super().__init__("kv_push")
 
-    def transfer_began(self, request_id: str, trace_headers: Mapping[str, str] | None) -> None:
-        self._begin(request_id, trace_headers)
+    def on(self, event: Observed) -> None:
+        match event:
+            case PushBegun():
+                self._begin(event.request_id, event.trace_headers)
+            case TicketRefused():
+                self._end(event.request_id, {}, PushFailure.TICKET.value, event.reason)
+            case PushEnded(ticket=ticket, failure=failure):
+                attributes: dict[str, str | int] = {
+                    REQUEST_ID: ticket.request_id,
+                    DECODE_ENGINE: ticket.remote_engine_id,
+                    TOKENS: ticket.num_tokens - ticket.remote_cached_tokens,
+                    CACHED_TOKENS: ticket.remote_cached_tokens,
+                }
+                self._end(event.request_id, attributes, None if failure is None else "not_delivered", failure or "")
 
-    def ticket_refused(self, request_id: str, reason: str) -> None:
-        self._end(request_id, {}, PushFailure.TICKET.value, reason)
 
-    def transfer_ended(self, request_id: str, ticket: Ticket, failure: str | None) -> None:
-        attributes: dict[str, str | int] = {
-            REQUEST_ID: ticket.request_id,
-            DECODE_ENGINE: ticket.remote_engine_id,
-            TOKENS: ticket.num_tokens - ticket.remote_cached_tokens,
-            CACHED_TOKENS: ticket.remote_cached_tokens,
-        }
-        self._end(request_id, attributes, None if failure is None else "not_delivered", failure or "")
-
-
-class ReceiveSpans(_TransferSpans, DecodeSchedulerObserver):
+class ReceiveSpans(_TransferSpans, Observer):
     """A span `kv_receive` for each ticket of a decode engine."""
 
     def __init__(self) -> None:
         super().__init__("kv_receive")
 
-    def ticket_issued(self, request_id: str, ticket: Ticket, trace_headers: Mapping[str, str] | None) -> None:
-        self._begin(request_id, trace_headers)
-
-    def transfer_ended(self, request_id: str, ending: ReceiveEnding) -> None:
-        ticket, cause = ending.ticket, ending.cause
-        attributes: dict[str, str | int] = {
-            REQUEST_ID: ticket.request_id,
-            TOKENS: ticket.num_tokens - ticket.remote_cached_tokens,
-            RECEIVED_BYTES: ending.received_bytes,
-            EARLY_BYTES: ending.early_bytes,
-        }
-        # The reason of a failed prefill is the metaserver's text, which may quote an engine's error about a prompt.
-        reason = "" if cause is ReceiveFailure.PREFILL else ending.failure
-        self._end(request_id, attributes, None if cause is None else cause.value, reason)
+    def on(self, event: Observed) -> None:
+        match event:
+            case TicketIssued():
+                self._begin(event.request_id, event.trace_headers)
+            case ReceiveEnded(ticket=ticket, cause=cause):
+                attributes: dict[str, str | int] = {
+                    REQUEST_ID: ticket.request_id,
+                    TOKENS: ticket.num_tokens - ticket.remote_cached_tokens,
+                    RECEIVED_BYTES: event.received_bytes,
+                    EARLY_BYTES: event.early_bytes,
+                }
+                # The reason of a failed prefill is the metaserver's text, which may quote an engine's error about a
+                # prompt.
+                reason = "" if cause is ReceiveFailure.PREFILL else event.failure
+                self._end(event.request_id, attributes, None if cause is None else cause.value, reason)

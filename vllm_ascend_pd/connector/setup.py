@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_ascend_pd.connector.model import computes_prompts, unsupported
+from vllm_ascend_pd.connector.unsupported import computes_prompts, unsupported
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.transport.peers import Peers, read_peers

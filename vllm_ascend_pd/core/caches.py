@@ -17,14 +17,13 @@ from vllm_ascend_pd.core.layout import (
     CacheTensor,
     Geometry,
     LayerSpec,
-    LayerState,
     LayoutError,
     Order,
     Packing,
     RankCaches,
     block_geometry,
-    state_geometries,
 )
+from vllm_ascend_pd.core.states import LayerState, state_geometries
 
 # Cache groups: which of a request's blocks hold which of its tokens.
 
@@ -177,7 +176,7 @@ class RegisteredCaches:
     # By layer: indices into `tensors`.
     layers: dict[str, tuple[int, ...]]
     # Pairs of layers that overwrite each other's KV in each step, because they use a buffer in turn.
-    in_turn: tuple[tuple[str, str], ...] = ()
+    sharing_buffers: tuple[tuple[str, str], ...] = ()
     # By layer and part: what quantizes a tensor on its way to decode.
     quantize: Mapping[tuple[str, int], Quantize] = field(default_factory=dict)
 
@@ -232,7 +231,7 @@ def describe(
     layers: dict[str, tuple[int, ...]] = {}
     # By address and geometry: the layer that has it.
     known: dict[tuple[int, int], str] = {}
-    in_turn: list[tuple[str, str]] = []
+    sharing_buffers: list[tuple[str, str]] = []
     for layer, cache in kv_caches.items():
         whole = (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
         if layer not in specs:
@@ -252,14 +251,14 @@ def describe(
             if (earlier := known.get((base, index))) is not None:
                 if readers is None or layer in readers or earlier == layer:
                     continue  # the cache of an earlier layer, which this one shares
-                in_turn.append((earlier, layer))
+                sharing_buffers.append((earlier, layer))
             known[base, index] = layer
             scales = spec.scales[part] if isinstance(spec, LayerSpec) and spec.scales else ""
             described.append(CacheTensor(layer, part, base, tensor.shape[0], index, scales))
             tensors.append(tensor)
         layers[layer] = tuple(range(first, len(tensors)))
     caches = RankCaches(tuple(geometries), tuple(described))
-    return RegisteredCaches(caches, tuple(tensors), layers, tuple(in_turn), quantize or {})
+    return RegisteredCaches(caches, tuple(tensors), layers, tuple(sharing_buffers), quantize or {})
 
 
 # A tensor, an offset in bytes from its start, and the geometry of the blocks from there on.

@@ -48,7 +48,7 @@ class Units:
                 raise ValueError(f"tokens [{start}, {stop}) do not begin a unit of {unit} tokens")
         counts = [-(-(stop - start) // unit) for start, stop in ranges]
         begins = accumulate(counts, initial=0)
-        # Of each request's units: what its first token is more than its place among all units says.
+        # For each request: the offset, in tokens, from a unit's index to its first token.
         ahead = [start - begin * unit for (start, _), begin in zip(ranges, begins, strict=False)]
         owner = np.repeat(np.arange(len(ranges), dtype=np.int64), counts)
         return cls(np.arange(len(owner), dtype=np.int64) * unit + _integers(ahead)[owner], owner)
@@ -203,7 +203,7 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
         d_block_size *= decode.parts
     prefill, decode = held(source, prefill, decode)
     share = prefill.share(rank)
-    num_lanes, in_turn = lanes(prefill, decode, total)
+    num_lanes, replicas = lanes(prefill, decode, total)
     replica = prefill.replica_index(rank, total)
     turn, lane = divmod(replica, num_lanes)
     unit = _common_unit(source, share, decode, d_block_size)
@@ -221,8 +221,8 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
         targets = tuple(target for target in overlaps if target is not None)
         if kept.is_packed_on_the_way:
             rows = kept.entry_bytes, source.entry_bytes
-            return Route(unit, targets, turn, in_turn, (), 0, 1, entries, *rows, packs=True, token_share=share)
-        return Route(unit, targets, turn, in_turn, token_share=share)
+            return Route(unit, targets, turn, replicas, (), 0, 1, entries, *rows, packs=True, token_share=share)
+        return Route(unit, targets, turn, replicas, token_share=share)
     group = exchanged_heads(own.start, source.heads, d_heads)
     owners = range(group.start, group.stop, source.heads)
     ranks = tuple(prefill.holders(head, total, prefill.shares[rank])[replica] for head in owners)
@@ -235,7 +235,7 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
             if (heads := decode.heads(d_rank, total)).start in group
         ),
         turn,
-        in_turn,
+        replicas,
         ranks if len(ranks) > 1 else (),
         owners.index(own.start),
         len(group) // d_heads,

@@ -11,7 +11,10 @@ request for it, so it ends here before it ends there (R2). `failure` says that t
 set once, in WRITING, and never cleared. A failed write may still read the blocks until `settled_at`. So success is
 reported only after that time. A failure is reported at once, and again after that time (R2). Then the ticket ends (R3).
 
-The control thread owns the ticket. It publishes a `TicketView` for other threads after each change.
+The control thread takes all steps. Any thread may fail the ticket. The sender's thread asks whether it may write, waits
+for that, and counts what has arrived. One lock guards each change that another thread may see, and wakes the sender.
+Reading takes no lock: a failure stays, and leases only get longer. A write that begins after a failure does no harm
+while its lease runs.
 
 Leases and deadlines are times of a monotonic clock. `settled_at` is a running time (`core/running_time.py`), which
 stands still while the process is stopped, because the writes stand still, too. Methods call it `running`.
@@ -19,11 +22,13 @@ stands still while the process is stopped, because the writes stand still, too. 
 
 import enum
 import math
-from collections.abc import Mapping
+import threading
+import time
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Message, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
+from vllm_ascend_pd.core.threads import owned
 
 RankKey = tuple[int, int]  # (pp_rank, tp_rank)
 
@@ -58,68 +63,15 @@ class Destination:
     asking: bool = False
     # Whether it has acknowledged the report of how the transfer ended.
     acked: bool = False
+    # Bytes that have arrived there, and how many of them before the prompt's last layer was computed. The sender's
+    # thread adds to them. The control thread reads them when no write follows.
+    num_bytes: int = 0
+    early_bytes: int = 0
 
     @property
     def pause_s(self) -> float:
         """Seconds between two requests for a grant."""
         return self.lease_s / 3 if self.granted else GRANT_RETRY_S
-
-
-@dataclass(frozen=True)
-class TicketView:
-    """What a ticket that has not failed allows at one moment. It is immutable, so any thread may read it.
-
-    An old view never allows too much: leases only get longer. A write that begins after a failure does no harm while
-    its lease runs.
-    """
-
-    # Whether writes may still follow.
-    is_writing: bool
-    # Whether it is known where to write.
-    is_located: bool
-    # When a description or a grant comes too late.
-    grant_deadline: float
-    # When the lease of each decode rank ends that has granted.
-    leases: Mapping[RankKey, float] = field(default_factory=dict)
-    # Whether a decode rank has not granted or refused yet.
-    waits_for_grant: bool = True
-
-    def may_write(self, key: RankKey | None, now: float) -> bool | None:
-        """Whether a write to decode rank `key` may be planned; None if that is not known yet.
-
-        If `key` is None: whether it is known where to write.
-        """
-        if not self.is_writing:
-            return False
-        if key is None:
-            return self.is_located or None
-        until = self.leases.get(key)
-        return None if until is None else now < until
-
-    def overdue(self, key: RankKey | None, now: float) -> tuple[str, PushFailure] | None:
-        """Returns why a write to `key` must fail now because something came too late; None if it need not fail.
-
-        `key` is None if the decode ranks are not known yet.
-        """
-        if not self.is_located:
-            late = "the decode engine did not describe itself in time", PushFailure.UNREACHABLE
-            return late if now >= self.grant_deadline else None
-        if key is None:
-            return None
-        until = self.leases.get(key)
-        if until is None:
-            late = f"decode rank {key} gave no grant in time", PushFailure.NO_GRANT
-            return late if now >= self.grant_deadline else None
-        return (f"the lease for decode rank {key} ran out", PushFailure.LEASE) if now >= until else None
-
-    def writable_until(self, key: RankKey) -> float:
-        """Returns the time until which `may_write` returns True in this view; -inf if it does not."""
-        return self.lease_until(key) if self.is_writing else -math.inf
-
-    def lease_until(self, key: RankKey) -> float:
-        """Returns the time until which bytes for `key` may be sent. They do no harm while the lease runs, so a failure
-        does not change it."""
-        return self.leases.get(key, -math.inf)
 
 
 @dataclass
@@ -141,10 +93,18 @@ class PrefillTicket:
     # Whether the last report said that nothing can arrive any more.
     final: bool = False
 
+    # Guards the phase while it is WRITING, the failure, `settled_at`, the destinations and their leases. A change of
+    # them wakes the sender.
+    _changed: threading.Condition = field(default_factory=lambda: threading.Condition(), repr=False, compare=False)
+
+    # On any thread.
+
     def fail(self, reason: str, cause: PushFailure) -> None:
-        """Records the first reason. Has no effect once the writing is over."""
-        if self.failure is None and self.phase is Phase.WRITING:
-            self.failure, self.cause = reason, cause
+        """Records the first reason: no further write may be planned. Has no effect once the writing is over."""
+        with self._changed:
+            if self.failure is None and self.phase is Phase.WRITING:
+                self.failure, self.cause = reason, cause
+                self._changed.notify_all()
 
     @property
     def waits_for_grant(self) -> bool:
@@ -154,22 +114,62 @@ class PrefillTicket:
         destinations = self.destinations
         return destinations is None or not all(d.granted for d in destinations.values())
 
-    def view(self) -> TicketView:
-        destinations = self.destinations or {}
-        return TicketView(
-            self.phase is Phase.WRITING,
-            self.destinations is not None,
-            self.grant_deadline,
-            {key: d.until for key, d in destinations.items() if d.granted},
-            self.waits_for_grant,
-        )
+    # On the sender's thread.
 
+    def may_write(self, key: RankKey | None, now: float) -> bool | None:
+        """Returns whether a write to decode rank `key` may be planned; None if that is not known yet.
+
+        If `key` is None: whether it is known where to write. The ticket fails if the answer comes too late: after the
+        grant deadline, or when the lease has ended, even if a renewal is in flight.
+        """
+        if self.failure is not None or self.phase is not Phase.WRITING:
+            return False
+        if self.destinations is None:
+            late = "the decode engine did not describe itself in time", PushFailure.UNREACHABLE
+        elif key is None:
+            return True
+        elif (destination := self.destinations.get(key)) is None or not destination.granted:
+            late = f"decode rank {key} gave no grant in time", PushFailure.NO_GRANT
+        elif now < destination.until:
+            return True
+        else:
+            self.fail(f"the lease for decode rank {key} ran out", PushFailure.LEASE)
+            return False
+        if now < self.grant_deadline:
+            return None
+        self.fail(*late)
+        return False
+
+    def await_write(self, key: RankKey | None) -> bool:
+        """Waits until `may_write` has an answer, and returns it: until the grant deadline at most."""
+        with self._changed:
+            while (answer := self.may_write(key, now := time.monotonic())) is None:
+                self._changed.wait(max(0.0, self.grant_deadline - now))
+            return answer
+
+    def lease_until(self, key: RankKey) -> float:
+        """Returns the time until which bytes for `key` may be sent. They do no harm while the lease runs, so a failure
+        does not change it."""
+        destination = (self.destinations or {}).get(key)
+        return -math.inf if destination is None else destination.until
+
+    def mark_in_flight(self, until: float) -> None:
+        """Records that a write was given up, whose bytes may arrive until `until`, in running time."""
+        with self._changed:
+            self.settled_at = max(self.settled_at, until)
+
+    # On the control thread: all that follows.
+
+    @owned
     def contacted(self, destinations: dict[RankKey, Destination]) -> None:
         """Takes the decode ranks to write to. There are none if the decode engine did not describe itself."""
-        self.destinations = destinations
+        with self._changed:
+            self.destinations = destinations
+            self._changed.notify_all()
 
     # Grants.
 
+    @owned
     def due(self, now: float) -> list[RankKey]:
         """Returns the decode ranks to ask for a grant, or for its renewal."""
         if self.failure is not None or self.phase not in (Phase.WRITING, Phase.FINISHED):
@@ -177,47 +177,52 @@ class PrefillTicket:
         destinations = (self.destinations or {}).items()
         return [key for key, d in destinations if not d.asking and now - d.asked_at >= d.pause_s]
 
+    @owned
     def asked(self, key: RankKey, now: float) -> Destination:
         destination = self._destination(key)
         destination.asking = True
         destination.asked_at = now
         return destination
 
+    @owned
     def answered(self, key: RankKey, asked_at: float, answer: Message | Exception) -> bool:
         """Takes the answer to the request sent at `asked_at`. Returns whether the rank has refused for good."""
         destination = self._destination(key)
         destination.asking = False
         if isinstance(answer, Granted):
-            destination.granted = True
-            destination.lease_s = answer.lease_s
-            destination.until = max(destination.until, asked_at + answer.lease_s)
+            with self._changed:
+                destination.lease_s = answer.lease_s
+                destination.until = max(destination.until, asked_at + answer.lease_s)
+                destination.granted = True
+                self._changed.notify_all()
         elif isinstance(answer, GrantRefused) and not answer.retry:
             self.fail(f"decode rank {key} refused: {answer.reason}", PushFailure.REFUSED)
             return True
         return False
 
-    # Writing.
+    # The end.
 
-    def mark_in_flight(self, until: float) -> None:
-        """Records that a write was given up, whose bytes may arrive until `until`."""
-        self.settled_at = max(self.settled_at, until)
-
+    @owned
     def finish(self, now: float) -> bool | None:
         """Ends the writing. Returns whether the KV is complete.
 
         Returns None while decode may still describe itself or grant: call it again when something has changed.
         """
-        view = self.view()
         for key in self.destinations or (None,):
-            if (overdue := view.overdue(key, now)) is not None:
-                self.fail(*overdue)
-        if self.waits_for_grant:
-            return None
-        self.phase = Phase.FINISHED
-        return self.failure is None
+            self.may_write(key, now)
+        with self._changed:
+            if self.waits_for_grant:
+                return None
+            self.phase = Phase.FINISHED
+            return self.failure is None
 
-    # The end.
+    @owned
+    def delivered_bytes(self) -> tuple[int, int]:
+        """Returns how many bytes have arrived, in all and before the last layer was computed."""
+        ranks = (self.destinations or {}).values()
+        return sum(rank.num_bytes for rank in ranks), sum(rank.early_bytes for rank in ranks)
 
+    @owned
     def notify(self, running: float) -> bool:
         """Returns whether decode must be notified now. `notify_pending` says which ranks.
 
@@ -243,6 +248,7 @@ class PrefillTicket:
         """Returns for how many seconds bytes may still arrive."""
         return max(0.0, self.settled_at - running)
 
+    @owned
     def notify_pending(self) -> dict[RankKey, Destination]:
         """Begins a round of reports. Returns the decode ranks to report to: those that have not acknowledged a report.
 
@@ -255,10 +261,12 @@ class PrefillTicket:
         self.rounds += 1
         return pending
 
+    @owned
     def acked(self, key: RankKey) -> None:
         """Records that decode rank `key` has acknowledged the report."""
         self._destination(key).acked = True
 
+    @owned
     def end(self) -> bool:
         """Ends the ticket if decode was notified or cannot be reached, and nothing reads the blocks any more. Returns
         whether it has ended."""

@@ -36,7 +36,8 @@ from vllm_ascend_pd.core.bounds import MAX_RANKS, MAX_STAGES, MAX_TENSORS, MAX_T
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import NAME, is_name, one_line
-from vllm_ascend_pd.core.ticket import MAX_TRANSFER_ID_CHARS, Ticket
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.ticket_params import MAX_TRANSFER_ID_CHARS
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
 PROTOCOL_VERSION = 2

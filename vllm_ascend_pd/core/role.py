@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, ScheduledRequest, WorkerReport
+from vllm_ascend_pd.core.engine_view import ScheduledRequest
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, WorkerReport
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,13 @@ class ConnectorRole:
         """Waits until a layer's buffer may be overwritten. `layer`: its name, or its number on this rank. Any thread
         calls it."""
 
-    def layer_written(self, layer: str) -> None:
+    def mark_cached(self, layer: str) -> None:
         """The cache has the KV of the layer that is saved next. `layer`: its name, or ""."""
 
-    def layer_computed(self, layer: str) -> None:
+    def push_layer(self, layer: str) -> None:
         """The layer has been computed. `layer`: its name."""
 
-    def forward_ended(self, error: BaseException | None = None) -> None:
+    def end_forward(self, error: BaseException | None = None) -> None:
         """The forward pass has ended, and `error` is why it failed."""
 
     def end_step(self) -> None:
@@ -86,7 +87,7 @@ class ConnectorRole:
     def bind_block_pool(self, pool: Any) -> None:
         """Takes vLLM's block pool."""
 
-    def arrived(self, request: ScheduledRequest) -> None:
+    def add_request(self, request: ScheduledRequest) -> None:
         """Takes note of a new request."""
 
     def matched_tokens(self, request: ScheduledRequest, num_computed_tokens: int) -> int | None:
@@ -110,7 +111,7 @@ class ConnectorRole:
         """Takes the ranks' report, and requests that all ranks have reported: on prefill as sent, on decode as received
         or failed."""
 
-    def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
+    def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         """Takes note of a request's end. Returns whether its blocks must be kept, and what its response says."""
         return False, None
 

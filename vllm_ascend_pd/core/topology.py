@@ -170,8 +170,8 @@ def writers_to(
     reports. Where several prefill ranks hold the same heads and tokens, `Ticket.replica_hash` picks one of them, so
     that requests spread over them.
     """
-    count, in_turn = lanes(prefill, decode, total)
-    writer = replica_hash % in_turn * count + decode.replica_index(d_rank, total) % count
+    count, replicas = lanes(prefill, decode, total)
+    writer = replica_hash % replicas * count + decode.replica_index(d_rank, total) % count
     heads = decode.heads(d_rank, total)
     if exchange:
         heads = exchanged_heads(heads.start, len(prefill.heads(0, total)), len(heads))

@@ -16,7 +16,7 @@ from vllm_ascend_pd.core.hosts import authority, is_host
 from vllm_ascend_pd.core.secret import MAX_SIGNATURE_CHARS
 from vllm_ascend_pd.core.signed_addresses import signature_in
 from vllm_ascend_pd.core.text import UNREADABLE, is_name
-from vllm_ascend_pd.core.ticket import (
+from vllm_ascend_pd.core.ticket_params import (
     BOOTSTRAP_ADDRESS,
     TICKET_HOST,
     TICKET_LISTENER_SIGNATURE,

@@ -6,22 +6,20 @@ cancellations by `SideChannelServer.call`, and gets what has ended through an `A
 """
 
 import functools
-import itertools
 import logging
 import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from vllm_ascend_pd.core.bounds import MAX_CACHED_WRITES, MAX_EXPECTED_WRITES, MAX_SHAPES_WORKED_OUT
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
-from vllm_ascend_pd.core.layout import Order, RankCaches
-from vllm_ascend_pd.core.observer import DecodeObserver
+from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.observer import Observer, TicketClosed, TicketExpected
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     Granted,
@@ -34,176 +32,16 @@ from vllm_ascend_pd.core.protocol import (
     WriterId,
 )
 from vllm_ascend_pd.core.running_time import RunningTime
-from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
+from vllm_ascend_pd.core.step import DecodeStep, Expect
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import replica_hash_of
-from vllm_ascend_pd.core.topology import Sharding, TopologyError, held, writers_to
+from vllm_ascend_pd.core.topology import Sharding, TopologyError
 from vllm_ascend_pd.core.weights import LoadedWeights, are_alike
+from vllm_ascend_pd.decode.arrivals import ArrivalQueue, Arrivals
 from vllm_ascend_pd.decode.checksums import Delivered, Reported
-from vllm_ascend_pd.device.event import Event
+from vllm_ascend_pd.decode.expected_writers import ExpectedWriters, expected_writers
+from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.transport.side_channel import ClientConnection
-from vllm_ascend_pd.transport.wakeup import WakeupSender
-
-
-def expected_writers(
-    caches: RankCaches, rank: int, decode: Sharding, prefill: Sharding, replica: int, draft: str
-) -> frozenset[tuple[int, int]]:
-    """Returns pairs (index of a tensor of ours, rank in prefill's pipeline stage that must write to it).
-
-    `rank`: this rank's place in its pipeline stage. `draft`: draft layers expect nothing unless it is theirs. Raises
-    TopologyError if the engines cannot fit, or there are more pairs than `MAX_EXPECTED_WRITES`.
-    """
-    found: set[tuple[int, int]] = set()
-    for number, geometry in enumerate(caches.geometries):
-        if geometry.is_known_to(draft):
-            writing, reading = held(geometry, prefill, decode)
-            exchange = geometry.order is Order.TOKEN_MAJOR
-            writers = writers_to(rank, reading, writing, geometry.total_heads, replica, exchange=exchange)
-            tensors = [i for i, tensor in enumerate(caches.tensors) if tensor.geometry == number]
-            if len(found) + len(tensors) * len(writers) > MAX_EXPECTED_WRITES:
-                raise TopologyError(f"more than {MAX_EXPECTED_WRITES} pairs of a tensor and its writer")
-            found.update(itertools.product(tensors, writers))
-    return frozenset(found)
-
-
-class ExpectedWriters:
-    """Works out `expected_writers` for prefill engines, and keeps the results for tickets of the same shape.
-
-    It keeps `MAX_CACHED_WRITES` pairs, and works out no more than `MAX_SHAPES_WORKED_OUT` results for one ticket.
-    """
-
-    def __init__(self, expected: Callable[[Sharding, int, str], frozenset[tuple[int, int]]]) -> None:
-        """`expected`: `expected_writers` of this rank."""
-        self._expected = expected
-        # Results, or why there is none. Those used last are at the end.
-        self._known: OrderedDict[tuple[Sharding, int, str], frozenset[tuple[int, int]] | TopologyError] = OrderedDict()
-        # What all of them take, counted in pairs.
-        self._kept = 0
-
-    def of(self, each: "OpenTicket", prefill: Sharding, replica: int, draft: str) -> frozenset[tuple[int, int]]:
-        """Returns the pairs for a ticket. Raises TopologyError."""
-        key = (prefill, replica, draft)
-        if key in self._known:
-            self._known.move_to_end(key)
-        else:
-            if each.shapes_worked_out >= MAX_SHAPES_WORKED_OUT:
-                raise TopologyError(f"prefill engines of {MAX_SHAPES_WORKED_OUT} shapes have asked for this ticket")
-            each.shapes_worked_out += 1
-            try:
-                self._known[key] = self._expected(*key)
-            except TopologyError as error:
-                self._known[key] = error.with_traceback(None)
-            self._kept += self._cost(key)
-            while self._kept > MAX_CACHED_WRITES and len(self._known) > 1:
-                oldest = next(iter(self._known))
-                self._kept -= self._cost(oldest)
-                del self._known[oldest]
-        found = self._known[key]
-        if isinstance(found, TopologyError):
-            raise TopologyError(str(found))
-        return found
-
-    def _cost(self, key: tuple[Sharding, int, str]) -> int:
-        found = self._known[key]
-        return len(key[0].shares) + (0 if isinstance(found, TopologyError) else len(found))
-
-
-@dataclass
-class Arrivals:
-    """What one step learns of transfers. The control thread adds to it until the model thread takes it."""
-
-    # Requests that no prefill rank can write for any more: their blocks may be used or freed.
-    finished: set[str] = field(default_factory=set)
-    # Those of `finished` whose KV is not complete.
-    failed: set[str] = field(default_factory=set)
-    # Blocks of requests that have just failed. vLLM learns of them before it may free them.
-    lost_blocks: set[int] = field(default_factory=set)
-    # Tickets whose KV has arrived and must be verified before their requests count as finished.
-    delivered: list[Delivered] = field(default_factory=list)
-    # The same, as the scheduler learns it.
-    report: WorkerReport = field(default_factory=WorkerReport)
-
-    def __bool__(self) -> bool:
-        return bool(self.finished or self.lost_blocks or self.delivered)
-
-    def ticket_failed(self, expect: Expect, reason: str, by_prefill: bool) -> None:
-        """A ticket failed. Prefill ranks may still write to its blocks until `ticket_ended`.
-
-        `by_prefill`: as in WorkerReport.
-        """
-        self.report.failed[expect.ticket_id] = reason
-        if by_prefill:
-            self.report.by_prefill.add(expect.ticket_id)
-        self.lost_blocks.update(expect.blocks)
-
-    def ticket_ended(self, expect: Expect, received: tuple[int, int] | None, cached_tokens: int | None) -> None:
-        """No prefill rank can write for a ticket any more.
-
-        `received`: bytes, and those of them that arrived before prefill ended; None if the KV is not complete.
-        `cached_tokens`: how many tokens of the prompt prefill had in its prefix cache; None if no writer said so.
-        """
-        if received is None:
-            self.failed.add(expect.request_id)
-        else:
-            self.report.received[expect.ticket_id] = received
-        if cached_tokens is not None:
-            self.report.cached[expect.ticket_id] = cached_tokens
-        self.finished.add(expect.request_id)
-
-    def ticket_verified(self, delivered: Delivered, mismatch: str | None) -> None:
-        """The KV of a delivered ticket was verified. `mismatch`: what differs; None if nothing does."""
-        if mismatch is not None:
-            self.report.wrong.add(delivered.expect.ticket_id)
-            self.ticket_failed(delivered.expect, mismatch, by_prefill=True)
-        received = delivered.received if mismatch is None else None
-        self.ticket_ended(delivered.expect, received, delivered.cached_tokens)
-
-
-class ArrivalQueue:
-    """Hands what has ended or failed from the control thread, which calls `add`, to the model thread.
-
-    The condition guards every field. Neither thread waits for anything else while it holds the condition.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._news = Arrivals()
-        # Whether the model thread waits in `take`.
-        self._waiting = False
-        # Where the scheduler sleeps between two steps (`transport/wakeup.py`). "": nowhere.
-        self._address = ""
-        # The control thread's.
-        self._wakeup = WakeupSender()
-
-    def add(self, note: Callable[[Arrivals], None], wakes: bool = True) -> None:
-        """Lets `note` add to the news. `wakes`: wakes the step that waits, or else the scheduler, which sleeps before
-        the next step."""
-        with self._changed:
-            note(self._news)
-            if wakes and (self._waiting or not self._address):
-                self._changed.notify_all()
-            elif wakes:
-                self._wakeup.wake(self._address)
-
-    def wake_at(self, address: str) -> None:
-        """Lets later news wake the scheduler at `address` while no step waits. "": it is not woken."""
-        with self._changed:
-            self._address = address
-
-    def take(self, wait_s: float) -> Arrivals:
-        """Returns what was added since the last call. Waits up to `wait_s` seconds if nothing was."""
-        with self._changed:
-            if wait_s:
-                self._waiting = True
-                self._changed.wait_for(lambda: bool(self._news), wait_s)
-                self._waiting = False
-            news, self._news = self._news, Arrivals()
-        return news
-
-    def close(self) -> None:
-        """Call it when the control thread has ended."""
-        self._wakeup.close()
-
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +93,7 @@ class GrantService:
         sharding: Sharding,
         loaded: LoadedWeights,
         arrivals: ArrivalQueue,
-        observer: DecodeObserver,
+        observer: Observer,
         apply_s: float,
     ) -> None:
         """`caches`, `rank`, `sharding`: as `expected_writers` has them. `loaded`: this engine's weights. `arrivals`:
@@ -288,7 +126,7 @@ class GrantService:
         """Takes what the scheduler says in a step. `tickets`: those of `step.expects`."""
         for new in tickets:
             self._open[new.ticket.ticket_id] = new
-            self._observer.ticket_received(new.expect.request_id, new.ticket.ticket_id)
+            self._observer.on(TicketExpected(new.expect.request_id, new.ticket.ticket_id))
         for ticket_id in step.prefilled:  # the metaserver has answered: no further prefill rank will ask for a grant
             if each := self._open.get(ticket_id):
                 each.ticket.prefill_has_ended(now, self._config.settle_timeout_s)
@@ -453,7 +291,7 @@ class GrantService:
         while len(self._closed) > MAX_TOMBSTONES:
             self._closed.popitem(last=False)
         is_received = ticket.state is TicketState.RECEIVED
-        self._observer.ticket_ended(request_id, ticket_id, is_received)
+        self._observer.on(TicketClosed(request_id, ticket_id, is_received))
         received = (ticket.num_bytes, ticket.bytes_before_end) if is_received else None
         verified, prefill = each.expect.verified, ticket.sharding
         if received is not None and verified is not None and prefill is not None:

@@ -21,7 +21,7 @@ import httpx
 import msgspec
 
 from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.observer import Observer, PostRetried
 from vllm_ascend_pd.core.protocol import (
     FAILURE_SUFFIX,
     MAX_ASKED,
@@ -92,7 +92,7 @@ class MetaserverClient(TicketClient):
         config: ConnectorConfig,
         own_host: str,
         recomputes: bool = False,
-        observer: DecodeSchedulerObserver | None = None,
+        observer: Observer | None = None,
         secret: Secret | None = None,
     ) -> None:
         """`recomputes`: whether this engine computes a prompt whose KV does not arrive. It is sent with each ticket.
@@ -100,7 +100,7 @@ class MetaserverClient(TicketClient):
 
         Raises `MetaserverError` for an allow-list entry, certificate or token that cannot be used.
         """
-        self._config, self._observer = config, observer or DecodeSchedulerObserver()
+        self._config, self._observer = config, observer or Observer()
         # Longest time from `post` to the outcome, however often the metaserver says that the ticket waits.
         self._longest_s = config.queue_timeout_s + config.transfer_timeout_s
         try:
@@ -172,7 +172,7 @@ class MetaserverClient(TicketClient):
         retries, attempt, where = self._config.metaserver_retries, 0, f"metaserver {clean(post.to.url)}"
         while True:
             try:
-                failure = judge(*await self._send(post.to, "", post.content))
+                failure = failure_of(*await self._send(post.to, "", post.content))
             except HTTP_FAILURES as error:
                 failure = _explain(post.to.url, error, self._tls.ssl_certfile is not None)
             if failure is None:
@@ -180,7 +180,7 @@ class MetaserverClient(TicketClient):
             if not failure.may_pass or attempt == retries:
                 tried = f" ({attempt + 1} attempts)" if failure.may_pass else ""
                 return PostOutcome(post.key, False, f"{where}{failure.text}{tried}", failure.may_follow)
-            self._observer.post_retried()
+            self._observer.on(PostRetried())
             ceiling = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
             await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
             attempt += 1
@@ -276,7 +276,7 @@ class _PrefillFailed(msgspec.Struct):
     may_follow: bool = False
 
 
-def judge(status: int, body: bytes) -> PostFailure | None:
+def failure_of(status: int, body: bytes) -> PostFailure | None:
     """Returns what an answer to a post means: None if the metaserver accepted the ticket."""
     if 200 <= status < 300:
         return None

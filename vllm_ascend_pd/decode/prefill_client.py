@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.observer import Observer, PostRetried
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt
 from vllm_ascend_pd.core.protocol import (
     AskTicket,
@@ -55,7 +55,7 @@ class PrefillClient(TicketClient):
         self,
         peers: Peers,
         config: ConnectorConfig | None = None,
-        observer: DecodeSchedulerObserver | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """
         peers: the prefill engines that may be connected to.
@@ -65,7 +65,7 @@ class PrefillClient(TicketClient):
         self._secret = peers.secret
         self._admission = PrefillAdmission(peers)
         self.admitted = self._admission.admitted  # where tickets may be offered, in words
-        self._observer = observer or DecodeSchedulerObserver()
+        self._observer = observer or Observer()
         self._addresses = PrefillAddresses(self._admission, self._config.control_timeout_s)
         # The client's thread owns the rest.
         # None until something is sent: most engines never get a request that names a prefill engine.
@@ -149,7 +149,7 @@ class PrefillClient(TicketClient):
                     raise DeliveryError(f"the {prompt} refuses the ticket: {reason}")
                 if time.monotonic() - began > retry_s:
                     raise DeliveryError(f"the {prompt} did not take the ticket in {retry_s:g} s: {reason}")
-            self._observer.post_retried()
+            self._observer.on(PostRetried())
             await asyncio.sleep(random.uniform(pause / 2, pause))
             pause = min(2 * pause, _LAST_PAUSE_S)
 

@@ -11,20 +11,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
+from vllm_ascend_pd.core.observer import KvVerified, Observer, ReceiveEnded, ReceiveFailed, ThresholdSet, TicketIssued
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
 from vllm_ascend_pd.core.reasons import Reason, ReceiveFailure
 from vllm_ascend_pd.core.role import ConnectorRole
-from vllm_ascend_pd.core.step import DecodeStep, EngineBlocks, EngineRequests, ScheduledRequest, WorkerReport
+from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import (
-    Ticket,
-    is_pulled,
-    names_prefill,
-    prefill_wait_s,
-    wants_ticket,
-    wants_token_ids,
-)
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.ticket_params import is_pulled, names_prefill, prefill_wait_s, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.bootstrap import RouteError
 from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
@@ -146,7 +141,7 @@ class DecodeScheduler(ConnectorRole):
         placement: PromptPlacement,
         idle: IdleWait,
         failed_wait_s: float,
-        observer: DecodeSchedulerObserver | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._issuer = issuer
         self._requests = requests
@@ -155,7 +150,7 @@ class DecodeScheduler(ConnectorRole):
         self._routes = routes
         self._idle = idle
         self._failed_wait_s = failed_wait_s
-        self._observer = observer or DecodeSchedulerObserver()
+        self._observer = observer or Observer()
         self._transfers: dict[str, _IncomingTransfer] = {}  # by request id
         self._by_ticket: dict[str, _IncomingTransfer] = {}  # the same, by ticket id
         self._to_send: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
@@ -172,8 +167,8 @@ class DecodeScheduler(ConnectorRole):
         self._blocks.bind(pool)
 
     @owned
-    def arrived(self, request: ScheduledRequest) -> None:
-        self._blocks.arrived(request)
+    def add_request(self, request: ScheduledRequest) -> None:
+        self._blocks.add_request(request)
         if self._placement.computes_no_prompt and (reason := why_refused(request)) is not None:
             request.skip_reading_prefix_cache = False  # with it, vLLM would compute the prompt whatever we answer
             self._refuse(request, reason, is_unfit=True)
@@ -267,7 +262,7 @@ class DecodeScheduler(ConnectorRole):
             transfer.cached_tokens = earlier.cached_tokens  # since then, prefill has cached what it computed
         self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
         self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
-        self._observer.ticket_issued(request.request_id, ticket, request.trace_headers)
+        self._observer.on(TicketIssued(request.request_id, ticket, request.trace_headers))
         return transfer
 
     @owned
@@ -328,9 +323,9 @@ class DecodeScheduler(ConnectorRole):
         These end whatever the policy: vLLM may have their next steps under way.
         """
         for result, count in report.verified.items():
-            self._observer.verified(result, count)
+            self._observer.on(KvVerified(result, count))
         for request_id, (reason, blocks) in report.overwritten.items():
-            self._observer.transfer_failed(ReceiveFailure.OVERWRITTEN)
+            self._observer.on(ReceiveFailed(ReceiveFailure.OVERWRITTEN))
             self._blocks.evict(blocks)
             self._to_end.append(request_id)
             if transfer := self._transfers.get(request_id):  # otherwise that step has ended it
@@ -352,25 +347,23 @@ class DecodeScheduler(ConnectorRole):
         transfer.ranks_ended = True
         self._failed_waits.pop(transfer.request_id, None)
         if transfer.route is not None and transfer.failure is None:
-            transfer.route.ended(transfer.ticket, None)
+            transfer.route.end(transfer.ticket, None)
         lasted_s = time.monotonic() - transfer.issued_at
         if transfer.failure is None:
             tokens = transfer.ticket.num_tokens - transfer.ticket.remote_cached_tokens
             self._placement.delivered(tokens, lasted_s, transfer.prefill_wait_s)
         num_bytes, early_bytes = transfer.received
-        ending = ReceiveEnding(
-            transfer.ticket, lasted_s, num_bytes, early_bytes, transfer.cause, transfer.failure or ""
-        )
-        self._observer.transfer_ended(transfer.request_id, ending)
+        how = transfer.cause, transfer.failure or ""
+        self._observer.on(ReceiveEnded(transfer.request_id, transfer.ticket, lasted_s, num_bytes, early_bytes, *how))
         self._forget_if_over(transfer)
 
-    def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
+    def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         return False, self.finished(request)
 
     @owned
     def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:
         """The request ended. Returns what its response says about its transfer."""
-        self._placement.ended(request.request_id)
+        self._placement.forget(request.request_id)
         transfer = self._transfers.get(request.request_id)
         refused = self._refused.pop(request.request_id, None)
         if transfer is None:
@@ -431,7 +424,7 @@ class DecodeScheduler(ConnectorRole):
     @owned
     def started(self) -> None:
         """This engine's ranks have started."""
-        self._observer.threshold_set(self._placement.threshold())
+        self._observer.on(ThresholdSet(self._placement.threshold()))
 
     @owned
     def renamed(self, engine_id: str) -> None:
@@ -470,11 +463,11 @@ class DecodeScheduler(ConnectorRole):
         transfer.failure, transfer.cause, transfer.may_follow = reason, cause, may_follow
         if not transfer.request_ended:
             self._failed_waits[transfer.request_id] = time.monotonic() + self._failed_wait_s
-        self._observer.transfer_failed(cause)
+        self._observer.on(ReceiveFailed(cause))
         ticket_id = transfer.ticket.ticket_id
         self._to_send.pop(ticket_id, None)
         if transfer.route is not None:
-            transfer.route.ended(transfer.ticket, reason)
+            transfer.route.end(transfer.ticket, reason)
         self._step.cancelled[ticket_id] = reason
 
     def _correct_cached_tokens(self, request: ScheduledRequest, transfer: _IncomingTransfer) -> None:

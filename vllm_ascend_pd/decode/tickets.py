@@ -15,14 +15,16 @@ import msgspec
 
 from vllm_ascend_pd.core.caches import CacheGroup, left_to_decode
 from vllm_ascend_pd.core.checksum import column_tokens, is_selected
+from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
 from vllm_ascend_pd.core.protocol import TransferFailure
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import signature_in
 from vllm_ascend_pd.core.signing import signed
-from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest, VerifiedBlocks
-from vllm_ascend_pd.core.ticket import METASERVER_SIGNATURE, Ticket, names_prefill
+from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE, names_prefill
 from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
@@ -204,7 +206,7 @@ class _OverMetaserver:
         body = {**msgspec.to_builtins(ticket), "token_ids": token_ids}
         self._client.post(ticket.ticket_id, self._url, body, self._signature)
 
-    def ended(self, ticket: Ticket, failure: str | None) -> None:
+    def end(self, ticket: Ticket, failure: str | None) -> None:
         """The transfer has ended, before or after the outcome. `failure`: why it failed; None: the KV is there."""
         if failure is not None:
             self._client.cancel(ticket.ticket_id)
@@ -224,13 +226,13 @@ class _ToPrefill:
     def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
         self._client.offer(ticket, self._prompt)
 
-    def ended(self, ticket: Ticket, failure: str | None) -> None:
+    def end(self, ticket: Ticket, failure: str | None) -> None:
         self._client.cancel(ticket.ticket_id)
         if failure is not None:
             self._client.release(self._prompt, ticket, failure)
 
     def report(self, failure: TransferFailure) -> None:
-        """`ended` tells the engine."""
+        """`end` tells the engine."""
 
 
 TicketRoute: TypeAlias = _OverMetaserver | _ToPrefill

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Set
 from typing import TypeAlias
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, EngineSteps, ScheduledRequest
+from vllm_ascend_pd.core.observer import Observer, PromptPlaced, ThresholdSet
 from vllm_ascend_pd.core.reasons import Decision, Reason
-from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, EngineSteps, ScheduledRequest
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, WHO_COMPUTES, prefill_wait_s
+from vllm_ascend_pd.core.ticket_params import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, WHO_COMPUTES, prefill_wait_s
 
 FIRST_TOKENS = 64
 """Most prompt tokens that are trusted to be cheap before anything was measured. A step of so few takes hardly longer
@@ -138,7 +138,7 @@ class PromptPlacement:
         blocks: EngineBlocks,
         settings: ConnectorConfig,
         steps: EngineSteps,
-        observer: DecodeSchedulerObserver,
+        observer: Observer,
         clock: Callable[[], float] = lambda: time.monotonic(),
     ) -> None:
         self._requests = requests
@@ -250,8 +250,8 @@ class PromptPlacement:
         self._counted.add(request.request_id)
         if by_decode and not again and self._generates_for_others:
             self._spend(tokens)
-        self._observer.prompt_placed(self._requests.external_id(request), by_decode, decision.reason, tokens)
-        self._observer.threshold_set(self.threshold())
+        self._observer.on(PromptPlaced(self._requests.external_id(request), by_decode, decision.reason, tokens))
+        self._observer.on(ThresholdSet(self.threshold()))
 
     @owned
     def step_built(self, scheduled: Mapping[str, int]) -> None:
@@ -276,7 +276,7 @@ class PromptPlacement:
         self._there.add(self._clock(), tokens, max(seconds - waited_s, _LEAST_SHARE * seconds))
 
     @owned
-    def ended(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._computing.pop(request_id, None)
         self._steps.alive.discard(request_id)

@@ -20,23 +20,17 @@ import msgspec
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
-from vllm_ascend_pd.core.observer import DecodeObserver
+from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.role import ConnectorRole, TransferResults
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
+from vllm_ascend_pd.decode.arrivals import ArrivalQueue, Arrivals
 from vllm_ascend_pd.decode.checksums import Verifier
-from vllm_ascend_pd.decode.grants import (
-    UNKNOWN_WEIGHTS,
-    ArrivalQueue,
-    Arrivals,
-    GrantService,
-    OpenTicket,
-)
-from vllm_ascend_pd.device.base import Device
-from vllm_ascend_pd.device.event import Event
+from vllm_ascend_pd.decode.grants import UNKNOWN_WEIGHTS, GrantService, OpenTicket
+from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.peers import Peers
 from vllm_ascend_pd.transport.side_channel import SideChannelServer
@@ -55,7 +49,7 @@ class DecodeWorker(ConnectorRole):
         engine: TransferEngine,
         caches: RegisteredCaches,
         loaded: LoadedWeights | None = None,
-        observer: DecodeObserver | None = None,
+        observer: Observer | None = None,
         fails_by_request: bool = True,
         peers: Peers | None = None,
     ) -> None:
@@ -84,7 +78,7 @@ class DecodeWorker(ConnectorRole):
         self._num_open = 0
         # Whether the last step brought something that had ended.
         self._brought = False
-        self._observer = observer or DecodeObserver()
+        self._observer = observer or Observer()
         self._arrivals = ArrivalQueue()
         # What the scheduler has not been told of.
         self._report = WorkerReport()

@@ -16,23 +16,31 @@ import operator
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_ascend_pd.core.observer import (
-    DecodeSchedulerObserver,
-    PrefillObserver,
-    PrefillSchedulerObserver,
+    KvVerified,
+    LayerWritten,
+    Observed,
+    Observer,
+    PostRetried,
     PrefillStatus,
-    ReceiveEnding,
+    PromptPlaced,
+    PushDelayed,
+    ReceiveEnded,
+    ReceiveFailed,
+    RegroupAwaited,
+    ThresholdSet,
+    TicketRefused,
+    WriteEnded,
+    WriteRetried,
+    WritingEnded,
 )
 from vllm_ascend_pd.core.reasons import BY_DECODE_FOR, BY_PREFILL_FOR, PushFailure, ReceiveFailure, Verified
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.core.plan import Offsets
-    from vllm_ascend_pd.core.prefill_ticket import RankKey
-    from vllm_ascend_pd.core.ticket import Ticket
     from vllm_ascend_pd.core.topology import RankInfo
 
 Data: TypeAlias = dict[str, dict[str, Any]]
@@ -285,7 +293,7 @@ def observations(histogram: Histogram, counts: list[int], sums: list[float]) -> 
             yield min(max(total / count, above), edges[bucket + 1]), count
 
 
-class PrefillStats(PrefillObserver):
+class PrefillStats(Observer):
     """The metrics of a prefill rank. Any thread records, one thread takes."""
 
     def __init__(self, rank_info: RankInfo) -> None:
@@ -306,38 +314,33 @@ class PrefillStats(PrefillObserver):
 
         return self._stats.take(gauges)
 
-    def backpressure(self, seconds: float) -> None:
-        self._stats.observe(BACKPRESSURE_SECONDS, seconds)
-
-    def regroup_waited(self, seconds: float) -> None:
-        self._stats.observe(REGROUP_WAIT_SECONDS, seconds)
-
-    def write_ended(
-        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Offsets, total: int
-    ) -> None:
-        self._stats.add(PUSHED_BYTES, total)
-
-    def write_retried(self) -> None:
-        self._stats.add(WRITE_RETRIES)
-
-    def layer_written(self, seconds: float) -> None:
-        self._stats.observe(LAYER_PUSH_SECONDS, seconds)
-
-    def transfer_ended(self, ticket: Ticket, num_bytes: int, early_bytes: int, cause: PushFailure | None) -> None:
-        if cause is not None:
-            self._stats.add(PUSH_FAILURES, reason=cause.value)
-        elif num_bytes:
-            self._stats.observe(OVERLAP_RATIO, early_bytes / num_bytes)
+    def on(self, event: Observed) -> None:
+        match event:
+            case WriteEnded():
+                self._stats.add(PUSHED_BYTES, sum(event.num_bytes))
+            case LayerWritten():
+                self._stats.observe(LAYER_PUSH_SECONDS, event.seconds)
+            case RegroupAwaited():
+                self._stats.observe(REGROUP_WAIT_SECONDS, event.seconds)
+            case PushDelayed():
+                self._stats.observe(BACKPRESSURE_SECONDS, event.seconds)
+            case WriteRetried():
+                self._stats.add(WRITE_RETRIES)
+            case WritingEnded(cause=None, num_bytes=num_bytes) if num_bytes:
+                self._stats.observe(OVERLAP_RATIO, event.early_bytes / num_bytes)
+            case WritingEnded(cause=PushFailure() as cause):
+                self._stats.add(PUSH_FAILURES, reason=cause.value)
 
 
-class PrefillSchedulerStats(Stats, PrefillSchedulerObserver):
+class PrefillSchedulerStats(Stats, Observer):
     """The metrics of a prefill engine's scheduler."""
 
-    def ticket_refused(self, request_id: str, reason: str) -> None:
-        self.add(PUSH_FAILURES, reason=PushFailure.TICKET.value)
+    def on(self, event: Observed) -> None:
+        if isinstance(event, TicketRefused):
+            self.add(PUSH_FAILURES, reason=PushFailure.TICKET.value)
 
 
-class DecodeSchedulerStats(DecodeSchedulerObserver):
+class DecodeSchedulerStats(Observer):
     """The metrics of a decode engine. Any thread records, one thread takes."""
 
     def __init__(self) -> None:
@@ -348,23 +351,19 @@ class DecodeSchedulerStats(DecodeSchedulerObserver):
         """Returns what was recorded since the last call."""
         return self._stats.take(lambda: {DECODE_PROMPT_THRESHOLD: self._threshold})
 
-    def prompt_placed(self, request_id: str, by_decode: bool, reason: str, tokens: int) -> None:
-        place = f"{'decode' if by_decode else 'prefill'},{reason}"
-        self._stats.add(PROMPTS, reason=place)
-        self._stats.add(PROMPT_TOKENS, tokens, reason=place)
-
-    def threshold_set(self, tokens: int) -> None:
-        self._threshold = tokens
-
-    def post_retried(self) -> None:
-        self._stats.add(TICKET_POST_RETRIES)
-
-    def verified(self, result: str, count: int) -> None:
-        self._stats.add(VERIFIED, count, result)
-
-    def transfer_failed(self, cause: ReceiveFailure) -> None:
-        self._stats.add(RECEIVE_FAILURES, reason=cause.value)
-
-    def transfer_ended(self, request_id: str, ending: ReceiveEnding) -> None:
-        if ending.cause is None:
-            self._stats.observe(TICKET_TO_READY_SECONDS, ending.seconds)
+    def on(self, event: Observed) -> None:
+        match event:
+            case PromptPlaced():
+                place = f"{'decode' if event.by_decode else 'prefill'},{event.reason}"
+                self._stats.add(PROMPTS, reason=place)
+                self._stats.add(PROMPT_TOKENS, event.tokens, reason=place)
+            case ThresholdSet():
+                self._threshold = event.tokens
+            case PostRetried():
+                self._stats.add(TICKET_POST_RETRIES)
+            case KvVerified():
+                self._stats.add(VERIFIED, event.times, event.result)
+            case ReceiveFailed():
+                self._stats.add(RECEIVE_FAILURES, reason=event.cause.value)
+            case ReceiveEnded(cause=None):
+                self._stats.observe(TICKET_TO_READY_SECONDS, event.seconds)

@@ -3,24 +3,29 @@
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from vllm_ascend_pd.core.observer import (
-    DecodeObserver,
-    DecodeSchedulerObserver,
-    PrefillObserver,
-    ReceiveEnding,
+    GrantAnswered,
+    LayerComputed,
+    Observed,
+    Observer,
+    OutcomeReported,
+    PromptPlaced,
+    ReceiveEnded,
+    RegroupSubmitted,
+    StepBegun,
+    StepEnded,
+    TicketClosed,
+    TicketExpected,
+    TicketIssued,
+    WriteEnded,
+    WritingEnded,
 )
-from vllm_ascend_pd.core.plan import Offsets
-from vllm_ascend_pd.core.prefill_ticket import RankKey
-from vllm_ascend_pd.core.reasons import PushFailure
-from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo
-from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.observe.trace_file import Moment, Traced, TraceFile, moment
 
 _MAX_NAME = 300
@@ -60,11 +65,11 @@ def _name(name: str) -> str:
 _on_stream = partial(Traced, on_stream=True)
 
 
-def _transfer(request_id: str, ticket_id: str) -> dict[str, Any]:
-    return {"request": _name(request_id), "transfer": fingerprint(ticket_id)}
+def _transfer(ticket: Ticket) -> dict[str, Any]:
+    return {"request": _name(ticket.request_id), "transfer": fingerprint(ticket.ticket_id)}
 
 
-class _Trace:
+class _Trace(Observer):
     """Writes to a trace file, which it closes."""
 
     def __init__(self, file: TraceFile) -> None:
@@ -74,7 +79,7 @@ class _Trace:
         self._file.close(timeout_s)
 
 
-class PrefillTrace(_Trace, PrefillObserver):
+class PrefillTrace(_Trace):
     """Traces a prefill rank."""
 
     def __init__(self, file: TraceFile) -> None:
@@ -83,87 +88,88 @@ class PrefillTrace(_Trace, PrefillObserver):
         self._in_step = False
         self._computed: Moment = 0.0
 
-    def step_began(self, number: int, parts: Sequence[tuple[Ticket, Send]]) -> None:
+    def on(self, event: Observed) -> None:
+        args: dict[str, Any]
+        match event:
+            case LayerComputed() if self._in_step:
+                layer, self._computed = _name(event.layer), moment(event.computed)
+                end = self._computed
+                # It begins where the layer before it ends.
+                self._file.put(
+                    _on_stream(f"compute {layer}", "X", "layer", {"layer": layer}, "compute", begin=0.0, end=end)
+                )
+            case WriteEnded():
+                layer, rank = _name(event.layer), f"{event.key[0]}/{event.key[1]}"
+                written = dict(zip(map(fingerprint, event.ticket_ids), event.num_bytes, strict=True))
+                args = {"layer": layer, "to": rank, "written": written}
+                row = f"write to decode rank {rank}"
+                self._file.put(Traced(f"write {layer}", "X", "write", args, row=row, begin=event.begun_at))
+            case RegroupSubmitted():
+                args = {"layer": _name(event.layer), "transfers": [*map(fingerprint, event.ticket_ids)]}
+                begin, end = moment(event.computed), moment(event.ready)
+                name = f"regroup {_name(event.layer)}"
+                self._file.put(_on_stream(name, "X", "regroup", args, "regroup", begin=begin, end=end))
+            case StepBegun():
+                self._begin_step(event)
+            case StepEnded() if self._in_step:
+                self._in_step = False
+                end = self._computed if event.computed is None else moment(event.computed)
+                self._file.put(_on_stream("step", "E", "step", {}, "compute", end=end))
+            case GrantAnswered():
+                to = f"{event.key[0]}/{event.key[1]}"
+                args = {**_transfer(event.ticket), "to": to, "answer": event.answer}
+                name, id = "renew grant" if event.renewal else "wait for grant", f"{args['transfer']} {to}"
+                self._file.put(Traced(name, "b", "grant", {}, id=id, end=event.asked_at))
+                self._file.put(Traced(name, "e", "grant", args, id=id))
+            case WritingEnded():
+                args = {**_transfer(event.ticket), "bytes": event.num_bytes, "early_bytes": event.early_bytes}
+                args["failure"] = "" if event.cause is None else event.cause.value
+                self._file.put(Traced("report", "b", "report", args, id=args["transfer"]))
+            case OutcomeReported():
+                self._file.put(Traced("report", "e", "report", {}, id=fingerprint(event.ticket.ticket_id)))
+
+    def _begin_step(self, event: StepBegun) -> None:
         traced = [
-            {**_transfer(ticket.request_id, ticket.ticket_id), "start": send.start, "stop": send.stop}
-            for ticket, send in parts
+            {**_transfer(ticket), "start": send.start, "stop": send.stop}
+            for ticket, send in event.parts
             if send.start < send.stop
         ]
         self._in_step = bool(traced)
         self._computed = time.monotonic()
         if traced:
-            self._file.put(_on_stream(f"step {number}", "B", "step", {"parts": traced}, "compute", end=self._computed))
-
-    def layer_computed(self, layer: str, computed: Event) -> None:
-        if self._in_step:
-            layer, self._computed = _name(layer), moment(computed)
-            # It begins where the layer before it ends.
-            args = {"layer": layer}
-            self._file.put(_on_stream(f"compute {layer}", "X", "layer", args, "compute", begin=0.0, end=self._computed))
-
-    def step_ended(self, computed: Event | None) -> None:
-        if self._in_step:
-            self._in_step = False
-            end = self._computed if computed is None else moment(computed)
-            self._file.put(_on_stream("step", "E", "step", {}, "compute", end=end))
-
-    def regroup_submitted(self, layer: str, ticket_ids: Sequence[str], computed: Event, ready: Event) -> None:
-        args = {"layer": _name(layer), "transfers": [*map(fingerprint, ticket_ids)]}
-        begin, end = moment(computed), moment(ready)
-        self._file.put(_on_stream(f"regroup {_name(layer)}", "X", "regroup", args, "regroup", begin=begin, end=end))
-
-    def write_ended(
-        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Offsets, total: int
-    ) -> None:
-        layer, rank = _name(layer), f"{key[0]}/{key[1]}"
-        written = dict(zip(map(fingerprint, ticket_ids), num_bytes.tolist(), strict=True))
-        args = {"layer": layer, "to": rank, "written": written}
-        row = f"write to decode rank {rank}"
-        self._file.put(Traced(f"write {layer}", "X", "write", args, row=row, begin=begun_at))
-
-    def grant_answered(self, ticket: Ticket, key: RankKey, asked_at: float, renewal: bool, answer: str) -> None:
-        args = {**_transfer(ticket.request_id, ticket.ticket_id), "to": f"{key[0]}/{key[1]}", "answer": answer}
-        name, id = "renew grant" if renewal else "wait for grant", f"{args['transfer']} {args['to']}"
-        self._file.put(Traced(name, "b", "grant", {}, id=id, end=asked_at))
-        self._file.put(Traced(name, "e", "grant", args, id=id))
-
-    def transfer_ended(self, ticket: Ticket, num_bytes: int, early_bytes: int, cause: PushFailure | None) -> None:
-        args = _transfer(ticket.request_id, ticket.ticket_id)
-        args |= {"bytes": num_bytes, "early_bytes": early_bytes, "failure": "" if cause is None else cause.value}
-        self._file.put(Traced("report", "b", "report", args, id=args["transfer"]))
-
-    def transfer_reported(self, ticket: Ticket) -> None:
-        self._file.put(Traced("report", "e", "report", {}, id=fingerprint(ticket.ticket_id)))
+            name = f"step {event.number}"
+            self._file.put(_on_stream(name, "B", "step", {"parts": traced}, "compute", end=self._computed))
 
 
-class DecodeTrace(_Trace, DecodeObserver):
+class DecodeTrace(_Trace):
     """Traces a decode rank."""
 
-    def ticket_received(self, request_id: str, ticket_id: str) -> None:
-        self._put("b", request_id, ticket_id)
+    def on(self, event: Observed) -> None:
+        match event:
+            case TicketExpected():
+                self._put("b", event)
+            case TicketClosed():
+                self._put("e", event, failure="" if event.received else "not all was written")
 
-    def ticket_ended(self, request_id: str, ticket_id: str, received: bool) -> None:
-        self._put("e", request_id, ticket_id, failure="" if received else "not all was written")
-
-    def _put(self, ph: Literal["b", "e"], request_id: str, ticket_id: str, **more: str) -> None:
-        args = _transfer(request_id, ticket_id)
-        self._file.put(Traced("receive", ph, "receive", {**args, **more}, id=args["transfer"]))
+    def _put(self, ph: Literal["b", "e"], event: TicketExpected | TicketClosed, **more: str) -> None:
+        args = {"request": _name(event.request_id), "transfer": fingerprint(event.ticket_id), **more}
+        self._file.put(Traced("receive", ph, "receive", args, id=args["transfer"]))
 
 
-class DecodeSchedulerTrace(_Trace, DecodeSchedulerObserver):
+class DecodeSchedulerTrace(_Trace):
     """Traces the scheduler's side of a decode engine."""
 
-    def prompt_placed(self, request_id: str, by_decode: bool, reason: str, tokens: int) -> None:
-        by = "decode" if by_decode else "prefill"
-        args = {"request": _name(request_id), "by": by, "reason": reason, "tokens": tokens}
-        self._file.put(Traced(f"{by} computes", "i", "placed", args, row="prompts"))
-
-    def ticket_issued(self, request_id: str, ticket: Ticket, trace_headers: Mapping[str, str] | None) -> None:
-        self._put("b", ticket, "")
-
-    def transfer_ended(self, request_id: str, ending: ReceiveEnding) -> None:
-        self._put("e", ending.ticket, "" if ending.cause is None else ending.cause.value)
+    def on(self, event: Observed) -> None:
+        match event:
+            case PromptPlaced():
+                by = "decode" if event.by_decode else "prefill"
+                args = {"request": _name(event.request_id), "by": by, "reason": event.reason, "tokens": event.tokens}
+                self._file.put(Traced(f"{by} computes", "i", "placed", args, row="prompts"))
+            case TicketIssued():
+                self._put("b", event.ticket, "")
+            case ReceiveEnded():
+                self._put("e", event.ticket, "" if event.cause is None else event.cause.value)
 
     def _put(self, ph: Literal["b", "e"], ticket: Ticket, failure: str) -> None:
-        args = {**_transfer(ticket.request_id, ticket.ticket_id), "failure": failure}
+        args = {**_transfer(ticket), "failure": failure}
         self._file.put(Traced(args["request"], ph, "request", args, id=args["transfer"]))

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 
+from vllm_ascend_pd.core.observer import PushDelayed
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S
@@ -28,7 +29,7 @@ class BufferTurns:
         # By layer: the addresses of its buffers. Layers that have theirs alone are left out.
         self._buffers = {
             layer: frozenset(rank.caches.description.tensors[index].base for index in rank.caches.layers[layer])
-            for layer in {layer for pair in rank.caches.in_turn for layer in pair}
+            for layer in {layer for pair in rank.caches.sharing_buffers for layer in pair}
         }
         self._grant_wait_s = rank.config.control_timeout_s
         # A failed write may go on reading.
@@ -94,7 +95,7 @@ class BufferTurns:
             self._end(push, began)
         with self._changed:
             self._reads = [push for push in self._reads if push not in reads]
-        self._rank.observer.backpressure(time.monotonic() - began)
+        self._rank.observer.on(PushDelayed(time.monotonic() - began))
 
     def _is_written(self, layers: Collection[str]) -> bool:
         if self._written is None or not (buffers := self._buffers_of(layers)):

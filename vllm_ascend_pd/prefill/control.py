@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control plane of a prefill rank: one thread that owns the state of all transfers and peers.
 
-It has decode engines describe themselves, asks for grants, renews them and reports. It owns the tickets' states. The
-model's thread and senders post messages to it. They read `TicketView`s and `Outcome`s.
+It has decode engines describe themselves, asks for grants, renews them and reports. The model's thread and senders
+post messages to it. They share each transfer's `PrefillTicket`, and the model's thread reads `Outcome`s.
 """
 
 import logging
@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_ascend_pd.core.checksum import is_selected
-from vllm_ascend_pd.core.compatibility import foreign, misfit, unsound
+from vllm_ascend_pd.core.compatibility import misfit
+from vllm_ascend_pd.core.described_engine import foreign, unsound
+from vllm_ascend_pd.core.observer import GrantAnswered, OutcomeReported, WritingEnded
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey
 from vllm_ascend_pd.core.protocol import (
     Describe,
@@ -301,7 +303,7 @@ class ControlPlane:
             idle = [endpoint for peer in self._peers.values() if not peer.busy for endpoint in peer.endpoints]
         for endpoint in idle:
             self._client.rest(endpoint)
-        self._retired = [sender for sender in self._retired if not sender.ended]
+        self._retired = [sender for sender in self._retired if not sender.has_ended]
         for peer in forgotten:
             peer.sender.retire()
             self._retired.append(peer.sender)
@@ -332,14 +334,12 @@ class ControlPlane:
                 first = min(layout.ranks)
                 destinations = {first: Destination(layout.ranks[first], ())}
         peer.endpoints.update(destination.rank.control for destination in destinations.values())
-        with transfer.changing() as state:
-            state.contacted(destinations)
+        transfer.state.contacted(destinations)
         self._follow(transfer)
 
     def _fail(self, transfer: Transfer, reason: str, cause: PushFailure) -> None:
         """Fails the transfer. It ends as soon as the sender has no write of it in flight."""
-        with transfer.changing() as state:
-            state.fail(reason, cause)
+        transfer.state.fail(reason, cause)
         transfer.sender.finish([transfer])
 
     def _on_revoked(self, endpoint: str, message: Message) -> None:
@@ -367,18 +367,14 @@ class ControlPlane:
     def _finish(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
             transfer.is_finishing = True
-            transfer.state.mark_in_flight(transfer.in_flight_until)
             self._follow(transfer)
 
     def _follow(self, transfer: Transfer) -> None:
         """Takes the next steps of one transfer: ends the writing, asks for grants and renewals, notifies decode."""
         state = transfer.state
-        transfer.take_failure()
-        if transfer.is_finishing and state.phase is Phase.WRITING:
-            with transfer.changing():
-                complete = state.finish(time.monotonic())
-            if complete is not None:
-                self._rank.observer.transfer_ended(transfer.ticket, *transfer.num_bytes(), state.cause)
+        is_writing = transfer.is_finishing and state.phase is Phase.WRITING
+        if is_writing and state.finish(time.monotonic()) is not None:
+            self._rank.observer.on(WritingEnded(transfer.ticket, *state.delivered_bytes(), state.cause))
         notify, due, is_over = state.notify(self._rank.running_time()), state.due(time.monotonic()), state.end()
         for key in due:
             self._ask(transfer, key)
@@ -411,10 +407,8 @@ class ControlPlane:
     def _on_grant(
         self, transfer: Transfer, key: RankKey, asked_at: float, renewal: bool, answer: Message | SideChannelError
     ) -> None:
-        self._rank.observer.grant_answered(transfer.ticket, key, asked_at, renewal, type(answer).__name__)
-        with transfer.changing() as state:
-            refused = state.answered(key, asked_at, answer)
-        if refused:
+        self._rank.observer.on(GrantAnswered(transfer.ticket, key, asked_at, renewal, type(answer).__name__))
+        if transfer.state.answered(key, asked_at, answer):
             transfer.sender.finish([transfer])
         elif isinstance(answer, GrantRefused):
             self._client.tick_within(GRANT_RETRY_S)
@@ -430,7 +424,7 @@ class ControlPlane:
         if not pending:
             if not transfer.is_notified:
                 transfer.is_notified = True
-                self._rank.observer.transfer_reported(transfer.ticket)
+                self._rank.observer.on(OutcomeReported(transfer.ticket))
                 if state.failure is not None:
                     logger.warning(
                         "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",
@@ -458,13 +452,12 @@ class ControlPlane:
         if state.failure is None and is_selected(self._rank.config.verified_share, transfer.ticket.ticket_id):
             checksums = report_checksums(transfer.ticket, transfer.checksums, pending, transfer.grows)
         for key, destination in pending.items():
-            num_bytes, early = transfer.written.get(key, (0, 0))
             report = WriteReport(
                 transfer.ticket.ticket_id,
                 writer,
                 state.failure,
-                num_bytes=num_bytes,
-                bytes_before_end=early,
+                num_bytes=destination.num_bytes,
+                bytes_before_end=destination.early_bytes,
                 settle_s=settle_s,
                 digest=transfer.digest,
                 cached_tokens=transfer.cached_tokens,

@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 ServedRoutes: TypeAlias = tuple[tuple[int, Route], ...]
 """Some of our geometries, by index, and how their units travel."""
 
-Parts: TypeAlias = tuple[tuple[Target, Geometry], ...]
-"""For each tensor that is written: the share of a unit, and how the decode tensor lies in memory."""
-
 
 @dataclass(frozen=True)
 class LayerTarget:
@@ -35,7 +32,8 @@ class LayerTarget:
     key: RankKey
     # The decode rank's Mooncake session.
     session: str
-    parts: Parts
+    # For each tensor that is written: the share of a unit, and how the decode tensor lies in memory.
+    parts: tuple[tuple[Target, Geometry], ...]
     # A number of these parts, the same for all layers and decode ranks of an engine that have them.
     shape: int
     # For each part: the index of our tensor that it reads.
@@ -56,7 +54,7 @@ class DecodeLayout:
         # By layer, part and tensor-parallel rank: the decode rank that has the tensor, and its index there.
         self._tensors: dict[tuple[str, int, int], tuple[RankKey, int]] = {}
         self._targets: dict[tuple[str, int], tuple[Route, tuple[LayerTarget, ...]]] = {}
-        self._shapes: dict[Parts, int] = {}
+        self._shapes: dict[tuple[tuple[Target, Geometry], ...], int] = {}
         self._covers: dict[ServedRoutes, dict[RankKey, tuple[int, ...]]] = {}
         smallest: dict[tuple[int, int], tuple[CacheTensor, Geometry]] = {}
         for key, rank in self.ranks.items():

@@ -15,19 +15,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_ascend_pd.core.caches import BlockNeeds
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import sign_listener
-from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import (
-    TICKET_HOST,
-    TICKET_LISTENER_SIGNATURE,
-    TICKET_PORT,
-    TRANSFER_ID,
-    Ticket,
-    TicketError,
-)
+from vllm_ascend_pd.core.ticket import Ticket, TicketError
+from vllm_ascend_pd.core.ticket_params import TICKET_HOST, TICKET_LISTENER_SIGNATURE, TICKET_PORT, TRANSFER_ID
 from vllm_ascend_pd.prefill.holding_room import HoldingRoom
 from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt
 from vllm_ascend_pd.prefill.ticket_listener import EARLY_S, Fate, OfferedTicket, TicketListener
@@ -116,7 +110,7 @@ class HeldPrompts:
         self.room.remove(prompt.request.request_id)
 
     @owned
-    def request_ended(self, prompt: ComputedPrompt) -> dict[str, Any]:
+    def end_request(self, prompt: ComputedPrompt) -> dict[str, Any]:
         """The request has ended, and vLLM keeps its blocks: the ticket must come in time.
 
         Returns the `kv_transfer_params` of its response, which the router hands to decode.
@@ -161,7 +155,7 @@ class HeldPrompts:
                 del self._dropped[next(iter(self._dropped))]
 
     @owned
-    def ended(self) -> list[tuple[ComputedPrompt, str]]:
+    def overdue(self) -> list[tuple[ComputedPrompt, str]]:
         """Returns prompts of ended requests whose blocks need not be held any more, each with the reason."""
         now = self._clock()
         late = f"no ticket came within {self._hold_timeout_s:g} s after prefill had computed the prompt"

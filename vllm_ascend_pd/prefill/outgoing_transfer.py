@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.engine_view import EngineBlocks, ScheduledRequest
 from vllm_ascend_pd.core.plan import NULL_BLOCK
-from vllm_ascend_pd.core.step import EngineBlocks, ScheduledRequest
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
 
 
@@ -107,7 +107,7 @@ class OutgoingTransfer:
     # Whether tokens were sent that vLLM took back.
     again: bool = False
     # Whether it was preempted in a step that computed nothing, and the ranks do not know.
-    preemption_unsaid: bool = False
+    preemption_unreported: bool = False
     # Why the prompt was not sent whole. None: nothing has failed.
     failure: str | None = None
 

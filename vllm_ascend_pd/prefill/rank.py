@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.observer import PrefillObserver
+from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
@@ -26,7 +26,7 @@ class PrefillRank:
     # The model's weights.
     loaded: LoadedWeights = field(default_factory=LoadedWeights)
     # Is told what the rank does.
-    observer: PrefillObserver = field(default_factory=PrefillObserver)
+    observer: Observer = field(default_factory=Observer)
     running_time: RunningTime = field(default_factory=RunningTime)
     # The decode engines that it serves.
     peers: Peers = field(default_factory=Peers)

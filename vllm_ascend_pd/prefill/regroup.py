@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.observer import PushDelayed
 from vllm_ascend_pd.core.plan import regroupable, slot_bytes
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.running_time import RunningTime
@@ -186,7 +187,7 @@ class Regrouper:
         # How long a slot may take to become free. It may rest after a failed write.
         self._slot_timeout_s = rank.config.write_timeout_s + rank.engine.limits.rest_s
         # Decode engines that other layers have waited for without getting a grant.
-        self._waited_in_vain: set[str] = set()
+        self._engines_without_grant: set[str] = set()
         self._groups = groups
         self.ring = ring
         # What the all-to-all sends and receives. The side stream runs one at a time, so one pair serves all.
@@ -238,7 +239,7 @@ class Regrouper:
         slot, waited_s = self._acquire(step_send)
         try:
             if waited_s:
-                self._rank.observer.backpressure(waited_s)
+                self._rank.observer.on(PushDelayed(waited_s))
             if step_send.route.packs:
                 self._pack(push, tensors, slot)
             else:
@@ -301,8 +302,8 @@ class Regrouper:
         So other layers wait up to `grant_wait_s` for a decode engine's grants. If no slot becomes free, layers that
         wait for that engine fail and give up their slots. From then on they do so at once, until it grants something.
         """
-        if self._waited_in_vain and not step_send.waits_for_grant:
-            self._waited_in_vain.discard(step_send.decode_engine)
+        if self._engines_without_grant and not step_send.waits_for_grant:
+            self._engines_without_grant.discard(step_send.decode_engine)
         if (slot := self.ring.take(step_send)) is not None:
             return slot, 0.0
         if step_send.has_failed:  # nobody needs what the slot would hold
@@ -310,17 +311,17 @@ class Regrouper:
         began = time.monotonic()
         try:
             waiting = {holder.decode_engine for holder in self.ring.holders if holder.waits_for_grant}
-            if not waiting & self._waited_in_vain:
+            if not waiting & self._engines_without_grant:
                 with suppress(TimeoutError):
                     return self.ring.acquire(step_send, self._grant_wait_s), time.monotonic() - began
             reason = "no grant came while all staging slots were taken: other requests need them"
             for holder in self.ring.holders:
                 if holder.waits_for_grant:
-                    self._waited_in_vain.add(holder.decode_engine)
+                    self._engines_without_grant.add(holder.decode_engine)
                     holder.give_up_ungranted(reason)
             return self.ring.acquire(step_send, self._slot_timeout_s), time.monotonic() - began
         except TimeoutError:
-            self._rank.observer.backpressure(time.monotonic() - began)
+            self._rank.observer.on(PushDelayed(time.monotonic() - began))
             raise
 
 

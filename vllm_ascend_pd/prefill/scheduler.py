@@ -10,19 +10,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.core.caches import CacheGroup
-from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
+from vllm_ascend_pd.core.observer import Observer, PushBegun, PushEnded, TicketRefused
 from vllm_ascend_pd.core.role import ConnectorRole
-from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, PrefillStep, ScheduledRequest, Send, WorkerReport
+from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import (
+from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
+from vllm_ascend_pd.core.ticket_params import (
     MAX_TRANSFER_ID_CHARS,
     TRANSFER_ID,
-    Ticket,
-    TicketError,
     carries_ticket,
     expects_ticket,
     is_transfer_id,
-    parse_ticket,
 )
 from vllm_ascend_pd.prefill.held_prompts import HeldPrompts
 from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt, OutgoingTransfer, WindowHolds
@@ -59,7 +58,7 @@ class PrefillScheduler(ConnectorRole):
         blocks: EngineBlocks,
         idle: IdleWait,
         admission: TicketAdmission,
-        observer: PrefillSchedulerObserver | None = None,
+        observer: Observer | None = None,
         held: HeldPrompts | None = None,
         *,
         awaits_outputs: bool = False,
@@ -79,7 +78,7 @@ class PrefillScheduler(ConnectorRole):
         self._refused: dict[str, str] = {}  # requests whose prompts are not sent -> why
         self._served: set[str] = set()  # ids of the tickets of all transfers
         self._step = PrefillStep()  # the next one
-        self._observer = observer or PrefillSchedulerObserver()
+        self._observer = observer or Observer()
 
     @property
     def has_pending_pushes(self) -> bool:
@@ -94,13 +93,13 @@ class PrefillScheduler(ConnectorRole):
         return 0 if is_ready and may_start else None
 
     @owned
-    def arrived(self, request: ScheduledRequest) -> None:
+    def add_request(self, request: ScheduledRequest) -> None:
         """Takes note of a new request, before its prompt is looked up in the prefix cache.
 
         Drops the prompt's last token if decode must compute that itself: a state must be the one before it. A prompt
         without a ticket is cut as well, because it is computed before decode has said anything.
         """
-        self._blocks.arrived(request)
+        self._blocks.add_request(request)
         params = request.kv_transfer_params
         if carries_ticket(params):
             self._not_started[request.request_id] = request
@@ -164,8 +163,8 @@ class PrefillScheduler(ConnectorRole):
 
     def _refuse(self, request: ScheduledRequest, reason: str) -> None:
         self._refused[request.request_id] = reason
-        self._observer.transfer_began(request.request_id, request.trace_headers)
-        self._observer.ticket_refused(request.request_id, reason)
+        self._observer.on(PushBegun(request.request_id, request.trace_headers))
+        self._observer.on(TicketRefused(request.request_id, reason))
 
     def _parse(self, request: ScheduledRequest, params: object) -> Ticket:
         return parse_ticket(params, request.num_prompt_tokens, self._groups)
@@ -189,7 +188,7 @@ class PrefillScheduler(ConnectorRole):
         transfer = OutgoingTransfer.of(prompt, ticket, self._groups)
         self._served.add(ticket.ticket_id)
         self._transfers[request.request_id] = transfer
-        self._observer.transfer_began(request.request_id, request.trace_headers)
+        self._observer.on(PushBegun(request.request_id, request.trace_headers))
         return transfer
 
     @owned
@@ -243,11 +242,11 @@ class PrefillScheduler(ConnectorRole):
                     if transfer is None:
                         preempted.add(request_id)
                     elif transfer.announced:
-                        transfer.preemption_unsaid = True
+                        transfer.preemption_unreported = True
             if output.total_num_scheduled_tokens:  # without tokens, no blocks change hands yet
                 for request_id, transfer in self._transfers.items():
-                    if transfer.preemption_unsaid:
-                        transfer.preemption_unsaid = False
+                    if transfer.preemption_unreported:
+                        transfer.preemption_unreported = False
                         preempted.add(request_id)
         for request_id in preempted:  # the ranks stop reading its blocks in this step
             self._windows.release(self._prompts[request_id])
@@ -327,7 +326,7 @@ class PrefillScheduler(ConnectorRole):
         ]
 
     def _free_expired(self, step: PrefillStep, held: HeldPrompts) -> None:
-        for prompt, reason in held.ended():
+        for prompt, reason in held.overdue():
             level = logging.WARNING if prompt.given_up is None else logging.DEBUG
             logger.log(level, "request %s: prefill frees its blocks: %s", prompt.request.request_id, reason)
             held.remove(prompt)
@@ -366,7 +365,7 @@ class PrefillScheduler(ConnectorRole):
                 self._forget(prompt)
 
     @owned
-    def request_ended(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
+    def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         """The request ended. Returns two things.
 
         - Whether vLLM must keep its blocks until all ranks have reported it as sent.
@@ -408,7 +407,7 @@ class PrefillScheduler(ConnectorRole):
         return _ABORTED if prompt.taken_back is None else _TAKEN_BACK
 
     def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_ended`, of a request whose ticket has not come."""
+        """As `end_request`, of a request whose ticket has not come."""
         held.make_room(self._without_blocks)
         reason = self._why_incomplete(prompt, prompt.is_complete) or prompt.given_up
         if reason is not None:
@@ -416,7 +415,7 @@ class PrefillScheduler(ConnectorRole):
             self._forget(prompt)
             return False, None if reason is _ABORTED else {"error": reason}
         prompt.ended = True
-        return True, held.request_ended(prompt)
+        return True, held.end_request(prompt)
 
     def _forget(self, prompt: ComputedPrompt) -> None:
         request_id = prompt.request.request_id
@@ -424,7 +423,7 @@ class PrefillScheduler(ConnectorRole):
         del self._prompts[request_id]
         if (transfer := self._transfers.pop(request_id, None)) is not None:
             self._served.discard(transfer.ticket.ticket_id)
-            self._admission.ended(transfer.ticket, delivered=transfer.failure is None)
-            self._observer.transfer_ended(request_id, transfer.ticket, transfer.failure)
+            self._admission.release(transfer.ticket, delivered=transfer.failure is None)
+            self._observer.on(PushEnded(request_id, transfer.ticket, transfer.failure))
             if self._held is not None:
-                self._held.inbox.ended(transfer.ticket.ticket_id)
+                self._held.inbox.end(transfer.ticket.ticket_id)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that writes to one decode engine. Read `Sender._write_layers` from top to bottom.
+"""A thread that writes to one decode engine. Read `Sender._run` from top to bottom.
 
-It runs tasks in the order in which they were put: the model's thread puts layers, any thread puts the end of transfers.
+It takes layers and marks in the order in which they were put: the model's thread puts layers, any thread puts marks.
 The control thread hands it the decode engine's layout before it lets any transfer know where to write.
 """
 
@@ -13,39 +13,72 @@ import math
 import queue
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from vllm_ascend_pd.core.observer import LayerWritten, PushDelayed, RegroupAwaited, WriteEnded, WriteRetried
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
-from vllm_ascend_pd.prefill.pipeline import Pipeline
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
-from vllm_ascend_pd.prefill.step_send import LayerPush, WritePlan, batches_of, resolve
-from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer, TransferQueue
-from vllm_ascend_pd.transport.batches import Batch, Batches, TransferLimits
-from vllm_ascend_pd.transport.writer import TransferError
+from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
+from vllm_ascend_pd.prefill.transfer import Transfer, TransferQueue
+from vllm_ascend_pd.transport.batches import Batch, PagedWrite
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, Flight, TransferError
 
 logger = logging.getLogger(__name__)
-
-_Task: TypeAlias = LayerPush | Callable[[], None]
 
 # The most layers that leave together. Their staging slots become free together, too.
 _MOST_JOINED = 8
 # Pause before a request's own write is tried for the last time.
 _RETRY_PAUSE_S = 0.05
 
+_NOTHING: Batch = ((), (), [])
+
+
+@dataclass(slots=True)
+class Mark:
+    """A place in a sender's queue. It is reached when all writes of layers before it are over."""
+
+    # Transfers of which no write follows.
+    transfers: Sequence[Transfer] = ()
+    reached: threading.Event = field(default_factory=lambda: threading.Event())
+
+
+@dataclass(slots=True)
+class _Write:
+    """A write to one decode rank, of layers that leave together."""
+
+    layers: Sequence[LayerPush]
+    # Of each layer. All have one shape.
+    targets: Sequence[LayerTarget]
+    paged: PagedWrite
+    # The requests that it is for, as indices.
+    live: Sequence[int]
+    # On the monotonic clock.
+    begun_at: float
+    # Batches in flight, in order.
+    flights: deque[Flight] = field(default_factory=deque)
+    # Whether all batches have begun, unless one has failed.
+    has_begun: bool = False
+    errors: list[TransferError] = field(default_factory=list)
+
+    @property
+    def error(self) -> TransferError:
+        """The first of its errors after which bytes may still arrive, or else the first one."""
+        return next((e for e in self.errors if e.may_arrive), self.errors[0])
+
 
 class Sender(TransferQueue):
     """Writes layers to one decode engine: one write for each decode rank and all requests. If that fails, one write for
     each request, so that only those at fault fail.
 
-    Tasks end in the order in which they were put. So when the end of a transfer is handled, all its writes are over.
-    The model's thread owns the method that queues layers.
+    The next write begins before the last one has ended, so that the link does not idle. Layers and marks end in the
+    order in which they were put. So when the end of a transfer is handled, all its writes are over. The model's thread
+    owns the method that queues layers.
     """
 
     def __init__(
@@ -59,17 +92,22 @@ class Sender(TransferQueue):
         self._rank = rank
         self._engine = rank.engine
         self._observer = rank.observer
-        self._pipeline = Pipeline(rank.engine)
         self._ring = ring
         self._finished = finished
         # How long a layer's bytes may take until they can be read.
         self._ready_timeout_s = rank.config.collective_timeout_s + rank.config.write_timeout_s
         # The control thread sets it before any transfer's destinations; this thread reads it after those.
         self._layout: DecodeLayout | None = None
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        # The task that was taken to see whether it can leave with the layer before it.
-        self._next: _Task | None = None
-        # A token for each further layer that may wait. The number of transfers bounds the other tasks. Not a semaphore:
+        # None: nothing more follows.
+        self._tasks: queue.SimpleQueue[LayerPush | Mark | None] = queue.SimpleQueue()
+        # What was taken from it to see whether it can leave with the layer before.
+        self._taken: deque[LayerPush | Mark | None] = deque()
+        # What has begun and not ended, in order. Behind the writes of layers come the layers themselves. While a batch
+        # is in flight, the first one is a write with such a batch.
+        self._begun: deque[_Write | LayerPush | Mark] = deque()
+        # How many batches of these writes are in flight.
+        self._in_flight = 0
+        # A token for each further layer that may wait. The number of transfers bounds the marks. Not a semaphore:
         # its methods are Python, and each layer would run them on the model's thread.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(rank.config.push_queue_size):
@@ -105,17 +143,17 @@ class Sender(TransferQueue):
             waited_s = time.monotonic() - began
         self._tasks.put(push)
         if waited_s:
-            self._observer.backpressure(waited_s)
+            self._observer.on(PushDelayed(waited_s))
 
     # On any thread.
 
     def finish(self, transfers: Sequence[Transfer]) -> None:
-        self._tasks.put(partial(self._pipeline.then, partial(self._finish, transfers)))
+        self._tasks.put(Mark(transfers))
 
     def barrier(self) -> threading.Event:
-        passed = threading.Event()
-        self._tasks.put(partial(self._pipeline.then, passed.set))
-        return passed
+        mark = Mark()
+        self._tasks.put(mark)
+        return mark.reached
 
     @property
     def queued(self) -> int:
@@ -133,32 +171,31 @@ class Sender(TransferQueue):
 
     def retire(self) -> None:
         """Lets the thread end after all queued tasks, when no staging slot rests. Nothing more may be put."""
-        self._tasks.put(self._retire)
+        self._tasks.put(None)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread after the current task, and drops the queued ones. Waits `timeout_s` at most."""
         self._closing = True
-        self._tasks.put(self._retire)
+        self._tasks.put(None)
         self._thread.join(timeout_s)
 
     # On its own thread.
 
     def _run(self) -> None:
+        """Takes a layer, waits for its bytes and for grants, and begins its writes; or takes a mark. Then ends what is
+        over. Waits for the oldest batch in flight when another one must begin, or when nothing is queued."""
         try:
-            while not self._closing and self._broken is None and not (self._retired and not self._slots_rest()):
-                try:
-                    task = self._next_task()
-                except queue.Empty:
-                    continue
+            while (task := self._take()) is not None:
                 if isinstance(task, LayerPush):
                     self._write_layers(task)
                 else:
-                    task()
-            self._pipeline.drain()
+                    self._begun.append(task)
+                self._end_what_is_over()
+            self._drain()
         except Exception as error:  # noqa: BLE001 - `check` raises it
             self._break(error)
 
@@ -167,96 +204,51 @@ class Sender(TransferQueue):
         logger.error("%s ends", threading.current_thread().name, exc_info=error)
         self._broken = error
 
-    def _next_task(self) -> _Task:
-        """Returns the next task. Raises queue.Empty from time to time while staging slots rest."""
-        task, self._next = self._next, None
-        if task is not None:
-            return task
-        if self._tasks.empty():
-            self._pipeline.drain()
-        return self._tasks.get(timeout=LOOK_S if self._slots_rest() else None)
+    def _take(self) -> LayerPush | Mark | None:
+        """Returns the next layer or mark. Returns None when the thread must end."""
+        while not self._closing and self._broken is None:
+            if not self._taken:
+                if self._tasks.empty():
+                    self._drain()
+                rests = self._ring is not None and self._ring.rests()
+                if self._retired and not rests:
+                    break
+                try:
+                    self._taken.append(self._tasks.get(timeout=LOOK_S if rests else None))
+                except queue.Empty:
+                    continue
+            if (task := self._taken.popleft()) is not None:
+                return task
+            self._retired = True
+        return None
 
     # Layers.
 
-    def _write_layers(self, push: LayerPush) -> None:
+    def _write_layers(self, layer: LayerPush) -> None:
         """Begins the writes of a layer, and of those that came while it waited for its turn and can leave with it.
 
         An error fails the requests that it concerns, and is not raised.
         """
-        pushes, step_send = [push], push.step_send
+        layers, step_send = [layer], layer.step_send
         try:
-            self._await_bytes(push)
-            if not step_send.is_located:
-                # Earlier writes end first: their requests need not wait for these requests' grants, and no KV that vLLM
-                # took back arrives after what replaces it.
-                self._pipeline.drain()
-                for transfer in step_send.transfers:
-                    transfer.await_destinations()
-                step_send.is_located = True
-            if (layout := self._layout) is None:  # all of its requests have failed
-                step_send.fail("the decode engine is not known", PushFailure.INTERNAL)
+            self._await_bytes(layer)
+            if (layout := self._await_layout(step_send)) is None:
+                step_send.fail("the decode engine is not known", PushFailure.INTERNAL)  # all of them have failed
                 return
-            for target in layout.targets(push.tensors, step_send.route)[:1]:
-                self._pipeline.await_turn(target.session)
-            while len(pushes) < _MOST_JOINED and (alike := self._take_alike(push, layout)) is not None:
-                pushes.append(alike)
-            for joined in pushes[1:]:
+            for target in layout.targets(layer.tensors, step_send.route)[:1]:
+                self._await_turn(target.session)
+            while len(layers) < _MOST_JOINED and (alike := self._take_alike(layer, layout)) is not None:
+                layers.append(alike)
+            for joined in layers[1:]:
                 self._await_bytes(joined)
-            of_layers = [layout.targets(each.tensors, step_send.route) for each in pushes]
+            of_layers = [layout.targets(each.tensors, step_send.route) for each in layers]
             for targets in zip(*of_layers, strict=True):
-                self._write(pushes, targets)
+                self._write(layers, targets)
         except Exception as error:  # noqa: BLE001 - the layers' requests report it
-            for each in pushes:
+            for each in layers:
                 _fail(each, error)
         finally:
-            for each in pushes:
-                self._pipeline.then(partial(self._end, each))
-
-    def _take_alike(self, push: LayerPush, layout: DecodeLayout) -> LayerPush | None:
-        """Takes the next task if it is a layer whose bytes can be read and whose writes are like those of `push`.
-        Otherwise returns None, and it stays the next one."""
-        if self._next is None and not self._tasks.empty():
-            self._next = self._tasks.get()
-        task, step_send = self._next, push.step_send
-        if not (isinstance(task, LayerPush) and task.step_send is step_send and task.ready.is_done()):
-            return None
-        ours, theirs = (layout.targets(each.tensors, step_send.route) for each in (push, task))
-        if [(t.key, t.shape) for t in ours] != [(t.key, t.shape) for t in theirs]:
-            return None
-        self._next = None
-        return task
-
-    def _write(self, pushes: Sequence[LayerPush], targets: Sequence[LayerTarget]) -> None:
-        """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
-        target, limits = targets[0], self._engine.limits
-        self._pipeline.await_turn(target.session)  # a request that fails meanwhile is not written
-        step_send = pushes[0].step_send
-        plan = step_send.plans.get(target.shape)
-        if plan is None:  # the grant may still be in flight
-            plan = step_send.plans[target.shape] = resolve(step_send, target.parts, limits)
-        if plan.total_bytes == 0:  # other ranks write all units that are exchanged
-            return
-        transfers = step_send.transfers
-        live: Sequence[int] = range(len(transfers))
-        lease, batches = step_send.leases.get(target.key), plan.batches
-        if lease is None:
-            lease = step_send.leases[target.key] = LeaseCheck(transfers, target.key)
-        if not lease.may_plan():
-            self._pipeline.drain()
-            live = [i for i in live if transfers[i].await_grant(target.key)]
-            if not live:
-                return
-            lease = LeaseCheck([transfers[i] for i in live], target.key)
-            if len(live) < len(transfers):
-                batches = batches_of(step_send, target.parts, limits, live)
-        begun = time.monotonic()
-        for push in pushes:
-            push.begun = push.begun or begun
-        places = [(push.sources(to), to.bases) for push, to in zip(pushes, targets, strict=True)]
-        with_addresses = batches.at(*places[0]) if len(places) == 1 else _joined(batches, places, limits)
-        ended = partial(self._ended, pushes, targets, plan, live, begun)
-        # The lease is checked before each batch, since it may end in between (R2).
-        self._pipeline.write(target.session, with_addresses, lease.may_begin, ended)
+            self._begun.extend(layers)
 
     def _await_bytes(self, push: LayerPush) -> None:
         """Waits until the layer's bytes can be read. Raises DeviceError or TimeoutError."""
@@ -264,7 +256,7 @@ class Sender(TransferQueue):
         try:
             push.ready.wait(0.0)
         except TimeoutError:
-            self._pipeline.drain()
+            self._drain()
             deadline = time.monotonic() + self._ready_timeout_s
             if push.step_send.route.is_staged:
                 with contextlib.suppress(DeviceError, TimeoutError):  # `ready` fails with the same error below
@@ -273,37 +265,133 @@ class Sender(TransferQueue):
             push.ready.wait(max(0.0, deadline - computed_at))
             waited_s = time.monotonic() - computed_at
         if push.step_send.route.is_staged:
-            self._observer.regroup_waited(waited_s)
+            self._observer.on(RegroupAwaited(waited_s))
 
-    def _ended(
-        self,
-        pushes: Sequence[LayerPush],
-        targets: Sequence[LayerTarget],
-        plan: WritePlan,
-        live: Sequence[int],
-        begun: float,
-        error: TransferError | None,
-    ) -> None:
-        """Counts layers whose write is over, which began at `begun`. `live`: their requests that it was for. After an
-        error, writes each of these by itself."""
-        for push, target in zip(pushes, targets, strict=True):
+    def _await_layout(self, step_send: StepSend) -> DecodeLayout | None:
+        """Waits until it is known where to write. Returns None if all requests have failed before."""
+        if not step_send.is_located:
+            # Earlier writes end first: their requests need not wait for these requests' grants, and no KV that vLLM
+            # took back arrives after what replaces it.
+            self._drain()
+            for transfer in step_send.transfers:
+                transfer.state.await_write(None)
+            step_send.is_located = True
+        return self._layout
+
+    def _take_alike(self, layer: LayerPush, layout: DecodeLayout) -> LayerPush | None:
+        """Takes the next task if it is a layer whose bytes can be read and whose writes are like those of `layer`.
+        Otherwise returns None, and it stays the next one."""
+        if not self._taken and not self._tasks.empty():
+            self._taken.append(self._tasks.get())
+        task, step_send = self._taken[0] if self._taken else None, layer.step_send
+        if not (isinstance(task, LayerPush) and task.step_send is step_send and task.ready.is_done()):
+            return None
+        ours, theirs = (layout.targets(each.tensors, step_send.route) for each in (layer, task))
+        if [(t.key, t.shape) for t in ours] != [(t.key, t.shape) for t in theirs]:
+            return None
+        self._taken.popleft()
+        return task
+
+    def _write(self, layers: Sequence[LayerPush], targets: Sequence[LayerTarget]) -> None:
+        """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
+        key, session, limits = targets[0].key, targets[0].session, self._engine.limits
+        self._await_turn(session)  # a request that fails meanwhile is not written
+        step_send, target = layers[0].step_send, targets[0]
+        paged = step_send.write_to(target, limits)  # the grant may still be in flight
+        if paged.total_bytes == 0:  # other ranks write all units that are exchanged
+            return
+        live: Sequence[int] = range(len(step_send.transfers))
+        if time.monotonic() >= (until := step_send.writable_until(key)):
+            self._drain()
+            live = [i for i in live if step_send.transfers[i].state.await_write(key)]
+            if not live:
+                return
+            if len(live) < len(step_send.transfers):
+                paged = step_send.write_of(live, target, limits)
+        places = [(layer.sources(target), target.bases) for layer, target in zip(layers, targets, strict=True)]
+        write = _Write(layers, targets, paged, live, begun_at=time.monotonic())
+        for layer in layers:
+            layer.begun = layer.begun or write.begun_at
+        self._begun.append(write)
+
+        def may_begin() -> bool:
+            """The leases are checked right before each batch begins, since one may end in between (R2)."""
+            return time.monotonic() < until or time.monotonic() < step_send.lease_until(key, live)
+
+        try:
+            for batch in paged.at(places):
+                # Release our own room before blocking for more, or two senders to one peer deadlock.
+                self._await_turn(session, batch)
+                if write.errors:
+                    break
+                flight = self._engine.begin(session, batch, may_begin)
+                if flight is not None:
+                    write.flights.append(flight)
+                    self._in_flight += 1
+        except Exception as error:  # noqa: BLE001 - reported when the write's other batches are over
+            write.errors.append(_failure(session, error))
+        finally:
+            write.has_begun = True
+            self._end_what_is_over()
+
+    # What is in flight.
+
+    def _await_turn(self, session: str, batch: Batch = _NOTHING) -> None:
+        """Waits until a batch to `session` may begin at once, but not for writes of others."""
+        while self._in_flight >= BATCHES_IN_FLIGHT or (self._in_flight and not self._engine.has_room(session, batch)):
+            self._settle_oldest()
+
+    def _drain(self) -> None:
+        """Waits for all writes."""
+        while self._in_flight:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        """Waits for the batch that has been in flight for the longest time."""
+        write = self._begun[0]
+        assert isinstance(write, _Write)
+        flight = write.flights.popleft()
+        self._in_flight -= 1
+        try:
+            flight.wait()
+        except Exception as error:  # noqa: BLE001 - reported when the write's other batches are over
+            write.errors.append(_failure(flight.session, error))
+        self._end_what_is_over()
+
+    def _end_what_is_over(self) -> None:
+        """Ends all that no batch in flight holds up any more, in order."""
+        while self._begun:
+            first = self._begun[0]
+            if isinstance(first, _Write) and (first.flights or not first.has_begun):
+                return
+            match self._begun.popleft():
+                case _Write() as write:
+                    self._end_write(write)
+                case LayerPush() as layer:
+                    self._end_layer(layer)
+                case Mark() as mark:
+                    self._reach(mark)
+
+    # What is over.
+
+    def _end_write(self, write: _Write) -> None:
+        """Counts a write that is over. After an error, writes each layer of each request by itself."""
+        for push, target in zip(write.layers, write.targets, strict=True):
             try:
-                delivered = live if error is None else self._write_apart(push, target, live, error)
-                push.step_send.arrived(target.key, plan, delivered)
-                ticket_ids, num_bytes, total = push.step_send.ticket_ids, plan.num_bytes, plan.total_bytes
+                delivered = self._write_apart(push, target, write) if write.errors else write.live
+                num_bytes, ticket_ids = write.paged.num_bytes, push.step_send.ticket_ids
+                push.step_send.count_delivered(target.key, num_bytes, delivered)
                 if len(delivered) < len(ticket_ids):
-                    ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
-                    total = int(num_bytes.sum())
-                self._observer.write_ended(push.layer, target.key, begun, ticket_ids, num_bytes, total)
+                    num_bytes, ticket_ids = [num_bytes[i] for i in delivered], [ticket_ids[i] for i in delivered]
+                self._observer.on(WriteEnded(push.layer, target.key, write.begun_at, ticket_ids, num_bytes))
             except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
                 _fail(push, unexpected)
 
-    def _end(self, push: LayerPush) -> None:
+    def _end_layer(self, push: LayerPush) -> None:
         """Gives the layer's staging slot and its room in the queue back, after all its writes are over."""
         try:
-            push.step_send.layer_ended()
             if push.begun:
-                self._observer.layer_written(time.monotonic() - push.begun)
+                self._observer.on(LayerWritten(time.monotonic() - push.begun))
         except Exception as error:  # noqa: BLE001 - the layer's requests report it
             _fail(push, error)
         finally:
@@ -317,37 +405,36 @@ class Sender(TransferQueue):
 
     # After a write for all requests has failed.
 
-    def _write_apart(
-        self, push: LayerPush, target: LayerTarget, live: Sequence[int], error: TransferError
-    ) -> list[int]:
+    def _write_apart(self, push: LayerPush, target: LayerTarget, write: _Write) -> list[int]:
         """Writes once for each request that has not failed and whose lease runs. Returns those that were delivered."""
-        self._mark_in_flight(push, live, error)
-        key = target.key
+        key, error = target.key, write.error
+        self._mark_in_flight(push, write.live, error)
         logger.warning("layer %s to decode rank %s: %s; trying each request by itself", push.layer, key, error)
         delivered = []
-        for i in live:
+        for i in write.live:
             transfer = push.step_send.transfers[i]
-            if not transfer.await_grant(key):
+            if not transfer.state.await_write(key):
                 continue
-            self._observer.write_retried()
+            self._observer.on(WriteRetried())
             try:
                 self._write_twice(push, target, i)
             except TransferError as final:
                 self._mark_in_flight(push, (i,), final)
-                transfer.fail(f"writing to decode rank {key} failed: {final.reason}", PushFailure.WRITE)
-            if transfer.failure is None:
+                transfer.state.fail(f"writing to decode rank {key} failed: {final.reason}", PushFailure.WRITE)
+            if transfer.state.failure is None:
                 delivered.append(i)
         return delivered
 
     def _write_twice(self, push: LayerPush, target: LayerTarget, request: int) -> None:
         """Writes one request. Tries a second time if the error is retryable. Raises TransferError."""
         transfer = push.step_send.transfers[request]
-        lease = LeaseCheck([transfer], target.key)
-        batches = batches_of(push.step_send, target.parts, self._engine.limits, (request,))
+        paged = push.step_send.write_of((request,), target, self._engine.limits)
 
         def once() -> None:
-            with_addresses = batches.at(push.sources(target), target.bases)
-            self._engine.write_batches(target.session, with_addresses, lease.may_begin)
+            with_addresses = paged.at([(push.sources(target), target.bases)])
+            self._engine.write_batches(
+                target.session, with_addresses, lambda: time.monotonic() < transfer.state.lease_until(target.key)
+            )
 
         try:
             once()
@@ -356,8 +443,8 @@ class Sender(TransferQueue):
                 raise
             self._mark_in_flight(push, (request,), error)
             time.sleep(_RETRY_PAUSE_S)
-            if transfer.await_grant(target.key):
-                self._observer.write_retried()
+            if transfer.state.await_write(target.key):
+                self._observer.on(WriteRetried())
                 once()
 
     def _mark_in_flight(self, push: LayerPush, requests: Sequence[int], error: TransferError) -> None:
@@ -365,13 +452,13 @@ class Sender(TransferQueue):
         if error.may_arrive:
             push.settled_at = self._rank.running_time() + self._engine.limits.settle_s
             for i in requests:
-                push.step_send.transfers[i].mark_in_flight(push.settled_at)
+                push.step_send.transfers[i].state.mark_in_flight(push.settled_at)
 
     # The end.
 
-    def _finish(self, transfers: Sequence[Transfer]) -> None:
-        """Ends `transfers`, of which no write can follow. An error ends the thread: they would wait for ever."""
-        written = [transfer for transfer in transfers if not transfer.is_written]
+    def _reach(self, mark: Mark) -> None:
+        """Ends the mark's transfers, of which no write follows. An error ends the thread: they would wait for ever."""
+        written = [transfer for transfer in mark.transfers if not transfer.is_written]
         try:
             now = self._rank.loaded.current
             for transfer in written:
@@ -381,44 +468,24 @@ class Sender(TransferQueue):
                 if before.version != now.version:
                     names = f"from {before.fingerprint} to {now.fingerprint}"
                     reason = f"prefill's weights were updated before all KV was sent, {names}"
-                    transfer.fail(reason, PushFailure.WEIGHTS)
-                if transfer.again and transfer.in_flight_until > -math.inf:
+                    transfer.state.fail(reason, PushFailure.WEIGHTS)
+                if transfer.again and transfer.state.settled_at > -math.inf:
                     reason = "what a failed write has left under way may be KV that vLLM took back"
-                    transfer.fail(reason, PushFailure.WRITE)
+                    transfer.state.fail(reason, PushFailure.WRITE)
                 transfer.is_written = True
             if written:
                 self._finished(written)
         except Exception as error:  # noqa: BLE001 - `check` raises it; not that of the write that waits meanwhile
             self._break(error)
-
-    def _retire(self) -> None:
-        self._retired = True
-
-    def _slots_rest(self) -> bool:
-        return self._ring is not None and self._ring.rests()
+        mark.reached.set()
 
 
-def _joined(
-    batches: Batches, places: Sequence[tuple[Sequence[int], Sequence[int]]], limits: TransferLimits
-) -> Iterator[Batch]:
-    """Yields the batches of several layers, as few as `limits` allow.
-
-    `places`: for each layer, the base addresses of its sources and destinations.
-    """
-    sources, destinations, num_bytes = array("q"), array("q"), 0
-    lengths: list[int] = []
-    for place in places:
-        for src, dst, sizes in batches.at(*place):
-            more = sum(sizes)
-            if lengths and (len(lengths) + len(sizes) > limits.max_descriptors or num_bytes + more > limits.max_bytes):
-                yield sources, destinations, lengths
-                sources, destinations, lengths, num_bytes = array("q"), array("q"), [], 0
-            sources.extend(src)
-            destinations.extend(dst)
-            lengths += sizes
-            num_bytes += more
-    if lengths:  # the requests that are written may have no bytes here
-        yield sources, destinations, lengths
+def _failure(session: str, error: Exception) -> TransferError:
+    """Returns `error` as a TransferError. An unexpected error may have left bytes in flight."""
+    if isinstance(error, TransferError):
+        return error
+    logger.error("a write to %s failed", session, exc_info=error)
+    return TransferError(session, repr(error), retryable=False, may_arrive=True)
 
 
 def _fail(push: LayerPush, error: Exception) -> None:

@@ -16,7 +16,7 @@ from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import Regrouper
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_send import RequestSlice, StepSend, plan_sends, tokens_of
+from vllm_ascend_pd.prefill.step_send import StepSend, plan_sends, tokens_of
 from vllm_ascend_pd.prefill.transfer import Transfer
 
 
@@ -56,8 +56,6 @@ class Planner:
         self._tensors_of_a_layer = [
             max((len(of[g].described) for of in layers if g in of), default=0) for g in range(len(self._geometries))
         ]
-        # By geometry: how many layers have tensors of it.
-        self._layers = [sum(g in of for of in layers) for g in range(len(self._geometries))]
         # By geometry: layer and part of its tensors.
         self._tensors = [
             frozenset((d.layer, d.part) for of in layers if g in of for d in of[g].described)
@@ -82,7 +80,7 @@ class Planner:
         plan.unsaved.update(dict.fromkeys(self._rank.caches.layers))
         # By decode engine, as tickets describe it: all ranks must make the same plan (R5), and a rank may not have the
         # engine's description yet.
-        slices: dict[object, list[RequestSlice]] = {}
+        slices: dict[object, list[tuple[Transfer, Send]]] = {}
         for send in sends:
             transfer = transfers[send.request_id]
             transfer.again = send.again
@@ -103,13 +101,15 @@ class Planner:
                         plan.sends.setdefault(index, []).append((senders[ticket.issuer], step_send))
         return plan
 
-    def _plan_geometry(self, plan: StepPlan, index: int, ticket: Ticket, slices: list[RequestSlice]) -> list[StepSend]:
+    def _plan_geometry(
+        self, plan: StepPlan, index: int, ticket: Ticket, slices: list[tuple[Transfer, Send]]
+    ) -> list[StepSend]:
         """`ticket`: one of the decode engine that gets the slices."""
         try:
             route = self._routes.route(index, ticket.sharding, tuple(ticket.remote_block_size))
         except ValueError as error:  # the two sides cannot fit
             for transfer, _ in slices:
-                transfer.fail(str(error), PushFailure.UNFIT)
+                transfer.state.fail(str(error), PushFailure.UNFIT)
             return []
         served = [each for each in slices if route.serves(each[0].ticket.replica_hash)]
         if not served:
@@ -123,16 +123,17 @@ class Planner:
         try:
             if self._rank.config.verified_share:
                 self._plan_checksums(plan, index, route, served)
-            return plan_sends(route, geometry, served, self._rank.device, slot_units, self._layers[index])
+            return plan_sends(route, geometry, served, self._rank.device, slot_units)
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
                 self._regrouper.missed(route.ranks, str(error))
             for transfer, _ in served:
-                transfer.fail(str(error), PushFailure.DEVICE)
+                transfer.state.fail(str(error), PushFailure.DEVICE)
             return []
 
-    def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: list[RequestSlice]) -> None:
-        verified = [each for each in slices if is_selected(self._rank.config.verified_share, each[0].ticket.ticket_id)]
+    def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: list[tuple[Transfer, Send]]) -> None:
+        share = self._rank.config.verified_share
+        verified = [each for each in slices if is_selected(share, each[0].ticket.ticket_id)]
         if not verified:
             return
         geometry, tickets = self._geometries[index], [transfer.ticket for transfer, _ in verified]

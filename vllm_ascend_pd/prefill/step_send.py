@@ -2,25 +2,23 @@
 """What one step sends to one decode engine from caches of one geometry: arrays over all requests.
 
 The model's thread builds a `StepSend` before the step's first layer. Its arrays hold for every layer of the step. Once
-the shape of decode's tensors is known, the sender's thread resolves it into a `WritePlan`. A `LayerPush` is one layer
-on its way from the model's thread to the sender's.
+the shape of decode's tensors is known, the sender's thread makes a `PagedWrite` of it. A `LayerPush` is one layer on
+its way from the model's thread to the sender's.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, TokenShare
+from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry
 from vllm_ascend_pd.core.plan import (
     NULL_BLOCK,
     Descriptors,
@@ -30,19 +28,15 @@ from vllm_ascend_pd.core.plan import (
     Units,
     descriptors,
 )
-from vllm_ascend_pd.core.prefill_ticket import RankKey
+from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import Sharding
-from vllm_ascend_pd.device.base import Device
-from vllm_ascend_pd.device.event import DeviceError, Event
-from vllm_ascend_pd.prefill.decode_layout import LayerTarget, Parts
-from vllm_ascend_pd.prefill.transfer import LeaseCheck, Transfer
-from vllm_ascend_pd.transport.batches import Batches, TransferLimits
-
-RequestSlice: TypeAlias = tuple[Transfer, Send]
-"""Tokens of a request, which become complete in one step: they have this rank's block ids."""
+from vllm_ascend_pd.device.base import Device, DeviceError, Event
+from vllm_ascend_pd.prefill.decode_layout import LayerTarget
+from vllm_ascend_pd.prefill.transfer import Transfer
+from vllm_ascend_pd.transport.batches import PagedWrite, TransferLimits
 
 
 def tokens_of(send: Send, geometry: Geometry) -> tuple[int, int]:
@@ -56,29 +50,13 @@ def tokens_of(send: Send, geometry: Geometry) -> tuple[int, int]:
     return start, geometry.complete(stop)
 
 
-@dataclass(frozen=True, eq=False)
-class WritePlan:
-    """One write of a step send to a decode rank, for all of its requests.
-
-    It holds for every layer and decode rank with targets of its shape: those only add the addresses of their tensors.
-    """
-
-    # Source offsets, destination offsets and lengths, in batches that Mooncake can take.
-    batches: Batches
-    # `[requests]`: how many bytes of each request it writes.
-    num_bytes: Offsets
-    total_bytes: int
-
-
-_COMPUTED = attrgetter("computed")
-
-
 @dataclass(eq=False)
 class StepSend:
     """Units of several requests that are sent by one route. Regrouped units fit into one staging slot.
 
-    The model's thread makes it. Afterwards the sender's thread owns `layers_left`, `is_located`, `plans`, `leases`, the
-    private field and the methods that are `owned`. Nothing else changes.
+    The model's thread makes it. Afterwards the sender's thread owns `is_located`, `writes`, the private field and the
+    methods that are
+    `owned`. Nothing else changes.
     """
 
     route: Route
@@ -92,8 +70,6 @@ class StepSend:
     src_units: Offsets
     # `[units]`: the id of the decode block that each unit goes to.
     d_blocks: Offsets
-    # How many layers with tensors of this geometry are not written yet.
-    layers_left: int
     # Where all units of the group are in our tensors, on the cache's device, int64. None unless units are regrouped.
     unit_offsets: torch.Tensor | None = None
     # Units in each plane of a staged tensor: the largest share of a rank of the group.
@@ -104,15 +80,10 @@ class StepSend:
     slots_lock: threading.Lock = field(default_factory=lambda: threading.Lock())
     # Whether each request has its destinations, or has failed.
     is_located: bool = False
-    # By the shape of a target, for all layers and decode ranks with targets of this shape.
-    plans: dict[int, WritePlan] = field(default_factory=dict)
-    # By decode rank: checks the leases of all its transfers.
-    leases: dict[RankKey, LeaseCheck] = field(default_factory=dict)
-
-    # How often all bytes of a plan have arrived on a decode rank before a prompt's last layer was computed. The bytes
-    # are added up once a step: doing it for each layer of 32 requests adds a seventh to the sender's time (71 to 81
-    # microseconds, benchmarks/plan.py).
-    _early: defaultdict[tuple[RankKey, WritePlan], int] = field(default_factory=lambda: defaultdict(int))
+    # By the shape of a target: the write to each decode rank of each layer that has a target of this shape.
+    writes: dict[int, PagedWrite] = field(default_factory=dict)
+    # By decode rank: where each request goes there. That never changes once it is known.
+    _destinations: dict[RankKey, list[Destination]] = field(default_factory=dict)
 
     @cached_property
     def plane_bytes(self) -> int:
@@ -132,11 +103,11 @@ class StepSend:
     @property
     def has_failed(self) -> bool:
         """Whether all of its transfers have failed."""
-        return all(transfer.failure is not None for transfer in self.transfers)
+        return all(transfer.state.failure is not None for transfer in self.transfers)
 
     @property
     def waits_for_grant(self) -> bool:
-        return any(transfer.waits_for_grant for transfer in self.transfers)
+        return any(transfer.state.waits_for_grant for transfer in self.transfers)
 
     @property
     def decode_engine(self) -> str:
@@ -144,48 +115,99 @@ class StepSend:
 
     def fail(self, reason: str, cause: PushFailure) -> None:
         for transfer in self.transfers:
-            transfer.fail(reason, cause)
+            transfer.state.fail(reason, cause)
 
     def give_up_ungranted(self, reason: str) -> None:
         for transfer in self.transfers:
-            if transfer.waits_for_grant:
-                transfer.fail(reason, PushFailure.NO_GRANT)
+            if transfer.state.waits_for_grant:
+                transfer.state.fail(reason, PushFailure.NO_GRANT)
 
     @owned
-    def arrived(self, key: RankKey, plan: WritePlan, delivered: Sequence[int]) -> None:
-        """Counts the bytes of the `delivered` requests, which have arrived on decode rank `key`."""
-        transfers = self.transfers
-        if len(delivered) == len(transfers) and not any(map(_COMPUTED, transfers)):
-            self._early[key, plan] += 1
-            return
-        ends = {transfer.computed for transfer in transfers}
+    def write_to(self, target: LayerTarget, limits: TransferLimits) -> PagedWrite:
+        """Returns the write of all requests to `target`. It is the same for all targets of its shape."""
+        write = self.writes.get(target.shape)
+        if write is None:
+            write = self.writes[target.shape] = self.write_of(range(len(self.transfers)), target, limits)
+        return write
+
+    @owned
+    def write_of(self, requests: Sequence[int], target: LayerTarget, limits: TransferLimits) -> PagedWrite:
+        """Returns the write of some requests to `target`."""
+        parts: dict[tuple[Target, Geometry], tuple[Descriptors, Offsets]] = {}  # K and V are often the same
+        num_bytes = np.zeros(len(self.transfers), dtype=np.int64)
+        for part in target.parts:
+            if part not in parts:
+                parts[part] = self._copies(requests, *part)
+            num_bytes += parts[part][1]
+        return PagedWrite([parts[part][0] for part in target.parts], limits, num_bytes.tolist())
+
+    def _copies(self, requests: Sequence[int], share: Target, theirs: Geometry) -> tuple[Descriptors, Offsets]:
+        """Returns some requests' copies to a decode tensor of the geometry `theirs`, and the bytes of each request.
+
+        Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. `foreign` of
+        `core/described_engine.py` has checked that the engine has the blocks that its tickets name.
+        """
+        src = self.src_units + share.plane * self.plane_bytes
+        dst, owner = self.units.offsets(self.d_blocks, theirs), self.units.owner
+        if theirs.share.ranks > 1:
+            held = self.units.held(theirs.share)
+            src, dst, owner = src[held], dst[held], owner[held]
+        if len(requests) < len(self.transfers):
+            chosen = np.isin(owner, list(requests))
+            src, dst, owner = src[chosen], dst[chosen], owner[chosen]
+        return descriptors(share, src, dst), np.bincount(owner, minlength=len(self.transfers)) * share.nbytes
+
+    @owned
+    def writable_until(self, key: RankKey) -> float:
+        """Returns until when all requests may be written to decode rank `key`: -inf if one has failed, or has no lease.
+
+        It is asked for each layer, so it asks no method of 32 requests, which would take 10 us.
+        """
+        if any(transfer.state.failure is not None for transfer in self.transfers):
+            return -math.inf
+        there = self._destinations.get(key)
+        if there is None:
+            known = [(transfer.state.destinations or {}).get(key) for transfer in self.transfers]
+            there = [each for each in known if each is not None]
+            if len(there) < len(known):
+                return -math.inf
+            self._destinations[key] = there
+        return min(each.until for each in there)
+
+    @owned
+    def lease_until(self, key: RankKey, requests: Sequence[int]) -> float:
+        """Returns until when bytes of these requests may be sent to decode rank `key`."""
+        return min(self.transfers[i].state.lease_until(key) for i in requests)
+
+    @owned
+    def count_delivered(self, key: RankKey, num_bytes: Sequence[int], delivered: Sequence[int]) -> None:
+        """Counts the bytes of the `delivered` requests, which have arrived on decode rank `key`.
+
+        `num_bytes`: of each request.
+        """
+        ends = {transfer.computed for transfer in self.transfers}
         over = {end for end in ends if end is not None and end.is_done()}
         for i in delivered:
-            num_bytes = int(plan.num_bytes[i])
-            transfers[i].wrote(key, num_bytes, 0 if transfers[i].computed in over else num_bytes)
-
-    @owned
-    def layer_ended(self) -> None:
-        """Counts a layer whose writes are over. After the last one, adds up the bytes that arrived early."""
-        self.layers_left -= 1
-        if self.layers_left == 0:
-            for (key, plan), times in self._early.items():
-                for transfer, num_bytes in zip(self.transfers, plan.num_bytes.tolist(), strict=True):
-                    transfer.wrote(key, times * num_bytes, times * num_bytes)
+            transfer = self.transfers[i]
+            assert transfer.state.destinations is not None
+            destination = transfer.state.destinations[key]
+            destination.num_bytes += num_bytes[i]
+            if transfer.computed not in over:
+                destination.early_bytes += num_bytes[i]
 
 
 def plan_sends(
     route: Route,
     geometry: Geometry,
-    slices: Sequence[RequestSlice],
+    slices: Sequence[tuple[Transfer, Send]],
     device: Device,
     slot_units: int,
-    layers: int,
 ) -> list[StepSend]:
-    """Returns the step sends that send `slices` to one decode engine.
+    """Returns the step sends that send `slices` to one decode engine: tokens of requests, which become complete in one
+    step.
 
     There is one, or several if units are regrouped and do not fit into one staging slot. `slot_units`: how many units
-    are regrouped at a time. `layers`: how many layers have tensors of the geometry. Raises `DeviceError`.
+    are regrouped at a time. Raises `DeviceError`.
 
     The ranks of a group make the same sends, because they have the same slices and caches (R5). They differ only in
     which units each of them writes.
@@ -212,12 +234,12 @@ def plan_sends(
     p_blocks = units.blocks([send.blocks[group] for send in of_requests], begins, geometry.span)
     if (gone := p_blocks == NULL_BLOCK).any():
         for i in np.unique(units.owner[gone]):
-            transfers[i].fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
+            transfers[i].state.fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
     src_units = units.offsets(p_blocks, geometry)
     if len(src_units) == 0:
         return []
     if not route.is_staged:
-        return [StepSend(route, geometry, transfers, units, src_units, d_blocks, layers)]
+        return [StepSend(route, geometry, transfers, units, src_units, d_blocks)]
     # Staged units may be in any order: in that of decode's blocks, most of them continue each other.
     order = _by_place(units, d_blocks, span, ticket.sharding)
     on_device = device.upload(torch.from_numpy(src_units[order]))
@@ -231,9 +253,7 @@ def plan_sends(
         split = None
         if route.ranks and route.planes > 1:
             split = device.upload(torch.arange(most) * (route.ratio * route.source_bytes))
-        sends.append(
-            StepSend(route, geometry, transfers, units.cut(own), staged, d_blocks[own], layers, offsets, most, split)
-        )
+        sends.append(StepSend(route, geometry, transfers, units.cut(own), staged, d_blocks[own], offsets, most, split))
     return sends
 
 
@@ -248,56 +268,6 @@ def _by_place(units: Units, d_blocks: Offsets, span: int, decode: Sharding) -> O
         return np.argsort(places)
     order: Offsets = np.lexsort((places, units.tokens // decode.interleave % decode.parts))
     return order
-
-
-# Resolves a step send into writes to decode ranks, once the shape of their tensors is known.
-#
-# All of it is pure, except that `Batches` reuses its memory for addresses. The sender's thread owns all of it.
-
-
-def resolve(step_send: StepSend, parts: Parts, limits: TransferLimits) -> WritePlan:
-    """Returns the plan that writes these parts of all units of `step_send` to a decode rank."""
-    num_bytes = np.zeros(len(step_send.transfers), dtype=np.int64)
-    per_unit: Counter[TokenShare] = Counter()
-    for share_of_unit, theirs in parts:
-        per_unit[theirs.share] += share_of_unit.nbytes
-    for share, size in per_unit.items():
-        owner = step_send.units.owner
-        if share.ranks > 1:
-            owner = owner[step_send.units.held(share)]
-        num_bytes += np.bincount(owner, minlength=len(num_bytes)) * size
-    return WritePlan(batches_of(step_send, parts, limits), num_bytes, int(num_bytes.sum()))
-
-
-def batches_of(
-    step_send: StepSend, parts: Parts, limits: TransferLimits, only: Collection[int] | None = None
-) -> Batches:
-    """Returns the copies of a step send, or of `only` some of its requests, in batches that respect `limits`."""
-    distinct: list[tuple[Target, Geometry]] = []  # K and V are often the same
-    for part in parts:
-        if part not in distinct:
-            distinct.append(part)
-    copies = [_copies(step_send, *part, only) for part in distinct]
-    return Batches.cut([copies[distinct.index(part)] for part in parts], limits)
-
-
-def _copies(step_send: StepSend, target: Target, theirs: Geometry, only: Collection[int] | None) -> Descriptors:
-    """Returns the copies to `target`, whose cache has the geometry `theirs`.
-
-    Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. `foreign` of
-    `core/compatibility.py` has checked that the engine has the blocks that its tickets name.
-    """
-    units = step_send.units
-    src = step_send.src_units + target.plane * step_send.plane_bytes
-    dst = units.offsets(step_send.d_blocks, theirs)
-    owner = units.owner
-    if theirs.share.ranks > 1:
-        held = units.held(theirs.share)
-        src, dst, owner = src[held], dst[held], owner[held]
-    if only is not None:
-        chosen = np.isin(owner, list(only))
-        src, dst = src[chosen], dst[chosen]
-    return descriptors(target, src, dst)
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,7 +57,7 @@ class TicketAdmission:
 
     @owned
     def admit(self, ticket: Ticket) -> None:
-        """Admits a ticket, once. `ended` must follow. Raises TicketError if the ticket is not served."""
+        """Admits a ticket, once. `release` must follow. Raises TicketError if the ticket is not served."""
         self.check(ticket)
         if self._secret is None:
             self._check_issuer(ticket)
@@ -66,7 +66,7 @@ class TicketAdmission:
         self._open[ticket.issuer] += 1
 
     @owned
-    def ended(self, ticket: Ticket, delivered: bool) -> None:
+    def release(self, ticket: Ticket, delivered: bool) -> None:
         """Records that an admitted ticket is no longer served. `delivered`: whether all its KV was sent."""
         self._open[ticket.issuer] -= 1
         if not self._open[ticket.issuer]:

@@ -179,7 +179,7 @@ class TicketListener:
             oldest = next(iter(self._ended))
             del self._ended[oldest], self._tickets[oldest]
 
-    def ended(self, ticket_id: str) -> None:
+    def end(self, ticket_id: str) -> None:
         """The ranks have ended with a ticket, which may not have come over this listener."""
         with self._lock:
             if (ticket := self._tickets.get(ticket_id)) is not None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import BlockKind
-from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus
+from vllm_ascend_pd.core.observer import LayerComputed, Observer, PrefillStatus, RegroupSubmitted, StepBegun, StepEnded
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.role import ConnectorRole, TransferResults
@@ -31,7 +31,7 @@ from vllm_ascend_pd.prefill.regroup import make_regrouper
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush
-from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue, Withdrawals
+from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue
 from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.peers import Peers
@@ -40,8 +40,8 @@ from vllm_ascend_pd.transport.peers import Peers
 class PrefillWorker(ConnectorRole):
     """One rank of a prefill engine. vLLM's model thread calls all methods.
 
-    It calls them in this order: `start_step`, then `layer_written` and `layer_computed` for each layer,
-    `forward_ended`, `end_step` and `take_results`.
+    It calls them in this order: `start_step`, then `mark_cached` and `push_layer` for each layer,
+    `end_forward`, `end_step` and `take_results`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PrefillWorker(ConnectorRole):
         caches: RegisteredCaches,
         step_tokens: int,
         loaded: LoadedWeights | None = None,
-        observer: PrefillObserver | None = None,
+        observer: Observer | None = None,
         caches_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
         in_order: Sequence[Sequence[str]] = (),
         peers: Peers | None = None,
@@ -63,7 +63,7 @@ class PrefillWorker(ConnectorRole):
         step_tokens: the most tokens that one step computes. It decides the size of the staging ring.
         loaded: the model's weights; None if they are not known.
         observer: is told what the rank does; None if nothing listens.
-        caches_of: the caches of layers that have several, by the name that `layer_computed` gets.
+        caches_of: the caches of layers that have several, by the name that `push_layer` gets.
         in_order: the caches of each layer, in the order of layers.
         peers: the decode engines that it serves; None: those of this host, without a secret.
         """
@@ -76,7 +76,7 @@ class PrefillWorker(ConnectorRole):
             engine,
             caches,
             loaded or LoadedWeights(),
-            observer or PrefillObserver(),
+            observer or Observer(),
             peers=peers or Peers(),
         )
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", rank.loaded)
@@ -89,7 +89,7 @@ class PrefillWorker(ConnectorRole):
         ring = None if self._regrouper is None else self._regrouper.ring
         self._control = ControlPlane(rank, ring, routes)
         # None if each layer has a buffer of its own.
-        self._turns = BufferTurns(rank) if caches.in_turn else None
+        self._turns = BufferTurns(rank) if caches.sharing_buffers else None
         geometries = caches.description.geometries
         self._unnamed = UnnamedLayers(
             caches.layers,
@@ -105,8 +105,6 @@ class PrefillWorker(ConnectorRole):
         self._senders: dict[tuple[str, str], Sender] = {}
         # Whether the scheduler has woken the rank since its last wait: the next one does not wait either.
         self._woken = False
-        # Shared by all transfers: see `LeaseCheck`.
-        self._withdrawals = Withdrawals()
         # Request ids whose blocks may be freed.
         self._done: set[str] = set()
         # By request id: why its KV was not delivered, if the scheduler has not been told yet.
@@ -116,7 +114,7 @@ class PrefillWorker(ConnectorRole):
         self._plan = StepPlan()
         # Whether the forward pass of that step has ended.
         self._forward_ended = True
-        # The layer that `layer_written` named last, and the device event after it. None after `layer_computed`.
+        # The layer that `mark_cached` named last, and the device event after it. None after `push_layer`.
         self._written: tuple[str, Event] | None = None
 
     @owned
@@ -144,16 +142,16 @@ class PrefillWorker(ConnectorRole):
         self._unnamed.start_step()
         self._written = None
         parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends]
-        self._observer.step_began(self._plan.number, parts)
+        self._observer.on(StepBegun(self._plan.number, parts))
         if not step.computes:  # vLLM does not say that such a step ends
             self._forward_ended = True
             self.end_step()
 
     @owned
-    def layer_written(self, layer: str) -> None:
+    def mark_cached(self, layer: str) -> None:
         """All KV of a layer is queued to be written to the cache, and its attention is not queued yet.
 
-        `layer`: the layer that `layer_computed` names next; "" if the caller does not know its name.
+        `layer`: the layer that `push_layer` names next; "" if the caller does not know its name.
         """
         if self._plan.sends:
             self._written = (layer, self._device.record_event())
@@ -161,14 +159,14 @@ class PrefillWorker(ConnectorRole):
                 self._turns.written(layer, self._plan.all_sends)
 
     @owned
-    def layer_computed(self, layer: str) -> None:
+    def push_layer(self, layer: str) -> None:
         """The cache of `layer` holds this step's tokens as soon as the device has run what is queued now.
 
         Does not wait for the device or the network, unless sending is so far behind that all staging slots are taken or
         a sender's queue is full. Then it waits for `control_timeout_s`, `write_timeout_s` and, after a failed write, as
         long as its slot rests. If that is not enough, the layer's requests fail. `backpressure_seconds` counts this.
 
-        If `layer_written` was called for this layer, the push waits only for what was queued by then. A draft's layers
+        If `mark_cached` was called for this layer, the push waits only for what was queued by then. A draft's layers
         run over the step's tokens first, and then once for each further drafted token, whose KV is not sent. So only
         the first call for a layer counts.
 
@@ -180,7 +178,7 @@ class PrefillWorker(ConnectorRole):
             if self._plan.sends and name in self._plan.unsaved:
                 if written is None or written[0] not in ("", name):
                     written = name, self._device.record_event()
-                self._push_layer(self._plan, name, written[1])
+                self._put_layer(self._plan, name, written[1])
                 if not self._plan.unsaved and self._unnamed.in_order:  # decode need not wait for the rest of the step
                     self._finish(self._plan.confirmed)
             elif self._turns is not None:
@@ -199,7 +197,7 @@ class PrefillWorker(ConnectorRole):
             self._turns.wait(self._in_order[layer] if isinstance(layer, int) else self._caches_of.get(layer, (layer,)))
 
     @owned
-    def forward_ended(self, error: BaseException | None = None) -> None:
+    def end_forward(self, error: BaseException | None = None) -> None:
         """The forward pass has ended, and `error` is why it failed. The draft may still run.
 
         After an error, the step's requests fail, because their KV may be missing (R1). This rank still takes part in
@@ -212,7 +210,7 @@ class PrefillWorker(ConnectorRole):
         if error is not None:
             pushed = {transfer for step_send in self._plan.all_sends for transfer in step_send.transfers}
             for transfer in {*self._plan.last, *pushed}:
-                transfer.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
+                transfer.state.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
 
     @owned
     def end_step(self) -> None:
@@ -228,9 +226,9 @@ class PrefillWorker(ConnectorRole):
                     for step_send in plan.all_sends:
                         step_send.fail(f"another layer may have overwritten the KV of {layer}", PushFailure.INTERNAL)
             for layer in list(plan.unsaved):
-                self._push_layer(plan, layer, event, is_announced=False)
+                self._put_layer(plan, layer, event, is_announced=False)
         computed = self._device.record_event() if plan.last else None
-        self._observer.step_ended(computed)
+        self._observer.on(StepEnded(computed))
         if computed is not None:
             for transfer in plan.last:
                 transfer.computed = computed
@@ -247,7 +245,7 @@ class PrefillWorker(ConnectorRole):
             reason = None
             if not passed.wait(max(0.0, deadline - time.monotonic())):
                 reason = "the request was preempted while its KV could not be sent"
-            elif transfer.in_flight_until > self._rank.running_time():
+            elif transfer.state.settled_at > self._rank.running_time():
                 # What the failed write left behind would read the blocks' next content, and deliver that.
                 reason = "the request was preempted while a failed write of its KV may still be under way"
             if reason is not None:
@@ -288,7 +286,7 @@ class PrefillWorker(ConnectorRole):
     def status(self) -> PrefillStatus:
         """How this rank is now."""
         failure = self._device.failure or (self._regrouper and self._regrouper.failure)
-        ungranted = sum(transfer.waits_for_grant for transfer in self._transfers.values())
+        ungranted = sum(transfer.state.waits_for_grant for transfer in self._transfers.values())
         queued = sum(sender.queued for sender in self._senders.values())
         return PrefillStatus(queued, ungranted, restart_needed=failure is not None)
 
@@ -318,7 +316,7 @@ class PrefillWorker(ConnectorRole):
 
     def close(self, timeout_s: float) -> None:
         for transfer in list(self._transfers.values()):  # so that no sender waits for its grants any more
-            transfer.fail("prefill shuts down", PushFailure.ABORTED)
+            transfer.state.fail("prefill shuts down", PushFailure.ABORTED)
         with ExitStack() as closing:  # all of them, even if one raises
             closing.callback(self._observer.close, timeout_s)
             if self._regrouper is not None:
@@ -328,20 +326,20 @@ class PrefillWorker(ConnectorRole):
     def _end_open_step(self) -> None:
         """Ends the last step if vLLM has not.
 
-        With speculative decoding, vLLM calls `end_step` on the last pipeline stage only. It calls `forward_ended` on
+        With speculative decoding, vLLM calls `end_step` on the last pipeline stage only. It calls `end_forward` on
         all stages, unless the forward pass failed.
         """
         if not self._forward_ended:
-            self.forward_ended(RuntimeError("vLLM did not report its end"))
+            self.end_forward(RuntimeError("vLLM did not report its end"))
         self.end_step()
 
-    def _push_layer(self, plan: StepPlan, layer: str, computed: Event, *, is_announced: bool = True) -> None:
+    def _put_layer(self, plan: StepPlan, layer: str, computed: Event, *, is_announced: bool = True) -> None:
         """Puts a layer into the queues of the senders that the step's plan names.
 
         `is_announced`: whether the layer was computed just now, and not at an unknown time of the step.
         """
         plan.unsaved.pop(layer, None)
-        self._observer.layer_computed(layer, computed)
+        self._observer.on(LayerComputed(layer, computed))
         pushes, of_layer, ready = [], self._caches.layers_by_geometry.get(layer, {}), computed
         if plan.checksums:
             steps = [(each, tensors) for index, tensors in of_layer.items() for each in plan.checksums.get(index, ())]
@@ -360,7 +358,7 @@ class PrefillWorker(ConnectorRole):
                 sender.put_layer(push, self._rank.config.write_timeout_s)
                 pushes.append(push)
                 if step_send.route.is_staged:
-                    self._observer.regroup_submitted(layer, step_send.ticket_ids, computed, push.ready)
+                    self._observer.on(RegroupSubmitted(layer, step_send.ticket_ids, computed, push.ready))
         if self._turns is not None and is_announced:
             self._turns.read(layer, pushes)
 
@@ -376,7 +374,6 @@ class PrefillWorker(ConnectorRole):
                 ticket,
                 sender,
                 PrefillTicket(now + self._rank.config.grant_timeout_s),
-                self._withdrawals,
                 cached_tokens.get(request_id, 0),
                 self._rank.loaded.current,
             )
@@ -396,7 +393,7 @@ class PrefillWorker(ConnectorRole):
     def _lose(self, transfers: Sequence[Transfer], reason: str, cause: PushFailure) -> None:
         """Fails these transfers and ends the pushing for them."""
         for transfer in transfers:
-            transfer.fail(reason, cause)
+            transfer.state.fail(reason, cause)
         self._finish(transfers)
 
     def _release(self, request_id: str, aborted: str | None) -> None:
@@ -405,7 +402,7 @@ class PrefillWorker(ConnectorRole):
         if transfer is None:
             return
         if aborted is not None:
-            transfer.fail(aborted, PushFailure.ABORTED)
+            transfer.state.fail(aborted, PushFailure.ABORTED)
         self._finish([transfer])
         transfer.released = True
         if transfer.is_over:
@@ -424,8 +421,8 @@ class PrefillWorker(ConnectorRole):
             return
         transfer, is_over = outcome
         if not is_over:
-            assert transfer.failure is not None
-            self._failed[transfer.request_id] = transfer.failure
+            assert transfer.state.failure is not None
+            self._failed[transfer.request_id] = transfer.state.failure
             return
         transfer.is_over = True
         if transfer.released:

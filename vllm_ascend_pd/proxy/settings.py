@@ -14,7 +14,7 @@ from typer import Option
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signed_addresses import metaserver_tokens, sign_metaserver
-from vllm_ascend_pd.core.ticket import METASERVER_SIGNATURE
+from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE
 from vllm_ascend_pd.transport.secret_files import cluster_secret, read_text_secret
 
 MIB = 1024 * 1024

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vllm_ascend_pd.transport.batches import Batch, TransferLimits
-from vllm_ascend_pd.transport.writer import NO_LEAVE, Reach, TransferError
+from vllm_ascend_pd.transport.writer import LEASE_EXPIRED, Reach, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class AscendWriter:
             )
         try:
             if not may_begin():
-                raise TransferError(session, NO_LEAVE, retryable=False)
+                raise TransferError(session, LEASE_EXPIRED, retryable=False)
         except BaseException:
             self._slots.give_back(session)
             raise

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -121,65 +121,81 @@ Batch: TypeAlias = tuple[Sequence[int], Sequence[int], list[int]]
 array in two thirds of the time that making a Python list takes."""
 
 
-class _Stretch(NamedTuple):
-    """The copies of a batch that belong to one part."""
+class PagedWrite:
+    """Copies to one decode rank, in batches, for any base addresses: cut once a step, written for every layer.
 
-    # Index of the part, and of its base addresses.
-    part: int
-    # Offsets from the base addresses.
-    src: Offsets
-    dst: Offsets
-    # Views of the batch's addresses, which `Batches.at` fills.
-    src_addresses: Offsets
-    dst_addresses: Offsets
-
-
-class _Form(NamedTuple):
-    """A batch before its base addresses are added. `stretches` are views of `batch`."""
-
-    stretches: list[_Stretch]
-    batch: Batch
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Copies in batches, for any base addresses: cut once a step, written for every layer.
-
-    Adding base addresses allocates nothing: fresh memory takes longer to fetch than the addresses take to add.
+    It consists of parts. Each has base addresses of its own, one for its sources and one for its destinations.
     """
 
-    _forms: list[_Form]
+    def __init__(self, parts: Sequence[Descriptors], limits: TransferLimits, num_bytes: Sequence[int]) -> None:
+        """Cuts copies that are too long, and divides all into batches within `limits`, in order.
 
-    @classmethod
-    def cut(cls, parts: Sequence[Descriptors], limits: TransferLimits) -> Batches:
-        """Returns `parts` in batches within `limits`, in order. Copies that are too long become several."""
-        if not parts:
-            return cls([])
+        `num_bytes`: of each request. They are counted, and change nothing here.
+        """
+        self.num_bytes = num_bytes
+        self.total_bytes = sum(num_bytes)
+        self._limits = limits
         longest = limits.piece_bytes(sum(int(part.nbytes.sum()) for part in parts))
         cut = {id(part): _cut(part, longest) for part in parts}  # K and V often are one object
         pieces = [cut[id(part)] for part in parts]
-        nbytes = np.concatenate([part.nbytes for part in pieces])
-        begins = [0, *accumulate(len(part.nbytes) for part in pieces)]
-        ends = np.cumsum(nbytes)
-        forms, first = [], 0
+        stops = list(accumulate((len(piece.nbytes) for piece in pieces), initial=0))
+        # Addresses, which `_batches_at` fills: fresh memory takes longer to fetch than the addresses take to add.
+        self._sources, self._destinations = (array("q", bytes(8 * stops[-1])) for _ in range(2))
+        src, dst = (np.frombuffer(addresses, dtype=np.int64) for addresses in (self._sources, self._destinations))
+        # For each part: its offsets from the base addresses, and views of its addresses.
+        self._parts = [
+            (piece.src, piece.dst, src[begin:stop], dst[begin:stop])
+            for piece, begin, stop in zip(pieces, stops, stops[1:], strict=False)
+        ]
+        # For each batch: where it begins and ends among all copies, and its lengths.
+        self._batches: list[tuple[int, int, list[int]]] = []
+        nbytes = np.concatenate([piece.nbytes for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
+        ends, first = np.cumsum(nbytes), 0
         while first < len(nbytes):
             before = int(ends[first - 1]) if first else 0
             most = int(np.searchsorted(ends, before + limits.max_bytes, side="right"))
             stop = min(first + limits.max_descriptors, most)
-            forms.append(_form(pieces, begins, first, stop, _list(nbytes[first:stop])))
+            self._batches.append((first, stop, _list(nbytes[first:stop])))
             first = stop
-        return cls(forms)
 
-    def at(self, sources: Sequence[int], destinations: Sequence[int]) -> Iterator[Batch]:
-        """Yields the batches with the base addresses of each part added.
+    def at(self, places: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[Batch]:
+        """Yields the batches of some layers, as few as the limits allow.
 
-        Every call writes into the same memory, so one thread uses a `Batches`, for one call at a time.
+        `places`: for each layer, the base addresses of each part's sources and destinations. Every call writes into the
+        same memory, so one thread uses a `PagedWrite`, for one call at a time.
         """
-        for stretches, batch in self._forms:
-            for part, src, dst, src_addresses, dst_addresses in stretches:
-                np.add(src, sources[part], src_addresses)
-                np.add(dst, destinations[part], dst_addresses)
-            yield batch
+        if len(places) == 1:
+            yield from self._batches_at(*places[0])
+            return
+        sources, destinations, num_bytes = array("q"), array("q"), 0
+        lengths: list[int] = []
+        for place in places:
+            for src, dst, sizes in self._batches_at(*place):
+                more = sum(sizes)
+                is_full = len(lengths) + len(sizes) > self._limits.max_descriptors
+                if lengths and (is_full or num_bytes + more > self._limits.max_bytes):
+                    yield sources, destinations, lengths
+                    sources, destinations, lengths, num_bytes = array("q"), array("q"), [], 0
+                sources.extend(src)
+                destinations.extend(dst)
+                lengths += sizes
+                num_bytes += more
+        if lengths:  # the requests that are written may have no bytes here
+            yield sources, destinations, lengths
+
+    def _batches_at(
+        self, sources: Sequence[int], destinations: Sequence[int]
+    ) -> Iterator[tuple[array[int], array[int], list[int]]]:
+        for (src, dst, src_addresses, dst_addresses), source, destination in zip(
+            self._parts, sources, destinations, strict=True
+        ):
+            np.add(src, source, src_addresses)
+            np.add(dst, destination, dst_addresses)
+        if len(self._batches) == 1:
+            yield self._sources, self._destinations, self._batches[0][2]
+            return
+        for first, stop, lengths in self._batches:
+            yield self._sources[first:stop], self._destinations[first:stop], lengths
 
 
 def _list(values: Offsets) -> list[int]:
@@ -187,19 +203,6 @@ def _list(values: Offsets) -> list[int]:
     to make here, and to read for every layer."""
     first = int(values[0])
     return [first] * len(values) if np.all(values == first) else values.tolist()
-
-
-def _form(pieces: Sequence[Descriptors], begins: Sequence[int], first: int, stop: int, lengths: list[int]) -> _Form:
-    """Returns the batch of copies `[first, stop)`. Those of each part begin at `begins`."""
-    sources, destinations = (array("q", bytes(8 * (stop - first))) for _ in range(2))
-    src, dst = (np.frombuffer(addresses, dtype=np.int64) for addresses in (sources, destinations))
-    stretches = []
-    for n, (part, begin) in enumerate(zip(pieces, begins, strict=False)):
-        these = slice(max(first - begin, 0), max(stop - begin, 0))
-        at = slice(max(begin - first, 0), max(begin - first, 0) + len(part.nbytes[these]))
-        if len(part.nbytes[these]):
-            stretches.append(_Stretch(n, part.src[these], part.dst[these], src[at], dst[at]))
-    return _Form(stretches, (sources, destinations, lengths))
 
 
 def _cut(copies: Descriptors, longest: int) -> Descriptors:

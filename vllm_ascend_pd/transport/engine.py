@@ -20,7 +20,7 @@ from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.ascend import AscendProblem, describe_transport
 from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Slots
-from vllm_ascend_pd.transport.batches import Batch, Batches, SettingError, TransferLimits
+from vllm_ascend_pd.transport.batches import Batch, PagedWrite, SettingError, TransferLimits
 from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
 from vllm_ascend_pd.transport.writer import Flight, Reach, TransferError, Writer
 
@@ -93,7 +93,8 @@ class TransferEngine:
     def _make_writer(self, protocol: str, reach: Reach) -> Writer:
         if protocol != "ascend":
             # Only here: the Ascend path imports nothing of TCP's queue bound and pacing.
-            from vllm_ascend_pd.transport.tcp import TcpWriter, queue_capacity
+            from vllm_ascend_pd.transport.tcp import TcpWriter
+            from vllm_ascend_pd.transport.tcp_settings import queue_capacity
 
             return TcpWriter(self._engine, reach, self.limits, queue_capacity())
         try:
@@ -137,7 +138,7 @@ class TransferEngine:
         if not len(sources) == len(destinations) == len(lengths):
             raise ValueError(f"{len(sources)} sources, {len(destinations)} destinations, {len(lengths)} lengths")
         copies = Descriptors(*(np.array(column, dtype=np.int64) for column in (sources, destinations, lengths)))
-        self.write_batches(session, Batches.cut([copies], self.limits).at([0], [0]))
+        self.write_batches(session, PagedWrite([copies], self.limits, [sum(lengths)]).at([([0], [0])]))
 
     def write_batches(
         self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool] = lambda: True
@@ -224,8 +225,8 @@ class TransferEngine:
             raise self._error("this engine is closed")
 
     def _awake(self) -> Writer:
-        self._check_open()
         if self._writer is None:
+            self._check_open()
             raise self._error("this engine sleeps")
         return self._writer
 
@@ -318,10 +319,10 @@ def export_settings(limits: TransferLimits, protocol: str, host: str) -> Transfe
     if protocol == "ascend":
         _export(settings | ascend.settings(timeout_s, os.environ) | {"MC_LOG_LEVEL": ascend.LOG_LEVEL})
         return dataclasses.replace(limits, connections=1)
-    from vllm_ascend_pd.transport import tcp
+    from vllm_ascend_pd.transport import tcp_settings
 
-    _export(settings | tcp.settings(timeout_s))
-    return tcp.limits_in_effect(limits, protocol)
+    _export(settings | tcp_settings.settings(timeout_s))
+    return tcp_settings.limits_in_effect(limits, protocol)
 
 
 def limits_over_ascend(limits: TransferLimits, transport: TransportInfo) -> TransferLimits:

@@ -10,35 +10,26 @@ Three things are special to it, and only this module knows them:
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from vllm_ascend_pd.transport.batches import TCP_LANES, Batch, SettingError, TransferLimits
-from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, NO_LEAVE, Reach, TransferError
-
-# Keeps Mooncake's TCP queue to one peer from overflowing.
-#
-# A descriptor that finds this queue full is refused, and with Mooncake 0.3.13 that may stop the queue for good:
-# `enqueuePooledTransfer` (`tcp_transport_lane_impl.h`) marks the queue's pump as scheduled, and then schedules it only
-# if nothing was refused. If the refused descriptor was the first one since the pump last ran, the pump never runs
-# again. Then every later write to this peer fails, as in https://github.com/kvcache-ai/Mooncake/issues/4209.
-
-
-def most_descriptors(capacity: int) -> int:
-    """Returns the most descriptors of a batch for a queue of `capacity`, half of which is for failed batches' rest."""
-    return max(1, capacity // (2 * BATCHES_IN_FLIGHT))
+from vllm_ascend_pd.transport.batches import Batch, TransferLimits
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, LEASE_EXPIRED, Reach, TransferError
 
 
 class PeerQueue:
-    """Counts what is in Mooncake's queue to one peer. Any thread may call it."""
+    """Counts what is in Mooncake's queue to one peer, which must not overflow. Any thread may call it.
+
+    A descriptor that finds this queue full is refused, and with Mooncake 0.3.13 that may stop the queue for good:
+    `enqueuePooledTransfer` (`tcp_transport_lane_impl.h`) marks the queue's pump as scheduled, and then schedules it
+    only if nothing was refused. If the refused descriptor was the first one since the pump last ran, the pump never
+    runs again. Then every later write to this peer fails, as in https://github.com/kvcache-ai/Mooncake/issues/4209.
+    """
 
     def __init__(self, capacity: int, settle_s: float) -> None:
         """`capacity`: descriptors. `settle_s`: for how many seconds those of a failed batch may stay in the queue."""
@@ -124,7 +115,7 @@ class Pace:
         pause_s = until - time.monotonic()
         return min(pause_s, LONGEST_S) if pause_s >= SHORTEST_S else 0.0
 
-    def arrived(self, num_bytes: int, started: float) -> None:
+    def learn(self, num_bytes: int, started: float) -> None:
         """Records that a batch has just arrived. `num_bytes` is above 0."""
         now = time.monotonic()
         seconds = now - max(started, self._ended)
@@ -186,7 +177,7 @@ class TcpWriter:
             )
         try:
             if not may_begin():
-                raise TransferError(session, NO_LEAVE, retryable=False)
+                raise TransferError(session, LEASE_EXPIRED, retryable=False)
         except BaseException:
             peer.queue.leave(len(lengths), failed=False)
             raise
@@ -231,7 +222,7 @@ class _TcpFlight:
                 time.sleep(pause_s)
             code = int(self.mooncake.get_batch_transfer_status([self.batch_id]))
             if code == 0:
-                self.peer.pace.arrived(num_bytes, self.started)
+                self.peer.pace.learn(num_bytes, self.started)
         except BaseException as error:  # noqa: BLE001 - `give_up` raises
             self.give_up(error)
         self.land(code)
@@ -265,62 +256,3 @@ class _TcpFlight:
             retryable,
             may_arrive=True,
         )
-
-
-# Mooncake's settings over TCP, and the limits that follow from them.
-#
-# Sources: Mooncake's `tcp_transport_session_impl.h` (`MC_TCP_PROGRESS_TIMEOUT_SEC` while bytes flow,
-# `MC_TCP_STATUS_TIMEOUT_SEC` for the receiver's acknowledgement) and `tcp_transport.cpp` (the queue of each peer).
-
-# Timeouts that `TransferLimits.settle_s` depends on, and their units in seconds.
-_TIMEOUTS = {
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": 1.0,
-    "MC_TCP_STATUS_TIMEOUT_SEC": 1.0,
-    "MC_TCP_ADMISSION_TIMEOUT_MS": 1e-3,
-}
-# Mooncake's queue to one peer takes the sum of these.
-_QUEUE = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER")
-
-_Number = TypeVar("_Number", int, float)
-
-
-def settings(timeout_s: int) -> dict[str, str]:
-    """Returns the environment that makes a failed batch stop within `TransferLimits.settle_s`.
-
-    The queue proper is as short as the number of connections. What waits in it has no deadline. What waits for
-    admission to it expires after `MC_TCP_ADMISSION_TIMEOUT_MS`. With Mooncake's defaults, a failed batch of 512
-    descriptors is retried for minutes.
-    """
-    return {
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(timeout_s),
-        "MC_TCP_STATUS_TIMEOUT_SEC": str(timeout_s),
-        "MC_TCP_ADMISSION_TIMEOUT_MS": str(1000 * timeout_s),
-        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(TCP_LANES),
-        "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-    }
-
-
-def limits_in_effect(limits: TransferLimits, protocol: str) -> TransferLimits:
-    """Returns `limits` as the environment's settings make them. `protocol`: "tcp" or "rdma". Raises SettingError."""
-    longest = max(_in_effect(name, float) * unit for name, unit in _TIMEOUTS.items())
-    return dataclasses.replace(
-        limits,
-        settle_at_least_s=dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s,
-        max_descriptors=min(limits.max_descriptors, most_descriptors(queue_capacity())),
-        connections=limits.connections if protocol == "tcp" else 1,
-    )
-
-
-def queue_capacity() -> int:
-    """Returns how many descriptors Mooncake's queue to one peer takes with the environment's settings."""
-    return sum(_in_effect(name, int) for name in _QUEUE)
-
-
-def _in_effect(name: str, number: Callable[[str], _Number]) -> _Number:
-    text = os.environ[name]
-    with contextlib.suppress(ValueError):
-        value = number(text)
-        if value > 0:
-            return value
-    # Mooncake would use its own default, and the limits computed here would be wrong.
-    raise SettingError(f"{name}={text!r} is not a positive number")

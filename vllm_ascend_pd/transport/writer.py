@@ -15,7 +15,7 @@ from vllm_ascend_pd.transport.batches import Batch
 BATCHES_IN_FLIGHT = 2
 """Batches that a sender keeps in flight: one is prepared while the other is on its way."""
 
-NO_LEAVE = "the lease ended before the write did"
+LEASE_EXPIRED = "the lease ended before the write did"
 """The reason of a write that `may_begin` has ended."""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why some of vllm-ascend's settings are refused (vllm_ascend_pd/connector/model.py): what it does under them."""
+"""Why some of vllm-ascend's settings are refused (vllm_ascend_pd/connector/unsupported.py): what it does under them."""
 
 import dataclasses
 import inspect
@@ -147,7 +147,7 @@ def test_vllm_ascends_own_kinds_of_caches_are_understood(plugins: None) -> None:
 
 
 def test_the_models_here_are_not_refused(plugins: None, dense_model: Path, mla_model: Path) -> None:
-    from vllm_ascend_pd.connector.model import unsupported
+    from vllm_ascend_pd.connector.unsupported import unsupported
 
     assert TINY.kv_heads > 1
     for model in (dense_model, mla_model):

@@ -73,7 +73,7 @@ def test_our_ticket_has_the_fields_of_vllm_ascends(posted: dict[str, Any]) -> No
 
 
 def test_their_ticket_means_what_ours_does(posted: dict[str, Any]) -> None:
-    from vllm_ascend_pd.connector.vllm_view import external_request_id
+    from vllm_ascend_pd.connector.vllm_requests import external_request_id
 
     assert posted["url"] == "http://192.0.2.2:9000/v1/metaserver", "the ticket goes elsewhere than the request says"
     body = json.loads(json.dumps(posted["json"]))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE, why_unreadable
-from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
+from vllm_ascend_pd.core.ticket_params import WANTS_TOKEN_IDS
 from vllm_ascend_pd.proxy.http.arriving import MAX_FIELDS
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, RequestFormat
 from vllm_ascend_pd.proxy.http.messages import RequestRefused

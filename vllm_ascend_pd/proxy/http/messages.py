@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL
+from vllm_ascend_pd.core.ticket_params import BY_DECODE, BY_PREFILL
 
 
 class TooLarge(Exception):

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from vllm_ascend_pd.core.ticket import PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
+from vllm_ascend_pd.core.ticket_params import PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
 from vllm_ascend_pd.proxy.http.arriving import BodyBudget
 from vllm_ascend_pd.proxy.http.bodies import Content, LacksFieldError, decode_body, parse_client_request, read_fields
 from vllm_ascend_pd.proxy.http.endpoints import (

@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from vllm_ascend_pd.core.text import UNREADABLE, why_unreadable
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import BY_PREFILL
+from vllm_ascend_pd.core.ticket_params import BY_PREFILL
 from vllm_ascend_pd.proxy.http.arriving import LARGE_BODY_BYTES, Turns
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest, Content
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, prompt_number, uuid_in

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.connector.model import has_recompute_scheduler
+from vllm_ascend_pd.connector.unsupported import has_recompute_scheduler
 from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, Migration
 from vllm_ascend_pd.tools.migrate.connectors import translate

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_ascend_pd.connector.model import (
+from vllm_ascend_pd.connector.unsupported import (
     NO_PROMPTS_WITH_INT8,
     computes_prompts,
     unsupported,
