@@ -14,7 +14,6 @@ from test_sender import GEOMETRY, THEIRS, Done
 
 from harness.clock import clock_of
 from vllm_ascend_pd.core import running_time
-from vllm_ascend_pd.core.bounds import MAX_SHAPES_WORKED_OUT
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
 from vllm_ascend_pd.core.layout import RankCaches

@@ -40,7 +40,7 @@ from vllm_ascend_pd.core.weights import LoadedWeights, are_alike
 from vllm_ascend_pd.decode.arrivals import ArrivalQueue, Arrivals
 from vllm_ascend_pd.decode.checksums import Delivered, Reported
 from vllm_ascend_pd.decode.expected_writers import ExpectedWriters, expected_writers
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.transport.side_channel import ClientConnection
 
 logger = logging.getLogger(__name__)

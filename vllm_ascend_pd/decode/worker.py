@@ -30,7 +30,8 @@ from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.decode.arrivals import ArrivalQueue, Arrivals
 from vllm_ascend_pd.decode.checksums import Verifier
 from vllm_ascend_pd.decode.grants import UNKNOWN_WEIGHTS, GrantService, OpenTicket
-from vllm_ascend_pd.device.base import Device, Event
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.peers import Peers
 from vllm_ascend_pd.transport.side_channel import SideChannelServer

@@ -33,7 +33,8 @@ from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.topology import Sharding
-from vllm_ascend_pd.device.base import Device, DeviceError, Event
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.event import DeviceError, Event
 from vllm_ascend_pd.prefill.decode_layout import LayerTarget
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport.batches import PagedWrite, TransferLimits
