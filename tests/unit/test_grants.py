@@ -14,6 +14,7 @@ from test_sender import GEOMETRY, THEIRS, Done
 
 from harness.clock import clock_of
 from vllm_ascend_pd.core import running_time
+from vllm_ascend_pd.core.bounds import MAX_SHAPES_WORKED_OUT
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
 from vllm_ascend_pd.core.layout import RankCaches
@@ -211,3 +212,15 @@ def test_no_more_writers_are_worked_out_than_an_engine_can_have(monkeypatch) -> 
     monkeypatch.setattr(expected_writers, "MAX_EXPECTED_WRITES", 1)
     with pytest.raises(TopologyError, match="more than 1 pairs of a tensor and its writer"):
         expected_writers.expected_writers(RankCaches((GEOMETRY,), THEIRS), 0, sharding(1), sharding(1), 0, "")
+
+
+def test_a_ticket_pays_for_the_shapes_of_a_few_prefill_engines() -> None:
+    """What is known already costs it nothing."""
+    writers = expected_writers.ExpectedWriters(lambda prefill, replica, draft: frozenset({(0, 0)}))
+    each: Any = SimpleNamespace(shapes_worked_out=0)
+    shapes = [sharding(1 << size) for size in range(MAX_SHAPES_WORKED_OUT + 1)]
+    for shape in shapes[:-1]:
+        writers.of(each, shape, 0, "")
+    with pytest.raises(TopologyError, match="have asked for this ticket"):
+        writers.of(each, shapes[-1], 0, "")
+    assert writers.of(each, shapes[0], 0, "") == {(0, 0)}
