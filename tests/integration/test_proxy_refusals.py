@@ -40,14 +40,17 @@ FAULTS = {
     "a page": partial(shows_a_page, 200),
     "a page, 403": partial(shows_a_page, 403),
 }
-SHORT = ("HTTP 400", "HTTP 403", "HTTP 429", "a page")
+SHORT = {("HTTP 400", "prefill"), ("HTTP 429", "prefill"), ("HTTP 403", "decode"), ("a page", "decode")}
 """One for each of the rules that these fall under. tests/unit/test_answers.py has the rule of every status."""
 
 
-@EITHER_ROLE
 @pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, id=name, marks=() if name in SHORT else pytest.mark.long) for name, fault in FAULTS.items()],
+    ("fault", "role"),
+    [
+        pytest.param(fault, role, id=f"{name}, {role}", marks=() if (name, role) in SHORT else pytest.mark.long)
+        for name, fault in FAULTS.items()
+        for role in ("prefill", "decode")
+    ],
 )
 def test_an_engine_that_refuses_everything_costs_no_answer_and_is_passed_over(
     fault: Callable[[Engine], None], role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
