@@ -130,7 +130,8 @@ def is_understood(command: Command, folder: Path) -> None:
     words = shlex.split(shown.splitlines()[-1].removeprefix("exec "))
     if role == "proxy":
         told = examples.proxy_options(words)
-        assert (told["port"], told["prefill"] and told["decode"]) == (8000, told["decode"])
+        assert told["prefill"]
+        assert told["decode"]
     else:
         examples.understood(words, role)
 
