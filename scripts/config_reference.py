@@ -10,30 +10,18 @@ from pathlib import Path
 import msgspec
 
 from vllm_ascend_pd.core.config import TlsConfig, UserConfig
-from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Host, Proxy
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 HEAD = """\
 # Configuration
 
-First the connector's own keys, then [hosts.yaml](#hostsyaml), which describes a whole cluster.
-
-`scripts/config_reference.py` makes this page from `vllm_ascend_pd/core/config.py` and
-`vllm_ascend_pd/tools/launch/hosts.py`.
+The connector's own keys. `scripts/config_reference.py` makes this page from `vllm_ascend_pd/core/config.py`.
 
 ## `kv_connector_extra_config`
 
 A part of vLLM's `--kv-transfer-config`, next to `kv_connector`, `kv_role` and `kv_port`. Each key has a default that
 works. An engine with an unknown key, or a value that cannot work, does not start, and its error names the key.
-"""
-
-HOSTS = """
-## hosts.yaml
-
-The cluster that `scripts/launch_cluster.sh` starts. `examples/` has several. An unknown key, or a value that cannot
-work, is refused by name before anything starts. The launch scripts' own options say more: `--help` of
-`scripts/launch_prefill.sh` and `scripts/launch_decode.sh`.
 """
 
 _TYPES = {
@@ -54,13 +42,6 @@ _TYPES = {
     "TlsConfig | None": "object",
     "str": "string",
     "dict[str, Any] | None": "object",
-    "dict[str, str]": "object of strings",
-    "dict[str, Host]": "object of hosts",
-    "Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]": "list of strings",
-    "Annotated[tuple[EngineEntry, ...], msgspec.Meta(min_length=1)]": "list of engines",
-    "Proxy": "object",
-    "Annotated[int, msgspec.Meta(ge=1, le=65535)]": "whole number",
-    "Words": "list of words",
     "Literal['auto', 'prefill', 'never']": "`auto`, `prefill` or `never`",
 }
 
@@ -107,9 +88,6 @@ def said_of(struct: type[msgspec.Struct]) -> str:
 def page() -> str:
     parts = [HEAD, table(UserConfig)]
     parts += ["\n### `tls_config`\n", said_of(TlsConfig), table(TlsConfig)]
-    parts += [HOSTS, said_of(Cluster), table(Cluster)]
-    for title, struct in (("`hosts`", Host), ("`prefill` and `decode`, each engine", EngineEntry), ("`proxy`", Proxy)):
-        parts += [f"\n### {title}\n", said_of(struct), table(struct)]
     return "\n".join(parts) + "\n"
 
 

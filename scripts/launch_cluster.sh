@@ -1,8 +1,5 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Starts a prefill/decode cluster on its hosts over ssh, in the foreground (vllm_ascend_pd/tools/launch/cluster.py).
-set -euo pipefail
-
-root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
-source "$root/scripts/launch_common.sh"
-become vllm_ascend_pd.tools.launch.cluster --repository "$root" "$@"
+echo 'launch_cluster.sh: there is no launcher over ssh any more: start launch_prefill.sh, launch_decode.sh and' \
+  'launch_proxy.sh on their hosts (examples/two-nodes-1p1d, docs/migrating.md)' >&2
+exit 2

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch scripts with real engines: the example for the CPU, with a secret, from `scripts/launch_cluster.sh` to a
-request's tokens and to nothing left behind."""
+"""The launch scripts with real engines: the example for the CPU, with a secret, from its three commands to a request's
+tokens and to nothing left behind."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-import yaml
 
 from harness.client import Client, random_prompt
 from harness.documented import REPOSITORY, documented
@@ -26,7 +27,6 @@ from harness.processes import ManagedProcess
 from vllm_ascend_pd.core.secret import Use
 from vllm_ascend_pd.transport.secret_files import cluster_secret
 
-EXAMPLE = "examples/single-node-1p1d/hosts-cpu.yaml"
 BLOCK = 128
 
 pytestmark = pytest.mark.timeout(600)
@@ -34,56 +34,62 @@ pytestmark = pytest.mark.timeout(600)
 
 @dataclass(frozen=True)
 class Launched:
-    launcher: ManagedProcess
+    started: list[ManagedProcess]
     url: str
     model: Path
     secret: Path
 
     def processes(self) -> list[psutil.Process]:
         """Both engines, the proxy, and all that these have started."""
-        return psutil.Process(self.launcher.pid).children(recursive=True)
+        own = [psutil.Process(each.pid) for each in self.started]
+        return own + [child for process in own for child in process.children(recursive=True)]
 
 
 @pytest.fixture
 def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterator[Launched]:
     cluster_pool.stop()
     ports = reserve_ports(4)
-    hosts = yaml.safe_load((REPOSITORY / EXAMPLE).read_text())
     model = make_model(TINY, models)
-    secret = tmp_path / "secret"
-    make = [script("vllm-ascend-pd"), "secret", str(secret)]
-    subprocess.run(make, check=True, capture_output=True, timeout=60)
-    hosts["secret_file"] = str(secret)
-    hosts["args"] = [str(model) if word == "/tmp/tiny-model" else word for word in hosts["args"]]
-    prefill, decode, proxy = hosts["prefill"][0], hosts["decode"][0], hosts["proxy"]
-    prefill["args"] = ["--", "--port", ports[0]]
-    decode["args"] = ["--kv-port", ports[2], "--", "--port", ports[1]]
-    proxy["port"] = ports[3]
-    file = tmp_path / "hosts.yaml"
-    file.write_text(yaml.safe_dump(hosts))
+    secret = tmp_path / "config/vllm-ascend-pd/secret"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(PLUGINS), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
         "VLLM_ASCEND_PD_TEST_SHORT_SPIN": "1",
         "VLLM_ASCEND_PD_TEST_HOLD_PORTS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    environment.pop("PYTHON", None)  # it would win over VENV
-    values = {EXAMPLE: str(file), "$PWD/.venv": sys.prefix, "scripts/": f"{REPOSITORY}/scripts/"}
-    command = ["env", *documented("examples/single-node-1p1d/README.md", "VENV=$PWD/.venv", values)]
-    launcher = ManagedProcess("launcher", command, environment, tmp_path / "launcher.log")
-    try:
-        launched = Launched(launcher, f"http://127.0.0.1:{ports[3]}", model, secret)
+    make = [script("vllm-ascend-pd"), "secret"]
+    subprocess.run(make, check=True, capture_output=True, timeout=60, env=environment)
+    here = {"$PWD/.venv": sys.prefix, "scripts/": f"{REPOSITORY}/scripts/"}
+    engine = {**here, "/tmp/tiny-model": str(model)}
+    prefill = documented("examples/single-node-1p1d/README.md", "VENV=$PWD/.venv TORCH_COMPILE_DISABLE=1", engine)
+    decode = documented("examples/single-node-1p1d/README.md", "VENV=$PWD/.venv scripts/launch_decode.sh", engine)
+    urls = {"127.0.0.1:8100": f"127.0.0.1:{ports[0]}", "127.0.0.1:8200": f"127.0.0.1:{ports[1]}"}
+    proxy = documented(
+        "examples/single-node-1p1d/README.md", "VENV=$PWD/.venv VLLM_HOST_IP=127.0.0.1", {**here, **urls}
+    )
+    # The last of equal options wins: ports of this test, in the place of the scripts'.
+    config = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": ports[2]}
+    commands = {
+        "prefill": [*prefill, "--port", str(ports[0])],
+        "decode": [*decode, "--port", str(ports[1]), "--kv-transfer-config", json.dumps(config)],
+        "proxy": [*proxy, "--port", str(ports[3])],
+    }
+    with ExitStack() as stack:
+        for port in ports:
+            stack.callback(release_port, port)
+        started = []
+        for name, command in commands.items():
+            process = ManagedProcess(name, ["env", *command], environment, tmp_path / f"{name}.log")
+            stack.callback(process.stop, grace=60)
+            started.append(process)
+        launched = Launched(started, f"http://127.0.0.1:{ports[3]}", model, secret)
         deadline = time.monotonic() + 480
         while not is_healthy(launched.url):
-            assert launcher.exit_code is None, launcher.tail()
-            assert time.monotonic() < deadline, launcher.tail()
+            assert all(process.exit_code is None for process in started), [process.tail() for process in started]
+            assert time.monotonic() < deadline, [process.tail() for process in started]
             time.sleep(0.2)
-        launcher.note_shared_memory(process.pid for process in launched.processes())  # none of its own session
         yield launched
-    finally:
-        launcher.stop(grace=60)  # it stops the engines; without it, their terminals hang up
-        for port in ports:
-            release_port(port)
 
 
 def is_healthy(url: str) -> bool:
@@ -114,17 +120,13 @@ def test_the_example_for_the_cpu_serves_and_stops(launched: Launched, reference:
     alive = (process for process in processes if process.status() != psutil.STATUS_ZOMBIE)
     commands = " ".join(word for process in alive for word in process.cmdline())
 
-    os.kill(launched.launcher.pid, signal.SIGINT)
+    for process in reversed(launched.started):
+        process.signal_group(signal.SIGINT)  # Ctrl-C
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []
-    deadline = time.monotonic() + 60
-    while launched.launcher.exit_code is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert launched.launcher.exit_code == 130
-    assert launched.launcher.tail(1) == "all stopped"
     # Nobody can read the secret or a key in command lines and logs, with the configuration that vLLM prints.
-    seen = commands + launched.launcher.log.read_text()
-    assert str(launched.secret) in seen, "vLLM shows the configuration: this test looks at it"
+    seen = commands + "".join(each.log.read_text() for each in launched.started)
+    assert "LayerwisePushConnector" in seen, "vLLM shows the configuration: this test looks at it"
     secret = cluster_secret(launched.secret)
     assert secret is not None
     keys = [key.hex() for use in Use for key in secret.keys(use)]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_pd.tools.migrate.changes import ChangeKind, Migration
+from vllm_ascend_pd.tools.migrate.command import EngineArguments, read_arguments
 from vllm_ascend_pd.tools.migrate.engine import migrate_command
-from vllm_ascend_pd.tools.vllm_serve import EngineArguments, read_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = REPOSITORY / "tests/unit/data/recipes"

@@ -15,7 +15,6 @@ from harness.documented import PAGES, REPOSITORY, filled, lines
 ENVIRONMENT = {
     **os.environ,
     "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ["PATH"]]),
-    "PYTHON": sys.executable,  # of launch scripts
     "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
 }
 del ENVIRONMENT["VLLM_HOST_IP"]  # of this process's engines: a host of the pages has its own

@@ -92,9 +92,9 @@ def migrates(command: Command, folder: Path) -> None:
 
 
 def makes_the_model(command: Command, folder: Path) -> None:
-    """The command makes the model that examples/single-node-1p1d/hosts-cpu.yaml names."""
-    words = yaml.safe_load((REPOSITORY / "examples/single-node-1p1d/hosts-cpu.yaml").read_text())["args"]
-    model = words[words.index("--") + 1]
+    """The command makes the model that the page's launch scripts are given."""
+    [page] = command.pages
+    [model] = {each.split("--cpu ")[1].split()[0] for each in lines(page) if "--cpu" in each}
     assert model in command.line
     for _ in range(2):  # the second time it is there
         command.with_values({"/tmp": str(folder), ".venv/bin/python": sys.executable}).run(REPOSITORY)
@@ -122,20 +122,28 @@ def serves_a_pool(command: Command, folder: Path) -> None:
 
 
 def is_understood(command: Command, folder: Path) -> None:
-    """What would be started: tests/integration/test_launch_examples.py has vLLM parse it."""
-    shown = command.run(REPOSITORY, "" if "--dry-run" in command.words else "--dry-run", HOME=str(folder))
-    *_, last = [line for line in shown.splitlines() if not line.startswith("#")]
-    if command.words[0] == "scripts/launch_cluster.sh":
-        assert shlex.split(last)[1:4] == ["-m", "vllm_ascend_pd.cli", "proxy"]
+    """vLLM's parser and the connector's, or the proxy's, take what the script would run."""
+    line = command.line.replace("/etc/pd", str(REPOSITORY / "examples/kv-pool")).replace("VENV=$PWD/.venv ", "")
+    script, role = re.findall(r"(scripts/launch_(\w+)\.sh)", line)[0]
+    line = line.replace(script, f"{script} --dry-run")
+    shown = Command(line, command.pages).run(REPOSITORY, HOME=str(folder), **NPU_SERVER)
+    words = shlex.split(shown.splitlines()[-1].removeprefix("exec "))
+    if role == "proxy":
+        told = examples.proxy_options(words)
+        assert told["prefill"]
+        assert told["decode"]
     else:
-        assert shlex.split(last.removeprefix("exec "))[1] == "serve"
+        examples.understood(words, role)
+
+
+NPU_SERVER = {"GLOO_SOCKET_IFNAME": "eth0", "ASCEND_HOME_PATH": "/cann"}
+"""This machine has neither CANN nor the servers' addresses."""
 
 
 def prints_an_environment(command: Command, folder: Path) -> None:
-    """Of an NPU server. This machine has neither CANN nor the server's address."""
     command = command.with_values({"scripts/": f"{REPOSITORY}/scripts/"})
-    command.run(folder, HOME=str(folder), GLOO_SOCKET_IFNAME="eth0", ASCEND_HOME_PATH="/cann")
-    assert "export ASCEND_RT_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\n" in (folder / "environment.sh").read_text()
+    command.run(folder, HOME=str(folder), **NPU_SERVER)
+    assert "export HCCL_CONNECT_TIMEOUT='1200'\n" in (folder / "environment.sh").read_text()
 
 
 def runs_over_ray(command: Command, folder: Path) -> None:
@@ -147,7 +155,7 @@ def runs_over_ray(command: Command, folder: Path) -> None:
         (folder / name).write_text('#!/bin/sh\nprintf "%s\\n" "$VLLM_HOST_IP" "${0##*/}" "$@"\n')
         (folder / name).chmod(0o755)
     address, *words = command.run(folder, PATH=f"{folder}:{ENVIRONMENT['PATH']}").splitlines()
-    assert address == first.words[first.words.index("--address") + 1]
+    assert f"VLLM_HOST_IP={address} " in first.line
     if words[0] == "vllm":
         examples.understood(words, "prefill" if "kv_producer" in words[-1] else "decode")
         assert words[words.index("--distributed-executor-backend") + 1] == "ray"
@@ -250,7 +258,6 @@ class Row(NamedTuple):
     """Of one that cannot be run as it is: the reason."""
 
 
-NPUS = "starts engines on NPUs of other hosts, over ssh"
 TABLE = (
     Row(r"vllm-ascend-pd secret( \S+)?", makes_a_secret),
     Row(r"\(umask 077; (cat|tac|head) .*", changes_the_secret),
@@ -290,11 +297,10 @@ TABLE = (
     Row(r"PYTHONPATH=\.:tests \.venv/bin/python -m simulation .*", is_a_simulation, "minutes each"),
     Row(r"\.venv/bin/python -m pytest (-s )?tests/\S+\.py", is_a_test, "minutes: a test's long form"),
     Row(r"pip install .*", could_be_installed, "would change the environment that tests run in"),
-    Row(r"scripts/launch_cluster\.sh \S+ --dry-run", is_understood),
-    Row(r"scripts/launch_cluster\.sh \S+", is_understood, NPUS),
+    Row(r"([A-Z_]+=\S+ )*VLLM_HOST_IP=192\S+ scripts/launch_\w+\.sh [^|]*", is_understood, "starts engines on NPUs"),
     Row(r"PYTHONPATH=tests .*", makes_the_model),
     Row(r"VENV=.*", "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops"),
-    Row(r"scripts/launch_prefill\.sh .* >environment\.sh", prints_an_environment),
+    Row(r"VLLM_HOST_IP=\S+ scripts/launch_prefill\.sh .* >environment\.sh", prints_an_environment),
     Row(r"\(source environment\.sh; .*\)", runs_over_ray, "there is no Ray here"),
     Row(r"mooncake_master .*", serves_a_pool),
     Row(r"(apt-get download|dpkg -x) .*", is_done_by_setup, "needs a network: scripts/setup_env.sh does it for tests"),

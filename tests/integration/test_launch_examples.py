@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example: its hosts.yaml becomes commands that the launch scripts, vLLM and the connector understand; its
-manifests are what Kubernetes' schemas and the LeaderWorkerSet's say."""
+"""The examples' commands are ones that the launch scripts, vLLM and the connector understand. The manifests are what
+Kubernetes' schemas and the LeaderWorkerSet's say."""
 
 import itertools
 import json
@@ -8,9 +8,7 @@ import os
 import re
 import shlex
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,63 +19,36 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from harness.serve_options import option_lines, serve_parser
+from harness.serve_options import serve_parser
 from vllm_ascend_pd import cli
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.proxy.settings import ProxySettings
-from vllm_ascend_pd.tools.launch.engine import REFUSED, refused_argument
-from vllm_ascend_pd.tools.launch.hosts import make_plan, parse_hosts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-HOSTS = sorted(EXAMPLES.glob("*/hosts*.yaml"))
 MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
 KUBERNETES = "1.37.0"
 
 ENVIRONMENT = {
     "PATH": os.environ["PATH"],
-    "PYTHON": sys.executable,
-    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     "HOME": "/nonexistent",
+    "ASCEND_HOME_PATH": "/cann",  # its environment counts as loaded
     "GLOO_SOCKET_IFNAME": "eth0",  # this machine has no interface with the examples' addresses
 }
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, shlex.join(command) + done.stderr
-    return done.stdout
-
-
-def dry_run(command: tuple[str, ...]) -> list[str]:
+def dry_run(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     """Returns what a launch script would run."""
-    script = next(i for i, word in enumerate(command) if word.endswith(".sh"))
-    shown = run(*command[: script + 1], "--dry-run", *command[script + 1 :])
-    return shlex.split(shown.splitlines()[-1].removeprefix("exec "))
+    words = [command[0], "--dry-run", *command[1:]]
+    done = subprocess.run(words, env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, shlex.join(words) + done.stderr
+    return shlex.split(done.stdout.splitlines()[-1].removeprefix("exec "))
 
 
 @cache
 def vllm_parser() -> Any:
     """Of `vllm serve`."""
     return serve_parser()
-
-
-def test_options_that_scripts_set_are_refused_under_each_name_and_no_others_are() -> None:
-    """vLLM's own parser decides: it accepts short forms, and abbreviations of only one option."""
-    by_name = vllm_parser()._option_string_actions
-    ours = {id(action) for name, action in by_name.items() if name.removeprefix("--") in REFUSED}
-    for name, action in by_name.items():
-        assert (refused_argument(name) is not None) == (id(action) in ours), name
-        for cut in (name[:end] for end in range(2 + name.startswith("--"), len(name))):
-            meant = {id(each) for other, each in by_name.items() if other.startswith(cut)}
-            if cut not in by_name and len(meant) == 1 and meant <= ours:
-                assert refused_argument(cut) is not None, cut
-
-
-def test_the_table_has_every_option_of_this_vllm() -> None:
-    _, _, *lines = (REPOSITORY / "vllm_ascend_pd/tools/serve_options.txt").read_text().splitlines()
-    assert set(option_lines(vllm_parser())) <= set(lines)
-    assert lines == sorted(set(lines))
 
 
 def proxy_options(command: Sequence[str]) -> dict[str, Any]:
@@ -106,31 +77,6 @@ def understood(words: list[str], role: str) -> ConnectorConfig:
         step_tokens = arguments.max_num_batched_tokens
         assert step_tokens is None or step_tokens > 1024, "vllm-ascend would drop weights (unsupported_weights)"
     return config
-
-
-@pytest.mark.parametrize("path", HOSTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_hosts_become_commands_that_are_understood(path: Path, tmp_path: Path) -> None:
-    shown = run(str(REPOSITORY / "scripts/launch_cluster.sh"), str(path), "--dry-run")
-    cluster = parse_hosts(path.read_text())
-    plan = make_plan(cluster, sys.executable, str(REPOSITORY))
-    assert [line for line in shown.splitlines() if not line.startswith("#")] == [
-        shlex.join(process.command) for process in plan
-    ]
-    # Files of other connectors are on the hosts; the example has them beside it.
-    commands = [tuple(_here(word, path.parent) for word in process.command) for process in plan]
-    *engines, proxy = plan
-    assert proxy.name == "proxy"
-    told = proxy_options(proxy.command)
-    assert (told["metaserver_url"], told["secret_file"]) == (cluster.proxy_url(), cluster.secret_file)
-    with ThreadPoolExecutor(4) as pool:
-        printed = list(pool.map(dry_run, commands[:-1]))
-    for process, words in zip(engines, printed, strict=True):
-        config = understood(words, process.name.partition("-")[0])
-        assert config.secret_file == cluster.secret_file
-
-
-def _here(word: str, example: Path) -> str:
-    return str(example / Path(word).name) if word == "/etc/pd/pool-connector.json" else word
 
 
 # From the LeaderWorkerSet API v1 (kubernetes-sigs/lws, config/crd/bases); pod templates are checked as pods.
@@ -194,10 +140,10 @@ def pod_templates(resource: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"0": template["leaderTemplate"], "1": template["workerTemplate"]}
 
 
-def expanded(command: list[str], values: dict[str, str]) -> tuple[str, ...]:
+def expanded(command: list[str], values: dict[str, str]) -> list[str]:
     """A container's command with `$(NAME)` replaced, and this repository for the image's."""
     words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in command]
-    return tuple(word.replace("/opt/vllm-ascend-pd", str(REPOSITORY)) for word in words)
+    return [word.replace("/opt/vllm-ascend-pd", str(REPOSITORY)) for word in words]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -207,9 +153,10 @@ def test_pods_run_commands_that_are_understood(role: str) -> None:
     for index, template in pod_templates(resource).items():
         [container] = template["spec"]["containers"]
         # What Kubernetes and the LeaderWorkerSet's controller put there.
-        values = {"POD_IP": f"10.0.0.{index}", "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": index}
+        values = {"VLLM_HOST_IP": f"10.0.0.{index}", "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": index}
         values["LWS_LEADER_ADDRESS"] = f"{role}-0.{role}.pd"
-        command = dry_run(expanded(container["command"], values))
+        assert {each["name"] for each in container["env"]} >= {"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME"}
+        command = dry_run(expanded(container["command"], values), values)
         assert understood(command, role).secret_file == "/etc/pd/secret"
         assert ("--headless" in command) == (index == "1")
         if index == "0":

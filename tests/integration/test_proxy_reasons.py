@@ -10,21 +10,9 @@ from typing import Any
 
 import pytest
 from engine_standin import INTERNAL_ERROR, event, make_failure, make_layerwise_ticket, make_ticket
-from proxy_cluster import COMPLETION, STREAM, Cluster, counted, eventually, running_cluster
+from proxy_cluster import COMPLETION, Cluster, counted, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH
-
-EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-
-
-@EITHER
-def test_reason_when_no_ticket_was_posted(cluster: Cluster, stream: dict[str, Any]) -> None:
-    cluster.decode.needs_prefill = False
-    cluster.decode.fails = True
-    response = cluster.complete(**stream)
-    assert response.status_code == 500
-    message = "decode engine: it failed before it posted any ticket here: can it reach the metaserver?"
-    assert response.json()["error"]["message"] == message
 
 
 @pytest.mark.usefixtures("no_reason_comes")
@@ -63,12 +51,6 @@ def test_error_that_vllm_itself_cannot_read_names_no_reason() -> None:
         request_id = cluster.decode.received[0].headers["x-request-id"]
         message = f"decode engine: it failed without a reason: see its log, request {request_id}"
         assert response.json()["error"]["message"] == message
-
-
-def test_a_reason_of_its_own_is_left_alone(cluster: Cluster) -> None:
-    cluster.decode.refusal = (500, {"error": {"message": "out of luck", "code": 500}})
-    response = cluster.complete()
-    assert response.json()["error"]["message"] == "out of luck"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image's Dockerfile, as far as it can be tried without CANN's images: its instructions, what it copies, its shell
-commands and requirements, and that the package can be built from what it copies. The workflow for Ascend runners, whose
-image is the same."""
+"""The image's Dockerfile, as far as it can be tried without CANN's images: its requirements fit together, and the
+package can be built from what it copies."""
 
-import json
 import re
 import shlex
 import shutil
@@ -12,10 +10,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = REPOSITORY / "examples/docker/Dockerfile"
@@ -50,27 +46,6 @@ def requirements(*options: str) -> list[Requirement]:
     return found
 
 
-def test_instructions() -> None:
-    names = [name for name, _ in instructions()]
-    assert set(names) <= {"ARG", "FROM", "SHELL", "WORKDIR", "COPY", "RUN", "CMD"}
-    assert names[:2] == ["ARG", "FROM"]
-    assert names.index("SHELL") < names.index("RUN")
-    for form in (*arguments("SHELL"), *arguments("CMD")):
-        assert all(isinstance(word, str) for word in json.loads(form))
-    values = dict(text.split("=", 1) for text in arguments("ARG"))
-    for used in re.findall(r"\$\{(\w+)\}", " ".join(text for _, text in instructions())):
-        assert used in values
-    assert not re.search(r"(?i)(key|token|secret|password)\b", " ".join(values))
-
-
-def test_the_base_has_the_vllm_that_the_requirements_name() -> None:
-    [base] = [text.removeprefix("BASE=") for text in arguments("ARG") if text.startswith("BASE=")]
-    image, _, tag = base.partition(":")
-    assert image == "quay.io/ascend/vllm-ascend"
-    [vllm] = [each for each in requirements("-r", "requirements/npu.txt") if each.name == "vllm"]
-    assert vllm.specifier.contains(Version(tag.removeprefix("v")))
-
-
 def test_requirements_do_not_contradict_each_other() -> None:
     lines = [re.search(r"pip install (.*?)(;|$)", text) for text in arguments("RUN")]
     assert all(lines)
@@ -81,12 +56,6 @@ def test_requirements_do_not_contradict_each_other() -> None:
     [setuptools] = [each.specifier for each in found if each.name == "setuptools"]
     needed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]["requires"]
     assert str(setuptools).endswith(str(Requirement(needed[0]).specifier))
-
-
-@pytest.mark.parametrize("command", arguments("RUN"))
-def test_a_shell_can_read_each_command(command: str) -> None:
-    subprocess.run(["bash", "-n", "-c", command], check=True, timeout=10)
-    assert "--no-cache-dir" in command
 
 
 def copied(target: Path) -> None:
@@ -126,28 +95,3 @@ def test_pods_find_the_scripts_in_the_image() -> None:
         script = Path(template["spec"]["containers"][0]["command"][0])
         assert (REPOSITORY / script.relative_to(folder)).is_file()
         assert script.relative_to(folder).parts[0] in " ".join(arguments("COPY")).split()
-
-
-# --- runners ---------------------------------------------------------------------------------------------------
-
-ACTION = yaml.safe_load((REPOSITORY / ".github/actions/npu/action.yml").read_text())
-JOBS = yaml.safe_load((REPOSITORY / ".github/workflows/npu.yml").read_text())["jobs"]
-
-
-def test_all_runners_run_the_same_steps() -> None:
-    for job in JOBS.values():
-        assert [step["uses"] for step in job["steps"]][-1] == "./.github/actions/npu"
-        assert set(job["steps"][-1]["with"]) == set(ACTION["inputs"])
-
-
-def test_vllm_ascends_runners_have_the_image_of_the_example() -> None:
-    [base] = re.findall(r"^ARG BASE=(\S+)$", FILE.read_text(), re.MULTILINE)
-    images = {each["chip"]: each["image"] for each in JOBS["vllm-ascend-runners"]["strategy"]["matrix"]["include"]}
-    assert images == {"a2": base, "a3": f"{base}-a3"}
-
-
-def test_commands_are_bash() -> None:
-    scripts = [step["run"] for step in ACTION["runs"]["steps"] if "run" in step]
-    assert len(scripts) > 5
-    for script in scripts:
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10)

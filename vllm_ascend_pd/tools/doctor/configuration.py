@@ -14,7 +14,7 @@ from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.report import Figure, Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.vllm_serve import KV_PORT, KV_ROLES, PLUGIN, PLUGINS, plugins_with_ours
+from vllm_ascend_pd.tools.vllm_names import KV_PORT, KV_ROLES, PLUGIN, PLUGINS, plugins_with_ours
 from vllm_ascend_pd.transport.secret_files import (
     SecretFileError,
     cluster_secret,

@@ -103,7 +103,7 @@ STAGES = ("the model's group", "the connector's group", "all-to-all beside all-r
 
 MODE = "HCCL_OP_EXPANSION_MODE"
 _PRESET_MODE = "AIV"
-"""The value of tools/launch/node.py for engines: the model's collectives run on vector cores."""
+"""The value of scripts/launch_common.sh for engines: the model's collectives run on vector cores."""
 
 _GRACE_S = 3.0  # for the reports of other ranks after one has failed
 _CONNECT = (

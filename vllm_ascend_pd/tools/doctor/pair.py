@@ -25,7 +25,7 @@ from vllm_ascend_pd.core.signing import CLOCK_SKEW_S
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.observe.stats import PREFIX, PUSHED_BYTES, TICKET_TO_READY_SECONDS, VERIFIED
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, note, ok, warning
-from vllm_ascend_pd.tools.vllm_serve import KV_ROLES, REPLACES_CONNECTOR
+from vllm_ascend_pd.tools.vllm_names import KV_ROLES, REPLACES_CONNECTOR
 from vllm_ascend_pd.transport.http_client import (
     HTTP_FAILURES,
     describe,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_pd.tools.vllm_serve import KV_ROLES
+from vllm_ascend_pd.tools.vllm_names import KV_ROLES
 
 SCHEMA = 3
 """Grows when a field changes its meaning or goes."""

@@ -46,8 +46,8 @@ def migrate(
     """
     # Imported here so that other commands start faster.
     from vllm_ascend_pd.tools.migrate.changes import render
+    from vllm_ascend_pd.tools.migrate.command import CommandError, read_arguments
     from vllm_ascend_pd.tools.migrate.engine import migrate_command
-    from vllm_ascend_pd.tools.vllm_serve import CommandError, read_arguments
 
     try:
         result = migrate_command(read_arguments(command, os.environ), model)

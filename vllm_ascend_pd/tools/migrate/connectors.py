@@ -10,7 +10,7 @@ from typing import Any
 from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, parse_config
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
-from vllm_ascend_pd.tools.vllm_serve import CommandError
+from vllm_ascend_pd.tools.migrate.command import CommandError
 
 LAYERWISE = "MooncakeLayerwiseConnector"
 PULLING = (

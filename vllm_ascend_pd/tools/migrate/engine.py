@@ -4,25 +4,17 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from vllm_ascend_pd.connector.unsupported import has_recompute_scheduler
 from vllm_ascend_pd.core.ascend import ascend_ports
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, Migration
+from vllm_ascend_pd.tools.migrate.command import EngineArguments, whole_number
 from vllm_ascend_pd.tools.migrate.connectors import translate
 from vllm_ascend_pd.tools.migrate.refusal import ModelFacts, read_facts, refusal
 from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, ModelShape
-from vllm_ascend_pd.tools.vllm_serve import (
-    KV_PORT,
-    PLUGIN,
-    PLUGINS,
-    REPLACES_CONNECTOR,
-    EngineArguments,
-    plugins_with_ours,
-    whole_number,
-)
+from vllm_ascend_pd.tools.vllm_names import KV_PORT, PLUGIN, PLUGINS, REPLACES_CONNECTOR, plugins_with_ours
 
 _OPTION = "kv-transfer-config"
 _RECOMPUTE = "recompute_scheduler_enable"
@@ -73,9 +65,6 @@ def migrate_command(old: EngineArguments, model: str | None) -> Migration:
 def _of_words(arguments: EngineArguments) -> list[Change]:
     """Returns what the words and options themselves need, whatever the connector."""
     found = []
-    if unknown := arguments.unknown:
-        why = "is not known to this command's table of vLLM 0.23 to 0.32. It stays as it is: see that your vLLM has it"
-        found.append(Change(ChangeKind.CHECK, shlex.join(unknown)[:300], why))
     if REPLACES_CONNECTOR in arguments.names:
         why = (
             "vLLM would replace this connector by OffloadingConnector without a word. Leave it out. To offload, too, "

@@ -16,8 +16,8 @@ from vllm_ascend_pd.connector.unsupported import (
     unsupported,
     unsupported_weights,
 )
+from vllm_ascend_pd.tools.migrate.command import EngineArguments
 from vllm_ascend_pd.tools.plan.model import CacheDtype, ModelShape, PlanError, UnsaidError, read_model
-from vllm_ascend_pd.tools.vllm_serve import EngineArguments
 
 # The model that an engine serves: its `config.json`, and how its caches are quantized.
 

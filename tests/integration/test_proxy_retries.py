@@ -1,23 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills that fail: where the proxy retries them, how often, and what the client gets if all fail."""
+"""Attempts that fail while others are under way: which are ended, which are made again, and in which order. The table
+of single failures is in test_proxy_answers.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from engine_standin import DecodeEngine, PrefillEngine, make_ticket
-from proxy_cluster import STREAM, Cluster, Servers, beside, closing_server, counted, eventually, running_cluster
+from engine_standin import DecodeEngine, PrefillEngine, event, make_failure, make_ticket
+from proxy_cluster import CHAT, STREAM, Cluster, Servers, beside, closing_server, counted, eventually, running_cluster
 
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH
 
-EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
 
 
-def refuse(engine: PrefillEngine) -> None:
-    engine.refusal = (500, {"error": {"message": "out of luck"}})
+def test_engines_that_close_the_connection() -> None:
+    """Another one is asked. The only prefill engine is asked again, since that may have been an accident."""
+    with closing_server() as (url, seen), running_cluster(other_decode=(url,)) as cluster:
+        assert cluster.complete().status_code == 200
+        assert len(seen) == 1
+        assert counted(cluster)[1] == {"prefill": {}, "decode": {"connection lost": 1}}
+    with closing_server() as (url, seen), running_cluster(only_prefill=(url,)) as cluster:
+        assert cluster.complete().status_code == 502
+        assert len(seen) == 2
+        assert counted(cluster)[1]["prefill"] == {"connection lost": 2}
+
+
+# --- decode ------------------------------------------------------------------------------------------------
+
+
+def test_prefills_of_a_failed_attempt_are_cancelled_first() -> None:
+    """The first engine posts its ticket and dies."""
+    dying = DecodeEngine()
+    with beside(decode=dying) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.hangs = True
+        answer = client.submit(cluster.complete)
+        assert cluster.prefill.working.wait(5)
+        cluster.prefill.hangs = False
+        failure = make_failure(dying.tickets[0], "registered memory is gone")
+        assert cluster.client.post(METASERVER_PATH + FAILURE_SUFFIX, json=failure).status_code == 200
+        assert answer.result().status_code == 200
+        assert cluster.prefill.cancelled.is_set()
+        assert dying.cancelled.wait(5)
+        ids = [sent.headers["x-request-id"] for sent in cluster.prefill.received]
+        assert ids == [dying.received[0].headers["x-request-id"], cluster.decode.received[0].headers["x-request-id"]]
+
+
+def test_the_same_decode_engine_is_asked_again_if_the_other_cannot_be_reached() -> None:
+    with closing_server() as (gone, _):
+        pass
+    with running_cluster(other_decode=(gone,)) as cluster:
+        cluster.decode.fails = True
+        cluster.decode.explains = "the lease ran out"
+        assert cluster.complete().status_code == 503
+        assert len(cluster.decode.received) == 3, "the last time to compute the prompt itself"
+
+
+def test_no_retry_after_the_clients_first_token() -> None:
+    dying = DecodeEngine()
+    dying.dies_after_first_token = True
+    with beside(decode=dying) as cluster:
+        response = cluster.complete(stream=True)
+        first, *_, last = response.text.strip().split("\n\n")
+        assert "ÿ 0" in first
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == 502
+        assert "[DONE]" not in response.text
+        assert cluster.decode.received == []
+
+
+def test_big_first_events_pass(cluster: Cluster) -> None:
+    cluster.decode.first_events = [ROLE, {"choices": [{"index": 0, "delta": {"content": "x" * 3_000_000}}]}]
+    response = cluster.client.post("/v1/chat/completions", json={**CHAT, **STREAM})
+    expected = b"".join(map(event, cluster.decode.first_events))
+    assert response.content == expected + cluster.decode.expected_stream(cluster.decode.received[0])
+
+
+# --- prefill -----------------------------------------------------------------------------------------------
 
 
 def fail_transfer(engine: PrefillEngine) -> None:
@@ -31,57 +92,6 @@ def hang(engine: PrefillEngine) -> None:
 
 def freeze(engine: PrefillEngine) -> None:
     engine.frozen = True
-
-
-QUICK = {"read_timeout": 0.5, "check_interval": 0.05}
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind", "settings"), [(refuse, "server error", {}), (hang, "timeout", QUICK)], ids=["http-500", "silent"]
-)
-def test_without_another_decode_attempt_a_failed_prefill_is_final(
-    fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any]
-) -> None:
-    """The ticket is the first engine's, so no other engine gets it."""
-    failing = PrefillEngine()
-    fault(failing)
-    with beside(prefill=failing, attempts=1, **settings) as cluster:
-        cluster.client.headers["X-Who-Computes"] = "prefill"  # else decode is asked to compute the prompt
-        response = cluster.complete()
-        assert response.status_code == 502
-        assert response.json()["error"]["message"].startswith("prefill failed: ")
-        assert (len(failing.received), len(cluster.prefill.received), len(cluster.decode.received)) == (1, 0, 1)
-        failures = {"prefill": {kind: 1}, "decode": {"prefill failed": 1}}
-        if kind == "timeout":
-            failures["decode"] = {"no prefill engine": 1}
-        assert counted(cluster) == ({"prefill": 0, "decode": 0}, failures)
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind", "settings", "stream"),
-    [
-        (refuse, "server error", {}, {}),
-        (fail_transfer, "transfer failed", {}, STREAM),
-        (hang, "timeout", QUICK, {}),
-        (freeze, "timeout", {"probe_timeout": 0.5}, STREAM),
-    ],
-    ids=["http-500", "transfer", "silent", "frozen"],
-)
-def test_failed_prefill_is_replaced_under_a_new_request(
-    fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any], stream: dict[str, Any]
-) -> None:
-    """The first engine may still write into the old request's blocks, so decode keeps those until it has stopped."""
-    failing = PrefillEngine()
-    fault(failing)
-    with beside(prefill=failing, **settings) as cluster:
-        assert cluster.complete(**stream).status_code == 200
-        (first,), (second,) = failing.received, cluster.prefill.received
-        assert first.headers["x-request-id"] != second.headers["x-request-id"]
-        if kind == "timeout":
-            assert failing.cancelled.wait(5)
-        failing.frozen = False
-        failures = {"prefill": {kind: 1}, "decode": {"transfer failed": 1}}
-        assert counted(cluster) == ({"prefill": 0, "decode": 1}, failures)
 
 
 def test_a_slow_prefill_that_answers_probes_continues() -> None:
@@ -121,24 +131,6 @@ def test_attempts_are_bounded_and_all_reasons_are_reported() -> None:
             assert counted(cluster)[0] == {"prefill": 0, "decode": 1}
 
 
-@pytest.mark.parametrize("decode", [1, 2])
-def test_the_only_prefill_engine_is_asked_again_only_after_failures_not_its_own(decode: int) -> None:
-    with Servers() as others:
-        urls = tuple(others.start(lambda _: DecodeEngine().app) for _ in range(decode - 1))
-        with running_cluster(other_decode=urls) as cluster:
-            refuse(cluster.prefill)
-            assert cluster.complete().status_code == 502
-            assert len(cluster.prefill.received) == 1
-        with running_cluster(other_decode=urls) as cluster:
-            fail_transfer(cluster.prefill)
-            assert cluster.complete().status_code == 503
-            assert len(cluster.prefill.received) == 2
-        with closing_server() as (url, seen), running_cluster(only_prefill=(url,), other_decode=urls) as cluster:
-            assert cluster.complete().status_code == 502
-            assert len(seen) == 2
-            assert counted(cluster)[1]["prefill"] == {"connection lost": 2}
-
-
 def test_samples_of_a_prompt_do_not_use_up_each_others_attempts() -> None:
     failing = PrefillEngine()
     fail_transfer(failing)
@@ -166,18 +158,6 @@ def test_a_retry_is_served_before_requests_that_wait_for_their_first_slot() -> N
         eventually(lambda: cluster.client.get("/status.json").json()["requests"]["phases"]["queued"] == 1)
         failing.holds = False
         assert (first.result().status_code, waiting.result().status_code) == (200, 200)
-
-
-@EITHER
-def test_a_decode_engine_that_recomputes_answers_after_a_failed_prefill(stream: dict[str, Any]) -> None:
-    with running_cluster(attempts=1) as cluster:
-        fail_transfer(cluster.prefill)
-        cluster.decode.recomputes = True
-        assert cluster.complete(**stream).status_code == 200
-        assert cluster.decode.metaserver_answers == [
-            (502, {"error": "this ticket is being served already", "may_follow": False})
-        ]
-        assert len(cluster.decode.received) == 1
 
 
 @pytest.mark.parametrize("loses_first", [False, True], ids=["both wait", "the first is lost"])
@@ -234,3 +214,49 @@ def test_more_prompts_than_the_proxy_may_prefill_at_a_time_wait_for_each_other()
         cluster.prefill.holds = False
         assert answer.result().status_code == 200
         assert cluster.prefill.most_at_once == 4
+
+
+# --- failures that decode reports --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+def test_decode_reports_a_prefill_that_hangs(stream: dict[str, Any]) -> None:
+    """A new decode request follows, whose prefill another engine computes."""
+    frozen = PrefillEngine()
+    frozen.hangs = True
+    with beside(prefill=frozen) as cluster, ThreadPoolExecutor(1) as client:
+        answer = client.submit(cluster.complete, **stream)
+        assert frozen.working.wait(5)
+        cluster.report_failure("prefill rank 0 went silent")
+        assert answer.result().status_code == 200
+        assert frozen.cancelled.wait(5)
+        (served,) = cluster.prefill.received
+        assert served.headers["x-request-id"] != frozen.received[0].headers["x-request-id"]
+        assert len(cluster.decode.received) == 2
+        assert counted(cluster)[0] == {"prefill": 0, "decode": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b'{"request_id": "cmpl-x-0"}', 400),
+        (b" " * 70_000, 413),
+        (json.dumps(make_failure(make_ticket("cmpl-x-0", "t"), "why")).encode(), 404),
+    ],
+)
+def test_invalid_failure_reports_are_refused(idle_cluster: Cluster, body: bytes, status: int) -> None:
+    assert idle_cluster.client.post(METASERVER_PATH + FAILURE_SUFFIX, content=body).status_code == status
+
+
+def test_reason_in_the_middle_of_a_stream(cluster: Cluster) -> None:
+    cluster.decode.fails_after_first_token = True
+    cluster.decode.explains = "prefill rank 1 went silent"
+    response = cluster.complete(stream=True)
+    token, error, done = response.text.strip().split("\n\n")
+    assert "ÿ 0" in json.loads(token.removeprefix("data: "))["text"]
+    shown = json.loads(error.removeprefix("data: "))["error"]
+    assert (shown["message"], shown["code"]) == ("KV transfer failed: prefill rank 1 went silent", 502)
+    assert done == "data: [DONE]"
+    assert len(cluster.decode.received) == 1
+    assert counted(cluster)[1]["decode"] == {"transfer failed": 1}

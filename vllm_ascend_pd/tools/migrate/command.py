@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `vllm serve`, commands that start it, and settings with which vLLM silently runs without this
-package's connector.
+"""The command of an engine, and the same command with some of its options changed.
 
-Launch scripts, `migrate` and `doctor` share this.
+Only the options that `migrate` needs are known here. All other words stay as they are, in their order: vLLM reads them.
 """
 
 from __future__ import annotations
@@ -12,129 +11,110 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
-KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-"""vLLM's name for each side."""
-KV_PORT = 14579
-"""vLLM's default (`vllm/config/kv_transfer.py`)."""
-PLUGIN = "vllm_ascend_pd"
-PLUGINS = "VLLM_PLUGINS"
-REPLACES_CONNECTOR = "kv-offloading-size"
-"""The option with which vLLM replaces every connector, without a word (`VllmConfig._post_init_kv_transfer_config`)."""
-_TABLE = Path(__file__).with_name("serve_options.txt")
+_FLAGS = ("calculate-kv-scales", "enable-return-routed-experts", "enforce-eager")
+_SHORT = {
+    "-cc": "compilation-config",
+    "-dcp": "decode-context-parallel-size",
+    "-dp": "data-parallel-size",
+    "-dpa": "data-parallel-address",
+    "-dpb": "data-parallel-backend",
+    "-dpl": "data-parallel-size-local",
+    "-dpn": "data-parallel-rank",
+    "-dpp": "data-parallel-rpc-port",
+    "-dpr": "data-parallel-start-rank",
+    "-pcp": "prefill-context-parallel-size",
+    "-q": "quantization",
+    "-sc": "speculative-config",
+    "-tp": "tensor-parallel-size",
+}
+_WITH_A_VALUE = (
+    *_SHORT.values(),
+    *("additional-config", "block-size", "config", "kv-cache-dtype", "kv-offloading-size", "kv-transfer-config"),
+    *(
+        "mamba-cache-mode",
+        "max-num-batched-tokens",
+        "max-num-seqs",
+        "model",
+        "spec-method",
+        "spec-model",
+        "spec-tokens",
+    ),
+)
+_KNOWN = (*_FLAGS, *(f"no-{name}" for name in _FLAGS), *_WITH_A_VALUE)
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
-class Option:
-    """One option of `vllm serve`. `takes`: its number of values, as argparse's `nargs`: 0, 1, ?, + or *."""
+class CommandPart:
+    """Words that belong together: an option with its values, or one word that is no option."""
 
-    name: str  # without dashes
-    takes: str
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word of a command line that begins like an option."""
-
-    option: Option | None  # None: not known, or a short form of several
-    perhaps: tuple[Option, ...] = ()  # those of which it is a short form
-    value: str | None = None  # behind a `=`, or behind the letter as in -n2
+    words: tuple[str, ...]
+    is_option: bool = False
+    name: str = ""  # of a known option, without dashes
+    values: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()  # KEY of --NAME.KEY
     off: bool = False  # --no-NAME
 
 
-@dataclass(frozen=True)
-class CommandPart:
-    """Words that belong together: an option with its values, or what is no option."""
-
-    words: tuple[str, ...]
-    option: Word | None = None
-    values: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return "" if self.option is None or self.option.option is None else self.option.option.name
+def _known_name(head: str) -> str:
+    """Returns the name that an option's word stands for, as vLLM's parser does; "" if it is not one of those above."""
+    if not head.startswith("--"):
+        return _SHORT.get(head, "")
+    name = head[2:].replace("_", "-")
+    found = [name] if name in _KNOWN else [each for each in _KNOWN if each.startswith(name)]
+    return found[0] if len(found) == 1 else ""
 
 
-@cache
-def _options() -> Mapping[str, Option]:
-    """Returns the options of vLLM 0.23 to 0.32, by each of their names with the dashes."""
-    options: dict[str, Option] = {}
-    for line in _TABLE.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            takes, *names = line.split()
-            options |= dict.fromkeys(names, Option(names[0].removeprefix("--"), takes))
-    return options
-
-
-def read_word(word: str) -> Word | None:
-    """Reads a word as vLLM's parser does (`vllm/utils/argparse_utils.py`). Returns None for a value, or the model."""
-    options = _options()
+def _read_word(word: str) -> CommandPart | None:
+    """Reads an option's word, without values that follow. Returns None for a value, or the model."""
     if not word.startswith("-") or word in ("-", "--") or re.fullmatch(r"-\d+|-\d*\.\d+", word):
         return None
-    if word[:2] == "-O" and word != "-O":  # -O3
-        return Word(options.get("--optimization-level"), value=word[2:].removeprefix("="))
     head, equals, text = word.partition("=")
-    value = text if equals else None
-    name, *keys = head.split(".")
-    name = name.replace("_", "-") if name.startswith("--") else name
-    longer = [name] if name in options else [each for each in options if each.startswith(name)]
-    perhaps = tuple(dict.fromkeys(options[each] for each in longer))
-    option = perhaps[0] if len(perhaps) == 1 else None
-    if option is None and (found := options.get(word[:2])) is not None and not word.startswith("--"):
-        return Word(found, value=word[2:])  # -n2
-    if option is None and " " in word:
+    head, *keys = head.split(".")
+    name = _known_name(head)
+    if not name and re.match("-q[^-]", word):  # -qfp8
+        return CommandPart((word,), True, "quantization", (word[2:].removeprefix("="),))
+    if not name and " " in word:
         return None  # as argparse says
-    off = option is not None and longer[0].startswith("--no-") and not option.name.startswith("no-")
-    return Word(option, perhaps, value, tuple(keys), off)
+    off = name.startswith("no-")
+    return CommandPart((word,), True, name.removeprefix("no-"), (text,) if equals else (), tuple(keys), off)
 
 
 def split_words(words: Sequence[str]) -> Iterator[CommandPart]:
     """Groups each option with its values. Keeps all words in their order."""
     at = 0
     while at < len(words):
-        begin, word = at, words[at]
+        begin, part = at, _read_word(words[at])
         at += 1
-        read = read_word(word)
-        if word == "-O" and words[at : at + 1] and words[at] in ("0", "1", "2", "3"):
-            read = read_word("--optimization-level")
-        if word == "--":  # no options behind it
-            at = len(words)
-        elif read is None:  # the model
-            pass
-        elif read.value is not None:
-            yield CommandPart((word,), read, (read.value,))
+        if words[begin] == "--":  # no options behind it
+            yield from (CommandPart((word,)) for word in words[begin:])
+            return
+        if part is None:
+            yield CommandPart((words[begin],))
             continue
-        elif read.keys:  # takes the next word, whatever it is
-            at = min(at + 1, len(words))
-        else:
-            takes = "*" if read.option is None else read.option.takes
-            most = {"0": 0, "1": 1, "?": 1}.get(takes, len(words))
-            while at < len(words) and at - begin - 1 < most and words[at] != "--" and read_word(words[at]) is None:
+        if not part.values:
+            most = 1 if part.keys or part.name else len(words)
+            most = 0 if part.name in _FLAGS else most
+            while at < len(words) and at - begin - 1 < most and (part.keys or _is_value(words[at])):
                 at += 1
-        yield CommandPart(tuple(words[begin:at]), read, tuple(words[begin + 1 : at]))
+            part = replace(part, words=tuple(words[begin:at]), values=tuple(words[begin + 1 : at]))
+        yield part
 
 
-def plugins_with_ours(environment: Mapping[str, str]) -> str | None:
-    """Returns what VLLM_PLUGINS must be, None if it is right: unset, or with this package's plugin."""
-    given = environment.get(PLUGINS)
-    if given is None or PLUGIN in given.split(","):
-        return None
-    return f"{given},{PLUGIN}" if given else PLUGIN
+def _is_value(word: str) -> bool:
+    return word != "--" and _read_word(word) is None
 
 
 def nested(parts: Iterable[CommandPart]) -> dict[str, Any]:
     """Returns the object that `--NAME.KEY VALUE` options make together."""
     whole: dict[str, Any] = {}
     for part in parts:
-        assert part.option is not None
-        *path, last = part.option.keys
+        *path, last = part.keys
         text = part.values[0] if part.values else "true"
         place = whole
         for key in path:
@@ -166,9 +146,6 @@ def whole_number(text: str) -> int | None:
     return int(float(match[1] + match[2]) * unit) if match[2] else int(match[1]) * unit
 
 
-# A command that starts `vllm serve`, and the same command with some of its options changed. Words that are not changed
-# stay as they are, in their order, whether they are understood or not.
-
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
 
@@ -196,15 +173,9 @@ class EngineArguments:
         return next(iter(self._loose), None) or self.text("model") or ""
 
     @property
-    def unknown(self) -> list[str]:
-        """Words that are neither a known option with its values nor the model."""
-        options = [word for part in self.parts if part.option is not None and not part.name for word in part.words]
-        return options + self._loose[1:]
-
-    @property
     def _loose(self) -> list[str]:
         """Words that belong to no option."""
-        return [word for part in self.parts if part.option is None for word in part.words if word != "--"]
+        return [word for part in self.parts if not part.is_option for word in part.words if word != "--"]
 
     def text(self, name: str) -> str | None:
         """Returns the last value of an option, None if it is not given."""
@@ -222,7 +193,7 @@ class EngineArguments:
 
     def json(self, name: str) -> dict[str, Any]:
         """Returns the value of an option that is a JSON object, {} if it is not given. Raises CommandError."""
-        dotted = [part for part in self._given(name) if part.option is not None and part.option.keys]
+        dotted = [part for part in self._given(name) if part.keys]
         if dotted:  # vLLM puts these behind all others, by their name as it is cut; the last is what counts
             spelled = [part.words[0].partition(".")[0].replace("_", "-") for part in dotted]
             last = list(dict.fromkeys(spelled))[-1]
@@ -261,7 +232,7 @@ class EngineArguments:
 
     def switch(self, name: str) -> bool | None:
         """Returns whether a flag is on; None if it is not given."""
-        return next((not part.option.off for part in reversed(self._given(name)) if part.option is not None), None)
+        return next((not part.off for part in reversed(self._given(name))), None)
 
     def without(self, *names: str) -> EngineArguments:
         return replace(self, parts=tuple(part for part in self.parts if part.name not in names))
@@ -271,9 +242,8 @@ class EngineArguments:
         places = [index for index, part in enumerate(self.parts) if part.name == name]
         ends = [index for index, part in enumerate(self.parts) if part.words[0] == "--"]
         place = (places or ends or [len(self.parts)])[0]
-        option = Word(Option(name, "1"), off=words[0].startswith("--no-"))
         others = [part for part in self.parts[place:] if part.name != name]
-        return replace(self, parts=(*self.parts[:place], CommandPart(words, option, words[1:]), *others))
+        return replace(self, parts=(*self.parts[:place], CommandPart(words, True, name, words[1:]), *others))
 
     def with_json(self, name: str, value: Mapping[str, Any]) -> EngineArguments:
         """Sets an option to JSON, or leaves it out if that is empty."""
@@ -290,7 +260,7 @@ class EngineArguments:
     def words(self) -> list[list[str]]:
         """Returns the command's words, one list per option. The model is in the first one."""
         parts = [list(part.words) for part in self.parts]
-        leading = parts.pop(0) if self.parts and self.parts[0].option is None else []
+        leading = parts.pop(0) if self.parts and not self.parts[0].is_option else []
         return [[*self.start, *leading], *parts]
 
     def _given(self, name: str) -> list[CommandPart]:
