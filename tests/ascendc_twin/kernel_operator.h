@@ -26,9 +26,18 @@
 #include <vector>
 
 #define __aicore__
-#define __global__
 #define __gm__
-#define KERNEL_TASK_TYPE_DEFAULT(type)
+// A kernel names the cores that it runs on: `__global__ __vector__` where ASC compiles it, KERNEL_TASK_TYPE_DEFAULT in its
+// body where ascendc_library does. Without the first it does not compile here (`__global__` opens a bracket that
+// `__vector__` closes), without the second it ends with an error.
+#ifdef ASCENDC_TWIN_LIBRARY
+#define __global__
+#define KERNEL_TASK_TYPE_DEFAULT(type) AscendC::twin::has_type = true
+#else
+#define __global__ __attribute__((
+#define __vector__ __unused__))
+#define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(false, "soon deprecated: declare the kernel __vector__")
+#endif
 using GM_ADDR = uint8_t*;
 
 namespace AscendC {
@@ -46,6 +55,7 @@ constexpr uint32_t kMaxBufferGap = 65535;  // in units of 32 bytes
 
 inline thread_local int64_t core = 0;
 inline thread_local int64_t num_cores = 1;
+inline thread_local bool has_type = false;
 inline thread_local std::string fault_at_exit;  // found by a destructor, which cannot throw
 
 inline void require(bool ok, const std::string& what) {
@@ -65,6 +75,9 @@ void launch(uint32_t cores, Kernel kernel, Args... args) {
       num_cores = cores;
       try {
         kernel(args...);
+#ifdef ASCENDC_TWIN_LIBRARY
+        require(has_type, "the kernel does not say which cores it is for");
+#endif
         require(fault_at_exit.empty(), fault_at_exit);
       } catch (...) {
         errors[i] = std::current_exception();
@@ -83,6 +96,7 @@ struct Buffer {
   uint8_t* data;
   size_t bytes;
   State state = State::kFree;
+  bool is_for_copies = true;  // DataCopyPad is documented for VECIN and VECOUT on A2 and A3, not for VECCALC
   // Of a TBuf: which pipe touched it last, which one SetFlag names since, and which one has waited for that.
   Pipe last = Pipe::kNone;
   Pipe flagged = Pipe::kNone;
@@ -167,6 +181,8 @@ class LocalTensor {
   bool is(twin::State state) const { return buffer_ != nullptr && buffer_->state == state; }
 
   void touch(twin::Pipe pipe) const { buffer_->touch(pipe); }
+
+  bool is_for_copies() const { return buffer_ != nullptr && buffer_->is_for_copies; }
 
   template <class Other>
   LocalTensor<Other> ReinterpretCast() const {
@@ -293,6 +309,7 @@ class TPipe {
   bool InitBuffer(TBuf<position>& buffer, uint32_t bytes) {
     buffer.buffer_ = std::make_unique<twin::Buffer>(twin::Buffer{take(bytes), twin::align_up(bytes)});
     buffer.buffer_->state = twin::State::kOrderedByFlags;
+    buffer.buffer_->is_for_copies = position != TPosition::VECCALC;
     std::memset(buffer.buffer_->data, 0xA5, buffer.buffer_->bytes);
     twin::flag_buffers.push_back(buffer.buffer_.get());
     return true;
@@ -359,6 +376,7 @@ inline void DataCopyPad(const LocalTensor<uint8_t>& to, const GlobalTensor<uint8
                         const DataCopyExtParams& params, const DataCopyPadExtParams<uint8_t>& pad) {
   twin::require(to.is(twin::State::kAllocated) || to.is(twin::State::kOrderedByFlags),
                 "DataCopyPad: reads into a tensor that is not allocated");
+  twin::require(to.is_for_copies(), "DataCopyPad: reads into VECCALC");
   to.touch(twin::Pipe::kReading);
   twin::require(!pad.isPad && pad.leftPadding == 0 && pad.rightPadding == 0, "DataCopyPad: padding is not emulated");
   twin::check_copy(params, to.at(0, 0), params.dstStride);
@@ -372,6 +390,7 @@ inline void DataCopyPad(const GlobalTensor<uint8_t>& to, const LocalTensor<uint8
                         const DataCopyExtParams& params) {
   twin::require(from.is(twin::State::kDequeued) || from.is(twin::State::kOrderedByFlags),
                 "DataCopyPad: writes from a tensor that is not dequeued");
+  twin::require(from.is_for_copies(), "DataCopyPad: writes from VECCALC");
   from.touch(twin::Pipe::kWriting);
   twin::check_copy(params, from.at(0, 0), params.srcStride);
   const size_t padded = twin::align_up(params.blockLen);

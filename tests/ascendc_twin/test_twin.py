@@ -33,7 +33,7 @@ many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCh
 def build(source: str, target: Path, *flags: str) -> Path:
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
     # The twin's kernel_operator.h comes first; CANN's, if there is one, is not asked for.
-    command += [f"-I{HERE}", f"-I{KERNELS}", str(HERE / source), "-o", str(target)]
+    command += ["-DVLLM_ASCEND_PD_ASC", f"-I{HERE}", f"-I{KERNELS}", str(HERE / source), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return target
@@ -375,11 +375,24 @@ def test_offsets_past_4_gib(twin: Twin) -> None:
         ("reading before the scalar unit is done", "before another pipe is done"),
         ("waits for no flag", "nothing sets it"),
         ("value past the tile", "tile: bytes"),
+        ("read into VECCALC", "reads into VECCALC"),
+        ("written from VECCALC", "writes from VECCALC"),
     ],
 )
 def test_the_twin_finds(twin: Twin, fault: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         twin.fault(fault)
+
+
+def test_a_kernel_without_its_type_does_not_compile(tmp_path: Path) -> None:
+    """asc-devkit does not find out by itself which cores the scalar kernel is for."""
+    kernel = 'extern "C" __global__ {}__aicore__ void kernel(GM_ADDR) {{}}\n'
+    for vector, compiles in (("__vector__ ", True), ("", False)):
+        source = tmp_path / "kernel.cpp"
+        source.write_text('#include "kernel_operator.h"\n' + kernel.format(vector))
+        command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fsyntax-only", f"-I{HERE}", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) is compiles, done.stderr
 
 
 def test_the_twin_finds_nothing_in_a_right_kernel(twin: Twin) -> None:
