@@ -39,6 +39,8 @@ Size = tuple[int, int]  # of tensor and pipeline parallelism
 
 PROMPT_TOKENS = (16, 128, 500, 1000, 2000)
 OUTPUT_TOKENS = 32
+KV_BYTES = 8 << 30
+"""An NPU's KV cache: room for the prompts above. vLLM's own choice is more than HIXL documents for transfers."""
 END_SECONDS = 5.0
 """Seconds in which a server ends after its engine has died."""
 
@@ -181,7 +183,7 @@ def engine_configs(
         elif device is Device.NPU:
             env = tuple(ascend.engine_env(first_device, tp * pp).items())
             config = dataclasses.replace(
-                config, dtype=ascend.DTYPE if tiny else config.dtype, block_size=None, kv_cache_bytes=None, env=env
+                config, dtype=ascend.DTYPE if tiny else config.dtype, block_size=None, kv_cache_bytes=KV_BYTES, env=env
             )
         else:
             config = dataclasses.replace(config, kv_cache_bytes=2 << 30)

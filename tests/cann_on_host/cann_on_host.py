@@ -60,8 +60,12 @@ def activate() -> None:
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     for name in BEFORE_TORCH:
         _load(name)
-    if str(Path(__file__).parent) not in sys.path:
-        sys.path.append(str(Path(__file__).parent))
+    here = Path(__file__).parent
+    if str(here) not in sys.path:
+        sys.path.append(str(here))
+    tools = str(here / "tools")  # hccn_tool, which HIXL asks for a device's address
+    if tools not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH", ""), tools)))
     sys.meta_path.insert(0, _Hooks())
 
 

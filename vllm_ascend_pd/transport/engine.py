@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ascend_pd.core.ascend import Region, covered, merge, refusal
+from vllm_ascend_pd.core.ascend import Region, covered, doubt, merge, refusal
 from vllm_ascend_pd.core.hosts import authority, ip_version
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.core.protocol import TransportInfo
@@ -45,7 +45,7 @@ class TransferEngine:
         Raises TransferError if the engine cannot start.
         """
         problem = ascend.check() if protocol == "ascend" else None
-        if problem is not None and problem.fatal:
+        if problem is not None and problem.is_fatal:
             raise TransferError(host, problem.message, retryable=False)
         if existing is not None and existing.transfer_engine is not None:
             _export(_DEFAULTS)  # it runs: settings have no effect any more
@@ -70,6 +70,10 @@ class TransferEngine:
         """Starts Mooncake's engine. `problem`: why it may fail. Raises TransferError."""
         host, protocol, existing = self._host, self._protocol, self._shared
         try:
+            if problem is not None and problem.fatal_for:
+                mooncake_library.load()  # before `offers`, which asks what it brings
+                if ascend.kind(os.environ, ascend.offers()) in problem.fatal_for:
+                    raise TransferError(host, problem.message, retryable=False)
             self._engine: Any = _start(host, protocol) if existing is None else existing.get_transfer_engine(host, None)
         except mooncake_library.LibraryError as error:
             raise TransferError(host, str(error), retryable=False) from error
@@ -125,6 +129,8 @@ class TransferEngine:
             together = sorted(self._known + fresh)
             if self._chip is not None and (reason := refusal(together, self._chip)) is not None:
                 raise self._error(f"memory cannot be registered: {reason}")
+            if self._chip is not None and (reason := doubt(together, self._chip)) is not None:
+                logger.warning("%s", reason)
             if self._shared is not None and of_caches:
                 self._register_for_all(fresh)
             else:
