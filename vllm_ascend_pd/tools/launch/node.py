@@ -118,12 +118,6 @@ def _npu(options: EngineOptions, address: str, interface: str, devices: str) -> 
         Variable("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "reduces memory fragmentation"),
         Variable("HCCL_BUFFSIZE", buffer_mb, "MB of each HCCL communicator; expert-parallel decode needs more"),
         Variable(
-            "HCCL_OP_EXPANSION_MODE",
-            "AIV",
-            "runs the model's collectives on vector cores, which is faster for small ones; the connector's use their "
-            "own mode",
-        ),
-        Variable(
             "HCCL_CONNECT_TIMEOUT",
             "1200",
             "seconds that ranks wait for each other; loading weights takes minutes (HCCL's default: 120)",
