@@ -202,7 +202,7 @@ def _verdict(
     if "first_connection_streams" in first:
         found += f" and {first['first_connection_streams']} streams"
     figures = {"bytes": way.num_bytes, "seconds": round(seconds, 6), "bytes_per_second": round(speed)}
-    return ok(way.check, found, **figures, **first)
+    return ok(way.check, found, "", **figures, **first)
 
 
 def connect(engine: TransferEngine, start: int, receiver: Receiver) -> dict[str, int | float]:

@@ -78,7 +78,7 @@ def time_op(op: str) -> Finding:
         f"the same bytes {copied * 1e6:.0f} us"
     )
     figures = {"bytes": num_bytes, "seconds": round(seconds, 9), "copy_seconds": round(copied, 9)}
-    return ok(f"hardware.speed.{op}", found, compiled=not ops.npu_kernels.reason, **figures)
+    return ok(f"hardware.speed.{op}", found, "", compiled=not ops.npu_kernels.reason, **figures)
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -104,7 +104,7 @@ def multiply() -> Finding:
     }
     said = ", ".join(f"{name} {'keeps the low 32 bits' if is_low else 'does not'}" for name, is_low in kept.items())
     figures = {f"{name.lower()}_keeps_low_bits": is_low for name, is_low in kept.items()}
-    return ok("hardware.multiply", f"products of int32 beyond 32 bits: {said}", **figures)
+    return ok("hardware.multiply", f"products of int32 beyond 32 bits: {said}", "", **figures)
 
 
 _PAIRS = [(2**31 - 1, 2**31 - 1), (-(2**31), 3), (0x12345679, -0x76543211), (65535, 0x7FFFFFFF), (-1, -(2**31) + 1)]
@@ -134,8 +134,8 @@ def _call(op: str, caches: Sequence[torch.Tensor], offsets: torch.Tensor, out: t
         words = row // SPLITS // 4
         places = torch.arange(1, 2 * words, 2, dtype=torch.int64, device=out.device)
         entries = torch.arange(1, 2 * UNITS * TOKENS, 2, dtype=torch.int64, device=out.device).view(UNITS, TOKENS)
-        per_cache = ([each] * len(caches) for each in (offsets, entries, places, SPLITS, 4))
-        ops.sum_units(caches, *per_cache, out)
+        n = len(caches)
+        ops.sum_units(caches, [offsets] * n, [entries] * n, [places] * n, [SPLITS] * n, [4] * n, out)
     else:
         tokens = CACHES * UNITS * TOKENS // SPLITS
         ops.interleave_heads(caches[0], 0, tokens * row, out, 0, SPLITS, tokens, row)

@@ -149,7 +149,7 @@ class Wire:
         if self._guard is not None:
             poller.register(self._guard.socket, self._zmq.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
-            ready = dict(poller.poll(min(left, 1.0) * 1000))
+            ready = dict(poller.poll(int(min(left, 1.0) * 1000) + 1))
             if self._guard is not None:
                 self._guard.attend()
             if self._socket in ready:
@@ -251,7 +251,7 @@ def _write(
         yield error("peer.write", found, "do not use this Mooncake: install the version that requirements/ names")
         return
     took = f"; the first connection took {connected['first_connection_seconds']:.3g} s"
-    yield ok("peer.write", f"{len(content) >> 10} KiB {way}, every byte right{took}", **connected)
+    yield ok("peer.write", f"{len(content) >> 10} KiB {way}, every byte right{took}", "", **connected)
     for size, each in zip(between.sizes, costs, strict=True):
         beside = published(theirs.chip, engine.transport.kind, size)
         hixl = f"; HIXL publishes {', '.join(beside)} GB/s" if beside else "; HIXL publishes no such figure"
