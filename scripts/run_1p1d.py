@@ -106,6 +106,10 @@ def main(
         Path, typer.Option(file_okay=False, help="Folder for a picture of the longest request, and its traces.")
     ] = Path("timeline"),
     keep: Annotated[bool, typer.Option("--keep", help="Keep running until Ctrl-C.")] = False,
+    verify_kv: Annotated[
+        bool, typer.Option("--verify-kv", help="Compare what decode receives with what prefill computed.")
+    ] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="On NPUs: prefill and decode capture graphs.")] = False,
     prefill_args: Annotated[str, typer.Option(help="More arguments of `vllm serve` for the prefill engine.")] = "",
     decode_args: Annotated[str, typer.Option(help="The same for the decode engine and the single instance.")] = "",
     start_seconds: Annotated[float, typer.Option(min=1, help="Timeout in seconds for the start of an engine.")] = 600,
@@ -128,6 +132,13 @@ def main(
             port=port,
             args=(prefill_args, decode_args),
         )
+        if graphs:
+            prefill, decode = (dataclasses.replace(each, eager=False) for each in (prefill, decode))
+        if verify_kv:
+            prefill, decode = (
+                dataclasses.replace(each, connector_extra=(*each.connector_extra, ("verify_kv", "all")))
+                for each in (prefill, decode)
+            )
         check_ports(port, prefill, decode)
         with console.status("making a small random model") if model is None else nullcontext():
             path = model or make_model(own_model(device, emulate=emulate), folder)
@@ -176,7 +187,7 @@ def engine_configs(
         )
         if not tiny:  # a real model decides its sizes itself
             config = dataclasses.replace(
-                config, dtype="auto", max_model_len=None, max_num_batched_tokens=None, eager=False
+                config, dtype="auto", max_model_len=None, max_num_batched_tokens=None, eager=device is Device.NPU
             )
         if emulate:
             config = ascend.emulated(config, first_device)

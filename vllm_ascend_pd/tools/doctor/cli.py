@@ -51,7 +51,7 @@ def doctor(
     ] = False,
     peer: Annotated[
         str | None,
-        _option("With --hardware: also write to and from another server, where the same command runs.", "HOST"),
+        _option("With --hardware: try the way to another server instead, where the same command runs.", "HOST"),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     version: Version = False,
@@ -149,7 +149,7 @@ def _examine_machine(
         findings += loopback.check(loopback.over_tcp())
     else:
         findings.append(note("transfer.loopback", f"not tried: {reason}"))
-    if on_hardware:
+    if on_hardware and other_host is None:
         findings += hardware.check(npu_names, host or "127.0.0.1")
     if other_host is not None:
         between = peer.Between(host or "127.0.0.1", other_host, extra.secret_file)
