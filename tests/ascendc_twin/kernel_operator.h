@@ -14,6 +14,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -39,11 +40,12 @@
 #define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(false, "soon deprecated: declare the kernel __vector__")
 #endif
 using GM_ADDR = uint8_t*;
+enum pipe_t { PIPE_V };
 
 namespace AscendC {
 
 enum class TPosition { GM, VECIN, VECOUT, VECCALC };
-enum class HardEvent { MTE2_S, S_MTE2, S_MTE3, MTE3_S };
+enum class HardEvent { MTE2_S, S_MTE2, S_MTE3, MTE3_S, MTE2_V, V_MTE2, V_S, S_V };
 
 namespace twin {
 
@@ -61,6 +63,10 @@ inline thread_local std::string fault_at_exit;  // found by a destructor, which 
 inline void require(bool ok, const std::string& what) {
   if (!ok) throw std::logic_error("core " + std::to_string(core) + ": " + what);
 }
+
+// What all cores have done since the last reset: reads and writes of single values, and instructions of the vector unit
+// with their repeats of 256 bytes.
+inline std::atomic<int64_t> scalar_accesses{0}, vector_instructions{0}, vector_repeats{0};
 
 inline size_t align_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -89,7 +95,7 @@ void launch(uint32_t cores, Kernel kernel, Args... args) {
 }
 
 enum class State { kFree, kAllocated, kQueued, kDequeued, kOrderedByFlags };
-enum class Pipe { kNone, kReading, kWriting, kScalar };
+enum class Pipe { kNone, kReading, kWriting, kScalar, kVector };
 
 // One buffer of a queue, or a TBuf.
 struct Buffer {
@@ -110,15 +116,20 @@ struct Buffer {
 };
 
 inline thread_local std::vector<Buffer*> flag_buffers;
-inline thread_local bool is_flag_set[4] = {};
+inline thread_local bool is_flag_set[8] = {};
+
+// Bytes that the vector unit has written since its last barrier.
+inline thread_local std::vector<std::pair<const uint8_t*, const uint8_t*>> vector_results;
 
 inline Pipe first_pipe(HardEvent event) {
-  if (event == HardEvent::MTE2_S) return Pipe::kReading;
+  if (event == HardEvent::MTE2_S || event == HardEvent::MTE2_V) return Pipe::kReading;
+  if (event == HardEvent::V_MTE2 || event == HardEvent::V_S) return Pipe::kVector;
   return event == HardEvent::MTE3_S ? Pipe::kWriting : Pipe::kScalar;
 }
 
 inline Pipe second_pipe(HardEvent event) {
-  if (event == HardEvent::S_MTE2) return Pipe::kReading;
+  if (event == HardEvent::S_MTE2 || event == HardEvent::V_MTE2) return Pipe::kReading;
+  if (event == HardEvent::MTE2_V || event == HardEvent::S_V) return Pipe::kVector;
   return event == HardEvent::S_MTE3 ? Pipe::kWriting : Pipe::kScalar;
 }
 
@@ -138,7 +149,10 @@ class GlobalTensor {
     return view;
   }
 
-  T GetValue(uint64_t i) const { return *at(i, 1); }
+  T GetValue(uint64_t i) const {
+    ++twin::scalar_accesses;
+    return *at(i, 1);
+  }
 
   T* at(uint64_t i, uint64_t count) const {
     const uint64_t begin = offset_ + i;
@@ -192,6 +206,7 @@ class LocalTensor {
   }
 
   T GetValue(uint32_t i) const {
+    ++twin::scalar_accesses;
     touch(twin::Pipe::kScalar);
     T value;
     std::memcpy(&value, at(i * sizeof(T), sizeof(T)), sizeof(T));
@@ -199,6 +214,7 @@ class LocalTensor {
   }
 
   void SetValue(uint32_t i, T value) const {
+    ++twin::scalar_accesses;
     touch(twin::Pipe::kScalar);
     std::memcpy(at(i * sizeof(T), sizeof(T)), &value, sizeof(T));
   }
@@ -301,7 +317,7 @@ void WaitFlag(TEventID) {
 
 class TPipe {
  public:
-  TPipe() { twin::flag_buffers.clear(); }
+  TPipe() { twin::flag_buffers.clear(), twin::vector_results.clear(); }
 
   TEventID FetchEventID(HardEvent) { return 0; }
 
@@ -338,6 +354,74 @@ class TPipe {
       ::operator new(twin::kUnifiedBufferBytes, std::align_val_t{twin::kAlignment}))};
   size_t used_ = 0;
 };
+
+// --- the vector unit: instructions on `count` values. One must not use another's results before a barrier.
+
+template <pipe_t>
+void PipeBarrier() {
+  twin::vector_results.clear();
+}
+
+namespace twin {
+
+template <class T>
+T* vector_operand(const LocalTensor<T>& tensor, int32_t count) {
+  require(count >= 1, "vector: no values");
+  tensor.touch(Pipe::kVector);
+  uint8_t* begin = tensor.at(0, static_cast<size_t>(count) * sizeof(T));
+  require(reinterpret_cast<uintptr_t>(begin) % kAlignment == 0, "vector: not aligned to 32 bytes");
+  for (const auto& [from, to] : vector_results)
+    require(begin >= to || begin + count * sizeof(T) <= from, "vector: uses a result before a barrier");
+  return reinterpret_cast<T*>(begin);
+}
+
+template <class T, class Body>
+void vector_instruction(T* to, int32_t count, const Body& body) {
+  ++vector_instructions;
+  vector_repeats += (static_cast<int64_t>(count) * static_cast<int64_t>(sizeof(T)) + 255) / 256;
+  for (int32_t i = 0; i < count; ++i) to[i] = body(i);
+  vector_results.emplace_back(reinterpret_cast<uint8_t*>(to), reinterpret_cast<uint8_t*>(to + count));
+}
+
+inline uint32_t low(int32_t value) { return static_cast<uint32_t>(value); }
+
+}  // namespace twin
+
+inline void Duplicate(const LocalTensor<int32_t>& to, int32_t value, int32_t count) {
+  twin::vector_instruction(twin::vector_operand(to, count), count, [&](int32_t) { return value; });
+}
+
+inline void ShiftRight(const LocalTensor<uint32_t>& to, const LocalTensor<uint32_t>& from, uint32_t bits, int32_t count) {
+  const uint32_t* source = twin::vector_operand(from, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count, [&](int32_t i) { return source[i] >> bits; });
+}
+
+inline void ShiftLeft(const LocalTensor<uint32_t>& to, const LocalTensor<uint32_t>& from, uint32_t bits, int32_t count) {
+  const uint32_t* source = twin::vector_operand(from, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count, [&](int32_t i) { return source[i] << bits; });
+}
+
+// Products keep their low 32 bits here. Hardware's answer is a question (docs/npu.md).
+inline void Muls(const LocalTensor<int32_t>& to, const LocalTensor<int32_t>& from, int32_t factor, int32_t count) {
+  const int32_t* source = twin::vector_operand(from, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count, [&](int32_t i) {
+    return static_cast<int32_t>(twin::low(source[i]) * twin::low(factor));
+  });
+}
+
+inline void Mul(const LocalTensor<int32_t>& to, const LocalTensor<int32_t>& one, const LocalTensor<int32_t>& other,
+                int32_t count) {
+  const int32_t *a = twin::vector_operand(one, count), *b = twin::vector_operand(other, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count,
+                           [&](int32_t i) { return static_cast<int32_t>(twin::low(a[i]) * twin::low(b[i])); });
+}
+
+inline void Add(const LocalTensor<int32_t>& to, const LocalTensor<int32_t>& one, const LocalTensor<int32_t>& other,
+                int32_t count) {
+  const int32_t *a = twin::vector_operand(one, count), *b = twin::vector_operand(other, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count,
+                           [&](int32_t i) { return static_cast<int32_t>(twin::low(a[i]) + twin::low(b[i])); });
+}
 
 // Strides are gaps: in bytes in global memory, in units of 32 bytes in the unified buffer.
 struct DataCopyExtParams {

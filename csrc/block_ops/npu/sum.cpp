@@ -7,14 +7,6 @@
 namespace vllm_ascend_pd::npu {
 namespace {
 
-// Waits in the second pipe for what the first one has been given so far.
-template <AscendC::HardEvent event>
-__aicore__ inline void order(AscendC::TPipe& pipe) {
-  const auto id = pipe.FetchEventID(event);
-  AscendC::SetFlag<event>(id);
-  AscendC::WaitFlag<event>(id);
-}
-
 class SumKernel {
  public:
   __aicore__ inline SumKernel(GM_ADDR out, const SumTiling& tiling, AscendC::TPipe& pipe)

@@ -29,6 +29,14 @@ using Words = AscendC::GlobalTensor<int64_t>;
 // AllocTensor its writing before the next reading.
 using TileQueue = AscendC::TQueBind<AscendC::TPosition::VECIN, AscendC::TPosition::VECOUT, kBuffers>;
 
+// Waits in the second pipe for what the first one has been given so far.
+template <AscendC::HardEvent event>
+__aicore__ inline void order(AscendC::TPipe& pipe) {
+  const auto id = pipe.FetchEventID(event);
+  AscendC::SetFlag<event>(id);
+  AscendC::WaitFlag<event>(id);
+}
+
 // Tokens [token, token + tokens) of a unit, or, with no tokens, `bytes` of the row of one token and part.
 struct Place {
   int64_t token;

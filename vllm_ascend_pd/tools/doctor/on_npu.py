@@ -32,7 +32,7 @@ CACHES, SPLITS = 2, 2
 ROWS = (2048, 1152, 40)
 """Bytes of a token in a rank's cache: 8 heads of 128 in bfloat16, MLA, and a size that is not a multiple of 32."""
 
-OPS = ("gather_units", "split_heads", "interleave_heads", "sum_units")
+OPS = ("gather_units", "split_heads", "interleave_heads", "sum_units", "sum_units_32")
 _MEASURED_S = 0.2  # each op runs for at least this long
 
 
@@ -118,9 +118,17 @@ def _units(chance: random.Random, unit: int) -> tuple[list[torch.Tensor], torch.
 
 
 def _room(op: str, unit: int) -> torch.Tensor:
-    if op == "sum_units":
-        return torch.zeros(CACHES * UNITS * SPLITS, dtype=torch.int64)
+    if op.startswith("sum_units"):
+        sums = CACHES * UNITS * SPLITS
+        return (
+            torch.zeros(2 * sums, dtype=torch.int32) if op == "sum_units_32" else torch.zeros(sums, dtype=torch.int64)
+        )
     return torch.zeros(CACHES * UNITS * unit, dtype=torch.uint8)
+
+
+def _odd_lanes(count: int) -> torch.Tensor:
+    """Returns odd numbers of 32 bits, most of whose products with 16 bits need more than 32."""
+    return (torch.arange(count, dtype=torch.int64) * 0x9E3779B1 % 2**32 - 2**31).to(torch.int32) | 1
 
 
 def _call(op: str, caches: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor, row: int) -> None:
@@ -136,6 +144,13 @@ def _call(op: str, caches: Sequence[torch.Tensor], offsets: torch.Tensor, out: t
         entries = torch.arange(1, 2 * UNITS * TOKENS, 2, dtype=torch.int64, device=out.device).view(UNITS, TOKENS)
         n = len(caches)
         ops.sum_units(caches, [offsets] * n, [entries] * n, [places] * n, [SPLITS] * n, [4] * n, out)
+    elif op == "sum_units_32":
+        n, words = len(caches), row // SPLITS // 4
+        places = torch.zeros(2, 2, -(-words // 8) * 8, dtype=torch.int32)
+        places[:, :, :words] = _odd_lanes(4 * words).view(2, 2, words)
+        entries = _odd_lanes(2 * UNITS * TOKENS).view(UNITS, TOKENS, 2).to(out.device)
+        weights = [entries] * n, [places.to(out.device)] * n
+        ops.sum_units_32(caches, [offsets] * n, *weights, [SPLITS] * n, [words] * n, out)
     else:
         tokens = CACHES * UNITS * TOKENS // SPLITS
         ops.interleave_heads(caches[0], 0, tokens * row, out, 0, SPLITS, tokens, row)
