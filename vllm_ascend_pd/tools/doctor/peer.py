@@ -98,7 +98,7 @@ def check(between: Between, secret: Secret | None) -> list[Finding]:
 
 def published(chip: str, kind: str, size: int) -> list[str]:
     """Returns the GB/s that HIXL publishes for descriptors of `size` bytes, for each link of such chips and engines."""
-    from vllm_ascend_pd.tools.plan.times import HIXL
+    from vllm_ascend_pd.tools.write_costs import HIXL  # imports numpy
 
     family = {"Ascend910B": "A2", "Ascend910_93": "A3"}
     name = next((each for begin, each in family.items() if chip.startswith(begin)), "")
