@@ -185,8 +185,8 @@ def injected(faults: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def link_fault(process: int, fault: str) -> Iterator[None]:
-    """Let transfers to a process fail as `fault` says: `hang`, `slow MILLISECONDS`, `refuse` or `down` (see README.md).
-    Any process may ask for it. Afterwards the link is as it was before."""
+    """Let transfers to a process fail as `fault` says: `hang`, `slow MILLISECONDS`, `refuse`, `down` or `lost` (see
+    README.md). Any process may ask for it. Afterwards the link is as it was before."""
     folder = Path(os.environ.get("CANN_ON_HOST_LINKS") or "/dev/shm/cann_on_host_links")
     folder.mkdir(exist_ok=True)
     said, new = folder / str(process), folder / f"{process}.new"

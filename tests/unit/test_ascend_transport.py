@@ -15,7 +15,7 @@ from vllm_ascend_pd.core.compatibility import cannot_write
 from vllm_ascend_pd.core.protocol import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend
 from vllm_ascend_pd.transport.ascend import Offers, connects, kind
-from vllm_ascend_pd.transport.ascend_writer import Slots, poll_pause_s
+from vllm_ascend_pd.transport.ascend_writer import Losses, Slots, poll_pause_s
 from vllm_ascend_pd.transport.batches import SettingError, TransferLimits
 from vllm_ascend_pd.transport.engine import export_settings, limits_over_ascend
 from vllm_ascend_pd.transport.mooncake_library import remedy
@@ -238,6 +238,41 @@ def test_a_peer_is_proven_by_what_arrives_until_something_fails() -> None:
     assert taken(slots, "a") == [True]
     slots.give_back("a", proved=True)
     assert taken(slots, *"da") == [True, True]
+
+
+def losses(*failed: tuple[str, float]) -> Losses:
+    found = Losses()
+    for session, at in failed:
+        found.failed(session, at)
+    return found
+
+
+MANY = [(session, 20.0 * n) for n, session in enumerate("abababab")]
+
+
+def test_links_are_lost_when_no_batch_arrives_anywhere_for_long() -> None:
+    assert losses(*MANY).failure is not None
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        MANY[:-1],
+        [("a", at) for _, at in MANY],  # its peer's link
+        [(session, at / 2) for session, at in MANY],  # RoCE may still repair it
+    ],
+    ids=["few", "one peer", "short"],
+)
+def test_links_may_heal(failed: list[tuple[str, float]]) -> None:
+    assert losses(*failed).failure is None
+
+
+def test_links_have_healed_when_a_batch_arrives() -> None:
+    found = losses(*MANY)
+    found.arrived()
+    assert found.failure is None
+    found.failed("a", 1000.0)
+    assert found.failure is None
 
 
 # --- which engines can write to each other -----------------------------------------------------------------------

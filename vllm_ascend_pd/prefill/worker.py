@@ -290,7 +290,8 @@ class PrefillWorker(ConnectorRole):
     @owned
     def status(self) -> PrefillStatus:
         """How this rank is now."""
-        failure = self._device.failure or (self._regrouper and self._regrouper.failure)
+        broken = self._device.failure or (self._regrouper and self._regrouper.failure)
+        failure = broken or self._rank.engine.failure
         ungranted = sum(transfer.waits_for_grant for transfer in self._transfers.values())
         queued = sum(sender.queued for sender in self._senders.values())
         return PrefillStatus(queued, ungranted, restart_needed=failure is not None)

@@ -16,10 +16,10 @@ import numpy as np
 from vllm_ascend_pd.core.ascend import Region, covered, doubt, merge, refusal
 from vllm_ascend_pd.core.hosts import authority, ip_version
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.core.protocol import TransportInfo
+from vllm_ascend_pd.core.protocol import EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.ascend import AscendProblem, describe_transport
-from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Slots
+from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Losses, Slots
 from vllm_ascend_pd.transport.batches import Batch, Batches, SettingError, TransferLimits
 from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
 from vllm_ascend_pd.transport.writer import Flight, Reach, TransferError, Writer
@@ -91,6 +91,8 @@ class TransferEngine:
         self.transport = describe_transport(protocol)
         # The chip's name, as `core.ascend.refusal` takes it. None: no limits of NPUs apply.
         self._chip = ascend.chip_name() if protocol == "ascend" else None
+        # Told how batches end where links may be lost for good.
+        self._losses = Losses() if self.transport.kind == EngineKind.COMM else None
         self._reach: Reach | None = Reach(self._engine, self.session, self.limits.timeout_s)
         self._writer: Writer | None = self._make_writer(protocol, self._reach)
 
@@ -105,7 +107,12 @@ class TransferEngine:
         except SettingError as error:
             raise TransferError(self.session, str(error), retryable=False) from None
         slots = Slots(*ascend.slots(os.environ, ascend.connects_one_by_one(self.transport)))
-        return AscendWriter(self._engine, reach, self.limits, slots)
+        return AscendWriter(self._engine, reach, self.limits, slots, self._losses)
+
+    @property
+    def failure(self) -> str | None:
+        """Why this process must be restarted to write again; None while nothing says so."""
+        return None if self._losses is None else self._losses.failure
 
     def register(self, regions: Sequence[Region], of_caches: bool = False) -> None:
         """Register `regions`, so that peers can write to them and `write` can read them. All or none.

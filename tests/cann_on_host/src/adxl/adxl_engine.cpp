@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
@@ -168,6 +169,9 @@ class AdxlEngine::AdxlEngineImpl {
       channel = channel_to(remote);
       if (!channel) return NOT_CONNECTED;
     }
+    // "AICPU launch failed": not even transfers to others heal then (vllm-ascend, issue 13934).
+    if (!client_server_ && link_of(channel->peer().process).link == Link::kLost) lost_ = true;
+    if (lost_) return refuse(FAILED, "transfer to " + remote + ": AICPU launch failed");
     if (const Status status = await_link(channel->peer().process, deadline)) {
       if (auto_connect_) disconnect(remote);
       return refuse(status, "transfer to " + remote);
@@ -243,6 +247,7 @@ class AdxlEngine::AdxlEngineImpl {
   int32_t device_ = 0;  // physical
   int32_t logical_device_ = 0;
   long slots_ = kSlots;
+  std::atomic<bool> lost_{false};
   std::mutex mutex_;  // of the three below
   bool has_slots_ = false;
   Regions regions_;
