@@ -26,7 +26,6 @@ check_options "$@"
 python=python3
 if [[ -v given[--emulate] ]]; then
   export VENV=${VENV:-$root/.venv}
-  [[ ${VENV##*/} == *-npu ]] && VENV=${VENV%-npu} # a test runs in the environment itself
   "$root/scripts/setup_npu_emulation.sh" >&2
   export CANN_ON_HOST=1
   python=$VENV-npu/bin/python
