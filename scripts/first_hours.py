@@ -27,6 +27,7 @@ TWO_NPUS = (("CANN_ON_HOST_DEVICES", "2"),)
 """Of an emulated server: its ranks share the host's cores."""
 GRACE_S = 30.0
 """Seconds in which the processes of a step end by themselves when its time is over."""
+LONG = ("--prefill-tp", "4", "--prompt-tokens", "500,4000,16000")
 SCHEMA = 1
 SUMMARY = "summary.json"
 
@@ -95,11 +96,10 @@ def steps(
     for name, minutes, question, options in (
         ("pair-eager", 15, "Does a pair give a single engine's tokens, and is all KV verified?", ()),
         ("pair-graphs", 15, "The same with graphs", ("--graphs",)),
-        ("tp4-to-tp2", 15, "The same with TP 4 to 2: how long are prompts on their way?", ("4", "2")),
-        ("tp4-to-tp1", 15, "The same with TP 4 to 1", ("4", "1")),
+        ("tp4-to-tp2", 15, "TP 4 to 2, long prompts: how long are they on their way?", (*LONG, "--decode-tp", "2")),
+        ("tp4-to-tp1", 15, "The same with TP 4 to 1", (*LONG, "--decode-tp", "1")),
     ):
-        sizes = ("--prefill-tp", options[0], "--decode-tp", options[1]) if len(options) == 2 else options
-        command = Command((*dense, *sizes, "--timeline", f"{name}-timeline"))
+        command = Command((*dense, *options, "--timeline", f"{name}-timeline"))
         if not (emulate and name == "pair-graphs"):  # nothing emulates graphs
             found.append(Step(name, minutes, question, (command,), has_engines=True))
     compare = (sys.executable, str(ROOT / "scripts/compare_connectors.py"), "--result", "comparison.json")
@@ -107,8 +107,8 @@ def steps(
     question = "The same load by turns with vllm-ascend's layerwise connector and with this one"
     found.append(Step("comparison", 30, question, (Command(compare),), has_engines=True))
     if moe is not None:
-        graphs = '--enable-expert-parallel --compilation-config {"cudagraph_mode":"FULL_DECODE_ONLY"}'
-        experts = (*pair, "--model", str(moe), "--prefill-tp", "2", "--decode-tp", "2")
+        graphs = '--enable-expert-parallel --compilation-config \'{"cudagraph_mode":"FULL_DECODE_ONLY"}\''
+        experts = (*pair, "--model", str(moe), "--prefill-tp", "2", "--decode-tp", "2", "--graphs")
         experts += ("--prefill-args", "--enable-expert-parallel --enforce-eager", "--decode-args", graphs)
         question = "Experts or MLA with expert parallelism and graphs on decode"
         found.append(Step("experts", 20, question, (Command(experts),), has_engines=True))

@@ -37,7 +37,6 @@ from vllm_ascend_pd.tools.timeline.command import show_timeline
 T = TypeVar("T")
 Size = tuple[int, int]  # of tensor and pipeline parallelism
 
-PROMPT_TOKENS = (16, 128, 500, 1000, 2000)
 OUTPUT_TOKENS = 32
 KV_BYTES = 8 << 30
 """An NPU's KV cache: room for the prompts above. vLLM's own choice is more than HIXL documents for transfers."""
@@ -105,6 +104,9 @@ def main(
     timeline: Annotated[
         Path, typer.Option(file_okay=False, help="Folder for a picture of the longest request, and its traces.")
     ] = Path("timeline"),
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Lengths of the prompts, separated by commas. Those that the model supports are used.")
+    ] = "16,128,500,1000,2000",
     keep: Annotated[bool, typer.Option("--keep", help="Keep running until Ctrl-C.")] = False,
     verify_kv: Annotated[
         bool, typer.Option("--verify-kv", help="Compare what decode receives with what prefill computed.")
@@ -143,7 +145,8 @@ def main(
         with console.status("making a small random model") if model is None else nullcontext():
             path = model or make_model(own_model(device, emulate=emulate), folder)
         traces = timeline.absolute() / time.strftime("%Y%m%d-%H%M%S")  # what an earlier run has left is not mixed in
-        demo = Demo(path, prefill, decode, port, folder, traces, start_seconds)
+        lengths = tuple(map(int, prompt_tokens.split(",")))
+        demo = Demo(path, prefill, decode, port, folder, traces, start_seconds, lengths)
         succeeded = demo.run(keep)
     except KeyboardInterrupt:
         console.print("interrupted")
@@ -221,6 +224,7 @@ class Demo:
     folder: Path
     traces: Path
     start_seconds: float
+    prompt_tokens: tuple[int, ...]
 
     def run(self, keep: bool) -> bool:
         """Prints the table. Returns whether all outputs are equal."""
@@ -272,7 +276,7 @@ class Demo:
         vocabulary = AutoConfig.from_pretrained(self.model).get_text_config().vocab_size
         return [
             (random_prompt(tokens, "streamed", vocabulary), random_prompt(tokens, "whole", vocabulary))
-            for tokens in PROMPT_TOKENS
+            for tokens in self.prompt_tokens
             if tokens <= longest
         ]
 

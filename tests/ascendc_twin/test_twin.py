@@ -26,8 +26,9 @@ Bytes = np.ndarray  # of uint8
 
 pytestmark = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
 
-# Four ops of these many random cases each.
+# Three ops of these many random cases each, and two forms of checksums of half as many.
 many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+half_as_many = settings(many, max_examples=100)
 
 
 def build(source: str, target: Path, *flags: str) -> Path:
@@ -286,7 +287,7 @@ def summed_units(draw: st.DrawFn) -> SummedUnits:
     return SummedUnits(random_bytes(2 * unit + draw(gaps), 3), offsets, weights, places, heads, word_bytes)
 
 
-@many
+@half_as_many
 @given(
     chip=chips,
     units=st.one_of(st.lists(summed_units(), min_size=1, max_size=3), st.lists(summed_units(), min_size=9, max_size=9)),
@@ -330,7 +331,7 @@ def sums_of_32_bits(of: SummedUnits) -> np.ndarray:
     return np.array(sums).astype(np.int32)
 
 
-@many
+@half_as_many
 @given(
     chip=chips,
     units=st.one_of(
