@@ -78,26 +78,26 @@ def steps(
     if not emulate:
         tools = Command(("bash", "-c", "npu-smi info; cat /etc/hccn.conf; true"))
         question = "Do driver, addresses and versions fit together?"
-        found.append(Step("machine", 10, question, (tools, Command(MACHINE, "machine.json"))))
+        found.append(Step("machine", 5, question, (tools, Command(MACHINE, "machine.json"))))
         build = (sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
         forced = (("VLLM_ASCEND_PD_NPU_KERNELS", "1"),)
         found.append(
             Step("kernels", 25, "Does CANN's compiler take the kernels?", (Command(build, environment=forced),))
         )
     question = "Are operators, writes and collectives right, and how fast? What does a first connection take?"
-    found.append(Step("hardware", 15, question, (Command(DOCTOR, "hardware.json", TWO_NPUS if emulate else ()),)))
+    found.append(Step("hardware", 8, question, (Command(DOCTOR, "hardware.json", TWO_NPUS if emulate else ()),)))
     if other_mooncake is not None:
         path = (("PYTHONPATH", os.pathsep.join(filter(None, (str(other_mooncake), os.environ.get("PYTHONPATH"))))),)
         again = Command(DOCTOR, "other-mooncake.json", path)
-        found.append(Step("other-mooncake", 15, "The same with the other Mooncake", (again,)))
+        found.append(Step("other-mooncake", 8, "The same with the other Mooncake", (again,)))
     if emulate or peer is not None:
         question = "What do writes to a second server take? Does a group of ranks of two servers work?"
-        found.append(Step("peer", 20, question, peer_commands(peer)))
+        found.append(Step("peer", 10, question, peer_commands(peer)))
     for name, minutes, question, options in (
-        ("pair-eager", 15, "Does a pair give a single engine's tokens, and is all KV verified?", ()),
-        ("pair-graphs", 15, "The same with graphs", ("--graphs",)),
-        ("tp4-to-tp2", 15, "TP 4 to 2, long prompts: how long are they on their way?", (*LONG, "--decode-tp", "2")),
-        ("tp4-to-tp1", 15, "The same with TP 4 to 1", (*LONG, "--decode-tp", "1")),
+        ("pair-eager", 12, "Does a pair give a single engine's tokens, and is all KV verified?", ()),
+        ("pair-graphs", 12, "The same with graphs", ("--graphs",)),
+        ("tp4-to-tp2", 12, "TP 4 to 2, long prompts: how long are they on their way?", (*LONG, "--decode-tp", "2")),
+        ("tp4-to-tp1", 12, "The same with TP 4 to 1", (*LONG, "--decode-tp", "1")),
     ):
         command = Command((*dense, *options, "--timeline", f"{name}-timeline"))
         if not (emulate and name == "pair-graphs"):  # nothing emulates graphs
@@ -105,13 +105,13 @@ def steps(
     compare = (sys.executable, str(ROOT / "scripts/compare_connectors.py"), "--result", "comparison.json")
     compare += (*own, *(("--model", str(model)) if model else ()))
     question = "The same load by turns with vllm-ascend's layerwise connector and with this one"
-    found.append(Step("comparison", 30, question, (Command(compare),), has_engines=True))
+    found.append(Step("comparison", 25, question, (Command(compare),), has_engines=True))
     if moe is not None:
         graphs = '--enable-expert-parallel --compilation-config \'{"cudagraph_mode":"FULL_DECODE_ONLY"}\''
         experts = (*pair, "--model", str(moe), "--prefill-tp", "2", "--decode-tp", "2", "--graphs")
         experts += ("--prefill-args", "--enable-expert-parallel --enforce-eager", "--decode-args", graphs)
         question = "Experts or MLA with expert parallelism and graphs on decode"
-        found.append(Step("experts", 20, question, (Command(experts),), has_engines=True))
+        found.append(Step("experts", 15, question, (Command(experts),), has_engines=True))
     return found
 
 

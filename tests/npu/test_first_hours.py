@@ -42,29 +42,3 @@ def test_the_short_form_holds_and_keeps_all_figures(tmp_path: Path) -> None:
         ]
         assert f"peer.write.{64 << 20}" in checks[server]
         assert "peer.group" in checks[server]
-
-
-def test_a_step_that_fails_or_hangs_does_not_end_the_others(tmp_path: Path) -> None:
-    """With steps of its own: what follows a failed one still runs, and nothing outlives its step."""
-    program = f"""
-import sys; sys.path.insert(0, {str(SCRIPTS)!r})
-import first_hours
-from first_hours import Command, Step
-first_hours.GRACE_S = 1.0
-first_hours.steps = lambda *_, **__: [
-    Step("fails", 1, "q", (Command(("bash", "-c", "echo why; exit 3")),)),
-    Step("hangs", 0.02, "q", (Command(("bash", "-c", "trap '' TERM; sleep 900 & wait; sleep 900")),)),
-    Step("holds", 1, "q", (Command(("true",)), Command(("echo", "{{}}"), "own.json"))),
-]
-from pathlib import Path
-first_hours.main(results=Path({str(tmp_path)!r}), emulate=True)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert {each["step"]: each["result"] for each in summary["steps"]} == {
-        "fails": "failed",
-        "hangs": "took too long",
-        "holds": "held",
-    }, done.stderr
-    assert (tmp_path / "fails.log").read_text() == "why\n"
-    assert done.returncode != 0
