@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/first_hours.sh: its options and steps, and what becomes of those that fail. tests/npu/test_first_hours.py runs
-some."""
+"""scripts/first_hours.sh: its options, its steps, and what becomes of those that fail."""
 
 import importlib.util
 import json
