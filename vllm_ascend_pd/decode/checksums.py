@@ -240,9 +240,8 @@ class Verifier:
         reported = [form_of(report.checksums) for report in check.delivered.reports if report.checksums]
         if not reported:
             return
-        check.form = next(
-            (form for form in reported if form is not None), Form.SUM_64
-        )  # an engine's ranks' are the same
+        # Ranks of one engine report the same form.
+        check.form = next((form for form in reported if form is not None), Form.SUM_64)
         prefill, verified = check.delivered.prefill, check.delivered.verified
         for index, tensors in self._tensors.items():
             geometry = self._caches.description.geometries[index]
