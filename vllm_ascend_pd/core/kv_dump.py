@@ -95,7 +95,7 @@ def read_dump(file: Path) -> Dump:
     with np.load(file, allow_pickle=False) as of:
         words, kind = of["words"].astype(np.int64), of["places"].dtype
         entries, heads, places = (of[name] for name in ("entries", "heads", "places"))
-        missing, sums = of["missing"], len(places)
+        missing, sums = of["missing"], places.shape[0] if places.ndim else 0
         shapes = [(sums, size) for size in words.shape]
         if kind not in (np.uint32, np.uint64) or [entries.shape, heads.shape, places.shape] != shapes:
             raise ValueError("its shapes do not fit each other")
