@@ -42,6 +42,7 @@ _STEP_S = 60.0
 _TIMEOUT_S = 600.0
 _MAX_MESSAGE_BYTES = 64 << 10
 _ECHOES = 20
+_FLUSH_MS = 5000
 _LINK = (
     "check that the NPUs' ports are connected and in one network: `hccn_tool -i N -ping -g address OTHER`; "
     "plog in ~/ascend/log says why HIXL failed"
@@ -132,10 +133,16 @@ class Wire:
             self._guard = Guard(self._context, self._socket, secret, AnyHost())
             self._socket.bind(f"tcp://{authority(between.own, between.port)}")
         else:
-            keys = [] if secret is None else side_channel_keys(secret)
+            keys = [] if secret is None else side_channel_keys(secret)[:1]
             endpoint = f"tcp://{authority(between.other, between.port)}"
             self._socket = Dealer(self._context.socket, endpoint, keys).socket
-        self._socket.setsockopt(zmq.LINGER, 1000)
+
+    def close(self) -> None:
+        """Waits until the other server has what was sent, for some seconds: this process ends at once afterwards."""
+        self._socket.close(linger=_FLUSH_MS)
+        if self._guard is not None:
+            self._guard.socket.close(linger=0)
+        self._context.term()
 
     def send(self, message: object) -> None:
         content = msgspec.json.encode(message)
@@ -171,6 +178,7 @@ def main() -> Iterator[Finding]:
     yield from meet(wire, first, between)
     yield from write_both_ways(wire, first, between)
     yield from exchange(wire, first, between)
+    wire.close()
 
 
 def meet(wire: Wire, first: bool, between: Between) -> Iterator[Finding]:
