@@ -31,7 +31,7 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.step_send import plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer
-from vllm_ascend_pd.tools.plan.times import HIXL
+from vllm_ascend_pd.tools.write_costs import HIXL
 from vllm_ascend_pd.transport.batches import TransferLimits
 
 STEP = 8192

@@ -98,7 +98,6 @@ engine_environment() { # engine_environment HCCL_BUFFER_MB
   setting TP_SOCKET_IFNAME "$interface"                   # of torch's TensorPipe
   setting PYTORCH_NPU_ALLOC_CONF expandable_segments:True # reduces memory fragmentation
   setting HCCL_BUFFSIZE "$1"                              # MB of each HCCL communicator
-  setting HCCL_OP_EXPANSION_MODE AIV                      # the model's collectives run on vector cores: faster if small
   setting HCCL_CONNECT_TIMEOUT 1200                       # seconds; loading weights takes minutes (HCCL's default: 120)
   setting TASK_QUEUE_ENABLE 1                             # torch_npu launches kernels from a second thread
   setting OMP_NUM_THREADS 10                              # CPU threads per rank; ranks * threads should fit the cores

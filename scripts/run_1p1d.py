@@ -37,8 +37,9 @@ from vllm_ascend_pd.tools.timeline.command import show_timeline
 T = TypeVar("T")
 Size = tuple[int, int]  # of tensor and pipeline parallelism
 
-PROMPT_TOKENS = (16, 128, 500, 1000, 2000)
 OUTPUT_TOKENS = 32
+KV_BYTES = 8 << 30
+"""An NPU's KV cache: room for the prompts above. vLLM's own choice is more than HIXL documents for transfers."""
 END_SECONDS = 5.0
 """Seconds in which a server ends after its engine has died."""
 
@@ -103,7 +104,14 @@ def main(
     timeline: Annotated[
         Path, typer.Option(file_okay=False, help="Folder for a picture of the longest request, and its traces.")
     ] = Path("timeline"),
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Lengths of the prompts, separated by commas. Those that the model supports are used.")
+    ] = "16,128,500,1000,2000",
     keep: Annotated[bool, typer.Option("--keep", help="Keep running until Ctrl-C.")] = False,
+    verify_kv: Annotated[
+        bool, typer.Option("--verify-kv", help="Compare what decode receives with what prefill computed.")
+    ] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="On NPUs: prefill and decode capture graphs.")] = False,
     prefill_args: Annotated[str, typer.Option(help="More arguments of `vllm serve` for the prefill engine.")] = "",
     decode_args: Annotated[str, typer.Option(help="The same for the decode engine and the single instance.")] = "",
     start_seconds: Annotated[float, typer.Option(min=1, help="Timeout in seconds for the start of an engine.")] = 600,
@@ -126,11 +134,19 @@ def main(
             port=port,
             args=(prefill_args, decode_args),
         )
+        if graphs:
+            prefill, decode = (dataclasses.replace(each, eager=False) for each in (prefill, decode))
+        if verify_kv:
+            prefill, decode = (
+                dataclasses.replace(each, connector_extra=(*each.connector_extra, ("verify_kv", "all")))
+                for each in (prefill, decode)
+            )
         check_ports(port, prefill, decode)
         with console.status("making a small random model") if model is None else nullcontext():
             path = model or make_model(own_model(device, emulate=emulate), folder)
         traces = timeline.absolute() / time.strftime("%Y%m%d-%H%M%S")  # what an earlier run has left is not mixed in
-        demo = Demo(path, prefill, decode, port, folder, traces, start_seconds)
+        lengths = tuple(map(int, prompt_tokens.split(",")))
+        demo = Demo(path, prefill, decode, port, folder, traces, start_seconds, lengths)
         succeeded = demo.run(keep)
     except KeyboardInterrupt:
         console.print("interrupted")
@@ -174,14 +190,14 @@ def engine_configs(
         )
         if not tiny:  # a real model decides its sizes itself
             config = dataclasses.replace(
-                config, dtype="auto", max_model_len=None, max_num_batched_tokens=None, eager=False
+                config, dtype="auto", max_model_len=None, max_num_batched_tokens=None, eager=device is Device.NPU
             )
         if emulate:
             config = ascend.emulated(config, first_device)
         elif device is Device.NPU:
             env = tuple(ascend.engine_env(first_device, tp * pp).items())
             config = dataclasses.replace(
-                config, dtype=ascend.DTYPE if tiny else config.dtype, block_size=None, kv_cache_bytes=None, env=env
+                config, dtype=ascend.DTYPE if tiny else config.dtype, block_size=None, kv_cache_bytes=KV_BYTES, env=env
             )
         else:
             config = dataclasses.replace(config, kv_cache_bytes=2 << 30)
@@ -208,6 +224,7 @@ class Demo:
     folder: Path
     traces: Path
     start_seconds: float
+    prompt_tokens: tuple[int, ...]
 
     def run(self, keep: bool) -> bool:
         """Prints the table. Returns whether all outputs are equal."""
@@ -259,7 +276,7 @@ class Demo:
         vocabulary = AutoConfig.from_pretrained(self.model).get_text_config().vocab_size
         return [
             (random_prompt(tokens, "streamed", vocabulary), random_prompt(tokens, "whole", vocabulary))
-            for tokens in PROMPT_TOKENS
+            for tokens in self.prompt_tokens
             if tokens <= longest
         ]
 

@@ -14,6 +14,10 @@
 #   --decode-pp SIZE        pipeline-parallel size of the decode engine (1)
 #   --port PORT             port of the proxy (8000); the engines use +100 and +200, and +14001 and +14101 for KV
 #   --timeline FOLDER       folder for a picture of the longest request and its traces, as FOLDER/DATE-TIME (timeline)
+#   --prompt-tokens LENGTHS
+#                           lengths of the prompts, separated by commas (16,128,500,1000,2000)
+#   --verify-kv             compare what decode receives with what prefill computed
+#   --graphs                on NPUs, prefill and decode capture graphs
 #   --keep                  keep running until Ctrl-C
 #   --prefill-args ARGUMENTS
 #                           more arguments of `vllm serve` for the prefill engine, as one word

@@ -158,4 +158,52 @@ inline std::vector<Sum> checked_sums(at::TensorList caches, at::TensorList unit_
   return jobs;
 }
 
+// A tensor of int32 of this shape on the device of `out`.
+inline const int32_t* checked_lanes(const char* op, const char* argument, const at::Tensor& tensor,
+                                    at::IntArrayRef shape, const at::Tensor& out) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kInt && tensor.sizes() == shape, op, ": ", argument, " is of ",
+                    tensor.scalar_type(), " and shape ", tensor.sizes(), ", must be of Int and shape ", shape);
+  check_contiguous(op, argument, tensor);
+  check_device(op, argument, tensor, out);
+  return static_cast<const int32_t*>(tensor.const_data_ptr());
+}
+
+inline std::vector<Sum32> checked_sums_32(at::TensorList caches, at::TensorList unit_offsets,
+                                          at::TensorList entry_weights, at::TensorList place_weights,
+                                          at::IntArrayRef heads, at::IntArrayRef words, const at::Tensor& out) {
+  const char* op = "sum_units_32";
+  for (const size_t count :
+       {unit_offsets.size(), entry_weights.size(), place_weights.size(), heads.size(), words.size()})
+    TORCH_CHECK_VALUE(count == caches.size(), op, ": there are ", caches.size(), " caches and ", count,
+                      " of an argument that has one for each");
+  checked_lanes(op, "out", out, {out.numel()}, out);
+  auto* to = static_cast<int32_t*>(out.mutable_data_ptr());
+  int64_t left = out.numel();
+  std::vector<Sum32> jobs;
+  for (size_t c = 0; c < caches.size(); ++c) {
+    const int64_t units = unit_offsets[c].numel(), entries = entry_weights[c].dim() > 1 ? entry_weights[c].size(1) : 0;
+    Sum32 job{checked_cache(op, caches[c], out),
+              checked_words(op, "unit_offsets", unit_offsets[c], 1, out),
+              nullptr,
+              nullptr,
+              to,
+              units,
+              entries,
+              heads[c],
+              words[c]};
+    check(op, job);
+    job.entry_weights = checked_lanes(op, "entry_weights", entry_weights[c], {units, entries, 2}, out);
+    job.place_weights = checked_lanes(op, "place_weights", place_weights[c], {2, 2, job.padded_words()}, out);
+    if (unit_offsets[c].is_cpu()) check_unit_offsets(op, job);
+    const int64_t sums = saturating_mul(saturating_mul(units, job.heads), 2);
+    check_at_most(op, "the number of checksums", sums, left, "numbers that are left of out");
+    check_disjoint(op, "cache", job.cache.data, job.cache.bytes, reinterpret_cast<std::byte*>(out.mutable_data_ptr()),
+                   static_cast<int64_t>(out.nbytes()));
+    to += sums;
+    left -= sums;
+    if (units > 0) jobs.push_back(job);
+  }
+  return jobs;
+}
+
 }  // namespace vllm_ascend_pd

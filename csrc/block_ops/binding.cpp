@@ -52,6 +52,14 @@ void sum_units(at::TensorList caches, at::TensorList unit_offsets, at::TensorLis
   }
 }
 
+void sum_units_32(at::TensorList caches, at::TensorList unit_offsets, at::TensorList entry_weights,
+                  at::TensorList place_weights, at::IntArrayRef heads, at::IntArrayRef words, at::Tensor& out) {
+  for (const Sum32& job : checked_sums_32(caches, unit_offsets, entry_weights, place_weights, heads, words, out)) {
+    const int64_t grain = std::max<int64_t>(1, kBytesPerThread / job.unit_bytes());
+    at::parallel_for(0, job.units, grain, [&](int64_t begin, int64_t end) { sum_steps(job, begin, end); });
+  }
+}
+
 // The checks alone, for implementations in Python: is there anything to copy?
 bool check_gather(at::TensorList caches, const at::Tensor& unit_offsets, int64_t unit_bytes,
                   int64_t section_units, const at::Tensor& out, int64_t out_offset, int64_t out_cache_stride,
@@ -81,6 +89,11 @@ void check_sums(at::TensorList caches, at::TensorList unit_offsets, at::TensorLi
   checked_sums(caches, unit_offsets, entry_weights, place_weights, heads, word_bytes, out);
 }
 
+void check_sums_32(at::TensorList caches, at::TensorList unit_offsets, at::TensorList entry_weights,
+                at::TensorList place_weights, at::IntArrayRef heads, at::IntArrayRef words, const at::Tensor& out) {
+  checked_sums_32(caches, unit_offsets, entry_weights, place_weights, heads, words, out);
+}
+
 // For tracing: the ops return nothing and change no shape.
 template <class... Args>
 auto no_op(void (*)(Args...)) {
@@ -101,6 +114,9 @@ TORCH_LIBRARY(vllm_ascend_pd, m) {
       "sum_units(Tensor[] caches, Tensor[] unit_offsets, Tensor[] entry_weights, Tensor[] place_weights, int[] heads, "
       "int[] word_bytes, Tensor(a!) out) -> ()");
   m.def(
+      "sum_units_32(Tensor[] caches, Tensor[] unit_offsets, Tensor[] entry_weights, Tensor[] place_weights, "
+      "int[] heads, int[] words, Tensor(a!) out) -> ()");
+  m.def(
       "check_gather_units(Tensor[] caches, Tensor unit_offsets, int unit_bytes, int section_units, "
       "Tensor out, int out_offset, int out_cache_stride, int out_section_stride) -> bool");
   m.def(
@@ -112,6 +128,9 @@ TORCH_LIBRARY(vllm_ascend_pd, m) {
   m.def(
       "check_sum_units(Tensor[] caches, Tensor[] unit_offsets, Tensor[] entry_weights, Tensor[] place_weights, "
       "int[] heads, int[] word_bytes, Tensor out) -> ()");
+  m.def(
+      "check_sum_units_32(Tensor[] caches, Tensor[] unit_offsets, Tensor[] entry_weights, Tensor[] place_weights, "
+      "int[] heads, int[] words, Tensor out) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, CPU, m) {
@@ -119,6 +138,7 @@ TORCH_LIBRARY_IMPL(vllm_ascend_pd, CPU, m) {
   m.impl("split_heads", split_heads);
   m.impl("interleave_heads", interleave_heads);
   m.impl("sum_units", sum_units);
+  m.impl("sum_units_32", sum_units_32);
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, Meta, m) {
@@ -126,6 +146,7 @@ TORCH_LIBRARY_IMPL(vllm_ascend_pd, Meta, m) {
   m.impl("split_heads", no_op(split_heads));
   m.impl("interleave_heads", no_op(interleave_heads));
   m.impl("sum_units", no_op(sum_units));
+  m.impl("sum_units_32", no_op(sum_units_32));
 }
 
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, CompositeExplicitAutograd, m) {
@@ -133,6 +154,7 @@ TORCH_LIBRARY_IMPL(vllm_ascend_pd, CompositeExplicitAutograd, m) {
   m.impl("check_split_heads", check_split);
   m.impl("check_interleave_heads", check_interleave);
   m.impl("check_sum_units", check_sums);
+  m.impl("check_sum_units_32", check_sums_32);
 }
 
 }  // namespace

@@ -34,6 +34,30 @@ struct Sum {
   int64_t unit_bytes() const { return entries * heads * row_bytes(); }
 };
 
+// Checksums of 32 bits, two of them, for vector units that have no 64-bit products. A unit is [entries, heads, words] of
+// 4 bytes, whose halves count apart: in a sum modulo 2^32 of whole words, changes of the highest bits of two words would
+// cancel out. For n < units, h < heads and k < 2, modulo 2^32:
+//   out[n * heads + h][k] = sum over e < entries, w < words and half < 2 of
+//     half-th 16 bits of unit[e, h, w] * entry_weights[n * entries + e][k] * place_weights[k][half][w]
+// place_weights is [2, 2, padded_words()], 0 behind `words`.
+struct Sum32 {
+  Cache cache;
+  const int64_t* unit_offsets;
+  const int32_t* entry_weights;
+  const int32_t* place_weights;
+  int32_t* out;
+  int64_t units;
+  int64_t entries;
+  int64_t heads;
+  int64_t words;
+
+  int64_t row_bytes() const { return words * 4; }
+  int64_t unit_bytes() const { return entries * heads * row_bytes(); }
+  int64_t padded_words() const { return (words + 7) / 8 * 8; }
+};
+
+void sum_steps(const Sum32& job, int64_t begin, int64_t end);
+
 // CPU: takes the checksums of units [begin, end) of a checked job. Different units may be taken on different threads.
 void sum_steps(const Sum& job, int64_t begin, int64_t end);
 
@@ -49,8 +73,17 @@ inline void check(const char* op, const Sum& job) {
                 "addressable bytes of cache");
 }
 
+inline void check(const char* op, const Sum32& job) {
+  check_at_least(op, "heads", job.heads, 1);
+  check_at_least(op, "entries", job.entries, 1);
+  check_at_least(op, "words", job.words, 1);
+  check_at_most(op, "a unit's size", saturating_mul(saturating_mul(job.entries, job.heads), job.row_bytes()),
+                job.cache.bytes, "addressable bytes of cache");
+}
+
 // Only where unit_offsets lies in host memory.
-inline void check_unit_offsets(const char* op, const Sum& job) {
+template <class Job>
+void check_unit_offsets(const char* op, const Job& job) {
   check_unit_offsets(op, job.unit_offsets, job.units, job.cache.bytes - job.unit_bytes());
 }
 

@@ -27,12 +27,14 @@ struct Core {
   Bytes global;
   AscendC::TPipe pipe;
   TileQueue queue;
-  AscendC::TBuf<AscendC::TPosition::VECCALC> buffer;
+  AscendC::TBuf<AscendC::TPosition::VECIN> buffer;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> calculated;
 
   Core() {
     global.SetGlobalBuffer(memory.data(), memory.size());
     pipe.InitBuffer(queue, 2, 512);
     pipe.InitBuffer(buffer, 64);
+    pipe.InitBuffer(calculated, 64);
   }
   Tile alloc() { return queue.AllocTensor<uint8_t>(); }
   Tile through_queue(const Tile& tile) {
@@ -124,6 +126,8 @@ inline const std::map<std::string, std::function<void(Core&)>>& faults() {
       {"reading before the scalar unit is done", [](Core& c) { c.twice(AscendC::HardEvent::S_MTE2); }},
       {"waits for no flag", [](Core&) { AscendC::WaitFlag<AscendC::HardEvent::MTE2_S>(0); }},
       {"value past the tile", [](Core& c) { c.buffer.Get<uint8_t>().GetValue(64); }},
+      {"read into VECCALC", [](Core& c) { read(c.calculated.Get<uint8_t>(), c.global, {1, 32, 0, 0, 0}); }},
+      {"written from VECCALC", [](Core& c) { write(c.global, c.calculated.Get<uint8_t>(), {1, 32, 0, 0, 0}); }},
       {"never freed", [](Core& c) { c.through_queue(c.alloc()); }},
   };
   return table;

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -26,15 +27,25 @@
 #include <vector>
 
 #define __aicore__
-#define __global__
 #define __gm__
-#define KERNEL_TASK_TYPE_DEFAULT(type)
+// A kernel names the cores that it runs on: `__global__ __vector__` where ASC compiles it, KERNEL_TASK_TYPE_DEFAULT in its
+// body where ascendc_library does. Without the first it does not compile here (`__global__` opens a bracket that
+// `__vector__` closes), without the second it ends with an error.
+#ifdef ASCENDC_TWIN_LIBRARY
+#define __global__
+#define KERNEL_TASK_TYPE_DEFAULT(type) AscendC::twin::has_type = true
+#else
+#define __global__ __attribute__((
+#define __vector__ __unused__))
+#define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(false, "soon deprecated: declare the kernel __vector__")
+#endif
 using GM_ADDR = uint8_t*;
+enum pipe_t { PIPE_V };
 
 namespace AscendC {
 
 enum class TPosition { GM, VECIN, VECOUT, VECCALC };
-enum class HardEvent { MTE2_S, S_MTE2, S_MTE3, MTE3_S };
+enum class HardEvent { MTE2_S, S_MTE2, S_MTE3, MTE3_S, MTE2_V, V_MTE2, V_S, S_V };
 
 namespace twin {
 
@@ -46,11 +57,16 @@ constexpr uint32_t kMaxBufferGap = 65535;  // in units of 32 bytes
 
 inline thread_local int64_t core = 0;
 inline thread_local int64_t num_cores = 1;
+inline thread_local bool has_type = false;
 inline thread_local std::string fault_at_exit;  // found by a destructor, which cannot throw
 
 inline void require(bool ok, const std::string& what) {
   if (!ok) throw std::logic_error("core " + std::to_string(core) + ": " + what);
 }
+
+// What all cores have done since the last reset: reads and writes of single values, and instructions of the vector unit
+// with their repeats of 256 bytes.
+inline std::atomic<int64_t> scalar_accesses{0}, vector_instructions{0}, vector_repeats{0};
 
 inline size_t align_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -65,6 +81,9 @@ void launch(uint32_t cores, Kernel kernel, Args... args) {
       num_cores = cores;
       try {
         kernel(args...);
+#ifdef ASCENDC_TWIN_LIBRARY
+        require(has_type, "the kernel does not say which cores it is for");
+#endif
         require(fault_at_exit.empty(), fault_at_exit);
       } catch (...) {
         errors[i] = std::current_exception();
@@ -76,13 +95,14 @@ void launch(uint32_t cores, Kernel kernel, Args... args) {
 }
 
 enum class State { kFree, kAllocated, kQueued, kDequeued, kOrderedByFlags };
-enum class Pipe { kNone, kReading, kWriting, kScalar };
+enum class Pipe { kNone, kReading, kWriting, kScalar, kVector };
 
 // One buffer of a queue, or a TBuf.
 struct Buffer {
   uint8_t* data;
   size_t bytes;
   State state = State::kFree;
+  bool is_for_copies = true;  // DataCopyPad is documented for VECIN and VECOUT on A2 and A3, not for VECCALC
   // Of a TBuf: which pipe touched it last, which one SetFlag names since, and which one has waited for that.
   Pipe last = Pipe::kNone;
   Pipe flagged = Pipe::kNone;
@@ -96,15 +116,20 @@ struct Buffer {
 };
 
 inline thread_local std::vector<Buffer*> flag_buffers;
-inline thread_local bool is_flag_set[4] = {};
+inline thread_local bool is_flag_set[8] = {};
+
+// Bytes that the vector unit has written since its last barrier.
+inline thread_local std::vector<std::pair<const uint8_t*, const uint8_t*>> vector_results;
 
 inline Pipe first_pipe(HardEvent event) {
-  if (event == HardEvent::MTE2_S) return Pipe::kReading;
+  if (event == HardEvent::MTE2_S || event == HardEvent::MTE2_V) return Pipe::kReading;
+  if (event == HardEvent::V_MTE2 || event == HardEvent::V_S) return Pipe::kVector;
   return event == HardEvent::MTE3_S ? Pipe::kWriting : Pipe::kScalar;
 }
 
 inline Pipe second_pipe(HardEvent event) {
-  if (event == HardEvent::S_MTE2) return Pipe::kReading;
+  if (event == HardEvent::S_MTE2 || event == HardEvent::V_MTE2) return Pipe::kReading;
+  if (event == HardEvent::MTE2_V || event == HardEvent::S_V) return Pipe::kVector;
   return event == HardEvent::S_MTE3 ? Pipe::kWriting : Pipe::kScalar;
 }
 
@@ -124,7 +149,10 @@ class GlobalTensor {
     return view;
   }
 
-  T GetValue(uint64_t i) const { return *at(i, 1); }
+  T GetValue(uint64_t i) const {
+    ++twin::scalar_accesses;
+    return *at(i, 1);
+  }
 
   T* at(uint64_t i, uint64_t count) const {
     const uint64_t begin = offset_ + i;
@@ -168,6 +196,8 @@ class LocalTensor {
 
   void touch(twin::Pipe pipe) const { buffer_->touch(pipe); }
 
+  bool is_for_copies() const { return buffer_ != nullptr && buffer_->is_for_copies; }
+
   template <class Other>
   LocalTensor<Other> ReinterpretCast() const {
     LocalTensor<Other> other(buffer_);
@@ -176,6 +206,7 @@ class LocalTensor {
   }
 
   T GetValue(uint32_t i) const {
+    ++twin::scalar_accesses;
     touch(twin::Pipe::kScalar);
     T value;
     std::memcpy(&value, at(i * sizeof(T), sizeof(T)), sizeof(T));
@@ -183,6 +214,7 @@ class LocalTensor {
   }
 
   void SetValue(uint32_t i, T value) const {
+    ++twin::scalar_accesses;
     touch(twin::Pipe::kScalar);
     std::memcpy(at(i * sizeof(T), sizeof(T)), &value, sizeof(T));
   }
@@ -285,7 +317,7 @@ void WaitFlag(TEventID) {
 
 class TPipe {
  public:
-  TPipe() { twin::flag_buffers.clear(); }
+  TPipe() { twin::flag_buffers.clear(), twin::vector_results.clear(); }
 
   TEventID FetchEventID(HardEvent) { return 0; }
 
@@ -293,6 +325,7 @@ class TPipe {
   bool InitBuffer(TBuf<position>& buffer, uint32_t bytes) {
     buffer.buffer_ = std::make_unique<twin::Buffer>(twin::Buffer{take(bytes), twin::align_up(bytes)});
     buffer.buffer_->state = twin::State::kOrderedByFlags;
+    buffer.buffer_->is_for_copies = position != TPosition::VECCALC;
     std::memset(buffer.buffer_->data, 0xA5, buffer.buffer_->bytes);
     twin::flag_buffers.push_back(buffer.buffer_.get());
     return true;
@@ -321,6 +354,74 @@ class TPipe {
       ::operator new(twin::kUnifiedBufferBytes, std::align_val_t{twin::kAlignment}))};
   size_t used_ = 0;
 };
+
+// --- the vector unit: instructions on `count` values. One must not use another's results before a barrier.
+
+template <pipe_t>
+void PipeBarrier() {
+  twin::vector_results.clear();
+}
+
+namespace twin {
+
+template <class T>
+T* vector_operand(const LocalTensor<T>& tensor, int32_t count) {
+  require(count >= 1, "vector: no values");
+  tensor.touch(Pipe::kVector);
+  uint8_t* begin = tensor.at(0, static_cast<size_t>(count) * sizeof(T));
+  require(reinterpret_cast<uintptr_t>(begin) % kAlignment == 0, "vector: not aligned to 32 bytes");
+  for (const auto& [from, to] : vector_results)
+    require(begin >= to || begin + count * sizeof(T) <= from, "vector: uses a result before a barrier");
+  return reinterpret_cast<T*>(begin);
+}
+
+template <class T, class Body>
+void vector_instruction(T* to, int32_t count, const Body& body) {
+  ++vector_instructions;
+  vector_repeats += (static_cast<int64_t>(count) * static_cast<int64_t>(sizeof(T)) + 255) / 256;
+  for (int32_t i = 0; i < count; ++i) to[i] = body(i);
+  vector_results.emplace_back(reinterpret_cast<uint8_t*>(to), reinterpret_cast<uint8_t*>(to + count));
+}
+
+inline uint32_t low(int32_t value) { return static_cast<uint32_t>(value); }
+
+}  // namespace twin
+
+inline void Duplicate(const LocalTensor<int32_t>& to, int32_t value, int32_t count) {
+  twin::vector_instruction(twin::vector_operand(to, count), count, [&](int32_t) { return value; });
+}
+
+inline void ShiftRight(const LocalTensor<uint32_t>& to, const LocalTensor<uint32_t>& from, uint32_t bits, int32_t count) {
+  const uint32_t* source = twin::vector_operand(from, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count, [&](int32_t i) { return source[i] >> bits; });
+}
+
+inline void ShiftLeft(const LocalTensor<uint32_t>& to, const LocalTensor<uint32_t>& from, uint32_t bits, int32_t count) {
+  const uint32_t* source = twin::vector_operand(from, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count, [&](int32_t i) { return source[i] << bits; });
+}
+
+// Products keep their low 32 bits here. Hardware's answer is a question (docs/npu.md).
+inline void Muls(const LocalTensor<int32_t>& to, const LocalTensor<int32_t>& from, int32_t factor, int32_t count) {
+  const int32_t* source = twin::vector_operand(from, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count, [&](int32_t i) {
+    return static_cast<int32_t>(twin::low(source[i]) * twin::low(factor));
+  });
+}
+
+inline void Mul(const LocalTensor<int32_t>& to, const LocalTensor<int32_t>& one, const LocalTensor<int32_t>& other,
+                int32_t count) {
+  const int32_t *a = twin::vector_operand(one, count), *b = twin::vector_operand(other, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count,
+                           [&](int32_t i) { return static_cast<int32_t>(twin::low(a[i]) * twin::low(b[i])); });
+}
+
+inline void Add(const LocalTensor<int32_t>& to, const LocalTensor<int32_t>& one, const LocalTensor<int32_t>& other,
+                int32_t count) {
+  const int32_t *a = twin::vector_operand(one, count), *b = twin::vector_operand(other, count);
+  twin::vector_instruction(twin::vector_operand(to, count), count,
+                           [&](int32_t i) { return static_cast<int32_t>(twin::low(a[i]) + twin::low(b[i])); });
+}
 
 // Strides are gaps: in bytes in global memory, in units of 32 bytes in the unified buffer.
 struct DataCopyExtParams {
@@ -359,6 +460,7 @@ inline void DataCopyPad(const LocalTensor<uint8_t>& to, const GlobalTensor<uint8
                         const DataCopyExtParams& params, const DataCopyPadExtParams<uint8_t>& pad) {
   twin::require(to.is(twin::State::kAllocated) || to.is(twin::State::kOrderedByFlags),
                 "DataCopyPad: reads into a tensor that is not allocated");
+  twin::require(to.is_for_copies(), "DataCopyPad: reads into VECCALC");
   to.touch(twin::Pipe::kReading);
   twin::require(!pad.isPad && pad.leftPadding == 0 && pad.rightPadding == 0, "DataCopyPad: padding is not emulated");
   twin::check_copy(params, to.at(0, 0), params.dstStride);
@@ -372,6 +474,7 @@ inline void DataCopyPad(const GlobalTensor<uint8_t>& to, const LocalTensor<uint8
                         const DataCopyExtParams& params) {
   twin::require(from.is(twin::State::kDequeued) || from.is(twin::State::kOrderedByFlags),
                 "DataCopyPad: writes from a tensor that is not dequeued");
+  twin::require(from.is_for_copies(), "DataCopyPad: writes from VECCALC");
   from.touch(twin::Pipe::kWriting);
   twin::check_copy(params, from.at(0, 0), params.srcStride);
   const size_t padded = twin::align_up(params.blockLen);

@@ -62,6 +62,30 @@ extern "C" const char* twin_sum(int64_t cores, int64_t unified_buffer_bytes, int
   });
 }
 
+// `shapes`: units, entries, heads and words of each cache.
+extern "C" const char* twin_sum32(int64_t cores, int64_t unified_buffer_bytes, int64_t num_caches,
+                                  const std::byte* const* caches, const int64_t* cache_bytes,
+                                  const int64_t* const* unit_offsets, const int32_t* const* entry_weights,
+                                  const int32_t* const* place_weights, const int64_t* shapes, int32_t* out,
+                                  int64_t* launches) {
+  return error_of([&] {
+    std::vector<twin::Sum32> jobs;
+    for (int64_t c = 0; c < num_caches; ++c, shapes += 4) {
+      jobs.push_back({{caches[c], cache_bytes[c]}, unit_offsets[c], entry_weights[c], place_weights[c], out, shapes[0],
+                      shapes[1], shapes[2], shapes[3]});
+      out += 2 * shapes[0] * shapes[2];
+    }
+    *launches = twin::run({cores, unified_buffer_bytes}, jobs);
+  });
+}
+
+// Accesses of single values, vector instructions and their repeats since the last call.
+extern "C" void twin_take_counts(int64_t* counts) {
+  counts[0] = AscendC::twin::scalar_accesses.exchange(0);
+  counts[1] = AscendC::twin::vector_instructions.exchange(0);
+  counts[2] = AscendC::twin::vector_repeats.exchange(0);
+}
+
 extern "C" const char* twin_fault(const char* name) {
   return error_of([&] { twin::run_fault(name); });
 }

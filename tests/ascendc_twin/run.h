@@ -7,6 +7,7 @@
 #include "plan.h"
 #include "split.cpp"
 #include "sum.cpp"
+#include "sum32.cpp"
 
 namespace twin {
 
@@ -14,6 +15,7 @@ using vllm_ascend_pd::Cache;
 using vllm_ascend_pd::Interleave;
 using vllm_ascend_pd::Split;
 using vllm_ascend_pd::Sum;
+using vllm_ascend_pd::Sum32;
 using vllm_ascend_pd::npu::Chip;
 
 inline uint8_t* bytes(const void* data) { return static_cast<uint8_t*>(const_cast<void*>(data)); }
@@ -43,6 +45,16 @@ inline int64_t run(const Chip& chip, const std::vector<Sum>& jobs) {
   for (size_t first = 0; first < jobs.size(); first += vllm_ascend_pd::npu::kMaxCaches, ++launches) {
     const auto planned = vllm_ascend_pd::npu::plan_sum(chip, jobs, first);
     AscendC::twin::launch(planned.cores, vllm_ascend_pd_sum, bytes(jobs[first].out), planned.tiling);
+  }
+  return launches;
+}
+
+inline int64_t run(const Chip& chip, const std::vector<Sum32>& jobs) {
+  int64_t launches = 0;
+  for (const Sum32& job : jobs) vllm_ascend_pd::check("sum32", job);
+  for (size_t first = 0; first < jobs.size(); first += vllm_ascend_pd::npu::kMaxCaches, ++launches) {
+    const auto planned = vllm_ascend_pd::npu::plan_sum(chip, jobs, first);
+    AscendC::twin::launch(planned.cores, vllm_ascend_pd_sum32, bytes(jobs[first].out), planned.tiling);
   }
   return launches;
 }

@@ -26,14 +26,15 @@ Bytes = np.ndarray  # of uint8
 
 pytestmark = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
 
-# Four ops of these many random cases each.
+# Three ops of these many random cases each, and two forms of checksums of half as many.
 many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+half_as_many = settings(many, max_examples=100)
 
 
 def build(source: str, target: Path, *flags: str) -> Path:
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
     # The twin's kernel_operator.h comes first; CANN's, if there is one, is not asked for.
-    command += [f"-I{HERE}", f"-I{KERNELS}", str(HERE / source), "-o", str(target)]
+    command += ["-DVLLM_ASCEND_PD_ASC", f"-I{HERE}", f"-I{KERNELS}", str(HERE / source), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return target
@@ -72,6 +73,7 @@ class Twin:
             self._library.twin_split,
             self._library.twin_interleave,
             self._library.twin_sum,
+            self._library.twin_sum32,
             self._library.twin_fault,
         ):
             function.restype = ctypes.c_char_p
@@ -130,6 +132,27 @@ class Twin:
             *(addresses([getattr(of, name) for of in units]) for name in ("offsets", "weights", "places")),
             *(shapes, out),
         )
+
+    def sum32(self, chip: Chip, units: list[SummedUnits], out: np.ndarray) -> int:
+        """`weights` of the units are `[units, entries, 2]` and `places` `[2, 2, padded words]`, of int32."""
+
+        def addresses(arrays: list[np.ndarray]) -> object:
+            return (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
+
+        shapes = np.array([(*of.weights.shape[:2], of.heads, of.word_bytes) for of in units])
+        return self._launches(
+            self._library.twin_sum32,
+            *(chip.cores, chip.unified_buffer, len(units), addresses([of.cache for of in units])),
+            (ctypes.c_int64 * len(units))(*[of.cache.size for of in units]),
+            *(addresses([getattr(of, name) for of in units]) for name in ("offsets", "weights", "places")),
+            *(shapes, out),
+        )
+
+    def take_counts(self) -> dict[str, int]:
+        """Returns what the kernels have done since the last call."""
+        counts = (ctypes.c_int64 * 3)()
+        self._library.twin_take_counts(counts)
+        return dict(zip(("scalar accesses", "vector instructions", "vector repeats"), counts, strict=True))
 
     def fault(self, name: str) -> None:
         self._call(self._library.twin_fault, name.encode())
@@ -264,7 +287,7 @@ def summed_units(draw: st.DrawFn) -> SummedUnits:
     return SummedUnits(random_bytes(2 * unit + draw(gaps), 3), offsets, weights, places, heads, word_bytes)
 
 
-@many
+@half_as_many
 @given(
     chip=chips,
     units=st.one_of(st.lists(summed_units(), min_size=1, max_size=3), st.lists(summed_units(), min_size=9, max_size=9)),
@@ -280,6 +303,75 @@ def test_sum_units(twin: Twin, chip: Chip, units: list[SummedUnits]) -> None:
     out = np.full(sum(map(len, expected)) + 1, -1)
     assert twin.sum(chip, units, out) == -(-len(units) // 8)
     assert np.array_equal(out, [*np.concatenate(expected), -1])
+
+
+@st.composite
+def units_of_words(draw: st.DrawFn) -> SummedUnits:
+    """As `summed_units`, of words of 4 bytes: `word_bytes` is the number of words. Some are longer than a piece."""
+    is_long = draw(st.integers(0, 7)) == 7
+    words = draw(st.integers(2000, 4500) if is_long else st.integers(1, 100))
+    entries, heads = draw(st.integers(1, 3 if is_long else 30)), draw(st.integers(1, 2 if is_long else 4))
+    unit, units = 4 * entries * heads * words, draw(st.integers(1, 3))
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
+    weights = numbers.integers(-(2**31), 2**31, (units, entries, 2), dtype=np.int32)
+    places = numbers.integers(-(2**31), 2**31, (2, 2, -(-words // 8) * 8), dtype=np.int32)
+    places[:, :, words:] = 0
+    offsets = numbers.integers(0, unit, units, endpoint=True)
+    return SummedUnits(random_bytes(2 * unit + draw(gaps), 3), offsets, weights, places, heads, words)
+
+
+def sums_of_32_bits(of: SummedUnits) -> np.ndarray:
+    """Returns `[units, heads, 2]`."""
+    entries, words, sums = of.weights.shape[1], of.word_bytes, []
+    for offset, weights in zip(of.offsets, of.weights, strict=True):
+        content = of.cache[offset:][: 4 * entries * of.heads * words].tobytes()
+        halves = np.frombuffer(content, "<u2").reshape(entries, of.heads, words, 2).astype(np.int64)
+        by_row = np.einsum("ehwi,kiw->ehk", halves, of.places[:, :, :words].astype(np.int64))
+        sums.append((by_row * weights[:, None]).sum(0))
+    return np.array(sums).astype(np.int32)
+
+
+@half_as_many
+@given(
+    chip=chips,
+    units=st.one_of(
+        st.lists(units_of_words(), min_size=1, max_size=3), st.lists(units_of_words(), min_size=9, max_size=9)
+    ),
+)
+def test_sum_units_32(twin: Twin, chip: Chip, units: list[SummedUnits]) -> None:
+    expected = np.concatenate([sums_of_32_bits(of).reshape(-1) for of in units])
+    out = np.full(len(expected) + 1, -1, dtype=np.int32)
+    assert twin.sum32(chip, units, out) == -(-len(units) // 8)
+    assert np.array_equal(out, [*expected, -1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("MLA", [(1, 256), (1, 32)]), ("GQA", [(2, 64), (2, 64)]), ("one head", [(1, 64), (1, 64)])]
+)
+def test_the_vector_unit_does_the_work_of_32_bit_sums(twin: Twin, kind: str, rows: list[tuple[int, int]]) -> None:
+    """4,096 tokens in blocks of 128. `rows`: heads and words of the layer's tensors. Per MB, beside the 64-bit sums."""
+    counts = {}
+    for bits in (64, 32):
+        units = []
+        for heads, words in rows:
+            numbers, blocks = np.random.default_rng(0), 32
+            cache, offsets = random_bytes(blocks * 128 * heads * words * 4), np.arange(blocks) * 128 * heads * words * 4
+            if bits == 64:
+                weights, places = (numbers.integers(2**63, size=size) for size in ((blocks, 128), words))
+                units.append(SummedUnits(cache, offsets, weights, places, heads, 4))
+            else:
+                weights = numbers.integers(2**31, size=(blocks, 128, 2), dtype=np.int32)
+                places = numbers.integers(2**31, size=(2, 2, words), dtype=np.int32)
+                units.append(SummedUnits(cache, offsets, weights, places, heads, words))
+        twin.take_counts()
+        out = np.zeros(sum(2 * len(of.offsets) * of.heads for of in units), dtype=np.int64)
+        (twin.sum if bits == 64 else twin.sum32)(A2, units, out)
+        megabytes = sum(of.cache.size for of in units) / 2**20
+        counts[bits] = {name: round(count / megabytes) for name, count in twin.take_counts().items()}
+    print(kind, counts)
+    assert counts[32]["scalar accesses"] * 20 <= counts[64]["scalar accesses"]
+    assert counts[64]["vector instructions"] == 0
+    assert counts[32]["vector repeats"] < 100_000
 
 
 @dataclass(frozen=True)
@@ -375,11 +467,24 @@ def test_offsets_past_4_gib(twin: Twin) -> None:
         ("reading before the scalar unit is done", "before another pipe is done"),
         ("waits for no flag", "nothing sets it"),
         ("value past the tile", "tile: bytes"),
+        ("read into VECCALC", "reads into VECCALC"),
+        ("written from VECCALC", "writes from VECCALC"),
     ],
 )
 def test_the_twin_finds(twin: Twin, fault: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         twin.fault(fault)
+
+
+def test_a_kernel_without_its_type_does_not_compile(tmp_path: Path) -> None:
+    """asc-devkit does not find out by itself which cores the scalar kernel is for."""
+    kernel = 'extern "C" __global__ {}__aicore__ void kernel(GM_ADDR) {{}}\n'
+    for vector, compiles in (("__vector__ ", True), ("", False)):
+        source = tmp_path / "kernel.cpp"
+        source.write_text('#include "kernel_operator.h"\n' + kernel.format(vector))
+        command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fsyntax-only", f"-I{HERE}", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) is compiles, done.stderr
 
 
 def test_the_twin_finds_nothing_in_a_right_kernel(twin: Twin) -> None:

@@ -60,8 +60,12 @@ def activate() -> None:
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     for name in BEFORE_TORCH:
         _load(name)
-    if str(Path(__file__).parent) not in sys.path:
-        sys.path.append(str(Path(__file__).parent))
+    here = Path(__file__).parent
+    if str(here) not in sys.path:
+        sys.path.append(str(here))
+    tools = str(here / "tools")  # hccn_tool, which HIXL asks for a device's address
+    if tools not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH", ""), tools)))
     sys.meta_path.insert(0, _Hooks())
 
 
@@ -181,8 +185,8 @@ def injected(faults: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def link_fault(process: int, fault: str) -> Iterator[None]:
-    """Let transfers to a process fail as `fault` says: `hang`, `slow MILLISECONDS`, `refuse` or `down` (see README.md).
-    Any process may ask for it. Afterwards the link is as it was before."""
+    """Let transfers to a process fail as `fault` says: `hang`, `slow MILLISECONDS`, `refuse`, `down` or `lost` (see
+    README.md). Any process may ask for it. Afterwards the link is as it was before."""
     folder = Path(os.environ.get("CANN_ON_HOST_LINKS") or "/dev/shm/cann_on_host_links")
     folder.mkdir(exist_ok=True)
     said, new = folder / str(process), folder / f"{process}.new"

@@ -19,7 +19,7 @@ from harness.pool import long
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank, start_afresh
 from harness.rank_programs import DRAFT, HOST, MODEL, ONCE, DecodeRank, Hooks, PrefillRank
-from vllm_ascend_pd.core.checksum import column_tokens
+from vllm_ascend_pd.core.checksum import Form, column_tokens
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.protocol import EngineDescription
@@ -217,6 +217,7 @@ class Pair:
             remote_interleave_size=self.decode.interleave,
             remote_cached_tokens=prompt.cached,
             ticket_id=secrets.token_hex(16),
+            checksum_form=max(Form),
             num_tokens=prompt.num_tokens,
             remote_draft=DRAFT if self.model.draft_layers else "",
         )

@@ -35,7 +35,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def dump(file: Path, text: str) -> Path:
     ones = np.ones(1, dtype=np.uint64)
-    arrays = dict.fromkeys(("entries", "heads", "places", "missing"), ones)
+    arrays = dict.fromkeys(("entries", "heads", "places"), ones.reshape(1, 1)) | {"missing": ones}
     np.savez(file, words=ones.reshape(1, 1, 1), text=np.array(text), copies=np.array([7]), **arrays)
     return file
 

@@ -20,7 +20,7 @@ from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from test_push import SHAPES
 from test_push_int8 import C8, MLA
-from vllm_ascend_pd.core.checksum import is_selected
+from vllm_ascend_pd.core.checksum import Form, is_selected
 from vllm_ascend_pd.core.kv_dump import pattern, read_dump
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.prefill_ticket import Phase
@@ -41,13 +41,18 @@ ALL = {"verify_kv": "all"}
 def count_verified(rank: DecodeRank) -> None:
     """Counts the prefill ranks whose checksums are compared from now on."""
     rank.compared = []
-    missing = checksums.Tally.missing
+    missing = checksums.Tallies.missing
 
-    def counted(tally: checksums.Tally, reported: bytes) -> object:
+    def counted(tally: checksums.Tallies, reported: bytes) -> object:
         rank.compared.append(len(reported))
         return missing(tally, reported)
 
-    checksums.Tally.missing = counted
+    checksums.Tallies.missing = counted
+
+
+def take_32_bits(rank: PrefillRank) -> None:
+    """As on an NPU whose vector units take sums."""
+    object.__setattr__(rank.worker._rank, "checksum_form", Form.SUM_32)
 
 
 def verified(rank: DecodeRank) -> int:
@@ -84,6 +89,10 @@ SHORT = (
 )
 
 
+# Whose prefill ranks take sums of 32 bits.
+BY_32_BITS = ("GQA_TP1_TO_TP2", "HEAD_MAJOR_TP2_TO_TP1", "REPLICAS_TP4_TO_TP1", "MLA_DCP2_TO_TP1", "C8_TP2_TO_TP1")
+
+
 @pytest.fixture(scope="module", params=[name if name in SHORT else long(name) for name in VERIFIED])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     shape = VERIFIED[request.param]
@@ -91,6 +100,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("dumps")
     made = Pair(*shape, config=ALL | {"trace_dir": str(folder)}, programs=programs)
     made.each(made.d_ranks, "do", count_verified)
+    if request.param in BY_32_BITS:
+        made.each(made.p_ranks, "do", take_32_bits)
     yield made
     assert made.close() == []
 

@@ -8,6 +8,7 @@ down.
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,19 @@ def test_nothing_of_a_write_that_has_failed_arrives(ranks: Ranks, pieces: int) -
     assert "L" not in ranks.decode.ask("get", 0, 12)
     ranks.prefill.ask("put", "well" * 3)
     assert ranks.write(f"again {pieces}", 4, pieces)[0] == "arrived"
+
+
+def test_links_of_the_comm_engine_may_be_lost_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after "AICPU launch failed": then not even writes to others arrive, and no link's repair helps."""
+    monkeypatch.setenv("CANN_ON_HOST_LINKS", str(tmp_path))
+    ranks = Ranks(ONE_BY_ONE)
+    try:
+        with ranks.others.link("lost"):
+            ranks.prefill.ask("begin", "lost", *ranks.sessions[0], 4)
+            assert "failed after" in ranks.prefill.ask("wait", "lost")[0]
+        assert "failed after" in ranks.write("to another")[0]
+    finally:
+        ranks.end()
 
 
 def test_one_batch_to_a_peer_at_a_time(ranks: Ranks) -> None:

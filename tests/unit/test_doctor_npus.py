@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.core.protocol import EngineKind
 from vllm_ascend_pd.tools.doctor import npus
 from vllm_ascend_pd.tools.doctor.npus import Chip, judge, parse
 from vllm_ascend_pd.tools.doctor.report import Level
 from vllm_ascend_pd.tools.programs import Ran
 from vllm_ascend_pd.transport import ascend
 
+CLIENT_SERVER, COMM = EngineKind.CLIENT_SERVER, EngineKind.COMM
 A2 = """\
 +------------------------------------------------------------------------------------------------+
 | npu-smi 25.2.0                   Version: 25.2.0                                               |
@@ -125,7 +127,7 @@ address_0=192.0.2.10
 netmask_0=255.255.255.0
 gateway_0=192.0.2.1
 address_1=192.0.2.11
-IPv6address_2=2001:db8::2
+address_2=192.0.2.12
 """
 
 TOOL = """\
@@ -134,6 +136,7 @@ case "$*" in
   "-i 1 -link -g") echo "link status: DOWN" ;;
   *"-link -g") echo "link status: UP" ;;
   "-i 0 -ip -g") printf 'ipaddr:192.0.2.10\\nnetmask:255.255.255.0\\n' ;;
+  "-i 2 -ip -g") printf 'ipaddr:192.0.2.12\\nnetmask:255.255.255.0\\n' ;;
   "-i 1 -ip -g") printf 'ipaddr:192.0.2.77\\nnetmask:255.255.255.0\\n' ;;
   *) echo "hccn_tool is busy, please try again" >&2; exit 1 ;;
 esac
@@ -150,7 +153,7 @@ def test_no_output_however_garbled_is_an_exception(data: st.DataObject) -> None:
     assert findings
     assert all(device < 10_000 for device in devices)
     npus.judge_link(0, ran)
-    npus.judge_addresses(0, ["192.0.2.10"], ran)
+    npus.judge_addresses(0, ["192.0.2.10"], ran, CLIENT_SERVER)
 
 
 def test_a_link_of_which_nothing_is_said_is_not_taken_for_one_that_is_up() -> None:
@@ -158,28 +161,37 @@ def test_a_link_of_which_nothing_is_said_is_not_taken_for_one_that_is_up() -> No
 
 
 def test_an_address_that_the_file_has_wrong_is_an_error() -> None:
-    same = npus.judge_addresses(0, ["192.0.2.10"], Ran(IP, ""))
-    other = npus.judge_addresses(0, ["192.0.2.99"], Ran(IP, ""))
-    none = npus.judge_addresses(0, ["192.0.2.10"], Ran("", "", "ended with code 1"))
+    same = npus.judge_addresses(0, ["192.0.2.10"], Ran(IP, ""), CLIENT_SERVER)
+    other = npus.judge_addresses(0, ["192.0.2.99"], Ran(IP, ""), CLIENT_SERVER)
+    none = npus.judge_addresses(0, ["192.0.2.10"], Ran("", "", "ended with code 1"), CLIENT_SERVER)
     assert [finding.level for finding in (same, other, none)] == [Level.OK, Level.ERROR, Level.WARNING]
     assert "192.0.2.10" in other.found
     assert "192.0.2.99" in other.found
 
 
+@pytest.mark.parametrize(("kind", "level"), [(CLIENT_SERVER, Level.ERROR), (COMM, Level.WARNING), ("", Level.WARNING)])
+def test_an_npu_without_an_address_has_no_client_server_engine(tmp_path: Path, kind: str, level: Level) -> None:
+    conf = tmp_path / "hccn.conf"
+    assert [finding.level for finding in npus.judge_conf(conf, [0], has_tool=False, kind=kind)] == [level]
+    conf.write_text("address_1=192.0.2.11\nIPv6address_0=2001:db8::10\n")
+    [finding] = npus.judge_conf(conf, [0, 1], has_tool=True, kind=kind)
+    assert (finding.check, finding.level) == ("hccn.conf.0", level)
+    assert "ASCEND_LOCAL_COMM_RES" in finding.found
+    assert npus.judge_addresses(0, [], Ran("", "", "ended with code 1"), kind).level is level
+
+
 def test_the_file(tmp_path: Path) -> None:
     conf = tmp_path / "hccn.conf"
-    findings = npus.judge_conf(conf, [0], has_tool=False)
-    assert [finding.level for finding in findings] == [Level.WARNING]
     conf.write_text(CONF)
-    findings = npus.judge_conf(conf, [0, 1, 2], has_tool=True)
+    findings = npus.judge_conf(conf, [0, 1], has_tool=True, kind=CLIENT_SERVER)
     assert [finding.level for finding in findings] == [Level.OK]
     conf.write_text(CONF + "address_3=x\n")
-    findings = npus.judge_conf(conf, [0, 1, 2, 3], has_tool=True)
+    findings = npus.judge_conf(conf, [0, 1, 3], has_tool=True, kind=COMM)
     assert {finding.check: finding.level for finding in findings} == {"hccn.conf.3": Level.ERROR}
 
 
 def ask(devices: list[int]) -> dict[str, Level]:
-    findings = npus.check_network(devices)
+    findings = npus.check_network(devices, CLIENT_SERVER)
     assert all(finding.action for finding in findings if finding.level is not Level.OK)
     return {finding.check: finding.level for finding in findings}
 
@@ -198,6 +210,7 @@ def test_each_device_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "hccn.link.2": Level.OK,
         "hccn.address.0": Level.OK,
         "hccn.address.1": Level.ERROR,
+        "hccn.address.2": Level.OK,
     }
 
 
@@ -205,4 +218,4 @@ def test_without_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(ascend, "HCCN_TOOL", tmp_path / "hccn_tool")
     monkeypatch.setattr(ascend, "HCCN_CONF", tmp_path / "hccn.conf")
-    assert ask([0]) == {"hccn.conf.0": Level.WARNING, "hccn.tool": Level.NOTE}
+    assert ask([0]) == {"hccn.conf.0": Level.ERROR, "hccn.tool": Level.NOTE}

@@ -80,6 +80,12 @@ def test_both_tested_versions_of_mooncake_for_npus_are_right() -> None:
     assert NPU.pins[versions.MOONCAKE_NPU] in versions.MOONCAKE_NPU_TESTED
 
 
+def test_both_tested_versions_of_vllm_ascend_are_right() -> None:
+    for version in versions.VLLM_ASCEND_TESTED:
+        assert levels({**NPU.pins, "vllm-ascend": version}) == {}
+    assert NPU.pins["vllm-ascend"] in versions.VLLM_ASCEND_TESTED
+
+
 def test_mooncake_of_another_kind() -> None:
     pins = {name: pin for name, pin in NPU.pins.items() if name != versions.MOONCAKE_NPU}
     findings = judge({**pins, "mooncake-transfer-engine": "0.3.13"})

@@ -94,6 +94,7 @@ def test_a_dry_run_is_what_is_run(script: str, arguments: tuple[str, ...], envir
         assert variables["HCCL_BUFFSIZE"] == "77"
         assert variables["LOADED_TOOLKIT"] == variables["LOADED_ATB"] == "1"
         assert {"HCCL_IF_IP", "GLOO_SOCKET_IFNAME", "VLLM_HOST_IP"} <= {*names}
+    assert "HCCL_OP_EXPANSION_MODE" not in names, "vllm-ascend took it out of its guides after freezes"
 
 
 def test_the_interface_is_that_of_the_address(environment: dict[str, str]) -> None:

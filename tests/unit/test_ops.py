@@ -53,6 +53,15 @@ INTERLEAVE: dict[str, Any] = {
     "tokens": 8,
     "row_bytes": 8,
 }
+SUM_32: dict[str, Any] = {
+    "caches": [torch.zeros(4, 64, dtype=torch.uint8)],
+    "unit_offsets": [torch.tensor([0, 192])],
+    "entry_weights": [torch.zeros(2, 4, 2, dtype=torch.int32)],
+    "place_weights": [torch.zeros(2, 2, 8, dtype=torch.int32)],
+    "heads": [2],
+    "words": [2],
+    "out": torch.zeros(8, dtype=torch.int32),
+}
 SUM: dict[str, Any] = {
     "caches": [torch.zeros(4, 64, dtype=torch.uint8)],
     "unit_offsets": [torch.tensor([0, 192])],
@@ -184,6 +193,36 @@ def test_sum_units(impl: ModuleType, cases: list[tuple[torch.Tensor, ...]]) -> N
     sizes = [words.itemsize for words in every]
     impl.sum_units(caches, offsets, weights, places, [words.shape[2] for words in every], sizes, out)
     assert torch.equal(out, torch.cat([*expected, torch.tensor([5])]))
+
+
+@st.composite
+def units_of_halves(draw: st.DrawFn) -> tuple[torch.Tensor, ...]:
+    """As `units_of_words`, of words of 4 bytes, and the places' weights."""
+    entries, heads, words = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(1, 70))
+    blocks = random_tensor((draw(st.integers(1, 5)), entries, heads, words), torch.int32)
+    ids = torch.tensor(draw(st.lists(st.integers(0, len(blocks) - 1), max_size=6)), dtype=torch.int64)
+    places = torch.zeros(2, 2, -(-words // 8) * 8, dtype=torch.int32)
+    places[:, :, :words] = random_tensor((2, 2, words), torch.int32)
+    weights = random_tensor((len(ids), entries, 2), torch.int32)
+    return blocks.flatten(1), ids * 4 * entries * heads * words, blocks[ids], weights, places
+
+
+@IMPLEMENTATIONS
+@given(cases=st.lists(units_of_halves(), max_size=4))
+def test_sum_units_32(impl: ModuleType, cases: list[tuple[torch.Tensor, ...]]) -> None:
+    expected = [torch.tensor([], dtype=torch.int64)]
+    for _, _, units, weights, places in cases:
+        words = units.shape[3]
+        halves = torch.stack((units.long() & 0xFFFF, (units.long() >> 16) & 0xFFFF), 3)
+        by_entry = torch.einsum("nehiw,kiw->nehk", halves, places[:, :, :words].long())
+        expected.append((by_entry * weights.long()[:, :, None]).sum(1).flatten())
+    low = torch.cat(expected) & 0xFFFFFFFF
+    wanted = torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
+    caches, offsets, every, weights, places = zip(*cases, strict=True) if cases else ((),) * 5
+    out = torch.full((len(wanted) + 1,), 5, dtype=torch.int32)
+    heads, words = [units.shape[2] for units in every], [units.shape[3] for units in every]
+    impl.sum_units_32(caches, offsets, weights, places, heads, words, out)
+    assert torch.equal(out, torch.cat([wanted, torch.tensor([5], dtype=torch.int32)]))
 
 
 SMALL = st.integers(0, 9)
@@ -338,6 +377,22 @@ ERRORS = [
         ]
     ],
     *[
+        ("sum_units_32", SUM_32, bad, message)
+        for bad, message in [
+            ({"heads": [0]}, "heads is 0, must be at least 1"),
+            ({"heads": []}, "there are 1 caches and 0 of an argument that has one for each"),
+            ({"words": [0]}, "words is 0, must be at least 1"),
+            ({"words": [9]}, "a unit's size is 288, must be at most 256"),
+            ({"place_weights": [torch.zeros(2, 2, 2, dtype=torch.int32)]}, "place_weights is of Int and shape"),
+            ({"place_weights": [torch.zeros(2, 2, 8)]}, "place_weights is of Float"),
+            ({"entry_weights": [torch.zeros(2, 0, 2, dtype=torch.int32)]}, "entries is 0, must be at least 1"),
+            ({"entry_weights": [torch.zeros(3, 4, 2, dtype=torch.int32)]}, "entry_weights is of Int and shape"),
+            ({"unit_offsets": [torch.tensor([0, 193])]}, r"unit_offsets\[1\] is 193, must be at most 192 "),
+            ({"out": torch.zeros(7, dtype=torch.int32)}, "the number of checksums is 8, must be at most 7"),
+            ({"out": torch.zeros(8)}, "out is of Float"),
+        ]
+    ],
+    *[
         ("sum_units", SUM, bad, message)
         for bad, message in [
             ({"heads": [0]}, "heads is 0, must be at least 1"),
@@ -401,7 +456,13 @@ def test_a_unit_may_end_where_a_strided_cache_ends() -> None:
 
 @pytest.mark.parametrize(
     ("op", "kwargs"),
-    [("gather_units", GATHER), ("split_heads", SPLIT), ("interleave_heads", INTERLEAVE), ("sum_units", SUM)],
+    [
+        ("gather_units", GATHER),
+        ("split_heads", SPLIT),
+        ("interleave_heads", INTERLEAVE),
+        ("sum_units", SUM),
+        ("sum_units_32", SUM_32),
+    ],
 )
 def test_ops_trace(op: str, kwargs: dict[str, Any]) -> None:
     torch.library.opcheck(getattr(torch.ops.vllm_ascend_pd, op).default, (), kwargs)

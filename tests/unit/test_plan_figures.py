@@ -22,7 +22,8 @@ from vllm_ascend_pd.tools.doctor.report import make_report, ok
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches, stage_layers
 from vllm_ascend_pd.tools.plan.exchange import Flow, make_plan
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
-from vllm_ascend_pd.tools.plan.times import HIXL, KIB, Traffic, make_rates, read_measured, write_times
+from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, read_measured, write_times
+from vllm_ascend_pd.tools.write_costs import HIXL, KIB
 
 # 1000 tokens travel as 8 blocks of 128.
 SENT_TOKENS = 1024

@@ -13,7 +13,7 @@ import torch
 
 from harness.tickets import ticket_with
 from vllm_ascend_pd.core.caches import LayerTensors, describe
-from vllm_ascend_pd.core.checksum import MAX_ROWS, SummedUnits, Tally, column_tokens, tensor_weights
+from vllm_ascend_pd.core.checksum import MAX_ROWS, Form, SummedUnits, Tallies, column_tokens, tensor_weights
 from vllm_ascend_pd.core.kv_dump import read_dump
 from vllm_ascend_pd.core.layout import LayerSpec
 from vllm_ascend_pd.core.prefill_ticket import Destination
@@ -66,7 +66,7 @@ class World:
             {name: sums[:, heads.start : heads.stop] for name, sums in step.taken.items()},
         )
         destination = Destination(RankDescription(0, 0, "", "", self.caches.description), self.covers)
-        return report_checksums(ticket, [step], {"d": destination}, grows)["d"]
+        return report_checksums(ticket, [step], {"d": destination}, grows=grows)["d"]
 
     @property
     def covers(self):
@@ -155,7 +155,7 @@ def test_an_error_while_checksums_are_put_together_keeps_no_report_back(world, m
 
 
 def other_format(report):
-    return bytes([report[0] + 1, *report[1:]])
+    return bytes([report[0] + 64, *report[1:]])
 
 
 @pytest.mark.parametrize("silent", [lambda _: None, lambda _: UNKNOWN, other_format], ids=["none", "unknown", "format"])
@@ -202,9 +202,9 @@ def test_more_tensors_than_a_report_can_have_are_unknown(world):
 
 def reported(rows, columns):
     """Returns a report of these sums."""
-    tally = Tally.empty(len(rows), 1, len(columns))
-    tally.rows[:], tally.columns[:] = rows, columns
-    return tally.encode()
+    tallies = Tallies.empty(Form.SUM_64, len(rows), 1, len(columns))
+    tallies.lanes[0].rows[:], tallies.lanes[0].columns[:] = rows, columns
+    return tallies.encode()
 
 
 def test_a_wrong_report_ends_no_engine(world):

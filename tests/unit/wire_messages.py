@@ -65,6 +65,7 @@ TICKET = signed(
         remote_interleave_size=8,
         remote_cached_tokens=16,
         remote_draft="eagle3",
+        checksum_form=3,
         ticket_id=ID,
         prompt=_PROMPT,
         replaces=DIGEST,

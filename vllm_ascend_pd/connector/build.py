@@ -49,6 +49,7 @@ from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.connector.vllm_view import ASKS_SCHEDULER_FOR_STATS, HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.caches import BlockNeeds, CacheGroup, KVCache, RegisteredCaches, describe, left_to_decode
+from vllm_ascend_pd.core.checksum import Form, takes_32_bits
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.engine_view import EngineSteps
 from vllm_ascend_pd.core.hosts import authority
@@ -61,7 +62,7 @@ from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.decode.worker import DecodeWorker
-from vllm_ascend_pd.device.checksums import check_exact
+from vllm_ascend_pd.device.checksums import best_form
 from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.device.make import make_device
 from vllm_ascend_pd.observe.stats import Data, DecodeSchedulerStats, PrefillSchedulerStats, PrefillStats
@@ -304,9 +305,10 @@ def _worker(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connected:
     with ExitStack() as opened:
         device = make_device(device_type())
         opened.callback(device.close)
+        form = Form.SUM_64
         if config.verified_share:
             try:
-                check_exact(device)
+                form = best_form(device)
             except (DeviceError, RuntimeError, TimeoutError) as error:
                 raise ConfigError(f"`verify_kv`: the device {device.name} cannot take checksums: {error}") from error
         rank = _rank_info(setup)
@@ -336,8 +338,21 @@ def _worker(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connected:
             measured = PrefillStats(rank)
             observer = tell_all(measured, prefill_trace(config.trace_dir, rank))
             caches_of, in_order = caches_of_layers(specs), layers_in_order(caches.layers)
+            if not all(takes_32_bits(geometry.sent) for geometry in caches.description.geometries):
+                form = Form.SUM_64
             prefill = PrefillWorker(
-                rank, config, device, engine, caches, step_tokens, weights, observer, caches_of, in_order, setup.peers
+                rank,
+                config,
+                device,
+                engine,
+                caches,
+                step_tokens,
+                weights,
+                observer,
+                caches_of,
+                in_order,
+                setup.peers,
+                form,
             )
             opened.callback(prefill.close, CLOSE_TIMEOUT_S)
             return Connected(prefill, lambda: measured.take(prefill.status) or no_stats(), opened.pop_all())

@@ -5,7 +5,8 @@ Where the limits are from:
 
 - 256 regions: HCCL, global_mem_manager.h (`MAX_GLOBAL_MEM_REG_COUNT`), for all engines of a process. Later versions
   have no such limit there; HIXL itself takes 4096 (mem_msg_handler.cc). vllm-ascend 0.23 refuses more than 256.
-- 50 GB of device memory on Atlas A2 and A3: HIXL's guide, restrictions of `RegisterMem`. The code does not check it.
+- 50 GB of device memory on Atlas A2 and A3: HIXL's guide, docs/zh/api/cpp/HIXL-interface.md of 9.2.0-beta.2,
+  restrictions of `RegisterMem`. Neither HIXL's code nor vllm-ascend's connectors check it.
 - 2 MiB alignment of device memory: Mooncake's guide to its Ascend transport, for HCCS.
 """
 
@@ -24,8 +25,8 @@ ALIGNMENT = 2 << 20
 MAX_REGIONS = 256
 """Regions that one process may register."""
 
-MAX_DEVICE_BYTES = 50 << 30
-"""Bytes of device memory that one process may register on Atlas A2 and A3."""
+DOCUMENTED_DEVICE_BYTES = 50 << 30
+"""Bytes of device memory that one process may register on Atlas A2 and A3, by HIXL's guide."""
 
 _A2_AND_A3 = ("Ascend910B", "Ascend910_93")
 
@@ -87,13 +88,19 @@ def refusal(regions: Sequence[Region], chip: str) -> str | None:
             f"{len(regions)} regions of memory, and HCCL takes {MAX_REGIONS} for each process: spread the model's "
             "layers over more ranks (--pipeline-parallel-size), or use a model with fewer KV cache tensors"
         )
-    total = sum(size for _, size in regions)
-    if chip.startswith(_A2_AND_A3) and total > MAX_DEVICE_BYTES:
-        return (
-            f"{total >> 20} MiB of device memory, and HIXL takes {MAX_DEVICE_BYTES >> 20} MiB a process on {chip}: "
-            "make the KV cache smaller (--gpu-memory-utilization or --kv-cache-memory-bytes)"
-        )
     return None
+
+
+def doubt(regions: Sequence[Region], chip: str) -> str | None:
+    """Returns why it is not known whether a process can register `regions`; None if nothing speaks against it."""
+    total = sum(size for _, size in regions)
+    if not chip.startswith(_A2_AND_A3) or total <= DOCUMENTED_DEVICE_BYTES:
+        return None
+    return (
+        f"{total >> 20} MiB of device memory are registered. HIXL's guide (HIXL-interface.md, RegisterMem) documents "
+        f"{DOCUMENTED_DEVICE_BYTES >> 20} MiB a process for {chip}, which HIXL does not check. If transfers fail, make "
+        "the KV cache smaller (--kv-cache-memory-bytes); `vllm-ascend-pd doctor --hardware` tries it"
+    )
 
 
 # The HCCL communicators that prefill ranks exchange heads in: how HCCL runs them, and the memory they take.
@@ -109,8 +116,8 @@ _HOST, _AI_CPU = 1, 2
 def hccl_config(ranks: Sequence[int], chip: str) -> dict[str, int | str]:
     """torch_npu's `ProcessGroupHCCL.Options.hccl_config` for a group of these global ranks on the chip of that name.
 
-    The expansion mode is the chip's own default, which HCCL_OP_EXPANSION_MODE replaces in all other groups. That one is
-    AIV for most engines. HCCL does not support two AIV communicators at a time, and this one runs beside the model's.
+    The expansion mode is the chip's own default, which HCCL_OP_EXPANSION_MODE replaces in all other groups. That may be
+    AIV. HCCL does not support two AIV communicators at a time, and this one runs beside the model's.
     On Atlas A2 the mode is HOST, because HCCL before CANN 9.1 ignores AI_CPU there. Elsewhere it is AI_CPU, because
     Atlas A3 has no HOST.
     """

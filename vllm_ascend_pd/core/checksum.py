@@ -21,6 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +30,26 @@ import numpy.typing as npt
 from vllm_ascend_pd.core.layout import ALL_TOKENS, Geometry, Order, TokenShare
 from vllm_ascend_pd.core.plan import NULL_BLOCK, Mask, Offsets, Units
 
-Sums = npt.NDArray[np.uint64]
+Sums = npt.NDArray[Any]
+"""Of uint64, or of uint32 for one lane of `Form.SUM_32`."""
 
-FORMAT = 2
-"""Names these formulas in reports. Raise it with any change of them: then engines of two versions do not compare."""
+
+class Form(IntEnum):
+    """How checksums are computed. The values name the formulas in reports and tickets. Raise them with any change: then
+    engines of two versions do not compare."""
+
+    SUM_64 = 2
+    """One sum modulo 2^64."""
+    SUM_32 = 3
+    """Two sums modulo 2^32 over words of 16 bits, which a vector unit without 64-bit products takes. Their weights are
+    the lower and the upper halves of those of `SUM_64`, made odd."""
+
+    @property
+    def lanes(self) -> tuple[int | None, ...]:
+        """The sums that are taken side by side, as `lane` in this module: None is the one of 64 bits."""
+        return (None,) if self is Form.SUM_64 else (0, 1)
+
+
 MAX_COLUMNS = 1024
 """Most columns of a report. Longer prompts have longer columns."""
 MAX_ROWS = 4096
@@ -55,6 +73,20 @@ def _odd(seed: np.uint64, index: npt.NDArray[np.int64]) -> Sums:
     return odd
 
 
+def of_lane(weights: Sums, lane: int | None) -> Sums:
+    """Returns weights of 64 bits as those of a lane. 0 stays 0."""
+    if lane is None:
+        return weights
+    half = (weights >> np.uint64(32 * lane)).astype(np.uint32)
+    found: Sums = np.where(weights == 0, np.uint32(0), half | np.uint32(1))
+    return found
+
+
+def takes_32_bits(geometry: Geometry) -> bool:
+    """Returns whether `Form.SUM_32` can be taken: a head's entry is a multiple of 4 bytes."""
+    return word_bytes(geometry) == 4
+
+
 def word_bytes(geometry: Geometry) -> int:
     """Returns the bytes of a word: 4, or fewer where a head's entry is no multiple of 4. The same on both sides.
 
@@ -63,20 +95,34 @@ def word_bytes(geometry: Geometry) -> int:
     return math.gcd(geometry.head_bytes, 4)
 
 
-def place_weights(geometry: Geometry) -> Sums:
-    """Returns A, for each word of one head's entry; in a head-major cache, of one head's part of a block."""
+def words_of(geometry: Geometry) -> int:
+    """Returns the words of one head's entry; in a head-major cache, of one head's part of a block."""
     entries = geometry.block_size // geometry.tokens_per_entry if geometry.order is Order.HEAD_MAJOR else 1
-    return _odd(_A, np.arange(entries * geometry.head_bytes // word_bytes(geometry)))
+    return entries * geometry.head_bytes // word_bytes(geometry)
 
 
-def head_weights(heads: range) -> Sums:
+def place_weights(geometry: Geometry) -> Sums:
+    """Returns A, for each of `words_of`."""
+    return _odd(_A, np.arange(words_of(geometry)))
+
+
+def half_weights(geometry: Geometry) -> npt.NDArray[np.uint32]:
+    """Returns A of `Form.SUM_32`, `[lanes, halves, words]`, with words up to a multiple of 8, which are 0."""
+    words = words_of(geometry)
+    places = _odd(_A, np.arange(2 * words)).reshape(words, 2).T
+    found = np.zeros((2, 2, -(-words // 8) * 8), dtype=np.uint32)
+    found[:, :, :words] = [of_lane(places, lane) for lane in Form.SUM_32.lanes]
+    return found
+
+
+def head_weights(heads: range, lane: int | None = None) -> Sums:
     """Returns B, for these heads of the whole model."""
-    return _odd(_B, np.arange(heads.start, heads.stop))
+    return of_lane(_odd(_B, np.arange(heads.start, heads.stop)), lane)
 
 
-def tensor_weights(num_tensors: int) -> Sums:
+def tensor_weights(num_tensors: int, lane: int | None = None) -> Sums:
     """Returns T, for each row of a report."""
-    return _odd(_T, np.arange(num_tensors))
+    return of_lane(_odd(_T, np.arange(num_tensors)), lane)
 
 
 def column_tokens(spans: Collection[int], num_tokens: int) -> int:
@@ -169,14 +215,14 @@ class HeadSums:
     def of(cls, rows: Sequence[int], sums: Sequence[Sums], summed: SummedUnits, chosen: Mask, tally: Tally) -> HeadSums:
         """Adds up `sums`, `[units, heads]` of each row, over the chosen units. `tally`: of that shape."""
         columns = summed.units.tokens[chosen] // tally.column_tokens
-        weights, heads = tensor_weights(len(tally.rows)), sums[0].shape[1]
-        by_row = np.zeros((len(rows), heads), dtype=np.uint64)
-        by_unit = np.zeros((len(columns), heads), dtype=np.uint64)
+        weights, heads, kind = tensor_weights(len(tally.rows), tally.lane), sums[0].shape[1], tally.rows.dtype
+        by_row = np.zeros((len(rows), heads), dtype=kind)
+        by_unit = np.zeros((len(columns), heads), dtype=kind)
         for place, (row, each) in enumerate(zip(rows, sums, strict=True)):
             mine = each[chosen]
-            by_row[place] = mine.sum(0, dtype=np.uint64)
+            by_row[place] = mine.sum(0, dtype=kind)
             by_unit += mine * weights[row]
-        by_column = np.zeros((len(tally.columns), heads), dtype=np.uint64)
+        by_column = np.zeros((len(tally.columns), heads), dtype=kind)
         np.add.at(by_column, columns, by_unit)
         return cls(tuple(rows), by_row, by_column)
 
@@ -193,35 +239,85 @@ class Tally:
     # `[columns]`.
     columns: Sums
     column_tokens: int
+    lane: int | None = None
 
     @classmethod
-    def empty(cls, num_tensors: int, column_tokens: int, num_tokens: int) -> Tally:
-        columns = -(-num_tokens // column_tokens)
-        return cls(np.zeros(num_tensors, dtype=np.uint64), np.zeros(columns, dtype=np.uint64), column_tokens)
+    def empty(cls, num_tensors: int, column_tokens: int, num_tokens: int, lane: int | None = None) -> Tally:
+        columns, kind = -(-num_tokens // column_tokens), np.uint64 if lane is None else np.uint32
+        return cls(np.zeros(num_tensors, dtype=kind), np.zeros(columns, dtype=kind), column_tokens, lane)
 
     def add(self, sums: HeadSums, own: range, common: range) -> None:
         """Adds sums of `own` heads, of which `common` count."""
-        heads, weights = slice(common.start - own.start, common.stop - own.start), head_weights(common)
-        self.rows[list(sums.rows)] += (sums.by_row[:, heads] * weights).sum(1, dtype=np.uint64)
-        self.columns += (sums.by_column[:, heads] * weights).sum(1, dtype=np.uint64)
+        heads, kind = slice(common.start - own.start, common.stop - own.start), self.rows.dtype
+        weights = head_weights(common, self.lane)
+        self.rows[list(sums.rows)] += (sums.by_row[:, heads] * weights).sum(1, dtype=kind)
+        self.columns += (sums.by_column[:, heads] * weights).sum(1, dtype=kind)
+
+    def lacks(self, words: Sums) -> tuple[Sums, Sums] | None:
+        """Returns what the rows and the columns lack of reported ones, which are of this lane.
+
+        None if those cannot be compared: their rows and columns contradict each other.
+        """
+        rows, columns, kind = words[: len(self.rows)], words[len(self.rows) :], self.rows.dtype
+        weighted = rows * tensor_weights(len(rows), self.lane)
+        if weighted.sum(dtype=kind) != columns.sum(dtype=kind):
+            return None
+        return rows - self.rows, columns - self.columns
+
+
+@dataclass(frozen=True)
+class Tallies:
+    """A `Tally` for each lane of a form."""
+
+    form: Form
+    lanes: tuple[Tally, ...]
+
+    @classmethod
+    def empty(cls, form: Form, num_tensors: int, column_tokens: int, num_tokens: int) -> Tallies:
+        return cls(form, tuple(Tally.empty(num_tensors, column_tokens, num_tokens, lane) for lane in form.lanes))
+
+    def fold(self, rows: Sequence[int], sums: Sequence[Sums], summed: SummedUnits, chosen: Mask) -> list[HeadSums]:
+        """Adds up `sums` over the chosen units, for each lane. `sums`: of each row, `[units, heads]` or, of `SUM_32`,
+        `[units, heads, lanes]`."""
+        of = [[each if tally.lane is None else each[:, :, tally.lane] for each in sums] for tally in self.lanes]
+        return [HeadSums.of(rows, own, summed, chosen, tally) for tally, own in zip(self.lanes, of, strict=True)]
+
+    def add(self, sums: Sequence[HeadSums], own: range, common: range) -> None:
+        """As `Tally.add`, with what `fold` returns."""
+        for tally, each in zip(self.lanes, sums, strict=True):
+            tally.add(each, own, common)
 
     def encode(self) -> bytes:
-        head = np.array([FORMAT], dtype=np.uint64)
-        return bytes(np.concatenate([head, self.rows, self.columns]).astype("<u8").data)
+        words = [np.concatenate([tally.rows, tally.columns]) for tally in self.lanes]
+        head = np.array([self.form], dtype="<u8")
+        return head.tobytes() + np.stack(words, 1).astype(words[0].dtype.newbyteorder("<")).tobytes()
 
     def missing(self, reported: bytes) -> tuple[Sums, Sums] | None:
-        """Returns what the rows and the columns lack of reported ones.
+        """Returns what the rows and the columns lack of reported ones: 0 where nothing. Of `SUM_32`, both lanes' bits.
 
         None if those cannot be compared: they have another form, or their rows and columns contradict each other.
         """
-        if len(reported) != 8 * (1 + len(self.rows) + len(self.columns)):
+        first = self.lanes[0]
+        if form_of(reported) is not self.form or len(reported) != 8 * (1 + len(first.rows) + len(first.columns)):
             return None
-        words = np.frombuffer(reported, dtype="<u8")
-        rows, columns = words[1 : 1 + len(self.rows)], words[1 + len(self.rows) :]
-        weighted = rows * tensor_weights(len(rows))
-        if words[0] != FORMAT or weighted.sum(dtype=np.uint64) != columns.sum(dtype=np.uint64):
+        kind = first.rows.dtype.newbyteorder("<")
+        words = np.frombuffer(reported, dtype=kind, offset=8).reshape(-1, len(self.lanes)).astype(first.rows.dtype)
+        found = [tally.lacks(words[:, place]) for place, tally in enumerate(self.lanes)]
+        if any(each is None for each in found):
             return None
-        return rows - self.rows, columns - self.columns
+        rows, columns = zip(*(each for each in found if each is not None), strict=True)
+        return _joined(rows), _joined(columns)
+
+
+def _joined(lanes: Sequence[Sums]) -> Sums:
+    joined: Sums = sum(lane.astype(np.uint64) << np.uint64(32 * place) for place, lane in enumerate(lanes))  # type: ignore[assignment]
+    return joined
+
+
+def form_of(reported: bytes) -> Form | None:
+    """Returns the form of reported checksums. None: this version does not know it."""
+    value = int.from_bytes(reported[:8], "little")
+    return Form(value) if value in list(Form) else None
 
 
 def common_heads(own: range, theirs: range) -> range:

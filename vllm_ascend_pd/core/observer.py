@@ -294,4 +294,4 @@ class PrefillStatus:
 
     queued_layers: int  # computed, not yet written
     ungranted_transfers: int  # at least one decode rank has not granted them yet
-    restart_needed: bool  # the device or a regroup group has failed for good
+    restart_needed: bool  # the device, a regroup group or the transfer engine has failed for good

@@ -75,6 +75,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     # An earlier ticket of the same request, whose transfer has ended: this one is for the prompt and all tokens
     # generated since. For the metaserver, so no digest and no signature covers it, and `parse_ticket` drops it.
     replaces: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    # The newest form of checksums that decode reads (`core/checksum.py`). Whoever changes it changes how KV is verified
+    # and not whether, so no digest and no signature covers it.
+    checksum_form: Annotated[int, msgspec.Meta(ge=2, lt=1 << 16)] = 2
     # Unix seconds. Set if the cluster has a secret (`core/signing.py`).
     expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     # Set if the cluster has a secret.

@@ -19,7 +19,16 @@ import numpy as np
 import torch
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
-from vllm_ascend_pd.core.checksum import HeadSums, SummedUnits, Sums, Tally, common_heads, head_weights
+from vllm_ascend_pd.core.checksum import (
+    Form,
+    HeadSums,
+    SummedUnits,
+    Sums,
+    Tallies,
+    common_heads,
+    form_of,
+    head_weights,
+)
 from vllm_ascend_pd.core.kv_dump import Place, write_dump
 from vllm_ascend_pd.core.layout import BlockKind, Order, Packing, TokenShare
 from vllm_ascend_pd.core.protocol import WriterId
@@ -87,7 +96,9 @@ class _Check:
     deadline: float
     # By geometry: the units, what takes their checksums, and the indices of our tensors.
     summed: dict[int, tuple[SummedUnits, UnitSummer, list[int]]] = field(default_factory=dict)
-    # By tensor: `[units, heads]`, on the host when `done`. The side stream fills it.
+    # That of prefill's checksums.
+    form: Form = Form.SUM_64
+    # By tensor: what `take_sums` returns, on the host when `done`. The side stream fills it.
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     done: Event | None = None
     failure: str | None = None
@@ -227,8 +238,11 @@ class Verifier:
         return found
 
     def _submit(self, check: _Check) -> None:
-        if not any(report.checksums for report in check.delivered.reports):
+        reported = [form_of(report.checksums) for report in check.delivered.reports if report.checksums]
+        if not reported:
             return
+        # Ranks of one engine report the same form.
+        check.form = next((form for form in reported if form is not None), Form.SUM_64)
         prefill, verified = check.delivered.prefill, check.delivered.verified
         for index, tensors in self._tensors.items():
             geometry = self._caches.description.geometries[index]
@@ -241,7 +255,7 @@ class Verifier:
                 start, stop = check.delivered.expect.cached_tokens, geometry.complete(verified.num_tokens)
             summed = SummedUnits.of(geometry, unit, [(start, max(start, stop))], [blocks])
             if len(summed.units):
-                check.summed[index] = summed, UnitSummer(self._device, summed), tensors
+                check.summed[index] = summed, UnitSummer(self._device, summed, check.form), tensors
 
         def take() -> None:
             described = self._caches.description.tensors
@@ -255,7 +269,7 @@ class Verifier:
         found, is_known, delivered = [], True, check.delivered
         of = delivered.verified
         # By geometry, tensors of a report and tokens: prefill ranks that have other heads of the same share these.
-        folded: dict[tuple[int, tuple[int, ...], TokenShare], HeadSums] = {}
+        folded: dict[tuple[int, tuple[int, ...], TokenShare], list[HeadSums]] = {}
         # By tensors: their rows in a report, by geometry.
         placed: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
         for report in delivered.reports:
@@ -263,7 +277,7 @@ class Verifier:
                 self._warn_silent(delivered, report.writer)
                 is_known = False
                 continue
-            tally = Tally.empty(len(report.covers), of.column_tokens, of.num_tokens)
+            tallies = Tallies.empty(check.form, len(report.covers), of.column_tokens, of.num_tokens)
             if report.covers not in placed:
                 placed[report.covers] = self._rows(report.covers)
             for index, rows in placed[report.covers].items():
@@ -273,9 +287,9 @@ class Verifier:
                 share, own, common = self._written(summed, delivered.prefill, report.writer.rank)
                 if (key := (index, report.covers, share)) not in folded:
                     sums = [to_numpy(check.sums[report.covers[row]]) for row in rows]
-                    folded[key] = HeadSums.of(rows, sums, summed, summed.chosen(0, share), tally)
-                tally.add(folded[key], own, common)
-            missing = tally.missing(report.checksums)
+                    folded[key] = tallies.fold(rows, sums, summed, summed.chosen(0, share))
+                tallies.add(folded[key], own, common)
+            missing = tallies.missing(report.checksums)
             if missing is None:
                 logger.warning(
                     "request %s: checksums of prefill rank %d cannot be compared",
@@ -375,6 +389,7 @@ class Verifier:
                 summed.entry_weights[chosen][: len(content)],
                 heads,
                 Place(f"request {delivered.expect.request_id}: {place}", lacks if alone else None, copies),
+                check.form,
             )
         except (OSError, RuntimeError) as error:
             logger.error("verify_kv: no dump: %s", error)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from vllm_ascend_pd.core.caches import CacheGroup, left_to_decode
-from vllm_ascend_pd.core.checksum import column_tokens, is_selected
+from vllm_ascend_pd.core.checksum import Form, column_tokens, is_selected
 from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
@@ -119,6 +119,7 @@ class TicketIssuer:
             ticket_id=ticket_id,
             num_tokens=num_tokens,
             remote_draft=self._engine.draft,
+            checksum_form=max(Form).value,
             prompt=self._requests.digest(request, num_tokens, ticket_id),
             replaces=replaces,
         )

@@ -199,3 +199,31 @@ def sum_units(
         out: `[n]` int64, contiguous; receives `[num_units, heads]` of each cache, one after another.
     """
     _ops.sum_units(caches, unit_offsets, entry_weights, place_weights, heads, word_bytes, out)
+
+
+def sum_units_32(
+    caches: Sequence[torch.Tensor],
+    unit_offsets: Sequence[torch.Tensor],
+    entry_weights: Sequence[torch.Tensor],
+    place_weights: Sequence[torch.Tensor],
+    heads: Sequence[int],
+    words: Sequence[int],
+    out: torch.Tensor,
+) -> None:
+    """Take two checksums of 32 bits of units of several caches, which a vector unit can: it has no 64-bit products.
+
+    A unit of cache `c` is `[entries, heads[c], words[c]]` of 4 bytes. For each of its units, `h < heads[c]` and
+    `k < 2`, `out` gets the sum modulo 2^32 over `e < entries`, `w < words[c]` and `half < 2` of::
+
+        half-th 16 bits of unit[e, h, w] * entry_weights[c][unit, e, k] * place_weights[c][k, half, w]
+
+    Halves count apart, or changes of the highest bits of two words would cancel out.
+
+    Args:
+        caches, unit_offsets, heads: as in `sum_units`.
+        entry_weights: `[num_units, entries, 2]` int32, contiguous.
+        place_weights: `[2, 2, words]` int32, contiguous, with `words` rounded up to a multiple of 8, and 0 there.
+        words: words of 4 bytes of one head's entry; at least 1.
+        out: `[n]` int32, contiguous; receives `[num_units, heads, 2]` of each cache, one after another.
+    """
+    _ops.sum_units_32(caches, unit_offsets, entry_weights, place_weights, heads, words, out)

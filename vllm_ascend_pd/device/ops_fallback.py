@@ -28,7 +28,7 @@ def register(reason: str) -> None:
     """Makes these the NPU's implementations. `reason` says why, for the warning."""
     global _library, _reason  # the registrations last as long as the library does
     _library, _reason = torch.library.Library("vllm_ascend_pd", "IMPL"), reason
-    for implementation in (gather_units, split_heads, interleave_heads, sum_units):
+    for implementation in (gather_units, split_heads, interleave_heads, sum_units, sum_units_32):
         _library.impl(implementation.__name__, _warning_first(implementation), "PrivateUse1")
 
 
@@ -136,6 +136,31 @@ def sum_units(
             read = found.view(-1).view(_WORDS[word_bytes[c]]).to(torch.int64).view(units, entries, heads[c], words)
             by_entry = (read * place_weights[c]).sum(-1) * entry_weights[c][:, :, None]
             torch.sum(by_entry, 1, out=result.view(units, heads[c]))
+
+
+def sum_units_32(
+    caches: Sequence[torch.Tensor],
+    unit_offsets: Sequence[torch.Tensor],
+    entry_weights: Sequence[torch.Tensor],
+    place_weights: Sequence[torch.Tensor],
+    heads: Sequence[int],
+    words: Sequence[int],
+    out: torch.Tensor,
+) -> None:
+    """By products of int64, whose low 32 bits are the sums whatever int32 products keep."""
+    torch.ops.vllm_ascend_pd.check_sum_units_32(caches, unit_offsets, entry_weights, place_weights, heads, words, out)
+    sizes = [2 * len(offsets) * n for offsets, n in zip(unit_offsets, heads, strict=True)]
+    for c, result in enumerate(out[: sum(sizes)].split(sizes)):
+        units, entries, _ = entry_weights[c].shape
+        if units:
+            found = next(_units(caches[c : c + 1], unit_offsets[c], 4 * entries * heads[c] * words[c]))
+            read = found.view(-1).view(torch.int32).to(torch.int64).view(units, entries, heads[c], 1, words[c])
+            halves = torch.stack((read & 0xFFFF, (read >> 16) & 0xFFFF), -2)  # [..., 1, 2, words]
+            places = place_weights[c][:, :, : words[c]].to(torch.int64)
+            by_entry = (halves * places).sum((-2, -1)) * entry_weights[c].to(torch.int64)[:, :, None]
+            low = torch.bitwise_and(by_entry.sum(1), 0xFFFFFFFF)
+            signed = torch.where(low >= 1 << 31, low - (1 << 32), low)
+            result.view(units, heads[c], 2).copy_(signed.to(torch.int32))
 
 
 def _units(caches: Sequence[torch.Tensor], unit_offsets: torch.Tensor, unit_bytes: int) -> Iterator[torch.Tensor]:

@@ -122,7 +122,8 @@ PUSH_QUEUE_DEPTH = Gauge("push_queue_depth", "Layers that wait for the ones befo
 GRANTS_WAITING = Gauge("grants_waiting", "Transfers that wait for a decode engine's grants.")
 RESTART_NEEDED = Gauge(
     "restart_needed",
-    "1 where a rank's device or its exchange of KV heads has failed for good: the engine must be restarted.",
+    "1 where a rank's device, its exchange of KV heads or its transfer engine has failed for good: the engine must be "
+    "restarted.",
 )
 OVERLAP_RATIO = Histogram(
     "overlap_ratio",

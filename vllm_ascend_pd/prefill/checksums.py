@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from vllm_ascend_pd.core.caches import LayerTensors, Quantize
-from vllm_ascend_pd.core.checksum import MAX_ROWS, HeadSums, SummedUnits, Tally, column_tokens, common_heads
+from vllm_ascend_pd.core.checksum import MAX_ROWS, Form, HeadSums, SummedUnits, Tallies, column_tokens, common_heads
 from vllm_ascend_pd.core.layout import BlockKind, Geometry, Order, TokenShare
 from vllm_ascend_pd.core.prefill_ticket import Destination
 from vllm_ascend_pd.core.ticket import Ticket
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
 # By step, all tensors of a report (layer and part) and tokens. Ranks that want other heads of the same share these.
-_Folded: TypeAlias = dict[tuple["StepChecksums", tuple[tuple[str, int], ...], TokenShare], HeadSums]
+_Folded: TypeAlias = dict[tuple["StepChecksums", tuple[tuple[str, int], ...], TokenShare], list[HeadSums]]
 
 UNKNOWN = b""
 """As a report's checksums: they could not be taken, so that decode calls the KV neither right nor wrong."""
@@ -44,6 +44,7 @@ class StepChecksums:
         summed: SummedUnits,
         ticket_ids: Sequence[str],
         tensors: Collection[tuple[str, int]],
+        form: Form = Form.SUM_64,
     ) -> None:
         """`own_heads`: this rank's, of the whole model. `ticket_ids`: of the requests that units belong to.
         `tensors`: layer and part of those that the step computes in this geometry.
@@ -54,9 +55,10 @@ class StepChecksums:
         self.own_heads = own_heads
         self.summed = summed
         self.ticket_ids = tuple(ticket_ids)
-        self.summer = UnitSummer(device, summed)
-        # By layer and part: `[units, heads]` on the host. The side stream adds to it, the control thread reads it when
-        # all writes are over.
+        self.form = form
+        self.summer = UnitSummer(device, summed, form)
+        # By layer and part: what `take_sums` returns. The side stream adds to it, the control thread reads it when all
+        # writes are over.
         self.taken: dict[tuple[str, int], torch.Tensor] = {}
 
 
@@ -80,9 +82,11 @@ def submit_layer(
 
     def take() -> None:
         try:
-            units = [step.summer.of(tensor, base, quantize.get(name)) for step, name, base, tensor in each]
-            for (step, name, _, _), sums in zip(each, take_sums(units), strict=True):
-                step.taken[name] = sums
+            for form in {step.form for step, _, _, _ in each}:
+                of_form = [one for one in each if one[0].form is form]
+                units = [step.summer.of(tensor, base, quantize.get(name)) for step, name, base, tensor in of_form]
+                for (step, name, _, _), sums in zip(of_form, take_sums(units), strict=True):
+                    step.taken[name] = sums
         except Exception:
             logger.exception("verify_kv: no checksums of layer %s", each[0][1][0])
 
@@ -97,6 +101,7 @@ def report_checksums(
     ticket: Ticket,
     steps: Sequence[StepChecksums],
     destinations: Mapping[_Key, Destination],
+    form: Form = Form.SUM_64,
     grows: bool = False,
 ) -> dict[_Key, bytes]:
     """Returns what is reported to each decode rank after success: `UNKNOWN` if a checksum is missing or is not exact.
@@ -104,6 +109,7 @@ def report_checksums(
     The control thread calls it. An error here never keeps a report back.
 
     `steps`: all that was taken of the ticket's KV. None if this rank has no token of it.
+    `form`: that of the ticket's steps.
     `grows`: as in `Send`. A head-major block is opaque, and may have been sent with KV of further tokens or without.
     """
     if grows and any(_ends_within_opaque_block(ticket, step.summed.geometry.sent) for step in steps):
@@ -111,7 +117,7 @@ def report_checksums(
     folded: _Folded = {}
     try:
         untils = _untils(ticket, steps)
-        return {key: _checksums(ticket, steps, untils, each, folded) for key, each in destinations.items()}
+        return {key: _checksums(ticket, steps, untils, each, form, folded) for key, each in destinations.items()}
     except Exception:
         logger.exception("verify_kv: no checksums of ticket %s", ticket.ticket_id)
         return dict.fromkeys(destinations, UNKNOWN)
@@ -140,13 +146,14 @@ def _checksums(
     steps: Sequence[StepChecksums],
     untils: Sequence[int],
     destination: Destination,
+    form: Form,
     folded: _Folded,
 ) -> bytes:
     covers = sorted(destination.covers)
     if len(covers) > MAX_ROWS:
         return UNKNOWN
     rank, decode = destination.rank, ticket.sharding
-    tally = Tally.empty(len(covers), column_tokens(ticket.spans, ticket.num_tokens), ticket.num_tokens)
+    tallies = Tallies.empty(form, len(covers), column_tokens(ticket.spans, ticket.num_tokens), ticket.num_tokens)
     names = tuple((rank.caches.tensors[index].layer, rank.caches.tensors[index].part) for index in covers)
     for step, until in zip(steps, untils, strict=True):
         summed = step.summed
@@ -160,7 +167,7 @@ def _checksums(
         if key not in folded:
             chosen = summed.chosen(step.ticket_ids.index(ticket.ticket_id), key[2]) & (summed.units.tokens < until)
             sums = [to_numpy(step.taken[names[row]]) for row in rows]
-            folded[key] = HeadSums.of(rows, sums, summed, chosen, tally)
+            folded[key] = tallies.fold(rows, sums, summed, chosen)
         common = common_heads(step.own_heads, decode.heads(rank.tp_rank, summed.geometry.total_heads))
-        tally.add(folded[key], step.own_heads, common)
-    return tally.encode()
+        tallies.add(folded[key], step.own_heads, common)
+    return tallies.encode()

@@ -450,7 +450,8 @@ class ControlPlane:
 
         checksums: Mapping[RankKey, bytes] = {}
         if state.failure is None and is_selected(self._rank.config.verified_share, transfer.ticket.ticket_id):
-            checksums = report_checksums(transfer.ticket, transfer.checksums, pending, transfer.grows)
+            form = self._rank.form_for(transfer.ticket)
+            checksums = report_checksums(transfer.ticket, transfer.checksums, pending, form, transfer.grows)
         for key, destination in pending.items():
             report = WriteReport(
                 transfer.ticket.ticket_id,

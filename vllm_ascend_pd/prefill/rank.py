@@ -4,9 +4,11 @@
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
+from vllm_ascend_pd.core.checksum import Form
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import Observer
 from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.device.base import Device
@@ -30,3 +32,9 @@ class PrefillRank:
     running_time: RunningTime = field(default_factory=RunningTime)
     # The decode engines that it serves.
     peers: Peers = field(default_factory=Peers)
+    # The newest form of checksums that it takes.
+    checksum_form: Form = Form.SUM_64
+
+    def form_for(self, ticket: Ticket) -> Form:
+        """Returns how it takes checksums for a ticket, which says what decode reads."""
+        return Form(min(self.checksum_form, ticket.checksum_form))

@@ -150,7 +150,8 @@ class Planner:
             return
         heads = self._rank.info.sharding.heads(self._rank.info.rank, geometry.total_heads)
         ticket_ids = [ticket.ticket_id for ticket in tickets]
-        checksums = StepChecksums(self._rank.device, heads, summed, ticket_ids, self._tensors[index])
+        form = self._rank.form_for(tickets[0])  # all are of one decode engine
+        checksums = StepChecksums(self._rank.device, heads, summed, ticket_ids, self._tensors[index], form)
         plan.checksums.setdefault(index, []).append(checksums)
         for transfer, _ in verified:
             transfer.checksums.append(checksums)

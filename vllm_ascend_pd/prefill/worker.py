@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
+from vllm_ascend_pd.core.checksum import Form
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import BlockKind
 from vllm_ascend_pd.core.observer import LayerComputed, Observer, PrefillStatus, RegroupSubmitted, StepBegun, StepEnded
@@ -57,6 +58,7 @@ class PrefillWorker(ConnectorRole):
         caches_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
         in_order: Sequence[Sequence[str]] = (),
         peers: Peers | None = None,
+        checksum_form: Form = Form.SUM_64,
     ) -> None:
         """Starts the control thread.
 
@@ -66,6 +68,7 @@ class PrefillWorker(ConnectorRole):
         caches_of: the caches of layers that have several, by the name that `push_layer` gets.
         in_order: the caches of each layer, in the order of layers.
         peers: the decode engines that it serves; None: those of this host, without a secret.
+        checksum_form: how it takes checksums, if decode reads that.
         """
         self._caches_of = caches_of
         self._in_order = in_order
@@ -78,6 +81,7 @@ class PrefillWorker(ConnectorRole):
             loaded or LoadedWeights(),
             observer or Observer(),
             peers=peers or Peers(),
+            checksum_form=checksum_form,
         )
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", rank.loaded)
         self._device = device
@@ -285,7 +289,8 @@ class PrefillWorker(ConnectorRole):
     @owned
     def status(self) -> PrefillStatus:
         """How this rank is now."""
-        failure = self._device.failure or (self._regrouper and self._regrouper.failure)
+        broken = self._device.failure or (self._regrouper and self._regrouper.failure)
+        failure = broken or self._rank.engine.failure
         ungranted = sum(transfer.state.waits_for_grant for transfer in self._transfers.values())
         queued = sum(sender.queued for sender in self._senders.values())
         return PrefillStatus(queued, ungranted, restart_needed=failure is not None)

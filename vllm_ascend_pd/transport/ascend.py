@@ -12,10 +12,15 @@ Facts and where they are from:
   60 s at most (transfer_metadata_plugin.cpp). With AutoConnect, which 0.3.13 turns on where CANN has it, the transfer's
   time limit is the connection's, too.
 - CANN's HIXL, src/hixl/cs/hixl_cs_client.cc: each step of a connection has the whole time limit.
-- CANN's HIXL, which that transport calls (src/hixl/common/hixl_utils.cc `GetDeviceIp`, docs/cpp `Connect`): an NPU's
-  address is in `/etc/hccn.conf` as `address_<physical device>=<IP>` (or `IPv6address_...`). A file that cannot be
-  opened and an entry that is no address are errors. Without the file it asks `hccn_tool`, of the driver's folder or
-  of `PATH`. Without an address there is no RoCE; HCCS, inside a server or a super node, needs none.
+- CANN's HIXL, which that transport calls (src/hixl/common/hixl_utils.cc `GetDeviceIp`): an NPU's address is in
+  `/etc/hccn.conf` as `address_<physical device>=<IP>`. `IPv6address_...` is not read. A file that cannot be opened and
+  an entry that is no address are errors. Only without the file it asks `hccn_tool`, of the driver's folder or of
+  `PATH`.
+- HIXL, endpoint_generator.cc, `BuildEndpointList`: the client/server engine fails without an address ("Failed to get
+  device ip"), also where all transfers go over HCCS. The comm engine then has no RoCE.
+- HIXL, hixl_cs_client.cc and transfer_pool.cc: at its first connection a client/server engine takes 128 slots of two
+  streams each, of the 1,984 that a device has, unless `comm_resource_config.max_active_channels` says otherwise
+  (hixl_options.cc). Graphs of vllm-ascend take streams, too, and may leave too few (its issues 8393, 9564, 9596).
 - CANN's environment variables `HCCL_RDMA_TIMEOUT` (5 to 24, 20 by default) and `HCCL_RDMA_RETRY_CNT` (1 to 7, 7 by
   default): a packet without an answer is sent again after 4.096 us * 2 ^ the first, as often as the second says. The
   first source: `ASCEND_TRANSFER_TIMEOUT` is slightly longer than all of that, 30 s by default.
@@ -40,6 +45,9 @@ from vllm_ascend_pd.transport import mooncake_library
 
 HCCN_CONF = Path("/etc/hccn.conf")
 HCCN_TOOL = Path("/usr/local/Ascend/driver/tools/hccn_tool")
+GLOBAL_RESOURCES = "ASCEND_GLOBAL_RESOURCE_CONFIG"
+MAX_CHANNELS = 16
+"""Slots of HIXL's client/server engine: no more batches are in flight, because Mooncake's pool has no more threads."""
 LOG_LEVEL = "ERROR"
 """Mooncake's preset log level with this protocol. At WARNING, 0.3.13 writes a line for each descriptor to a peer whose
 NPU is not its process's first (transfer_executor_base.cpp, EngineNameForDestAddr), which is thousands per batch."""
@@ -72,8 +80,22 @@ class AscendProblem:
 
     # What is wrong, and what to do about it.
     message: str
-    # Whether nothing can be transferred as long as it is so.
-    fatal: bool = False
+    # Kinds of engines that transfer nothing as long as it is so.
+    fatal_for: frozenset[EngineKind] = frozenset()
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether no engine transfers anything."""
+        return self.fatal_for == _ALL_KINDS
+
+
+_ALL_KINDS = frozenset(EngineKind)
+_NEEDS_ADDRESS = frozenset((EngineKind.CLIENT_SERVER,))
+_NO_ADDRESS = (
+    "HIXL's client/server engine does not start without one, and the comm engine has no RoCE. Remedies: give it an "
+    "address (`hccn_tool -i {device} -ip -s address ADDRESS netmask MASK`) that {conf} has, too; in a container, mount "
+    "the host's {conf}; or set ASCEND_LOCAL_COMM_RES to the empty text on prefill and decode, for the comm engine"
+)
 
 
 def settings(timeout_s: int, preset: Mapping[str, str]) -> dict[str, str]:
@@ -84,6 +106,7 @@ def settings(timeout_s: int, preset: Mapping[str, str]) -> dict[str, str]:
         "ASCEND_TRANSFER_TIMEOUT": str(1000 * max(timeout_s, repair_s(preset))),
         "MC_TRANSFER_TIMEOUT": str(_NEVER_S),
         POOL_SIZE: str(_LARGEST_POOL),
+        GLOBAL_RESOURCES: json.dumps({"comm_resource_config.max_active_channels": MAX_CHANNELS}),
     }
 
 
@@ -147,7 +170,7 @@ def check() -> AscendProblem | None:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "npu"):
         reason = "protocol 'ascend' moves NPU memory, and torch_npu is not loaded: set transfer_protocol to tcp"
-        return AscendProblem(reason, fatal=True)
+        return AscendProblem(reason, _ALL_KINDS)
     device = torch.npu.current_device()
     physical = physical_device(device)
     if physical is None:
@@ -190,36 +213,43 @@ def chip_name() -> str:
     return (name() or b"").decode(errors="replace")
 
 
+def streams_left() -> int | None:
+    """Returns how many streams the current NPU of this thread has left; None if ACL does not tell."""
+    streams = ctypes.c_uint32()
+    try:
+        code = _acl().aclrtGetStreamAvailableNum(ctypes.byref(streams))
+    except (OSError, AttributeError):
+        return None
+    return streams.value if code == 0 else None
+
+
 def check_address(hccn_conf: Path, device: int, has_tool: bool) -> AscendProblem | None:
     """Checks the entry of the physical `device` in `hccn_conf`. `has_tool`: `hccn_tool` replaces a missing file."""
+    remedies = _NO_ADDRESS.format(device=device, conf=hccn_conf)
     try:
         listed = addresses(hccn_conf.read_text(errors="replace"), device)
     except FileNotFoundError:
-        reason = (
-            f"{hccn_conf} does not exist and there is no hccn_tool, so NPU {device} has no address: it reaches "
-            f"others only over HCCS, if at all. In a container, mount the host's {hccn_conf}"
-        )
-        return None if has_tool else AscendProblem(reason)
+        reason = f"{hccn_conf} does not exist and there is no hccn_tool, so NPU {device} has no address: "
+        return None if has_tool else AscendProblem(reason + remedies, _NEEDS_ADDRESS)
     except OSError as error:
         reason = f"{hccn_conf} cannot be read ({error.strerror}): make it readable for this user"
-        return AscendProblem(reason, fatal=True)
-    repair = f"set it with `hccn_tool -i {device} -ip -s address ADDRESS netmask MASK`"
+        return AscendProblem(reason, _ALL_KINDS)
     if not listed:
         return AscendProblem(
-            f"hccn.conf has no address_{device}: NPU {device} reaches others only over HCCS; for RoCE {repair}"
+            f"{hccn_conf} has no address_{device}, so NPU {device} has none: {remedies}", _NEEDS_ADDRESS
         )
     try:
         ipaddress.ip_address(listed[0])
     except ValueError:
-        reason = f"hccn.conf has address_{device}={listed[0]!r}, which is not an address: {repair}"
-        return AscendProblem(reason, fatal=True)
+        reason = f"{hccn_conf} has address_{device}={listed[0]!r}, which is not an address: {remedies}"
+        return AscendProblem(reason, _ALL_KINDS)
     return None
 
 
 def addresses(hccn_conf: str, device: int) -> list[str]:
-    """Returns the addresses of the physical `device` in the text of hccn.conf, unchecked. IPv4 comes first."""
-    keys = (f"address_{device}=", f"IPv6address_{device}=")
-    return [line.removeprefix(key) for key in keys for line in hccn_conf.split("\n") if line.startswith(key)]
+    """Returns the addresses of the physical `device` in the text of hccn.conf, unchecked."""
+    key = f"address_{device}="
+    return [line.removeprefix(key) for line in hccn_conf.split("\n") if line.startswith(key)]
 
 
 def is_loaded(maps: str) -> bool:
@@ -259,14 +289,14 @@ def _acl() -> ctypes.CDLL:
 #   ASCEND_ENABLE_USE_FABRIC_MEM turns fabric memory on.
 # - CANN's HIXL, src/hixl/engine/engine_factory.cc: fabric memory comes first, then LocalCommRes (version 1.3 is the
 #   client/server engine, any other the comm engine), then `protocol_desc`, then the chip. hixl_options.cc: a file may
-#   hold LocalCommRes.
+#   hold LocalCommRes. The rule for chips is that of CANN 9.2; whether 9.1 has it is not known.
 
 CLIENT_SERVER_COMM = 1
 """A value of HIXL's `FeatureType`."""
 
 _GET_CAPABILITY = "_ZN4adxl10AdxlEngine13GetCapabilityENS_11FeatureTypeERi"
 _CLIENT_SERVER_RESOURCES = b'{"version":"1.3"}'
-_CLIENT_SERVER_CHIP = "Ascend950"
+_CHIP_WITH_A_RULE = "Ascend950"
 
 
 @dataclass(frozen=True)
@@ -319,9 +349,9 @@ def kind(environment: Mapping[str, str], found: Offers) -> EngineKind:
         return _by_local_resources(local)
     if "local_comm_res_path" in resources:
         return EngineKind.UNKNOWN
-    if "protocol_desc" in resources or _CLIENT_SERVER_CHIP in found.chip:
+    if "protocol_desc" in resources:
         return EngineKind.CLIENT_SERVER
-    return EngineKind.COMM
+    return EngineKind.UNKNOWN if _CHIP_WITH_A_RULE in found.chip else EngineKind.COMM
 
 
 def connects(environment: Mapping[str, str], found: Offers) -> Connects:

@@ -48,12 +48,16 @@ class AscendWriter:
     A batch takes `limits.settle_s` at most, whatever the peer does: Mooncake tries twice, with timeouts.
     """
 
-    def __init__(self, mooncake: Any, reach: Reach, limits: TransferLimits, slots: Slots) -> None:
-        """`mooncake`: Mooncake's engine. `slots`: at most as many as its pool has threads."""
+    def __init__(
+        self, mooncake: Any, reach: Reach, limits: TransferLimits, slots: Slots, losses: Losses | None = None
+    ) -> None:
+        """`mooncake`: Mooncake's engine. `slots`: at most as many as its pool has threads. `losses`: is told how
+        batches end; None: this engine's links heal."""
         self._mooncake = mooncake
         self._reach = reach
         self._limits = limits
         self._slots = slots
+        self._losses = losses
 
     def has_room(self, session: str, batch: Batch) -> bool:
         return self._slots.is_free(session)
@@ -102,7 +106,11 @@ class _AscendFlight:
         except BaseException as error:  # noqa: BLE001 - `give_up` raises
             self.give_up(error)
         if not arrived:
+            if self.writer._losses is not None:
+                self.writer._losses.failed(self.session, time.monotonic())
             raise self.lost("the peer is gone, hangs or refuses the addresses: Mooncake's log says which")
+        if self.writer._losses is not None:
+            self.writer._losses.arrived()
         self.writer._slots.give_back(self.session, proved=True)
 
     def _await_end(self) -> bool:
@@ -142,6 +150,45 @@ class _AscendFlight:
         if isinstance(error, Exception):
             raise TransferError(self.session, repr(error), retryable=False, may_arrive=True) from error
         raise error
+
+
+class Losses:
+    """Notices that HIXL's comm engine has lost its links for good ("AICPU launch failed" in plog; vllm-ascend, issue
+    13934). No error says so: peers answer probes, and no batch arrives at any. Any thread may call it."""
+
+    # Batches to so many peers fail one after the other, for longer than a link takes to repair itself.
+    BATCHES, PEERS, SECONDS = 8, 2, 120.0
+
+    def __init__(self) -> None:
+        # Why the engine must be restarted; None while batches arrive.
+        self.failure: str | None = None
+        self._lock = threading.Lock()
+        # The three below change under the lock: since the last batch that has arrived.
+        self._batches = 0
+        self._peers: set[str] = set()
+        self._since: float | None = None
+
+    def arrived(self) -> None:
+        """A batch has arrived."""
+        if self._batches:
+            with self._lock:
+                self._batches, self._since, self.failure = 0, None, None
+                self._peers.clear()
+
+    def failed(self, session: str, now: float) -> None:
+        """A batch has failed at a peer that had answered a probe. `now`: seconds of `time.monotonic`."""
+        with self._lock:
+            self._batches += 1
+            self._peers.add(session)
+            self._since = now if self._since is None else self._since
+            lasts_s = now - self._since
+            is_lost = self._batches >= self.BATCHES and len(self._peers) >= self.PEERS and lasts_s >= self.SECONDS
+            if is_lost and self.failure is None:
+                self.failure = (
+                    f"no write has arrived for {lasts_s:.0f} s, and {len(self._peers)} peers answer: links of this "
+                    "engine do not heal if plog says 'AICPU launch failed'"
+                )
+                logger.error("Restart this engine: %s", self.failure)
 
 
 # Limits the batches in flight over Mooncake's protocol `ascend` to the threads of its pool.

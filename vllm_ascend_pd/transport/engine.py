@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ascend_pd.core.ascend import Region, covered, merge, refusal
+from vllm_ascend_pd.core.ascend import Region, covered, doubt, merge, refusal
 from vllm_ascend_pd.core.hosts import authority, ip_version
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.core.protocol import TransportInfo
+from vllm_ascend_pd.core.protocol import EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.ascend import AscendProblem, describe_transport
-from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Slots
+from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Losses, Slots
 from vllm_ascend_pd.transport.batches import Batch, PagedWrite, SettingError, TransferLimits
 from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
 from vllm_ascend_pd.transport.writer import Flight, Reach, TransferError, Writer
@@ -45,7 +45,7 @@ class TransferEngine:
         Raises TransferError if the engine cannot start.
         """
         problem = ascend.check() if protocol == "ascend" else None
-        if problem is not None and problem.fatal:
+        if problem is not None and problem.is_fatal:
             raise TransferError(host, problem.message, retryable=False)
         if existing is not None and existing.transfer_engine is not None:
             _export(_DEFAULTS)  # it runs: settings have no effect any more
@@ -70,6 +70,10 @@ class TransferEngine:
         """Starts Mooncake's engine. `problem`: why it may fail. Raises TransferError."""
         host, protocol, existing = self._host, self._protocol, self._shared
         try:
+            if problem is not None and problem.fatal_for:
+                mooncake_library.load()  # before `offers`, which asks what it brings
+                if ascend.kind(os.environ, ascend.offers()) in problem.fatal_for:
+                    raise TransferError(host, problem.message, retryable=False)
             self._engine: Any = _start(host, protocol) if existing is None else existing.get_transfer_engine(host, None)
         except mooncake_library.LibraryError as error:
             raise TransferError(host, str(error), retryable=False) from error
@@ -87,6 +91,8 @@ class TransferEngine:
         self.transport = describe_transport(protocol)
         # The chip's name, as `core.ascend.refusal` takes it. None: no limits of NPUs apply.
         self._chip = ascend.chip_name() if protocol == "ascend" else None
+        # Told how batches end where links may be lost for good.
+        self._losses = Losses() if self.transport.kind == EngineKind.COMM else None
         self._reach: Reach | None = Reach(self._engine, self.session, self.limits.timeout_s)
         self._writer: Writer | None = self._make_writer(protocol, self._reach)
 
@@ -102,7 +108,12 @@ class TransferEngine:
         except SettingError as error:
             raise TransferError(self.session, str(error), retryable=False) from None
         slots = Slots(*ascend.slots(os.environ, ascend.connects_one_by_one(self.transport)))
-        return AscendWriter(self._engine, reach, self.limits, slots)
+        return AscendWriter(self._engine, reach, self.limits, slots, self._losses)
+
+    @property
+    def failure(self) -> str | None:
+        """Why this process must be restarted to write again; None while nothing says so."""
+        return None if self._losses is None else self._losses.failure
 
     def register(self, regions: Sequence[Region], of_caches: bool = False) -> None:
         """Register `regions`, so that peers can write to them and `write` can read them. All or none.
@@ -126,6 +137,8 @@ class TransferEngine:
             together = sorted(self._known + fresh)
             if self._chip is not None and (reason := refusal(together, self._chip)) is not None:
                 raise self._error(f"memory cannot be registered: {reason}")
+            if self._chip is not None and (reason := doubt(together, self._chip)) is not None:
+                logger.warning("%s", reason)
             if self._shared is not None and of_caches:
                 self._register_for_all(fresh)
             else:

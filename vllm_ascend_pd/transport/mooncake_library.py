@@ -28,12 +28,12 @@ FORCE_TCP = "MC_FORCE_TCP"
 _DISTRIBUTION = "mooncake-transfer-engine"
 _FROM_CANN = ("libascendcl", "libllm_datadist", "libmetadef", "libhixl", "libhccl", "libhcomm", "libge_", "libgraph")
 _PACKAGES = {
-    "libcurl.so": "libcurl4",
-    "libibverbs.so": "libibverbs1",
-    "libnuma.so": "libnuma1",
-    "librdmacm.so": "librdmacm1",
+    "libcurl.so": ("libcurl4", "libcurl"),
+    "libibverbs.so": ("libibverbs1", "rdma-core"),
+    "libnuma.so": ("libnuma1", "numactl-libs"),
+    "librdmacm.so": ("librdmacm1", "rdma-core"),
 }
-"""Debian's and Ubuntu's packages of the system libraries that Mooncake's wheels need."""
+"""Packages of the system libraries that Mooncake's wheels need: Debian's and Ubuntu's, and openEuler's."""
 
 _LIBRARIES = ("ascend_transport", "transfer_engine")
 _MISSING = re.compile(r"(\S+): cannot open shared object file")
@@ -60,13 +60,17 @@ def remedy(error: str) -> str:
         return f"{name} is part of CANN, which Mooncake for NPUs needs: install CANN and `source` its set_env.sh first"
     for library, package in _PACKAGES.items():
         if name.startswith(library):
-            return f"install {name} (Debian and Ubuntu: apt-get install {package})"
+            debian, red_hat = package
+            return f"install {name} (apt-get install {debian}; on openEuler: yum install {red_hat})"
     if name:
         return f"install the system library {name}"
     if "undefined symbol" in error:
         return "it does not fit the installed CANN: install the versions that go together (docs/versions.md)"
     if "GLIBC" in error:
-        return "it needs a newer C or C++ library: its wheels for NPUs are made for glibc 2.35"
+        return (
+            "it needs a newer C or C++ library: its wheels for NPUs are made for glibc 2.35, which openEuler 24.03 "
+            "has, and 22.03 and Kylin do not"
+        )
     if "No module named" in error:
         return "install the Mooncake of requirements/cpu.txt, or on NPUs of requirements/npu.txt"
     return "install the Mooncake that requirements/ names again"

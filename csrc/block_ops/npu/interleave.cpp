@@ -57,9 +57,9 @@ class InterleaveKernel {
 }  // namespace
 }  // namespace vllm_ascend_pd::npu
 
-extern "C" __global__ __aicore__ void vllm_ascend_pd_interleave(GM_ADDR src, GM_ADDR out,
+extern "C" __global__ VECTOR_KERNEL __aicore__ void vllm_ascend_pd_interleave(GM_ADDR src, GM_ADDR out,
                                                                 vllm_ascend_pd::npu::InterleaveTiling tiling) {
-  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  VECTOR_KERNEL_BODY
   AscendC::TPipe pipe;
   vllm_ascend_pd::npu::InterleaveKernel(src, out, tiling, pipe).run();
 }

@@ -15,5 +15,6 @@ namespace vllm_ascend_pd::npu {
 int launch(uint32_t cores, void* stream, const int64_t* unit_offsets, std::byte* out, const SplitTiling& tiling);
 int launch(uint32_t cores, void* stream, const std::byte* src, std::byte* out, const InterleaveTiling& tiling);
 int launch(uint32_t cores, void* stream, int64_t* out, const SumTiling& tiling);
+int launch(uint32_t cores, void* stream, int32_t* out, const Sum32Tiling& tiling);
 
 }  // namespace vllm_ascend_pd::npu

@@ -7,6 +7,7 @@
 #include "aclrtlaunch_vllm_ascend_pd_interleave.h"
 #include "aclrtlaunch_vllm_ascend_pd_split.h"
 #include "aclrtlaunch_vllm_ascend_pd_sum.h"
+#include "aclrtlaunch_vllm_ascend_pd_sum32.h"
 
 namespace vllm_ascend_pd::npu {
 
@@ -23,6 +24,11 @@ int launch(uint32_t cores, void* stream, const std::byte* src, std::byte* out, c
 int launch(uint32_t cores, void* stream, int64_t* out, const SumTiling& tiling) {
   return static_cast<int>(
       ACLRT_LAUNCH_KERNEL(vllm_ascend_pd_sum)(cores, stream, out, const_cast<SumTiling*>(&tiling)));
+}
+
+int launch(uint32_t cores, void* stream, int32_t* out, const Sum32Tiling& tiling) {
+  return static_cast<int>(
+      ACLRT_LAUNCH_KERNEL(vllm_ascend_pd_sum32)(cores, stream, out, const_cast<Sum32Tiling*>(&tiling)));
 }
 
 }  // namespace vllm_ascend_pd::npu

@@ -105,11 +105,24 @@ void sum_units(at::TensorList caches, at::TensorList unit_offsets, at::TensorLis
   }
 }
 
+void sum_units_32(at::TensorList caches, at::TensorList unit_offsets, at::TensorList entry_weights,
+                  at::TensorList place_weights, at::IntArrayRef heads, at::IntArrayRef words, at::Tensor& out) {
+  const c10_npu::NPUGuard guard(out.device());
+  const auto jobs = checked_sums_32(caches, unit_offsets, entry_weights, place_weights, heads, words, out);
+  for (size_t first = 0; first < jobs.size(); first += kMaxCaches) {
+    const auto planned = plan_sum(chip(), jobs, first);
+    in_task_queue("vllm_ascend_pd::sum_units_32", [planned, to = jobs[first].out](aclrtStream stream) {
+      return launch(planned.cores, stream, to, planned.tiling);
+    });
+  }
+}
+
 TORCH_LIBRARY_IMPL(vllm_ascend_pd, PrivateUse1, m) {
   m.impl("gather_units", gather_units);
   m.impl("split_heads", split_heads);
   m.impl("interleave_heads", interleave_heads);
   m.impl("sum_units", sum_units);
+  m.impl("sum_units_32", sum_units_32);
 }
 
 }  // namespace

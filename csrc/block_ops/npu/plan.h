@@ -112,4 +112,33 @@ inline Launch<SumTiling> plan_sum(const Chip& chip, const std::vector<Sum>& jobs
   return {cores_for(chip, pairs), tiling};
 }
 
+// Twelve rows of accumulators, products and weights, and a tile with its upper halves, share the unified buffer.
+inline Launch<Sum32Tiling> plan_sum(const Chip& chip, const std::vector<Sum32>& jobs, size_t first) {
+  constexpr int64_t kRows = 12, kMaxPieceWords = 2048, kMaxTile = 16 * 1024, kLane = sizeof(int32_t);
+  Sum32Tiling tiling{};
+  tiling.piece_words = 8;
+  while (2 * tiling.piece_words <= kMaxPieceWords && 4 * kRows * kLane * tiling.piece_words <= chip.unified_buffer_bytes)
+    tiling.piece_words *= 2;
+  const int64_t left = chip.unified_buffer_bytes - kRows * kLane * tiling.piece_words - kAlignment;
+  tiling.tile_bytes = std::min(kMaxTile, left / 2 / kAlignment * kAlignment);
+  int64_t pairs = 0;
+  for (size_t c = first; c < jobs.size() && tiling.num_caches < kMaxCaches; ++c) {
+    const Sum32& job = jobs[c];
+    const int64_t tile_row = align_up(std::min(job.words, tiling.piece_words) * kLane);
+    tiling.caches[tiling.num_caches++] = {reinterpret_cast<uint64_t>(job.cache.data),
+                                          reinterpret_cast<uint64_t>(job.unit_offsets),
+                                          reinterpret_cast<uint64_t>(job.entry_weights),
+                                          reinterpret_cast<uint64_t>(job.place_weights),
+                                          job.cache.bytes,
+                                          job.units,
+                                          job.entries,
+                                          job.heads,
+                                          job.words,
+                                          std::min(job.entries, tiling.tile_bytes / tile_row)};
+    pairs += job.units * job.heads;
+  }
+  tiling.out_bytes = pairs * 2 * kLane;
+  return {cores_for(chip, pairs), tiling};
+}
+
 }  // namespace vllm_ascend_pd::npu

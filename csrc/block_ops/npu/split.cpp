@@ -65,9 +65,9 @@ class SplitKernel {
 }  // namespace
 }  // namespace vllm_ascend_pd::npu
 
-extern "C" __global__ __aicore__ void vllm_ascend_pd_split(GM_ADDR unit_offsets, GM_ADDR out,
+extern "C" __global__ VECTOR_KERNEL __aicore__ void vllm_ascend_pd_split(GM_ADDR unit_offsets, GM_ADDR out,
                                                            vllm_ascend_pd::npu::SplitTiling tiling) {
-  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  VECTOR_KERNEL_BODY
   AscendC::TPipe pipe;
   vllm_ascend_pd::npu::SplitKernel(unit_offsets, out, tiling, pipe).run();
 }

@@ -7,14 +7,6 @@
 namespace vllm_ascend_pd::npu {
 namespace {
 
-// Waits in the second pipe for what the first one has been given so far.
-template <AscendC::HardEvent event>
-__aicore__ inline void order(AscendC::TPipe& pipe) {
-  const auto id = pipe.FetchEventID(event);
-  AscendC::SetFlag<event>(id);
-  AscendC::WaitFlag<event>(id);
-}
-
 class SumKernel {
  public:
   __aicore__ inline SumKernel(GM_ADDR out, const SumTiling& tiling, AscendC::TPipe& pipe)
@@ -110,16 +102,17 @@ class SumKernel {
 
   const SumTiling& tiling_;
   AscendC::TPipe& pipe_;
-  AscendC::TBuf<AscendC::TPosition::VECCALC> tile_;
-  AscendC::TBuf<AscendC::TPosition::VECCALC> result_;
+  // DataCopyPad is documented for these positions on A2 and A3, and for VECCALC only on later chips.
+  AscendC::TBuf<AscendC::TPosition::VECIN> tile_;
+  AscendC::TBuf<AscendC::TPosition::VECOUT> result_;
   Bytes out_;
 };
 
 }  // namespace
 }  // namespace vllm_ascend_pd::npu
 
-extern "C" __global__ __aicore__ void vllm_ascend_pd_sum(GM_ADDR out, vllm_ascend_pd::npu::SumTiling tiling) {
-  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+extern "C" __global__ VECTOR_KERNEL __aicore__ void vllm_ascend_pd_sum(GM_ADDR out, vllm_ascend_pd::npu::SumTiling tiling) {
+  VECTOR_KERNEL_BODY
   AscendC::TPipe pipe;
   vllm_ascend_pd::npu::SumKernel(out, tiling, pipe).run();
 }

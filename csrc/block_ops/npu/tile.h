@@ -9,6 +9,16 @@
 #include "kernel_operator.h"
 #include "tiling.h"
 
+// What makes a kernel one for vector cores. asc-devkit 9.1 finds no type by itself for several kernels in one unit or
+// for scalar ones, and takes it from the declaration. ascendc_library, of CANN before it, takes it from the body.
+#ifdef VLLM_ASCEND_PD_ASC
+#define VECTOR_KERNEL __vector__
+#define VECTOR_KERNEL_BODY
+#else
+#define VECTOR_KERNEL
+#define VECTOR_KERNEL_BODY KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+#endif
+
 namespace vllm_ascend_pd::npu {
 
 using Bytes = AscendC::GlobalTensor<uint8_t>;
@@ -18,6 +28,14 @@ using Words = AscendC::GlobalTensor<int64_t>;
 // EnQue and DeQue of a bound queue order the reading of a tile before its writing, and FreeTensor and
 // AllocTensor its writing before the next reading.
 using TileQueue = AscendC::TQueBind<AscendC::TPosition::VECIN, AscendC::TPosition::VECOUT, kBuffers>;
+
+// Waits in the second pipe for what the first one has been given so far.
+template <AscendC::HardEvent event>
+__aicore__ inline void order(AscendC::TPipe& pipe) {
+  const auto id = pipe.FetchEventID(event);
+  AscendC::SetFlag<event>(id);
+  AscendC::WaitFlag<event>(id);
+}
 
 // Tokens [token, token + tokens) of a unit, or, with no tokens, `bytes` of the row of one token and part.
 struct Place {

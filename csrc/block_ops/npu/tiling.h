@@ -86,4 +86,26 @@ struct SumTiling {
   int64_t out_bytes;
 };
 
+// See Sum32 in sum.h. Words and lanes are of 4 bytes.
+struct Sum32OfCache {
+  uint64_t cache;
+  uint64_t unit_offsets;
+  uint64_t entry_weights;
+  uint64_t place_weights;
+  int64_t cache_bytes;
+  int64_t units;
+  int64_t entries;
+  int64_t heads;
+  int64_t words;
+  int64_t tile_entries;  // rows, or parts of rows of piece_words, that are read at once
+};
+
+struct Sum32Tiling {
+  Sum32OfCache caches[kMaxCaches];
+  int64_t num_caches;
+  int64_t out_bytes;
+  int64_t tile_bytes;
+  int64_t piece_words;  // a power of two: words of a row that are summed together at most
+};
+
 }  // namespace vllm_ascend_pd::npu

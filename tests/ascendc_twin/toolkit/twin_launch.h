@@ -30,6 +30,8 @@ inline int64_t bytes_written(const npu::InterleaveTiling& tiling) {
 
 inline int64_t bytes_written(const npu::SumTiling& tiling) { return tiling.out_bytes; }
 
+inline int64_t bytes_written(const npu::Sum32Tiling& tiling) { return tiling.out_bytes; }
+
 inline int64_t bytes_written(const void*) { return 0; }
 
 inline GM_ADDR argument(void* address) { return static_cast<GM_ADDR>(address); }

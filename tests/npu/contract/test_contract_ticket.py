@@ -21,7 +21,7 @@ pytestmark = pytest.mark.npu
 
 OUR_FIELDS = {
     *("ticket_id", "num_tokens", "remote_interleave_size", "remote_draft"),
-    *("prompt", "replaces", "expires_at", "signature"),
+    *("prompt", "replaces", "checksum_form", "expires_at", "signature"),
 }
 
 

@@ -15,6 +15,7 @@ from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, as_json
 
 # The checks are imported where they run, so that other commands start faster.
 if TYPE_CHECKING:
+    from vllm_ascend_pd.core.secret import Secret
     from vllm_ascend_pd.tools.doctor.report import DoctorReport
 
 
@@ -48,6 +49,10 @@ def doctor(
             help="Also run kernels, transfers and collectives on this machine's NPUs, and measure descriptors.",
         ),
     ] = False,
+    peer: Annotated[
+        str | None,
+        _option("With --hardware: try the way to another server instead, where the same command runs.", "HOST"),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     version: Version = False,
 ) -> None:
@@ -58,9 +63,11 @@ def doctor(
     from vllm_ascend_pd.tools.doctor.report import show
 
     this_machine = (kv_transfer_config, port, data_parallel_size, hardware or None)
+    if peer is not None and not hardware:
+        raise USAGE_ERROR("--peer goes with --hardware")
     try:
         if proxy is None and not prefill and not decode:
-            report = _examine_machine(kv_transfer_config, port, data_parallel_size, hardware)
+            report = _examine_machine(kv_transfer_config, port, data_parallel_size, hardware, peer)
         elif any(value is not None for value in this_machine):
             raise USAGE_ERROR(
                 "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, "
@@ -81,13 +88,20 @@ def doctor(
 
 
 def _examine_machine(
-    kv_transfer_config: str | None, api_port: int | None, data_parallel: int | None, on_hardware: bool
+    kv_transfer_config: str | None,
+    api_port: int | None,
+    data_parallel: int | None,
+    on_hardware: bool,
+    other_host: str | None,
 ) -> DoctorReport:
-    """Checks what is planned to run on this machine. `on_hardware`: whether its NPUs are tried, too."""
+    """Checks what is planned to run on this machine.
+
+    `on_hardware`: whether its NPUs are tried, too. `other_host`: with what other server; None: with none.
+    """
     import msgspec
 
     from vllm_ascend_pd.core.protocol import TransportInfo
-    from vllm_ascend_pd.tools.doctor import configuration, hardware, loading, loopback, npus, ports, versions
+    from vllm_ascend_pd.tools.doctor import configuration, hardware, loading, loopback, npus, peer, ports, versions
     from vllm_ascend_pd.tools.doctor.report import make_report, note, progress
     from vllm_ascend_pd.tools.programs import run
 
@@ -128,16 +142,28 @@ def _examine_machine(
             findings.append(versions.judge_engine(transport, driver, cann, os.environ))
     if devices:
         progress("asking hccn_tool")
-        findings += npus.check_network(devices)
+        findings += npus.check_network(devices, str(mooncake.get("kind", "")))
     findings += ports.check_ports(first, data_parallel or 1, host, api_port, devices, os.environ)
     if (reason := mooncake.get("no_tcp")) is None:
         progress("transferring from one Mooncake engine to another")
         findings += loopback.check(loopback.over_tcp())
     else:
         findings.append(note("transfer.loopback", f"not tried: {reason}"))
-    if on_hardware:
+    if on_hardware and other_host is None:
         findings += hardware.check(npu_names, host or "127.0.0.1")
+    if other_host is not None:
+        between = peer.Between(host or "127.0.0.1", other_host, extra.secret_file)
+        findings += peer.check(between, _secret(between.secret_file))
     return make_report("machine", findings)
+
+
+def _secret(file: str | None) -> Secret | None:
+    from vllm_ascend_pd.transport.secret_files import SecretFileError, cluster_secret
+
+    try:
+        return cluster_secret(file)
+    except SecretFileError as problem:
+        raise USAGE_ERROR(str(problem)) from None
 
 
 def _examine_pair(given: Mapping[str, Sequence[str]]) -> DoctorReport:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_ascend_pd.core.ascend import DOCUMENTED_DEVICE_BYTES
 from vllm_ascend_pd.tools.doctor import loopback
 from vllm_ascend_pd.tools.doctor.loopback import DESCRIPTOR_BYTES, WRITE, Way
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, note, progress
@@ -26,8 +27,9 @@ _TIMEOUTS = {"ASCEND_CONNECT_TIMEOUT": "10000", "ASCEND_TRANSFER_TIMEOUT": "1000
 _OVER_ROCE = {"HCCL_INTRA_ROCE_ENABLE": "1", "HCCL_INTRA_PCIE_ENABLE": "0"}
 
 _LINK = (
-    "see the findings of hccn.* above, and that no other process holds these NPUs; with ASCEND_GLOBAL_LOG_LEVEL=1, "
-    "plog in ~/ascend/log says why HIXL failed"
+    "see the findings of hccn.* above, and that no other process holds these NPUs. Of A2 servers only 800I A2 and "
+    "A200I A2 Box copy over HCCS: on others set HCCL_INTRA_ROCE_ENABLE=1 and HCCL_INTRA_PCIE_ENABLE=0 on both sides "
+    "(docs/npu.md). With ASCEND_GLOBAL_LOG_LEVEL=1, plog in ~/ascend/log says why HIXL failed"
 )
 _ROCE = (
     "prefill and decode on different servers need RoCE: give each NPU an address (hccn_tool -i N -ip -s ...), connect "
@@ -49,13 +51,15 @@ def check(npus: Sequence[str], host: str) -> list[Finding]:
         )
         return [error(name, "torch_npu is not installed or finds no NPU: no step of --hardware can run", action)]
     progress("running the block ops on an NPU")
-    findings = [check_kernels()]
+    findings = check_kernels()
     if len(npus) < 2:
         left_out = "one NPU: writes between NPUs and collectives are left out"
         return [note(name, left_out, "run this with two NPUs or more"), *findings]
     for way in ways(npus, host):
         progress(f"writing {way.between}")
         findings += loopback.check(way, STEP_TIMEOUT_S)
+    progress(f"writing to the end of a region of {LARGE_REGION_BYTES / 2**30:.3g} GiB")
+    findings += loopback.check(large_region(npus, host), STEP_TIMEOUT_S)
     size = min(len(npus), MAX_RANKS)
     progress(f"exchanging between {size} NPUs")
     return [*findings, check_collectives(size)]
@@ -88,12 +92,35 @@ def ways(npus: Sequence[str], host: str) -> list[Way]:
 WITHOUT_KERNELS = "try again without vllm_ascend_pd/libvllm_ascend_pd_npu.so where it exists, and send us both reports"
 
 
-def check_kernels(timeout_s: float = STEP_TIMEOUT_S) -> Finding:
+def check_kernels(timeout_s: float = STEP_TIMEOUT_S) -> list[Finding]:
+    """Returns whether the ops are right, how fast each is, and what int32 `Mul` keeps."""
     ran = run(child(f"{__package__}.on_npu", "kernels"), timeout_s)
     findings = ran.reports(Finding)
     if ran.problem is None and findings:
-        return findings[0]
-    return error("hardware.kernels", ran.ending, WITHOUT_KERNELS)
+        return findings
+    return [*findings, error("hardware.kernels", ran.ending, WITHOUT_KERNELS)]
+
+
+LARGE_REGION_BYTES = DOCUMENTED_DEVICE_BYTES + (2 << 20)
+"""A region above the size that HIXL's guide documents, and does not check."""
+
+
+def large_region(npus: Sequence[str], host: str) -> Way:
+    """Returns a transfer to the end of a region that is larger than HIXL documents."""
+    return Way(
+        check="hardware.large_region",
+        between=f"from NPU {npus[0]} to the end of a region of {LARGE_REGION_BYTES >> 20} MiB on NPU {npus[1]}",
+        action=f"keep KV cache and staging buffer below {DOCUMENTED_DEVICE_BYTES >> 30} GiB "
+        "(--kv-cache-memory-bytes), if the NPU has that much memory free; and send us this report",
+        protocol="ascend",
+        host=host,
+        source=0,
+        destination=1,
+        num_bytes=1 << 20,
+        room_before=LARGE_REGION_BYTES - (1 << 20),
+        environment=_TIMEOUTS,
+        failed=Level.WARNING,
+    )
 
 
 # The connector's all-to-all beside a model's all-reduce: results, deadlocks and speed.
@@ -102,8 +129,6 @@ STAGES = ("the model's group", "the connector's group", "all-to-all beside all-r
 """Stages in their order. A rank reports a finding for each: that it has passed it, or an error."""
 
 MODE = "HCCL_OP_EXPANSION_MODE"
-_PRESET_MODE = "AIV"
-"""The value of scripts/launch_common.sh for engines: the model's collectives run on vector cores."""
 
 _GRACE_S = 3.0  # for the reports of other ranks after one has failed
 _CONNECT = (
@@ -118,11 +143,11 @@ _TOGETHER = (
 
 def check_collectives(size: int, timeout_s: float = STEP_TIMEOUT_S) -> Finding:
     """Runs `size` ranks on the first NPUs."""
-    mode = os.environ.get(MODE) or _PRESET_MODE
+    mode = os.environ.get(MODE, "")
     with tempfile.TemporaryDirectory(prefix="pd-doctor-") as folder:
         store = str(Path(folder, "store"))
         commands = [child(f"{__package__}.on_npu", "rank", str(rank), str(size), store) for rank in range(size)]
-        return judge_collectives(run_all(commands, timeout_s, {MODE: mode}, _GRACE_S), mode)
+        return judge_collectives(run_all(commands, timeout_s, grace_s=_GRACE_S), mode)
 
 
 def judge_collectives(ranks: Sequence[Ran], mode: str) -> Finding:
@@ -142,5 +167,5 @@ def judge_collectives(ranks: Sequence[Ran], mode: str) -> Finding:
 
 def stage_failed(stage: int, reason: str, mode: str) -> Finding:
     action = _TOGETHER if stage == len(STAGES) - 1 else _CONNECT
-    found = f"{STAGES[stage]} failed, with {MODE}={mode} for the model: {reason}"
+    found = f"{STAGES[stage]} failed, with {MODE} {mode or 'not set'} for the model: {reason}"
     return error("hardware.collectives", found, action, stage=STAGES[stage])

@@ -8,6 +8,7 @@ versions fit: compiled parts find their libraries, the connector finds vLLM's in
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +31,12 @@ TIMEOUT_S = 240.0
 _CANN = "load CANN's environment (`source` its set_env.sh)"
 _KERNELS = "pip install -v --no-build-isolation -e . in vllm-ascend-pd"
 _HOST = "set VLLM_HOST_IP to the address by which other hosts reach this one"
+_CHIP = (
+    "install vllm-ascend for this chip. PyPI's wheel of 0.23.0 has kernels of A2 only; for A3, take vllm-ascend's "
+    "image with `-a3` in its tag"
+)
+_KINDS = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend310P": "_310P", "Ascend950": "A5"}
+"""By how a chip's name begins: vllm-ascend's name of the kind (its setup.py)."""
 _VLLM = "install the vLLM, and on NPUs the vllm-ascend, that requirements/ names"
 
 
@@ -40,6 +47,25 @@ def _npus() -> Finding:
     numbers = [ascend.physical_device(device) for device in range(torch.npu.device_count())]
     listed = ",".join("?" if number is None else str(number) for number in numbers)
     return ok("loading.npus", f"processes see the NPUs {listed or '(none)'}", npus=listed)
+
+
+def _vllm_ascend() -> Finding | None:
+    """Compares the chip that vllm-ascend's kernels are for with this machine's, without importing vllm-ascend."""
+    spec = find_spec("vllm_ascend")
+    info = Path(spec.origin).with_name("_build_info.py") if spec is not None and spec.origin else None
+    if info is None or not info.is_file():
+        return None
+    found = re.search(r"__device_type__\s*=\s*['\"](\w+)", info.read_text(errors="replace"))
+    return judge_build(found[1] if found else "", ascend.chip_name())
+
+
+def judge_build(built_for: str, chip: str) -> Finding | None:
+    """`built_for`: the `__device_type__` of vllm-ascend's build. None: nothing contradicts the chip."""
+    is_one = next((kind for begin, kind in _KINDS.items() if chip.startswith(begin)), "")
+    if not built_for or not is_one or built_for == is_one:
+        return None
+    found = f"vllm-ascend is built for {built_for}, and this machine's chip, {chip}, is an {is_one}"
+    return error("loading.vllm_ascend", found, _CHIP, built_for=built_for, chip=chip)
 
 
 def _ops() -> None:
@@ -128,6 +154,11 @@ PARTS = {
         "compiled ops",
         "build the compiled ops against this torch: pip install --no-build-isolation -e . in vllm-ascend-pd",
     ),
+    "vllm_ascend": Part(
+        _vllm_ascend,
+        "vllm-ascend's build",
+        f"{_CHIP}; `pip install` of the source distribution with SOC_VERSION compiles for a chip",
+    ),
     "kernels": Part(
         _kernels,
         "the NPU's kernels",
@@ -136,7 +167,8 @@ PARTS = {
     "mooncake": Part(
         _mooncake,
         "Mooncake's engine",
-        "install the libraries it names (libcurl4, libibverbs1, libnuma1; for the NPU wheel CANN's environment)",
+        "install the libraries it names (apt-get: libcurl4 libibverbs1 libnuma1; yum: libcurl rdma-core numactl-libs; "
+        "for NPUs CANN's environment)",
     ),
     "connector": Part(setup.load_connector, "LayerwisePushConnector in vLLM", _VLLM),
     "device": Part(_device, "vLLM's device", _VLLM),
@@ -144,10 +176,10 @@ PARTS = {
 }
 """The parts in the order of loading."""
 
-_ALONE = ("mooncake", "device", "host")
+_ALONE = ("vllm_ascend", "mooncake", "device", "host")
 """Parts that no later one needs. All others are needed by those behind them, but for Mooncake's engine."""
 
-_ON_NPUS = ("torch_npu", "npus", "kernels")
+_ON_NPUS = ("torch_npu", "npus", "vllm_ascend", "kernels")
 """Parts that are loaded only if torch_npu is installed."""
 
 

@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import TypeAlias
 
@@ -23,6 +23,7 @@ import msgspec
 
 from vllm_ascend_pd.tools.doctor.report import Finding, Level, error, finding, ok
 from vllm_ascend_pd.tools.programs import child, end_with, run
+from vllm_ascend_pd.transport import ascend
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 
@@ -57,6 +58,7 @@ class Way(msgspec.Struct, frozen=True):
     source: int | None = None  # the NPU whose memory is sent; None: host memory
     destination: int | None = None  # the NPU whose memory is written to
     num_bytes: int = TRANSFER_BYTES
+    room_before: int = 0  # bytes of the receiver's region before those that are written to
     descriptor_bytes: tuple[int, ...] = ()  # sizes of descriptors to measure, too
     environment: dict[str, str] = {}  # variables of both processes, besides the doctor's
     failed: Level = Level.ERROR  # the finding's level if the transfer fails
@@ -96,6 +98,7 @@ class HostMemory:
     def __init__(self, num_bytes: int) -> None:
         self._buffer = ctypes.create_string_buffer(num_bytes)
         self.address = ctypes.addressof(self._buffer)
+        self.region = (self.address, num_bytes)
 
     def fill(self, content: bytes) -> None:
         """Writes `content` to the start."""
@@ -109,16 +112,19 @@ class HostMemory:
 class NpuMemory:
     """The same on an NPU, allocated like the staging buffer. Makes the NPU the current one of the calling thread."""
 
-    def __init__(self, num_bytes: int, device: int) -> None:
+    def __init__(self, num_bytes: int, device: int, room_before: int = 0) -> None:
+        """`room_before`: bytes of the region before those that `address`, `fill` and `read` are about."""
         import torch
         import torch_npu  # noqa: F401 - makes torch.npu
 
         from vllm_ascend_pd.device.npu import NpuDevice
 
         torch.npu.set_device(device)
-        self._torch, self._tensor = torch, NpuDevice().allocate(num_bytes).zero_()
+        whole = NpuDevice().allocate(room_before + num_bytes)
+        self._torch, self._tensor = torch, whole[room_before:].zero_()
         torch.npu.synchronize()
         self.address: int = self._tensor.data_ptr()
+        self.region = (whole.data_ptr(), room_before + num_bytes)
 
     def fill(self, content: bytes) -> None:
         buffer = self._torch.frombuffer(bytearray(content), dtype=self._torch.uint8)
@@ -139,31 +145,35 @@ def main() -> Iterator[Finding]:
     memory.fill(_payload(way))
     try:
         receiver = pipe.recv()
+        first = connect(engine, memory.address, receiver)
         seconds, pieces = write(engine, memory.address, receiver, way)
-        costs = [_cost(engine, memory.address, receiver, way, size) for size in way.descriptor_bytes]
+        costs = [
+            cost(engine, memory.address, receiver, f"descriptors.{way.check.removeprefix(WRITE)}", way.num_bytes, size)
+            for size in way.descriptor_bytes
+        ]
         pipe.send("look")
-        wrong, first = pipe.recv()
+        wrong, place = pipe.recv()
     except EOFError:
         raise SystemExit("the receiving process ended") from None
     engine.close()
-    yield from (_verdict(way, wrong, first, seconds, pieces), *costs)
+    yield from (_verdict(way, wrong, place, seconds, pieces, first), *costs)
 
 
 def receive(way: Way, pipe: Connection, parent: int) -> None:
     """Runs in the receiving process. Says where its memory is, and then how many bytes are wrong, and the first one."""
     end_with(parent)
-    memory, engine = _start(way, way.destination)
+    memory, engine = _start(way, way.destination, way.room_before)
     pipe.send((engine.session, memory.address))
     pipe.recv()
     pipe.send(compare(memory.read(way.num_bytes + GUARD_BYTES), _payload(way) + bytes(GUARD_BYTES)))
     engine.close()
 
 
-def _start(way: Way, device: int | None) -> tuple[HostMemory | NpuMemory, TransferEngine]:
+def _start(way: Way, device: int | None, room_before: int = 0) -> tuple[HostMemory | NpuMemory, TransferEngine]:
     size = way.num_bytes + GUARD_BYTES
-    memory = HostMemory(size) if device is None else NpuMemory(size, device)
+    memory = HostMemory(size) if device is None else NpuMemory(size, device, room_before)
     engine = TransferEngine(way.host, way.protocol, TransferLimits.over(way.protocol))
-    engine.register([(memory.address, size)])
+    engine.register([memory.region])
     return memory, engine
 
 
@@ -179,33 +189,48 @@ def compare(memory: bytes, wanted: bytes) -> tuple[int, int]:
     return len(wrong), wrong[0]
 
 
-def _verdict(way: Way, wrong: int, first: int, seconds: float, pieces: int) -> Finding:
+def _verdict(
+    way: Way, wrong: int, place: int, seconds: float, pieces: int, first: Mapping[str, int | float]
+) -> Finding:
     if wrong:
-        found = f"{wrong} of {way.num_bytes} bytes {way.between} arrived wrong, the first at {first}, without an error"
+        found = f"{wrong} of {way.num_bytes} bytes {way.between} arrived wrong, the first at {place}, without an error"
         return error(way.check, found, "do not use this Mooncake: install the version that requirements/ names")
     speed = way.num_bytes / max(seconds, 1e-9)
     size = f"{way.num_bytes / 2**20:g} MiB in {pieces} pieces"
     found = f"{size} {way.between}, every byte right: {speed / 1e9:.3g} GB/s"
-    return ok(way.check, found, bytes=way.num_bytes, seconds=round(seconds, 6), bytes_per_second=round(speed))
+    found += f"; the first connection took {first['first_connection_seconds']:.3g} s"
+    if "first_connection_streams" in first:
+        found += f" and {first['first_connection_streams']} streams"
+    figures = {"bytes": way.num_bytes, "seconds": round(seconds, 6), "bytes_per_second": round(speed)}
+    return ok(way.check, found, "", **figures, **first)
+
+
+def connect(engine: TransferEngine, start: int, receiver: Receiver) -> dict[str, int | float]:
+    """Writes a first byte, which connects. Returns figures: what that took, in seconds and, on an NPU, in streams."""
+    before, began = ascend.streams_left(), time.monotonic()
+    engine.write(receiver[0], [start], [receiver[1]], [1])
+    figures: dict[str, int | float] = {"first_connection_seconds": round(time.monotonic() - began, 6)}
+    if before is not None and (after := ascend.streams_left()) is not None:
+        figures["first_connection_streams"] = before - after
+    return figures
 
 
 def write(engine: TransferEngine, start: int, receiver: Receiver, way: Way) -> tuple[float, int]:
-    """Returns how many seconds the write took, and the number of its descriptors."""
+    """Returns how many seconds the write took, and the number of its descriptors. Call `connect` before."""
     offsets = range(0, way.num_bytes, PIECE_BYTES)
     lengths = [min(PIECE_BYTES, way.num_bytes - offset) for offset in offsets]
     sources, destinations = [start + o for o in offsets], [receiver[1] + o for o in offsets]
-    engine.write(receiver[0], [start], [receiver[1]], [1])  # connects, which must not be measured
     began = time.monotonic()
     engine.write(receiver[0], sources, destinations, lengths)
     return time.monotonic() - began, len(lengths)
 
 
-def _cost(engine: TransferEngine, start: int, receiver: Receiver, way: Way, size: int) -> Finding:
-    """Measures what a descriptor of `size` bytes takes. They are in no order, as the blocks of a cache.
+def cost(engine: TransferEngine, start: int, receiver: Receiver, check: str, num_bytes: int, size: int) -> Finding:
+    """Measures what a descriptor of `size` bytes of `num_bytes` takes. They are in no order, as the blocks of a cache.
 
     The batches are made here, because the engine would cut long descriptors to divide them among connections.
     """
-    offsets = [place * size for place in range(way.num_bytes // size)]
+    offsets = [place * size for place in range(num_bytes // size)]
     random.Random(size).shuffle(offsets)
     del offsets[_BATCH:]
     batch = (
@@ -220,9 +245,9 @@ def _cost(engine: TransferEngine, start: int, receiver: Receiver, way: Way, size
     seconds = elapsed / (batches * len(offsets))
     speed = size / max(seconds, 1e-9)
     return ok(
-        f"descriptors.{way.check.removeprefix(WRITE)}.{size}",
+        f"{check}.{size}",
         f"descriptors of {size >> 10} KiB: {seconds * 1e6:.1f} us each, {speed / 1e9:.3g} GB/s",
-        protocol=way.protocol,
+        protocol=engine.transport.protocol,
         bytes=size,
         seconds=round(seconds, 9),
         bytes_per_second=round(speed),

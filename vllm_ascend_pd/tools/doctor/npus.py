@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_pd.core.hosts import normal_host
+from vllm_ascend_pd.core.protocol import EngineKind
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.tools.programs import NOT_STARTED, Ran, run_all
 from vllm_ascend_pd.transport import ascend
@@ -37,6 +38,7 @@ _NPU = re.compile(r"\|\s*(\d{1,4})\s+([^|\s][^|]{0,40}?)\s*\|\s*([^|]{1,40}?)\s*
 _CHIP = re.compile(r"\|\s*\d{1,4}(?:\s+(\d{1,4}))?\s*\|")
 
 _DRIVER = "install the Ascend driver and firmware; `npu-smi info` must list this machine's NPUs"
+_ADDRESS = "without it the client/server engine does not start, and the comm engine reaches others only over HCCS"
 _INIT = (
     "in a container, give it /dev/davinci<N>, davinci_manager, devmm_svm and hisi_hdc, mount the driver's folder, and "
     "check that no other container holds the NPU; on the host, restart after an update of driver or firmware, and "
@@ -116,34 +118,33 @@ def judge(ran: Ran, wanted: bool, seen: Sequence[str] | None) -> tuple[list[Find
 # The NPUs' network.
 
 
-def check_network(devices: Sequence[int]) -> list[Finding]:
-    """Asks `hccn_tool` about each device of the machine."""
+def check_network(devices: Sequence[int], kind: str) -> list[Finding]:
+    """Asks `hccn_tool` about each device of the machine. `kind`: HIXL's engine that Mooncake starts here."""
     tool = shutil.which("hccn_tool") or (str(ascend.HCCN_TOOL) if ascend.HCCN_TOOL.exists() else None)
-    findings = judge_conf(ascend.HCCN_CONF, devices, tool is not None)
+    findings = judge_conf(ascend.HCCN_CONF, devices, tool is not None, kind)
     if tool is None:
         action = f"in a container, mount the host's {ascend.HCCN_TOOL.parent}"
         return [*findings, note("hccn.tool", "no hccn_tool: links and addresses are not checked", action)]
     conf = ascend.HCCN_CONF.read_text(errors="replace") if os.access(ascend.HCCN_CONF, os.R_OK) else ""
     configured = {device: ascend.addresses(conf, device) for device in devices}
     asked = [(device, "-link") for device in devices]
-    # A device with only IPv6 is skipped.
-    asked += [(device, "-ip") for device, listed in configured.items() if not listed or ":" not in listed[0]]
+    asked += [(device, "-ip") for device in devices]
     commands = [[tool, "-i", str(device), option, "-g"] for device, option in asked]
     some = (commands[first : first + _AT_ONCE] for first in range(0, len(commands), _AT_ONCE))
     answers = [ran for each in some for ran in run_all(each, HCCN_TIMEOUT_S)]
     for (device, option), ran in zip(asked, answers, strict=True):
         listed = configured[device]
-        findings.append(judge_link(device, ran) if option == "-link" else judge_addresses(device, listed, ran))
+        findings.append(judge_link(device, ran) if option == "-link" else judge_addresses(device, listed, ran, kind))
     return findings
 
 
-def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> list[Finding]:
+def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool, kind: str) -> list[Finding]:
     """Returns the findings about hccn.conf for these devices."""
     findings = []
     for device in devices:
         if (wrong := ascend.check_address(conf, device, has_tool)) is not None:
-            action = "correct it: an NPU without an address has no RoCE, and reaches others only over HCCS"
-            findings.append((error if wrong.fatal else warning)(f"hccn.conf.{device}", wrong.message, action))
+            level = error if kind in wrong.fatal_for or wrong.is_fatal else warning
+            findings.append(level(f"hccn.conf.{device}", wrong.message, _ADDRESS))
     has_all = f"{conf} has the addresses of all {len(devices)} devices"
     return findings or [ok("hccn.conf", has_all if conf.exists() else f"no {conf}: hccn_tool is asked")]
 
@@ -159,12 +160,13 @@ def judge_link(device: int, ran: Ran) -> Finding:
     return warning(check, found, action)
 
 
-def judge_addresses(device: int, configured: Sequence[str], ran: Ran) -> Finding:
+def judge_addresses(device: int, configured: Sequence[str], ran: Ran, kind: str) -> Finding:
     """Compares the device's IPv4 address with `configured`, the addresses of hccn.conf."""
     check, own = f"hccn.address.{device}", re.findall(r"ipaddr:\s*([0-9.]{1,15})", ran.said)
     repair = f"hccn_tool -i {device} -ip -s address ADDRESS netmask MASK"
     if not own:
-        return warning(check, f"device {device} has no address: {_said(ran)}", f"for RoCE, set it with {repair}")
+        level = error if kind == EngineKind.CLIENT_SERVER and not configured else warning
+        return level(check, f"device {device} has no address: {_said(ran)}", f"set it with {repair}")
     if configured and not {*map(normal_host, own)} & {*map(normal_host, configured)}:
         listed = ", ".join(configured)
         found = f"device {device} has the address {', '.join(own)}, and {ascend.HCCN_CONF} has {listed}"

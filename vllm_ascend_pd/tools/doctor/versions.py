@@ -33,6 +33,9 @@ MOONCAKE_NPU = f"{MOONCAKE}-npu"
 MOONCAKE_NPU_TESTED = ("0.3.11.post1", "0.3.13.post1")
 """The versions in vllm-ascend 0.23.0's images and in requirements/npu.txt."""
 
+VLLM_ASCEND_TESTED = ("0.23.0", "0.23.0.post1")
+"""The versions in vllm-ascend's images and in requirements/npu.txt."""
+
 _MAX_INFO_BYTES = 64 << 10
 
 
@@ -104,7 +107,8 @@ def _package(name: str, found: str | None, stack: Stack) -> Finding:
     install = f"install {name}=={pin} ({stack.file} says how)"
     if found is None:
         return error(check, f"{name} is not installed", f"to run engines here, {install}")
-    if found.partition("+")[0] == pin:
+    tested = VLLM_ASCEND_TESTED if name == "vllm-ascend" else (pin,)
+    if found.partition("+")[0] in tested:
         return ok(check, f"{name} {found}", version=found)
     if name == "vllm" and release(found) not in VLLM:
         reads = f"vllm {found}: this package supports only {' and '.join(VLLM)}"

@@ -63,7 +63,8 @@ def plan(
     from vllm_ascend_pd.core.config import ConnectorConfig
     from vllm_ascend_pd.tools.plan.exchange import PROMPT_TOKENS, make_plan
     from vllm_ascend_pd.tools.plan.tables import render
-    from vllm_ascend_pd.tools.plan.times import HIXL, Traffic, make_rates, read_measured, write_times
+    from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, read_measured, write_times
+    from vllm_ascend_pd.tools.write_costs import HIXL
 
     sides = (
         PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),

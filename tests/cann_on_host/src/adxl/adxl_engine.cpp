@@ -8,8 +8,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <climits>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -41,6 +45,42 @@ Deadline after(int32_t timeout_ms) { return std::chrono::steady_clock::now() + s
 
 std::string host_of(const std::string& engine) { return engine.substr(0, engine.rfind(':')); }
 
+// HIXL's `hixl_cs_client.cc` and `transfer_pool.cc`: at its first connection a client takes this many slots of two
+// streams, unless the option says otherwise (`hixl_options.cc`).
+constexpr long kSlots = 128;
+constexpr long kStreamsOfSlot = 2;
+
+long slots_of(const std::map<AscendString, AscendString>& options) {
+  static constexpr char kOption[] = "\"comm_resource_config.max_active_channels\"";
+  for (const auto& [name, value] : options) {
+    if (!std::strstr(name.GetString(), "GlobalResourceConfig")) continue;
+    const char* found = std::strstr(value.GetString(), kOption);
+    if (found) return std::strtol(found + sizeof kOption - 1 + std::strspn(found + sizeof kOption - 1, " :\""), nullptr, 10);
+  }
+  return kSlots;
+}
+
+// As HIXL's `GetDeviceIp`: what the file says, else, without the file, what hccn_tool prints. "": there is no address.
+// `IPv6address_N` is not read.
+std::string address_of(int32_t device) {
+  static const std::string conf = setting("HCCN_CONF", "/etc/hccn.conf");
+  std::string key = "address_" + std::to_string(device) + "=", line;
+  if (std::ifstream file(conf); file) {
+    while (std::getline(file, line))
+      if (line.rfind(key, 0) == 0) return line.substr(key.size());
+    return "";
+  }
+  key = "ipaddr:";
+  FILE* tool = popen(("hccn_tool -i " + std::to_string(device) + " -ip -g 2>/dev/null").c_str(), "re");
+  if (!tool) return "";
+  char printed[256];
+  std::string address;
+  while (std::fgets(printed, sizeof printed, tool))
+    if (std::string(printed).rfind(key, 0) == 0) address = printed + key.size();
+  pclose(tool);
+  return address;
+}
+
 Status refuse(Status status, const std::string& reason) {
   fail(static_cast<aclError>(status), "ADXL: %s", reason.c_str());
   return status;
@@ -57,6 +97,10 @@ class AdxlEngine::AdxlEngineImpl {
     name_ = name;
     auto_connect_ = is_set(options, "AutoConnect", "1");
     client_server_ = is_set(options, "adxl.LocalCommRes", "1.3");
+    if (client_server_ && address_of(device_).empty())  // even where all goes over HCCS: `BuildEndpointList`
+      return refuse(FAILED, "Initialize: Failed to get device ip of device " + std::to_string(device_));
+    logical_device_ = device;
+    slots_ = slots_of(options);
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);  // lets other processes of this user write into this one
     listener_ = Listener::start(name, [this] {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -69,6 +113,8 @@ class AdxlEngine::AdxlEngineImpl {
     listener_.reset();
     std::lock_guard<std::mutex> lock(mutex_);
     channels_.clear();
+    if (has_slots_) release_streams(logical_device_, kStreamsOfSlot * slots_);
+    has_slots_ = false;
   }
 
   Status add(const MemDesc& memory, MemType type) {
@@ -87,6 +133,7 @@ class AdxlEngine::AdxlEngineImpl {
       std::lock_guard<std::mutex> lock(mutex_);
       if (channels_.count(remote)) return ALREADY_CONNECTED;
     }
+    if (!take_slots()) return refuse(FAILED, "the device has too few streams for " + std::to_string(slots_) + " slots");
     Status status;
     std::shared_ptr<Channel> channel = Channel::open(remote, after(timeout_ms), status);
     if (!channel) return refuse(status, "no channel to " + remote);
@@ -122,6 +169,9 @@ class AdxlEngine::AdxlEngineImpl {
       channel = channel_to(remote);
       if (!channel) return NOT_CONNECTED;
     }
+    // "AICPU launch failed": not even transfers to others heal then (vllm-ascend, issue 13934).
+    if (!client_server_ && link_of(channel->peer().process).link == Link::kLost) lost_ = true;
+    if (lost_) return refuse(FAILED, "transfer to " + remote + ": AICPU launch failed");
     if (const Status status = await_link(channel->peer().process, deadline)) {
       if (auto_connect_) disconnect(remote);
       return refuse(status, "transfer to " + remote);
@@ -131,6 +181,12 @@ class AdxlEngine::AdxlEngineImpl {
   }
 
  private:
+  bool take_slots() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (client_server_ && !has_slots_) has_slots_ = hold_streams(logical_device_, kStreamsOfSlot * slots_);
+    return !client_server_ || has_slots_;
+  }
+
   std::shared_ptr<Channel> channel_to(const std::string& remote) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = channels_.find(remote);
@@ -189,7 +245,11 @@ class AdxlEngine::AdxlEngineImpl {
   bool auto_connect_ = false;
   bool client_server_ = false;
   int32_t device_ = 0;  // physical
-  std::mutex mutex_;  // of the two below
+  int32_t logical_device_ = 0;
+  long slots_ = kSlots;
+  std::atomic<bool> lost_{false};
+  std::mutex mutex_;  // of the three below
+  bool has_slots_ = false;
   Regions regions_;
   std::map<std::string, std::shared_ptr<Channel>> channels_;
   std::unique_ptr<Listener> listener_;

@@ -17,6 +17,7 @@ LinkState link_of(pid_t process) {
   if (word == "hang") return {Link::kHang};
   if (word == "refuse") return {Link::kRefuse};
   if (word == "down") return {Link::kDown};
+  if (word == "lost") return {Link::kLost};
   long milliseconds = 0;
   if (word == "slow" && file >> milliseconds) return {Link::kSlow, std::chrono::milliseconds(milliseconds)};
   fatal("%s/%d: %s is no fault of a link", folder.c_str(), process, word.c_str());

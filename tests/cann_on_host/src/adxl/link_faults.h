@@ -15,6 +15,7 @@ enum class Link {
   kSlow,    // transfers to it take `delay` longer
   kRefuse,  // transfers to it fail at once
   kDown,    // it closes its channels and takes no new ones
+  kLost,    // of the comm engine: the sender that meets it never transfers anything again
 };
 
 struct LinkState {
@@ -22,7 +23,7 @@ struct LinkState {
   std::chrono::milliseconds delay{0};
 };
 
-// The file says "hang", "slow MILLISECONDS", "refuse" or "down"; no file: the link is well.
+// The file says "hang", "slow MILLISECONDS", "refuse", "down" or "lost"; no file: the link is well.
 LinkState link_of(pid_t process);
 
 }  // namespace cann_on_host

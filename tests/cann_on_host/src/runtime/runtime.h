@@ -23,6 +23,7 @@ constexpr aclError kContextNull = 107002;
 constexpr aclError kParamInvalid = 107000;
 constexpr aclError kFeatureNotSupported = 207000;
 constexpr aclError kMemoryAllocation = 207001;
+constexpr aclError kStreamResourceFailed = 207008;  // no stream resource
 constexpr aclError kAicoreTimeout = 507014;
 constexpr aclError kAicoreException = 507015;
 constexpr aclError kStreamSyncTimeout = 507046;
@@ -69,6 +70,12 @@ aclError synchronize(aclrtStream stream, int timeout_ms = -1);
 // too, is at least `number`. 0: nothing orders the stream after a mark of `what`.
 void set_mark(aclrtStream stream, const void* what, uint64_t number);
 uint64_t mark_of(aclrtStream stream, const void* what);
+
+// A device has 1,984 streams (HIXL, `hixl_cs_client.cc` has the figure). Libraries take some for themselves, which are
+// counted only. False: there are not as many left.
+bool hold_streams(int device, long streams);
+void release_streams(int device, long streams);
+long streams_left(int device);
 
 // --- memory ------------------------------------------------------------------------------------------------
 

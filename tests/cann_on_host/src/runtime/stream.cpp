@@ -202,7 +202,41 @@ int device_count() {
   return count;
 }
 
+namespace {
+
+struct StreamsHeld {
+  std::mutex mutex;
+  std::map<int, long> by_device;
+};
+
+StreamsHeld& streams_held() {
+  static auto* instance = new StreamsHeld;
+  return *instance;
+}
+
+}  // namespace
+
+long streams_left(int device) {
+  static const long all = setting("STREAMS", 1984L);
+  const auto made = static_cast<long>(streams_of(device).size());
+  std::lock_guard<std::mutex> lock(streams_held().mutex);
+  return all - made - streams_held().by_device[device];
+}
+
+bool hold_streams(int device, long streams) {
+  if (streams_left(device) < streams) return false;
+  std::lock_guard<std::mutex> lock(streams_held().mutex);
+  streams_held().by_device[device] += streams;
+  return true;
+}
+
+void release_streams(int device, long streams) {
+  std::lock_guard<std::mutex> lock(streams_held().mutex);
+  streams_held().by_device[device] -= streams;
+}
+
 Stream* create_stream(int device) {
+  if (streams_left(device) < 1) return nullptr;
   auto* stream = new Stream(device);
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().streams.insert(stream);

@@ -77,7 +77,7 @@ int current_device();
 void set_current_device(int device);
 int device_count();
 
-Stream* create_stream(int device);
+Stream* create_stream(int device);  // nullptr: the device has no stream left
 bool destroy_stream(Stream* stream);  // false: there is no such stream
 Stream* resolve(aclrtStream stream);  // nullptr: the current device's default stream
 std::vector<Stream*> streams_of(int device);

@@ -10,6 +10,12 @@ extern "C" {
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
   if (current_device() < 0) return fail(kContextNull, "aclrtCreateStream without aclrtSetDevice");
   *stream = create_stream(current_device());
+  return *stream ? ACL_SUCCESS : fail(kStreamResourceFailed, "device %d has no stream left", current_device());
+}
+
+aclError aclrtGetStreamAvailableNum(uint32_t* streams) {
+  if (current_device() < 0) return fail(kContextNull, "aclrtGetStreamAvailableNum without aclrtSetDevice");
+  *streams = static_cast<uint32_t>(streams_left(current_device()));
   return ACL_SUCCESS;
 }
 

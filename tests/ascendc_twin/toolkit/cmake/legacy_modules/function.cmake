@@ -11,6 +11,7 @@ function(ascendc_library name type)
   add_library(${name} ${type} ${ARGN} "${ascendc_modules}/host_stub.cpp")
   target_include_directories(${name} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}"
     PUBLIC "${generated}" "${cann}/include")
+  target_compile_definitions(${name} PRIVATE ASCENDC_TWIN_LIBRARY)
   target_link_directories(${name} PUBLIC "${cann}/lib64")
   target_link_options(${name} PRIVATE -Wl,-z,relro -Wl,-z,now)
   # The kernels' library names only two of the libraries that it needs: who links it brings the others.
