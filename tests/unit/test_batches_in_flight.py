@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sender's writes end in order, and the next one begins before the last one has ended."""
 
-import math
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_sender import BLOCK_BYTES, KEY, LAYERS, OURS, THEIRS, Done, Held, make_transfer, plan, sending
+from test_sender import BLOCK_BYTES, LAYERS, OURS, THEIRS, Done, Held, make_transfer, plan, sending
 
+from vllm_ascend_pd.prefill import sender as sender_module
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_send import LayerPush
 from vllm_ascend_pd.transport.batches import TransferLimits
@@ -141,17 +143,16 @@ def test_of_several_failures_one_counts_after_which_bytes_may_still_arrive(engin
     assert write(engine, layer("a1", "a2", "a3")) == ["begin a1", "done a: a1 is lost"]
 
 
-def test_the_lease_is_checked_before_every_batch(engine: Engine) -> None:
-    written = layer("a1", "a2", "a3")
+def test_the_lease_is_checked_before_every_batch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=time.monotonic)
+    monkeypatch.setattr(sender_module, "time", clock)
 
-    def ends_before(name: str) -> None:
+    def lease_ends_before(name: str) -> None:
         if name == "a3":
-            for transfer in written.step_send.transfers:
-                assert transfer.state.destinations is not None
-                transfer.state.destinations[KEY].until = -math.inf
+            clock.monotonic = lambda: time.monotonic() + 1000.0
 
-    engine.before = ends_before
-    log = write(engine, written)
+    engine.before = lease_ends_before
+    log = write(engine, layer("a1", "a2", "a3"))
     assert log == ["begin a1", "begin a2", "arrived a1", "arrived a2", "done a: a3 is refused"]
 
 

@@ -259,7 +259,7 @@ class Way:
 
 
 # The first batch is lost, so requests are written apart. Of the third one Mooncake takes nothing, so it is tried again.
-LEAST = {"sender": 80, "cpu-side-stream": 12, "MainThread": 10}
+LEAST = {"sender": 70, "cpu-side-stream": 12, "MainThread": 10}
 ODDS: dict[str, Any] = {"lost": {1}, "not_taken": {3}}
 
 

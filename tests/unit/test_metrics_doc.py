@@ -22,7 +22,7 @@ from vllm_ascend_pd.observe.stats import (
     Metric,
 )
 from vllm_ascend_pd.proxy.http.streams import Reply
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
@@ -81,7 +81,7 @@ async def _exposed() -> str:
 
     pool = EnginePool(EngineRole.PREFILL, settings_with(), HostNames())
     pool.engines.add("http://10.0.0.1:8100", "test")
-    observer = Observer(RequestTable(limit=1), (pool,))
+    observer = ProxyObserver(RequestTable(limit=1), (pool,))
     reply = Reply(send, request_id=None)
     with observer.request("/v1/completions", reply):
         reply.status, reply.first_event_at = 200, float("inf")

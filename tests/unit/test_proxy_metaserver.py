@@ -18,7 +18,7 @@ from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.messages import RequestRefused
 from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketProgress
 from vllm_ascend_pd.proxy.routing.answers import FailureKind
 from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
@@ -77,7 +77,7 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
     """The failure counts nevertheless."""
     request_table, pool = RequestTable(1), Pool()
     engines = cast(EnginePool, pool)
-    observer, deliveries = Observer(request_table, ()), Deliveries(engines, engines, limit=3)
+    observer, deliveries = ProxyObserver(request_table, ()), Deliveries(engines, engines, limit=3)
     judge = PrefillJudge(engines, deliveries, observer)
     metaserver = Metaserver(request_table, engines, deliveries, judge, observer, settings_with(attempts=3))
 

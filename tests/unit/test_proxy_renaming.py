@@ -14,7 +14,7 @@ from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.streams import Renaming, Reply
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ResponseRelay
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest, RequestTable
 
 ID = "01234567-89ab-4def-8123-456789abcdef"
@@ -41,7 +41,7 @@ def relayed(chunks: list[bytes], content_type: str, given: str = "abc") -> bytes
         proxied = ProxiedRequest("POST", Endpoint.CHAT.value, Endpoint.CHAT, [], reply)
         attempt = DecodeAttempt(proxied, ID, lambda: False)
         judge: Any = SimpleNamespace(answered=lambda *_, **__: None)
-        relay = ResponseRelay(attempt, judge, Observer(RequestTable(1), ()))
+        relay = ResponseRelay(attempt, judge, ProxyObserver(RequestTable(1), ()))
         assert await relay.run(cast(EngineResponse, answer)) is None
 
     anyio.run(run)

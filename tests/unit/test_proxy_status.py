@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.proxy.operate.status import Status, StatusPage, Verdict
-from vllm_ascend_pd.proxy.rendezvous.observer import MAX_RECENT, Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import MAX_RECENT, ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable, TicketProgress
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
 from vllm_ascend_pd.proxy.routing.engine import EngineState
@@ -32,7 +32,7 @@ class Proxy:
     def __init__(self, limit: int | None = None) -> None:
         self.prefill, self.decode = (self._pool(role, limit) for role in EngineRole)
         self.request_table = RequestTable(limit=8)
-        self.observer = Observer(self.request_table, (self.prefill, self.decode))
+        self.observer = ProxyObserver(self.request_table, (self.prefill, self.decode))
         self.problems: dict[str, str] = {}
         self.p, self.d = self.prefill.engines.add("http://p:1", "test"), self.decode.engines.add("http://d:1", "test")
         for engine in (self.p, self.d):

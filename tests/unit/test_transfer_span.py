@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from harness.tickets import ticket_with
 from vllm_ascend_pd.connector import metrics as spans_module
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
-from vllm_ascend_pd.core.observer import PushBegun, PushEnded, ReceiveEnded, TicketIssued, TicketRefused
+from vllm_ascend_pd.core.observer import PushBegun, PushEnded, PushRefused, ReceiveEnded, TicketIssued
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS
 from vllm_ascend_pd.core.reasons import ReceiveFailure
 
@@ -64,7 +64,7 @@ def test_a_push_that_fails(spans: InMemorySpanExporter) -> None:
 def test_a_ticket_that_cannot_be_served(spans: InMemorySpanExporter) -> None:
     pushes = PushSpans()
     pushes.on(PushBegun("r", HEADERS))
-    pushes.on(TicketRefused("r", "remote_port is -1"))
+    pushes.on(PushRefused("r", "remote_port is -1"))
     span = the(spans, "kv_push")
     assert dict(span.attributes) == {"error.type": "ticket"}
     assert span.status.description == "remote_port is -1"

@@ -23,9 +23,9 @@ from vllm_ascend_pd.core.observer import (
     Observer,
     PushBegun,
     PushEnded,
+    PushRefused,
     ReceiveEnded,
     TicketIssued,
-    TicketRefused,
 )
 from vllm_ascend_pd.core.reasons import PushFailure, ReceiveFailure
 from vllm_ascend_pd.core.step import WorkerReport
@@ -229,7 +229,7 @@ class PushSpans(_TransferSpans, Observer):
         match event:
             case PushBegun():
                 self._begin(event.request_id, event.trace_headers)
-            case TicketRefused():
+            case PushRefused():
                 self._end(event.request_id, {}, PushFailure.TICKET.value, event.reason)
             case PushEnded(ticket=ticket, failure=failure):
                 attributes: dict[str, str | int] = {

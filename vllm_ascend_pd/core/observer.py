@@ -136,7 +136,7 @@ class PushBegun(NamedTuple):
     trace_headers: Mapping[str, str] | None
 
 
-class TicketRefused(NamedTuple):
+class PushRefused(NamedTuple):
     """The request's ticket is not served. Nothing else follows for this request."""
 
     request_id: str
@@ -245,7 +245,7 @@ Observed: TypeAlias = (
     | GrantAnswered
     | OutcomeReported
     | PushBegun
-    | TicketRefused
+    | PushRefused
     | PushEnded
     | TicketExpected
     | TicketClosed

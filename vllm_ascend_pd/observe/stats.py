@@ -29,11 +29,11 @@ from vllm_ascend_pd.core.observer import (
     PrefillStatus,
     PromptPlaced,
     PushDelayed,
+    PushRefused,
     ReceiveEnded,
     ReceiveFailed,
     RegroupAwaited,
     ThresholdSet,
-    TicketRefused,
     WriteEnded,
     WriteRetried,
     WritingEnded,
@@ -337,7 +337,7 @@ class PrefillSchedulerStats(Stats, Observer):
     """The metrics of a prefill engine's scheduler."""
 
     def on(self, event: Observed) -> None:
-        if isinstance(event, TicketRefused):
+        if isinstance(event, PushRefused):
             self.add(PUSH_FAILURES, reason=PushFailure.TICKET.value)
 
 

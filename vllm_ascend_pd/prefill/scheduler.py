@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
-from vllm_ascend_pd.core.observer import Observer, PushBegun, PushEnded, TicketRefused
+from vllm_ascend_pd.core.observer import Observer, PushBegun, PushEnded, PushRefused
 from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
 from vllm_ascend_pd.core.threads import owned
@@ -164,7 +164,7 @@ class PrefillScheduler(ConnectorRole):
     def _refuse(self, request: ScheduledRequest, reason: str) -> None:
         self._refused[request.request_id] = reason
         self._observer.on(PushBegun(request.request_id, request.trace_headers))
-        self._observer.on(TicketRefused(request.request_id, reason))
+        self._observer.on(PushRefused(request.request_id, reason))
 
     def _parse(self, request: ScheduledRequest, params: object) -> Ticket:
         return parse_ticket(params, request.num_prompt_tokens, self._groups)

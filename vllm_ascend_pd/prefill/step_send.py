@@ -28,7 +28,7 @@ from vllm_ascend_pd.core.plan import (
     Units,
     descriptors,
 )
-from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
+from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankKey
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
@@ -83,8 +83,8 @@ class StepSend:
     is_located: bool = False
     # By the shape of a target: the write to each decode rank of each layer that has a target of this shape.
     writes: dict[int, PagedWrite] = field(default_factory=dict)
-    # By decode rank: where each request goes there. That never changes once it is known.
-    _destinations: dict[RankKey, list[Destination]] = field(default_factory=dict)
+    # As `_at` returns it.
+    _destinations: dict[RankKey, list[Destination | None]] = field(default_factory=dict)
 
     @cached_property
     def plane_bytes(self) -> int:
@@ -95,6 +95,11 @@ class StepSend:
     def tensor_bytes(self) -> int:
         """Bytes of a staged tensor."""
         return self.route.planes * self.plane_bytes
+
+    @cached_property
+    def states(self) -> list[PrefillTicket]:
+        """The state of each of `transfers`."""
+        return [transfer.state for transfer in self.transfers]
 
     @cached_property
     def ticket_ids(self) -> list[str]:
@@ -162,18 +167,19 @@ class StepSend:
     def writable_until(self, key: RankKey) -> float:
         """Returns until when all requests may be written to decode rank `key`: -inf if one has failed, or has no lease.
 
-        It is asked for each layer, so it asks no method of 32 requests, which would take 10 us.
+        It runs for each layer, so it calls no method of 32 requests: that takes 10 us.
         """
-        if any(transfer.state.failure is not None for transfer in self.transfers):
-            return -math.inf
+        for state in self.states:
+            if state.failure is not None:
+                return -math.inf
+        return min([-math.inf if each is None else each.until for each in self._at(key)])
+
+    def _at(self, key: RankKey) -> list[Destination | None]:
+        """Where each request goes on decode rank `key`. None if the request failed before that was known."""
         there = self._destinations.get(key)
         if there is None:
-            known = [(transfer.state.destinations or {}).get(key) for transfer in self.transfers]
-            there = [each for each in known if each is not None]
-            if len(there) < len(known):
-                return -math.inf
-            self._destinations[key] = there
-        return min(each.until for each in there)
+            there = self._destinations[key] = [(state.destinations or {}).get(key) for state in self.states]
+        return there
 
     @owned
     def lease_until(self, key: RankKey, requests: Sequence[int]) -> float:
@@ -188,12 +194,12 @@ class StepSend:
         """
         ends = {transfer.computed for transfer in self.transfers}
         over = {end for end in ends if end is not None and end.is_done()}
+        there = self._at(key)
         for i in delivered:
-            transfer = self.transfers[i]
-            assert transfer.state.destinations is not None
-            destination = transfer.state.destinations[key]
+            destination = there[i]
+            assert destination is not None
             destination.num_bytes += num_bytes[i]
-            if transfer.computed not in over:
+            if not over or self.transfers[i].computed not in over:
                 destination.early_bytes += num_bytes[i]
 
 

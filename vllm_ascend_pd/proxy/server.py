@@ -40,7 +40,7 @@ from vllm_ascend_pd.proxy.operate.status import StatusPage
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientRequests
 from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
@@ -83,7 +83,7 @@ class ProxyApp:
         self._discovery = Discovery(roles, settings, names)
         self.ended = asyncio.Event()
         """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
-        self._observer = Observer(self._request_table, self._pools)
+        self._observer = ProxyObserver(self._request_table, self._pools)
         self._deliveries = Deliveries(self._prefill, self._decode, settings.eject_after)
         self._budget = BodyBudget(settings.max_bodies_mib * MIB)
         self.asgi = Starlette(

@@ -26,7 +26,7 @@ from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.http.connections import HEALTH
 from vllm_ascend_pd.proxy.http.messages import Action, RequestRefused, guarded
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer, RecentFailure
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver, RecentFailure
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
 from vllm_ascend_pd.proxy.routing.engine import USABLE, EngineState, RegisteredEngine
@@ -193,7 +193,7 @@ class StatusPage:
         self,
         pools: Sequence[EnginePool],
         request_table: RequestTable,
-        observer: Observer,
+        observer: ProxyObserver,
         problems: Callable[[], Mapping[str, str]],
         token: str | None,
     ) -> None:

@@ -56,7 +56,7 @@ from vllm_ascend_pd.proxy.http.streams import (
     split_errors,
 )
 from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import (
     EngineRole,
@@ -98,7 +98,7 @@ class ClientRequests:
         prefill: EnginePool,
         deliveries: Deliveries,
         judge: PrefillJudge,
-        observer: Observer,
+        observer: ProxyObserver,
         budget: BodyBudget,
         settings: ProxySettings,
     ) -> None:
@@ -338,7 +338,7 @@ class ResponseRelay:
     While the client has got nothing, a failure is returned instead of passed on, so that another engine can be asked.
     """
 
-    def __init__(self, attempt: DecodeAttempt, judge: PrefillJudge, observer: Observer) -> None:
+    def __init__(self, attempt: DecodeAttempt, judge: PrefillJudge, observer: ProxyObserver) -> None:
         self._attempt = attempt
         self._reply = attempt.proxied.reply
         self._judge = judge

@@ -7,7 +7,7 @@ A ticket that a client may have made up says nothing about an engine, whatever b
 from __future__ import annotations
 
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, TicketProgress
 from vllm_ascend_pd.proxy.routing.answers import RULES, Counts, EngineRole, Failure, FailureKind
 from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
@@ -17,7 +17,7 @@ from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 class PrefillJudge:
     """The event loop's thread owns it."""
 
-    def __init__(self, pool: EnginePool, deliveries: Deliveries, observer: Observer) -> None:
+    def __init__(self, pool: EnginePool, deliveries: Deliveries, observer: ProxyObserver) -> None:
         """`pool`: the prefill engines."""
         self._pool = pool
         self._deliveries = deliveries

@@ -44,7 +44,7 @@ from vllm_ascend_pd.proxy.http.messages import (
     when_disconnected,
 )
 from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketProgress
 from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, failed, judge, read_ticket
 from vllm_ascend_pd.proxy.routing.answers import (
@@ -91,7 +91,7 @@ class Metaserver:
         pool: EnginePool,
         deliveries: Deliveries,
         judge: PrefillJudge,
-        observer: Observer,
+        observer: ProxyObserver,
         settings: ProxySettings,
     ) -> None:
         """`request_table`: the client requests that tickets are matched with. `pool`: the prefill engines."""

@@ -59,7 +59,7 @@ class RecentFailure(msgspec.Struct, frozen=True):
     """The beginning of the attempt's request id."""
 
 
-class Observer(Collector):
+class ProxyObserver(Collector):
     """Receives reports about client requests and attempts at engines. The event loop's thread owns it."""
 
     def __init__(self, request_table: RequestTable, pools: Sequence[EnginePool]) -> None:
