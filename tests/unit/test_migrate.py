@@ -209,10 +209,10 @@ def test_inputs_that_cannot_be_read() -> None:
 
 def test_ranks_of_a_model_without_experts_are_engines_of_their_own(tmp_path: Path) -> None:
     make_model("qwen2", tmp_path)
-    result = migrated(serve("-dp 8 --data-parallel-rank 3 --data-parallel-address 192.0.2.1"), model=tmp_path)
+    result = migrated(serve("-dp 8 -dpn 3 --data-parallel-external-lb -dpa 192.0.2.1"), model=tmp_path)
     assert result.ok
     assert said(result)["--data-parallel-*"] is ChangeKind.CHANGED
-    assert not [words for words in result.command if words[0].startswith("--data-parallel")]
+    assert not [words for words in result.command if words[0].startswith(("--data-parallel", "-dp"))]
     together = migrated(serve("-dp 8"), model=tmp_path)
     assert ["-dp", "8"] in together.command
 

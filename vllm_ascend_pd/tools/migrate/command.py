@@ -16,7 +16,13 @@ from typing import Any
 
 import yaml
 
-_FLAGS = ("calculate-kv-scales", "enable-return-routed-experts", "enforce-eager")
+_FLAGS = (
+    "calculate-kv-scales",
+    "data-parallel-external-lb",
+    "data-parallel-hybrid-lb",
+    "enable-return-routed-experts",
+    "enforce-eager",
+)
 _SHORT = {
     "-cc": "compilation-config",
     "-dcp": "decode-context-parallel-size",
