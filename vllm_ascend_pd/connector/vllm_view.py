@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package asks of vLLM's requests, prompts and blocks, and what differs between 0.23.0 and 0.30.0."""
+"""What this package asks of vLLM's requests, prompts and blocks, and what differs between 0.23.0 and later versions:
+0.30.0, 0.32.0 and 0.33.0."""
 
 import hashlib
 import logging
