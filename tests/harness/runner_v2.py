@@ -49,6 +49,8 @@ class _Runner:
         self.reports: list[Any] = []
 
     def take(self, output: Any) -> None:
+        if output is None:  # nothing has happened
+            return
         self.sent |= output.finished_sending or set()
         self.received |= output.finished_recving or set()
         self.lost |= output.failed_recving or set()

@@ -31,11 +31,12 @@ def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
 
 def test_tokens_that_prefill_delivers_count_as_of_a_peer(make: MakeScheduler) -> None:
     decode = make(blocks=LONGEST)
-    decode.add("a", 2 * BLOCK)
-    decode.step()
-    stats = decode.vllm.connector_prefix_cache_stats
-    assert stats.hits_by_source == {base.CacheHitSource.P2P: stats.hits}
-    assert stats.hits > 0
+    request = decode.add("a", 2 * BLOCK)
+    decode.begin_step()
+    [(source, tokens)] = decode.vllm.connector_prefix_cache_stats.hits_by_source.items()
+    assert (source, tokens) == (base.CacheHitSource.P2P, 2 * BLOCK)
+    assert request.num_computed_tokens == tokens
+    decode.settle()
     decode.run()
 
 
@@ -54,7 +55,7 @@ def deferring(make: MakeScheduler) -> EngineScheduler:
 
 def test_blocks_of_a_transfer_that_the_connector_hears_of_later(deferring: EngineScheduler) -> None:
     deferring.add("later", 2 * BLOCK, first=1000)
-    deferring.step()
+    deferring.begin_step()
     assert list(deferring.vllm.deferred_loads) == ["later"]
     assert "later" not in deferring.expected
     for _ in range(4):
@@ -66,7 +67,7 @@ def test_blocks_of_a_transfer_that_the_connector_hears_of_later(deferring: Engin
 def test_blocks_of_a_transfer_that_the_connector_never_hears_of(deferring: EngineScheduler) -> None:
     """Its client leaves before. `close` checks that nothing is left of the request."""
     deferring.add("never", 2 * BLOCK, first=1000)
-    deferring.step()
+    deferring.begin_step()
     assert list(deferring.vllm.deferred_loads) == ["never"]
     deferring.abort("never")
     deferring.run(100)
