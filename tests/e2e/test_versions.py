@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM 0.23 on one side and 0.30 on the other answer as a single engine of 0.30 does, and prefill's KV is what decode
-uses. tests/npu/e2e/test_versions.py has vllm-ascend's versions.
+"""vLLM 0.32 on both sides, or 0.23 on one and 0.30 on the other, answer as a single engine of 0.30 does, and prefill's
+KV is what decode uses. tests/npu/e2e/test_versions.py has vllm-ascend's versions.
 """
 
 import dataclasses
@@ -10,22 +10,32 @@ import pytest
 from harness.client import Client, random_prompt
 from harness.clusters import PLAIN, Cluster, ClusterConfig, one_to_one
 from harness.pool import long
-from harness.versions import assert_versions_answer_as_one_engine, of_0_23
+from harness.versions import assert_versions_answer_as_one_engine, of_0_23, of_0_32
+
+CHANGES = {"0.23.0": of_0_23, "0.30.0": lambda installed: installed, "0.32.0": of_0_32}
 
 
-def of_two_versions(prefill_tp: int, prefill: str, decode: str) -> ClusterConfig:
+def of_versions(prefill_tp: int, prefill: str, decode: str) -> ClusterConfig:
     config = one_to_one(prefill_tp, 1)
-    sides = {"prefill": (prefill, config.prefill), "decode": (decode, config.decode)}
-    changed = {role: (of_0_23(side),) for role, (version, (side,)) in sides.items() if version == "0.23.0"}
-    return dataclasses.replace(config, name=f"{prefill}-to-{decode}", single=PLAIN, **changed)
+    return dataclasses.replace(
+        config,
+        name=f"{prefill}-to-{decode}",
+        single=PLAIN,
+        prefill=(CHANGES[prefill](config.prefill[0]),),
+        decode=(CHANGES[decode](config.decode[0]),),
+    )
 
 
-CLUSTERS = [of_two_versions(2, "0.23.0", "0.30.0"), long(of_two_versions(1, "0.30.0", "0.23.0"))]
+CLUSTERS = [
+    of_versions(2, "0.23.0", "0.30.0"),
+    long(of_versions(1, "0.32.0", "0.32.0")),
+    long(of_versions(1, "0.30.0", "0.23.0")),
+]
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True)
 @pytest.mark.timeout(600)  # it starts the cluster
-def test_two_versions_answer_as_one_engine(cluster: Cluster, client: Client, reference) -> None:
+def test_versions_answer_as_one_engine(cluster: Cluster, client: Client, reference) -> None:
     assert_versions_answer_as_one_engine(cluster, cluster.config.name.split("-to-"), client, reference)
     prompt = random_prompt(1000, "versions-bytes")
     completion = client.complete(prompt)

@@ -190,6 +190,13 @@ class EngineScheduler(VllmScheduler):
 
     def step(self) -> set[str]:
         """Takes a step. Returns the requests that it computes tokens of."""
+        computed = self.begin_step()
+        if len(self._outputs) >= self._steps_under_way:
+            self._update(*self._outputs.popleft())
+        return computed
+
+    def begin_step(self) -> set[str]:
+        """Schedules a step beside those under way. Returns as `step`."""
         scheduled = self.vllm.schedule()
         expects = scheduled.kv_connector_metadata.step.expects
         self.begun += scheduled.kv_connector_metadata.step.begun
@@ -199,8 +206,6 @@ class EngineScheduler(VllmScheduler):
         counts = [tokens - len(drafts.get(name, ())) for name, tokens in scheduled.num_scheduled_tokens.items()]
         self.most_tokens = max(self.most_tokens, *counts, 0)
         self._outputs.append((scheduled, self._computed(scheduled)))
-        if len(self._outputs) == self._steps_under_way:
-            self._update(*self._outputs.popleft())
         return set(scheduled.num_scheduled_tokens)
 
     def settle(self) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for vllm-ascend's example of a layerwise proxy (v0.23.0), which speaks its wire format and fails as it
-does: whatever goes wrong, decode's ticket is answered 200, and the client 200 with what there is of an answer.
+does: whatever goes wrong, decode's ticket is answered 200, and the client 200 with what there is of an answer. It may
+send what PyMotor sends (MindIE-PyMotor, `pd_protocol.py`) instead.
 
 It does not ask again for what vllm-ascend's recompute scheduler has ended: ours ends no request so.
 """
@@ -32,6 +33,9 @@ class LayerwiseProxy:
     prefill: str
     decode: str
     attempts: int
+    like_pymotor: bool = False
+    """As PyMotor in its profile "trigger": an attempt's number in the metaserver's URL, the request's id in the body,
+    and other `do_` keys for prefill."""
     url: str = ""
     tickets: list[dict[str, Any]] = field(default_factory=list)
     """As decode posted them."""
@@ -44,7 +48,8 @@ class LayerwiseProxy:
         """Decode's answer; nothing if it gave none."""
         request_id = str(uuid.uuid4())
         self._waiting[_API_IDS[path].format(request_id)] = (request_id, path, copy.deepcopy(body))
-        transfer = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.url + METASERVER_PATH}
+        metaserver = self.url + METASERVER_PATH + ("?attempt=1" if self.like_pymotor else "")
+        transfer = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": metaserver}
         yield from self._ask_often(path, {**body, "kv_transfer_params": transfer}, request_id)
 
     def _ask_often(self, path: str, body: dict[str, Any], request_id: str) -> Iterator[bytes]:
@@ -61,36 +66,43 @@ class LayerwiseProxy:
         self.tickets.append(ticket)
         request_id, path, body = self._waiting[ticket["request_id"]]
         asked = {**body, "kv_transfer_params": ticket, "stream": False, "max_tokens": 1, "min_tokens": 1}
+        if self.like_pymotor:
+            turned = {**ticket, "do_remote_decode": True, "do_remote_prefill": False}
+            turned.pop("metaserver", None)
+            asked["kv_transfer_params"] = turned
         if "max_completion_tokens" in asked:
             asked["max_completion_tokens"] = 1
         asked.pop("stream_options", None)
         for attempt in range(self.attempts):
             try:
-                self._http.post(self.prefill + path, json=asked, headers=_headers(request_id)).raise_for_status()
+                self._http.post(self.prefill + path, **self._request(asked, request_id)).raise_for_status()
                 return
             except httpx.HTTPError as error:
                 self.swallowed.append(f"prefill: {error}")
                 time.sleep(_RETRY_DELAY_S * 2**attempt)
 
     def _ask_decode(self, path: str, body: dict[str, Any], request_id: str) -> Iterator[bytes]:
-        with self._http.stream("POST", self.decode + path, json=body, headers=_headers(request_id)) as response:
+        with self._http.stream("POST", self.decode + path, **self._request(body, request_id)) as response:
             response.raise_for_status()
             yield from response.iter_bytes()
 
-
-def _headers(request_id: str) -> dict[str, str]:
-    return {"Authorization": "Bearer None", "X-Request-Id": request_id}
+    def _request(self, body: dict[str, Any], request_id: str) -> dict[str, Any]:
+        if self.like_pymotor:
+            return {"json": {**body, "request_id": request_id}}
+        return {"json": body, "headers": {"Authorization": "Bearer None", "X-Request-Id": request_id}}
 
 
 @contextmanager
-def layerwise_proxy(prefill: str, decode: str, attempts: int = 3) -> Iterator[LayerwiseProxy]:
+def layerwise_proxy(
+    prefill: str, decode: str, attempts: int = 3, like_pymotor: bool = False
+) -> Iterator[LayerwiseProxy]:
     """Between two running engines, given by their URLs."""
-    proxy = LayerwiseProxy(prefill, decode, attempts)
+    proxy = LayerwiseProxy(prefill, decode, attempts, like_pymotor)
 
     class Requests(Handler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == METASERVER_PATH:
+            if self.path.partition("?")[0] == METASERVER_PATH:
                 try:
                     proxy.serve_ticket(body)
                     self.begin(200, "application/json")

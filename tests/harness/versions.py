@@ -38,6 +38,15 @@ def of_0_23(config: EngineConfig) -> EngineConfig:
     return with_vllm_in(OLDER, dataclasses.replace(config, env=(*config.env, kernels)))
 
 
+NEWER = Path(sys.prefix) / "vllm-0.32"
+"""Where it puts vLLM 0.32's CPU backend."""
+
+
+def of_0_32(config: EngineConfig) -> EngineConfig:
+    """The engine runs vLLM 0.32 on the CPU."""
+    return with_vllm_in(NEWER, config)
+
+
 def assert_versions_answer_as_one_engine(
     cluster: Cluster, versions: Sequence[str], client: Client, reference: "Reference"
 ) -> None:

@@ -43,6 +43,7 @@ class Metaserver:
     def __init__(self) -> None:
         self.attempts: Counter[str] = Counter()
         self.headers: list[dict[str, str]] = []
+        self.queries: list[str] = []
         self.failures: list[dict[str, object]] = []
         self.questions: list[list[str]] = []
         self.says: Callable[[list[str]], Response] = lambda _: Response(status_code=404)
@@ -63,6 +64,7 @@ class Metaserver:
         self.thread.start()
 
     async def _failure(self, request: Request) -> Response:
+        self.queries.append(request.url.query)
         self.failures.append(await request.json())
         self.headers.append(dict(request.headers))
         return Response()
@@ -74,6 +76,7 @@ class Metaserver:
     async def answer(self, request: Request) -> Response:
         body = await request.json()
         self.attempts[body["id"]] += 1
+        self.queries.append(request.url.query)
         self.headers.append(dict(request.headers))
         match body["do"]:
             case "ok":

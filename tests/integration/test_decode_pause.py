@@ -57,7 +57,8 @@ def test_a_pause_waits_for_transfers_and_then_empties_the_cache(
             decode.step()
         assert core.has_work(), "the engine is idle while prefill may write to its blocks"
         decode.arrives(end)
-    decode.step()
+    for _ in range(10):  # vLLM 0.32 and 0.33 let those run whose KV has arrived, in the mode "wait"
+        decode.step()
     assert not core.has_work()
     core._notify_idle_state_callbacks()
     assert paused.result(0) is None

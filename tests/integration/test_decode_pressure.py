@@ -4,15 +4,18 @@
 None waits for ever for blocks of another one that waits.
 """
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 
 from harness.decode_scheduler import BLOCK, DRAFTS, LONGEST, MAX_MODEL_LEN, EngineScheduler
-from vllm_ascend_pd.connector.patches import vllm_0_23_and_0_30_scheduler
+from vllm_ascend_pd.connector import patches
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.step import WorkerReport
@@ -130,6 +133,18 @@ def test_a_request_that_has_failed_does_not_keep_others_from_their_transfers(mak
     decode.run()
 
 
+@orders
+def test_a_request_that_has_lost_its_blocks_does_not_hold_up_who_has_arrived(make: MakeScheduler, order: str) -> None:
+    """Prefill is asked for it once more. It gets blocks for that beside the other one, or behind it."""
+    decode = make(blocks=LONGEST + 2, failures="recompute", who_computes="never", order=order)
+    decode.add("fails", 6 * BLOCK)
+    decode.add("arrives", 2 * BLOCK, first=1000)
+    decode.step()
+    assert set(decode.expected) == {"fails", "arrives"}
+    decode.fails("fails")
+    decode.run()
+
+
 @pytest.mark.parametrize(("failures", "windowed"), [("fail", False), ("recompute", False), ("fail", True)], ids=str)
 def test_a_request_does_not_wait_for_a_prefill_process_that_is_stopped(
     make: MakeScheduler, failures: str, windowed: bool
@@ -210,11 +225,11 @@ def test_a_step_looks_once_at_each_request_whose_connector_has_no_answer(
             for number in range(waiting):
                 decode.add(str(number), BLOCK)
             decode.step()
-            count = 0
+            count, folder = 0, Path(patches.__file__).parent
 
             def count_calls(frame: Any, event: str, argument: object) -> None:
                 nonlocal count
-                count += event == "call" and frame.f_code.co_filename == vllm_0_23_and_0_30_scheduler.__file__
+                count += event == "call" and Path(frame.f_code.co_filename).parent == folder
 
             sys.setprofile(count_calls)
             try:
@@ -244,3 +259,46 @@ def test_tickets_name_no_blocks_behind_the_prompt(make: MakeScheduler) -> None:
     assert [len(ids) for ids in ticket.remote_block_ids] == [2]
     assert len(decode.expected["a"].blocks) == 2
     decode.run()
+
+
+OLDER, NEWER = {"0.23", "0.30"}, {"0.32", "0.33"}
+WRONG_IN_VLLM: list[tuple[Callable[..., None], dict[str, Any], set[str]]] = [
+    (test_requests_that_have_arrived_find_blocks_for_their_drafts, {}, OLDER),
+    (test_a_request_that_has_arrived_finds_a_block_for_its_last_token, {}, set()),
+    (test_a_request_that_has_arrived_finds_blocks_for_its_state, {"drafts": True}, set()),
+    (test_a_cached_state_needs_no_block_beside_a_transfers, {}, set()),
+    (test_a_grammar_that_gets_ready_does_not_hold_up_requests_that_have_arrived, {"drafts": False}, OLDER),
+    (test_a_request_of_higher_priority_does_not_hold_up_who_has_arrived, {"drafts": False}, OLDER),
+    (test_a_request_that_has_failed_and_one_that_has_arrived, {"drafts": True}, set()),
+    (test_a_request_that_has_failed_does_not_keep_others_from_their_transfers, {}, OLDER | NEWER),
+    (test_a_request_that_has_lost_its_blocks_does_not_hold_up_who_has_arrived, {}, OLDER | NEWER),
+    (test_an_adapter_that_had_to_wait_does_not_keep_its_blocks_for_ever, {}, OLDER),
+    (test_requests_with_grammars_do_not_overtake_others_for_ever, {}, OLDER),
+    (test_a_request_gets_all_blocks_there_are, {"drafts": True, "tokens": MAX_MODEL_LEN - 1}, NEWER),
+]
+"""Tests in which requests wait for ever without the patch of the queues, and in which versions of vLLM they do."""
+
+
+def test_what_the_patch_is_for(make_any: MakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_any(blocks=LONGEST).close()
+    for (owner, name, module), before in patches._replaced.items():
+        if module.endswith("_scheduler") or name == "_request_remaining_blocks":
+            monkeypatch.setattr(owner, name, before)
+    made: list[EngineScheduler] = []
+
+    def make(*args: Any, **of: Any) -> EngineScheduler:
+        made.append(make_any(*args, **of))
+        return made[-1]
+
+    wrong = set()
+    for test, of, _ in WRONG_IN_VLLM:
+        for order in ("fcfs", "priority"):
+            has_order = "order" in inspect.signature(test).parameters
+            try:
+                test(make, **of, **({"order": order} if has_order else {}))
+            except AssertionError:
+                wrong.add(test.__name__)
+    for decode in made:
+        decode.connector.shutdown()
+    version = ".".join(vllm.__version__.split(".")[:2])
+    assert wrong == {test.__name__ for test, _, versions in WRONG_IN_VLLM if version in versions}

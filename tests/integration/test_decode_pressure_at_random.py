@@ -110,7 +110,7 @@ def play(decode: EngineScheduler, requests: list[Wanted], resets: random.Random 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("who_computes", ["prefill", "never"])
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),
     beside=st.sampled_from(["", "windows", "states"]),

@@ -60,6 +60,15 @@ def test_answers(
     assert metaserver.attempts[do] == retries.count + 1 == attempts
 
 
+def test_a_url_that_names_an_attempt(client: MetaserverClient, metaserver: Metaserver) -> None:
+    """As PyMotor's does. A failure is reported beside it."""
+    url = f"{metaserver.url}?attempt=3"
+    assert outcome_of(client, url, "ok").ok
+    client.report_failure(url, TransferFailure("r", "t", "why"))
+    eventually(lambda: metaserver.failures)
+    assert metaserver.queries == ["attempt=3", "attempt=3"]
+
+
 @pytest.mark.parametrize(
     ("answer", "reset", "connections", "text"),
     [

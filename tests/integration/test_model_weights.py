@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ascend_pd.connector.patches import vllm_0_23_and_0_30_weight_updates as patch
+from vllm_ascend_pd.connector.patches import vllm_0_23_to_0_33_weight_updates as patch
 from vllm_ascend_pd.connector.weights import loaded_weights
 from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights
 

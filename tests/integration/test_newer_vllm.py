@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector uses of vLLM is still there in versions that no vllm-ascend pairs with yet. Their source is read,
+"""What the connector uses of vLLM is still there in 0.32 and 0.33. Their source is read,
 since importing each takes longer than all that is asked of it."""
 
 import ast
@@ -17,7 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched import scheduler
 
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
-from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
+from vllm_ascend_pd.connector.patches import (
+    install_for_decode_scheduler,
+    vllm_0_23_and_0_30_scheduler,
+    vllm_0_32_and_0_33_scheduler,
+)
 from vllm_ascend_pd.core.config import ConfigError
 
 if vllm.__version__.startswith("0.23"):
@@ -43,6 +47,16 @@ LEFT_ALONE = {
 """Hooks of vLLM that nothing here needs. A hook that a newer vLLM adds is in no list: read what it asks for."""
 IN_A_SETTING_NOW = "VLLM_MM_HASHER_ALGORITHM"
 """`connector/model.py` reads it only where vLLM's multimodal settings have no `mm_hasher_algorithm`."""
+
+FIELDS_OF_THE_CACHE_CONFIGURATION = {
+    *("num_blocks", "kv_cache_groups", "kv_cache_tensors"),
+    "kv_cache_layout",  # the registered tensors have it
+    # For prefix caches. A hit that ends within a block is cut to whole blocks before the connector hears of it.
+    *("hash_block_size", "cache_hit_alignment_tokens", "prefix_cache_retention_interval"),
+    "kv_tp_replicas",  # follows from the numbers of KV heads and ranks, as in `core/topology.py`
+    # The groups that it has then are refused (`caches.py`).
+    *("hisparse_host_num_blocks", "hisparse_host_block_stride", "hisparse_shared_host_pool"),
+}
 
 
 class Source(NamedTuple):
@@ -112,8 +126,8 @@ def test_every_name_that_is_imported_is_there(newer: Source) -> None:
     """In functions and for types, too."""
     missing, environment = [], newer.names("vllm.envs") | {IN_A_SETTING_NOW, "is_set"}
     for path in sorted(CONNECTOR.rglob("*.py")):
-        if "vllm_0_" in path.name:
-            continue  # a patch, whose own rule says which vLLM it fits
+        if "vllm_0_" in path.name and "0_33" not in path.name:
+            continue  # a patch of older ones
         for node in ast.walk(ast.parse(path.read_text())):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             if isinstance(node, ast.ImportFrom) and module.split(".")[0] == "vllm":
@@ -157,10 +171,32 @@ def test_what_its_scheduler_takes_back_is_sent_again(newer: Source) -> None:
     assert run.returncode == 0, run.stdout
 
 
-def test_a_decode_engine_refuses_it_by_version(newer: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = newer.methods(scheduler.__name__, "Scheduler")
-    assert "schedule" in methods
-    monkeypatch.setattr(scheduler, "Scheduler", type("Scheduler", (), dict(methods)))
-    monkeypatch.setattr(vllm, "__version__", newer.version)
-    with pytest.raises(ConfigError, match=newer.version):
+def test_the_patch_of_the_queues_finds_what_it_replaces(newer: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadlocks that it is for are in `test_decode_pressure.py`, which each version runs."""
+    theirs = type("Scheduler", (), dict(newer.methods(scheduler.__name__, "Scheduler")))
+    patch, older = vllm_0_32_and_0_33_scheduler, vllm_0_23_and_0_30_scheduler
+    assert patch.fits(theirs)
+    assert not older.fits(theirs)
+    replaced: set[str] = set()
+    monkeypatch.setattr(patch, "replace_in_schedulers", lambda name, made: replaced.add(name))
+    monkeypatch.setattr(patch, "replace", lambda owner, name, made: None)
+    patch.install()
+    assert replaced
+    assert [name for name in replaced if not hasattr(theirs, name)] == []
+
+
+def test_a_decode_engine_refuses_a_scheduler_that_no_patch_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "Scheduler", type("Scheduler", (), {}))
+    monkeypatch.setattr(vllm, "__version__", "9.9.0")
+    with pytest.raises(ConfigError, match=r"9\.9\.0"):
         install_for_decode_scheduler()
+
+
+def test_fields_of_the_cache_configuration_that_are_new(newer: Source) -> None:
+    """A field may say that caches lie in another way than their specs and tensors do."""
+    tree = newer.tree("vllm.v1.kv_cache_interface")
+    assert tree is not None
+    [config] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KVCacheConfig"]
+    fields = {ast.unparse(node.target) for node in config.body if isinstance(node, ast.AnnAssign)}
+    assert "kv_cache_groups" in fields
+    assert fields - FIELDS_OF_THE_CACHE_CONFIGURATION == set()

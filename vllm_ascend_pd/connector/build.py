@@ -32,8 +32,8 @@ from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.model import draft_summary, media_hashing, model_settings, model_summary
 from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
-from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_weight_updates import follow
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_engine, follow_worker
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_weight_updates import follow
 from vllm_ascend_pd.connector.roles import CLOSE_TIMEOUT_S, DecodeSchedulerRole
 from vllm_ascend_pd.connector.setup import (
     EngineSetup,

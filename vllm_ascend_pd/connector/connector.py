@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 
 class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
+    if hasattr(base, "CacheHitSource"):  # from vLLM 0.32 on: what its metrics call the tokens that prefill delivers
+        _cache_hit_source = base.CacheHitSource.P2P
+
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig | None" = None
     ) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_ascend_pd.connector.metrics import HandshakeMetadata
 from vllm_ascend_pd.connector.model import model_summary
-from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_refusals import bind_refusals
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_refusals import bind_refusals
 from vllm_ascend_pd.connector.setup import EngineSetup, sharding
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription

@@ -251,7 +251,7 @@ class MetaserverClient(TicketClient):
         ones are."""
         url, is_signed = self._allowlist.admit(*to)
         if suffix:
-            url = url.copy_with(raw_path=url.raw_path + suffix.encode())
+            url = url.copy_with(path=url.path + suffix)  # before its query
         headers = self._headers_if_signed if is_signed else self._headers
         try:
             return await self._connections.post(url, headers, content, _MAX_BODY_BYTES)

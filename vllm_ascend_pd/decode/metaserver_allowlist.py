@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import is_signed_metaserver
 from vllm_ascend_pd.transport.http_client import MAX_URL_CHARS, HttpUrl, parse_url
+
+# PyMotor's URL says which attempt at a request it is for.
+_ATTEMPT = re.compile(r"\?attempt=\d{1,9}\Z", re.ASCII)
 
 _REMEMBERED = 64  # URLs whose check is remembered: a proxy names the same one with every request
 
@@ -32,7 +36,7 @@ class Allowlist:
 
     Entries are `scheme://host[:port][/path-prefix]`. Beside these, a URL with the signature of a proxy that has the
     cluster's secret is allowed. Without entries and without a secret, only `METASERVER_PATH` on this host's own
-    addresses is.
+    addresses is. A URL may end in `?attempt=NUMBER`, which entries do not name.
     """
 
     def __init__(self, entries: Sequence[str], own_host: str, secret: Secret | None = None) -> None:
@@ -69,14 +73,16 @@ class Allowlist:
         return self._checked(url, signature) if len(url) <= MAX_URL_CHARS else f"longer than {MAX_URL_CHARS} characters"
 
     def _check(self, url: str, signature: str) -> Admitted | str:
+        attempt = found[0] if (found := _ATTEMPT.search(url)) else ""
         try:
-            target = parse_url(url)
+            target = parse_url(url.removesuffix(attempt))
         except ValueError as error:
             return str(error)
+        to = target.url.copy_with(query=attempt[1:].encode()) if attempt else target.url
         if self._secret is not None and signature and is_signed_metaserver(self._secret, signature, url):
-            return Admitted(target.url, is_signed=True)
+            return Admitted(to, is_signed=True)
         reason = self._refusal_of_unsigned(target, bool(signature))
-        return Admitted(target.url, is_signed=False) if reason is None else reason
+        return Admitted(to, is_signed=False) if reason is None else reason
 
     def _refusal_of_unsigned(self, target: HttpUrl, is_wrong: bool) -> str | None:
         """`is_wrong`: whether there is a signature, which is not this cluster's."""

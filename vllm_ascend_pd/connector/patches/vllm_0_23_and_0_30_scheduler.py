@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
+from vllm_ascend_pd.connector.patches import Method, has_blocks, not_negative, replace
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -70,18 +72,14 @@ def install() -> None:
 
     # vllm-ascend puts a subclass in Scheduler's place. Other subclasses may be of the original one.
     original = next(each for each in Scheduler.__mro__ if "_select_waiting_queue_for_scheduling" in vars(each))
-    if original._select_waiting_queue_for_scheduling.__module__ == __name__:
-        return
-    _schedule_arrived_requests_first(original)
-    _follow_ended_transfers(original)
-    _reserve_no_negative_blocks(original)
-    _allocate_first_steps_with_transfers(KVCacheManager)
-    _begin_each_pass_anew(KVCacheManager)
+    replace(original, "_select_waiting_queue_for_scheduling", _arrived_requests_first)
+    replace(original, "_update_waiting_for_remote_kv", _following_ended_transfers)
+    replace(original, "_request_remaining_blocks", not_negative)
+    replace(KVCacheManager, "allocate_slots", _first_steps_with_transfers)
+    replace(KVCacheManager, "new_step_starts", _each_pass_anew)
 
 
-def _schedule_arrived_requests_first(scheduler: Any) -> None:
-    by_vllm = scheduler._select_waiting_queue_for_scheduling
-
+def _arrived_requests_first(by_vllm: Method) -> Method:
     # vLLM calls this for each waiting request of each step, so what holds for the whole pass is found once.
     def select_waiting_queue_for_scheduling(self: Any) -> Any:
         manager = self.kv_cache_manager
@@ -102,7 +100,7 @@ def _schedule_arrived_requests_first(scheduler: Any) -> None:
             return self.waiting
         return queue
 
-    scheduler._select_waiting_queue_for_scheduling = select_waiting_queue_for_scheduling
+    return select_waiting_queue_for_scheduling
 
 
 def _arrived_requests(scheduler: Any) -> dict[str, "Request"]:
@@ -157,9 +155,7 @@ def _is_skipped(scheduler: Any, request: "Request") -> bool:
             return False
 
 
-def _allocate_first_steps_with_transfers(manager: Any) -> None:
-    by_vllm = manager.allocate_slots
-
+def _first_steps_with_transfers(by_vllm: Method) -> Method:
     def allocate_slots(
         self: Any,
         request: "Request",
@@ -198,22 +194,19 @@ def _allocate_first_steps_with_transfers(manager: Any) -> None:
             **kwargs,
         )
 
-    manager.allocate_slots = allocate_slots
+    return allocate_slots
 
 
-def _begin_each_pass_anew(manager: Any) -> None:
-    by_vllm = manager.new_step_starts
-
+def _each_pass_anew(by_vllm: Method) -> Method:
     def new_step_starts(self: Any) -> None:
         setattr(self, _ARRIVED, None)
         by_vllm(self)
 
-    manager.new_step_starts = new_step_starts
+    return new_step_starts
 
 
-def _follow_ended_transfers(scheduler: Any) -> None:
+def _following_ended_transfers(by_vllm: Method) -> Method:
     """Notes requests that hold blocks after their transfer. Reserves no blocks for one that has lost its own."""
-    by_vllm = scheduler._update_waiting_for_remote_kv
 
     def update_waiting_for_remote_kv(self: Any, request: "Request") -> None:
         by_vllm(self, request)
@@ -222,19 +215,4 @@ def _follow_ended_transfers(scheduler: Any) -> None:
         else:
             self._inflight_prefills.discard(request)
 
-    scheduler._update_waiting_for_remote_kv = update_waiting_for_remote_kv
-
-
-def _reserve_no_negative_blocks(scheduler: Any) -> None:
-    by_vllm = scheduler._request_remaining_blocks
-
-    def request_remaining_blocks(self: Any, request: "Request") -> int:
-        return max(0, int(by_vllm(self, request)))
-
-    scheduler._request_remaining_blocks = request_remaining_blocks
-
-
-def has_blocks(scheduler: Any, request: "Request") -> bool:
-    """Whether the request holds KV blocks, of any cache group."""
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    return any(manager.req_to_blocks.get(request.request_id) for manager in managers)
+    return update_waiting_for_remote_kv

@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.protocol import EngineKind, TransportInfo
 from vllm_ascend_pd.tools.doctor.report import Finding, error, note, ok, warning
 from vllm_ascend_pd.transport import ascend
 
-VLLM = ("0.23.0", "0.30.0")
+VLLM = ("0.23.0", "0.30.0", "0.32.0", "0.33.0")
 """The versions that `connector/vllm_view.py` is for."""
 
 CANN = "9.1.0"
@@ -111,7 +111,7 @@ def _package(name: str, found: str | None, stack: Stack) -> Finding:
     if found.partition("+")[0] in tested:
         return ok(check, f"{name} {found}", version=found)
     if name == "vllm" and release(found) not in VLLM:
-        reads = f"vllm {found}: this package supports only {' and '.join(VLLM)}"
+        reads = f"vllm {found}: this package supports only {', '.join(VLLM)}"
         return error(check, reads, install, version=found)
     return warning(check, f"{name} {found} is not the tested version, {pin}", install, version=found)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM 0.23 and 0.30: the worker's own calls that change weights at run time are noticed (`core/weights.py`).
+"""Patch of vLLM 0.23 to 0.33: the worker's own calls that change weights at run time are noticed (`core/weights.py`).
 
 vLLM tells a connector of none of them. The patch goes when it does. Trainers that write to parameters with code of
 their own, in a worker extension for example, go unnoticed.

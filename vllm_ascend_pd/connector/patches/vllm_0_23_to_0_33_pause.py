@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of the scheduler of vLLM 0.23 and 0.30 on decode: a pause, and a reset of the prefix cache, wait for KV.
+"""Patch of the scheduler of vLLM 0.23 to 0.33 on decode: a pause, and a reset of the prefix cache, wait for KV.
 
 `/pause` in the modes "wait" and "keep" counts only requests that run as in flight. Then it resets the prefix cache.
 That fails while transfers have blocks, and the exception ends the engine core or leaves the engine paused.
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.connector.patches import Method, replace_in_schedulers
-from vllm_ascend_pd.connector.patches.vllm_0_23_and_0_30_scheduler import has_blocks
+from vllm_ascend_pd.connector.patches import Method, has_blocks, replace_in_schedulers
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+_ABOUT_TO_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_REMOTE_KVS)
+"""Of requests that hold blocks and do not run, if no transfer is in flight."""
 
 
 def install() -> None:
@@ -31,7 +33,7 @@ def install() -> None:
 def _with_transfers(by_vllm: Method) -> Method:
     def has_finished_requests(self: Any) -> bool:
         """Whether steps must go on although no request can be scheduled."""
-        return bool(by_vllm(self)) or any(_awaits_kv(self, request) for request in self.skipped_waiting)
+        return bool(by_vllm(self)) or any(_awaits_kv(self, request) for request in self.requests.values())
 
     return has_finished_requests
 
@@ -47,8 +49,9 @@ def _resetting(by_vllm: Method) -> Method:
                 raise RuntimeError(
                     f"the prefix cache cannot be emptied: transfers in flight hold the blocks of {held} requests"
                 )
-            for request in (*self.skipped_waiting, *self.waiting):
-                if has_blocks(self, request) and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            # The last one first: each is put before the others (0.32 and 0.33).
+            for request in reversed(self.requests.values()):
+                if request.status in _ABOUT_TO_RUN and has_blocks(self, request):
                     _take_back(self, request)
         return bool(by_vllm(self, reset_running_requests, *args, **kwargs))
 
@@ -69,3 +72,6 @@ def _take_back(scheduler: Any, request: "Request") -> None:
     scheduler.kv_cache_manager.free(request)
     scheduler._inflight_prefills.discard(request)
     request.num_computed_tokens = 0
+    if hasattr(scheduler, "kv_holding_waiting"):  # the queue of requests that hold blocks, from 0.32 on
+        scheduler.kv_holding_waiting.remove_request(request)
+        scheduler.waiting.prepend_request(request)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM's scheduler on decode: a request that the connector refuses ends with an error.
+"""Patch of the scheduler of vLLM 0.23 to 0.33 on decode: a request that the connector refuses ends with an error.
 
 vLLM has no such answer of a connector. It knows requests whose KV was lost, but with `kv_load_failure_policy` recompute
 it ends none of them, and it must have allocated blocks for them first.
@@ -24,7 +24,7 @@ def bind_refusals(pool: "BlockPool", take: Callable[[], Iterable[str]]) -> None:
 
 
 def install() -> None:
-    """Patches all versions of vLLM, and all schedulers that are loaded. May be called again."""
+    """Patches all schedulers that are loaded. May be called again."""
     replace_in_schedulers("update_from_output", _with_refusals)
 
 

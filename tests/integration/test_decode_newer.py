@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM asks of decode's scheduler side from 0.32 or 0.33 on, with its own scheduler."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
+
+MakeScheduler = Callable[..., EngineScheduler]
+
+if not hasattr(base, "CacheHitSource"):
+    pytest.skip("vLLM before 0.32 asks nothing of this", allow_module_level=True)
+
+
+@pytest.fixture
+def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
+    made = []
+
+    def make_scheduler(*args: Any, **of: Any) -> EngineScheduler:
+        made.append(make_any(*args, **of))
+        return made[-1]
+
+    yield make_scheduler
+    for decode in made:
+        decode.close()
+
+
+def test_tokens_that_prefill_delivers_count_as_of_a_peer(make: MakeScheduler) -> None:
+    decode = make(blocks=LONGEST)
+    request = decode.add("a", 2 * BLOCK)
+    decode.begin_step()
+    [(source, tokens)] = decode.vllm.connector_prefix_cache_stats.hits_by_source.items()
+    assert (source, tokens) == (base.CacheHitSource.P2P, 2 * BLOCK)
+    assert request.num_computed_tokens == tokens
+    decode.settle()
+    decode.run()
+
+
+@pytest.fixture
+def deferring(make: MakeScheduler) -> EngineScheduler:
+    """A scheduler that tells the connector of a transfer's blocks when the steps in flight have ended, as vLLM 0.33
+    does for HiSparse. One request runs, so there are always steps in flight."""
+    decode = make(blocks=3 * LONGEST, scheduler_class=AsyncScheduler)
+    if not hasattr(decode.vllm, "deferred_loads"):
+        pytest.skip("vLLM 0.32 defers no loads")
+    decode.vllm.defer_block_free = decode.vllm.defer_async_loads = True
+    decode.add("runs", BLOCK, generates=60, remote=False)
+    decode.step()
+    return decode
+
+
+def test_blocks_of_a_transfer_that_the_connector_hears_of_later(deferring: EngineScheduler) -> None:
+    deferring.add("later", 2 * BLOCK, first=1000)
+    deferring.begin_step()
+    assert list(deferring.vllm.deferred_loads) == ["later"]
+    assert "later" not in deferring.expected
+    for _ in range(4):
+        deferring.step()
+    assert "later" in deferring.expected
+    deferring.run(100)
+
+
+def test_blocks_of_a_transfer_that_the_connector_never_hears_of(deferring: EngineScheduler) -> None:
+    """Its client leaves before. `close` checks that nothing is left of the request."""
+    deferring.add("never", 2 * BLOCK, first=1000)
+    deferring.begin_step()
+    assert list(deferring.vllm.deferred_loads) == ["never"]
+    deferring.abort("never")
+    deferring.run(100)
+    assert "never" not in deferring.expected
+    assert deferring.tickets == 0
