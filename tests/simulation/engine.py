@@ -98,6 +98,7 @@ class Configurations:
         made = copy.copy(self._known[key])
         made.kv_transfer_config = KVTransferConfig(**transfer)
         made.parallel_config = copy.copy(made.parallel_config)
+        made.parallel_config.tensor_parallel_size = shape.prefill_tp if prefills else shape.decode_tp
         made.cache_config = copy.copy(made.cache_config)
         made.cache_config.num_gpu_blocks = shape.prefill_blocks if prefills else shape.decode_blocks
         made.cache_config.enable_prefix_caching = shape.prefix_caching
@@ -392,6 +393,7 @@ class Engine:
         self._steps = shape.prefill_steps if prefills else shape.decode_steps
         self.process = kernel().process(self.name)
         self.inbox = SimpleQueue()
+        self.api = world.api_for(self)
         # Collectives of its ranks, by the ranks in them.
         self.groups: dict[tuple[int, ...], Any] = {}
         self.is_up = False
@@ -409,7 +411,8 @@ class Engine:
 
     @property
     def processes(self) -> list[Any]:
-        return [self.process, *(rank.process for rank in self.ranks)]
+        apis = [] if self.api is None else [self.api.process]
+        return [self.process, *(rank.process for rank in self.ranks), *apis]
 
     def _run(self) -> None:
         self._start()
@@ -441,7 +444,7 @@ class Engine:
         self.started_as = self.connector._setup.started_as
         self.fails_by_request = not lost_blocks_say_all(caches)
         self.all_free = self.free_blocks
-        if not self.prefills:
+        if not self.prefills and self.api is None:
             self.role._routes._metaserver.engine = self
         self._ready = Event()
         for index in range(self.tp):
@@ -461,6 +464,11 @@ class Engine:
     @property
     def free_blocks(self) -> int:
         return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests that run, and that wait."""
+        return len(self.vllm.running), len(self.vllm.waiting)
 
     @property
     def is_idle(self) -> bool:
@@ -622,6 +630,9 @@ class Engine:
                 if each.finish_reason is not None:
                     for known in (self._tables, self._checked):
                         known.pop(each.request_id, None)
+                if self.api is not None and self.api.answered(each):
+                    continue
+                if each.finish_reason is not None:
                     self.world.router.answered(self, each.request_id, each.finish_reason, each.kv_transfer_params)
 
 

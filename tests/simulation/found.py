@@ -1,12 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short scenarios in which a guard of the product matters: they fail without it.
 
-To add one: `python -m simulation shrink` prints it. Add the guard that mends it to mutants.py.
+To add one: `python -m simulation shrink` prints it. Add the guard that mends it to mutants.py, or here.
 """
 
+from simulation.mutants import Edit, Mutant
 from simulation.scenario import Event, Faults, Scenario, Shape
 
+GUARDS: dict[str, Mutant] = {
+    "a ticket waits for a prompt that was freed": Mutant(
+        (
+            Edit(
+                "prefill.ticket_listener:TicketListener.refuse",
+                "self._freed[transfer_id] = reason",
+                "return",
+            ),
+        ),
+    ),
+}
+"""Of scenarios that mutants.py does not have."""
+
 FOUND: dict[str, Scenario] = {
+    "a ticket waits for a prompt that was freed": Scenario(
+        seed=0,
+        faults=Faults(late=1.0),
+        events=(Event(0.0, "request", ("r0", 100, 40, 1, "prefill first", 0)),),
+    ),
     "an empty batch is written": Scenario(
         seed=11,
         shape=Shape(prefill_tp=2, prefill_blocks=30, decode_blocks=80, prefill_steps=2, prefill_policy="recompute"),

@@ -8,6 +8,7 @@ import asyncio
 import heapq
 import itertools
 import random
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -55,8 +56,8 @@ class Task(greenlet):
         self.is_parked = False
         self.has_ended = False
         self.joiners: list[Task] = []
-        # asyncio keeps the running event loop per real thread.
-        self.event_loop: asyncio.AbstractEventLoop | None = None
+        # asyncio keeps the running event loop per real thread, and Python what its generators call.
+        self.event_loop: Any = None
         # What `threading.current_thread()` returns in it.
         self.thread: object = None
 
@@ -94,6 +95,9 @@ class Kernel:
         if name not in self._streams:
             self._streams[name] = random.Random(f"{self._seed}/{name}")
         return self._streams[name]
+
+    def new_number(self) -> int:
+        return next(self._numbers)
 
     def process(self, name: str) -> Process:
         return Process(name, self.draws("clocks").uniform(0, 1e5))
@@ -196,7 +200,9 @@ class Kernel:
                 if self.switches > _MOST_SWITCHES:
                     raise Livelock(f"after {self.switches} switches the run has not ended; thread {task.name} runs")
                 self.current = task
-                set_loop(task.event_loop)
+                if (loop := task.event_loop) is not None:
+                    sys.set_asyncgen_hooks(loop._asyncgen_firstiter_hook, loop._asyncgen_finalizer_hook)
+                set_loop(loop)
                 task.switch(value)
                 task.event_loop = get_loop()
                 self.current = None

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _RESTS = "a slot that rests"
 # How long a prompt with a ticket may find only prompts without one in its way (R11). Less than `hold_timeout_s`.
 _WAITS_FOR_HELD_S = 1.5
+# How long a ticket may wait for a prompt that no prefill engine has: a question every 2 s, and `settle_timeout_s`.
+# Where messages are lost, each one takes up to 3 s more.
+_WAITS_FOR_NONE_S = 9.0
 # Rounding of virtual times.
 _EPSILON_S = 1e-6
 
@@ -32,6 +35,8 @@ class Oracle:
         self._writers: dict[tuple[str, str], str] = {}
         # Since when a prompt with a ticket waits for prompts without one, by engine.
         self._waits_since: dict[str, float] = {}
+        # Since when tickets wait for prompts that no prefill engine has, by ticket id.
+        self._without_prompt: dict[str, float] = {}
 
     def violated(self, what: str) -> None:
         self.violations.append(what)
@@ -88,6 +93,28 @@ class Oracle:
             where = f"block {owner[0]}" if isinstance(owner, tuple) else "a staging slot"
             self.violated(f"R3: a write of {rank.name} reads {where}, which has other KV by now")
 
+    # R4. The bound of each wait is checked here, that of all together by `World`.
+
+    def look(self) -> None:
+        """Is called once a second."""
+        world = self._world
+        if world.loses_messages:
+            return
+        waiting: dict[str, float] = {}
+        for engine in world.decodes:
+            if not engine.is_up or any(process.stopped or process.dead for process in engine.processes):
+                continue
+            for transfer in engine.role._transfers.values():
+                prompt = getattr(transfer.route, "_prompt", None)
+                if prompt is None or transfer.failure is not None or transfer.ranks_ended:
+                    continue
+                ticket_id = transfer.ticket.ticket_id
+                if not any(_has_prompt(each, prompt.transfer_id, ticket_id) for each in world.prefills):
+                    waiting[ticket_id] = since = self._without_prompt.get(ticket_id, kernel().now)
+                    if kernel().now - since > _WAITS_FOR_NONE_S:
+                        self.violated(f"R4: {transfer.request_id} waits for a prompt that no prefill engine has")
+        self._without_prompt = waiting
+
     # R5.
 
     def exchange(self, rank: "Rank", purposes: list[tuple[int, object]]) -> None:
@@ -119,7 +146,7 @@ class Oracle:
         role, vllm = engine.role, engine.vllm
         waiting = [
             request
-            for request in [*vllm.waiting, *vllm.skipped_waiting]
+            for request in [*vllm.waiting, *getattr(vllm, "skipped_waiting", ())]
             if carries_ticket(request.kv_transfer_params) and request.request_id not in role._refused
         ]
         held = [prompt for prompt in role._prompts.values() if prompt.hold_until is not None]
@@ -143,10 +170,16 @@ class Oracle:
                 self.violated(f"leak: {taken} blocks of {engine.name}")
             for what, kept in self._kept(engine).items():
                 self.violated(f"leak: {engine.name} keeps {what}: {kept}")
+        for what, kept in self.kept_by_proxy().items():
+            self.violated(f"leak: the proxy keeps {what}: {kept}")
         if not world.may_fail:
             for client in world.router.clients.values():
                 if client.outcome != "right":
                     self.violated(f"R4: {client.name} {client.outcome}, although nothing went wrong")
+
+    def kept_by_proxy(self) -> dict[str, Any]:
+        proxy = self._world.proxy
+        return {} if proxy is None else {what: value for what, value in proxy.kept.items() if value}
 
     def is_at_rest(self, engine: "Engine") -> bool:
         return engine.is_idle and not self._kept(engine)
@@ -154,6 +187,12 @@ class Oracle:
     def _kept(self, engine: "Engine") -> dict[str, Any]:
         """Returns what an engine still keeps of requests."""
         kept: dict[str, Any] = {name: list(value)[:3] for name, value in remembered(engine.role).items()}
+        if not engine.prefills:
+            routes = engine.role._routes
+            kept |= {
+                "tickets under way": list(getattr(routes._metaserver, "_open", ())),
+                "offers": list(routes._prefill._open),
+            }
         held = getattr(engine.role, "_held", None)
         if held is not None:
             kept |= {f"held prompts' {name}": value for name, value in remembered(held.room).items()}
@@ -168,6 +207,14 @@ class Oracle:
             else:
                 kept[f"open tickets of {rank.name}"] = list(rank.worker._grants._open)
         return {what: value for what, value in kept.items() if value}
+
+
+def _has_prompt(engine: "Engine", transfer_id: str, ticket_id: str) -> bool:
+    """Whether a prefill engine has, or may have, the prompt that a ticket is for."""
+    if not engine.is_up or any(process.stopped for process in engine.processes):
+        return True
+    role = engine.role
+    return transfer_id in role._held._prompts or ticket_id in role._served
 
 
 class LogWatch(logging.Handler):

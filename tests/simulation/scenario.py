@@ -30,6 +30,8 @@ class Shape:
     prefix_caching: bool = True
     # Whether a pool beside ours has KV of prompts, in a MultiConnector on prefill.
     pool: bool = False
+    # Whether clients and decode engines talk to our proxy. Otherwise a model stands in its place, which never retries.
+    proxy: bool = False
     # `kv_load_failure_policy`.
     prefill_policy: str = "fail"
     decode_policy: str = "fail"
@@ -57,6 +59,10 @@ class Faults:
     # Share of tickets that prefill gets with another prompt, and share that go to two prefill engines.
     other_prompt: float = 0.0
     two_prefills: float = 0.0
+    # Share of prompts without a ticket that a router hands to decode about `hold_timeout_s` after prefill's answer.
+    late: float = 0.0
+    # Share of HTTP requests that the proxy or an engine answers wrongly or not at all, or that lose their connection.
+    http: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,7 @@ def _draw_shape(rng: random.Random) -> Shape:
         decode_steps=rng.choice([1, 1, 2]),
         prefix_caching=rng.random() < 0.8,
         pool=pool,
+        proxy=rng.random() < 0.3,
         prefill_policy=rng.choice(["fail", "recompute"]),
         decode_policy=rng.choice(["fail", "recompute"]),
     )
@@ -153,6 +160,8 @@ def _draw_faults(rng: random.Random, shape: Shape) -> Faults:
         load_fails=rng.choice([0.1, 0.5]) if shape.pool else 0.0,
         other_prompt=rng.choice([0.0, 0.0, 0.0, 0.1]),
         two_prefills=rng.choice([0.0, 0.0, 0.3]) if shape.prefills > 1 else 0.0,
+        late=rng.choice([0.0, 0.0, 0.0, 0.3]),
+        http=rng.choice([0.0, 0.05, 0.3]) if shape.proxy else 0.0,
     )
 
 

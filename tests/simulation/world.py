@@ -18,9 +18,12 @@ import torch
 from simulation import kernel as kernels
 from simulation import network as networks
 from simulation import stand_ins
-from simulation.engine import Configurations, Engine, Rank
+from simulation.engine import TOKEN, Configurations, Engine, Rank, make_request
+from simulation.http import Api, Session, post
 from simulation.kernel import Livelock
+from simulation.memory import prefix_hashes
 from simulation.oracle import LogWatch, Oracle
+from simulation.proxy import Proxy
 from simulation.router import MetaserverClient, Router
 from simulation.scenario import Scenario
 from simulation.writes import Mooncake
@@ -28,9 +31,12 @@ from vllm_ascend_pd import register
 from vllm_ascend_pd.connector import build
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import TransportInfo
+from vllm_ascend_pd.decode import metaserver
 from vllm_ascend_pd.prefill import regroup
+from vllm_ascend_pd.proxy.http.engine_client import EngineClient
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
 from vllm_ascend_pd.transport import engine as transfer_engine
-from vllm_ascend_pd.transport import tcp, wakeup
+from vllm_ascend_pd.transport import http_client, tcp, wakeup
 
 # Idle virtual time costs real time, because each loop ticks. So timeouts are short.
 _TIMEOUTS: dict[str, Any] = {
@@ -51,6 +57,7 @@ _CONFIG = ConnectorConfig(
 # A process may stand still meanwhile. A ticket may wait for 30 s for its prompt (`EARLY_S`).
 _LONGEST_S = 100.0
 _REST_WITHIN_S = 120.0
+_LOOK_S = 1.0
 _START_WITHIN_S = 60.0
 
 
@@ -71,6 +78,10 @@ class World:
         self.settle_s = 0.0
         self.oracle = Oracle(self)
         self.router = Router(self, self.kernel)
+        # None: a model stands in its place.
+        self.proxy: Any = None
+        # Tokens that pools have of each prompt that our proxy was asked for.
+        self.pooled: dict[tuple[int, ...], int] = {}
         self.prefills: list[Engine] = []
         self.decodes: list[Engine] = []
         self._requests = len(scenario.requests)
@@ -84,9 +95,16 @@ class World:
         """Whether something happens that explains why a request fails."""
         faults, shape = self.scenario.faults, self.scenario.shape
         goes_wrong = faults.loss or faults.write_fails or faults.load_fails or faults.other_prompt or faults.delay
+        goes_wrong = goes_wrong or faults.late or faults.http
         slow = faults.slow * faults.slow_by > 5 or faults.two_prefills
         tight = min(shape.prefill_blocks, shape.decode_blocks) < 40
         return bool(goes_wrong or slow or tight or any(each.what != "request" for each in self.scenario.events))
+
+    @property
+    def loses_messages(self) -> bool:
+        """Whether messages of the side channel are lost, or late."""
+        faults = self.scenario.faults
+        return bool(faults.loss or faults.delay or any(each.what in ("cut", "part") for each in self.scenario.events))
 
     def extra_config(self, prefills: bool) -> dict[str, Any]:
         """Returns an engine's `kv_connector_extra_config`."""
@@ -118,6 +136,13 @@ class World:
         if not self._until(_START_WITHIN_S, lambda: all(engine.is_up for engine in self.engines)):
             self.oracle.violated("R4: an engine does not start")
             return
+        if shape.proxy:
+            prefills, decodes = (list(map(_url, each)) for each in (self.prefills, self.decodes))
+            self.proxy = Proxy(self, prefills, decodes)
+            if not self._until(_START_WITHIN_S, lambda: self.proxy.is_up):
+                self.oracle.violated("R4: the proxy does not start")
+                return
+        self._look()
         for event in self.scenario.events:
             self.kernel.at(event.at, getattr(self, event.what), *event.args)
         last = max((event.at for event in self.scenario.events), default=0.0)
@@ -130,6 +155,10 @@ class World:
         if not self._has_failed:
             self._until(_REST_WITHIN_S, self._is_quiet)
             self.oracle.at_rest()
+
+    def _look(self) -> None:
+        self.oracle.look()
+        self.kernel.at(_LOOK_S, self._look)
 
     def _until(self, seconds: float, done: Callable[[], bool]) -> bool:
         """Lets time pass until `done()`, or the first violation. Returns whether `done()` came within `seconds`."""
@@ -154,6 +183,7 @@ class World:
     def _is_quiet(self) -> bool:
         return (
             self.router.is_quiet
+            and not self.oracle.kept_by_proxy()
             and all(engine.is_up and self.oracle.is_at_rest(engine) for engine in self.engines)
             and not any(process.stopped for engine in self.engines for process in engine.processes)
         )
@@ -161,6 +191,26 @@ class World:
     def digest(self) -> str:
         """Returns a digest of the whole history."""
         return hashlib.sha256(repr(self.kernel.history).encode()).hexdigest()[:16]
+
+    # HTTP.
+
+    def api_for(self, engine: Engine) -> Api | None:
+        return Api(engine) if self.scenario.shape.proxy else None
+
+    def api_of(self, url: str) -> Api | None:
+        """Returns the API server at `url`; None if none listens there."""
+        engine = next((engine for engine in self.engines if url.startswith(_url(engine))), None)
+        return engine.api if engine is not None and engine.is_up and not engine.process.dead else None
+
+    def make_request(self, name: str, tokens: list[int], params: dict[str, Any], max_tokens: int) -> Any:
+        return make_request(name, tokens, params, max_tokens, self.configurations.hasher)
+
+    def to_another_prefill(self, engine: Engine, name: str, tokens: list[int], params: dict[str, Any]) -> None:
+        """Sends a prefill request to a second engine, too."""
+        others = [each for each in self.prefills if each is not engine and each.is_up and not each.process.dead]
+        if others:
+            request = self.make_request(f"{name}-again", tokens, params, 1)
+            others[0].add(request, prefix_hashes([*tokens, TOKEN]))
 
     # What happens from outside, by the names that events have.
 
@@ -232,11 +282,21 @@ def _world() -> World:
     return _worlds[0]
 
 
-class _NoHttp:
+class _MetaserverClient:
     """A metaserver client's constructor, as `connector/build.py` calls it."""
 
-    def __new__(cls, *_: Any) -> Any:
+    def __new__(cls, *arguments: Any) -> Any:
+        if _world().scenario.shape.proxy:
+            return metaserver.MetaserverClient(*arguments)
         return MetaserverClient(_world().router)
+
+
+async def _post(self: Any, url: Any, headers: Any, content: bytes, max_bytes: int) -> tuple[int, bytes]:
+    return await post(_world(), url.path, dict(headers), content)
+
+
+def _url(engine: Engine) -> str:
+    return f"http://10.0.{1 if engine.prefills else 2}.{engine.number + 1}:8000"
 
 
 def _start_mooncake(host: str, protocol: str) -> Mooncake:
@@ -252,7 +312,11 @@ def _install() -> None:
     assert tcp  # imported late otherwise, with the real clock
     stand_ins.install(networks.zmq)
     wakeup._datagrams = networks.Datagrams  # type: ignore[assignment]
-    build.MetaserverClient = _NoHttp  # type: ignore[misc, assignment]
+    build.MetaserverClient = _MetaserverClient  # type: ignore[misc, assignment]
+    metaserver.tls_context = lambda tls: None  # type: ignore[assignment]
+    http_client.Connections.post = _post  # type: ignore[method-assign]
+    EngineClient._session = lambda self: Session(_world())  # type: ignore[method-assign, assignment, return-value]
+    stand_ins.number(EngineCall)
     transfer_engine._start = _start_mooncake
     transfer_engine.describe_transport = lambda protocol: TransportInfo(protocol, "simulated 1")
     for module in list(sys.modules.values()):
