@@ -17,6 +17,15 @@ GUARDS: dict[str, Mutant] = {
             ),
         ),
     ),
+    "a held prompt gets a second ticket": Mutant(
+        (
+            Edit(
+                "decode.scheduler:DecodeScheduler.matched_tokens",
+                "if earlier is not None and names_prefill(params or {}):",
+                "if False:",
+            ),
+        ),
+    ),
 }
 """Of scenarios that mutants.py does not have."""
 
@@ -25,6 +34,17 @@ FOUND: dict[str, Scenario] = {
         seed=0,
         faults=Faults(late=1.0),
         events=(Event(0.0, "request", ("r0", 100, 40, 1, "prefill first", 0)),),
+    ),
+    "a held prompt gets a second ticket": Scenario(
+        seed=0,
+        shape=Shape(never=True),
+        events=(
+            Event(0.0, "request", ("r0", 100, 40, 5, "prefill first", 0)),
+            Event(0.02, "reset", (0.9,)),
+            Event(0.021, "reset", (0.9,)),
+            Event(0.022, "reset", (0.9,)),
+            Event(0.023, "reset", (0.9,)),
+        ),
     ),
     "an empty batch is written": Scenario(
         seed=11,

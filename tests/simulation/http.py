@@ -21,7 +21,7 @@ from vllm.v1.engine import FinishReason
 from simulation.engine import TOKEN
 from simulation.kernel import Process, kernel
 from simulation.memory import prefix_hashes
-from simulation.scenario import MAX_MODEL_LEN, prompt
+from simulation.scenario import LONGEST, MAX_MODEL_LEN, prompt
 
 if TYPE_CHECKING:
     from simulation.engine import Engine
@@ -260,7 +260,7 @@ class Api:
         name = f"cmpl-{call.headers['x-request-id']}-0-{self._draw.getrandbits(32):08x}"
         hashes = None
         pooled = self._world.pooled.get(tuple(tokens), 0) if engine.prefills else 0
-        if engine.prefills and self._draw.random() < faults.other_prompt:
+        if engine.prefills and self._draw.random() < faults.other_prompt and len(tokens) <= LONGEST:
             kernel().tell("{} gets the ticket of {} with another prompt", engine.name, name)
             tokens, pooled = prompt(_OTHER, len(tokens)), 0
         if engine.prefills and self._draw.random() < faults.two_prefills:
@@ -273,7 +273,7 @@ class Api:
         self._open[call] = None
         if call.is_stream:
             call.start(200, _EVENTS)
-        request = self._world.make_request(name, tokens, params, max_tokens)
+        request = self._world.make_request(engine, name, tokens, params, max_tokens)
         engine.add(request, hashes, pooled)
         if self._draw.random() < faults.http:  # the connection is lost while the engine computes
             kernel().at(0.03 * self._draw.random(), self._lose, call)
@@ -326,20 +326,19 @@ class Api:
 
     # From the core.
 
-    def answered(self, output: Any) -> bool:
+    def answered(self, request_id: str, tokens: int, reason: FinishReason | None, params: Any) -> bool:
         """Takes what the core has generated. Returns False if the request did not come over HTTP."""
-        call = self._calls.get(output.request_id)
+        call = self._calls.get(request_id)
         if call is None:
-            return output.request_id.startswith("cmpl-")
-        self._generated += len(output.new_token_ids)
-        call.tokens += len(output.new_token_ids)
-        reason = output.finish_reason
-        if call.is_stream and output.new_token_ids:
-            call.write(self._event(call, " a" * len(output.new_token_ids), None))
+            return request_id.startswith("cmpl-")
+        self._generated += tokens
+        call.tokens += tokens
+        if call.is_stream and tokens:
+            call.write(self._event(call, " a" * tokens, None))
         if reason is not None:
-            del self._calls[output.request_id]
+            del self._calls[request_id]
             self._open.pop(call, None)
-            self._end(call, reason, output.kv_transfer_params)
+            self._end(call, reason, params)
         return True
 
     def _end(self, call: Call, reason: FinishReason, params: Any) -> None:

@@ -18,6 +18,8 @@ from greenlet import GreenletExit, getcurrent, greenlet
 BEGIN_S = 1000.0
 """When a run begins, in virtual seconds."""
 
+# Wall clocks may be 30 s apart.
+_WALL_OFFSET_S = 10.0
 # More switches than any run needs. Threads that wake each other for ever do not stop by themselves.
 _MOST_SWITCHES = 3_000_000
 
@@ -29,6 +31,8 @@ class Process:
         self.name = name
         # What its monotonic clock shows at the virtual time 0.
         self.offset_s = offset_s
+        # How far its wall clock is off.
+        self.wall_offset_s = 0.0
         self.stopped = False
         # How often it was stopped.
         self.stops = 0
@@ -100,7 +104,9 @@ class Kernel:
         return next(self._numbers)
 
     def process(self, name: str) -> Process:
-        return Process(name, self.draws("clocks").uniform(0, 1e5))
+        process = Process(name, self.draws("clocks").uniform(0, 1e5))
+        process.wall_offset_s = self.draws("clocks").uniform(-_WALL_OFFSET_S, _WALL_OFFSET_S)
+        return process
 
     def tell(self, sentence: str, *parts: object) -> None:
         """Adds to the history. `parts` fill the gaps of `sentence`, as in `str.format`."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from harness.scheduling import remembered
 from simulation.kernel import Process, kernel
-from simulation.scenario import BLOCK
 from vllm_ascend_pd.core.ticket import carries_ticket
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ _RESTS = "a slot that rests"
 # How long a prompt with a ticket may find only prompts without one in its way (R11). Less than `hold_timeout_s`.
 _WAITS_FOR_HELD_S = 1.5
 # How long a ticket may wait for a prompt that no prefill engine has: a question every 2 s, and `settle_timeout_s`.
-# Where messages are lost, each one takes up to 3 s more.
 _WAITS_FOR_NONE_S = 9.0
 # Rounding of virtual times.
 _EPSILON_S = 1e-6
@@ -44,16 +42,23 @@ class Oracle:
 
     # R1.
 
-    def decodes(self, rank: "Rank", part: "Part") -> None:
-        """A request decodes, and reads the KV of its earlier tokens."""
-        wrong = rank.caches.wrong_slots(part.read_slots, part.read_hashes)
-        if wrong:
-            layers = sorted({layer for layer, _ in wrong})
-            blocks = sorted({int(part.read_slots[index]) // BLOCK for _, index in wrong})
-            self.violated(
-                f"R1: {part.request_id} decodes from wrong KV on {rank.name}: {len(wrong)} tokens, layers {layers}, "
-                f"blocks {blocks}"
-            )
+    def reads(self, rank: "Rank", part: "Part", states: bool) -> None:
+        """A request computes on a rank, and reads the KV of its earlier tokens. Others may compute it in the same step.
+
+        `states`: its state instead, as it is before the step.
+        """
+        for layer in rank.caches.layers:
+            if rank.caches.groups[layer.group].is_state is not states:
+                continue
+            slots, hashes = part.read[layer.group]
+            if wrong := rank.caches.wrong_slots(layer, slots, hashes):
+                group = rank.caches.groups[layer.group]
+                blocks = sorted({int(slots[index]) // (1 if group.is_state else group.span) for index in wrong})
+                self.violated(
+                    f"R1: {part.request_id} computes from wrong KV on {rank.name}: {len(wrong)} tokens, {layer.name}, "
+                    f"blocks {blocks}"
+                )
+                return
 
     # R2 and R10.
 
@@ -109,7 +114,8 @@ class Oracle:
                 if prompt is None or transfer.failure is not None or transfer.ranks_ended:
                     continue
                 ticket_id = transfer.ticket.ticket_id
-                if not any(_has_prompt(each, prompt.transfer_id, ticket_id) for each in world.prefills):
+                holder = next((each for each in world.prefills if each.started_as == prompt.engine_id), None)
+                if holder is not None and not _has_prompt(holder, prompt.transfer_id, ticket_id):
                     waiting[ticket_id] = since = self._without_prompt.get(ticket_id, kernel().now)
                     if kernel().now - since > _WAITS_FOR_NONE_S:
                         self.violated(f"R4: {transfer.request_id} waits for a prompt that no prefill engine has")

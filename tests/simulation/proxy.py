@@ -29,12 +29,12 @@ _TIMEOUTS: dict[str, Any] = {
 class Proxy:
     """The proxy's process."""
 
-    def __init__(self, world: "World", prefill: list[str], decode: list[str]) -> None:
+    def __init__(self, world: "World", prefill: list[str], decode: list[str], secret_file: str | None) -> None:
         self._world = world
         self.process = kernel().process("proxy")
         self.line = Line(self.process)
         self.is_up = False
-        settings = ProxySettings(prefill=prefill, decode=decode, port=9, **_TIMEOUTS)
+        settings = ProxySettings(prefill=prefill, decode=decode, port=9, secret_file=secret_file, **_TIMEOUTS)
         self.app: ProxyApp
         self._loop: EventLoop
         kernel().spawn(lambda: self._run(settings), "proxy", self.process)

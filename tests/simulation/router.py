@@ -16,8 +16,8 @@ from simulation.engine import Engine, make_request
 from simulation.http import Exchange
 from simulation.kernel import Kernel, kernel
 from simulation.memory import Array, prefix_hashes
-from simulation.scenario import prompt
-from vllm_ascend_pd.core.ticket import TICKET_HOST
+from simulation.scenario import LONGEST, prompt
+from vllm_ascend_pd.core.ticket import TICKET_HOST, WANTS_TOKEN_IDS
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ class Router:
             client.exchange = self._world.proxy.ask(client, is_stream=self._draw.random() < 0.5)
             return
         if route == "metaserver":
-            self._to_decode(client, {"do_remote_prefill": True, "metaserver": _METASERVER})
+            params = {"do_remote_prefill": True, "metaserver": _METASERVER, WANTS_TOKEN_IDS: True}
+            self._to_decode(client, params | self._world.metaserver_signature(_METASERVER))
             return
         client.engine = self._one_of(self._world.prefills)
         if client.engine is None:
@@ -123,7 +124,7 @@ class Router:
         if client.engine is None:
             self._end(client, "failed", "no decode engine is up")
             return
-        hasher = self._world.configurations.hasher
+        hasher = self._world.configurations.hashers[client.engine.dcp]
         request = make_request(client.name, client.tokens, params, client.max_tokens, hasher)
         client.engine.add(request, client.hashes)
 
@@ -136,7 +137,7 @@ class Router:
         tokens: Sequence[int] | None = None,
     ) -> None:
         """`tokens`: if they are not those of the client's prompt."""
-        hasher = self._world.configurations.hasher
+        hasher = self._world.configurations.hashers[engine.dcp]
         request = make_request(name, client.tokens if tokens is None else tokens, params, 1, hasher)
         hashes = client.hashes if tokens is None else prefix_hashes(tokens)
         engine.add(request, hashes, client.pooled if tokens is None else 0)
@@ -166,13 +167,13 @@ class Router:
         chosen = self._draw.sample(up, min(len(up), 2 if self._draw.random() < faults.two_prefills else 1))
         client = self.clients[body["request_id"]]
         body.pop("token_ids", None)
-        tokens = client.tokens[: body["num_tokens"]]
+        tokens = (client.tokens + [TOKEN] * client.max_tokens)[: body["num_tokens"]]
         is_other = self._draw.random() < faults.other_prompt
         for engine in chosen:
             name = f"{client.name}-{key[:6]}" + "-again" * (engine is not chosen[0])
             post.prefills[name] = engine
             self._ticket_of[name] = key
-            if is_other:
+            if is_other and len(tokens) <= LONGEST:
                 kernel().tell("{} gets the ticket of {} with another prompt", engine.name, client.name)
                 self._to_prefill(engine, name, client, body, prompt(_OTHER, len(tokens)))
             elif len(tokens) == len(client.tokens):

@@ -334,7 +334,7 @@ def _module(name: str, **members: Any) -> ModuleType:
 
 
 def _wall_clock() -> float:
-    return 1_700_000_000.0 + kernel().now
+    return 1_700_000_000.0 + kernel().now + kernel().this_process.wall_offset_s
 
 
 def _secrets(bits: int) -> int:
