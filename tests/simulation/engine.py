@@ -465,6 +465,7 @@ class Engine:
         self.groups: dict[tuple[int, ...], Any] = {}
         self.is_up = False
         self.started_as = ""
+        self.is_asleep = False
         # The blocks that tickets name and that ranks have not given back, by ticket.
         self.open_blocks: dict[int, str] = {}
         self.ranks: list[Rank] = []
@@ -545,7 +546,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self.vllm.has_requests() and not self._in_flight and self.inbox.empty()
+        has_work = self.vllm.has_requests() or self._in_flight or self.is_asleep
+        return not has_work and self.inbox.empty()
 
     # What others ask for.
 
@@ -609,7 +611,9 @@ class Engine:
     def _sleep(self, seconds: float) -> None:
         """As vLLM's `/sleep`: aborts all requests, ends all steps, and frees memory."""
         kernel().tell("{} sleeps for {} s", self.name, seconds)
-        for request_id in list(self.vllm.requests):
+        self.is_asleep = True
+        running = [name for name, request in self.vllm.requests.items() if not request.is_finished()]
+        for request_id in running:  # ranks may still send the others' KV
             self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
             for known in (self._tables, self._checked):
                 known.pop(request_id, None)
@@ -622,6 +626,7 @@ class Engine:
         kernel().park(seconds)
         self._on_all_ranks("wake")
         self._shake_hands()
+        self.is_asleep = False
         kernel().tell("{} is awake", self.name)
 
     # Steps.

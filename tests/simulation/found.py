@@ -17,6 +17,9 @@ GUARDS: dict[str, Mutant] = {
             ),
         ),
     ),
+    "a held prompt outlives its memory": Mutant(
+        (Edit("prefill.worker:PrefillWorker.sleep", "self._rank.loaded.caches_lost()", "pass"),),
+    ),
     "a held prompt gets a second ticket": Mutant(
         (
             Edit(
@@ -35,15 +38,39 @@ FOUND: dict[str, Scenario] = {
         faults=Faults(late=1.0),
         events=(Event(0.0, "request", ("r0", 100, 40, 1, "prefill first", 0)),),
     ),
+    "a held prompt outlives its memory": Scenario(
+        seed=0,
+        faults=Faults(late=1.0),
+        events=(
+            Event(0.0, "request", ("r0", 100, 40, 2, "prefill first", 0)),
+            Event(0.1, "sleep", (0.0, 0.1)),
+        ),
+    ),
     "a held prompt gets a second ticket": Scenario(
         seed=0,
         shape=Shape(never=True),
         events=(
             Event(0.0, "request", ("r0", 100, 40, 5, "prefill first", 0)),
-            Event(0.02, "reset", (0.9,)),
-            Event(0.021, "reset", (0.9,)),
-            Event(0.022, "reset", (0.9,)),
-            Event(0.023, "reset", (0.9,)),
+            Event(0.0040, "reset", (0.9,)),
+            Event(0.0044, "reset", (0.9,)),
+            Event(0.0048, "reset", (0.9,)),
+            Event(0.0052, "reset", (0.9,)),
+            Event(0.0056, "reset", (0.9,)),
+            Event(0.0060, "reset", (0.9,)),
+            Event(0.0064, "reset", (0.9,)),
+            Event(0.0068, "reset", (0.9,)),
+            Event(0.0072, "reset", (0.9,)),
+            Event(0.0076, "reset", (0.9,)),
+            Event(0.0080, "reset", (0.9,)),
+            Event(0.0084, "reset", (0.9,)),
+            Event(0.0088, "reset", (0.9,)),
+            Event(0.0092, "reset", (0.9,)),
+            Event(0.0096, "reset", (0.9,)),
+            Event(0.0100, "reset", (0.9,)),
+            Event(0.0104, "reset", (0.9,)),
+            Event(0.0108, "reset", (0.9,)),
+            Event(0.0112, "reset", (0.9,)),
+            Event(0.0116, "reset", (0.9,)),
         ),
     ),
     "an empty batch is written": Scenario(

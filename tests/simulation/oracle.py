@@ -19,6 +19,8 @@ _RESTS = "a slot that rests"
 _WAITS_FOR_HELD_S = 1.5
 # How long a ticket may wait for a prompt that no prefill engine has: a question every 2 s, and `settle_timeout_s`.
 _WAITS_FOR_NONE_S = 9.0
+# Beside the sum of all timeouts: threads look at their clocks now and then.
+_SLACK_S = 5.0
 # Rounding of virtual times.
 _EPSILON_S = 1e-6
 
@@ -29,10 +31,12 @@ class Oracle:
     def __init__(self, world: "World") -> None:
         self._world = world
         self.violations: list[str] = []
-        # The prefill engine that has written for each ticket, by decode engine and request.
+        # The prefill engine that has written for each ticket, by decode rank and request.
         self._writers: dict[tuple[str, str], str] = {}
         # Since when a prompt with a ticket waits for prompts without one, by engine.
         self._waits_since: dict[str, float] = {}
+        # Since when requests wait with their tickets, by ticket id and how often the engine has been stopped.
+        self._tickets_since: dict[tuple[str, int], float] = {}
         # Since when tickets wait for prompts that no prefill engine has, by ticket id.
         self._without_prompt: dict[str, float] = {}
 
@@ -72,12 +76,13 @@ class Oracle:
                     f"R2: bytes of {writer.name} arrive in block {block} of {rank.name}, which no open ticket names"
                 )
                 return
-            first = self._writers.setdefault((engine.name, request_id), writer.engine.started_as)
+            first = self._writers.setdefault((rank.name, request_id), writer.engine.started_as)
             if first != writer.engine.started_as:
                 self.violated(f"R10: both {first} and {writer.engine.started_as} write for {request_id}")
 
     def ticket_issued(self, engine: "Engine", request_id: str) -> None:
-        self._writers.pop((engine.name, request_id), None)
+        for rank in engine.ranks:  # each rank decides for itself, and a ticket succeeds only if all decide alike
+            self._writers.pop((rank.name, request_id), None)
 
     # R3.
 
@@ -102,9 +107,31 @@ class Oracle:
 
     def look(self) -> None:
         """Is called once a second."""
-        world = self._world
-        if world.loses_messages:
+        for engine in self._world.decodes:
+            self._look_at_tickets(engine)
+        if not self._world.loses_messages:
+            self._look_for_prompts()
+
+    @property
+    def _ticket_s(self) -> float:
+        """How long a request may wait with one ticket, on a decode engine whose processes run."""
+        config = self._world.config
+        return config.queue_timeout_s + config.transfer_timeout_s + config.lease_s + self._world.settle_s + _SLACK_S
+
+    def _look_at_tickets(self, engine: "Engine") -> None:
+        if not engine.is_up or engine.is_asleep or any(process.stopped or process.dead for process in engine.processes):
             return
+        stops = sum(process.stops for process in engine.processes)
+        for transfer in list(engine.role._transfers.values()):
+            if transfer.ranks_ended or transfer.request_ended:
+                continue
+            key = transfer.ticket.ticket_id, stops
+            since = self._tickets_since.setdefault(key, kernel().now)
+            if kernel().now - since > self._ticket_s:
+                self.violated(f"R4: {transfer.request_id} has waited for {self._ticket_s:g} s with one ticket")
+
+    def _look_for_prompts(self) -> None:
+        world = self._world
         waiting: dict[str, float] = {}
         for engine in world.decodes:
             if not engine.is_up or any(process.stopped or process.dead for process in engine.processes):
@@ -206,7 +233,8 @@ class Oracle:
         for rank in engine.ranks:
             if engine.prefills:
                 kept[f"transfers of {rank.name}"] = list(rank.worker._transfers)
-                peers = rank.transfer._writer._peers
+                writer = rank.transfer._writer
+                peers = {} if writer is None else writer._peers
                 kept[f"batches in flight of {rank.name}"] = sum(p.queue._batches for p in peers.values())
                 if (regrouper := rank.worker._regrouper) is not None:
                     kept[f"staging slots of {rank.name}"] = len(regrouper.ring.holders)

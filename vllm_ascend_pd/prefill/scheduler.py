@@ -358,7 +358,7 @@ class PrefillScheduler(ConnectorRole):
         if report is not None:
             self._blocks.weights_updated(report.weight_updates)
             if report.weight_updates and self._held is not None:
-                self._held.give_up("prefill's weights were updated after it had computed the prompt")
+                self._held.give_up("prefill's weights were updated, or it slept, after it had computed the prompt")
             for request_id, reason in report.failed.items():
                 if transfer := self._transfers.get(request_id):
                     transfer.failure = transfer.failure or reason
