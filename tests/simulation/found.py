@@ -96,16 +96,6 @@ FOUND: dict[str, Scenario] = {
         faults=Faults(load_fails=0.5),
         events=(Event(0.0213, "request", ("r3", 103, 41, 3, "metaserver", 32)),),
     ),
-    "a stopped decode rank closes tickets at once": Scenario(
-        seed=30,
-        shape=Shape(prefill_blocks=30, decode_blocks=30),
-        faults=Faults(slow=0.5, slow_by=50.0, late_bytes=True),
-        events=(
-            Event(0.0014, "request", ("r3", 103, 16, 1, "prefill first", 0)),
-            Event(0.0024, "request", ("r4", 0, 16, 5, "prefill first", 0)),
-            Event(0.0138, "stop", (0.964, 20.0)),
-        ),
-    ),
     "a held prompt keeps one with a ticket waiting": Scenario(
         seed=0,
         shape=Shape(prefill_blocks=16, decode_blocks=16),

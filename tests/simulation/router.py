@@ -218,7 +218,7 @@ class Router:
             self._end(client, "failed" if error else "right", error)
         elif error or TICKET_HOST not in params:
             self._end(client, "failed", error)
-        elif self._draw.random() < self._world.scenario.faults.late:
+        elif (late := self._world.scenario.faults.late) and self._draw.random() < late:
             hold_s = self._world.config.hold_timeout_s or 0.0
             kernel().at(hold_s * (0.8 + 0.4 * self._draw.random()), self._to_decode_late, client, params)
         else:

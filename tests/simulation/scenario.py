@@ -225,7 +225,7 @@ def _draw_events(rng: random.Random, shape: Shape, requests: int | None) -> tupl
             events.append(_event(now + 0.05 * rng.random(), "leave", name))
         now += rng.expovariate(1 / gap_s)
     faults = (
-        ("stop", (0.0, 0.0, 3.0, 15.0), lambda: (_share(rng), rng.choice([0.02, 0.2, 2.0, 20.0]))),
+        ("stop", (0.0, 3.0, 15.0), lambda: (_share(rng), rng.choice([0.02, 0.2, 2.0, 20.0]))),
         ("reset", (0.0, 0.0, 5.0, 50.0), lambda: (_share(rng),)),
         ("cut", (0.0, 0.0, 3.0), lambda: (_share(rng),)),
         ("part", (0.0, 0.0, 1.0), lambda: (_share(rng), _share(rng), rng.choice([0.2, 2.0, 10.0]))),
