@@ -436,9 +436,9 @@ class Rank:
         lost, report = worker.take_lost_blocks(), worker.take_report()
         return KVConnectorOutput(
             finished_recving=results.received or None,
-            failed_recving=results.failed,
             invalid_block_ids=lost,
             kv_connector_worker_meta=None if report is None else ReportMetadata(report),
+            **({"failed_recving": results.failed} if HAS_TRANSFER_RESULTS else {}),
         )
 
 
@@ -736,7 +736,7 @@ class Engine:
 
     def _update(self, step: EngineStep, told: KVConnectorOutput | None) -> None:
         for request_id in (told.finished_recving or ()) if told else ():
-            failed = told is not None and request_id in told.failed_recving
+            failed = told is not None and request_id in getattr(told, "failed_recving", ())
             kernel().tell("has {} {}", "failed to receive" if failed else "received, or failed to,", request_id)
             self.open_blocks = {block: owner for block, owner in self.open_blocks.items() if owner != request_id}
         names = list(step.output.num_scheduled_tokens)
