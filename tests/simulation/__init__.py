@@ -10,7 +10,9 @@ docs/reliability.md says what is simulated and how to run a seed. A run goes thr
     memory.py       what each token's KV is, and the caches of a rank
     writes.py       Mooncake
     engine.py       an engine's core and its ranks, which run steps
-    router.py       the proxy and its metaserver, and a router that asks prefill first
+    http.py         HTTP between clients, our proxy and engines' API servers
+    proxy.py        our proxy, for real
+    router.py       a proxy that never retries, with its metaserver, and a router that asks prefill first
     oracle.py       the rules (docs/design.md) that each event is checked against
     world.py        one run
     shrink.py       the shortest scenario that still fails

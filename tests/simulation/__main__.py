@@ -15,6 +15,7 @@ import itertools
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # before vLLM is import
 os.environ.setdefault("VLLM_ASCEND_PD_CHECK_THREADS", "1")
 
 from simulation import stand_ins
-from simulation.found import FOUND
+from simulation.found import FOUND, GUARDS
 from simulation.kernel import BEGIN_S
 from simulation.mutants import MUTANTS, Mutant
 from simulation.scenario import Scenario, draw
@@ -62,10 +63,12 @@ def seeds_of(text: str) -> Iterable[int]:
 def run_seeds(arguments: argparse.Namespace, fixed: dict[str, Any]) -> bool:
     """Returns whether no seed fails."""
     began, requests, failed = time.process_time(), 0, 0
+    outcomes: Counter[str] = Counter()
     for seed in seeds_of(arguments.seeds):
         scenario = draw(seed, **fixed)
         world = World(scenario).run()
         requests += len(scenario.requests)
+        outcomes.update(str(client.outcome) for client in world.router.clients.values())
         seconds = time.process_time() - began
         if arguments.digests:
             print(seed, world.digest(), len(world.kernel.history), flush=True)
@@ -77,6 +80,7 @@ def run_seeds(arguments: argparse.Namespace, fixed: dict[str, Any]) -> bool:
                 break
         if requests >= arguments.requests or seconds >= arguments.seconds:
             break
+    print(", ".join(f"{outcome}: {count}" for outcome, count in sorted(outcomes.items())))
     print(f"{requests} requests in {time.process_time() - began:.0f} s of one core; {failed} seeds fail", flush=True)
     return not failed
 
@@ -120,7 +124,7 @@ def run_found(arguments: argparse.Namespace) -> bool:
         if arguments.only not in name:
             continue
         violations = list(_violations(scenario, _ORDERS))
-        with MUTANTS[name].made():
+        with {**MUTANTS, **GUARDS}[name].made():
             noticed = next(_violations(scenario, _ORDERS_WITHOUT_GUARD), "")
         print(f"{name}: {noticed[:160] or 'NOT NOTICED'}", flush=True)
         if violations or not noticed:

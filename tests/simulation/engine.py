@@ -23,7 +23,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -32,12 +39,13 @@ from harness.real_scheduler import _STRUCTURED as STRUCTURED
 from harness.real_scheduler import TOKEN
 from harness.taken_back import POOL
 from simulation.kernel import kernel
-from simulation.memory import LAYERS, Array, Caches
-from simulation.scenario import BLOCK, MAX_MODEL_LEN
+from simulation.memory import Array, Caches, groups_of, layers_of
+from simulation.scenario import BLOCK, MAX_MODEL_LEN, Shape
 from simulation.stand_ins import Event, SimpleQueue
 from vllm_ascend_pd.connector.caches import lost_blocks_say_all
 from vllm_ascend_pd.connector.metrics import HandshakeMetadata, ReportMetadata
 from vllm_ascend_pd.connector.model import model_summary
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
@@ -57,7 +65,18 @@ _DECODE_STEP_TOKENS = 512
 _DECODE_PORT = 19000
 _PREFILL_PORT = 14579
 
-_FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+_OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+_STATE: dict[str, Any] = {"block_size": BLOCK, "shapes": ((2, 2),), "dtypes": (torch.float32,)}
+
+
+def _cache_groups(shape: Shape) -> list[KVCacheGroupSpec]:
+    """Returns vLLM's cache groups of the model."""
+    specs: list[Any] = [FullAttentionSpec(**_OF_A_BLOCK)]
+    specs += [SlidingWindowSpec(**_OF_A_BLOCK, sliding_window=each) for each in shape.windows]
+    if shape.states:
+        specs.append(MambaSpec(**_STATE, mamba_cache_mode="align"))
+    layers = layers_of(shape)
+    return [KVCacheGroupSpec([name for name, of in layers if of == n], spec) for n, spec in enumerate(specs)]
 
 
 class Configurations:
@@ -70,7 +89,8 @@ class Configurations:
             model=model, tokenizer=model, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, dtype="float32"
         )
         init_none_hash(sha256)
-        self.hasher: Any = get_request_block_hasher(BLOCK, sha256)
+        # By the number of ranks that share a block.
+        self.hashers: dict[int, Any] = {n: get_request_block_hasher(BLOCK * n, sha256) for n in (1, 2, 4)}
         self._known: dict[tuple[bool, bool], VllmConfig] = {}
 
     def of(self, prefills: bool, number: int, world: "World") -> VllmConfig:
@@ -98,9 +118,18 @@ class Configurations:
         made = copy.copy(self._known[key])
         made.kv_transfer_config = KVTransferConfig(**transfer)
         made.parallel_config = copy.copy(made.parallel_config)
+        parallel = made.parallel_config
+        parallel.tensor_parallel_size = shape.prefill_tp if prefills else shape.decode_tp
+        parallel.pipeline_parallel_size = shape.prefill_pp if prefills else shape.decode_pp
+        parallel.world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        if not prefills and shape.decode_dcp > 1:
+            parallel.decode_context_parallel_size = shape.decode_dcp
+            parallel.cp_kv_cache_interleave_size = BLOCK
         made.cache_config = copy.copy(made.cache_config)
         made.cache_config.num_gpu_blocks = shape.prefill_blocks if prefills else shape.decode_blocks
         made.cache_config.enable_prefix_caching = shape.prefix_caching
+        if shape.states:
+            made.cache_config.mamba_cache_mode = "align"
         made.scheduler_config = copy.copy(made.scheduler_config)
         made.scheduler_config.async_scheduling = not prefills and shape.decode_steps > 1
         return made
@@ -140,12 +169,12 @@ class Part:
     """One request's part of a step."""
 
     request_id: str
-    # Tokens that the step computes: their slots, and their prefix hashes.
-    slots: Array
-    hashes: Array
-    # Earlier tokens, whose KV it reads.
-    read_slots: Array
-    read_hashes: Array
+    # By cache group: the slots of tokens that the step computes, and their prefix hashes.
+    written: list[tuple[Array, Array]]
+    # By cache group: those of earlier tokens, whose KV it reads.
+    read: list[tuple[Array, Array]]
+    # The blocks in which it writes, with the prefix hash of the first token in each.
+    blocks: list[tuple[int, int]]
     # Whether it samples a token.
     samples: bool
 
@@ -171,18 +200,18 @@ class EngineStep:
     loads: list[Load] = field(default_factory=list)
     # The ranks' results, in order.
     results: list[SimpleQueue] = field(default_factory=list)
+    # By pipeline stage: how many of its ranks have computed the step, and what says that all have.
+    computed: list[int] = field(default_factory=list)
+    passed_on: list[Event] = field(default_factory=list)
 
     @property
     def computes(self) -> bool:
         return bool(self.output.total_num_scheduled_tokens)
 
-    @property
-    def slots(self) -> Array:
-        return np.concatenate([part.slots for part in self.parts])
-
-    @property
-    def hashes(self) -> Array:
-        return np.concatenate([part.hashes for part in self.parts])
+    def written(self, group: int) -> tuple[Array, Array]:
+        """Returns the slots and hashes of one cache group that all parts write."""
+        slots, hashes = zip(*(part.written[group] for part in self.parts), strict=True)
+        return np.concatenate(slots), np.concatenate(hashes)
 
 
 class _Device(CpuDevice):
@@ -252,12 +281,15 @@ class Rank:
         self.content: dict[int, int] = {}
         # What happens when the stopped process goes on.
         self.when_it_goes_on: list[Callable[[], None]] = []
-        self.caches = Caches(engine.blocks, engine.tp, index)
+        self.stage, self._of_stage = divmod(index, engine.tp)
+        shape = engine.world.scenario.shape
+        self.caches = Caches(shape, engine.blocks, engine.tp, self._of_stage, self.stage, engine.pp, engine.dcp)
+        self.loaded = LoadedWeights()
         self._draw = kernel().draws(f"steps of {self.name}")
         kernel().spawn(self._run, f"{self.name}/model", self.process)
 
-    def hear(self, step: EngineStep) -> None:
-        """The core sends a step. Steps arrive in order."""
+    def hear(self, step: EngineStep | Callable[[], None]) -> None:
+        """The core sends a step, or something else to do. They arrive in order."""
         self._heard_at = max(self._heard_at + 1e-6, kernel().now + self._message_s())
         kernel().at(self._heard_at - kernel().now, self._inbox.put, step)
 
@@ -268,6 +300,9 @@ class Rank:
         self._start()
         while True:
             step = self._inbox.get()
+            if not isinstance(step, EngineStep):
+                step()
+                continue
             result = (self._prefill if self.engine.prefills else self._decode)(step)
             kernel().at(self._message_s(), step.results[self.index].put, result)
 
@@ -283,23 +318,46 @@ class Rank:
             engine_id=engine.started_as,
             model=engine.model,
             host="127.0.0.1",
-            rank=self.index,
-            sharding=sharding(engine.tp),
-            pp_rank=0,
-            pp=1,
-            stage_ranks=tuple(range(engine.tp)),
+            rank=self._of_stage,
+            sharding=sharding(engine.tp, engine.dcp, BLOCK),
+            pp_rank=self.stage,
+            pp=engine.pp,
+            stage_ranks=tuple(range(self.stage * engine.tp, (self.stage + 1) * engine.tp)),
             draft="",
             settings={},
         )
         common = (info, world.config, device, transfer, registered)
         if engine.prefills:
-            self.worker = PrefillWorker(*common, _PREFILL_STEP_TOKENS, LoadedWeights())
+            self.worker = PrefillWorker(*common, _PREFILL_STEP_TOKENS, self.loaded, peers=engine.peers)
         else:
-            self.worker = DecodeWorker(*common, LoadedWeights(), None, engine.fails_by_request)
+            self.worker = DecodeWorker(*common, self.loaded, None, engine.fails_by_request, engine.peers)
         engine.rank_is_ready()
 
     def _layer(self) -> None:
         kernel().park(_LAYER_S * (0.5 + self._draw.random()))
+
+    def _await_stage(self, step: EngineStep) -> None:
+        """Waits for what the pipeline stage before computes."""
+        if self.stage:
+            step.passed_on[self.stage - 1].wait()
+
+    def _pass_on(self, step: EngineStep) -> None:
+        step.computed[self.stage] += 1
+        if step.computed[self.stage] == self.engine.tp:
+            step.passed_on[self.stage].set()
+
+    # What vLLM has all ranks do between steps.
+
+    def update_weights(self) -> None:
+        with self.loaded.changing("update_weights"):
+            kernel().park(0.002 * self._draw.random())
+
+    def sleep(self) -> None:
+        self.worker.sleep()
+        self.caches.forget()
+
+    def wake(self) -> None:
+        self.worker.wake()
 
     def _prefill(self, step: EngineStep) -> KVConnectorOutput:
         worker, oracle = self.worker, self.engine.world.oracle
@@ -307,17 +365,20 @@ class Rank:
         worker.start_step(step.step)
         invalid: set[int] = set()
         if step.computes:
+            self._await_stage(step)
             wrong = self._load(step, invalid) if step.loads or self.engine.pool else None
-            slots, hashes = step.slots, step.hashes
             for part in step.parts:
-                for slot, prefix in zip(part.slots.tolist(), part.hashes.tolist(), strict=True):
-                    if slot % BLOCK == 0:
-                        self.content[slot // BLOCK] = prefix
-            for number, layer in enumerate(LAYERS):
+                self.content.update(part.blocks)
+                oracle.reads(self, part, states=True)
+            for layer in self.caches.layers:
                 self._layer()
-                self.caches.fill(number, slots, hashes, wrong)
+                self.caches.fill(layer, *step.written(layer.group), wrong)
                 with oracle.hook(self.process, f"{self.name}: push_layer", oracle.backpressure_s):
-                    worker.push_layer(layer)
+                    worker.push_layer(layer.name)
+            for part in step.parts:
+                if not self.engine.pool:
+                    oracle.reads(self, part, states=False)
+            self._pass_on(step)
         worker.end_forward()
         if step.computes:
             worker.end_step()
@@ -344,14 +405,15 @@ class Rank:
             if load.fails:
                 invalid |= load.blocks
                 continue
-            for layer in range(len(LAYERS)):
+            for layer in self.caches.layers:
                 self.caches.fill(layer, load.slots, load.hashes)
-        computed = step.slots
+        computed, _ = step.written(0)
         masks = []
         for part in step.parts:
-            others = ~np.isin(part.read_slots, computed)  # what this step computes itself is right
-            differ = self.caches.wrong_slots(part.read_slots[others], part.read_hashes[others])
-            masks.append(np.full(len(part.slots), bool(differ)))
+            slots, hashes = part.read[0]
+            others = ~np.isin(slots, computed)  # what this step computes itself is right
+            differ = any(self.caches.wrong_slots(each, slots[others], hashes[others]) for each in self.caches.layers)
+            masks.append(np.full(len(part.written[0][0]), differ))
         mask = np.concatenate(masks)
         return mask if mask.any() else None
 
@@ -360,20 +422,23 @@ class Rank:
         with oracle.hook(self.process, f"{self.name}: start_step", 0.0):
             worker.start_step(step.step)
         if step.computes:
+            self._await_stage(step)
             self._layer()
-            slots, hashes = step.slots, step.hashes
-            for layer in range(len(LAYERS)):
-                self.caches.fill(layer, slots, hashes)
             for part in step.parts:
-                oracle.decodes(self, part)
+                oracle.reads(self, part, states=True)
+            for layer in self.caches.layers:
+                self.caches.fill(layer, *step.written(layer.group))
+            for part in step.parts:
+                oracle.reads(self, part, states=False)
+            self._pass_on(step)
         with oracle.hook(self.process, f"{self.name}: take_results", step.step.wait_s):
             results = worker.take_results()
         lost, report = worker.take_lost_blocks(), worker.take_report()
         return KVConnectorOutput(
             finished_recving=results.received or None,
-            failed_recving=results.failed,
             invalid_block_ids=lost,
             kv_connector_worker_meta=None if report is None else ReportMetadata(report),
+            **({"failed_recving": results.failed} if HAS_TRANSFER_RESULTS else {}),
         )
 
 
@@ -387,20 +452,26 @@ class Engine:
         self.number = number
         self.name = f"{'prefill' if prefills else 'decode'}{number}"
         self.tp = shape.prefill_tp if prefills else shape.decode_tp
+        self.pp = shape.prefill_pp if prefills else shape.decode_pp
+        self.dcp = 1 if prefills else shape.decode_dcp
+        self.cache_groups = groups_of(shape, self.dcp)
         self.blocks = shape.prefill_blocks if prefills else shape.decode_blocks
         self.pool: Any = None
         self._steps = shape.prefill_steps if prefills else shape.decode_steps
         self.process = kernel().process(self.name)
         self.inbox = SimpleQueue()
+        self.api = world.api_for(self)
         # Collectives of its ranks, by the ranks in them.
         self.groups: dict[tuple[int, ...], Any] = {}
         self.is_up = False
+        self.started_as = ""
+        self.is_asleep = False
         # The blocks that tickets name and that ranks have not given back, by ticket.
         self.open_blocks: dict[int, str] = {}
         self.ranks: list[Rank] = []
         self._in_flight: deque[EngineStep] = deque()
         # Block tables, and up to which token KV was checked, by request.
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, list[list[int]]] = {}
         self._checked: dict[str, int] = {}
         # Prefix hashes of all tokens that a request has or will have.
         self.hashes: dict[str, Array] = {}
@@ -409,7 +480,8 @@ class Engine:
 
     @property
     def processes(self) -> list[Any]:
-        return [self.process, *(rank.process for rank in self.ranks)]
+        apis = [] if self.api is None else [self.api.process]
+        return [self.process, *(rank.process for rank in self.ranks), *apis]
 
     def _run(self) -> None:
         self._start()
@@ -421,15 +493,15 @@ class Engine:
 
     def _start(self) -> None:
         config = self.world.configurations.of(self.prefills, self.number, self.world)
-        caches = KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=[])
-        caches.kv_cache_groups.append(KVCacheGroupSpec(LAYERS, _FULL))
+        shape = self.world.scenario.shape
+        caches = KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=_cache_groups(shape))
         is_async = config.scheduler_config.async_scheduling
         self.vllm: Any = (AsyncScheduler if is_async else Scheduler)(
             vllm_config=config,
             kv_cache_config=caches,
             structured_output_manager=STRUCTURED,
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=BLOCK * self.dcp,
+            hash_block_size=BLOCK * self.dcp,
             log_stats=False,
         )
         connectors = getattr(self.vllm.connector, "_connectors", [self.vllm.connector])
@@ -439,23 +511,28 @@ class Engine:
         self.role = self.connector._role
         self.model = model_summary(config)
         self.started_as = self.connector._setup.started_as
-        self.fails_by_request = not lost_blocks_say_all(caches)
+        self.peers = self.connector._setup.peers
+        asks_again = shape.never and shape.decode_policy == "recompute"
+        self.fails_by_request = HAS_TRANSFER_RESULTS and (asks_again or not lost_blocks_say_all(caches))
         self.all_free = self.free_blocks
-        if not self.prefills:
+        if not self.prefills and self.api is None:
             self.role._routes._metaserver.engine = self
         self._ready = Event()
-        for index in range(self.tp):
+        for index in range(self.tp * self.pp):
             self.ranks.append(Rank(self, index))
         self._ready.wait()
-        if not self.prefills:
-            handshakes = {n: HandshakeMetadata(*rank.worker.handshake()) for n, rank in enumerate(self.ranks)}
-            self.connector.set_xfer_handshake_metadata(handshakes)
-        self._aggregator = KVOutputAggregator(self.tp)
+        self._shake_hands()
+        self._aggregator = KVOutputAggregator(self.tp * self.pp)
         self.is_up = True
         kernel().tell("{} has started", self.name)
 
+    def _shake_hands(self) -> None:
+        if not self.prefills:
+            ranks = {(each.stage, n): HandshakeMetadata(*each.worker.handshake()) for n, each in enumerate(self.ranks)}
+            self.role.take_handshakes(ranks)
+
     def rank_is_ready(self) -> None:
-        if len(self.ranks) == self.tp and all(hasattr(rank, "worker") for rank in self.ranks):
+        if len(self.ranks) == self.tp * self.pp and all(hasattr(rank, "worker") for rank in self.ranks):
             self._ready.set()
 
     @property
@@ -463,8 +540,14 @@ class Engine:
         return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
+    def load(self) -> tuple[int, int]:
+        """Requests that run, and that wait."""
+        return len(self.vllm.running), len(self.vllm.waiting)
+
+    @property
     def is_idle(self) -> bool:
-        return not self.vllm.has_requests() and not self._in_flight and self.inbox.empty()
+        has_work = self.vllm.has_requests() or self._in_flight or self.is_asleep
+        return not has_work and self.inbox.empty()
 
     # What others ask for.
 
@@ -479,6 +562,14 @@ class Engine:
         """Resets the prefix cache, which preempts all running requests."""
         self.inbox.put(("reset",))
 
+    def update_weights(self) -> None:
+        """Gives all ranks other weights."""
+        self.inbox.put(("weights",))
+
+    def sleep(self, seconds: float) -> None:
+        """Frees the memory of the caches for a while, without requests."""
+        self.inbox.put(("sleep", seconds))
+
     def _handle_all(self) -> None:
         while not self.inbox.empty():
             self._handle(self.inbox.get_nowait())
@@ -492,11 +583,51 @@ class Engine:
             self.vllm.add_request(request)
         elif what == "abort":
             self.vllm.finish_requests(args[0], RequestStatus.FINISHED_ABORTED)
+        elif what == "weights":
+            kernel().tell("{} gets other weights", self.name)
+            self._on_all_ranks("update_weights")
+        elif what == "sleep":
+            self._sleep(*args)
         else:
             try:
                 self.vllm.reset_prefix_cache(reset_running_requests=True)
             except RuntimeError as error:  # vLLM refuses it while a connector has blocks
                 kernel().tell("the prefix cache is not reset: {}", str(error)[:60])
+
+    def _on_all_ranks(self, what: str) -> None:
+        """Has all ranks do something after the steps that are on their way. Returns when they have done it."""
+        done: list[Event] = []
+        for rank in self.ranks:
+            done.append(over := Event())
+
+            def do(rank: Rank = rank, over: Event = over) -> None:
+                getattr(rank, what)()
+                over.set()
+
+            rank.hear(do)
+        for each in done:
+            each.wait()
+
+    def _sleep(self, seconds: float) -> None:
+        """As vLLM's `/sleep`: aborts all requests, ends all steps, and frees memory."""
+        kernel().tell("{} sleeps for {} s", self.name, seconds)
+        self.is_asleep = True
+        running = [name for name, request in self.vllm.requests.items() if not request.is_finished()]
+        for request_id in running:  # ranks may still send the others' KV
+            self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+            for known in (self._tables, self._checked):
+                known.pop(request_id, None)
+            self._say(request_id, [], FinishReason.ABORT, None)
+        while self._in_flight:
+            self._end_step(self._in_flight.popleft())
+        self.vllm.reset_prefix_cache()
+        self._on_all_ranks("sleep")
+        self.open_blocks.clear()
+        kernel().park(seconds)
+        self._on_all_ranks("wake")
+        self._shake_hands()
+        self.is_asleep = False
+        kernel().tell("{} is awake", self.name)
 
     # Steps.
 
@@ -511,16 +642,20 @@ class Engine:
                     kernel().park(0.001)
                 return
         step = self._in_flight.popleft()
+        self._end_step(step, handles=True)
+        if not step.computes and self.vllm.has_requests():
+            kernel().park(0.001)
+
+    def _end_step(self, step: EngineStep, handles: bool = False) -> None:
         outputs = [
             ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=result.get())
             for result in step.results
         ]
-        self._handle_all()
+        if handles:
+            self._handle_all()
         whole = self._aggregator.aggregate(outputs)
         assert whole is not None
         self._update(step, whole.kv_connector_output)
-        if not step.computes and self.vllm.has_requests():
-            kernel().park(0.001)
 
     def _schedule(self) -> EngineStep:
         oracle = self.world.oracle
@@ -530,6 +665,7 @@ class Engine:
         metadata: Any = output.kv_connector_metadata
         step = EngineStep(output, getattr(metadata, "metadata", (metadata,))[0].step)
         step.results = [SimpleQueue() for _ in self.ranks]
+        step.computed, step.passed_on = [0] * self.pp, [Event() for _ in range(self.pp)]
         if self.prefills:
             oracle.prefill_scheduled(self)
         else:
@@ -550,7 +686,7 @@ class Engine:
         """Takes the step's block tables. Returns how many tokens each of its requests had computed before."""
         computed = {}
         for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = list(new.block_ids[0])
+            self._tables[new.req_id] = [list(each) for each in new.block_ids]
             self._checked.pop(new.req_id, None)
             computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
@@ -558,35 +694,34 @@ class Engine:
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             if request_id in cached.resumed_req_ids:
-                self._tables[request_id] = []
+                self._tables[request_id] = [[] for _ in self.cache_groups]
                 self._checked.pop(request_id, None)
-            self._tables[request_id] += blocks[0] if blocks else []
+            for known, more in zip(self._tables[request_id], blocks or (), strict=False):
+                known += more
             computed[request_id] = before
         return computed
 
     def _part(self, request_id: str, computed: int, tokens: int) -> Part:
         hashes = self.hashes[request_id]
-        at = np.arange(computed, min(computed + tokens, len(hashes)))
+        stop = min(computed + tokens, len(hashes))
         first = 0 if self.pool is not None else min(computed, self._checked.get(request_id, 0))
-        before = np.arange(first, computed)
         self._checked[request_id] = computed
+        written, read, blocks = [], [], []
+        for group, ids in zip(self.cache_groups, self._tables[request_id], strict=True):
+            table = np.asarray(ids)
+            slots, at = group.written(table, computed, stop)
+            written.append((slots, hashes[at]))
+            slots, at = group.read(table, first, computed)
+            read.append((slots, hashes[at]))
+            numbers = range(computed // group.span, -(-stop // group.span))
+            blocks += [(ids[number], int(hashes[number * group.span])) for number in numbers if ids[number]]
         samples = not self.vllm.requests[request_id].is_prefill_chunk
-        return Part(
-            request_id,
-            self._slots(request_id, at),
-            hashes[at],
-            self._slots(request_id, before),
-            hashes[before],
-            samples,
-        )
-
-    def _slots(self, request_id: str, tokens: Array) -> Array:
-        return np.asarray(self._tables[request_id])[tokens // BLOCK] * BLOCK + tokens % BLOCK
+        return Part(request_id, written, read, blocks, samples)
 
     def _load(self, request_id: str) -> Load:
         tokens, _ = self.pool.loads.pop(request_id)
         at = np.asarray(tokens)
-        slots = self._slots(request_id, at)
+        slots = np.asarray(self._tables[request_id][0])[at // BLOCK] * BLOCK + at % BLOCK
         fails = self._draw.random() < self.world.scenario.faults.load_fails
         blocks = set((slots // BLOCK).tolist())
         if fails:
@@ -601,7 +736,7 @@ class Engine:
 
     def _update(self, step: EngineStep, told: KVConnectorOutput | None) -> None:
         for request_id in (told.finished_recving or ()) if told else ():
-            failed = told is not None and request_id in told.failed_recving
+            failed = told is not None and request_id in getattr(told, "failed_recving", ())
             kernel().tell("has {} {}", "failed to receive" if failed else "received, or failed to,", request_id)
             self.open_blocks = {block: owner for block, owner in self.open_blocks.items() if owner != request_id}
         names = list(step.output.num_scheduled_tokens)
@@ -622,7 +757,14 @@ class Engine:
                 if each.finish_reason is not None:
                     for known in (self._tables, self._checked):
                         known.pop(each.request_id, None)
-                    self.world.router.answered(self, each.request_id, each.finish_reason, each.kv_transfer_params)
+                self._say(each.request_id, each.new_token_ids, each.finish_reason, each.kv_transfer_params)
+
+    def _say(self, request_id: str, tokens: list[int], reason: FinishReason | None, params: Any) -> None:
+        """Tells whoever has asked what was generated, and how the request has ended."""
+        if self.api is not None and self.api.answered(request_id, len(tokens), reason, params):
+            return
+        if reason is not None:
+            self.world.router.answered(self, request_id, reason, params)
 
 
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")

@@ -1,12 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short scenarios in which a guard of the product matters: they fail without it.
 
-To add one: `python -m simulation shrink` prints it. Add the guard that mends it to mutants.py.
+To add one: `python -m simulation shrink` prints it. Add the guard that mends it to mutants.py, or here.
 """
 
+from simulation.mutants import Edit, Mutant
 from simulation.scenario import Event, Faults, Scenario, Shape
 
+GUARDS: dict[str, Mutant] = {
+    "a ticket waits for a prompt that was freed": Mutant(
+        (
+            Edit(
+                "prefill.ticket_listener:TicketListener.refuse",
+                "self._freed[transfer_id] = reason",
+                "return",
+            ),
+        ),
+    ),
+    "a held prompt outlives its memory": Mutant(
+        (Edit("prefill.worker:PrefillWorker.sleep", "self._rank.loaded.caches_lost()", "pass"),),
+    ),
+    "a held prompt gets a second ticket": Mutant(
+        (
+            Edit(
+                "decode.scheduler:DecodeScheduler.matched_tokens",
+                "if earlier is not None and names_prefill(params or {}):",
+                "if False:",
+            ),
+        ),
+    ),
+}
+"""Of scenarios that mutants.py does not have."""
+
 FOUND: dict[str, Scenario] = {
+    "a ticket waits for a prompt that was freed": Scenario(
+        seed=0,
+        faults=Faults(late=1.0),
+        events=(Event(0.0, "request", ("r0", 100, 40, 1, "prefill first", 0)),),
+    ),
+    "a held prompt outlives its memory": Scenario(
+        seed=0,
+        faults=Faults(late=1.0),
+        events=(
+            Event(0.0, "request", ("r0", 100, 40, 2, "prefill first", 0)),
+            Event(0.1, "sleep", (0.0, 0.1)),
+        ),
+    ),
+    "a held prompt gets a second ticket": Scenario(
+        seed=0,
+        shape=Shape(never=True),
+        events=(
+            Event(0.0, "request", ("r0", 100, 40, 5, "prefill first", 0)),
+            Event(0.0040, "reset", (0.9,)),
+            Event(0.0044, "reset", (0.9,)),
+            Event(0.0048, "reset", (0.9,)),
+            Event(0.0052, "reset", (0.9,)),
+            Event(0.0056, "reset", (0.9,)),
+            Event(0.0060, "reset", (0.9,)),
+            Event(0.0064, "reset", (0.9,)),
+            Event(0.0068, "reset", (0.9,)),
+            Event(0.0072, "reset", (0.9,)),
+            Event(0.0076, "reset", (0.9,)),
+            Event(0.0080, "reset", (0.9,)),
+            Event(0.0084, "reset", (0.9,)),
+            Event(0.0088, "reset", (0.9,)),
+            Event(0.0092, "reset", (0.9,)),
+            Event(0.0096, "reset", (0.9,)),
+            Event(0.0100, "reset", (0.9,)),
+            Event(0.0104, "reset", (0.9,)),
+            Event(0.0108, "reset", (0.9,)),
+            Event(0.0112, "reset", (0.9,)),
+            Event(0.0116, "reset", (0.9,)),
+        ),
+    ),
     "an empty batch is written": Scenario(
         seed=11,
         shape=Shape(prefill_tp=2, prefill_blocks=30, decode_blocks=80, prefill_steps=2, prefill_policy="recompute"),
@@ -29,16 +95,6 @@ FOUND: dict[str, Scenario] = {
         shape=Shape(prefill_blocks=80, decode_blocks=80, pool=True),
         faults=Faults(load_fails=0.5),
         events=(Event(0.0213, "request", ("r3", 103, 41, 3, "metaserver", 32)),),
-    ),
-    "a stopped decode rank closes tickets at once": Scenario(
-        seed=30,
-        shape=Shape(prefill_blocks=30, decode_blocks=30),
-        faults=Faults(slow=0.5, slow_by=50.0, late_bytes=True),
-        events=(
-            Event(0.0014, "request", ("r3", 103, 16, 1, "prefill first", 0)),
-            Event(0.0024, "request", ("r4", 0, 16, 5, "prefill first", 0)),
-            Event(0.0138, "stop", (0.964, 20.0)),
-        ),
     ),
     "a held prompt keeps one with a ticket waiting": Scenario(
         seed=0,

@@ -8,6 +8,7 @@ import asyncio
 import heapq
 import itertools
 import random
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from greenlet import GreenletExit, getcurrent, greenlet
 BEGIN_S = 1000.0
 """When a run begins, in virtual seconds."""
 
+# Wall clocks may be 30 s apart.
+_WALL_OFFSET_S = 10.0
 # More switches than any run needs. Threads that wake each other for ever do not stop by themselves.
 _MOST_SWITCHES = 3_000_000
 
@@ -28,6 +31,8 @@ class Process:
         self.name = name
         # What its monotonic clock shows at the virtual time 0.
         self.offset_s = offset_s
+        # How far its wall clock is off.
+        self.wall_offset_s = 0.0
         self.stopped = False
         # How often it was stopped.
         self.stops = 0
@@ -55,8 +60,8 @@ class Task(greenlet):
         self.is_parked = False
         self.has_ended = False
         self.joiners: list[Task] = []
-        # asyncio keeps the running event loop per real thread.
-        self.event_loop: asyncio.AbstractEventLoop | None = None
+        # asyncio keeps the running event loop per real thread, and Python what its generators call.
+        self.event_loop: Any = None
         # What `threading.current_thread()` returns in it.
         self.thread: object = None
 
@@ -95,8 +100,13 @@ class Kernel:
             self._streams[name] = random.Random(f"{self._seed}/{name}")
         return self._streams[name]
 
+    def new_number(self) -> int:
+        return next(self._numbers)
+
     def process(self, name: str) -> Process:
-        return Process(name, self.draws("clocks").uniform(0, 1e5))
+        process = Process(name, self.draws("clocks").uniform(0, 1e5))
+        process.wall_offset_s = self.draws("clocks").uniform(-_WALL_OFFSET_S, _WALL_OFFSET_S)
+        return process
 
     def tell(self, sentence: str, *parts: object) -> None:
         """Adds to the history. `parts` fill the gaps of `sentence`, as in `str.format`."""
@@ -196,7 +206,9 @@ class Kernel:
                 if self.switches > _MOST_SWITCHES:
                     raise Livelock(f"after {self.switches} switches the run has not ended; thread {task.name} runs")
                 self.current = task
-                set_loop(task.event_loop)
+                if (loop := task.event_loop) is not None:
+                    sys.set_asyncgen_hooks(loop._asyncgen_firstiter_hook, loop._asyncgen_finalizer_hook)
+                set_loop(loop)
                 task.switch(value)
                 task.event_loop = get_loop()
                 self.current = None

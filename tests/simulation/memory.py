@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each token's KV is, and a rank's caches with it: eight real bytes for each token, layer and head.
 
-These bytes are a hash of the layer, the head, and all tokens of the request up to this one. So wrong KV differs.
+These bytes are a hash of the layer, the head, and all tokens of the request up to this one. So wrong KV differs. A
+state is the same hash, of its last token.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from simulation.scenario import BLOCK
-from vllm_ascend_pd.core.caches import RegisteredCaches, describe
+from simulation.scenario import BLOCK, Shape
+from vllm_ascend_pd.core.caches import RegisteredCaches, StateSpec, describe
 from vllm_ascend_pd.core.layout import LayerSpec
+from vllm_ascend_pd.core.states import LayerState, Section
 from vllm_ascend_pd.core.topology import sharding
 
-LAYERS = [f"layers.{n}.attn" for n in range(3)]
-HEADS = 4
+_MOST_HEADS = 4
+FULL_LAYERS = 3
+"""Layers that see all tokens. Each further cache group has one layer."""
 _WIDTH = 4  # 16-bit numbers of a head: eight bytes
 
 Array: TypeAlias = np.ndarray
@@ -39,48 +43,138 @@ def prefix_hashes(tokens: Sequence[int]) -> Array:
     return _mix(np.cumsum(_mix(ids * np.uint64(0x9E3779B97F4A7C15) + np.arange(len(ids), dtype=np.uint64))))
 
 
-_KINDS = np.arange(1, len(LAYERS) * HEADS + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
-_SALTS = _mix(_KINDS).reshape(len(LAYERS), HEADS)
+@dataclass(frozen=True)
+class Group:
+    """A cache group of the model."""
+
+    # Tokens that a token sees, itself included. 0: all.
+    window: int = 0
+    # Whether its blocks hold states.
+    is_state: bool = False
+    # Ranks of context parallelism that share tokens, block by block.
+    ranks: int = 1
+
+    @property
+    def span(self) -> int:
+        """Tokens of a block, on all ranks together."""
+        return BLOCK * self.ranks
+
+    def written(self, table: Array, computed: int, stop: int) -> tuple[Array, Array]:
+        """Returns which slots a step writes that computes tokens `[computed, stop)`, and which tokens' hashes.
+
+        A slot is the place of a token: `block * span + offset`. A state's is its block.
+        """
+        if self.is_state:
+            return table[[(stop - 1) // BLOCK]], np.asarray([stop - 1])
+        tokens = np.arange(computed, stop)
+        return table[tokens // self.span] * self.span + tokens % self.span, tokens
+
+    def read(self, table: Array, first: int, computed: int) -> tuple[Array, Array]:
+        """As `written`, of what a step reads that begins after `computed` tokens. `first`: leaves out those before."""
+        if self.is_state:
+            last = [computed - 1] if computed else []
+            return table[[each // BLOCK for each in last]], np.asarray(last, dtype=int)
+        if self.window:
+            first = max(first, computed + 1 - self.window)
+        tokens = np.arange(min(first, computed), computed)
+        return table[tokens // self.span] * self.span + tokens % self.span, tokens
+
+
+def groups_of(shape: Shape, dcp: int = 1) -> list[Group]:
+    windows = [Group(window=each, ranks=dcp) for each in shape.windows]
+    return [Group(ranks=dcp), *windows, *([Group(is_state=True)] if shape.states else [])]
+
+
+def layers_of(shape: Shape) -> list[tuple[str, int]]:
+    """Returns the model's layers in order, each with the number of its group."""
+    later = range(1, len(groups_of(shape)))
+    groups = [0] * FULL_LAYERS
+    for each in later:
+        groups.insert(2 * each - 1, each)
+    return [(f"layers.{n}.attn", group) for n, group in enumerate(groups)]
+
+
+_KINDS = np.arange(1, 16 * _MOST_HEADS + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+_SALTS = _mix(_KINDS).reshape(16, _MOST_HEADS)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's cache on one rank."""
+
+    name: str
+    group: int
+    salts: Array
+    tensor: torch.Tensor
+    # By slot and head.
+    content: Array
+    block_bytes: int
 
 
 class Caches:
-    """The KV caches of one rank. A slot is the place of a token: `block * BLOCK + offset`."""
+    """The KV caches of one rank."""
 
-    def __init__(self, blocks: int, tp: int, rank: int) -> None:
-        heads = sharding(tp).heads(rank, HEADS)
-        self._salts = _SALTS[:, list(heads)]
-        shape = (blocks, BLOCK, len(heads), _WIDTH)
-        self._tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in LAYERS]
-        self._slots = [
-            tensor.view(torch.int64).numpy().view(np.uint64).reshape(blocks * BLOCK, len(heads))
-            for tensor in self._tensors
-        ]
-        self._block_bytes = BLOCK * len(heads) * _WIDTH * 2
-        self._layer_bytes = blocks * self._block_bytes
-        spec = LayerSpec(0, BLOCK, len(heads), HEADS)
-        by_name = {name: (tensor,) for name, tensor in zip(LAYERS, self._tensors, strict=True)}
-        self.registered: RegisteredCaches = describe(by_name, dict.fromkeys(by_name, spec), heads_first=False)
+    def __init__(
+        self, shape: Shape, blocks: int, tp: int, rank: int, stage: int = 0, stages: int = 1, dcp: int = 1
+    ) -> None:
+        dealt = sharding(tp, dcp, BLOCK)
+        heads = dealt.heads(rank, shape.heads)
+        self.groups = groups_of(shape, dcp)
+        # Which of the blocks' shares of a span this rank holds.
+        self._share = dealt.shares[rank]
+        named = list(enumerate(layers_of(shape)))
+        size = -(-len(named) // stages)
+        self.layers: list[Layer] = []
+        specs: dict[str, LayerSpec | StateSpec] = {}
+        for number, (name, group) in named[stage * size : (stage + 1) * size]:
+            is_state = self.groups[group].is_state
+            dimensions = (blocks, len(heads), _WIDTH) if is_state else (blocks, BLOCK, len(heads), _WIDTH)
+            tensor = torch.zeros(dimensions, dtype=torch.bfloat16)
+            content = tensor.view(torch.int64).numpy().view(np.uint64).reshape(-1, len(heads))
+            block_bytes = tensor[0].numel() * 2
+            self.layers.append(Layer(name, group, _SALTS[number, list(heads)], tensor, content, block_bytes))
+            if is_state:
+                section = Section(len(heads), shape.heads, 1)
+                state = LayerState((len(heads), _WIDTH), "bfloat16", 2, 0, (section,))
+                specs[name] = StateSpec(group, (state,))
+            else:
+                specs[name] = LayerSpec(group, BLOCK, len(heads), shape.heads, share=dealt.share(rank))
+        by_name = {layer.name: (layer.tensor,) for layer in self.layers}
+        self.registered: RegisteredCaches = describe(by_name, specs, heads_first=False)
 
-    def fill(self, layer: int, slots: Array, hashes: Array, wrong: Array | None = None) -> None:
+    def _mine(self, group: Group, slots: Array, hashes: Array) -> tuple[Array, Array, Array]:
+        """Returns those of the slots that this rank has, as its own, with their hashes and their indices."""
+        if group.ranks == 1 or group.is_state:
+            return slots, hashes, np.arange(len(slots))
+        offsets = slots % group.span
+        indices = np.nonzero(offsets // BLOCK == self._share)[0]
+        own = slots // group.span * BLOCK + offsets % BLOCK
+        return own[indices], hashes[indices], indices
+
+    def fill(self, layer: Layer, slots: Array, hashes: Array, wrong: Array | None = None) -> None:
         """Writes the KV of tokens with these prefix hashes. `wrong`: those whose KV is wrong, as a mask."""
-        content = _mix(hashes[:, None] + self._salts[layer])
+        slots, hashes, indices = self._mine(self.groups[layer.group], slots, hashes)
+        content = _mix(hashes[:, None] + layer.salts)
         if wrong is not None:
-            content[wrong] ^= np.uint64(1)
-        self._slots[layer][slots] = content
+            content[wrong[indices]] ^= np.uint64(1)
+        layer.content[slots] = content
 
-    def wrong_slots(self, slots: Array, hashes: Array) -> list[tuple[int, int]]:
-        """Returns (layer, index into `slots`) where the KV is not that of tokens with these prefix hashes."""
-        found = []
-        for layer in range(len(LAYERS)):
-            differ = (self._slots[layer][slots] != _mix(hashes[:, None] + self._salts[layer])).any(axis=1)
-            found += [(layer, int(index)) for index in np.nonzero(differ)[0]]
-        return found
+    def wrong_slots(self, layer: Layer, slots: Array, hashes: Array) -> list[int]:
+        """Returns indices into `slots` where the layer's KV is not that of tokens with these prefix hashes."""
+        slots, hashes, indices = self._mine(self.groups[layer.group], slots, hashes)
+        differ = (layer.content[slots] != _mix(hashes[:, None] + layer.salts)).any(axis=1)
+        return [int(indices[each]) for each in np.nonzero(differ)[0]]
+
+    def forget(self) -> None:
+        """The memory is freed, and allocated again with other content."""
+        for layer in self.layers:
+            layer.content[:] = np.uint64(0xDEAD)
 
     def blocks_at(self, address: int, num_bytes: int) -> range:
         """Returns the blocks of a layer at `address`; none if it is not in the caches."""
-        for tensor in self._tensors:
-            offset = address - tensor.data_ptr()
-            if 0 <= offset < self._layer_bytes:
-                first = offset // self._block_bytes
-                return range(first, (offset + max(1, num_bytes) - 1) // self._block_bytes + 1)
+        for layer in self.layers:
+            offset = address - layer.tensor.data_ptr()
+            if 0 <= offset < layer.tensor.numel() * 2:
+                first = offset // layer.block_bytes
+                return range(first, (offset + max(1, num_bytes) - 1) // layer.block_bytes + 1)
         return range(0)

@@ -296,4 +296,11 @@ class Datagrams:
 zmq = ModuleType("zmq")
 """Stands for the module `zmq`."""
 vars(zmq).update({name: value for name, value in vars(real_zmq).items() if name.isupper()})
-vars(zmq).update(ZMQError=real_zmq.ZMQError, Again=real_zmq.Again, Context=Context, Poller=Poller, Socket=Socket)
+vars(zmq).update(
+    ZMQError=real_zmq.ZMQError,
+    curve_public=real_zmq.curve_public,
+    Again=real_zmq.Again,
+    Context=Context,
+    Poller=Poller,
+    Socket=Socket,
+)

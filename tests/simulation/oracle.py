@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from harness.scheduling import remembered
 from simulation.kernel import Process, kernel
-from simulation.scenario import BLOCK
 from vllm_ascend_pd.core.ticket_params import carries_ticket
 
 if TYPE_CHECKING:
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
 _RESTS = "a slot that rests"
 # How long a prompt with a ticket may find only prompts without one in its way (R11). Less than `hold_timeout_s`.
 _WAITS_FOR_HELD_S = 1.5
+# How long a ticket may wait for a prompt that no prefill engine has: a question every 2 s, and `settle_timeout_s`.
+_WAITS_FOR_NONE_S = 9.0
+# Beside the sum of all timeouts: threads look at their clocks now and then.
+_SLACK_S = 5.0
 # Rounding of virtual times.
 _EPSILON_S = 1e-6
 
@@ -28,10 +31,14 @@ class Oracle:
     def __init__(self, world: "World") -> None:
         self._world = world
         self.violations: list[str] = []
-        # The prefill engine that has written for each ticket, by decode engine and request.
+        # The prefill engine that has written for each ticket, by decode rank and request.
         self._writers: dict[tuple[str, str], str] = {}
         # Since when a prompt with a ticket waits for prompts without one, by engine.
         self._waits_since: dict[str, float] = {}
+        # Since when requests wait with their tickets, by ticket id and how often the engine has been stopped.
+        self._tickets_since: dict[tuple[str, int], float] = {}
+        # Since when tickets wait for prompts that no prefill engine has, by ticket id.
+        self._without_prompt: dict[str, float] = {}
 
     def violated(self, what: str) -> None:
         self.violations.append(what)
@@ -39,16 +46,23 @@ class Oracle:
 
     # R1.
 
-    def decodes(self, rank: "Rank", part: "Part") -> None:
-        """A request decodes, and reads the KV of its earlier tokens."""
-        wrong = rank.caches.wrong_slots(part.read_slots, part.read_hashes)
-        if wrong:
-            layers = sorted({layer for layer, _ in wrong})
-            blocks = sorted({int(part.read_slots[index]) // BLOCK for _, index in wrong})
-            self.violated(
-                f"R1: {part.request_id} decodes from wrong KV on {rank.name}: {len(wrong)} tokens, layers {layers}, "
-                f"blocks {blocks}"
-            )
+    def reads(self, rank: "Rank", part: "Part", states: bool) -> None:
+        """A request computes on a rank, and reads the KV of its earlier tokens. Others may compute it in the same step.
+
+        `states`: its state instead, as it is before the step.
+        """
+        for layer in rank.caches.layers:
+            if rank.caches.groups[layer.group].is_state is not states:
+                continue
+            slots, hashes = part.read[layer.group]
+            if wrong := rank.caches.wrong_slots(layer, slots, hashes):
+                group = rank.caches.groups[layer.group]
+                blocks = sorted({int(slots[index]) // (1 if group.is_state else group.span) for index in wrong})
+                self.violated(
+                    f"R1: {part.request_id} computes from wrong KV on {rank.name}: {len(wrong)} tokens, {layer.name}, "
+                    f"blocks {blocks}"
+                )
+                return
 
     # R2 and R10.
 
@@ -62,12 +76,13 @@ class Oracle:
                     f"R2: bytes of {writer.name} arrive in block {block} of {rank.name}, which no open ticket names"
                 )
                 return
-            first = self._writers.setdefault((engine.name, request_id), writer.engine.started_as)
+            first = self._writers.setdefault((rank.name, request_id), writer.engine.started_as)
             if first != writer.engine.started_as:
                 self.violated(f"R10: both {first} and {writer.engine.started_as} write for {request_id}")
 
     def ticket_issued(self, engine: "Engine", request_id: str) -> None:
-        self._writers.pop((engine.name, request_id), None)
+        for rank in engine.ranks:  # each rank decides for itself, and a ticket succeeds only if all decide alike
+            self._writers.pop((rank.name, request_id), None)
 
     # R3.
 
@@ -87,6 +102,51 @@ class Oracle:
         if now not in (owner, _RESTS):
             where = f"block {owner[0]}" if isinstance(owner, tuple) else "a staging slot"
             self.violated(f"R3: a write of {rank.name} reads {where}, which has other KV by now")
+
+    # R4. The bound of each wait is checked here, that of all together by `World`.
+
+    def look(self) -> None:
+        """Is called once a second."""
+        for engine in self._world.decodes:
+            self._look_at_tickets(engine)
+        if not self._world.loses_messages:
+            self._look_for_prompts()
+
+    @property
+    def _ticket_s(self) -> float:
+        """How long a request may wait with one ticket, on a decode engine whose processes run."""
+        config = self._world.config
+        return config.queue_timeout_s + config.transfer_timeout_s + config.lease_s + self._world.settle_s + _SLACK_S
+
+    def _look_at_tickets(self, engine: "Engine") -> None:
+        if not engine.is_up or engine.is_asleep or any(process.stopped or process.dead for process in engine.processes):
+            return
+        stops = sum(process.stops for process in engine.processes)
+        for transfer in list(engine.role._transfers.values()):
+            if transfer.ranks_ended or transfer.request_ended:
+                continue
+            key = transfer.ticket.ticket_id, stops
+            since = self._tickets_since.setdefault(key, kernel().now)
+            if kernel().now - since > self._ticket_s:
+                self.violated(f"R4: {transfer.request_id} has waited for {self._ticket_s:g} s with one ticket")
+
+    def _look_for_prompts(self) -> None:
+        world = self._world
+        waiting: dict[str, float] = {}
+        for engine in world.decodes:
+            if not engine.is_up or any(process.stopped or process.dead for process in engine.processes):
+                continue
+            for transfer in engine.role._transfers.values():
+                prompt = getattr(transfer.route, "_prompt", None)
+                if prompt is None or transfer.failure is not None or transfer.ranks_ended:
+                    continue
+                ticket_id = transfer.ticket.ticket_id
+                holder = next((each for each in world.prefills if each.started_as == prompt.engine_id), None)
+                if holder is not None and not _has_prompt(holder, prompt.transfer_id, ticket_id):
+                    waiting[ticket_id] = since = self._without_prompt.get(ticket_id, kernel().now)
+                    if kernel().now - since > _WAITS_FOR_NONE_S:
+                        self.violated(f"R4: {transfer.request_id} waits for a prompt that no prefill engine has")
+        self._without_prompt = waiting
 
     # R5.
 
@@ -119,7 +179,7 @@ class Oracle:
         role, vllm = engine.role, engine.vllm
         waiting = [
             request
-            for request in [*vllm.waiting, *vllm.skipped_waiting]
+            for request in [*vllm.waiting, *getattr(vllm, "skipped_waiting", ())]
             if carries_ticket(request.kv_transfer_params) and request.request_id not in role._refused
         ]
         held = [prompt for prompt in role._prompts.values() if prompt.hold_until is not None]
@@ -143,10 +203,16 @@ class Oracle:
                 self.violated(f"leak: {taken} blocks of {engine.name}")
             for what, kept in self._kept(engine).items():
                 self.violated(f"leak: {engine.name} keeps {what}: {kept}")
+        for what, kept in self.kept_by_proxy().items():
+            self.violated(f"leak: the proxy keeps {what}: {kept}")
         if not world.may_fail:
             for client in world.router.clients.values():
                 if client.outcome != "right":
                     self.violated(f"R4: {client.name} {client.outcome}, although nothing went wrong")
+
+    def kept_by_proxy(self) -> dict[str, Any]:
+        proxy = self._world.proxy
+        return {} if proxy is None else {what: value for what, value in proxy.kept.items() if value}
 
     def is_at_rest(self, engine: "Engine") -> bool:
         return engine.is_idle and not self._kept(engine)
@@ -154,6 +220,12 @@ class Oracle:
     def _kept(self, engine: "Engine") -> dict[str, Any]:
         """Returns what an engine still keeps of requests."""
         kept: dict[str, Any] = {name: list(value)[:3] for name, value in remembered(engine.role).items()}
+        if not engine.prefills:
+            routes = engine.role._routes
+            kept |= {
+                "tickets under way": list(getattr(routes._metaserver, "_open", ())),
+                "offers": list(routes._prefill._open),
+            }
         held = getattr(engine.role, "_held", None)
         if held is not None:
             kept |= {f"held prompts' {name}": value for name, value in remembered(held.room).items()}
@@ -161,13 +233,22 @@ class Oracle:
         for rank in engine.ranks:
             if engine.prefills:
                 kept[f"transfers of {rank.name}"] = list(rank.worker._transfers)
-                peers = rank.transfer._writer._peers
+                writer = rank.transfer._writer
+                peers = {} if writer is None else writer._peers
                 kept[f"batches in flight of {rank.name}"] = sum(p.queue._batches for p in peers.values())
                 if (regrouper := rank.worker._regrouper) is not None:
                     kept[f"staging slots of {rank.name}"] = len(regrouper.ring.holders)
             else:
                 kept[f"open tickets of {rank.name}"] = list(rank.worker._grants._open)
         return {what: value for what, value in kept.items() if value}
+
+
+def _has_prompt(engine: "Engine", transfer_id: str, ticket_id: str) -> bool:
+    """Whether a prefill engine has, or may have, the prompt that a ticket is for."""
+    if not engine.is_up or any(process.stopped for process in engine.processes):
+        return True
+    role = engine.role
+    return transfer_id in role._held._prompts or ticket_id in role._served
 
 
 class LogWatch(logging.Handler):

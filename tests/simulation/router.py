@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between clients and engines: the proxy with its metaserver, and a router that asks prefill first. No HTTP.
 
-No request is retried. Engines that are down are not asked.
+No request is retried. Engines that are down are not asked. proxy.py has our own proxy.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,11 @@ from vllm.v1.engine import FinishReason
 
 from harness.real_scheduler import TOKEN
 from simulation.engine import Engine, make_request
+from simulation.http import Exchange
 from simulation.kernel import Kernel, kernel
 from simulation.memory import Array, prefix_hashes
-from simulation.scenario import prompt
-from vllm_ascend_pd.core.ticket_params import TICKET_HOST
+from simulation.scenario import LONGEST, prompt
+from vllm_ascend_pd.core.ticket_params import TICKET_HOST, WANTS_TOKEN_IDS
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _OTHER = -1
 
 
 @dataclass
-class _Client:
+class Client:
     """A client's request."""
 
     name: str
@@ -41,6 +42,8 @@ class _Client:
     asked_at: float
     # Where it is now.
     engine: Engine | None = None
+    # Its request to our proxy.
+    exchange: Exchange | None = None
     # None: it has no answer yet.
     outcome: str | None = None
 
@@ -60,7 +63,7 @@ class Router:
     def __init__(self, world: "World", clock: Kernel) -> None:
         self._world = world
         self._draw = clock.draws("router")
-        self.clients: dict[str, _Client] = {}
+        self.clients: dict[str, Client] = {}
         # How many of them have an outcome.
         self.ended = 0
         # When the last one got it.
@@ -83,10 +86,15 @@ class Router:
         """A client asks. `route`: "metaserver" or "prefill first". `pooled`: tokens of its prompt that pools have."""
         tokens = prompt(family, length)
         hashes = prefix_hashes(tokens + [TOKEN] * max_tokens)
-        client = self.clients[name] = _Client(name, tokens, max_tokens, hashes, pooled, kernel().now)
+        client = self.clients[name] = Client(name, tokens, max_tokens, hashes, pooled, kernel().now)
         kernel().tell("{} asks: {} tokens of family {}, {}", name, length, family, route)
+        if route == "metaserver" and self._world.proxy is not None:
+            self._world.pooled[tuple(tokens)] = pooled
+            client.exchange = self._world.proxy.ask(client, is_stream=self._draw.random() < 0.5)
+            return
         if route == "metaserver":
-            self._to_decode(client, {"do_remote_prefill": True, "metaserver": _METASERVER})
+            params = {"do_remote_prefill": True, "metaserver": _METASERVER, WANTS_TOKEN_IDS: True}
+            self._to_decode(client, params | self._world.metaserver_signature(_METASERVER))
             return
         client.engine = self._one_of(self._world.prefills)
         if client.engine is None:
@@ -100,15 +108,23 @@ class Router:
         if client is None or client.outcome is not None:
             return
         self._end(client, "left", "")
+        if client.exchange is not None:
+            self._world.proxy.leave(client.exchange)
         if client.engine is not None:
             client.engine.abort(f"first-{name}" if client.engine.prefills else name)
 
-    def _to_decode(self, client: _Client, params: dict[str, Any]) -> None:
+    def proxied(self, client: Client, outcome: str, reason: str) -> None:
+        """Our proxy has answered a client, or closed the connection."""
+        self._end(client, outcome, reason)
+        if outcome == "wrong":
+            self._world.oracle.violated(f"R1: {client.name} gets a wrong answer: {reason}")
+
+    def _to_decode(self, client: Client, params: dict[str, Any]) -> None:
         client.engine = self._one_of(self._world.decodes)
         if client.engine is None:
             self._end(client, "failed", "no decode engine is up")
             return
-        hasher = self._world.configurations.hasher
+        hasher = self._world.configurations.hashers[client.engine.dcp]
         request = make_request(client.name, client.tokens, params, client.max_tokens, hasher)
         client.engine.add(request, client.hashes)
 
@@ -116,17 +132,17 @@ class Router:
         self,
         engine: Engine,
         name: str,
-        client: _Client,
+        client: Client,
         params: dict[str, Any],
         tokens: Sequence[int] | None = None,
     ) -> None:
         """`tokens`: if they are not those of the client's prompt."""
-        hasher = self._world.configurations.hasher
+        hasher = self._world.configurations.hashers[engine.dcp]
         request = make_request(name, client.tokens if tokens is None else tokens, params, 1, hasher)
         hashes = client.hashes if tokens is None else prefix_hashes(tokens)
         engine.add(request, hashes, client.pooled if tokens is None else 0)
 
-    def _end(self, client: _Client, outcome: str, reason: str) -> None:
+    def _end(self, client: Client, outcome: str, reason: str) -> None:
         client.outcome = outcome
         self.ended += 1
         self.ended_at = max(self.ended_at, kernel().now)
@@ -151,13 +167,13 @@ class Router:
         chosen = self._draw.sample(up, min(len(up), 2 if self._draw.random() < faults.two_prefills else 1))
         client = self.clients[body["request_id"]]
         body.pop("token_ids", None)
-        tokens = client.tokens[: body["num_tokens"]]
+        tokens = (client.tokens + [TOKEN] * client.max_tokens)[: body["num_tokens"]]
         is_other = self._draw.random() < faults.other_prompt
         for engine in chosen:
             name = f"{client.name}-{key[:6]}" + "-again" * (engine is not chosen[0])
             post.prefills[name] = engine
             self._ticket_of[name] = key
-            if is_other:
+            if is_other and len(tokens) <= LONGEST:
                 kernel().tell("{} gets the ticket of {} with another prompt", engine.name, client.name)
                 self._to_prefill(engine, name, client, body, prompt(_OTHER, len(tokens)))
             elif len(tokens) == len(client.tokens):
@@ -202,7 +218,14 @@ class Router:
             self._end(client, "failed" if error else "right", error)
         elif error or TICKET_HOST not in params:
             self._end(client, "failed", error)
+        elif (late := self._world.scenario.faults.late) and self._draw.random() < late:
+            hold_s = self._world.config.hold_timeout_s or 0.0
+            kernel().at(hold_s * (0.8 + 0.4 * self._draw.random()), self._to_decode_late, client, params)
         else:
+            self._to_decode(client, params)
+
+    def _to_decode_late(self, client: Client, params: dict[str, Any]) -> None:
+        if client.outcome is None:
             self._to_decode(client, params)
 
     def died(self, engine: Engine) -> None:

@@ -21,6 +21,21 @@ class Shape:
     # Tensor-parallel ranks of each.
     prefill_tp: int = 1
     decode_tp: int = 1
+    # KV heads of the model.
+    heads: int = 4
+    # Pipeline stages of each, and ranks of decode's context parallelism.
+    prefill_pp: int = 1
+    decode_pp: int = 1
+    decode_dcp: int = 1
+    # Tokens that the layers of each further cache group see, and whether one more group has states.
+    windows: tuple[int, ...] = ()
+    states: bool = False
+    # Whether decode never computes a prompt (`who_computes`).
+    never: bool = False
+    # Whether all KV is compared with prefill's checksums (`verify_kv`).
+    verify: bool = False
+    # Whether the cluster has a secret.
+    secret: bool = False
     # KV blocks of each engine.
     prefill_blocks: int = 60
     decode_blocks: int = 60
@@ -30,6 +45,8 @@ class Shape:
     prefix_caching: bool = True
     # Whether a pool beside ours has KV of prompts, in a MultiConnector on prefill.
     pool: bool = False
+    # Whether clients and decode engines talk to our proxy. Otherwise a model stands in its place, which never retries.
+    proxy: bool = False
     # `kv_load_failure_policy`.
     prefill_policy: str = "fail"
     decode_policy: str = "fail"
@@ -57,6 +74,10 @@ class Faults:
     # Share of tickets that prefill gets with another prompt, and share that go to two prefill engines.
     other_prompt: float = 0.0
     two_prefills: float = 0.0
+    # Share of prompts without a ticket that a router hands to decode about `hold_timeout_s` after prefill's answer.
+    late: float = 0.0
+    # Share of HTTP requests that the proxy or an engine answers wrongly or not at all, or that lose their connection.
+    http: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,28 +136,55 @@ def draw(seed: int, **fixed: Any) -> Scenario:
     names = {each.name for each in fields(Shape)}
     requests = fixed.pop("requests", None)
     shape = replace(shape, **{name: value for name, value in fixed.items() if name in names})
+    shape = _possible(shape)
     faults = replace(faults, **{name: value for name, value in fixed.items() if name not in names})
     return Scenario(seed, shape, faults, _draw_events(rng, shape, requests))
 
 
 def _draw_shape(rng: random.Random) -> Shape:
     two = rng.random() < 0.4
-    prefill_tp, decode_tp = rng.choice([(1, 1), (1, 1), (2, 1), (2, 1), (2, 2), (1, 2), (4, 1), (4, 2)])
+    prefill_tp, decode_tp = rng.choice(
+        [(1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 2), (1, 2), (4, 1), (4, 2), (2, 4), (1, 4)]
+    )
     pool = rng.random() < 0.2
     return Shape(
         prefills=1 + two,
         decodes=1 + two,
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
+        prefill_pp=rng.choice([1, 1, 1, 1, 2]),
+        decode_pp=rng.choice([1, 1, 1, 1, 2]),
+        decode_dcp=rng.choice([1, 1, 2]),
+        heads=rng.choice([4, 4, 4, 2, 1]),
+        windows=rng.choice([(), (), (), (24,), (40,)]),
+        states=rng.random() < 0.15,
+        never=rng.random() < 0.2,
+        verify=rng.random() < 0.2,
+        secret=rng.random() < 0.2,
         prefill_blocks=rng.choice([16, 30, 80]),
         decode_blocks=rng.choice([16, 30, 80]),
         prefill_steps=rng.choice([1, 1, 2]),
         decode_steps=rng.choice([1, 1, 2]),
         prefix_caching=rng.random() < 0.8,
         pool=pool,
+        proxy=rng.random() < 0.3,
         prefill_policy=rng.choice(["fail", "recompute"]),
         decode_policy=rng.choice(["fail", "recompute"]),
     )
+
+
+def _possible(shape: Shape) -> Shape:
+    """Returns the shape without what engines refuse at start."""
+    if shape.pool:  # harness/taken_back.py knows one cache group
+        shape = replace(shape, windows=(), states=False)
+    if shape.windows or shape.states:
+        # Such caches cannot be computed again in part, and vLLM wants room for one request of the longest.
+        blocks = {"prefill_blocks": max(30, shape.prefill_blocks), "decode_blocks": max(30, shape.decode_blocks)}
+        shape = replace(shape, decode_policy="fail", **blocks)
+    if shape.windows or shape.states or shape.decode_tp == 1:
+        return replace(shape, decode_dcp=1)
+    # Ranks of context parallelism have the same heads.
+    return replace(shape, heads=shape.decode_tp // 2) if shape.decode_dcp > 1 else shape
 
 
 def _draw_faults(rng: random.Random, shape: Shape) -> Faults:
@@ -153,6 +201,8 @@ def _draw_faults(rng: random.Random, shape: Shape) -> Faults:
         load_fails=rng.choice([0.1, 0.5]) if shape.pool else 0.0,
         other_prompt=rng.choice([0.0, 0.0, 0.0, 0.1]),
         two_prefills=rng.choice([0.0, 0.0, 0.3]) if shape.prefills > 1 else 0.0,
+        late=rng.choice([0.0, 0.0, 0.0, 0.3]),
+        http=rng.choice([0.0, 0.05, 0.3]) if shape.proxy else 0.0,
     )
 
 
@@ -175,11 +225,15 @@ def _draw_events(rng: random.Random, shape: Shape, requests: int | None) -> tupl
             events.append(_event(now + 0.05 * rng.random(), "leave", name))
         now += rng.expovariate(1 / gap_s)
     faults = (
-        ("stop", (0.0, 0.0, 3.0, 15.0), lambda: (_share(rng), rng.choice([0.02, 0.2, 2.0, 20.0]))),
+        ("stop", (0.0, 3.0, 15.0), lambda: (_share(rng), rng.choice([0.02, 0.2, 2.0, 20.0]))),
         ("reset", (0.0, 0.0, 5.0, 50.0), lambda: (_share(rng),)),
         ("cut", (0.0, 0.0, 3.0), lambda: (_share(rng),)),
         ("part", (0.0, 0.0, 1.0), lambda: (_share(rng), _share(rng), rng.choice([0.2, 2.0, 10.0]))),
         ("kill", (0.0, 0.0, 0.0, 1.0), lambda: (_share(rng), rng.choice([0.1, 2.0]))),
+        ("upgrade", (0.0, 0.0, 0.0, 1.0), lambda: (_share(rng), rng.choice([0.1, 2.0]))),
+        ("jump", (0.0, 0.0, 5.0), lambda: (_share(rng), rng.choice([-100.0, -20.0, 20.0, 100.0]))),
+        ("weights", (0.0, 0.0, 0.0, 0.0, 1.0), lambda: (rng.choice([0.0, 0.01, 0.3]),)),
+        ("sleep", (0.0, 0.0, 0.0, 0.0, 1.0), lambda: (_share(rng), rng.choice([0.1, 1.0]))),
     )
     for what, rates, args in faults:
         rate, at = rng.choice(rates), 0.0  # per second of load, with at least one chance

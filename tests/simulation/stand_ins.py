@@ -9,6 +9,7 @@ import selectors
 import sys
 import threading as real_threading
 import time as real_time
+import uuid as real_uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future as RealFuture
@@ -16,6 +17,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import anyio._backends._asyncio as anyio_loop
 import zmq as real_zmq
 
 from simulation.kernel import Task, kernel
@@ -269,12 +271,53 @@ class _Selector(selectors.BaseSelector):
             kernel().wake(self._task)
 
 
+def number(cls: type) -> None:
+    """Gives objects of a class hashes that do not depend on their addresses: asyncio and others iterate over sets."""
+
+    def hash_of(self: Any) -> int:
+        found: int | None = getattr(self, "_simulated_hash", None)
+        if found is None:
+            self._simulated_hash = found = kernel().new_number()
+        return found
+
+    cls.__hash__ = hash_of  # type: ignore[method-assign, assignment]
+
+
+class _NumberedTask(asyncio.Task):  # type: ignore[type-arg]
+    """A task, whose hash is the same in each process."""
+
+
+number(_NumberedTask)
+
+
+class _OrderedSet(dict[Any, None]):
+    """As a set, in order of insertion."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+    def remove(self, item: Any) -> None:
+        del self[item]
+
+
+class CancelScope(anyio_loop.CancelScope):
+    """anyio's, which has no room for a number."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._child_scopes = _OrderedSet()  # type: ignore[assignment]
+
+
 class EventLoop(asyncio.BaseEventLoop):
     """An event loop of a simulated thread, without files and sockets."""
 
     def __init__(self) -> None:
         super().__init__()
         self._selector = _Selector()
+        self.set_task_factory(lambda loop, work, **options: _NumberedTask(work, loop=loop, **options))
 
     def time(self) -> float:
         return kernel().now + kernel().this_process.offset_s
@@ -291,7 +334,7 @@ def _module(name: str, **members: Any) -> ModuleType:
 
 
 def _wall_clock() -> float:
-    return 1_700_000_000.0 + kernel().now
+    return 1_700_000_000.0 + kernel().now + kernel().this_process.wall_offset_s
 
 
 def _secrets(bits: int) -> int:
@@ -330,6 +373,8 @@ random = _module(
     random=lambda: kernel().draws("jitter").random(),
 )
 
+uuid = _module("uuid", uuid4=lambda: real_uuid.UUID(int=_secrets(128), version=4))
+
 # The clock and the threads of the product.
 _STAND_INS: list[tuple[Any, Any]] = [
     (real_time, time),
@@ -337,6 +382,7 @@ _STAND_INS: list[tuple[Any, Any]] = [
     (real_queue, queue),
     (real_secrets, secrets),
     (real_random, random),
+    (real_uuid, uuid),
 ]
 
 
@@ -356,6 +402,7 @@ def install(zmq: ModuleType) -> None:
     assert writer.Future is RealFuture
     writer.Future = Future  # type: ignore[misc, assignment]
     event_loop_thread._Loop = EventLoop  # type: ignore[misc, assignment]
+    anyio_loop.CancelScope = CancelScope  # type: ignore[misc]
 
 
 def real_ones_left() -> list[str]:

@@ -13,24 +13,35 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from simulation import kernel as kernels
 from simulation import network as networks
 from simulation import stand_ins
-from simulation.engine import Configurations, Engine, Rank
+from simulation.engine import TOKEN, Configurations, Engine, Rank, make_request
+from simulation.http import Api, Session, post
 from simulation.kernel import Livelock
+from simulation.memory import prefix_hashes
 from simulation.oracle import LogWatch, Oracle
+from simulation.proxy import Proxy
 from simulation.router import MetaserverClient, Router
 from simulation.scenario import Scenario
 from simulation.writes import Mooncake
 from vllm_ascend_pd import register
 from vllm_ascend_pd.connector import build
+from vllm_ascend_pd.core import protocol
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import TransportInfo
+from vllm_ascend_pd.core.signed_addresses import sign_metaserver
+from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE
+from vllm_ascend_pd.decode import metaserver
 from vllm_ascend_pd.prefill import regroup
+from vllm_ascend_pd.proxy.http.engine_client import EngineClient
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
 from vllm_ascend_pd.transport import engine as transfer_engine
-from vllm_ascend_pd.transport import tcp, wakeup
+from vllm_ascend_pd.transport import http_client, tcp, wakeup
+from vllm_ascend_pd.transport.secret_files import cluster_secret
 
 # Idle virtual time costs real time, because each loop ticks. So timeouts are short.
 _TIMEOUTS: dict[str, Any] = {
@@ -51,6 +62,7 @@ _CONFIG = ConnectorConfig(
 # A process may stand still meanwhile. A ticket may wait for 30 s for its prompt (`EARLY_S`).
 _LONGEST_S = 100.0
 _REST_WITHIN_S = 120.0
+_LOOK_S = 1.0
 _START_WITHIN_S = 60.0
 
 
@@ -61,7 +73,8 @@ class World:
         """`order`: another one runs the same events in another order of threads."""
         faults = scenario.faults
         self.scenario = scenario
-        self.config = _CONFIG
+        verify: Any = "all" if scenario.shape.verify else "off"
+        self.config = msgspec.structs.replace(_CONFIG, verify_kv=verify)
         self.configurations = _configurations
         self.kernel = kernels.begin(f"{scenario.seed}/{order}", faults.interrupts)
         self._network = networks.begin_network(faults.loss, faults.repetition, faults.delay)
@@ -71,6 +84,12 @@ class World:
         self.settle_s = 0.0
         self.oracle = Oracle(self)
         self.router = Router(self, self.kernel)
+        # None: a model stands in its place.
+        self.proxy: Any = None
+        # Tokens that pools have of each prompt that our proxy was asked for.
+        self.pooled: dict[tuple[int, ...], int] = {}
+        # Names of the engines that speak a newer protocol version, too.
+        self.newer: set[str] = set()
         self.prefills: list[Engine] = []
         self.decodes: list[Engine] = []
         self._requests = len(scenario.requests)
@@ -84,14 +103,27 @@ class World:
         """Whether something happens that explains why a request fails."""
         faults, shape = self.scenario.faults, self.scenario.shape
         goes_wrong = faults.loss or faults.write_fails or faults.load_fails or faults.other_prompt or faults.delay
+        goes_wrong = goes_wrong or faults.late or faults.http
+        goes_wrong = goes_wrong or shape.states or shape.windows  # a held prompt may have too few tokens, or too many
         slow = faults.slow * faults.slow_by > 5 or faults.two_prefills
         tight = min(shape.prefill_blocks, shape.decode_blocks) < 40
         return bool(goes_wrong or slow or tight or any(each.what != "request" for each in self.scenario.events))
 
+    @property
+    def loses_messages(self) -> bool:
+        """Whether messages of the side channel are lost, or late."""
+        faults = self.scenario.faults
+        return bool(faults.loss or faults.delay or any(each.what in ("cut", "part") for each in self.scenario.events))
+
     def extra_config(self, prefills: bool) -> dict[str, Any]:
         """Returns an engine's `kv_connector_extra_config`."""
-        of_side = {"hold_timeout_s": _CONFIG.hold_timeout_s} if prefills else {"who_computes": "prefill"}
-        return _TIMEOUTS | of_side
+        shape = self.scenario.shape
+        said = _TIMEOUTS | {"verify_kv": self.config.verify_kv}
+        if shape.secret:
+            said["secret_file"] = str(_secret_file)
+        if prefills:
+            return said | {"hold_timeout_s": _CONFIG.hold_timeout_s}
+        return said | {"who_computes": "never" if shape.never else "prefill"}
 
     # The run.
 
@@ -118,6 +150,13 @@ class World:
         if not self._until(_START_WITHIN_S, lambda: all(engine.is_up for engine in self.engines)):
             self.oracle.violated("R4: an engine does not start")
             return
+        if shape.proxy:
+            prefills, decodes = (list(map(_url, each)) for each in (self.prefills, self.decodes))
+            self.proxy = Proxy(self, prefills, decodes, str(_secret_file) if shape.secret else None)
+            if not self._until(_START_WITHIN_S, lambda: self.proxy.is_up):
+                self.oracle.violated("R4: the proxy does not start")
+                return
+        self._look()
         for event in self.scenario.events:
             self.kernel.at(event.at, getattr(self, event.what), *event.args)
         last = max((event.at for event in self.scenario.events), default=0.0)
@@ -130,6 +169,10 @@ class World:
         if not self._has_failed:
             self._until(_REST_WITHIN_S, self._is_quiet)
             self.oracle.at_rest()
+
+    def _look(self) -> None:
+        self.oracle.look()
+        self.kernel.at(_LOOK_S, self._look)
 
     def _until(self, seconds: float, done: Callable[[], bool]) -> bool:
         """Lets time pass until `done()`, or the first violation. Returns whether `done()` came within `seconds`."""
@@ -149,11 +192,12 @@ class World:
         return self.router.ended == self._requests
 
     def _stand_still(self) -> bool:
-        return self.kernel.now > self.router.ended_at + _LONGEST_S
+        return self.kernel.now > self.router.ended_at + _LONGEST_S * (2 if self.proxy is not None else 1)
 
     def _is_quiet(self) -> bool:
         return (
             self.router.is_quiet
+            and not self.oracle.kept_by_proxy()
             and all(engine.is_up and self.oracle.is_at_rest(engine) for engine in self.engines)
             and not any(process.stopped for engine in self.engines for process in engine.processes)
         )
@@ -161,6 +205,33 @@ class World:
     def digest(self) -> str:
         """Returns a digest of the whole history."""
         return hashlib.sha256(repr(self.kernel.history).encode()).hexdigest()[:16]
+
+    # HTTP.
+
+    def metaserver_signature(self, url: str) -> dict[str, str]:
+        """Returns what a proxy adds to the URL if the cluster has a secret."""
+        secret = cluster_secret(str(_secret_file)) if self.scenario.shape.secret else None
+        return {} if secret is None else {METASERVER_SIGNATURE: sign_metaserver(secret, url)}
+
+    def api_for(self, engine: Engine) -> Api | None:
+        return Api(engine) if self.scenario.shape.proxy else None
+
+    def api_of(self, url: str) -> Api | None:
+        """Returns the API server at `url`; None if none listens there."""
+        engine = next((engine for engine in self.engines if url.startswith(_url(engine))), None)
+        return engine.api if engine is not None and engine.is_up and not engine.process.dead else None
+
+    def make_request(
+        self, engine: Engine, name: str, tokens: list[int], params: dict[str, Any], max_tokens: int
+    ) -> Any:
+        return make_request(name, tokens, params, max_tokens, self.configurations.hashers[engine.dcp])
+
+    def to_another_prefill(self, engine: Engine, name: str, tokens: list[int], params: dict[str, Any]) -> None:
+        """Sends a prefill request to a second engine, too."""
+        others = [each for each in self.prefills if each is not engine and each.is_up and not each.process.dead]
+        if others:
+            request = self.make_request(others[0], f"{name}-again", tokens, params, 1)
+            others[0].add(request, prefix_hashes([*tokens, TOKEN]))
 
     # What happens from outside, by the names that events have.
 
@@ -174,9 +245,11 @@ class World:
 
     def stop(self, share: float, seconds: float) -> None:
         """A process stands still for a while."""
-        ranks = [(engine, rank) for engine in self.engines for rank in [None, *engine.ranks]]
-        engine, rank = ranks[int(share * len(ranks))]
-        process = engine.process if rank is None else rank.process
+        ranks: list[tuple[kernels.Process, Rank | None]] = []
+        for engine in self.engines:
+            ranks += [(engine.process, None), *((rank.process, rank) for rank in engine.ranks)]
+        ranks += [(engine.api.process, None) for engine in self.engines if engine.api is not None]
+        process, rank = ranks[int(share * len(ranks))]
         if process.stopped or process.dead:
             return
         self.kernel.tell("{} stands still for {} s", process.name, seconds)
@@ -198,6 +271,29 @@ class World:
         engine = self.engines[int(share * len(self.engines))]
         self.kernel.tell("the prefix cache of {} is reset", engine.name)
         engine.reset()
+
+    def weights(self, gap_s: float) -> None:
+        """All engines get other weights, one after the other."""
+        for number, engine in enumerate(self.engines):
+            self.kernel.at(number * gap_s, engine.update_weights)
+
+    def sleep(self, share: float, seconds: float) -> None:
+        """An engine sleeps for a while."""
+        engine = self.engines[int(share * len(self.engines))]
+        if engine.is_up and not engine.process.dead:
+            engine.sleep(seconds)
+
+    def jump(self, share: float, seconds: float) -> None:
+        """The wall clock of a process is set."""
+        processes = [process for engine in self.engines for process in engine.processes]
+        process = processes[int(share * len(processes))]
+        self.kernel.tell("the clock of {} is set by {} s", process.name, seconds)
+        process.wall_offset_s += seconds
+
+    def upgrade(self, share: float, seconds: float) -> None:
+        """An engine is killed, and starts again with a newer protocol version."""
+        self.newer.add(self.engines[int(share * len(self.engines))].name)
+        self.kill(share, seconds)
 
     def cut(self, share: float) -> None:
         """A connection of the side channel breaks."""
@@ -232,17 +328,44 @@ def _world() -> World:
     return _worlds[0]
 
 
-class _NoHttp:
+class _MetaserverClient:
     """A metaserver client's constructor, as `connector/build.py` calls it."""
 
-    def __new__(cls, *_: Any) -> Any:
+    def __new__(cls, *arguments: Any) -> Any:
+        if _world().scenario.shape.proxy:
+            return metaserver.MetaserverClient(*arguments)
         return MetaserverClient(_world().router)
+
+
+async def _post(self: Any, url: Any, headers: Any, content: bytes, max_bytes: int) -> tuple[int, bytes]:
+    return await post(_world(), url.path, dict(headers), content)
+
+
+def _url(engine: Engine) -> str:
+    return f"http://10.0.{1 if engine.prefills else 2}.{engine.number + 1}:8000"
 
 
 def _start_mooncake(host: str, protocol: str) -> Mooncake:
     process = kernels.kernel().this_process
     [rank] = [rank for engine in _world().engines for rank in engine.ranks if rank.process is process]
     return Mooncake(_world(), rank, host)
+
+
+def _ranks_of_prefill() -> int:
+    shape = _world().scenario.shape
+    return shape.prefill_tp * shape.prefill_pp
+
+
+class _Encoder:
+    """Encodes frames of engines that speak a newer protocol version beside today's, too."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, message: Any) -> bytes:
+        if isinstance(message, protocol._Frame) and kernels.kernel().this_process.engine in _world().newer:
+            message = msgspec.structs.replace(message, newest=message.newest + 1)
+        return self._encoder.encode(message)
 
 
 def _install() -> None:
@@ -252,14 +375,19 @@ def _install() -> None:
     assert tcp  # imported late otherwise, with the real clock
     stand_ins.install(networks.zmq)
     wakeup._datagrams = networks.Datagrams  # type: ignore[assignment]
-    build.MetaserverClient = _NoHttp  # type: ignore[misc, assignment]
+    build.MetaserverClient = _MetaserverClient  # type: ignore[misc, assignment]
+    metaserver.tls_context = lambda tls: None  # type: ignore[assignment]
+    http_client.Connections.post = _post  # type: ignore[method-assign]
+    EngineClient._session = lambda self: Session(_world())  # type: ignore[method-assign, assignment, return-value]
+    stand_ins.number(EngineCall)
     transfer_engine._start = _start_mooncake
     transfer_engine.describe_transport = lambda protocol: TransportInfo(protocol, "simulated 1")
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("vllm_ascend_pd.") and hasattr(module, "own_networks"):
             with suppress(TypeError):
                 module.own_networks = lambda: ("10.0.0.0/8",)  # type: ignore[attr-defined]
-    torch.distributed.get_world_size = lambda *_: _world().scenario.shape.prefill_tp  # type: ignore[assignment]
+    torch.distributed.get_world_size = lambda *_: _ranks_of_prefill()  # type: ignore[assignment]
+    protocol._encoder = _Encoder()  # type: ignore[assignment]
     run = regroup.Regrouper.run
 
     def tells_purpose(self: Any, push: Any, tensors: Any) -> None:
@@ -277,6 +405,9 @@ def _install() -> None:
 _logger = logging.getLogger("vllm_ascend_pd")
 _folder = tempfile.TemporaryDirectory(prefix="simulation-")
 os.environ["XDG_CONFIG_HOME"] = _folder.name  # engines do not use a secret that this user has
+_secret_file = Path(_folder.name) / "secret"
+_secret_file.touch(mode=0o600)
+_secret_file.write_text("a-secret-of-this-simulation-alone-5f1c0b7e96d24a38\n")
 _configurations = Configurations(Path(_folder.name))
 _install()
 gc.collect()

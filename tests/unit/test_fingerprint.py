@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights, are_alike, of_file, of_tensors
+from vllm_ascend_pd.core.weights import UNKNOWN, LoadedWeights, WeightUpdates, are_alike, of_file, of_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -171,3 +171,12 @@ def test_an_update_that_fails_counts_and_one_within_another_does_not() -> None:
         version = loaded.current.version
         updated(loaded, "part of it")
         assert (loaded.current.version, loaded.current.loading) == (version, True)
+
+
+def test_lost_caches_count_as_an_update_with_the_same_weights() -> None:
+    loaded = LoadedWeights("a")
+    updates = WeightUpdates("0/0", loaded)
+    loaded.caches_lost()
+    assert loaded.current.fingerprint == "a"
+    assert updates.are_unknown_to({})
+    assert updates.take_news() == {"0/0": 1}

@@ -110,14 +110,38 @@ def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     step, _ = prefill.run()
     assert (step.unsent, step.awaits_tickets) == ({"r"}, False)
     assert prefill.free == prefill.all_free - 3, "the ranks have not said so"
-    late = ticket_for(PROMPT)
-    prefill.offer(transfer_id, late)
-    assert prefill.run()[0].tickets == {}
-    prefill.wait_for_prompts()
-    assert refused(prefill, transfer_id, late) == NO_PROMPT
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free
     assert remembered_of(prefill) == {}
+    late = ticket_for(PROMPT)
+    said = prefill.offer(transfer_id, late)
+    assert said.reason == "no ticket came within 480 s after prefill had computed the prompt"
+    assert refused(prefill, transfer_id, late) == said.reason
+
+
+def test_a_ticket_waits_while_its_prompt_is_freed(prefill: Prefill) -> None:
+    """It fits none of the prompts that are there, and the last one is freed. No step of the engine follows."""
+    transfer_id = prefill.answered("r")["transfer_id"]
+    other = ticket_for(OTHER)
+    prefill.offer(transfer_id, other)
+    prefill.run()
+    assert prefill.fate(transfer_id, other) == TicketTaken()
+    prefill.clock.now += held_prompts.EARLY_S - 0.1
+    assert prefill.fate(transfer_id, other) == TicketTaken()
+    prefill.held.give_up("for a test")
+    prefill.run()
+    assert refused(prefill, transfer_id, other) == "for a test"
+
+
+def test_a_prompt_that_comes_again_takes_tickets_again(prefill: Prefill) -> None:
+    params = {**PREFILL_FIRST, "transfer_id": "xfer-1"}
+    prefill.answered("r", params=params)
+    prefill.clock.now += held_prompts.HOLD_TIMEOUT_S
+    prefill.run()
+    prefill.answered("again", params=params)
+    ticket = ticket_for(PROMPT)
+    assert prefill.offer("xfer-1", ticket) == TicketTaken()
+    assert prefill.run()[0].tickets == {"again": ticket}
 
 
 def test_a_ticket_for_another_prompt_is_refused(prefill: Prefill) -> None:
@@ -160,12 +184,10 @@ def test_the_router_aborts_the_request(scheduled_model: Path) -> None:
     prefill.run()
     prefill.vllm.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     assert prefill.free == prefill.all_free
+    assert remembered_of(prefill) == {}
     ticket = ticket_for(PROMPT)
     prefill.offer("xfer-1", ticket)
-    assert prefill.run()[0].tickets == {}
-    prefill.wait_for_prompts()
-    assert refused(prefill, "xfer-1", ticket) == NO_PROMPT
-    assert remembered_of(prefill) == {}
+    assert refused(prefill, "xfer-1", ticket) == "the prefill request was aborted"
     prefill.close()
 
 
@@ -176,9 +198,7 @@ def test_new_weights(prefill: Prefill) -> None:
     assert prefill.run()[0].unsent == {"r"}
     ticket = ticket_for(PROMPT)
     prefill.offer(transfer_id, ticket)
-    prefill.run()
-    prefill.wait_for_prompts()
-    assert refused(prefill, transfer_id, ticket) == NO_PROMPT
+    assert "weights were updated" in refused(prefill, transfer_id, ticket)
 
 
 def test_preempted_before_its_ticket_came(scheduled_model: Path) -> None:

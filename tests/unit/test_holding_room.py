@@ -302,7 +302,7 @@ class Cluster:
             if job.prefill_first:
                 offer = OfferTicket(prefill.engine_id, job.transfer_id, job.ticket)
                 answer = prefill.held.inbox._handle(offer, SimpleNamespace(host="127.0.0.1"))
-                assert answer == TicketTaken()
+                assert isinstance(answer, TicketTaken | TicketRefused), answer
             else:
                 prefill.add(job.name, job.prompt, msgspec.to_builtins(job.ticket))
         for job in decode.running[:]:

@@ -84,6 +84,11 @@ class LoadedWeights:
                 self._updates = hashed.digest()
             self._publish(loading=False)
 
+    def caches_lost(self) -> None:
+        """The memory of the KV caches was freed (`/sleep`). As after an update, KV that was computed before is not used
+        any more. The fingerprint stays."""
+        self._publish(self.current.loading)
+
     def _publish(self, loading: bool) -> None:
         updates = f"+{self._updates.hex()}" if self._updates else ""
         self.current = Weights(self.current.version + 1, self._files + updates, loading)

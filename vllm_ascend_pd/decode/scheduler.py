@@ -29,6 +29,7 @@ MAX_LOST = 3
 """How many tickets in a row may lose their KV until the request ends. Prefill's own retries are not counted."""
 
 _NEVER = "this decode engine computes no prompts (who_computes: never)"
+_FREED = f"{_NEVER}, it has lost the KV, and the prefill engine that held the prompt has freed it: ask prefill again"
 
 
 # A decode engine that computes no prompts (`who_computes: never`) has prefill compute everything: a request that was
@@ -202,6 +203,9 @@ class DecodeScheduler(ConnectorRole):
             return None
         if earlier is not None and (reason := earlier.why_not_again()) is not None:
             self._refuse(request, reason)
+            return None
+        if earlier is not None and names_prefill(params or {}):  # a held prompt takes one ticket
+            self._refuse(request, earlier.failure or _FREED)
             return None
         return max(0, self._issuer.num_tokens(request) - num_computed_tokens)
 

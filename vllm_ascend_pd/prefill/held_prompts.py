@@ -35,7 +35,6 @@ _NO_ROOM = (
     "prefill has too few blocks to hold this prompt: a prompt with a ticket needs them. Lower --max-model-len on "
     "prefill, or give its KV cache more memory"
 )
-_MAX_DROPPED = 1024
 
 
 class HeldPrompts:
@@ -75,8 +74,6 @@ class HeldPrompts:
         self._key = secrets.token_bytes(32)
         # Those that wait for a ticket, by transfer id.
         self._prompts: dict[str, list[ComputedPrompt]] = {}
-        # Transfer ids of prompts that were freed for lack of room, the oldest first.
-        self._dropped: dict[str, None] = {}
         # When prompts may start.
         self.room = HoldingRoom(needs)
 
@@ -96,12 +93,27 @@ class HeldPrompts:
             self._take_releases(waiting)  # those that are over are not for this prompt
         prompt.transfer_id = transfer_id
         self._prompts.setdefault(transfer_id, []).append(prompt)
-        self._dropped.pop(transfer_id, None)
+        self.inbox.prompt_came(transfer_id)
         self.room.add(prompt.request.request_id, self._blocks_of(prompt.request))
 
     @owned
-    def remove(self, prompt: ComputedPrompt) -> None:
-        """The prompt's blocks are freed, or it has a ticket: it takes no other one."""
+    def free(self, prompt: ComputedPrompt, reason: str) -> None:
+        """The prompt's blocks are freed without a ticket. Tickets for it are refused from now on.
+
+        After a release they are not: a ticket that comes is for another prompt of the same request.
+        """
+        transfer_id = prompt.transfer_id
+        assert transfer_id is not None
+        self._remove(prompt)
+        if transfer_id not in self._prompts and not prompt.is_released:
+            self.inbox.refuse(transfer_id, reason)
+
+    @owned
+    def refuse(self, transfer_id: str, reason: str) -> None:
+        """A request's prompt will not be kept. No prompt of the same request will be, for the same reason."""
+        self.inbox.refuse(transfer_id, reason)
+
+    def _remove(self, prompt: ComputedPrompt) -> None:
         transfer_id, prompt.transfer_id = prompt.transfer_id, None
         assert transfer_id is not None
         self._prompts[transfer_id].remove(prompt)
@@ -149,10 +161,6 @@ class HeldPrompts:
         if held and any(self._blocks_of(request) > free for request in without_blocks()):
             for prompt in held:
                 self._give_up(prompt, _NO_ROOM)
-                assert prompt.transfer_id is not None
-                self._dropped[prompt.transfer_id] = None
-            while len(self._dropped) > _MAX_DROPPED:
-                del self._dropped[next(iter(self._dropped))]
 
     @owned
     def overdue(self) -> list[tuple[ComputedPrompt, str]]:
@@ -183,14 +191,11 @@ class HeldPrompts:
                         offered.reason = str(error)
                         offered.tried.add(prompt.request.request_id)
                         continue
-                    self.remove(prompt)
+                    self._remove(prompt)
                     self.inbox.settle(offered, Fate.SERVED)
                     break
                 else:
-                    prompts = self._open(offer.transfer_id)
-                    if not prompts and offer.transfer_id in self._dropped:
-                        self.inbox.settle(offered, Fate.REFUSED, _NO_ROOM)
-                    elif not all(self._is_ready(prompt) for prompt in prompts):
+                    if not all(self._is_ready(prompt) for prompt in self._open(offer.transfer_id)):
                         offered.expires_at = self._clock() + EARLY_S  # one of these may take it when it is ready
 
     def _give_up(self, prompt: ComputedPrompt, reason: str) -> None:
@@ -219,7 +224,7 @@ class HeldPrompts:
                 if is_over and len(prompts) == 1:
                     named = prompts
                 for prompt in named[:1]:
-                    prompt.given_up = release.reason
+                    prompt.given_up, prompt.is_released = release.reason, True
                 if named or is_over:
                     self.inbox.settle(each, Fate.OVER)
 

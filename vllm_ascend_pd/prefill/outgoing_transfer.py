@@ -37,12 +37,14 @@ class ComputedPrompt:
     is_cut: bool = False
     # Whether vLLM has ended the request. The ranks may still read its blocks.
     ended: bool = False
-    # These three are of `HeldPrompts`. What the prompt's ticket will name. None: it waits for none.
+    # These four are of `HeldPrompts`. What the prompt's ticket will name. None: it waits for none.
     transfer_id: str | None = None
     # Until when the blocks of the ended request are held for its ticket, on the monotonic clock.
     hold_until: float | None = None
     # Why no ticket is taken any more. None: one is.
     given_up: str | None = None
+    # Whether decode has said that it needs no ticket for it.
+    is_released: bool = False
     # Blocks of windows that are held for the ranks to read.
     held: list[int] = field(default_factory=list)
     # Cache group -> number of the first block that was not looked at for holding.

@@ -121,6 +121,7 @@ class PrefillScheduler(ConnectorRole):
             reason = f"{TRANSFER_ID} is not a string of 1 to {MAX_TRANSFER_ID_CHARS} printable characters"
         elif self._has_states and request.max_tokens > 1:
             reason = _CHANGED_STATES.format(request.max_tokens)
+            held.refuse(transfer_id, reason)
         elif self._has_states and request.num_prompt_tokens == 1:
             reason = (
                 "the prompt is one token, which decode computes itself: states are those before a prompt's last token"
@@ -329,7 +330,7 @@ class PrefillScheduler(ConnectorRole):
         for prompt, reason in held.overdue():
             level = logging.WARNING if prompt.given_up is None else logging.DEBUG
             logger.log(level, "request %s: prefill frees its blocks: %s", prompt.request.request_id, reason)
-            held.remove(prompt)
+            held.free(prompt, reason)
             step.unsent.add(prompt.request.request_id)
 
     def _take_back(self, prompt: ComputedPrompt, token: int) -> None:
@@ -356,7 +357,7 @@ class PrefillScheduler(ConnectorRole):
         if report is not None:
             self._blocks.weights_updated(report.weight_updates)
             if report.weight_updates and self._held is not None:
-                self._held.give_up("prefill's weights were updated after it had computed the prompt")
+                self._held.give_up("prefill's weights were updated, or it slept, after it had computed the prompt")
             for request_id, reason in report.failed.items():
                 if transfer := self._transfers.get(request_id):
                     transfer.failure = transfer.failure or reason
@@ -411,7 +412,7 @@ class PrefillScheduler(ConnectorRole):
         held.make_room(self._without_blocks)
         reason = self._why_incomplete(prompt, prompt.is_complete) or prompt.given_up
         if reason is not None:
-            held.remove(prompt)
+            held.free(prompt, reason)
             self._forget(prompt)
             return False, None if reason is _ABORTED else {"error": reason}
         prompt.ended = True

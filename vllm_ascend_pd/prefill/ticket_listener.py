@@ -41,12 +41,10 @@ from vllm_ascend_pd.transport.wakeup import WakeupSender, new_address
 EARLY_S = 30.0
 """How long a ticket or a release waits for its prompt. Routers that ask both sides at once send both within moments."""
 
-NO_PROMPT = (
-    f"for {EARLY_S:g} s no prompt of the ticket's transfer_id wanted it: none came, or it was freed (see its log)"
-)
+NO_PROMPT = f"for {EARLY_S:g} s no prompt of the ticket's transfer_id wanted it"
 """Why a ticket is refused that has waited so long, unless it fitted none of the prompts that were there."""
 
-# Tickets that are remembered after their end.
+# Tickets that are remembered after their end, and transfer ids whose prompts were freed without a ticket.
 _MAX_REMEMBERED = 4096
 # Messages of a connection that wait to be read. A ticket may be large, and decode asks again.
 _UNREAD_TICKETS = 32
@@ -147,6 +145,8 @@ class TicketListener:
         self._releases = _Room(MAX_WAITING_RELEASES)
         # Ids of those of them that neither wait nor are served, the oldest first.
         self._ended: dict[str, None] = {}
+        # Transfer ids whose prompts were freed without a ticket -> why, the oldest first.
+        self._freed: dict[str, str] = {}
         self._server = SideChannelServer(
             host,
             port,
@@ -178,6 +178,21 @@ class TicketListener:
         if len(self._ended) > _MAX_REMEMBERED:
             oldest = next(iter(self._ended))
             del self._ended[oldest], self._tickets[oldest]
+
+    def refuse(self, transfer_id: str, reason: str) -> None:
+        """Refuses all tickets for prompts of `transfer_id`, which were freed, until `prompt_came`."""
+        with self._lock:
+            self._freed[transfer_id] = reason
+            if len(self._freed) > _MAX_REMEMBERED:
+                del self._freed[next(iter(self._freed))]
+            for ticket in list(self._waiting.values()):
+                if isinstance(ticket.message, OfferTicket) and ticket.message.transfer_id == transfer_id:
+                    self.settle(ticket, Fate.REFUSED, reason)
+
+    def prompt_came(self, transfer_id: str) -> None:
+        """A prompt of `transfer_id` has come, which tickets may be for."""
+        with self._lock:
+            self._freed.pop(transfer_id, None)
 
     def end(self, ticket_id: str) -> None:
         """The ranks have ended with a ticket, which may not have come over this listener."""
@@ -221,8 +236,11 @@ class TicketListener:
             self._refuse_all_late()
             if not (self._offers.has_room(peer) and self._blocks.has_room(peer, cost)):
                 return TicketRefused("too many tickets wait for their prompts", retry=True)
-            self._add(OfferedTicket(ticket.ticket_id, offer, self._clock() + EARLY_S, peer=peer))
-            return TicketTaken()
+            offered = OfferedTicket(ticket.ticket_id, offer, self._clock() + EARLY_S, peer=peer)
+            self._add(offered)
+            if (reason := self._freed.get(offer.transfer_id)) is not None:
+                self.settle(offered, Fate.REFUSED, reason)
+            return self._answer(offered)
 
     def _released(self, release: ReleasePrompt, known: OfferedTicket | None, peer: str) -> Acknowledged | TicketRefused:
         if known is not None and known.fate in (Fate.SERVED, Fate.OVER):

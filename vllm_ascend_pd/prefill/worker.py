@@ -132,7 +132,7 @@ class PrefillWorker(ConnectorRole):
             self._control.wake_at(rank_address(step.wakeup_address, info.pp_rank, info.rank))
         opened = self._open(step.tickets, step.cached_tokens)
         if self._updates.are_unknown_to(step.weight_updates):
-            reason = "prefill's weights were updated, and a part of the prompt was computed before"
+            reason = "prefill's weights were updated, or it slept, and a part of the prompt was computed before"
             older = [transfer for transfer in opened if transfer.cached_tokens or transfer.request_id in step.late]
             self._lose(older, reason, PushFailure.WEIGHTS)
         if self._turns is not None:
@@ -313,6 +313,7 @@ class PrefillWorker(ConnectorRole):
                 raise RuntimeError("this engine cannot sleep: KV is still being sent") from None
         self._device.idle(config.collective_timeout_s)
         self._rank.engine.suspend()
+        self._rank.loaded.caches_lost()  # prompts that wait for their tickets are gone (R1)
 
     @owned
     def wake(self) -> None:
