@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards of the product that are taken out, one at a time, to see whether the oracle notices.
+"""Guards of the product that can be taken out, one at a time. `try_mutants.py` looks who notices.
 
-A mutant is an edit of a function's source. So it fails loudly when that source has changed.
+A mutant is an edit of a function's source. So it fails loudly when that source has changed. Add one with each guard:
+name what goes wrong without it, and what of the scenarios must be fixed for seeds to show it.
 """
+
+import __future__
 
 import importlib
 import inspect
@@ -10,7 +13,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 
@@ -24,23 +27,37 @@ class Edit:
 
     @contextmanager
     def made(self) -> Iterator[None]:
+        """Changes the function wherever it was imported. Raises ValueError if its source is not as expected."""
         path, _, name = self.function.partition(":")
-        owner: Any = importlib.import_module(f"vllm_ascend_pd.{path}")
+        module = importlib.import_module(f"vllm_ascend_pd.{path}")
+        owner: Any = module
         *classes, name = name.split(".")
         for each in classes:
             owner = getattr(owner, each)
-        before = vars(owner)[name]
-        function = inspect.unwrap(before.fget if isinstance(before, property) else before)
+        function = _innermost(vars(owner)[name])
         source = textwrap.dedent(inspect.getsource(function))
         if source.count(self.old) != 1:
             raise ValueError(f"{self.function} has {source.count(self.old)} times {self.old!r}")
         made: dict[str, Any] = {}
-        exec(compile(source.replace(self.old, self.new), self.function, "exec"), function.__globals__, made)
-        setattr(owner, name, made[name])
+        edited = source.replace(self.old, self.new)
+        exec(compile(edited, self.function, "exec", __future__.annotations.compiler_flag), vars(module), made)
+        before = function.__code__
+        function.__code__ = _innermost(made[name]).__code__
         try:
             yield
         finally:
-            setattr(owner, name, before)
+            function.__code__ = before
+
+
+def _innermost(function: Any) -> FunctionType:
+    """Returns the function without its decorators."""
+    if isinstance(function, property):
+        function = function.fget
+    if isinstance(function, classmethod):
+        function = function.__func__
+    unwrapped = inspect.unwrap(function)
+    assert isinstance(unwrapped, FunctionType)
+    return unwrapped
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,8 @@ class Mutant:
     edits: tuple[Edit, ...]
     # What of the scenarios is not drawn.
     fixed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    # How many seeds are tried. 0: the simulation does not run this code, or cannot show what is wrong.
+    seeds: int = 60
 
     @contextmanager
     def made(self) -> Iterator[None]:
@@ -57,115 +76,431 @@ class Mutant:
             yield
 
 
-_TAKEN_BACK = (
-    Edit(
-        "prefill.outgoing_transfer:ComputedPrompt.take_back",
-        "self.done = min(self.done, token)",
-        "return",
-    ),
-    Edit("prefill.outgoing_transfer:OutgoingTransfer.take_back", "if token < self.ticket.num_tokens:", "if False:"),
-)
+def _without(function: str, old: str, new: str, seeds: int = 60, **fixed: Any) -> Mutant:
+    return Mutant((Edit(function, old, new),), fixed, seeds)
+
+
+_SLOW = {"slow": 0.5, "slow_by": 50.0}
+_FAILING = {"write_fails": 0.2}
+_STAGED = {"prefill_tp": 2, "decode_tp": 1}
+_ROOM = {"prefill_blocks": 80, "decode_blocks": 80}
+_POOL = {"pool": True, "load_fails": 0.5, **_ROOM}
 
 MUTANTS: dict[str, Mutant] = {
-    "an empty batch is written": Mutant(
-        (Edit("prefill.sender:_joined", "    if lengths:  #", "    if True:  #"),),
-        {"prefill_tp": 2, "decode_tp": 1, "slow": 0.5, "slow_by": 50.0},
+    # core/decode_ticket.py
+    "KV counts as received after the first of its writers": _without(
+        "core.decode_ticket:DecodeTicket.report", "if not self._missing:", "if True:", **_STAGED
     ),
+    "two prefill engines write for a ticket": _without(
+        "core.decode_ticket:DecodeTicket.grant",
+        "if self._engine != (writer.engine_id, request.sharding):",
+        "if False:",
+        prefills=2,
+        two_prefills=1.0,
+    ),
+    "a failed ticket is closed before its writers have stopped": _without(
+        "core.decode_ticket:_Lease.is_over",
+        "return now >= self.applied_at and (self.settled or (self.gone and now >= self.until))",
+        "return True",
+        **_FAILING,
+    ),
+    "a ticket is closed although its writer may go on": _without(
+        "core.decode_ticket:_Lease.is_over", "(self.gone and now >= self.until)", "now >= self.until", **_SLOW
+    ),
+    "a ticket is closed before the last bytes of a killed writer": _without(
+        "core.decode_ticket:_Lease.is_over", "(self.gone and now >= self.until)", "self.gone", **_SLOW
+    ),
+    "a report of bytes under way ends them": _without(
+        "core.decode_ticket:DecodeTicket.report", "if report.settle_s == 0:", "if True:", **_FAILING
+    ),
+    "a ticket that has ended is granted": _without(
+        "core.decode_ticket:DecodeTicket.admit", "if self.state is not TicketState.OPEN:", "if False:", **_SLOW
+    ),
+    "a writer that goes silent fails no ticket": _without(
+        "core.decode_ticket:_Lease.has_run_out", "not self.reported and now >= self.until - self.settle_s", "False"
+    ),
+    "a ticket has no deadline": _without(
+        "core.decode_ticket:DecodeTicket.tick", "elif now >= self.deadline:", "elif False:"
+    ),
+    "prefill's end without writing fails no ticket": _without(
+        "core.decode_ticket:DecodeTicket.tick", "elif now >= self._last_asks_at and", "elif False and"
+    ),
+    "an altered ticket is granted": _without(
+        "core.decode_ticket:DecodeTicket.admit", "if request.digest != self.digest:", "if False:", seeds=0
+    ),
+    "a writer that has reported gets another grant": _without(
+        "core.decode_ticket:DecodeTicket.grant", "if lease is not None and lease.reported:", "if False:", repetition=0.5
+    ),
+    "a rank writes for a ticket in two transfers": _without(
+        "core.decode_ticket:DecodeTicket.grant", "self._has_other(writer) or ", "", seeds=0
+    ),
+    "a report that is repeated counts twice": _without(
+        "core.decode_ticket:DecodeTicket.report",
+        "if not first or self.state is not TicketState.OPEN:",
+        "if self.state is not TicketState.OPEN:",
+        repetition=0.5,
+    ),
+    "a writer that a closed connection declared dead stays dead": _without(
+        "core.decode_ticket:DecodeTicket.grant", "    lease.gone = False\n", "    pass\n", **_SLOW
+    ),
+    # core/prefill_ticket.py
+    "a lease is longer at prefill than at decode": _without(
+        "core.prefill_ticket:PrefillTicket.answered",
+        "asked_at + answer.lease_s",
+        "asked_at + 10 * answer.lease_s",
+        **_SLOW,
+    ),
+    "a write is planned after its lease": _without(
+        "core.prefill_ticket:TicketView.may_write",
+        "None if until is None else now < until",
+        "None if until is None else True",
+        **_SLOW,
+    ),
+    "success is reported while bytes are under way": _without(
+        "core.prefill_ticket:PrefillTicket.notify", "if self.failure is None and not settled:", "if False:", **_FAILING
+    ),
+    "blocks are freed while a failed write reads them": _without(
+        "core.prefill_ticket:PrefillTicket.end", " or not self.final", "", **_FAILING
+    ),
+    "decode is told for ever": _without(
+        "core.prefill_ticket:PrefillTicket.notify_pending", " or self.rounds == _REPORT_ROUNDS", "", loss=0.05
+    ),
+    "a transfer ends before decode has granted or refused": _without(
+        "core.prefill_ticket:PrefillTicket.finish", "if self.waits_for_grant:", "if False:"
+    ),
+    "a grant may come for ever too late": _without(
+        "core.prefill_ticket:TicketView.overdue",
+        "return late if now >= self.grant_deadline else None\n    return (f",
+        "return None\n    return (f",
+        loss=0.3,
+    ),
+    # core/running_time.py
+    "bytes settle while their process is stopped": _without(
+        "core.running_time:RunningTime.__call__", "if now - self._last > _STOPPED_S:", "if False:", **_FAILING
+    ),
+    # decode/grants.py
+    "a stopped decode rank closes tickets at once": _without(
+        "decode.grants:GrantService._notice_stop",
+        "if self._running_time.stopped_s > self._stopped_s:",
+        "if False:",
+        late_bytes=True,
+        **_SLOW,
+    ),
+    "nobody is told that a ticket has failed": _without(
+        "decode.grants:GrantService._revoke",
+        "for writer in dict.fromkeys([*live, *overdue]):",
+        "for writer in ():",
+        **_SLOW,
+    ),
+    "a broken connection counts as the end of a writer that has another": _without(
+        "decode.grants:GrantService._connection_closed",
+        "if each.connections.get(writer) == connection:",
+        "if True:",
+        **_SLOW,
+    ),
+    "a stranger's report ends a ticket": _without(
+        "decode.grants:GrantService._report", " or report.digest != each.ticket.digest", "", seeds=0
+    ),
+    "blocks are granted that queued steps still write": _without(
+        "decode.grants:GrantService._grant", "if not each.vacated.is_done():", "if False:"
+    ),
+    "a closed ticket is asked for again and again": _without(
+        "decode.grants:GrantService._grant",
+        "if (ended := self._closed.get(request.ticket_id)) is not None:",
+        "if (ended := None) is not None:",
+        **_SLOW,
+    ),
+    "a prefill rank beyond its engine's size is granted": _without(
+        "decode.grants:GrantService._grant", "if request.writer.rank >= ranks:", "if False:", seeds=0
+    ),
+    "KV of other weights is taken": _without(
+        "decode.grants:GrantService._refuse_weights",
+        "self._config.allow_other_model or are_alike(theirs, ours)",
+        "True",
+        seeds=0,
+    ),
+    "decode sleeps while writers may write": _without(
+        "decode.grants:GrantService.sleep", "if not self._open:", "if True:", seeds=0
+    ),
+    "shapes of prefill are worked out without end": _without(
+        "decode.grants:ExpectedWriters.of", "if each.shapes_worked_out >= MAX_SHAPES_WORKED_OUT:", "if False:", seeds=0
+    ),
+    # decode/scheduler.py
+    "an ended transfer ends again": _without(
+        "decode.scheduler:DecodeScheduler.update",
+        "if transfer is not None and not transfer.ranks_ended:",
+        "if transfer is not None:",
+    ),
+    "the ticket of an aborted request is not cancelled": _without(
+        "decode.scheduler:DecodeScheduler.finished", "self._fail(transfer, _ABORTED, ReceiveFailure.ABORTED)", "pass"
+    ),
+    "a request waits for a prefill process that is stopped": _without(
+        "decode.scheduler:DecodeScheduler._end_failed_waits", "while self._failed_waits and", "while False and", **_SLOW
+    ),
+    "a request that loses its KV again and again never ends": _without(
+        "decode.scheduler:_IncomingTransfer.why_not_again",
+        "return None if lost < MAX_LOST else",
+        "return None if True else",
+        seeds=0,
+    ),
+    "wrong bytes count as any other failure": _without(
+        "decode.scheduler:DecodeScheduler._take_failures",
+        "ReceiveFailure.WRONG_BYTES if ticket_id in report.wrong else ",
+        "",
+        seeds=0,
+    ),
+    "a request with output in flight gets a ticket": _without(
+        "decode.scheduler:DecodeScheduler.matched_tokens",
+        "if self._requests.has_output_in_flight(request):",
+        "if False:",
+        decode_steps=2,
+    ),
+    "a failed transfer fails again": _without(
+        "decode.scheduler:DecodeScheduler._fail",
+        "if transfer.ranks_ended or transfer.failure is not None:",
+        "if transfer.ranks_ended:",
+        **_FAILING,
+    ),
+    # decode/worker.py
+    "a decode rank sleeps although writers have not stopped": _without(
+        "decode.worker:DecodeWorker.sleep",
+        "if not quiet.wait(self._config.lease_s + self._engine.limits.settle_s + self._config.control_timeout_s):",
+        "if False:",
+        seeds=0,
+    ),
+    # decode/checksums.py
+    "KV without checksums counts as right": _without(
+        "decode.checksums:Verifier._compare", "return found if found or is_known else None", "return found", seeds=0
+    ),
+    "what was right is remembered without end": _without(
+        "decode.checksums:Verifier.take", "while len(self._right) > _MAX_WAITING:", "while False:", seeds=0
+    ),
+    "a device that takes no checksums ends a step": _without(
+        "decode.checksums:Verifier._mismatches", "if wait_s < left_s:", "if True:", seeds=0
+    ),
+    # decode/prefill_client.py
+    "a retry looks its endpoint up anew": _without(
+        "decode.prefill_client:PrefillClient._follow",
+        "answer = await self._ask(endpoint, question)",
+        "answer = await self._ask((await self._addresses.of(prompt))[0], question)",
+        seeds=0,
+    ),
+    "a silent prefill engine is asked for ever": _without(
+        "decode.prefill_client:PrefillClient._follow", "if silent == SILENT_ROUNDS:", "if False:"
+    ),
+    "a prefill engine that takes no ticket is offered it for ever": _without(
+        "decode.prefill_client:PrefillClient._offer", "if silent == SILENT_ROUNDS:", "if False:"
+    ),
+    # prefill/sender.py
+    "an empty batch is written": _without(
+        "prefill.sender:_joined", "    if lengths:  #", "    if True:  #", **_STAGED, **_SLOW
+    ),
+    "a layer that was not written counts as written": _without(
+        "prefill.sender:Sender._ended",
+        "delivered = live if error is None else self._write_apart(push, target, live, error)",
+        "delivered = live",
+        **_FAILING,
+    ),
+    "one request's failed write marks all of the layer": _without(
+        "prefill.sender:Sender._write_apart",
+        "self._mark_in_flight(push, (i,), final)",
+        "self._mark_in_flight(push, live, final)",
+        **_FAILING,
+    ),
+    "layers leave before their bytes can be read": _without(
+        "prefill.sender:Sender._take_alike", " and task.ready.is_done()", "", **_SLOW
+    ),
+    "layers leave together although their writes differ": _without(
+        "prefill.sender:Sender._take_alike",
+        "if [(t.key, t.shape) for t in ours] != [(t.key, t.shape) for t in theirs]:",
+        "if False:",
+        **_SLOW,
+    ),
+    "a joined batch has too many descriptors": _without(
+        "prefill.sender:_joined", "len(lengths) + len(sizes) > limits.max_descriptors or ", "", **_SLOW
+    ),
+    "a joined batch has too many bytes": _without(
+        "prefill.sender:_joined", " or num_bytes + more > limits.max_bytes", "", **_SLOW
+    ),
+    "all layers that have come leave together": _without(
+        "prefill.sender:Sender._write_layers", "len(pushes) < _MOST_JOINED and ", "", **_SLOW
+    ),
+    "a layer is written before its bytes can be read": _without(
+        "prefill.sender:Sender._write_layers",
+        "self._await_bytes(push)\n        if not",
+        "pass\n        if not",
+        **_STAGED,
+    ),
+    "a write overtakes KV that vLLM took back": _without(
+        "prefill.sender:Sender._write_layers",
+        "self._pipeline.drain()\n",
+        "pass\n",
+        **_POOL,
+        prefill_policy="recompute",
+        **_SLOW,
+    ),
+    "KV that vLLM took back may arrive after what replaces it": _without(
+        "prefill.sender:Sender._finish",
+        "if transfer.again and transfer.in_flight_until > -math.inf:",
+        "if False:",
+        **_POOL,
+        **_FAILING,
+        prefill_policy="recompute",
+    ),
+    "requests that must not be written are": _without(
+        "prefill.sender:Sender._write", "if not lease.may_plan():", "if False:", **_SLOW
+    ),
+    "KV of updated weights counts as delivered": _without(
+        "prefill.sender:Sender._finish", "if before.version != now.version:", "if False:", seeds=0
+    ),
+    "a written layer's room in the queue is not given back": _without(
+        "prefill.sender:Sender._end", "push.room.put(None)", "pass", **_ROOM
+    ),
+    "a bug in a sender is not told": _without(
+        "prefill.sender:Sender.check", "if self._broken is not None:", "if False:", seeds=0
+    ),
+    # prefill/step_send.py
+    "a slot is filled for a sender that has given up": _without(
+        "prefill.step_send:LayerPush.fill", "return not self._given_up", "return True", **_STAGED, **_SLOW
+    ),
+    # prefill/step_plan.py
+    "a rank leaves failed requests out of an exchange": _without(
+        "prefill.step_plan:Planner._plan_geometry",
+        "if route.serves(each[0].ticket.replica_hash)]",
+        "if route.serves(each[0].ticket.replica_hash) and each[0].failure is None]",
+        **_STAGED,
+        **_FAILING,
+    ),
+    # prefill/transfer.py
+    "a failed write is not marked as in flight": _without(
+        "prefill.transfer:Transfer.mark_in_flight",
+        "self.in_flight_until = max(self.in_flight_until, until)",
+        "pass",
+        **_FAILING,
+    ),
+    "a batch begins after its lease": _without(
+        "prefill.transfer:LeaseCheck.may_begin", "return time.monotonic() < self._until", "return True", **_SLOW
+    ),
+    "a failure does not withdraw the permission to write": _without(
+        "prefill.transfer:Transfer.fail", "self.withdrawals.count += 1", "pass", **_SLOW
+    ),
+    "a failure that another thread reports is not taken over": _without(
+        "prefill.transfer:Transfer.take_failure",
+        "if self._failure is not None and self.state.failure is None:",
+        "if False:",
+        **_FAILING,
+    ),
+    # prefill/regroup.py
+    "a staging slot does not rest after a failed write": _without(
+        "prefill.regroup:StagingRing.release", "if settled_at:", "if False:", **_FAILING, **_STAGED
+    ),
+    "layers that wait for grants keep all staging slots": _without(
+        "prefill.regroup:Regrouper._acquire", "holder.give_up_ungranted(reason)", "pass", **_STAGED, loss=0.3, delay=0.5
+    ),
+    "a layer of failed requests waits for a slot": _without(
+        "prefill.regroup:Regrouper._acquire", "if step_send.has_failed:", "if False:", **_STAGED, **_SLOW
+    ),
+    "a broken group exchanges on": _without(
+        "prefill.regroup:ExchangeGroup.fail", "self._group = None", "pass", seeds=0
+    ),
+    # prefill/worker.py
+    "the model goes on while preempted blocks are read": _without(
+        "prefill.worker:PrefillWorker.preempted",
+        "if not passed.wait(max(0.0, deadline - time.monotonic())):",
+        "if False:",
+        **_SLOW,
+    ),
+    "a failed write reads preempted blocks": _without(
+        "prefill.worker:PrefillWorker.preempted",
+        "elif transfer.in_flight_until > self._rank.running_time():",
+        "elif False:",
+        **_FAILING,
+    ),
+    "blocks are freed before vLLM is done with the request": _without(
+        "prefill.worker:PrefillWorker._take", "if transfer.released:", "if True:"
+    ),
+    "blocks of a failed forward pass are sent": _without(
+        "prefill.worker:PrefillWorker.forward_ended", "if error is not None:", "if False:", seeds=0
+    ),
+    "a layer is written before its checksums are taken": _without(
+        "prefill.worker:PrefillWorker._push_layer", "ready = submit_layer(", "submit_layer(", seeds=0
+    ),
+    # prefill/outgoing_transfer.py, prefill/scheduler.py
     "KV that vLLM takes back counts as computed": Mutant(
-        _TAKEN_BACK,
-        {"pool": True, "load_fails": 0.5, "prefill_policy": "recompute", "prefill_blocks": 80, "decode_blocks": 80},
-    ),
-    "success is reported before the outputs of a step with failed loads": Mutant(
         (
+            Edit("prefill.outgoing_transfer:ComputedPrompt.take_back", "self.done = min(self.done, token)", "return"),
             Edit(
-                "prefill.scheduler:PrefillScheduler._advance",
-                "confirmed = in_one_step or prompt.ended or not self._awaits_outputs",
-                "confirmed = True",
-            ),
-        ),
-        {"pool": True, "load_fails": 0.5, "prefill_policy": "fail", "prefill_blocks": 80, "decode_blocks": 80},
-    ),
-    "a stopped decode rank closes tickets at once": Mutant(
-        (
-            Edit(
-                "decode.grants:GrantService._notice_stop",
-                "if self._running_time.stopped_s > self._stopped_s:",
+                "prefill.outgoing_transfer:OutgoingTransfer.take_back",
+                "if token < self.ticket.num_tokens:",
                 "if False:",
             ),
         ),
-        {"late_bytes": True, "slow": 0.5, "slow_by": 50.0},
+        {**_POOL, "prefill_policy": "recompute"},
     ),
-    "a held prompt keeps one with a ticket waiting": Mutant(
-        (Edit("prefill.held_prompts:HeldPrompts.make_room", "if not (beyond := self.room.beyond):", "if True:"),),
-        {"prefill_blocks": 16},
+    "tokens behind a gap count as computed": _without(
+        "prefill.outgoing_transfer:ComputedPrompt.compute",
+        "if not self.is_lost and (self.taken_back is None or computed <= self.taken_back):",
+        "if True:",
+        **_POOL,
+        prefill_policy="recompute",
+        prefill_steps=2,
     ),
-    "a layer that was not written counts as written": Mutant(
-        (
-            Edit(
-                "prefill.sender:Sender._ended",
-                "delivered = live if error is None else self._write_apart(push, target, live, error)",
-                "delivered = live",
-            ),
-        ),
-        {"write_fails": 0.2},
+    "blocks leave before they are full": _without(
+        "prefill.outgoing_transfer:OutgoingTransfer.parts", "done - done % align", "done", **_ROOM
     ),
-    "a staging slot does not rest after a failed write": Mutant(
-        (Edit("prefill.regroup:StagingRing.release", "if settled_at:", "if False:"),),
-        {"write_fails": 0.2, "prefill_tp": 2, "decode_tp": 1},
+    "success is reported before the outputs of a step with failed loads": _without(
+        "prefill.scheduler:PrefillScheduler._advance",
+        "confirmed = in_one_step or prompt.ended or not self._awaits_outputs",
+        "confirmed = True",
+        **_POOL,
+        prefill_policy="fail",
     ),
-    "a failed ticket is closed before its writers have stopped": Mutant(
-        (
-            Edit(
-                "core.decode_ticket:_Lease.is_over",
-                "return now >= self.applied_at and (self.settled or (self.gone and now >= self.until))",
-                "return True",
-            ),
-        ),
-        {"write_fails": 0.2},
+    "prefill computes another prompt than the ticket's": _without(
+        "prefill.scheduler:PrefillScheduler._serve",
+        "self._requests.check_prompt(request, ticket)",
+        "pass",
+        other_prompt=0.5,
     ),
-    "a failed write is not marked as in flight": Mutant(
-        (
-            Edit(
-                "prefill.transfer:Transfer.mark_in_flight",
-                "self.in_flight_until = max(self.in_flight_until, until)",
-                "pass",
-            ),
-        ),
-        {"write_fails": 0.2},
+    "blocks of an ended request are freed while they are read": _without(
+        "prefill.scheduler:PrefillScheduler.request_ended",
+        "self._step.finished[request_id] = incomplete\n    return True, params",
+        "self._step.finished[request_id] = incomplete\n    return False, params",
+        prefill_blocks=16,
+        **_SLOW,
     ),
-    "two prefill engines write for a ticket": Mutant(
-        (
-            Edit(
-                "core.decode_ticket:DecodeTicket.grant",
-                "if self._engine != (writer.engine_id, request.sharding):",
-                "if False:",
-            ),
-        ),
-        {"prefills": 2, "two_prefills": 1.0},
+    "a preempted prompt counts as computed": _without(
+        "prefill.scheduler:PrefillScheduler._preempted",
+        "self._prompts[request_id].start(())",
+        "pass",
+        prefill_blocks=16,
     ),
-    "prefill computes another prompt than the ticket's": Mutant(
-        (
-            Edit(
-                "prefill.scheduler:PrefillScheduler._serve",
-                "self._requests.check_prompt(request, ticket)",
-                "pass",
-            ),
-        ),
-        {"other_prompt": 0.5},
+    "preemptions that vLLM does not name go unnoticed": _without(
+        "prefill.scheduler:PrefillScheduler._preempted",
+        "if not self._requests.names_all_preempted:",
+        "if False:",
+        **_SLOW,
     ),
-    "KV counts as received after the first of its writers": Mutant(
-        (Edit("core.decode_ticket:DecodeTicket.report", "if not self._missing:", "if True:"),),
-        {"prefill_tp": 2, "decode_tp": 1},
+    "the wrong blocks of a failed load stay cached": _without(
+        "prefill.scheduler:PrefillScheduler.loads_failed", "self._blocks.evict(wrong)", "pass", **_POOL
     ),
-    "blocks of an ended request are freed while they are read": Mutant(
-        (
-            Edit(
-                "prefill.scheduler:PrefillScheduler.request_ended",
-                "self._step.finished[request_id] = incomplete\n    return True, params",
-                "self._step.finished[request_id] = incomplete\n    return False, params",
-            ),
-        ),
-        {"prefill_blocks": 16, "slow": 0.5, "slow_by": 50.0},
+    "a ticket is served twice at a time": _without(
+        "prefill.scheduler:PrefillScheduler._serve", "if ticket.ticket_id in self._served:", "if False:"
+    ),
+    "any ticket is served": _without(
+        "prefill.scheduler:PrefillScheduler._serve", "self._admission.admit(ticket)", "pass"
+    ),
+    "prompts without a ticket start without room": _without(
+        "prefill.scheduler:PrefillScheduler.matched_tokens",
+        "self._held is None or self._held.room.may_start(request.request_id)",
+        "True",
+        prefill_blocks=16,
+    ),
+    # prefill/held_prompts.py, prefill/holding_room.py
+    "a held prompt keeps one with a ticket waiting": _without(
+        "prefill.held_prompts:HeldPrompts.make_room",
+        "if not (beyond := self.room.beyond):",
+        "if True:",
+        prefill_blocks=16,
     ),
     "prompts without a ticket take all blocks": Mutant(
         (
@@ -174,5 +509,153 @@ MUTANTS: dict[str, Mutant] = {
         ),
         {"prefill_blocks": 30},
     ),
+    "a prompt is held for ever": _without("prefill.held_prompts:HeldPrompts.ended", " or now >= prompt.hold_until", ""),
+    "a prompt that decode has released stays held": _without(
+        "prefill.held_prompts:HeldPrompts._take_releases", "prompt.given_up = release.reason", "pass"
+    ),
+    "an ended prompt takes a second ticket": _without(
+        "prefill.held_prompts:HeldPrompts.match", "self.remove(prompt)", "pass"
+    ),
+    # prefill/ticket_listener.py, prefill/ticket_admission.py
+    "a ticket waits for its prompt for ever": _without(
+        "prefill.ticket_listener:TicketListener._refuse_late", "self._clock() >= ticket.expires_at", "False"
+    ),
+    "one host's tickets take all room": _without(
+        "prefill.ticket_listener:_Room.has_room", "amount <= self._half and ", "", seeds=0
+    ),
+    "tickets are remembered without end": _without(
+        "prefill.ticket_listener:TicketListener.settle", "if len(self._ended) > _MAX_REMEMBERED:", "if False:", seeds=0
+    ),
+    "unsigned tickets wait": _without(
+        "prefill.ticket_listener:TicketListener._offered", "self._check(ticket)  #", "pass  #", seeds=0
+    ),
+    "a ticket is replayed": _without(
+        "prefill.ticket_admission:TicketAdmission._remember", "if key in seen:", "if False:", seeds=0
+    ),
+    "an expired ticket is served": _without(
+        "prefill.ticket_admission:TicketAdmission._remember",
+        "if now >= ticket.expires_at + CLOCK_SKEW_S:",
+        "if False:",
+        seeds=0,
+    ),
+    # prefill/control.py
+    "bytes under way are forgotten at the end of a transfer": _without(
+        "prefill.control:ControlPlane._finish",
+        "transfer.state.mark_in_flight(transfer.in_flight_until)",
+        "pass",
+        **_FAILING,
+    ),
+    "an ended transfer's revocation gets no answer": _without(
+        "prefill.control:ControlPlane._on_revoked", "elif number not in self._disclaimed:", "elif False:", **_SLOW
+    ),
+    "a stranger revokes a ticket": _without(
+        "prefill.control:ControlPlane._on_revoked",
+        "if endpoint in {d.rank.control for d in (transfer.state.destinations or {}).values()}:",
+        "if True:",
+        seeds=0,
+    ),
+    "transfers to an engine that has restarted go on": _without(
+        "prefill.control:ControlPlane._take_over", "for other in others:", "for other in ():"
+    ),
+    "the time of a stop counts as running": _without(
+        "prefill.control:ControlPlane._on_tick", "self._rank.running_time()", "pass", **_FAILING
+    ),
+    # prefill/pipeline.py
+    "a transfer ends before its writes": _without(
+        "prefill.pipeline:Pipeline.then", "if self._entries:", "if False:", **_SLOW
+    ),
+    "an error after which bytes may arrive is not told": _without(
+        "prefill.pipeline:Pipeline.write",
+        "next((e for e in errors if e.may_arrive), errors[0])",
+        "errors[0]",
+        **_FAILING,
+    ),
+    "more batches are under way than a peer's queue takes": _without(
+        "prefill.pipeline:Pipeline.await_turn", "self._flights >= BATCHES_IN_FLIGHT or ", "", **_SLOW
+    ),
+    "a write goes on after a batch of it has failed": _without(
+        "prefill.pipeline:Pipeline.write", "if errors:\n", "if False:\n", seeds=0
+    ),
+    # transport
+    "a failed batch counts as written": _without(
+        "transport.tcp:_TcpFlight.land", "if code != 0:", "if False:", **_FAILING
+    ),
+    "nothing of a failed batch is under way": _without(
+        "transport.tcp:_TcpFlight.lost", "may_arrive=True", "may_arrive=False", **_FAILING
+    ),
+    "a batch begins without leave": _without(
+        "transport.tcp:TcpWriter.begin", "if not may_begin():", "if False:", **_SLOW
+    ),
+    "a batch without leave keeps its place in the queue": _without(
+        "transport.tcp:TcpWriter.begin",
+        "except BaseException:\n        peer.queue.leave(len(lengths), failed=False)",
+        "except BaseException:\n        pass",
+        **_SLOW,
+    ),
+    "a failed batch leaves the queue at once": _without(
+        "transport.tcp:PeerQueue.leave", "if failed:", "if False:", **_FAILING
+    ),
+    "Mooncake's queue to a peer overflows": _without(
+        "transport.tcp:PeerQueue.has_room",
+        "self._batches < BATCHES_IN_FLIGHT and used + descriptors <= self._capacity",
+        "True",
+        seeds=0,
+    ),
+    "a batch without bytes reaches Mooncake": _without(
+        "transport.engine:TransferEngine.begin", "if not any(batch[2]):", "if False:", seeds=0
+    ),
+    "a request on the side channel waits for ever": _without(
+        "transport.side_channel:SideChannelClient._on_tick",
+        "[seq for seq, each in self._pending.items() if now >= each.deadline]",
+        "[]",
+        loss=0.05,
+    ),
+    "another server's answer counts": _without(
+        "transport.side_channel:SideChannelClient._receive", " and pending.endpoint == endpoint", "", seeds=0
+    ),
+    "a batch has more bytes than Mooncake takes": _without(
+        "transport.batches:Batches.cut",
+        "min(first + limits.max_descriptors, most)",
+        "first + limits.max_descriptors",
+        seeds=0,
+    ),
 }
-"""By what they do wrong."""
+"""By what goes wrong."""
+
+EVERYTHING = "nothing: all guards are there"
+
+# The quick tests that belong to a file. They take some seconds at most.
+_QUICK_TESTS: dict[str, tuple[str, ...]] = {
+    "core.decode_ticket": ("unit/test_decode_ticket.py", "unit/test_grants.py"),
+    "core.prefill_ticket": ("unit/test_prefill_ticket.py", "unit/test_transfer.py"),
+    "core.running_time": ("unit/test_grants.py",),
+    "decode.grants": ("unit/test_grants.py", "unit/test_decode_ticket.py"),
+    "decode.scheduler": ("unit/test_decode_scheduler.py", "unit/test_prompt_placement.py"),
+    "decode.worker": ("integration/test_sleep.py",),
+    "decode.checksums": ("unit/test_verifier.py",),
+    "decode.prefill_client": ("integration/test_prefill_client.py",),
+    "prefill.sender": ("unit/test_sender.py", "unit/test_pipeline.py"),
+    "prefill.step_send": ("unit/test_sender.py", "unit/test_route.py"),
+    "prefill.step_plan": ("unit/test_sender.py",),
+    "prefill.transfer": ("unit/test_transfer.py", "unit/test_sender.py"),
+    "prefill.regroup": ("unit/test_backpressure.py", "unit/test_sender.py", "unit/test_exchange_group.py"),
+    "prefill.worker": ("unit/test_sender.py", "unit/test_closing.py"),
+    "prefill.outgoing_transfer": ("unit/test_prefill_scheduler.py", "unit/test_taken_back.py"),
+    "prefill.scheduler": ("unit/test_prefill_scheduler.py", "unit/test_taken_back.py", "unit/test_admission.py"),
+    "prefill.held_prompts": ("unit/test_held_prompts.py", "unit/test_holding_room.py"),
+    "prefill.holding_room": ("unit/test_holding_room.py",),
+    "prefill.ticket_listener": ("unit/test_ticket_listener.py",),
+    "prefill.ticket_admission": ("unit/test_admission.py",),
+    "prefill.control": ("unit/test_transfer.py",),
+    "prefill.pipeline": ("unit/test_pipeline.py",),
+    "transport.tcp": ("unit/test_tcp.py",),
+    "transport.engine": ("integration/test_transfer_engine.py",),
+    "transport.side_channel": ("integration/test_side_channel.py",),
+    "transport.batches": ("unit/test_batches.py",),
+}
+
+
+def quick_tests(mutant: Mutant) -> list[str]:
+    """Returns the quick tests that belong to a mutant's files, below tests/. Without edits: all of them."""
+    modules = [edit.function.partition(":")[0] for edit in mutant.edits] or list(_QUICK_TESTS)
+    return list(dict.fromkeys(each for module in modules for each in _QUICK_TESTS[module]))

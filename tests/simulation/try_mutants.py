@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes guards of the product out, one at a time, to see who notices: quick tests, and seeds of the simulation.
+
+From the folder tests/: `python -m simulation.try_mutants [-k TEXT] [--jobs N]`. It prints a line for each guard, and
+fails if nobody notices one of them, if a quick test fails with all guards, or if a seed does.
+
+Each guard is tried in processes of its own: forked, because imports take longer than most tests and seeds.
+"""
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.execv(sys.executable, [sys.executable, "-m", "simulation.try_mutants", *sys.argv[1:]])
+os.environ["VLLM_ASCEND_PD_CHECK_THREADS"] = "1"  # before the product is imported
+
+import pytest
+
+import simulation.engine  # what most tests and seeds need; the simulation itself is put in place later
+from simulation.mutants import EVERYTHING, MUTANTS, Mutant, quick_tests
+
+_TESTS = Path(__file__).parents[1]
+# After this many seconds, a process that has not ended counts as noticing: something waits for ever.
+_LONGEST_S = 180.0
+_forked = multiprocessing.get_context("fork")
+
+
+@dataclass
+class _Job:
+    """One guard that is tried in one way."""
+
+    name: str
+    # Returns who notices that the guard is missing; "" if nobody does.
+    notices: Callable[[Mutant], str]
+    began: float = 0.0
+
+
+class _Failures:
+    """A plugin of pytest that notes which test failed first."""
+
+    def __init__(self) -> None:
+        self.first = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.first = self.first or report.nodeid
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.first = self.first or f"{report.nodeid} cannot be collected"
+
+
+def _tests_notice(mutant: Mutant) -> str:
+    """Runs the quick tests that belong to a guard. Returns the first one that fails."""
+    failures = _Failures()
+    paths = [str(_TESTS / each) for each in quick_tests(mutant)]
+    options = ["--exitfirst", "--quiet", "--tb=no", "-p", "no:cacheprovider", "--timeout=60", "-m", "not long"]
+    with mutant.made():
+        pytest.main([f"--rootdir={_TESTS.parent}", *options, *paths], plugins=[failures])
+    return failures.first
+
+
+def _seeds_notice(mutant: Mutant) -> str:
+    """Runs seeds of the simulation. Returns the first one that violates a rule, and what it violates."""
+    from simulation.scenario import draw
+    from simulation.world import World
+
+    for seed in range(mutant.seeds):
+        scenario = draw(seed, **mutant.fixed)
+        with mutant.made():
+            violations = World(scenario).run().violations
+        if violations:
+            if mutant.edits and World(scenario).run().violations:
+                raise RuntimeError(f"seed {seed} violates a rule with all guards, too")
+            return f"seed {seed}: {violations[0]}"
+    return ""
+
+
+def _run(job: _Job, mutant: Mutant, answers: Connection) -> None:
+    """In a process of its own: sends who notices, or an exception."""
+    answer: str | Exception
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            answer = job.notices(mutant)
+    except Exception as error:  # noqa: BLE001 - `_answers` raises it
+        answer = error
+    answers.send(answer)
+    answers.close()
+    os._exit(0)  # threads of tests may wait for ever without the guard
+
+
+def _answers(
+    jobs: Iterable[_Job], at_once: int, mutants: dict[str, Mutant]
+) -> dict[str, tuple[str | Exception, float]]:
+    """Runs jobs, some at once. Returns the answer and the seconds of each."""
+    left, running, answers = deque(jobs), {}, {}
+    while left or running:
+        while left and len(running) < at_once:
+            job = left.popleft()
+            receiver, sender = _forked.Pipe(duplex=False)
+            process = _forked.Process(target=_run, args=(job, mutants[job.name], sender), daemon=False)
+            job.began = time.monotonic()
+            process.start()
+            sender.close()
+            running[receiver] = job, process
+        oldest = min(job.began for job, _ in running.values())
+        ready = wait(list(running), max(0.0, oldest + _LONGEST_S - time.monotonic()))
+        late = [each for each, (job, _) in running.items() if time.monotonic() - job.began >= _LONGEST_S]
+        for each in {*ready, *late}:
+            job, process = running.pop(each)
+            try:
+                answer = each.recv() if each in ready else f"it does not end within {_LONGEST_S:g} s"
+            except EOFError:
+                answer = "its process has ended"
+            process.kill()
+            process.join()
+            answers[job.name] = answer, time.monotonic() - job.began
+            print(f"  {job.name}: {str(answer)[:150] or '-'} ({answers[job.name][1]:.1f} s)", flush=True)
+    return answers
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", dest="only", default="", help="only guards whose names contain this")
+    parser.add_argument("--jobs", type=int, default=2, help="how many are tried at once")
+    parser.add_argument("--without", choices=["tests", "seeds"], help="tries only the other ones")
+    arguments = parser.parse_args()
+    chosen = {name: each for name, each in MUTANTS.items() if arguments.only in name} | {EVERYTHING: Mutant(())}
+    for mutant in chosen.values():  # a guard whose source has changed fails at once
+        with mutant.made():
+            pass
+    tests: dict[str, Any] = {}
+    seeds: dict[str, Any] = {}
+    if arguments.without != "tests":
+        print("quick tests:")
+        jobs = [_Job(name, _tests_notice) for name, mutant in chosen.items() if quick_tests(mutant)]
+        tests = _answers(jobs, arguments.jobs, chosen)
+    if arguments.without != "seeds":
+        import simulation.world  # noqa: F401 - it changes the product's modules, so it comes after the tests
+
+        print("seeds:")
+        jobs = [_Job(name, _seeds_notice) for name, mutant in chosen.items() if mutant.seeds]
+        seeds = _answers(jobs, arguments.jobs, chosen)
+    return _report(chosen, tests, seeds)
+
+
+def _report(chosen: dict[str, Mutant], tests: dict[str, Any], seeds: dict[str, Any]) -> int:
+    """Prints who noticed which guard. Returns the exit code."""
+    wrong = []
+    print()
+    for name, mutant in chosen.items():
+        by_test, by_seed = (of.get(name, ("", 0.0))[0] for of in (tests, seeds))
+        errors = [str(each) for each in (by_test, by_seed) if isinstance(each, Exception)]
+        noticed = [str(each) for each in (by_seed, by_test) if each and not isinstance(each, Exception)]
+        if errors or bool(noticed) != bool(mutant.edits):
+            wrong.append(name)
+        print(f"{name}: {'; '.join([*errors, *noticed])[:300] or 'NOBODY'}")
+    by = {"seeds": seeds, "quick tests": tests}
+    counts = ", ".join(
+        f"{who} notice {sum(bool(answer) and name != EVERYTHING for name, (answer, _) in of.items())}"
+        for who, of in by.items()
+    )
+    print(f"\nof {len(chosen) - 1} guards {counts}; wrong: {wrong or 'none'}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    assert simulation.engine
+    sys.exit(main())
