@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
@@ -137,7 +138,7 @@ def main() -> int:
     if arguments.command == "found":
         return not run_found(arguments)
     mutant = MUTANTS[arguments.mutant] if arguments.mutant else Mutant(())
-    scenario = draw(int(arguments.seeds), **{**mutant.fixed, **fixed})
+    scenario = replace(mutant, fixed={**mutant.fixed, **fixed}).scenario(int(arguments.seeds))
     with mutant.made():
         return run_one(scenario, arguments)
 

@@ -10,13 +10,14 @@ Each guard is tried in processes of its own: forked, because imports take longer
 import argparse
 import contextlib
 import io
+import logging
 import multiprocessing
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -62,23 +63,31 @@ class _Failures:
             self.first = self.first or f"{report.nodeid} cannot be collected"
 
 
+def _pytest(paths: Iterable[str], *options: str, plugins: Iterable[object] = ()) -> None:
+    of_all = [f"--rootdir={_TESTS.parent}", "--quiet", "-p", "no:cacheprovider", "-m", "not long"]
+    pytest.main([*of_all, *options, *(str(_TESTS / path) for path in paths)], plugins=list(plugins))
+
+
+def _collect(paths: Iterable[str]) -> None:
+    """Imports the tests, so that forked processes need not do so."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        _pytest(paths, "--collect-only")
+
+
 def _tests_notice(mutant: Mutant) -> str:
     """Runs the quick tests that belong to a guard. Returns the first one that fails."""
     failures = _Failures()
-    paths = [str(_TESTS / each) for each in quick_tests(mutant)]
-    options = ["--exitfirst", "--quiet", "--tb=no", "-p", "no:cacheprovider", "--timeout=60", "-m", "not long"]
     with mutant.made():
-        pytest.main([f"--rootdir={_TESTS.parent}", *options, *paths], plugins=[failures])
+        _pytest(quick_tests(mutant), "--exitfirst", "--tb=no", "--timeout=60", plugins=[failures])
     return failures.first
 
 
 def _seeds_notice(mutant: Mutant) -> str:
     """Runs seeds of the simulation. Returns the first one that violates a rule, and what it violates."""
-    from simulation.scenario import draw
     from simulation.world import World
 
     for seed in range(mutant.seeds):
-        scenario = draw(seed, **mutant.fixed)
+        scenario = mutant.scenario(seed)
         with mutant.made():
             violations = World(scenario).run().violations
         if violations:
@@ -135,21 +144,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", dest="only", default="", help="only guards whose names contain this")
     parser.add_argument("--jobs", type=int, default=2, help="how many are tried at once")
+    parser.add_argument("--seeds", type=int, help="the most seeds, if they are fewer than mutants.py says")
     parser.add_argument("--without", choices=["tests", "seeds"], help="tries only the other ones")
     arguments = parser.parse_args()
     chosen = {name: each for name, each in MUTANTS.items() if arguments.only in name} | {EVERYTHING: Mutant(())}
+    if arguments.seeds is not None:
+        chosen = {name: replace(each, seeds=min(each.seeds, arguments.seeds)) for name, each in chosen.items()}
     for mutant in chosen.values():  # a guard whose source has changed fails at once
         with mutant.made():
             pass
     tests: dict[str, Any] = {}
     seeds: dict[str, Any] = {}
     if arguments.without != "tests":
+        _collect(list(dict.fromkeys(path for mutant in chosen.values() for path in quick_tests(mutant))))
         print("quick tests:")
         jobs = [_Job(name, _tests_notice) for name, mutant in chosen.items() if quick_tests(mutant)]
         tests = _answers(jobs, arguments.jobs, chosen)
     if arguments.without != "seeds":
         import simulation.world  # noqa: F401 - it changes the product's modules, so it comes after the tests
 
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)
         print("seeds:")
         jobs = [_Job(name, _seeds_notice) for name, mutant in chosen.items() if mutant.seeds]
         seeds = _answers(jobs, arguments.jobs, chosen)

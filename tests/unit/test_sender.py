@@ -492,3 +492,16 @@ def test_a_failed_write_may_still_deliver_kv_that_vllm_took_back(sender, transfe
     sender.check()
     assert "took back" in str(transfers[0].failure)
     assert transfers[1].failure is None
+
+
+def test_kv_of_weights_that_were_updated_meanwhile_is_not_delivered(sender, transfers):
+    weights = sender._rank.loaded
+    transfers[0].weights = weights.current
+    with weights.changing("update_weights"):
+        pass
+    transfers[1].weights = weights.current
+    sender.finish(transfers)
+    assert sender.barrier().wait(10)
+    sender.check()
+    assert "weights were updated" in str(transfers[0].failure)
+    assert transfers[1].failure is None
