@@ -100,7 +100,7 @@ _ROOM = {"prefill_blocks": 80, "decode_blocks": 80}
 _ONE = {"prefills": 1, "decodes": 1, "prefill_tp": 1, "decode_tp": 1, **_ROOM}
 # Of `_ONE`'s shape. The prefill rank stands still, and its engine is killed.
 _STOP = (Event(0.03, "stop", (0.3, 20.0)),)
-_KILL = (Event(0.05, "kill", (0.0, 2.0)),)
+_KILL = (Event(0.02, "kill", (0.0, 2.0)),)
 _RESETS = tuple(Event(0.01 * n, "reset", (0.0,)) for n in range(1, 20))
 _TIGHT = {**_ONE, "prefill_blocks": 16, "prefix_caching": False}
 # Nothing goes wrong, so each request must have its answer.
@@ -134,7 +134,9 @@ MUTANTS: dict[str, Mutant] = {
         "core.decode_ticket:_Lease.is_over",
         "return now >= self.applied_at and (self.settled or (self.gone and now >= self.until))",
         "return True",
-        **_FAILING,
+        **_ONE,
+        write_fails=0.5,
+        requests=12,
     ),
     "a ticket is closed although its writer may go on": _without(
         "core.decode_ticket:_Lease.is_over",
@@ -151,7 +153,8 @@ MUTANTS: dict[str, Mutant] = {
         "self.gone",
         events=_KILL,
         **_ONE,
-        **_SLOW,
+        slow=1.0,
+        slow_by=200.0,
     ),
     "a report of bytes under way ends them": _without(
         "core.decode_ticket:DecodeTicket.report",

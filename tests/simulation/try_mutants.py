@@ -91,8 +91,8 @@ def _seeds_notice(mutant: Mutant) -> str:
         with mutant.made():
             violations = World(scenario).run().violations
         if violations:
-            if mutant.edits and World(scenario).run().violations:
-                raise RuntimeError(f"seed {seed} violates a rule with all guards, too")
+            if others := World(scenario).run().violations:
+                raise RuntimeError(f"with all guards, too, seed {seed} violates {others[0]}")
             return f"seed {seed}: {violations[0]}"
     return ""
 

@@ -505,3 +505,24 @@ def test_kv_of_weights_that_were_updated_meanwhile_is_not_delivered(sender, tran
     sender.check()
     assert "weights were updated" in str(transfers[0].failure)
     assert transfers[1].failure is None
+
+
+def test_a_request_that_has_failed_is_not_written(engine, sender, transfers):
+    transfers[0].fail("its client has left", PushFailure.ABORTED)
+    write(sender, *pushes(transfers))
+    assert engine.arrived == [copy_of(layer, 3, 9) for layer in range(len(LAYERS))]
+
+
+def test_layers_that_are_over_make_room_for_others(sender, transfers):
+    write(sender, *pushes(transfers))
+    assert sender._room.qsize() == ConnectorConfig().push_queue_size
+
+
+def test_what_a_failed_forward_pass_has_not_computed_is_not_delivered(transfers):
+    """tests/integration/test_failed_forward.py has vLLM's runner report it."""
+    worker: Any = PrefillWorker.__new__(PrefillWorker)
+    worker._unnamed = SimpleNamespace(end_step=lambda completed: True)
+    worker._plan = StepPlan(last=[transfers[0]])
+    worker.forward_ended(MemoryError("none left"))
+    assert "forward pass failed: MemoryError('none left')" in str(transfers[0].failure)
+    assert transfers[1].failure is None
