@@ -105,7 +105,7 @@ _RESETS = tuple(Event(0.01 * n, "reset", (0.0,)) for n in range(1, 20))
 _TIGHT = {**_ONE, "prefill_blocks": 16, "prefix_caching": False}
 # Nothing goes wrong, so each request must have its answer.
 _CALM = {
-    **_ROOM,
+    **_ONE,
     "interrupts": 0.0,
     "loss": 0.0,
     "repetition": 0.0,
@@ -262,7 +262,9 @@ MUTANTS: dict[str, Mutant] = {
         "decode.grants:GrantService._notice_stop",
         "if self._running_time.stopped_s > self._stopped_s:",
         "if False:",
+        events=(Event(0.014, "stop", (0.9, 20.0)),),
         late_bytes=True,
+        **_ONE,
         **_SLOW,
     ),
     "nobody is told that a ticket has failed": _without(
@@ -438,20 +440,13 @@ MUTANTS: dict[str, Mutant] = {
         **_STAGED,
     ),
     "a write overtakes KV that vLLM took back": _without(
-        "prefill.sender:Sender._write_layers",
-        "self._pipeline.drain()\n",
-        "pass\n",
-        **_POOL,
-        prefill_policy="recompute",
-        **_SLOW,
+        "prefill.sender:Sender._write_layers", "self._pipeline.drain()\n", "pass\n", seeds=0
     ),
     "KV that vLLM took back may arrive after what replaces it": _without(
         "prefill.sender:Sender._finish",
         "if transfer.again and transfer.in_flight_until > -math.inf:",
         "if False:",
-        **_POOL,
-        **_FAILING,
-        prefill_policy="recompute",
+        seeds=0,
     ),
     "requests that must not be written are": _without(
         "prefill.sender:Sender._write", "if not lease.may_plan():", "if False:", seeds=0
@@ -495,20 +490,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # prefill/step_send.py
     "a slot is filled for a sender that has given up": _without(
-        "prefill.step_send:LayerPush.fill",
-        "return not self._given_up",
-        "return True",
-        events=(Event(0.03, "stop", (0.3, 8.0)),),
-        **(_ONE | _STAGED),
-        **_SLOW,
+        "prefill.step_send:LayerPush.fill", "return not self._given_up", "return True", seeds=0
     ),
     # prefill/step_plan.py
     "a rank leaves failed requests out of an exchange": _without(
         "prefill.step_plan:Planner._plan_geometry",
         "if route.serves(each[0].ticket.replica_hash)]",
         "if route.serves(each[0].ticket.replica_hash) and each[0].failure is None]",
-        **_STAGED,
-        **_FAILING,
+        events=(),
+        **(_ONE | _STAGED),
+        write_fails=0.8,
     ),
     # prefill/transfer.py
     "a failed write is not marked as in flight": _without(
@@ -547,6 +538,13 @@ MUTANTS: dict[str, Mutant] = {
     "a broken group exchanges on": _without(
         "prefill.regroup:ExchangeGroup.fail", "self._group = None", "pass", seeds=0
     ),
+    "a rank without units takes no part in an exchange": _without(
+        "prefill.regroup:Regrouper.run",
+        "if step_send.route.ranks:",
+        "if step_send.route.ranks and len(step_send.units):",
+        events=(),
+        **(_CALM | _STAGED),
+    ),
     # prefill/worker.py
     "the model goes on while preempted blocks are read": _without(
         "prefill.worker:PrefillWorker.preempted",
@@ -560,9 +558,7 @@ MUTANTS: dict[str, Mutant] = {
         "prefill.worker:PrefillWorker.preempted",
         "elif transfer.in_flight_until > self._rank.running_time():",
         "elif False:",
-        events=_RESETS,
-        **_TIGHT,
-        write_fails=0.5,
+        seeds=0,
     ),
     "blocks are freed before vLLM is done with the request": _without(
         "prefill.worker:PrefillWorker._take", "if transfer.released:", "if True:", events=(), **_CALM
@@ -589,9 +585,7 @@ MUTANTS: dict[str, Mutant] = {
         "prefill.outgoing_transfer:ComputedPrompt.compute",
         "if not self.is_lost and (self.taken_back is None or computed <= self.taken_back):",
         "if True:",
-        **_POOL,
-        prefill_policy="recompute",
-        prefill_steps=2,
+        seeds=0,
     ),
     "blocks leave before they are full": _without(
         "prefill.outgoing_transfer:OutgoingTransfer.parts", "done - done % align", "done", events=(), **_CALM
@@ -617,22 +611,16 @@ MUTANTS: dict[str, Mutant] = {
         **_SLOW,
     ),
     "a preempted prompt counts as computed": _without(
-        "prefill.scheduler:PrefillScheduler._preempted",
-        "self._prompts[request_id].start(())",
-        "pass",
-        events=_RESETS,
-        **_ONE,
+        "prefill.scheduler:PrefillScheduler._preempted", "self._prompts[request_id].start(())", "pass", seeds=0
     ),
     "preemptions that vLLM does not name go unnoticed": _without(
         "prefill.scheduler:PrefillScheduler._preempted",
         "if not self._requests.names_all_preempted:",
         "if False:",
-        events=_RESETS,
-        **_TIGHT,
-        **_SLOW,
+        seeds=0,
     ),
     "the wrong blocks of a failed load stay cached": _without(
-        "prefill.scheduler:PrefillScheduler.loads_failed", "self._blocks.evict(wrong)", "pass", **_POOL
+        "prefill.scheduler:PrefillScheduler.loads_failed", "self._blocks.evict(wrong)", "pass", seeds=0
     ),
     "a ticket is served twice at a time": _without(
         "prefill.scheduler:PrefillScheduler._serve",
@@ -653,14 +641,10 @@ MUTANTS: dict[str, Mutant] = {
         seeds=0,
     ),
     "KV that is computed again is not sent again": _without(
-        "prefill.scheduler:PrefillScheduler._computes",
-        "if computed < prompt.done:",
-        "if False:",
-        **_POOL,
-        prefill_policy="recompute",
+        "prefill.scheduler:PrefillScheduler._computes", "if computed < prompt.done:", "if False:", seeds=0
     ),
     "a transfer that no rank knows is waited for": _without(
-        "prefill.scheduler:PrefillScheduler.request_ended", "if not transfer.announced:", "if False:"
+        "prefill.scheduler:PrefillScheduler.request_ended", "if not transfer.announced:", "if False:", seeds=0
     ),
     "a held prompt's blocks are kept once it is sent": _without(
         "prefill.scheduler:PrefillScheduler._take_tickets", "if prompt.ended:", "if False:", events=(), **_CALM
@@ -688,6 +672,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "an ended prompt takes a second ticket": _without(
         "prefill.held_prompts:HeldPrompts.match", "self.remove(prompt)", "pass"
+    ),
+    "room that becomes free lets no prompt start": _without(
+        "prefill.holding_room:HoldingRoom.remove",
+        "self._beyond.discard(request_id)\n    self._admit()",
+        "self._beyond.discard(request_id)",
+        events=(),
+        **(_CALM | {"prefill_blocks": 30}),
     ),
     # prefill/ticket_listener.py, prefill/ticket_admission.py
     "a ticket waits for its prompt for ever": _without(

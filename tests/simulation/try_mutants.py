@@ -183,7 +183,7 @@ def _report(chosen: dict[str, Mutant], tests: dict[str, Any], seeds: dict[str, A
         print(f"{name}: {'; '.join([*errors, *noticed])[:300] or 'NOBODY'}")
     by = {"seeds": seeds, "quick tests": tests}
     counts = ", ".join(
-        f"{who} notice {sum(bool(answer) and name != EVERYTHING for name, (answer, _) in of.items())}"
+        f"{who} notice {sum(bool(answer) and isinstance(answer, str) for answer, _ in of.values())}"
         for who, of in by.items()
     )
     print(f"\nof {len(chosen) - 1} guards {counts}; wrong: {wrong or 'none'}")

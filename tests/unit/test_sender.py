@@ -23,7 +23,7 @@ from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankK
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.running_time import RunningTime
-from vllm_ascend_pd.core.step import Send
+from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.device.cpu import CpuEvent
@@ -526,3 +526,26 @@ def test_what_a_failed_forward_pass_has_not_computed_is_not_delivered(transfers)
     worker.forward_ended(MemoryError("none left"))
     assert "forward pass failed: MemoryError('none left')" in str(transfers[0].failure)
     assert transfers[1].failure is None
+
+
+@pytest.mark.parametrize("settles_in_s", [-1.0, 60.0])
+def test_preempted_blocks_are_not_sent_while_a_failed_write_may_read_them(sender, transfers, settles_in_s: float):
+    """The write would read the blocks' next content, and deliver that (R3)."""
+    worker: Any = PrefillWorker.__new__(PrefillWorker)
+    worker._rank, worker._plan, worker._forward_ended = sender._rank, StepPlan(), True
+    worker._turns, worker._observer = None, PrefillObserver()
+    [transfer] = transfers[:1]
+    transfer.sender = sender
+    transfer.mark_in_flight(sender._rank.running_time() + settles_in_s)
+    worker._transfers = {"a": transfer}
+    worker.preempted(PrefillStep(preempted={"a"}))
+    assert (transfer.failure is not None) == (settles_in_s > 0)
+
+
+def test_a_slot_goes_back_once_whoever_fills_it_first(transfers):
+    filled, given_up = pushes(transfers)
+    slot = Slot(0, 1)
+    assert filled.fill(slot)
+    assert filled.take_back() is slot
+    assert given_up.take_back() is None
+    assert not given_up.fill(slot), "the side stream keeps it"
