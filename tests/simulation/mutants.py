@@ -72,6 +72,11 @@ class Mutant:
     # What happens beside requests. None: it is drawn.
     events: tuple[Event, ...] | None = None
 
+    @property
+    def where(self) -> str:
+        """The product's folder."""
+        return self.edits[0].function.partition(".")[0]
+
     def scenario(self, seed: int) -> Scenario:
         drawn = draw(seed, **self.fixed)
         if self.events is None:
@@ -119,6 +124,13 @@ _CALM = {
 _POOL = {"pool": True, "load_fails": 0.5, **_ROOM}
 
 MUTANTS: dict[str, Mutant] = {
+    # connector/model.py
+    "a cancelled ticket that no rank knows has no end": _without(
+        "connector.model:_reasons",
+        'if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):',
+        "if False:",
+        seeds=0,
+    ),
     # core/decode_ticket.py
     "KV counts as received after the first of its writers": _without(
         "core.decode_ticket:DecodeTicket.report", "if not self._missing:", "if True:", **_STAGED
@@ -797,11 +809,17 @@ EVERYTHING = "nothing: all guards are there"
 
 # The quick tests that belong to a file. They take some seconds at most.
 _QUICK_TESTS: dict[str, tuple[str, ...]] = {
+    "connector.model": ("unit/test_unsupported.py",),
     "core.decode_ticket": ("unit/test_decode_ticket.py", "unit/test_grants.py"),
     "core.prefill_ticket": ("unit/test_prefill_ticket.py", "unit/test_transfer.py"),
     "core.running_time": ("unit/test_grants.py",),
     "decode.grants": ("unit/test_grants.py", "unit/test_decode_ticket.py"),
-    "decode.scheduler": ("unit/test_decode_scheduler.py", "unit/test_prompt_placement.py"),
+    "decode.scheduler": (
+        "unit/test_decode_scheduler.py",
+        "unit/test_prompt_placement.py",
+        "integration/test_decode_prefill_only.py",
+        "integration/test_decode_pressure.py",
+    ),
     "decode.worker": ("unit/test_grants.py", "unit/test_closing.py"),
     "decode.checksums": ("unit/test_verifier.py",),
     "decode.prefill_client": ("integration/test_prefill_client.py",),
@@ -812,7 +830,14 @@ _QUICK_TESTS: dict[str, tuple[str, ...]] = {
     "prefill.regroup": ("unit/test_backpressure.py", "unit/test_sender.py", "unit/test_exchange_group.py"),
     "prefill.worker": ("unit/test_sender.py", "unit/test_closing.py"),
     "prefill.outgoing_transfer": ("unit/test_prefill_scheduler.py", "unit/test_taken_back.py"),
-    "prefill.scheduler": ("unit/test_prefill_scheduler.py", "unit/test_taken_back.py", "unit/test_admission.py"),
+    "prefill.scheduler": (
+        "unit/test_prefill_scheduler.py",
+        "unit/test_taken_back.py",
+        "unit/test_held_prompts.py",
+        "unit/test_holding_room.py",
+        "unit/test_prompts.py",
+        "unit/test_admission.py",
+    ),
     "prefill.held_prompts": ("unit/test_held_prompts.py", "unit/test_holding_room.py"),
     "prefill.holding_room": ("unit/test_holding_room.py",),
     "prefill.ticket_listener": ("unit/test_ticket_listener.py",),

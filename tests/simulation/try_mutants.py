@@ -15,12 +15,12 @@ import multiprocessing
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
     os.environ["PYTHONHASHSEED"] = "0"
@@ -33,8 +33,9 @@ import simulation.engine  # what most tests and seeds need; the simulation itsel
 from simulation.mutants import EVERYTHING, MUTANTS, Mutant, quick_tests
 
 _TESTS = Path(__file__).parents[1]
-# After this many seconds, a process that has not ended counts as noticing: something waits for ever.
-_LONGEST_S = 180.0
+# A test may take 60 s. So a process that takes this long hangs.
+_LONGEST_S = 600.0
+_Answers: TypeAlias = dict[str, tuple[str | Exception, float]]
 _forked = multiprocessing.get_context("fork")
 
 
@@ -130,9 +131,9 @@ def _answers(
         for each in {*ready, *late}:
             job, process = running.pop(each)
             try:
-                answer = each.recv() if each in ready else f"it does not end within {_LONGEST_S:g} s"
+                answer = each.recv() if each in ready else TimeoutError(f"it does not end within {_LONGEST_S:g} s")
             except EOFError:
-                answer = "its process has ended"
+                answer = "its process was killed"  # by a signal: Mooncake's library may do so
             process.kill()
             process.join()
             answers[job.name] = answer, time.monotonic() - job.began
@@ -153,8 +154,8 @@ def main() -> int:
     for mutant in chosen.values():  # a guard whose source has changed fails at once
         with mutant.made():
             pass
-    tests: dict[str, Any] = {}
-    seeds: dict[str, Any] = {}
+    tests: _Answers = {}
+    seeds: _Answers = {}
     if arguments.without != "tests":
         _collect(list(dict.fromkeys(path for mutant in chosen.values() for path in quick_tests(mutant))))
         print("quick tests:")
@@ -170,23 +171,25 @@ def main() -> int:
     return _report(chosen, tests, seeds)
 
 
-def _report(chosen: dict[str, Mutant], tests: dict[str, Any], seeds: dict[str, Any]) -> int:
-    """Prints who noticed which guard. Returns the exit code."""
+def _report(chosen: dict[str, Mutant], tests: _Answers, seeds: _Answers) -> int:
+    """Prints who noticed which guard, and how many of each folder. Returns the exit code."""
     wrong = []
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     print()
     for name, mutant in chosen.items():
-        by_test, by_seed = (of.get(name, ("", 0.0))[0] for of in (tests, seeds))
-        errors = [str(each) for each in (by_test, by_seed) if isinstance(each, Exception)]
-        noticed = [str(each) for each in (by_seed, by_test) if each and not isinstance(each, Exception)]
-        if errors or bool(noticed) != bool(mutant.edits):
+        answers = [of[name][0] if name in of else "" for of in (seeds, tests)]
+        errors = [str(each) for each in answers if isinstance(each, Exception)]
+        by_seed, by_test = (isinstance(each, str) and each != "" for each in answers)
+        if errors or (by_seed or by_test) != bool(mutant.edits):
             wrong.append(name)
-        print(f"{name}: {'; '.join([*errors, *noticed])[:300] or 'NOBODY'}")
-    by = {"seeds": seeds, "quick tests": tests}
-    counts = ", ".join(
-        f"{who} notice {sum(bool(answer) and isinstance(answer, str) for answer, _ in of.values())}"
-        for who, of in by.items()
-    )
-    print(f"\nof {len(chosen) - 1} guards {counts}; wrong: {wrong or 'none'}")
+        print(f"{name}: {'; '.join(str(each)[:200] for each in answers if each) or 'NOBODY'}")
+        noticed = {"guards": 1, "seeds": by_seed, "tests": by_test, "nobody": not by_seed and not by_test}
+        for where in {mutant.where, "all"} if mutant.edits else ():
+            counts[where].update(noticed)
+    print("\n| where | guards | noticed by seeds | by quick tests | by nobody |\n|---|---:|---:|---:|---:|")
+    for where, of in sorted(counts.items(), key=lambda item: (item[0] == "all", item[0])):
+        print(f"| `{where}/` | {of['guards']} | {of['seeds']} | {of['tests']} | {of['nobody']} |")
+    print(f"\n{len(wrong)} wrong: {', '.join(wrong) or 'none'}")
     return bool(wrong)
 
 
