@@ -106,6 +106,7 @@ _ONE = {"prefills": 1, "decodes": 1, "prefill_tp": 1, "decode_tp": 1, **_ROOM}
 # Of `_ONE`'s shape. The prefill rank stands still, and its engine is killed.
 _STOP = (Event(0.03, "stop", (0.3, 20.0)),)
 _KILL = (Event(0.02, "kill", (0.0, 2.0)),)
+_KILLS = tuple(Event(0.02 * n, "kill", (0.0, 0.005)) for n in range(1, 11))
 _RESETS = tuple(Event(0.01 * n, "reset", (0.0,)) for n in range(1, 20))
 _TIGHT = {**_ONE, "prefill_blocks": 16, "prefix_caching": False}
 # Nothing goes wrong, so each request must have its answer.
@@ -163,7 +164,7 @@ MUTANTS: dict[str, Mutant] = {
         "core.decode_ticket:_Lease.is_over",
         "(self.gone and now >= self.until)",
         "self.gone",
-        events=_KILL,
+        events=_KILLS,
         **_ONE,
         slow=1.0,
         slow_by=200.0,
@@ -251,13 +252,20 @@ MUTANTS: dict[str, Mutant] = {
         "core.prefill_ticket:PrefillTicket.notify_pending", " or self.rounds == _REPORT_ROUNDS", "", seeds=0
     ),
     "a transfer ends before decode has granted or refused": _without(
-        "core.prefill_ticket:PrefillTicket.finish", "if self.waits_for_grant:", "if False:", events=(), **_CALM
+        "core.prefill_ticket:PrefillTicket.finish", "if self.waits_for_grant:", "if False:", seeds=0
     ),
     "a grant may come for ever too late": _without(
         "core.prefill_ticket:TicketView.overdue",
         "return late if now >= self.grant_deadline else None\n    return (f",
         "return None\n    return (f",
         seeds=0,
+    ),
+    "decode is not told that nothing is under way any more": _without(
+        "core.prefill_ticket:PrefillTicket.notify",
+        "elif self.phase is Phase.NOTIFIED and settled and not self.final:",
+        "elif False:",
+        **_ONE,
+        write_fails=0.5,
     ),
     # core/running_time.py
     "bytes settle while their process is stopped": _without(
@@ -509,9 +517,7 @@ MUTANTS: dict[str, Mutant] = {
         "prefill.step_plan:Planner._plan_geometry",
         "if route.serves(each[0].ticket.replica_hash)]",
         "if route.serves(each[0].ticket.replica_hash) and each[0].failure is None]",
-        events=(),
-        **(_ONE | _STAGED),
-        write_fails=0.8,
+        seeds=0,
     ),
     # prefill/transfer.py
     "a failed write is not marked as in flight": _without(
@@ -535,7 +541,7 @@ MUTANTS: dict[str, Mutant] = {
         **_FAILING,
     ),
     "a grant wakes no sender": _without(
-        "prefill.transfer:Transfer.changing", "self._changed.notify_all()", "pass", events=(), **_CALM
+        "prefill.transfer:Transfer.changing", "self._changed.notify_all()", "pass", seeds=0
     ),
     # prefill/regroup.py
     "a staging slot does not rest after a failed write": _without(
@@ -551,9 +557,9 @@ MUTANTS: dict[str, Mutant] = {
         "prefill.regroup:ExchangeGroup.fail", "self._group = None", "pass", seeds=0
     ),
     "a rank without units takes no part in an exchange": _without(
-        "prefill.regroup:Regrouper.run",
-        "if step_send.route.ranks:",
-        "if step_send.route.ranks and len(step_send.units):",
+        "prefill.regroup:Regrouper._exchange_heads",
+        "section = share * route.source_bytes",
+        "if len(step_send.units) == 0:\n        return\n    section = share * route.source_bytes",
         events=(),
         **(_CALM | _STAGED),
     ),
@@ -573,13 +579,16 @@ MUTANTS: dict[str, Mutant] = {
         seeds=0,
     ),
     "blocks are freed before vLLM is done with the request": _without(
-        "prefill.worker:PrefillWorker._take", "if transfer.released:", "if True:", events=(), **_CALM
+        "prefill.worker:PrefillWorker._take", "if transfer.released:", "if True:", seeds=0
     ),
     "blocks of a failed forward pass are sent": _without(
         "prefill.worker:PrefillWorker.forward_ended", "if error is not None:", "if False:", seeds=0
     ),
     "a layer is written before its checksums are taken": _without(
         "prefill.worker:PrefillWorker._push_layer", "ready = submit_layer(", "submit_layer(", seeds=0
+    ),
+    "the transfer of an ended request goes on": _without(
+        "prefill.worker:PrefillWorker._release", "self._finish([transfer])", "pass"
     ),
     # prefill/outgoing_transfer.py, prefill/scheduler.py
     "KV that vLLM takes back counts as computed": Mutant(
@@ -660,6 +669,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a held prompt's blocks are kept once it is sent": _without(
         "prefill.scheduler:PrefillScheduler._take_tickets", "if prompt.ended:", "if False:", events=(), **_CALM
+    ),
+    "blocks of a prompt that is given up stay": _without(
+        "prefill.scheduler:PrefillScheduler._free_expired", "step.unsent.add(prompt.request.request_id)", "pass"
     ),
     # prefill/held_prompts.py, prefill/holding_room.py
     "a held prompt keeps one with a ticket waiting": _without(
@@ -754,6 +766,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a write goes on after a batch of it has failed": _without(
         "prefill.pipeline:Pipeline.write", "if errors:\n", "if False:\n", seeds=0
+    ),
+    "an error at the end of a batch is not told": _without(
+        "prefill.pipeline:Pipeline._land",
+        "errors.append(_failure(flight.session, error))",
+        "pass",
+        **_ONE,
+        write_fails=0.5,
     ),
     # transport
     "a failed batch counts as written": _without(

@@ -31,7 +31,7 @@ from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import StagingRing
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_plan import StepPlan
+from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -549,3 +549,29 @@ def test_a_slot_goes_back_once_whoever_fills_it_first(transfers):
     assert filled.take_back() is slot
     assert given_up.take_back() is None
     assert not given_up.fill(slot), "the side stream keeps it"
+
+
+def test_blocks_are_freed_once_the_transfer_is_over_and_vllm_is_done_with_the_request(sender, transfers):
+    worker: Any = PrefillWorker.__new__(PrefillWorker)
+    worker._transfers, worker._done = dict(zip("ab", transfers, strict=True)), set()
+    for transfer in transfers:
+        transfer.sender = sender
+    worker._take((transfers[0], True))
+    worker._release("b", None)
+    assert worker._done == set()
+    worker._release("a", None)
+    assert worker._done == {"a"}
+    worker._take((transfers[1], True))
+    assert worker._done == {"a", "b"}
+
+
+def test_a_failure_that_one_rank_knows_of_leaves_no_request_out_of_its_plan(transfers):
+    """All ranks must make the same plan, because they exchange heads for it (R5)."""
+    planner: Any = Planner.__new__(Planner)
+    planner._routes, planner._geometries = SimpleNamespace(route=lambda *_: ROUTE), [GEOMETRY]
+    planner._regrouper, planner._layers = None, [len(LAYERS)]
+    planner._rank = SimpleNamespace(config=ConnectorConfig(), device=None)
+    transfers[0].fail("a write has failed", PushFailure.WRITE)
+    slices = [(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
+    [step_send] = planner._plan_geometry(StepPlan(), 0, transfers[0].ticket, slices)
+    assert step_send.transfers == transfers
