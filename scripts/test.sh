@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets everything up and runs all checks and tests.
 #
-#   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile | --simulation]
-#                   [-k EXPRESSION] [--durations FILE] [-- PYTEST_ARGUMENT...]
+#   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile | --simulation
+#                    | --mutants] [-k EXPRESSION] [--durations FILE] [-- PYTEST_ARGUMENT...]
 #
 #   --quick         skip the end-to-end tests (real vLLM engines, which take most of the time) and the NPU tests
 #   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
@@ -15,6 +15,7 @@
 #   --hostile       only the hostile inputs to decoders and listeners in their long form: over 1,000,000 inputs
 #   --simulation    only the simulation (docs/reliability.md), for half an hour of one core, with the date as its first
 #                   seed. SIMULATION_SEED=NUMBER: with this one. SIMULATION_SECONDS=NUMBER: for another time
+#   --mutants       only takes guards out of the product, one at a time: quick tests or the simulation must notice each
 #   -k EXPRESSION   only the tests that match, as in pytest
 #   --durations FILE
 #                   writes the time of each stage there, as benchmarks/results/ci.json has it
@@ -33,7 +34,7 @@ filtered=
 durations=
 while (($#)); do
   case $1 in
-    --quick | --npu | --e2e | --benchmarks | --faults | --hostile | --simulation)
+    --quick | --npu | --e2e | --benchmarks | --faults | --hostile | --simulation | --mutants)
       [[ $mode == all || $mode == "${1#--}" ]] || {
         echo "test: --$mode and $1: which?" >&2
         exit 2
@@ -292,6 +293,10 @@ case $mode in
   simulation)
     export SIMULATION_SEED=${SIMULATION_SEED:-$(date +%Y%m%d)000000}
     tests "simulation from seed $SIMULATION_SEED" tests/simulation -m long
+    ;;
+  mutants)
+    export PYTHONPATH="$root:$root/tests${PYTHONPATH:+:$PYTHONPATH}"
+    stage "guards that are taken out" "$VENV/bin/python" -m simulation.try_mutants "${pytest_args[@]}"
     ;;
   *)
     stage "ruff check" "$VENV/bin/ruff" check

@@ -50,6 +50,7 @@ def test_run_all_starts_every_benchmark(tmp_path: Path) -> None:
     assert run("--wrong")[0] == 2
 
 
+@pytest.mark.long
 def test_proxy_overhead() -> None:
     """All streams get through."""
     _, program = documented("docs/performance.md", "python benchmarks/proxy_overhead.py")
@@ -68,6 +69,7 @@ def test_proxy_overhead() -> None:
     assert (streams["measure"], streams["streams"], streams["failed"]) == ("streams", STREAMS, 0)
 
 
+@pytest.mark.long
 def test_proxy_stalls() -> None:
     """Another client is answered meanwhile."""
     _, program = documented("docs/performance.md", "python benchmarks/proxy_stalls.py")
@@ -80,6 +82,7 @@ def test_proxy_stalls() -> None:
     assert stall["others"] > 0
 
 
+@pytest.mark.long
 def test_attacks() -> None:
     """Honest requests end well meanwhile."""
     _, program = documented("docs/performance.md", "python benchmarks/attacks.py")

@@ -106,13 +106,13 @@ def play(decode: EngineScheduler, requests: list[Wanted], resets: random.Random 
     assert not decode.unfinished, decode.state()
 
 
-@pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler], ids=["", "async"])
-@pytest.mark.parametrize("order", ["fcfs", "priority"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("who_computes", ["prefill", "never"])
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),
+    order=st.sampled_from(["fcfs", "priority"]),
+    scheduler=st.sampled_from([Scheduler, AsyncScheduler]),
     beside=st.sampled_from(["", "windows", "states"]),
     blocks=st.integers(0, 14),
     seqs=st.sampled_from([2, 4, 16]),

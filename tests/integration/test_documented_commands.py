@@ -294,6 +294,7 @@ TABLE = (
     Row(r"scripts/test\.sh --faults", starts_what_is_there, "40 minutes: its short form is a stage of scripts/test.sh"),
     Row(r"scripts/test\.sh --hostile", starts_what_is_there, "minutes: its short form is a stage of scripts/test.sh"),
     Row(r"scripts/test\.sh --simulation", starts_what_is_there, "its short form is a stage of scripts/test.sh"),
+    Row(r"scripts/test\.sh --mutants", starts_what_is_there, "ten minutes"),
     Row(r"PYTHONPATH=\.:tests \.venv/bin/python -m simulation .*", is_a_simulation, "minutes each"),
     Row(r"\.venv/bin/python -m pytest (-s )?tests/\S+\.py", is_a_test, "minutes: a test's long form"),
     Row(r"pip install .*", could_be_installed, "would change the environment that tests run in"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill processes that are stopped or die while they write: nothing lands in blocks that decode has given back, and
-no other engine writes for their tickets. Real processes, SIGSTOP and SIGKILL."""
+"""Prefill processes that are stopped or die while they write: nothing lands in blocks that decode has given back. Real
+processes, one SIGSTOP and one SIGKILL: tests/simulation has the rest."""
 
 import threading
 import time
@@ -25,7 +25,6 @@ OVER_S = 6.0 + 5.0
 
 BIG = Model(layers=1, order=Order.HEAD_MAJOR, widths=(8192,))
 """A block of 1 MiB: a batch of them does not fit into the buffers of sockets."""
-SMALL = Model(order=Order.HEAD_MAJOR, widths=(64,))
 OTHERS = 77.0
 
 
@@ -40,7 +39,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 BIG_PAIR = pytest.mark.parametrize("pair", [(BIG, Side(1), Side(1))], indirect=True, ids=["big blocks"])
-SMALL_PAIR = pytest.mark.parametrize("pair", [(SMALL, Side(1), Side(1))], indirect=True, ids=["small blocks"])
 
 
 def hold_writes(rank: PrefillRank) -> None:
@@ -159,34 +157,3 @@ def wait_ended(pair: Pair) -> tuple[set[str], set[str]]:
 
     wait_until(has_ended, PATIENCE_S)
     return ended[-1]
-
-
-@SMALL_PAIR
-def test_an_engine_that_comes_second_is_refused(pair: Pair) -> None:
-    """The first engine had its grants, so it owns the ticket even when it is dead (R10)."""
-    [prompt] = prompts(pair, [96])
-    tickets = announced(pair, prompt)
-    pair.restart_prefill("second")
-    prefill(pair, [prompt], tickets)
-    [refused] = pair.wait_sent(1, PATIENCE_S).values()
-    assert "another prefill engine is writing for this ticket" in refused or "went silent" in refused
-    received, failed = pair.wait_arrivals(1, PATIENCE_S)
-    assert received == set()
-    assert "went silent" in failed[prompt.request_id]
-    pair.each(pair.d_ranks, "do", fill, prompt.d_blocks)
-    time.sleep(1.0)
-    assert all(pair.each(pair.d_ranks, "do", holds_others, prompt.d_blocks))
-
-
-@SMALL_PAIR
-def test_a_new_ticket_need_not_wait_for_a_dead_engine(pair: Pair) -> None:
-    """It has other blocks. The dead engine's are kept until its lease and its bytes are over."""
-    [first, second] = prompts(pair, [96, 96])
-    announced(pair, first)
-    pair.restart_prefill("second")
-    prefill(pair, [second], pair.announce([second]))
-    wait_until(lambda: pair.d_ranks[0].call("arrivals")[0] == {second.request_id}, PATIENCE_S)
-    assert pair.wait_sent(1, PATIENCE_S) == {}
-    assert pair.differences([second]) == []
-    _, failed = pair.wait_arrivals(1, PATIENCE_S)
-    assert failed.keys() == {first.request_id}

@@ -12,12 +12,7 @@ PATIENCE_S = 60.0
 KEPT = 32
 """Tokens of the prompt whose blocks decode has kept."""
 
-SHAPES = {
-    "two to one": (Model(), Side(2), Side(1)),
-    "one to two": (Model(), Side(1), Side(2)),
-    "latent": (Model(widths=(128, 16), replicated=True), Side(2), Side(1)),
-    "blocks of 32 to 16": (Model(dtype=torch.float32), Side(2, block_size=32), Side(1, num_blocks=128)),
-}
+SHAPES = {"blocks of 32 to 16": (Model(dtype=torch.float32), Side(2, block_size=32), Side(1, num_blocks=128))}
 
 
 pair = pair_of_each(SHAPES, scope="function", afresh=True)

@@ -173,6 +173,7 @@ def test_closing_waits_for_nobodys_grants(pair: Pair) -> None:
     assert pair.each(pair.p_ranks, "do", close_worker) == [[] for _ in pair.p_ranks]
 
 
+@one_shape
 def test_a_made_up_ticket_gets_no_grant(pair: Pair) -> None:
     requests = prompts(pair, [64])
     tickets = {p.request_id: pair.ticket(p) for p in requests}  # decode is never told
@@ -238,11 +239,10 @@ def test_engines_that_do_not_fit_are_refused(p_model: Model, named: tuple[str, .
     assert counted(pair)[PUSH_FAILURES.name] == {"unfit": 1}
 
 
-@pytest.mark.parametrize("d_side", [Side(1), Side(4)], ids=["gathered", "split"])
-def test_a_link_that_does_not_keep_up_fails_requests_and_holds_nothing(d_side: Side, make_pair: MakePair) -> None:
+def test_a_link_that_does_not_keep_up_fails_requests_and_holds_nothing(make_pair: MakePair) -> None:
     """More layers wait than the queue takes: the step does not wait for ever, and slots come back."""
     config = {**QUICK, "push_queue_size": 1, "staging_slots": 2, "write_timeout_s": 1.0}
-    pair = make_pair(Model(layers=6), Side(2), d_side, config)
+    pair = make_pair(Model(layers=6), Side(2), Side(1), config)
     pair.each(pair.p_ranks, "slow_down", 1.5)
     requests = prompts(pair, [40])
     run(pair, requests)

@@ -81,6 +81,7 @@ def give_up_early(rank: PrefillRank) -> None:
     LayerPush.is_staged = lambda push, timeout_s: True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["direct", "gathered"])
 def test_a_buffer_that_is_given_up_early_delivers_wrong_bytes(name: str, make_pair: MakePair) -> None:
     pair = make_pair(*PAIRS[name])

@@ -12,15 +12,9 @@ LATE = {
     **{
         name: SHAPES[name]
         for name in (
-            "GQA_TP2_TO_TP2",
-            "GQA_TP2_TO_TP4",
             "GQA_TP4_TO_TP2",
-            "HEAD_MAJOR_TP2_TO_TP1",
-            "MLA_TP2_TO_TP1",
             "BLOCK_16_TO_32_TP2_TO_TP1",
             "PP2_TP2_TO_PP2_TP1_WITH_OTHER_LAYERS",
-            "REPLICAS_TP4_TO_TP1",
-            "TP3_TO_TP2",
             "MLA_DCP2_TO_TP1",
         )
     },

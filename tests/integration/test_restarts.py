@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 CONFIG = {"lease_s": 6.0, "write_timeout_s": 3.0, "control_timeout_s": 2.0, "grant_timeout_s": 2 * PATIENCE_S}
 """Whoever finds out only at the end of `grant_timeout_s` is too late for these tests."""
 
-SHAPES = {"gathered": (Model(), Side(2), Side(1), CONFIG), "direct": (HEAD_MAJOR, Side(1), Side(1), CONFIG)}
+SHAPES = {"direct": (HEAD_MAJOR, Side(1), Side(1), CONFIG)}
 
 
 pair = pair_of_each(SHAPES, scope="function", afresh=True)

@@ -16,7 +16,8 @@ docs/reliability.md says what is simulated and how to run a seed. A run goes thr
     oracle.py       the rules (docs/design.md) that each event is checked against
     world.py        one run
     shrink.py       the shortest scenario that still fails
-    mutants.py      guards of the product that are taken out, to see whether the oracle notices
+    mutants.py      guards of the product that can be taken out
+    try_mutants.py  takes each of them out, to see who notices
     __main__.py     the commands
     processes.py    starts them for tests
 """

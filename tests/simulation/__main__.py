@@ -4,7 +4,6 @@
 seeds FIRST-LAST   runs these seeds, without the last, until the first violation, which it shrinks
 run SEED           runs one seed, and prints its scenario and its history in words
 shrink SEED        looks for the shortest scenario with the same violation, and prints it with its history
-mutants FIRST-LAST takes each guard out, and runs these seeds until one notices
 found              runs the scenarios of found.py, with their guards and without
 real-ones-left     prints the product's names that refer to a real clock, real threads or real randomness
 """
@@ -17,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
@@ -85,25 +85,6 @@ def run_seeds(arguments: argparse.Namespace, fixed: dict[str, Any]) -> bool:
     return not failed
 
 
-def run_mutants(arguments: argparse.Namespace, fixed: dict[str, Any]) -> bool:
-    """Returns whether each mutant is found."""
-    unseen = []
-    for name, mutant in MUTANTS.items():
-        if arguments.only and arguments.only not in name:
-            continue
-        began, found = time.process_time(), ""
-        for seed in seeds_of(arguments.seeds):
-            with mutant.made():
-                world = World(draw(seed, **{**mutant.fixed, **fixed})).run()
-            if world.violations:
-                found = f"seed {seed}: {world.violations[0][:160]}"
-                break
-        print(f"{name}: {found or 'NOT FOUND'} ({time.process_time() - began:.0f} s)", flush=True)
-        if not found:
-            unseen.append(name)
-    return not unseen
-
-
 def run_one(scenario: Scenario, arguments: argparse.Namespace) -> int:
     """Runs or shrinks one scenario. Returns the exit code."""
     if arguments.command == "run":
@@ -141,13 +122,13 @@ def _violations(scenario: Scenario, orders: int) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["seeds", "run", "shrink", "mutants", "found", "real-ones-left"])
+    parser.add_argument("command", choices=["seeds", "run", "shrink", "found", "real-ones-left"])
     parser.add_argument("seeds", nargs="?", default="0-300")
     parser.add_argument("--requests", type=float, default=float("inf"), help="ends after so many requests")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="ends after so many seconds of one core")
     parser.add_argument("--digests", action="store_true", help="prints a digest of each seed's history")
     parser.add_argument("--go-on", action="store_true", help="does not end at a violation")
-    parser.add_argument("--only", default="", help="only mutants whose names contain this")
+    parser.add_argument("--only", default="", help="of found: only names that contain this")
     parser.add_argument("--mutant", default="", help="of run and shrink: the guard that is taken out")
     parser.add_argument("--order", type=int, default=0, help="another order of threads")
     parser.add_argument("fixed", nargs="*", help="what of Shape and Faults is not drawn, and requests: name=value")
@@ -158,12 +139,10 @@ def main() -> int:
         return 0
     if arguments.command == "seeds":
         return not run_seeds(arguments, fixed)
-    if arguments.command == "mutants":
-        return not run_mutants(arguments, fixed)
     if arguments.command == "found":
         return not run_found(arguments)
     mutant = MUTANTS[arguments.mutant] if arguments.mutant else Mutant(())
-    scenario = draw(int(arguments.seeds), **{**mutant.fixed, **fixed})
+    scenario = replace(mutant, fixed={**mutant.fixed, **fixed}).scenario(int(arguments.seeds))
     with mutant.made():
         return run_one(scenario, arguments)
 

@@ -96,12 +96,15 @@ def test_taking_a_free_slot_counts_no_wait(regrouping: Regrouping) -> None:
 
 @pytest.mark.parametrize("holder_waits", [False, True])
 def test_a_wait_for_a_slot_is_bounded_and_counted(regrouping: Regrouping, holder_waits: bool) -> None:
-    regrouping.ring.take(layer(waits_for_grant=holder_waits))
+    holder, reasons = layer(waits_for_grant=holder_waits), []
+    holder.give_up_ungranted = reasons.append
+    regrouping.ring.take(holder)
     waited = regrouping.submit()
     assert isinstance(regrouping.device.error, TimeoutError)
     [counted] = regrouping.waits.seconds
     least = SLOT_TIMEOUT_S + GRANT_WAIT_S * holder_waits
     assert least <= counted <= waited < least + 5
+    assert len(reasons) == holder_waits, "it gives its slot up if it waits for a grant"
 
 
 def test_a_layer_whose_requests_have_failed_does_not_wait(regrouping: Regrouping) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport.batches import PagedWrite, TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine
 
 Copy = tuple[int, int, int]  # source, destination, bytes
 
@@ -86,3 +87,11 @@ def test_the_same_bytes_within_the_limits(parts: list[tuple[list[Copy], int, int
         assert max(batch[2]) <= limits.max_descriptor_bytes
     for one, next_one in pairwise(batches):  # each as full as it can be
         assert len(one[2]) == limits.max_descriptors or sum(one[2]) + next_one[2][0] > limits.max_bytes
+
+
+@pytest.mark.parametrize("batch", [([], [], []), ([1], [2], [0])], ids=["no descriptors", "no bytes"])
+def test_a_batch_without_bytes_is_not_begun(batch: tuple[list[int], list[int], list[int]]) -> None:
+    """Mooncake may end the process when it is asked for the status of such a batch."""
+    engine = TransferEngine.__new__(TransferEngine)
+    with pytest.raises(ValueError, match="a batch without bytes"):
+        engine.begin("peer", batch, lambda: True)

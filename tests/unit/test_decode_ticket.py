@@ -169,6 +169,16 @@ def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
     assert (ticket.is_quiesced(1e6 + 4.0), ticket.overdue(1e6 + 4.0)) == (True, [])
 
 
+def test_a_message_shows_that_a_process_has_not_ended():
+    """Its connection was closed, and it has another one."""
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.gone(LEFT, 1.0)
+    assert isinstance(ticket.grant(asks(LEFT), 2.0), Granted)
+    ticket.fail("the request was aborted")
+    assert not ticket.is_quiesced(1e6)
+
+
 # Over time: renewals, deadlines, the wait in a queue, and the end of prefill.
 
 NOBODY_BEGAN = (

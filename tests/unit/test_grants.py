@@ -36,6 +36,7 @@ from vllm_ascend_pd.decode import expected_writers, grants
 from vllm_ascend_pd.decode.arrivals import ArrivalQueue
 from vllm_ascend_pd.decode.grants import GrantService, OpenTicket
 from vllm_ascend_pd.decode.worker import DecodeWorker
+from vllm_ascend_pd.device.cpu import CpuEvent
 from vllm_ascend_pd.transport.batches import TransferLimits
 
 TICKETS, DIGEST = ("1" * 32, "2" * 32), "d" * 32
@@ -127,6 +128,81 @@ def test_a_rank_without_tickets_sleeps_at_once(rank: Rank) -> None:
     rank.worker.sleep()
     assert time.monotonic() - began < 5
     assert not rank.registered
+
+
+class Alone:
+    """A rank's control thread alone, with one ticket that any writer may ask for."""
+
+    def __init__(self, vacated: Any = None) -> None:
+        self.weights, self.connection = LoadedWeights("ours"), self.connect()
+        caches = RankCaches((GEOMETRY,), THEIRS)
+        self.service = GrantService(
+            ConnectorConfig(), caches, 0, sharding(1), self.weights, ArrivalQueue(), Observer(), 5.0
+        )
+        ticket = DecodeTicket(TICKETS[0], DIGEST, time.monotonic() + 900, 900, 10.0)
+        self.opened = OpenTicket(Expect("request", TICKETS[0], DIGEST, [7]), ticket, vacated or Done())
+        self.service.begin_step([self.opened], DecodeStep(), time.monotonic())
+
+    def connect(self) -> Any:
+        """A connection that is closed as soon as something is sent on it."""
+        return SimpleNamespace(send=lambda message, gone: gone())
+
+    def ask(self, connection: Any = None, **changes: Any) -> Message:
+        request = msgspec.structs.replace(request_for(TICKETS[0]), **changes)
+        return self.service.handle(request, connection or self.connection)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"writer": WriterId("prefill", 0, 1, 1)}, "rank 1 of 1 ranks in a pipeline stage"),
+        ({"weights": "theirs"}, "prefill computed with weights theirs, this engine has ours"),
+    ],
+)
+def test_writers_that_get_no_grant(changes: dict[str, Any], reason: str) -> None:
+    alone = Alone()
+    refused = alone.ask(**changes)
+    assert isinstance(refused, GrantRefused)
+    assert reason in refused.reason
+    assert not refused.retry
+    assert isinstance(alone.ask(), Granted)
+
+
+def test_blocks_are_granted_once_the_steps_before_the_ticket_have_ended() -> None:
+    vacated = CpuEvent()
+    alone = Alone(vacated)
+    refused = alone.ask()
+    assert isinstance(refused, GrantRefused)
+    assert refused.retry
+    vacated.set()
+    assert isinstance(alone.ask(), Granted)
+
+
+def test_a_report_of_one_who_does_not_know_the_ticket_ends_nothing() -> None:
+    alone = Alone()
+    alone.service.handle(msgspec.structs.replace(report_of(TICKETS[0]), digest="e" * 32), alone.connection)
+    assert isinstance(alone.ask(), Granted)
+
+
+def test_a_ticket_that_is_closed_is_not_asked_for_again() -> None:
+    alone = Alone()
+    alone.ask()
+    alone.service.handle(report_of(TICKETS[0]), alone.connection)
+    refused = alone.ask()
+    assert isinstance(refused, GrantRefused)
+    assert not refused.retry
+    assert "closed" in refused.reason
+
+
+def test_a_closed_connection_says_nothing_of_a_writer_that_has_another() -> None:
+    alone = Alone()
+    alone.ask()
+    [writer] = alone.opened.connections
+    alone.ask(connection=alone.connect())
+    alone.service._connection_closed(alone.opened, writer, alone.connection)
+    assert not alone.opened.ticket._leases[writer].gone
+    alone.service._connection_closed(alone.opened, writer, alone.opened.connections[writer])
+    assert alone.opened.ticket._leases[writer].gone
 
 
 def test_a_rank_that_was_stopped_keeps_blocks_until_what_came_meanwhile_is_applied(monkeypatch) -> None:

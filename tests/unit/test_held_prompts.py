@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from harness.held_prompts import *  # noqa: F403
@@ -214,6 +215,20 @@ def test_preempted_before_its_ticket_came(scheduled_model: Path) -> None:
     assert step.tickets == {"r": ticket}
     assert [(send.start, send.stop, send.last) for send in step.sends] == [(0, 32, False)]
     assert [(send.start, send.stop, send.last) for send in prefill.run()[0].sends] == [(32, 40, True)]
+    prefill.close()
+
+
+def test_a_ticket_that_comes_while_its_prompt_is_preempted(scheduled_model: Path) -> None:
+    """Its blocks are others' by then."""
+    prefill = Prefill(scheduled_model, step_tokens=32)
+    request = prefill.add("r", PROMPT, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
+    prefill.run()
+    prefill.preempt(request)
+    prefill.offer("xfer-1", ticket_for(PROMPT))
+    output = SchedulerOutput.make_empty()  # a step in which it does not run
+    output.preempted_req_ids = {"r"}
+    step = prefill.connector._role.build_step(output)
+    assert (step.sends, step.late) == ([], set())
     prefill.close()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.device import ops, ops_fallback
@@ -140,6 +140,7 @@ def paged(draw: st.DrawFn) -> Paged:
 
 
 @IMPLEMENTATIONS
+@settings(max_examples=50)
 @given(case=paged(), section_units=st.integers(1, 9))
 def test_gather_units(impl: ModuleType, case: Paged, section_units: int) -> None:
     units = case.units.flatten(2)
@@ -160,6 +161,7 @@ def test_gather_units(impl: ModuleType, case: Paged, section_units: int) -> None
 
 
 @IMPLEMENTATIONS
+@settings(max_examples=50)
 @given(case=paged())
 def test_split_heads(impl: ModuleType, case: Paged) -> None:
     groups = case.units.unflatten(3, (case.splits, -1)).permute(0, 3, 1, 2, 4, 5)

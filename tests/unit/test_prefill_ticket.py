@@ -134,3 +134,8 @@ def test_a_rank_that_did_not_acknowledge_a_failure_is_not_notified_again():
     assert state.notify(8.0)
     assert [list(state.notify_pending()) for _ in range(4)] == [[RIGHT], [RIGHT], [RIGHT], []], "it never answers"
     assert state.end()
+
+
+def test_no_write_is_planned_after_a_lease():
+    state = granted()
+    assert [state.may_write(LEFT, now) for now in (LEASE_S - 0.1, LEASE_S)] == [True, False]

@@ -23,7 +23,7 @@ from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankK
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.running_time import RunningTime
-from vllm_ascend_pd.core.step import Send
+from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.cpu import CpuEvent
 from vllm_ascend_pd.device.event import DeviceError, Event
@@ -31,7 +31,7 @@ from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import StagingRing
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_plan import StepPlan
+from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -503,3 +503,86 @@ def test_a_failed_write_may_still_deliver_kv_that_vllm_took_back(sender, transfe
     sender.check()
     assert "took back" in str(transfers[0].state.failure)
     assert transfers[1].state.failure is None
+
+
+def test_kv_of_weights_that_were_updated_meanwhile_is_not_delivered(sender, transfers):
+    weights = sender._rank.loaded
+    transfers[0].weights = weights.current
+    with weights.changing("update_weights"):
+        pass
+    transfers[1].weights = weights.current
+    sender.finish(transfers)
+    assert sender.barrier().wait(10)
+    sender.check()
+    assert "weights were updated" in str(transfers[0].state.failure)
+    assert transfers[1].state.failure is None
+
+
+def test_a_request_that_has_failed_is_not_written(engine, sender, transfers):
+    transfers[0].state.fail("its client has left", PushFailure.ABORTED)
+    write(sender, *pushes(transfers))
+    assert engine.arrived == [copy_of(layer, 3, 9) for layer in range(len(LAYERS))]
+
+
+def test_layers_that_are_over_make_room_for_others(sender, transfers):
+    write(sender, *pushes(transfers))
+    assert sender._room.qsize() == ConnectorConfig().push_queue_size
+
+
+def test_what_a_failed_forward_pass_has_not_computed_is_not_delivered(transfers):
+    """tests/integration/test_failed_forward.py has vLLM's runner report it."""
+    worker: Any = PrefillWorker.__new__(PrefillWorker)
+    worker._unnamed = SimpleNamespace(end_step=lambda completed: True)
+    worker._plan = StepPlan(last=[transfers[0]])
+    worker.end_forward(MemoryError("none left"))
+    assert "forward pass failed: MemoryError('none left')" in str(transfers[0].state.failure)
+    assert transfers[1].state.failure is None
+
+
+@pytest.mark.parametrize("settles_in_s", [-1.0, 60.0])
+def test_preempted_blocks_are_not_sent_while_a_failed_write_may_read_them(sender, transfers, settles_in_s: float):
+    """The write would read the blocks' next content, and deliver that (R3)."""
+    worker: Any = PrefillWorker.__new__(PrefillWorker)
+    worker._rank, worker._plan, worker._forward_ended = sender._rank, StepPlan(), True
+    worker._turns, worker._observer = None, Observer()
+    [transfer] = transfers[:1]
+    transfer.sender = sender
+    transfer.state.mark_in_flight(sender._rank.running_time() + settles_in_s)
+    worker._transfers = {"a": transfer}
+    worker.preempted(PrefillStep(preempted={"a"}))
+    assert (transfer.state.failure is not None) == (settles_in_s > 0)
+
+
+def test_a_slot_goes_back_once_whoever_fills_it_first(transfers):
+    filled, given_up = pushes(transfers)
+    slot = Slot(0, 1)
+    assert filled.fill(slot)
+    assert filled.take_back() is slot
+    assert given_up.take_back() is None
+    assert not given_up.fill(slot), "the side stream keeps it"
+
+
+def test_blocks_are_freed_once_the_transfer_is_over_and_vllm_is_done_with_the_request(sender, transfers):
+    worker: Any = PrefillWorker.__new__(PrefillWorker)
+    worker._transfers, worker._done = dict(zip("ab", transfers, strict=True)), set()
+    for transfer in transfers:
+        transfer.sender = sender
+    worker._take((transfers[0], True))
+    worker._release("b", None)
+    assert worker._done == set()
+    worker._release("a", None)
+    assert worker._done == {"a"}
+    worker._take((transfers[1], True))
+    assert worker._done == {"a", "b"}
+
+
+def test_a_failure_that_one_rank_knows_of_leaves_no_request_out_of_its_plan(transfers):
+    """All ranks must make the same plan, because they exchange heads for it (R5)."""
+    planner: Any = Planner.__new__(Planner)
+    planner._routes, planner._geometries = SimpleNamespace(route=lambda *_: ROUTE), [GEOMETRY]
+    planner._regrouper, planner._layers = None, [len(LAYERS)]
+    planner._rank = SimpleNamespace(config=ConnectorConfig(), device=None)
+    transfers[0].state.fail("a write has failed", PushFailure.WRITE)
+    slices = [(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
+    [step_send] = planner._plan_geometry(StepPlan(), 0, transfers[0].ticket, slices)
+    assert step_send.transfers == transfers
