@@ -166,5 +166,16 @@ FOUND: dict[str, Scenario] = {
         faults=Faults(other_prompt=0.5),
         events=(Event(0.0646, "request", ("r9", 109, 104, 4, "metaserver", 0)),),
     ),
+    "KV that vLLM took back is still being written by another rank": Scenario(
+        seed=224,
+        shape=Shape(
+            prefills=2, prefill_tp=2, prefill_blocks=80, decode_blocks=80, pool=True, prefill_policy="recompute"
+        ),
+        faults=Faults(slow=0.5, slow_by=50.0, load_fails=0.5),
+        events=(
+            Event(0.0044, "request", ("r3", 103, 14, 3, "metaserver", 0)),
+            Event(0.0048, "request", ("r4", 104, 77, 5, "metaserver", 16)),
+        ),
+    ),
 }
 """By the name of the mutant that takes the guard out."""

@@ -449,6 +449,17 @@ MUTANTS: dict[str, Mutant] = {
     "a write overtakes KV that vLLM took back": _without(
         "prefill.sender:Sender._await_layout", "self._drain()", "pass", seeds=0
     ),
+    "KV that vLLM took back is still being written by another rank": _without(
+        "prefill.worker:PrefillWorker.start_step",
+        "self._await_replaced_writes()",
+        "pass",
+        pool=True,
+        load_fails=0.5,
+        prefill_policy="recompute",
+        **_ROOM,
+        **_SLOW,
+        **_STAGED,
+    ),
     "KV that vLLM took back may arrive after what replaces it": _without(
         "prefill.sender:Sender._reach",
         "if transfer.again and transfer.state.settled_at > -math.inf:",

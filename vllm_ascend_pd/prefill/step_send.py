@@ -56,8 +56,7 @@ class StepSend:
     """Units of several requests that are sent by one route. Regrouped units fit into one staging slot.
 
     The model's thread makes it. Afterwards the sender's thread owns `is_located`, `writes`, the private field and the
-    methods that are
-    `owned`. Nothing else changes.
+    methods that are `owned`. Nothing else changes.
     """
 
     route: Route

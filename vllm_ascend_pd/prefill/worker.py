@@ -123,8 +123,11 @@ class PrefillWorker(ConnectorRole):
 
     @owned
     def start_step(self, step: PrefillStep) -> None:
-        """Opens new transfers and plans the step. Waits for nothing, unless vLLM has not ended the step before: then as
-        `end_step` may."""
+        """Opens new transfers and plans the step.
+
+        Waits for nothing, unless vLLM has not ended the step before, then as `end_step` may; or has taken back KV that
+        is still being written, then for `write_timeout_s` at most.
+        """
         self._end_open_step()
         self._step = step
         if step.wakeup_address:
@@ -142,6 +145,7 @@ class PrefillWorker(ConnectorRole):
             self._release(request_id, aborted)
         self._done.update(step.unsent)
         self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
+        self._await_replaced_writes()
         self._forward_ended = False
         self._unnamed.start_step()
         self._written = None
@@ -150,6 +154,20 @@ class PrefillWorker(ConnectorRole):
         if not step.computes:  # vLLM does not say that such a step ends
             self._forward_ended = True
             self.end_step()
+
+    def _await_replaced_writes(self) -> None:
+        """Waits for earlier writes of KV that vLLM took back, if ranks exchange what replaces it.
+
+        The step's units are divided anew. So another rank may write what this one has written before, and may begin
+        when the ranks have exchanged it: then all of them have waited (R1).
+        """
+        exchanged = {t for each in self._plan.all_sends if each.route.ranks for t in each.transfers if t.again}
+        barriers = [(transfer, transfer.sender.barrier()) for transfer in exchanged]
+        deadline = time.monotonic() + self._rank.config.write_timeout_s
+        for transfer, passed in barriers:
+            if not passed.wait(max(0.0, deadline - time.monotonic())):
+                reason = "KV that vLLM took back was still being written when it was computed again"
+                transfer.state.fail(reason, PushFailure.WRITE)
 
     @owned
     def mark_cached(self, layer: str) -> None:
