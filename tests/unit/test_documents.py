@@ -74,6 +74,12 @@ def test_the_chinese_readme_has_the_same_commands_and_figures() -> None:
     assert re.findall(r"\d+%?", prose(CHINESE)) == re.findall(r"\d+%?", prose(english))
 
 
+def test_the_chinese_readme_has_full_width_punctuation() -> None:
+    chinese = "[\u4e00-\u9fff]"
+    text = re.sub(r"\]\([^)]*\)", "]", prose(CHINESE))
+    assert re.findall(rf".*{chinese}[,;:.()].*|.*[,;:()]{chinese}.*", text) == []
+
+
 # --- what is generated --------------------------------------------------------------------------------------
 
 
