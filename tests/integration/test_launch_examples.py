@@ -20,13 +20,14 @@ import yaml
 from typer.main import get_command
 
 from harness.serve_options import serve_parser
-from vllm_ascend_pd import cli
+from vllm_ascend_pd import __version__, cli
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
+KUSTOMIZATION = EXAMPLES / "kubernetes" / "kustomization.yaml"
+MANIFESTS = sorted({*(EXAMPLES / "kubernetes").glob("*.yaml")} - {KUSTOMIZATION})
 KUBERNETES = "1.37.0"
 
 ENVIRONMENT = {
@@ -119,6 +120,39 @@ LEADER_WORKER_SET = {
     },
 }
 
+# From the Prometheus operator's API v1.
+POD_MONITOR = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "PodMonitor"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["selector", "podMetricsEndpoints"],
+            "properties": {
+                "selector": {"type": "object", "required": ["matchLabels"]},
+                "podMetricsEndpoints": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "properties": {
+                            "port": {"type": "string"},
+                            "path": {"type": "string"},
+                            "interval": {"type": "string"},
+                            "relabelings": {"type": "array"},
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
 
 def resources(path: Path) -> Iterator[dict[str, Any]]:
     yield from yaml.safe_load_all(path.read_text())
@@ -127,6 +161,9 @@ def resources(path: Path) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_manifests_are_valid(path: Path) -> None:
     for resource in resources(path):
+        if resource["kind"] == "PodMonitor":
+            jsonschema.validate(resource, POD_MONITOR)
+            continue
         if resource["kind"] != "LeaderWorkerSet":
             kubernetes_validate.validate(resource, KUBERNETES, strict=True)
             continue
@@ -198,6 +235,36 @@ def test_pods_find_each_other() -> None:
         [container] = pod["containers"]
         assert {"name": name, "mountPath": "/etc/pd", "readOnly": True} in container["volumeMounts"]
     assert len(templates) == 5
+
+
+def test_the_kustomization_has_all_but_monitoring() -> None:
+    [kustomization] = resources(KUSTOMIZATION)
+    assert {*kustomization["resources"], "monitoring.yaml"} == {path.name for path in MANIFESTS}
+    [secret] = kustomization["secretGenerator"]
+    assert (secret["name"], secret["options"]) == ("pd-secret", {"disableNameSuffixHash": True})
+    [image] = kustomization["images"]
+    for path in MANIFESTS:
+        for named in re.findall(r"image: (\S+)", path.read_text()):
+            assert named == f"{image['name']}:{image['newTag']}" == f"{image['name']}:{__version__}"
+
+
+def test_pods_are_monitored_under_the_jobs_of_the_alerts() -> None:
+    """And each role may lose one pod at a time."""
+    found = [one for path in MANIFESTS for one in resources(path) if "spec" in one]
+    kinds = {(one["kind"], one["metadata"]["name"]): one["spec"] for one in found}
+    labels = {"proxy": kinds["Deployment", "proxy"]["template"]["metadata"]["labels"]}
+    for role in ("prefill", "decode"):
+        labels[role] = kinds["LeaderWorkerSet", role]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["labels"]
+        budget = kinds["PodDisruptionBudget", role]
+        assert budget["maxUnavailable"] == 1
+        assert budget["selector"]["matchLabels"].items() <= labels[role].items()
+    targets = yaml.safe_load((EXAMPLES / "observability" / "targets.yml").read_text())
+    assert {group["labels"]["job"] for group in targets} == {f"pd-{name}" for name in labels}
+    for name, of in labels.items():
+        monitor = kinds["PodMonitor", name]
+        assert monitor["selector"]["matchLabels"].items() <= of.items()
+        [endpoint] = monitor["podMetricsEndpoints"]
+        assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": f"pd-{name}"}]
 
 
 def test_the_pools_files_are_json() -> None:
