@@ -84,7 +84,8 @@ def curls(command: Command, folder: Path) -> None:
     """Against a proxy that the README's command has started."""
     [proxy] = [each for each in COMMANDS if each.line.startswith("vllm-ascend-pd proxy --host")]
     with front_door(proxy, folder) as door:
-        values = {"127.0.0.1:8000": door.url.removeprefix("http://")}
+        [host] = re.findall(r"(?:127\.0\.0\.1|192\.0\.2\.1):8000", command.line)
+        values = {host: door.url.removeprefix("http://")}
         if "/ID" in command.line:
             values["/ID"] = f"/{door.engines()[door.decode]['id']}"
             if ":undrain" in command.line:
@@ -93,7 +94,7 @@ def curls(command: Command, folder: Path) -> None:
             values["http://127.0.0.1:8201"] = door.another
         options = "--silent --show-error --fail-with-body --max-time 30 --noproxy '*'"
         answer = command.with_values(values).run(folder, options, TOKEN=TOKEN)
-        [end] = re.findall(r"127\.0\.0\.1:8000/\S*?([\w.]+)(?!\S)", command.line)
+        [end] = re.findall(rf"{re.escape(host)}/\S*?([\w.]+)(?!\S)", command.line)
         assert EXPECTED[end, method(command)](answer, door)
 
 

@@ -21,7 +21,7 @@ from harness.waiting import wait_until
 from vllm_ascend_pd.core.step import PrefillStep
 
 GQA = Model()
-IMPATIENT = {"collective_timeout_s": 1.5, "control_timeout_s": 1.0, "lease_s": 6.0, "write_timeout_s": 2.0}
+IMPATIENT = {"collective_timeout_s": 2.5, "control_timeout_s": 1.0, "lease_s": 6.0, "write_timeout_s": 2.0}
 SHAPES = [pytest.param((2, 1), id="TP2_TO_TP1"), long((4, 2), id="TP4_TO_TP2")]
 LENGTHS = [16, 40, 100]
 

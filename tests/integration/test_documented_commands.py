@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import pytest
 import test_launch_examples as examples
-import yaml
 from page_commands import COMMANDS, ENVIRONMENT, Command
 from proxy_cluster import eventually
 from proxy_commands import curls, opens_the_front_door
@@ -36,6 +35,8 @@ def makes_a_secret(command: Command, folder: Path) -> None:
     """Only its owner can read it, and engines find it where the command puts it."""
     if "/etc/pd" in command.line:
         command = command.with_values({"/etc/pd": str(folder)})
+    if len(command.words) > 2:
+        (folder / command.words[2]).parent.mkdir(parents=True, exist_ok=True)
     printed = command.run(folder, HOME=str(folder), XDG_CONFIG_HOME="")
     file = folder / (command.words[2] if len(command.words) > 2 else ".config/vllm-ascend-pd/secret")
     assert file.stat().st_mode & 0o777 == 0o600
@@ -127,7 +128,7 @@ def is_understood(command: Command, folder: Path) -> None:
     script, role = re.findall(r"(scripts/launch_(\w+)\.sh)", line)[0]
     line = line.replace(script, f"{script} --dry-run")
     shown = Command(line, command.pages).run(REPOSITORY, HOME=str(folder), **NPU_SERVER)
-    words = shlex.split(shown.splitlines()[-1].removeprefix("exec "))
+    words = examples.words_of(shown.splitlines()[-1].removeprefix("exec "))
     if role == "proxy":
         told = examples.proxy_options(words)
         assert told["prefill"]
@@ -223,20 +224,12 @@ def is_one_of_all(command: Command, folder: Path) -> None:
 
 
 def has_valid_manifests(command: Command, folder: Path) -> None:
-    for word in command.words[3::2]:
-        examples.test_manifests_are_valid(REPOSITORY / word)
-
-
-def names_what_pods_mount(command: Command, folder: Path) -> None:
-    [file] = re.findall(r"--from-file=(\S+)", command.line)
+    [kustomization] = examples.resources(REPOSITORY / command.words[3] / "kustomization.yaml")
+    for name in kustomization["resources"]:
+        examples.test_manifests_are_valid(REPOSITORY / command.words[3] / name)
+    [secret] = kustomization["secretGenerator"]
     [page] = command.pages
-    assert f"vllm-ascend-pd secret {file}" in lines(page), "made by nothing above"
-    words = command.words
-    resources = [each for path in examples.MANIFESTS for each in yaml.safe_load_all(path.read_text())]
-    assert words[2] in {each["metadata"]["name"] for each in resources if each["kind"] == "Namespace"}
-    assert f"secretName: {words[6]}" in (REPOSITORY / "examples/kubernetes/decode.yaml").read_text()
-    text = "".join(path.read_text() for path in examples.MANIFESTS)
-    assert set(re.findall(r"--secret-file=(\S+)", text)) == {f"/etc/pd/{file}"}
+    assert {f"vllm-ascend-pd secret {command.words[3]}/{name}" for name in secret["files"]} <= {*lines(page)}
 
 
 # --- the table ---------------------------------------------------------------------------------------------
@@ -247,6 +240,20 @@ def is_a_simulation(command: Command, folder: Path) -> None:
     assert name in re.findall(
         r"^(\S+)", (REPOSITORY / "tests/simulation/__main__.py").read_text().split('"""')[1], re.M
     )
+
+
+def takes_these_options(command: Command, folder: Path) -> None:
+    program = [word for word in command.words if not word.startswith("-")][: 2 if "doctor" in command.words else 1]
+    if command.words[0] == "python3":
+        program = [sys.executable, str(REPOSITORY / command.words[1])]
+    elif program[0].startswith("scripts/"):
+        program[0] = str(REPOSITORY / program[0])
+    environment = ENVIRONMENT | {"COLUMNS": "200", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [*program, "--help"], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    options = {word for word in command.words if word.startswith("--")}
+    assert options <= set(re.findall(r"--[a-z-]+", done.stdout)), done.stdout
 
 
 class Row(NamedTuple):
@@ -294,7 +301,13 @@ TABLE = (
     Row(r"scripts/test\.sh --faults", starts_what_is_there, "40 minutes: its short form is a stage of scripts/test.sh"),
     Row(r"scripts/test\.sh --hostile", starts_what_is_there, "minutes: its short form is a stage of scripts/test.sh"),
     Row(r"scripts/test\.sh --simulation", starts_what_is_there, "its short form is a stage of scripts/test.sh"),
-    Row(r"scripts/test\.sh --mutants", starts_what_is_there, "ten minutes"),
+    Row(r"scripts/test\.sh --mutants", takes_these_options, "ten minutes"),
+    Row(
+        r"scripts/first_hours\.sh .*|python3 scripts/compare_connectors\.py .*|"
+        r"vllm-ascend-pd doctor --hardware --peer .*",
+        takes_these_options,
+        "needs servers with NPUs; tests/npu runs their short forms on emulated CANN",
+    ),
     Row(r"PYTHONPATH=\.:tests \.venv/bin/python -m simulation .*", is_a_simulation, "minutes each"),
     Row(r"\.venv/bin/python -m pytest (-s )?tests/\S+\.py", is_a_test, "minutes: a test's long form"),
     Row(r"pip install .*", could_be_installed, "would change the environment that tests run in"),
@@ -310,7 +323,6 @@ TABLE = (
         "tests/integration/test_observability.py::test_prometheus_collects_a_proxy_as_the_readme_says",
     ),
     Row(r"kubectl apply .*", has_valid_manifests, "there is no Kubernetes here"),
-    Row(r"kubectl .* create secret .*", names_what_pods_mount, "there is no Kubernetes here"),
 )  # fmt: skip
 
 

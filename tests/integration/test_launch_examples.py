@@ -43,7 +43,15 @@ def dry_run(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     words = [command[0], "--dry-run", *command[1:]]
     done = subprocess.run(words, env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, shlex.join(words) + done.stderr
-    return shlex.split(done.stdout.splitlines()[-1].removeprefix("exec "))
+    return words_of(done.stdout.splitlines()[-1].removeprefix("exec "))
+
+
+def words_of(line: str) -> list[str]:
+    """Splits a line as bash does, which quotes some words in ways that `shlex` does not know."""
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, timeout=30, check=True
+    )
+    return done.stdout.split("\0")[:-1]
 
 
 @cache

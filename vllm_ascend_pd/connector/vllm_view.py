@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between vLLM 0.23.0 and later versions, and attributes that this package gives to vLLM's requests."""
+"""What differs between vLLM 0.23.0, 0.30.0, 0.32.0 and 0.33.0, and attributes that this package gives to requests."""
 
 from types import SimpleNamespace
 from typing import Any
