@@ -203,6 +203,7 @@ class DecodeWorker(ConnectorRole):
             self._arrivals.add(self._leave_unverified, wakes=False)
         self._device.idle(self._config.collective_timeout_s)
         self._engine.suspend()
+        self._loaded.caches_lost()  # vLLM may not have emptied its prefix cache (R1)
 
     def _leave_unverified(self, news: Arrivals) -> None:
         """Hands on what has arrived while the verifier sleeps, so that it is not compared."""
