@@ -21,9 +21,10 @@ def theirs(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Layerwi
         yield proxy
 
 
-def test_tokens(theirs: LayerwiseProxy, cluster: Cluster, reference) -> None:
-    prompts = [random_prompt(tokens, f"layerwise {i}") for i, tokens in enumerate((1, 128, 300, 129, 1000, 640))]
-    messages = [{"role": "user", "content": "Which layer comes before layer 9? " * 10}]
+def test_tokens(theirs: LayerwiseProxy, cluster: Cluster, reference, request: pytest.FixtureRequest) -> None:
+    name = request.node.name  # no prompt is in a prefix cache
+    prompts = [random_prompt(tokens, f"{name} {i}") for i, tokens in enumerate((1, 128, 300, 129, 1000, 640))]
+    messages = [{"role": "user", "content": f"{name}: which layer comes before layer 9? " * 10}]
     with Client(theirs.url, model=str(cluster.model)) as client:
         whole = at_once(client.complete, prompts, concurrency=6)
         streams = [client.complete(prompt, stream=True) for prompt in prompts[:3]]
