@@ -131,4 +131,6 @@ def _judged(status: int, answer: bytes, client: "Client", is_stream: bool) -> tu
     reason = parts[-1]["choices"][0]["finish_reason"] if parts else None
     if (tokens, reason) == (client.max_tokens, "length"):
         return "right", ""
+    if reason == "abort":  # an engine that goes to sleep ends its requests so, and says it
+        return "failed", "abort"
     return "wrong", f"{tokens} tokens instead of {client.max_tokens}, {reason}"
