@@ -7,7 +7,7 @@ import pytest
 
 from simulation.processes import run
 
-FIRST = 1000
+FIRST = 940
 REQUESTS = 10_000
 
 
