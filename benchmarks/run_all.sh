@@ -90,6 +90,8 @@ in_short --rounds 3
 run "$VENV" overlap "${short[@]}" "${check[@]}"
 in_short --requests 1 8 64 --engines 1 16 --rounds 2
 run "$VENV" scale "${short[@]}" "${check[@]}"
+in_short --steps 50
+run "$VENV" waiting "${short[@]}" "${check[@]}"
 in_short --requests 100 --seconds 4 --streams 500
 run "$VENV" proxy_overhead "${short[@]}" "${check[@]}"
 in_short --cases numbers text

@@ -39,6 +39,9 @@ _ARRIVED = "arrived_requests"
 """Attribute of a scheduler's `KVCacheManager`: the requests, by id and in queue order, whose KV had arrived when the
 scheduler's pass began and which the pass has not looked at. None between the start of a step and the pass."""
 
+_VLLMS_ORDER: dict[str, "Request"] = {}
+"""In place of these requests: none had arrived, and only skipped ones waited. So the pass goes in vLLM's order."""
+
 _PROMOTED = "promoted_requests"
 """Attribute of a scheduler: ids of requests whose transfer has ended and which held blocks then."""
 
@@ -83,12 +86,15 @@ def _arrived_requests_first(by_vllm: Method) -> Method:
     # vLLM calls this for each waiting request of each step, so what holds for the whole pass is found once.
     def select_waiting_queue_for_scheduling(self: Any) -> Any:
         manager = self.kv_cache_manager
-        if (arrived := vars(manager).get(_ARRIVED)) is None:
+        arrived = getattr(manager, _ARRIVED, None)
+        if arrived is None:
             setattr(manager, _LOOKAHEAD, (self.num_lookahead_tokens, _padding(self)))
             arrived = _arrived_requests(self)
+            if not arrived and not self.waiting:
+                arrived = _VLLMS_ORDER
             setattr(manager, _ARRIVED, arrived)
         queue = by_vllm(self)
-        if queue is None or not (arrived or self.waiting):
+        if arrived is _VLLMS_ORDER or queue is None or not (arrived or self.waiting):
             return queue
         head = queue.peek_request()
         if arrived.pop(head.request_id, None) is not None or _is_skipped(self, head):
