@@ -5,7 +5,8 @@
 # run_1p1d.sh, which runs the set-up, has `check_options` from here.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+# Modules are compiled when they are first imported: most never are.
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_NO_COMPILE=1
 
 die() {
   printf 'setup: %s\n' "$*" >&2

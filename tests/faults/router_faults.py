@@ -86,10 +86,9 @@ SCENARIOS = [
     scenario(
         "every message about tickets twice",
         lambda w: about_tickets(w, *(Rule(kind, "twice") for kind in EVERY_KIND)),
-        short=True,
         absorbed=True,
     ),
-    scenario("clients of a router leave at every stage", leave_at_every_stage, short=True),
+    scenario("clients of a router leave at every stage", leave_at_every_stage),
     scenario(
         "clients of a router leave, and prefill is not told",
         lambda w: leave_while_offered(w, Rule(ReleasePrompt, "lose"), Rule(Acknowledged, "lose")),
@@ -102,5 +101,5 @@ SCENARIOS = [
         lambda w: kill_holding(w, w.decode, w.tickets, OfferTicket, held=4),
         disconnects=True,
     ),
-    scenario("the router killed between its two requests", kill_router, disconnects=True, short=True),
+    scenario("the router killed between its two requests", kill_router, disconnects=True),
 ]

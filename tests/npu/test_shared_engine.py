@@ -86,7 +86,7 @@ peer.kill()
 """
 
 
-@pytest.mark.parametrize("order", ["theirs first", "ours first"])
+@pytest.mark.parametrize("order", ["theirs first", long("ours first")])
 @pytest.mark.parametrize("wheel", [*WHEELS[:1], *map(long, WHEELS[1:])])
 def test_one_mooncake_engine_serves_vllm_ascend_and_us(wheel: str, order: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"

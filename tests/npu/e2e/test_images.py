@@ -15,7 +15,7 @@ from harness.clusters import Cluster
 from harness.engines import EngineConfig
 from harness.failures import wait_all_blocks_free
 from harness.http_server import Handler, serving
-from harness.pool import Reference
+from harness.pool import Reference, long
 from harness.vision import VISION, chat_about, data_url, png
 from npu_engines import on_npu, one_to_one
 
@@ -30,7 +30,7 @@ QWEN3_VL = dataclasses.replace(
     single=on_npu(EngineConfig(args=ARGS, env=WITH_IMAGES)),
 )
 
-the_cluster = pytest.mark.parametrize("cluster", [QWEN3_VL], ids=str, indirect=True)
+the_cluster = pytest.mark.parametrize("cluster", [long(QWEN3_VL)], ids=str, indirect=True)
 
 
 @pytest.fixture
