@@ -188,7 +188,7 @@ def _report(chosen: dict[str, Mutant], tests: _Answers, seeds: _Answers) -> int:
             counts[where].update(noticed)
     print("\n| where | guards | noticed by seeds | by quick tests | by nobody |\n|---|---:|---:|---:|---:|")
     for where, of in sorted(counts.items(), key=lambda item: (item[0] == "all", item[0])):
-        print(f"| `{where}/` | {of['guards']} | {of['seeds']} | {of['tests']} | {of['nobody']} |")
+        print(f"| `{where}/` | {of['guards']} | {+of['seeds']} | {+of['tests']} | {+of['nobody']} |")
     print(f"\n{len(wrong)} wrong: {', '.join(wrong) or 'none'}")
     return bool(wrong)
 
