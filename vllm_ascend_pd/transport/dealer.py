@@ -87,8 +87,9 @@ class Dealer:
         which = (self._which + 1) % len(self._keys)
         return Dealer(self._make_socket, self.endpoint, self._keys, which)
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
+        """`linger_ms`: how long the context's end may wait until the server has what was sent."""
         if self._monitor is not None:
             self.socket.disable_monitor()
             self._monitor.close(linger=0)
-        self.socket.close(linger=0)
+        self.socket.close(linger_ms)

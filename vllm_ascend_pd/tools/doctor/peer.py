@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import zmq
 
     from vllm_ascend_pd.tools.doctor.loopback import NpuMemory
+    from vllm_ascend_pd.transport.dealer import Dealer
     from vllm_ascend_pd.transport.engine import TransferEngine
 
 PORT = 18900
@@ -126,6 +127,7 @@ class Wire:
         self._zmq, self._context = zmq, zmq.Context()
         self._identity: bytes | None = None
         self._guard: Guard | None = None
+        self._dealer: Dealer | None = None
         if listens(between.own, between.other):
             self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
@@ -135,14 +137,18 @@ class Wire:
         else:
             keys = [] if secret is None else side_channel_keys(secret)[:1]
             endpoint = f"tcp://{authority(between.other, between.port)}"
-            self._socket = Dealer(self._context.socket, endpoint, keys).socket
+            self._dealer = Dealer(self._context.socket, endpoint, keys)
+            self._socket = self._dealer.socket
 
     def close(self) -> None:
         """Waits until the other server has what was sent, for some seconds: this process ends at once afterwards."""
-        self._socket.close(linger=_FLUSH_MS)
+        if self._dealer is not None:
+            self._dealer.close(_FLUSH_MS)
+        else:
+            self._socket.close(linger=_FLUSH_MS)
         if self._guard is not None:
             self._guard.socket.close(linger=0)
-        self._context.term()
+        self._context.term()  # waits for sockets that are open
 
     def send(self, message: object) -> None:
         content = msgspec.json.encode(message)
