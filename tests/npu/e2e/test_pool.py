@@ -126,20 +126,23 @@ def forget_prefixes(cluster: Cluster) -> None:
         httpx.post(f"{engine.url}/reset_prefix_cache", timeout=30, **PLAIN_HTTP).raise_for_status()
 
 
-def test_prompts_are_pushed(client: Client, reference: Reference) -> None:
-    prompts = [random_prompt(tokens, f"pushed-{i}") for i, tokens in enumerate(2 * (2, 127, 129, PROMPT, 1000))]
+def test_prompts_are_pushed(config: ClusterConfig, client: Client, reference: Reference) -> None:
+    """Prompts of each order are its own: the pool still names blocks of the engines before, which are gone."""
+    prompts = [
+        random_prompt(tokens, f"{config} pushed-{i}") for i, tokens in enumerate(2 * (2, 127, 129, PROMPT, 1000))
+    ]
     completions = at_once(client.complete, prompts, concurrency=8)
     assert_agree(reference, prompts, completions)
     assert all(map(received_bytes, completions))
 
 
-def test_a_prompt_comes_again(cluster: Cluster, client: Client, reference: Reference) -> None:
+def test_a_prompt_comes_again(config: ClusterConfig, cluster: Cluster, client: Client, reference: Reference) -> None:
     """Neither engine has it cached any more, and the pool has it: prefill restores it from there and pushes it.
 
     On decode the pool loads nothing unless it has `consumer_is_to_load`, so there the order makes no difference.
     """
     [prefill] = cluster.prefill
-    prompt = random_prompt(PROMPT, "again")
+    prompt = random_prompt(PROMPT, f"{config} again")
     first = client.complete(prompt)
     assert received_bytes(first) == RECEIVED
     forget_prefixes(cluster)
@@ -151,12 +154,14 @@ def test_a_prompt_comes_again(cluster: Cluster, client: Client, reference: Refer
 
 
 @pytest.mark.skipif(not cann_on_host.is_active(), reason="other KV is put where nothing was loaded")
-def test_a_block_cannot_be_loaded(cluster: Cluster, client: Client, reference: Reference, failing: Path) -> None:
+def test_a_block_cannot_be_loaded(
+    config: ClusterConfig, cluster: Cluster, client: Client, reference: Reference, failing: Path
+) -> None:
     """Each of those that prefill restores. It must not have pushed what was never loaded."""
     [prefill] = cluster.prefill
     try:
         for number in range(WHOLE_BLOCKS // BLOCK):
-            prompt = random_prompt(PROMPT, f"fails-{number}")
+            prompt = random_prompt(PROMPT, f"{config} fails-{number}")
             first = client.complete(prompt)
             forget_prefixes(cluster)
             failing.write_text(str(number))
