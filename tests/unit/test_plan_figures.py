@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved, attention, plan_for
 
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.caches import TokenGroup, describe, left_to_decode
 from vllm_ascend_pd.core.layout import LayerSpec
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.states import LayerState, partition_states, state_geometries
@@ -323,6 +323,15 @@ def test_expected_caches_are_described_as_registered_ones_are(config, shapes):
     described = describe(registered, {name: spec}, heads_first=False).description
     ours = [expected.geometry_of(tensor) for tensor in expected.tensors if tensor.layer == name]
     assert ours == [described.geometry_of(tensor) for tensor in described.tensors]
+
+
+@given(st.integers(0, 300), st.integers(1, 100))
+def test_what_a_token_sees_is_what_it_sees_in_the_connector(token, size):
+    for kind in ({"window": size}, {"chunk": size}, {}):
+        cache = dataclasses.replace(attention(1, 8, 8), **kind)
+        group = TokenGroup(16, windowed=bool(kind), **kind)
+        assert cache.seen_from(token) == group.seen_from(token)
+        assert ModelShape("any", 1, ((cache,),)).leaves_last_token == left_to_decode([group])
 
 
 def test_expected_states_are_described_as_registered_ones_are():
