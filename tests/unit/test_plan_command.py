@@ -49,6 +49,14 @@ def test_it_starts_without_anything_heavy() -> None:
     assert {"torch", "transformers", "vllm"}.isdisjoint(done.stdout.splitlines()[-1].split())
 
 
+def test_transformers_is_asked_without_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; from vllm_ascend_pd.cli import main; main()"
+    command = [sys.executable, "-c", program, "plan", str(LLAMA)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "327,680 bytes per token" in done.stdout
+
+
 def test_tables(plan: Plan) -> None:
     done = plan(
         DEEPSEEK, "--prefill-tp", 16, "--decode-tp", 4, "--decode-dp", 4, "--compute-ms-per-1000-tokens", 61,
