@@ -125,6 +125,7 @@ def test_options_that_change_figures(plan: Plan) -> None:
         ("--prefill-tp 5", 1, "vllm-ascend-pd: prefill: tensor parallel size 5 does not divide 64 attention heads"),
         ("--prefill-tp 0", 2, "--prefill-tp"),
         ("--kv-cache-dtype fp7", 2, "--kv-cache-dtype"),
+        ("--prompt-tokens 1", 2, "--prompt-tokens"),
         ("--output-tokens 5", 2, "need each other and --compute-ms-per-1000-tokens"),
         (
             " ".join(TRAFFIC).replace("gib 20", "gib 1"),

@@ -14,8 +14,8 @@ from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError, read_model
 
 
-def _count(text: str, default: str | None = None) -> Any:
-    return typer.Option(help=text, metavar="N", min=1, show_default=default or True)
+def _count(text: str, default: str | None = None, least: int = 1) -> Any:
+    return typer.Option(help=text, metavar="N", min=least, show_default=default or True)
 
 
 def _number(text: str) -> Any:
@@ -40,7 +40,8 @@ def plan(
     decode_block_size: Annotated[int | None, _count("Of decode.", "--block-size")] = None,
     kv_cache_dtype: Annotated[CacheDtype, typer.Option(help=_DTYPES, metavar="TYPE")] = CacheDtype.AUTO,
     max_num_batched_tokens: Annotated[int, _count("Tokens per prefill step.")] = 8192,
-    prompt_tokens: Annotated[int, _count("Tokens of the prompt.")] = 1000,
+    # Of a prompt of one token, decode may compute all itself.
+    prompt_tokens: Annotated[int, _count("Tokens of the prompt.", least=2)] = 1000,
     measured: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, metavar="FILE", help=_MEASURED)] = None,
     compute_ms_per_1000_tokens: Annotated[float | None, _number("Prefill's time.")] = None,
     output_tokens: Annotated[int | None, _count("Tokens of an answer.")] = None,

@@ -88,7 +88,7 @@ def _prompt(plan: PlanFigures) -> Table:
     table.add_row("staging of a prefill rank", f"{_size(staging.total_bytes)} ({slots})" if staging.slots else "none")
     if staging.groups:
         buffers = f"2 x {BUFFER_MB} MiB for each of {staging.groups} groups"
-        table.add_row("HCCL's on a prefill rank", f"{_size(staging.communicator_bytes)} ({buffers})")
+        table.add_row("HCCL of a prefill rank", f"{_size(staging.communicator_bytes)} ({buffers})")
     return table
 
 
