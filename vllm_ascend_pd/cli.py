@@ -13,7 +13,7 @@ import typer
 
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.proxy.settings import options as proxy_options
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, new_app, removed_option, run_app
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, ShortHelp, Version, new_app, removed_option, run_app
 from vllm_ascend_pd.tools.doctor.cli import doctor
 from vllm_ascend_pd.tools.migrate.cli import REMOVED as REMOVED_OF_MIGRATE
 from vllm_ascend_pd.tools.migrate.cli import migrate
@@ -31,7 +31,7 @@ def _all_commands(version: Version = False) -> None:
 
 
 def proxy(*, version: Version = False, **given: Any) -> None:
-    """Serve the OpenAI API in front of prefill and decode engines. Times are in seconds."""
+    """Serve the OpenAI API in front of prefill and decode engines. Times are in seconds. More in docs/proxy.md."""
     # Imported here so that other commands do not load a web server.
     from vllm_ascend_pd.proxy.server import listen, serve
 
@@ -65,17 +65,17 @@ def _add_proxy() -> None:
         for name, (kind, default) in {**proxy_options(), "version": (Version, False)}.items()
     }
     proxy.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
-    app.command()(proxy)
+    app.command(cls=ShortHelp)(proxy)
 
 
 _add_proxy()
 for _command in (plan, doctor, timeline, verify):
-    app.command()(_command)
+    app.command(cls=ShortHelp)(_command)
 # The words of another command follow: only options before them are this one's.
-app.command(context_settings={"allow_interspersed_args": False})(migrate)
+app.command(cls=ShortHelp, context_settings={"allow_interspersed_args": False})(migrate)
 
 
-@app.command()
+@app.command(cls=ShortHelp)
 def secret(
     file: Annotated[
         Path | None, typer.Argument(help="File to create. It must not exist. Default: where engines look for it.")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sdist, installed into a clean environment as a new user would: without torch, vLLM and this repository."""
+"""The sdist and its wheel, installed into clean environments as a new user would: without torch, vLLM and this
+repository. Newer Pythons are tried where uv finds or gets them."""
 
 import json
 import os
@@ -17,11 +18,26 @@ from harness.documented import REPOSITORY
 NEVER_PACKED = {".ci", ".github", ".gitignore"}
 
 
+NEWER_PYTHONS = ("3.12", "3.13")
+WITHOUT_NETWORK = ("error sending request", "Failed to fetch", "No interpreter found")
+
+
 def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def uv(*arguments: str | Path, cwd: Path) -> str:
+    """Runs uv. Skips the test where it cannot get what it needs."""
+    command = (Path(sys.executable).parent / "uv", *arguments, "--no-config")
+    environment = os.environ | {"UV_HTTP_RETRIES": "0"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    if any(words in done.stderr for words in WITHOUT_NETWORK):
+        pytest.skip(f"uv cannot get it: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +59,30 @@ def sdist(tracked: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def clean(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as pip builds it: without torch."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, sdist, cwd=folder)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module", params=["", *NEWER_PYTHONS], ids=lambda version: version or "this Python")
+def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The programs of an environment that has only the package and what it requires."""
     environment = tmp_path_factory.mktemp("clean")
-    venv.create(environment, with_pip=True)
-    run(environment / "bin/pip", "install", "--quiet", sdist, cwd=environment)
+    if request.param:
+        uv("venv", "--quiet", "--seed", "--clear", "--python", request.param, environment, cwd=environment)
+    else:
+        venv.create(environment, with_pip=True)
+    run(environment / "bin/pip", "install", "--quiet", wheel, cwd=environment)
     return environment / "bin"
+
+
+@pytest.mark.parametrize("version", NEWER_PYTHONS)
+def test_newer_pythons_have_a_wheel_of_each_requirement(version: str, tracked: Path) -> None:
+    words = ("--quiet", "--no-header", "--no-annotate", "--only-binary", ":all:", "--python-version", version)
+    assert "msgspec==" in uv("pip", "compile", *words, "pyproject.toml", cwd=tracked)
 
 
 def test_the_sdist_has_all_files(tracked: Path, sdist: Path) -> None:

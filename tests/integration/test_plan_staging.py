@@ -20,7 +20,8 @@ from vllm_ascend_pd.device.npu import REGISTRATION_BYTES
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, parse_model
+from vllm_ascend_pd.tools.plan.layers import LayerCache, ModelShape, TensorEntry
+from vllm_ascend_pd.tools.plan.model import parse_model
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 
@@ -69,7 +70,8 @@ def process() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize(("heads", "widths"), [(4, (32, 32)), (2, (48, 16)), (1, (64, 8))])
 def test_staging_memory(process, tmp_path, heads, widths):
-    model = ModelShape("any", (Cached.FULL,) * LAYERS, heads, heads, False, widths, CacheDtype.BFLOAT16, ())
+    cache = LayerCache("attn", tuple(TensorEntry("bfloat16", 2, heads, width) for width in widths))
+    model = ModelShape("any", heads, ((cache,),) * LAYERS)
     engines = PlannedEngine("prefill", 1, 1, 1, BLOCK_SIZE), PlannedEngine("decode", 1, 1, 1, BLOCK_SIZE)
     plan = make_plan(model, *engines, step_tokens=STEP_TOKENS, staging_slots=SLOTS)
     shapes = [(3, BLOCK_SIZE, heads, width) for width in widths]

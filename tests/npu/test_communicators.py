@@ -14,7 +14,7 @@ from vllm_ascend_pd.core.topology import regroup_groups, sharding
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape
+from vllm_ascend_pd.tools.plan.layers import LayerCache, ModelShape, TensorEntry
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -43,7 +43,8 @@ def memory_of_groups(rank: int) -> tuple[int, list[cann_on_host.Communicator]]:
 
 
 def test_memory_is_what_plan_says() -> None:
-    model = ModelShape("any", (Cached.FULL,), 4, 4, False, (32, 32), CacheDtype.BFLOAT16, ())
+    cache = LayerCache("attn", (TensorEntry("bfloat16", 2, 4, 32),) * 2)
+    model = ModelShape("any", 4, ((cache,),))
     engines = PlannedEngine("prefill", 4, 1, 1, 128), PlannedEngine("decode", 1, 1, 1, 128)
     plan = make_plan(model, *engines, step_tokens=100, staging_slots=1)
     assert plan.staging.groups == 2

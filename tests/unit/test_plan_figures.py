@@ -6,22 +6,25 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved, plan_for
+from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved, attention, plan_for
 
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.caches import TokenGroup, describe, left_to_decode
 from vllm_ascend_pd.core.layout import LayerSpec
 from vllm_ascend_pd.core.plan import make_route
+from vllm_ascend_pd.core.states import LayerState, partition_states, state_geometries
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.tools.command_line import as_json
 from vllm_ascend_pd.tools.doctor.report import make_report, ok
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine, rank_caches, stage_layers
-from vllm_ascend_pd.tools.plan.exchange import Flow, make_plan
-from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
+from vllm_ascend_pd.tools.plan.exchange import make_plan, size_of
+from vllm_ascend_pd.tools.plan.layers import ModelShape, linear_state
+from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError, read_model
 from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, read_measured, write_times
 from vllm_ascend_pd.tools.write_costs import HIXL, KIB
 
@@ -31,7 +34,6 @@ SENT_TOKENS = 1024
 
 def test_deepseek_r1_tp16_to_dp4_tp4():
     plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
-    assert plan.bytes_per_token_and_layer == (512 + 64) * 2
     assert plan.bytes_per_token == 61 * 1152 == 70_272
     # All ranks hold the latent; four of them serve a request, each to one decode rank.
     sent = [(flow.source.tp_rank, flow.lane, flow.target.tp_rank) for flow in plan.prompt.flows]
@@ -43,7 +45,7 @@ def test_deepseek_r1_tp16_to_dp4_tp4():
     assert plan.prompt.nbytes == 4 * plan.prompt.busiest_sender
     assert plan.prompt.descriptors == 61 * 2 * 8 * 4
     assert plan.prompt.descriptors_contiguous == 61 * 2 * 4
-    assert_conserved(plan, [True] * 61, 2)
+    assert_conserved(plan)
 
 
 def int8_model(folder: Path, config: Path, **described: str) -> ModelShape:
@@ -61,7 +63,7 @@ def test_llama_70b_in_int8_on_decode_tp8_to_tp4(tmp_path: Path) -> None:
     assert plan.staging.groups == 0
     assert plan.regrouping == ("quantized",)
     assert [(flow.source.tp_rank, flow.target.tp_rank) for flow in plan.prompt.flows] == [(r, r // 2) for r in range(8)]
-    assert plan.decode_bytes == 80 * 512
+    assert plan.prompt.room == SENT_TOKENS * 80 * 512
     assert plan.prompt.nbytes == SENT_TOKENS * 80 * 8 * 2 * 128
     # K and V of one head in int8, or one of them in 16 bits, for a step of 64 tokens and two blocks.
     assert plan.staging.slot_bytes == (64 + 2 * 128) * 256
@@ -71,7 +73,7 @@ def test_a_latent_in_int8_on_decode(tmp_path: Path) -> None:
     scales = {f"model.layers.{layer}.self_attn.fa_k.scale": "FLOAT" for layer in range(1, 61)}
     model = int8_model(tmp_path, DEEPSEEK, fa_quant_type="FAKQuant", **scales)
     plan = _plan(model, (4, 1), (1, 1), 128, 128, 1000)
-    assert plan.decode_bytes == 1152 + 60 * (512 + 128)
+    assert plan.prompt.room == SENT_TOKENS * (1152 + 60 * (512 + 128))
     assert plan.prompt.nbytes == SENT_TOKENS * (1152 + 60 * (512 + 128))
     assert plan.staging.slot_bytes == (64 + 2 * 128) * 1024
     with pytest.raises(PlanError, match="so both sides need the same block size"):
@@ -90,7 +92,7 @@ def test_llama_70b_tp8_to_tp4():
         assert flow.scattered == {layer: {128 * 2 * 256: 2 * 4} for layer in range(80)}
     assert plan.prompt.nbytes == SENT_TOKENS * 327_680
     assert (plan.prompt.descriptors, plan.prompt.descriptors_contiguous) == (80 * 2 * 8 * 4, 80 * 2 * 8)
-    assert_conserved(plan, [True] * 80, 2)
+    assert_conserved(plan)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -104,7 +106,7 @@ def test_llama_70b_tp4_to_tp8(pp):
     assert plan.prompt.busiest_sender == plan.prompt.nbytes // 4 // pp
     assert plan.prompt.busiest_reader == plan.prompt.nbytes // 8
     assert (plan.prompt.descriptors, plan.prompt.descriptors_contiguous) == (80 * 2 * 8 * 8, 80 * 2 * 8)
-    assert_conserved(plan, [True] * 80, 2)
+    assert_conserved(plan)
 
 
 # --- times ---------------------------------------------------------------------------------------------------
@@ -176,11 +178,11 @@ def test_rates_of_deepseek_r1():
     with TP 16. A decode step takes 15 ms at 538 tokens/s and 50 ms at 1,943: by the line through these points, 19.3 ms
     for 37 requests on four ranks.
     """
-    plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
-    rates = make_rates(plan, 18.7, Traffic(4096, 1500, step_ms=19.3, requests=48, kv_gib=14, link_gbit=200))
+    plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4), tokens=4096)
+    rates = make_rates(plan, 4.096 * 18.7, Traffic(1500, step_ms=19.3, requests=48, kv_gib=14, link_gbit=200))
     assert rates.prefill["computing"] == pytest.approx(1 / (4.096 * 0.0187))
     # A prefill rank sends the latent to 4 decode ranks, and each of 16 prefill ranks serves one request of 16.
-    sent = SENT_TOKENS * 70_272 * 4.096 / 25e9
+    sent = 4096 * 70_272 / 25e9
     assert rates.prefill["link"] == pytest.approx(16 / (4 * sent))
     assert rates.decode["link"] == pytest.approx(4 / sent)
     assert rates.decode["steps"] == pytest.approx(4 * 48 / (1500 * 0.0193))
@@ -199,8 +201,8 @@ def test_rates_of_deepseek_r1():
     ],
 )
 def test_the_slowest_part_of_each_side_decides_the_ratio(link_gbit, step_ms, requests, limits):
-    plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
-    rates = make_rates(plan, 18.7, Traffic(4096, 1500, step_ms, requests, 14, link_gbit))
+    plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4), tokens=4096)
+    rates = make_rates(plan, 4.096 * 18.7, Traffic(1500, step_ms, requests, 14, link_gbit))
     prefill, decode = rates.prefill[limits[0]], rates.decode[limits[1]]
     assert (prefill, decode) == (min(rates.prefill.values()), min(rates.decode.values()))
     assert rates.prefill_per_decode == pytest.approx(decode / prefill)
@@ -246,15 +248,19 @@ def _shapes(draw):
     heads = draw(st.integers(1, 12))
     tps = [tp for tp in range(1, 13) if tp % heads == 0 or heads % tp == 0]
     prefill, decode = (draw(st.sampled_from(tps)) for _ in range(2))
-    kinds = draw(st.lists(st.sampled_from(Cached), min_size=1, max_size=6))
-    assume({Cached.FULL, Cached.WINDOW} & set(kinds))
-    mla = heads == 1 and draw(st.booleans())
-    blocks = [(16, 16), (64, 64), (16, 64), (48, 16), (30, 30)]
+    dtype = draw(st.sampled_from(CacheDtype))
     widths = draw(st.sampled_from([(8, 8), (16, 4)]))
-    model = ModelShape(
-        "any", tuple(kinds), math.lcm(prefill, decode), heads, mla, widths, draw(st.sampled_from(CacheDtype)), ()
-    )
-    stages = (draw(st.integers(1, min(3, len(kinds)))) for _ in range(2))
+    full = attention(heads, *widths, dtype=dtype.torch_name, itemsize=dtype.itemsize)
+    windows = [dataclasses.replace(full, window=window) for window in (1, 7, 100)]
+    chunk = dataclasses.replace(full, chunk=draw(st.sampled_from([16, 50])))
+    of_state = math.lcm(prefill, decode)
+    state = linear_state((of_state, 4), (2 * of_state, 3), 3, ("bfloat16", 2), ("float32", 4))
+    kinds = [(full,), *((window,) for window in windows), (chunk,), (state,), ()]
+    layers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
+    assume(any(caches and not caches[0].is_state for caches in layers))
+    blocks = [(16, 16), (64, 64), (16, 64), (48, 16), (30, 30)]
+    model = ModelShape("any", of_state, tuple(layers), mla=heads == 1 and draw(st.booleans()))
+    stages = (draw(st.integers(1, min(3, len(layers)))) for _ in range(2))
     p_block, d_block = draw(st.sampled_from(blocks))
     return (
         model,
@@ -267,36 +273,31 @@ def _shapes(draw):
 
 @given(_shapes())
 def test_any_shape_covers_what_the_core_does(shape):
-    model, tokens = shape[0], shape[-1]
     plan = _plan(*shape)
-    assert plan.prompt.units == -(-tokens // plan.unit_tokens)
-    assert_conserved(plan, [kind in (Cached.FULL, Cached.WINDOW) for kind in model.cached], model.dtype.itemsize)
-
-
-def layers_between(shape, flow: Flow) -> int:
-    """How many layers a rank of a pipeline stage sends to one of a stage of decode."""
-    cached = shape[0].cached
-    ours, theirs = (
-        set(stage_layers(len(cached), pp)[rank.pp_rank])
-        for (_, pp), rank in ((shape[1], flow.source), (shape[2], flow.target))
-    )
-    return sum(cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in ours & theirs)
+    assert plan.prompt.units == -(-(shape[-1] - plan.model.leaves_last_token) // plan.unit_tokens)
+    assert_conserved(plan)
 
 
 @given(_shapes())
 def test_any_shape_has_one_descriptor_per_piece_unless_neighbours_merge(shape):
     plan = _plan(*shape)
     model, prefill, decode, p_block, d_block, _ = shape
-    caches = rank_caches(model, PlannedEngine("prefill", *prefill, 1, p_block), 0, 0, 1)
-    tensors = caches.geometries[: len(model.widths)]
+    sides = sharding(prefill[0]), sharding(decode[0])
     for flow in plan.prompt.flows:
-        sides = sharding(prefill[0]), sharding(decode[0])
-        routes = [make_route(each, flow.source.tp_rank, *sides, d_block) for each in tensors]
-        pieces = [target for route in routes for target in route.targets if target.tp_rank == flow.target.tp_rank]
-        most = layers_between(shape, flow) * plan.prompt.units * len(pieces)
-        assert flow.descriptors_contiguous <= flow.descriptors <= most
-        if p_block == d_block and flow.exchanging == 1:
-            assert flow.descriptors == most
+        caches = rank_caches(model, PlannedEngine("prefill", *prefill, 1, p_block), flow.source.pp_rank, 0, 1)
+        for layer, scattered in flow.scattered.items():
+            [cache], contiguous = model.layers[layer], flow.contiguous[layer]
+            assert size_of(contiguous) == size_of(scattered)
+            assert contiguous.total() <= scattered.total()
+            if cache.is_state:
+                continue
+            geometries = [caches.geometry_of(each) for each in caches.tensors if each.layer.split(".")[2] == str(layer)]
+            routes = [make_route(each, flow.source.tp_rank, *sides, d_block) for each in geometries]
+            pieces = [target for route in routes for target in route.targets if target.tp_rank == flow.target.tp_rank]
+            most = plan.prompt.units * len(pieces)
+            assert scattered.total() <= most
+            if p_block == d_block and flow.exchanging == 1 and not cache.is_bounded:
+                assert scattered.total() == most
 
 
 # --- what the figures rest on --------------------------------------------------------------------------------
@@ -316,11 +317,40 @@ def test_expected_caches_are_described_as_registered_ones_are(config, shapes):
     expected = rank_caches(model, PlannedEngine("prefill", 4, 1, 1, 128), 0, 0, 3)
     name = "model.layers.0.self_attn.attn"
     registered = {name: tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)}
-    spec = LayerSpec(0, 128, max(1, model.kv_heads // 4), model.kv_heads)
+    [cache] = model.kinds
+    heads = cache.tensors[0].heads
+    spec = LayerSpec(0, 128, max(1, heads // 4), heads)
     described = describe(registered, {name: spec}, heads_first=False).description
-    # Two tensors that lie alike share a geometry there.
     ours = [expected.geometry_of(tensor) for tensor in expected.tensors if tensor.layer == name]
     assert ours == [described.geometry_of(tensor) for tensor in described.tensors]
+
+
+@given(st.integers(0, 300), st.integers(1, 100))
+def test_what_a_token_sees_is_what_it_sees_in_the_connector(token, size):
+    for kind in ({"window": size}, {"chunk": size}, {}):
+        cache = dataclasses.replace(attention(1, 8, 8), **kind)
+        group = TokenGroup(16, windowed=bool(kind), **kind)
+        assert cache.seen_from(token) == group.seen_from(token)
+        assert ModelShape("any", 1, ((cache,),)).leaves_last_token == left_to_decode([group])
+
+
+def test_expected_states_are_described_as_registered_ones_are():
+    """On a rank of TP 4: 4 of 16 heads of keys and 8 of 32 of values, as vLLM shapes them for Qwen3-Next."""
+    state = linear_state((16, 128), (32, 128), 4, ("bfloat16", 2), ("float32", 4))
+    model = ModelShape("any", 16, ((state,), (attention(2, 256, 256),)))
+    expected = rank_caches(model, PlannedEngine("prefill", 4, 1, 1, 128), 0, 1, 3)
+    shapes = (3, 2 * 4 * 128 + 8 * 128), (8, 128, 128)
+    described = [
+        geometry
+        for shape, (dtype, itemsize), (axis, sections) in zip(
+            shapes, (("bfloat16", 2), ("float32", 4)), partition_states("GDN_ATTN", 4, None, 1, shapes), strict=True
+        )
+        for _, geometry in state_geometries(LayerState(shape, dtype, itemsize, axis, sections), 0, 1)
+    ]
+    ours = [expected.geometry_of(tensor) for tensor in expected.tensors if tensor.layer.endswith(".state")]
+    assert [msgspec.structs.replace(each, block_stride=1) for each in ours] == [
+        msgspec.structs.replace(each, block_stride=1) for each in described
+    ]
 
 
 @pytest.mark.parametrize(
@@ -360,7 +390,7 @@ def test_block_sizes_that_do_not_divide():
 
 
 def test_heads_that_cannot_be_dealt_out():
-    model = ModelShape("six of twelve", (Cached.FULL,), 12, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
+    model = ModelShape("six of twelve", 12, ((attention(6, 8, 8),),))
     with pytest.raises(PlanError, match="decode: tensor parallel size 4 and 6 KV heads: neither divides the other"):
         _plan(model, (2, 1), (4, 1), 128, 128, 1000)
     with pytest.raises(topology.TopologyError):

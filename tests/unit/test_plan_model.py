@@ -4,6 +4,7 @@ have one entry for several tokens."""
 
 import importlib
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,18 +16,17 @@ from planned import DATA, DEEPSEEK, assert_conserved, plan_for
 
 from vllm_ascend_pd.tools.plan.engine import PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import PlanFigures, make_plan
+from vllm_ascend_pd.tools.plan.layers import LayerCache, ModelShape
 from vllm_ascend_pd.tools.plan.model import (
     _LAYER_KINDS,
     Cached,
     CacheDtype,
-    ModelShape,
     PlanError,
     parse_model,
     read_model,
 )
 from vllm_ascend_pd.tools.plan.tables import render
 
-LETTERS = {Cached.FULL: "F", Cached.WINDOW: "W", Cached.STATE: "S", Cached.NOTHING: "N"}
 BFLOAT16 = {"torch_dtype": "bfloat16"}
 TINY = {
     "architectures": ["TinyForCausalLM"],
@@ -99,7 +99,7 @@ LONGCAT_FLASH = {
 }
 PUBLISHED = {
     "gemma-3-4b-it": ({"model_type": "gemma3", "text_config": GEMMA_3_4B, **BFLOAT16}, 4, (256, 256), "WWWWWF"),
-    "Llama-4-Scout": ({"model_type": "llama4", "text_config": LLAMA_4_SCOUT, **BFLOAT16}, 8, (128, 128), "WWWF"),
+    "Llama-4-Scout": ({"model_type": "llama4", "text_config": LLAMA_4_SCOUT, **BFLOAT16}, 8, (128, 128), "CCCF"),
     "MiniMax-M2": (MINIMAX_M2, 8, (128, 128), "F"),
     "Kimi-Linear-48B-A3B": (KIMI_LINEAR, 1, (512, 64), "SSSFSSSFSSSFSSSFSSSFSSSFSSF"),
     "LongCat-Flash-Chat": (LONGCAT_FLASH, 1, (512, 64), "F"),
@@ -119,8 +119,24 @@ PRO = DATA / "deepseek-v4-pro.json"
 CONFIG: dict[str, Any] = json.loads(FLASH.read_text())
 
 
+def kind(caches: tuple[LayerCache, ...]) -> Cached:
+    if not caches:
+        return Cached.NOTHING
+    [cache] = caches
+    if cache.is_state:
+        return Cached.STATE
+    return Cached.WINDOW if cache.window else Cached.CHUNK if cache.chunk else Cached.FULL
+
+
 def cached(shape: ModelShape) -> str:
-    return "".join(LETTERS[kind] for kind in shape.cached)
+    """A letter for each layer."""
+    return "".join(kind(caches).name[0] for caches in shape.layers)
+
+
+def kv(shape: ModelShape) -> tuple[int, tuple[int, ...]]:
+    """The KV heads and the elements of a head, by tensor, of layers with attention."""
+    [tensors] = {cache.tensors for cache in shape.kinds if not cache.is_state}
+    return tensors[0].heads, tuple(tensor.width for tensor in tensors)
 
 
 def planned(model: ModelShape, p_tp: int = 1, p_pp: int = 1, block_size: int = 128, tokens: int = 1000) -> PlanFigures:
@@ -131,7 +147,7 @@ def planned(model: ModelShape, p_tp: int = 1, p_pp: int = 1, block_size: int = 1
 
 def test_heads_without_groups_and_head_size_of_its_own():
     model = parse_model({**TINY, "num_key_value_heads": None, "head_dim": 32})
-    assert (model.kv_heads, model.widths) == (4, (32, 32))
+    assert kv(model) == (4, (32, 32))
 
 
 @pytest.mark.parametrize("part", ["text_config", "llm_config"])
@@ -139,7 +155,7 @@ def test_text_part_of_a_larger_model(part):
     outer = {"architectures": ["LookForCausalLM"], "torch_dtype": "float16", "num_hidden_layers": 99}
     inner = {name: value for name, value in TINY.items() if name not in ("architectures", "torch_dtype")}
     model = parse_model({**outer, part: inner, "vision_config": {"num_hidden_layers": 7}})
-    assert (model.name, len(model.cached), model.dtype) == ("LookForCausalLM", 4, CacheDtype.FLOAT16)
+    assert (model.name, len(model.layers), model.kinds[0].tensors[0].dtype) == ("LookForCausalLM", 4, "float16")
 
 
 NO_TRANSFORMERS = ("transformers.models.auto.configuration_auto", None)
@@ -159,7 +175,7 @@ def test_published_files_are_described(model: str, transformers: bool, monkeypat
                 parse_model(config)
             return
     shape = parse_model(config)
-    assert (shape.kv_heads, shape.widths) == (kv_heads, widths)
+    assert kv(shape) == (kv_heads, widths)
     layers = {"LongCat-Flash-Chat": 56}.get(model) or (config.get("text_config") or config)["num_hidden_layers"]
     assert cached(shape) == (kinds * 62)[:layers]
 
@@ -173,12 +189,12 @@ def test_models_are_read_as_those_whose_code_vllm_runs_for_them(
     mapping = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     monkeypatch.delitem(mapping._mapping, model_type, raising=False)
     config = {**json.loads(DEEPSEEK.read_text()), "model_type": model_type}
-    assert parse_model({"model_type": "kimi_k25", part: config} if part else config).widths == (512, 64)
+    assert kv(parse_model({"model_type": "kimi_k25", part: config} if part else config)) == (1, (512, 64))
 
 
 def test_transformers_fills_in_what_else_is_missing() -> None:
     model = parse_model({"model_type": "qwen3", **SIZES})
-    assert (model.kv_heads, model.widths) == (32, (128, 128))
+    assert kv(model) == (32, (128, 128))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +205,7 @@ def test_transformers_fills_in_what_else_is_missing() -> None:
         (TINY, {"layer_types": ["linear_attention", "full_attention"] * 2}, "SFSF"),
         (TINY, {"layers_block_type": ["mamba", "attention", "moe", "attention"], "mamba_d_conv": 4}, "SFNF"),
         (TINY, {"num_kv_shared_layers": 3}, "FNNN"),
+        (TINY, {"use_cla": True, "cla_share_factor": 2}, "FNFN"),
         (MINIMAX_M2, {"attn_type_list": [0, 1] * 31}, "SF" * 31),
         (GIVEN, {"model_type": "qwen3_next", "full_attention_interval": 4}, "SSSFSSSFSSSF"),
         (GIVEN, {"model_type": "cohere2", **WINDOW, "sliding_window_pattern": 4}, "WWWFWWWFWWWF"),
@@ -204,28 +221,47 @@ def test_transformers_fills_in_what_else_is_missing() -> None:
 def test_which_layers_have_a_cache(base: dict[str, Any], fields: dict[str, Any], kinds: str) -> None:
     model = parse_model({**base, **fields})
     assert cached(model) == kinds
-    said = " ".join(model.notes)
-    assert ("have a state" in said) == ("S" in kinds)
-    assert ("have a window of" in said) == ("W" in kinds)
+    assert model.has_states == ("S" in kinds)
 
 
-def test_layers_that_read_what_others_wrote_are_not_noted():
+def test_layers_that_read_what_others_wrote_keep_nothing():
     kinds = [*["sliding_attention"] * 4, "full_attention"] * 6
     shared = {"num_hidden_layers": 30, "layer_types": kinds, "sliding_window": 512, "num_kv_shared_layers": 10}
     model = parse_model({**TINY, **shared})
-    assert sum(kind is Cached.WINDOW for kind in model.cached) == 16
-    assert model.notes[0].startswith("16 layers have a window")
+    assert cached(model) == "WWWWF" * 4 + "N" * 10
     with pytest.raises(PlanError, match="no layer of this model has its own attention"):
         parse_model({**TINY, "num_kv_shared_layers": 4})
 
 
-def test_only_attention_layers_of_a_hybrid_model_are_sent():
-    kinds = ["linear_attention", "linear_attention", "full_attention", "sliding_attention", "full_attention"]
-    model = parse_model({**TINY, "num_hidden_layers": 5, "layer_types": kinds, "sliding_window": 8})
+def test_a_hybrid_model_of_all_kinds() -> None:
+    kinds = ["linear_attention", "linear_attention", "full_attention", "sliding_attention", "chunked_attention"]
+    sizes = {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4}
+    sizes |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32"}
+    windows = {"sliding_window": 8, "attention_chunk_size": 256}
+    model = parse_model({**TINY, "num_hidden_layers": 5, "layer_types": kinds, **sizes, **windows})
     plan = planned(model, 2, 2)
-    assert (len(plan.model.cached), plan.model.cached_layers) == (5, 3)
-    assert plan.bytes_per_token == 3 * 2 * (16 + 16) * 2
-    assert_conserved(plan, [False, False, True, True, True], 2)
+    entry = 2 * (16 + 16) * 2
+    assert (plan.bytes_per_token, plan.window_bytes) == (entry, (8 + 256) * entry)
+    assert plan.state_bytes == 2 * (3 * (2 * 2 * 8 + 4 * 16) * 2 + 4 * 16 * 8 * 4)
+    assert_conserved(plan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "nbytes"),
+    [
+        ({"mamba_n_groups": 1, "mamba_d_state": 4, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_conv": 4}, 272),
+        ({"n_groups": 1, "ssm_state_size": 4, "mamba_num_heads": 2, "mamba_head_dim": 8, "conv_kernel": 4}, 272),
+        ({"mamba_d_state": 4, "mamba_n_heads": 2, "mamba_d_head": "auto", "mamba_d_conv": 4}, 0),
+        ({}, 0),
+    ],
+)
+def test_states_of_mamba_2(fields: dict[str, Any], nbytes: int) -> None:
+    """A convolution's state of 3 rows of 16 + 2 * 4 channels, and 2 heads of 8 * 4."""
+    assert nbytes in (0, 2 * (3 * (16 + 2 * 4) + 2 * 8 * 4))
+    model = parse_model({**TINY, "head_dim": 16, "layer_types": ["mamba", "attention"] * 2, **fields})
+    plan = planned(model)
+    assert plan.state_bytes == 2 * nbytes
+    assert any("a kind that this command does not know" in note for note in model.notes) == (not nbytes)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +276,7 @@ def test_only_attention_layers_of_a_hybrid_model_are_sent():
 )
 def test_dtype(fields, chosen, dtype, noted):
     model = parse_model({**TINY, **fields}, chosen)
-    assert model.dtype is dtype
+    assert model.kinds[0].tensors[0].dtype == dtype.torch_name
     assert any("--kv-cache-dtype" in note for note in model.notes) == noted
 
 
@@ -248,7 +284,7 @@ def test_dtype(fields, chosen, dtype, noted):
 def test_bytes_of_a_dtype(dtype, itemsize):
     model = parse_model(TINY, CacheDtype(dtype))
     plan = planned(model)
-    assert plan.bytes_per_token_and_layer == 2 * (16 + 16) * itemsize
+    assert plan.bytes_per_token == 4 * 2 * (16 + 16) * itemsize
 
 
 @pytest.mark.parametrize(
@@ -264,11 +300,11 @@ def test_bytes_of_a_dtype(dtype, itemsize):
 )
 def test_an_indexers_key_is_counted_only_where_there_is_one(fields: dict[str, Any], without: list[int]) -> None:
     model = parse_model({**SPARSE, **fields})
-    assert sorted(model.without_key) == without
+    assert [n for n, [cache] in enumerate(model.layers) if len(cache.tensors) == 2] == without
     plan = planned(model, 2, 2, tokens=128)
     assert plan.bytes_per_token == (10 * (512 + 64) + (10 - len(without)) * 128) * 2
     assert plan.prompt.nbytes == 128 * plan.bytes_per_token
-    assert plan.decode_bytes == plan.bytes_per_token
+    assert plan.prompt.room == 128 * plan.bytes_per_token
 
 
 @pytest.mark.parametrize(
@@ -280,6 +316,9 @@ def test_an_indexers_key_is_counted_only_where_there_is_one(fields: dict[str, An
         (TINY, {"layer_types": 1}, "layer_types is 1, not a list of names"),
         (TINY, {"layer_types": [1, 2, 3, 4]}, r"layer_types is \[1, 2, 3, 4\], not a list of names"),
         (TINY, {"layers_block_type": "full_attention"}, "layers_block_type is 'full_attention', not a list of names"),
+        (TINY, {"layer_types": ["sliding_attention"] * 4}, "does not say sliding_window"),
+        (TINY, {"layer_types": ["chunked_attention"] * 4}, "does not say attention_chunk_size"),
+        (TINY, {"use_cla": True}, "does not say cla_share_factor"),
         (TINY, {"num_kv_shared_layers": "x"}, "num_kv_shared_layers is 'x', not a positive number"),
         (TINY, {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, not a positive number"),
         (TINY, {"architectures": 1}, "architectures is 1, not a list of names"),
@@ -341,7 +380,7 @@ def test_a_field_that_nobody_says_is_asked_for(
     fields: dict[str, Any], missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {"model_type": "of-its-own", **fields}
-    with pytest.raises(PlanError, match=rf"does not say {missing}, .*\(it does not know of-its-own\): install"):
+    with pytest.raises(PlanError, match=rf"does not say {missing}, .*\(it does not know of-its-own\): add the field"):
         parse_model(config)
     monkeypatch.setitem(sys.modules, *NO_TRANSFORMERS)
     with pytest.raises(PlanError, match=rf"does not say {missing}, .*\(ModuleNotFoundError: .*or add the field"):
@@ -359,9 +398,6 @@ def decoders() -> Iterator[tuple[str, type]]:
             continue
         text = (getattr(config, "sub_configs", None) or {}).get("text_config", config)
         yield getattr(text, "model_type", model_type) or model_type, text
-
-
-_ALIKE = {True: Cached.WINDOW, False: Cached.FULL}
 
 
 def differences(model_type: str, config: type, fields: dict[str, Any]) -> list[str]:
@@ -384,13 +420,15 @@ def differences(model_type: str, config: type, fields: dict[str, Any]) -> list[s
     except PlanError:
         return []
     found = []
-    if theirs["head_dim"] not in (None, 0, ours.widths[0]):
-        found.append(f"head_dim {theirs['head_dim']}, ours {ours.widths[0]}")
-    if theirs["num_key_value_heads"] not in (None, ours.kv_heads):
-        found.append(f"num_key_value_heads {theirs['num_key_value_heads']}, ours {ours.kv_heads}")
-    theirs_cached = [_LAYER_KINDS[kind] for kind in kinds] if kinds else [_ALIKE[bool(window)]] * len(ours.cached)
-    if [*ours.cached] != theirs_cached:
-        found.append(f"layer_types {kinds}, window {window}, ours {ours.cached}")
+    heads, widths = kv(ours)
+    if theirs["head_dim"] not in (None, 0, widths[0]):
+        found.append(f"head_dim {theirs['head_dim']}, ours {widths[0]}")
+    if theirs["num_key_value_heads"] not in (None, heads):
+        found.append(f"num_key_value_heads {theirs['num_key_value_heads']}, ours {heads}")
+    ours_cached = [*map(kind, ours.layers)]
+    all_alike = [Cached.WINDOW if window else Cached.FULL] * len(ours_cached)
+    if ours_cached != ([_LAYER_KINDS[name] for name in kinds] if kinds else all_alike):
+        found.append(f"layer_types {kinds}, window {window}, ours {ours_cached}")
     return [f"{model_type}, {fields}: {one}" for one in found]
 
 
@@ -422,20 +460,28 @@ COARSE_WINDOWS = TOKENS + 128 * 4 * KIB
 )
 def test_bytes_per_token_and_windows(config, layers, windows, per_token) -> None:
     plan = plan_for(config, (16, 1, 1), (1, 1, 16))
-    assert (len(plan.model.cached), plan.model.cached_layers) == (layers, layers)
-    assert (plan.bytes_per_token, plan.bytes_per_token_and_layer) == (per_token, 288.5)
+    assert len(plan.model.layers) == layers
+    assert plan.bytes_per_token == per_token
     assert plan.window_bytes == windows
 
 
-def test_a_prompt_is_sent_by_blocks() -> None:
-    """A prompt of 1000 tokens. Blocks hold 128 latents: of 1, 4 and 128 tokens."""
-    plan = plan_for(FLASH, (16, 1, 1), (1, 1, 16))
-    tokens = 43 * 2 * TOKENS  # 872 to 999: two blocks
-    fine = 21 * 2 * (128 * KIB + 128 * 128 + 128 * 2)  # 250 entries: two blocks
-    fine_states = 21 * 8 * (8 * KIB + 2 * KIB)  # 992 to 999: one block of 8
-    coarse = 20 * 128 * KIB  # 7 entries: a block
-    coarse_states = 20 * 5 * 32 * 4 * KIB  # 872 to 999: five blocks of 32
-    assert plan.prompt.nbytes == tokens + fine + fine_states + coarse + coarse_states
+@pytest.mark.parametrize(
+    ("tokens", "blocks"),
+    [
+        (1000, (2, 2, 1, 1, 5)),  # 872 to 998: two blocks of 128, five of 32. 992 to 998: one of 8
+        (32_000, (1, 63, 1, 2, 4)),  # 31,872 to 31,998: a block of 128. 7,999 entries, and 249
+    ],
+)
+def test_a_prompt_is_sent_by_blocks(tokens: int, blocks: tuple[int, ...]) -> None:
+    """Blocks hold 128 latents: of 1, 4 and 128 tokens. `blocks`: that are sent of each cache."""
+    plan = plan_for(FLASH, (16, 1, 1), (1, 1, 16), tokens)
+    of_tokens, fine, fine_states, coarse, coarse_states = blocks
+    nbytes = 43 * of_tokens * TOKENS
+    nbytes += 21 * fine * (128 * KIB + 128 * 128 + 128 * 2)
+    nbytes += 21 * fine_states * 8 * (8 * KIB + 2 * KIB)
+    nbytes += 20 * coarse * 128 * KIB
+    nbytes += 20 * coarse_states * 32 * 4 * KIB
+    assert plan.prompt.nbytes == nbytes
     assert plan.lanes == 16
     assert plan.staging.slots == 0
 
@@ -444,15 +490,15 @@ def test_stages_and_blocks_that_differ() -> None:
     model = read_model(PRO)
     sides = PlannedEngine("prefill", 8, 2, 1, 64), PlannedEngine("decode", 2, 1, 1, 128)
     plan = make_plan(model, *sides, step_tokens=4096, staging_slots=4)
-    assert plan.decode_bytes == 8903
+    assert plan.bytes_per_token == 8903
     assert {flow.source.pp_rank for flow in plan.prompt.flows} == {0, 1}
     assert plan.unit_tokens == 64
 
 
-def test_the_headline_names_the_windows() -> None:
+def test_the_tables_name_each_cache() -> None:
     text = render(plan_for(FLASH, (2, 1, 1), (1, 1, 1)), [], None, None)
-    assert "43 layers with compressed caches, latents of 512 bfloat16" in text
-    assert "6,218.5 bytes per token, and 17.02 MiB per prompt for windows" in text
+    assert re.search(r"20 x attn +│ 512 bfloat16 for 128 tokens +│ 160 B per token", text)
+    assert "6,218.5 bytes per token, and 17.02 MiB per prompt for windows" in " ".join(text.split())
 
 
 def test_other_caches_of_this_model_are_refused() -> None:

@@ -53,12 +53,17 @@ def test_the_proxys_source_names_options_that_exist() -> None:
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 
 
+MOST_LINES = 34
+"""Of a command's help, so that it fits on a screen."""
+
+
 @pytest.mark.parametrize("command", [None, *COMMANDS])
-def test_help_at_80_columns_shows_every_option_whole(command: str | None) -> None:
+def test_help_at_80_columns_fits_on_a_screen_and_shows_every_option_whole(command: str | None) -> None:
     at, params = ([], get_command(app).params) if command is None else ([command], COMMANDS[command].params)
     done = CliRunner().invoke(app, [*at, "--help"], env={"COLUMNS": "80"}, terminal_width=80)
     assert done.exit_code == 0
     assert all(len(line) <= 80 for line in done.output.splitlines())
+    assert len(done.output.splitlines()) <= MOST_LINES
     shown = re.findall(r"^  (--[a-z0-9-]+)(?: / (--[a-z0-9-]+))?", done.output, re.MULTILINE)
     options = [option for param in params for option in (*param.opts, *param.secondary_opts) if option[:2] == "--"]
     assert sorted(filter(None, sum(shown, ()))) == sorted({*options, "--version", "--help"})

@@ -35,69 +35,56 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: Annotated[
         list[str],
-        Option(help="URL of a prefill engine. dns+http://NAME:PORT: every address of NAME. Repeatable."),
+        Option(help="A prefill engine, or with dns+http://NAME:PORT each address of NAME. Repeatable.", metavar="URL"),
     ] = []
-    decode: Annotated[list[str], Option(help="URL of a decode engine, as for --prefill. Repeatable.")] = []
-    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Option(help="Port to listen on. 0 chooses a free port.", min=0, max=65535)] = 8000
+    decode: Annotated[list[str], Option(help="A decode engine, in the same way. Repeatable.", metavar="URL")] = []
+    host: Annotated[str, Option(help="Address to listen on.", metavar="ADDRESS")] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port to listen on. 0: any free one.", metavar="PORT", min=0, max=65535)] = 8000
     metaserver_url: Annotated[
         str,
-        Option(
-            help="URL at which decode engines reach this proxy. Without a path, /v1/metaserver is added.",
-            show_default="http://HOST:PORT/v1/metaserver",
-        ),
+        Option(help="Where decode reaches it.", metavar="URL", show_default="http://HOST:PORT/v1/metaserver"),
     ] = ""
-    read_timeout: Annotated[
-        float,
-        Option(help="Timeout for a client that reads nothing, and for a silent engine that computes no request."),
-    ] = 600.0
-    """An engine computes nothing by its own metrics."""
-    probe_timeout: Annotated[
-        float, Option(help="Time without an answer to a health probe after which a request moves to another engine.")
-    ] = 15.0
+    """Without a path, /v1/metaserver is added."""
+    read_timeout: Annotated[float, Option(help="For silent engines and idle readers.", metavar="S")] = 600.0
+    """An engine that computes a request, by its own metrics, may be silent for longer."""
+    probe_timeout: Annotated[float, Option(help="Without answers to health probes.", metavar="S")] = 15.0
     """An engine is probed every second while a request waits for its bytes."""
-    attempts: Annotated[
-        int, Option(help="Attempts at decode, and at prefill of a prompt, before the first token. 1: no retry.")
-    ] = 2
+    attempts: Annotated[int, Option(help="Tries at prefill, and at decode.", metavar="N")] = 2
     """Attempts at decode: how often one request is sent to decode engines while its client has got nothing. Attempts at
     prefill: failed prefills after which a sample of a prompt fails. The count covers all tickets of the sample, those
     at earlier decode engines included. A prefill whose KV did not arrive failed, too; if there are only such failures,
     more prefills may follow (`routing/answers.py`, `MAX_UNDELIVERED`). A prefill that worked does not
     count: if decode fails by itself, the next attempt needs another prefill. Retries prefer another engine."""
-    max_concurrent: Annotated[int, Option(help="Maximum number of requests in flight. Further ones wait.")] = 1024
-    max_waiting: Annotated[int, Option(help="Maximum number of waiting requests. Further ones get status 429.")] = 32768
-    keep_alive_timeout: Annotated[float, Option(help="Time after which an idle client connection is closed.")] = 3900.0
+    max_concurrent: Annotated[int, Option(help="Requests in flight. Others wait.", metavar="N")] = 1024
+    max_waiting: Annotated[int, Option(help="Requests that wait. Others get 429.", metavar="N")] = 32768
+    keep_alive_timeout: Annotated[float, Option(help="For idle connections of clients.", metavar="S")] = 3900.0
     """Gateways close theirs earlier, so they send no request on a connection that the proxy closes at that moment."""
     max_per_prefill: Annotated[
-        int | None,
-        Option(help="Maximum number of prompts in flight per prefill engine.", show_default="no limit"),
+        int | None, Option(help="Prompts at a prefill engine.", metavar="N", show_default="no limit")
     ] = None
     max_per_decode: Annotated[
-        int | None,
-        Option(help="Maximum number of requests in flight per decode engine.", show_default="no limit"),
+        int | None, Option(help="Requests at a decode engine.", metavar="N", show_default="no limit")
     ] = None
-    queue_timeout: Annotated[
-        float, Option(help="Maximum time in a queue. Then the request gets status 429, unless prefill has begun.")
-    ] = 1800.0
+    queue_timeout: Annotated[float, Option(help="Wait in a queue. Then 429.", metavar="S")] = 1800.0
     """For `max_concurrent`, or for a slot at an engine. It does not apply to a request's prefills after its first
     one."""
-    max_body_mib: Annotated[int, Option(help="Maximum size of a request body in MiB, images included.")] = 64
-    max_bodies_mib: Annotated[int, Option(help="Maximum size of all request bodies together in MiB.")] = 512
+    max_body_mib: Annotated[int, Option(help="Size of a body, images included.", metavar="MIB")] = 64
+    max_bodies_mib: Annotated[int, Option(help="Size of all bodies together.", metavar="MIB")] = 512
     """Of clients' requests and engines' posts, while they arrive, wait and are served. What does not fit is answered
     503."""
     secret_file: Annotated[
         str | None,
         Option(
-            help="File with the cluster's secret, as engines have it.",
-            show_default="~/.config/vllm-ascend-pd/secret, if it is there",
+            help="The cluster's secret.",
+            metavar="FILE",
+            show_default="~/.config/vllm-ascend-pd/secret",
         ),
     ] = None
     metaserver_token_file: Annotated[
-        str | None, Option(help="File with a bearer token that decode engines without the secret send with tickets.")
+        str | None, Option(help="Token of engines without the secret.", metavar="FILE")
     ] = None
     admin_token_file: Annotated[
-        str | None,
-        Option(help="File with the bearer token of the status page and /admin/engines. Enables the latter."),
+        str | None, Option(help="Token of the admin API and the status page.", metavar="FILE")
     ] = None
 
     # What follows has no option: nobody had a reason for another value. Tests do.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
@@ -11,6 +12,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import msgspec
 import typer
+from typer.core import TyperCommand
 
 from vllm_ascend_pd import __version__
 
@@ -38,6 +40,32 @@ def as_json(result: msgspec.Struct) -> str:
 def new_app(*, add_completion: bool = False, **settings: Any) -> typer.Typer:
     """Returns an app with plain help, because rich cuts the names of options at 80 columns."""
     return typer.Typer(add_completion=add_completion, pretty_exceptions_enable=False, rich_markup_mode=None, **settings)
+
+
+_ADDED = re.compile(r"\s*\[([^\[\]]*)\]$")
+"""What typer adds to an option's text: `[default: 8000; x>=1]`."""
+_RANGE = re.compile(r"\S*<?=?x[<>]\S*")
+
+
+class ShortHelp(TyperCommand):
+    """A command whose help has one line for each option, if its text is short enough."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options, with defaults": []}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                rows = sections["Arguments" if param.param_type_name == "argument" else "Options, with defaults"]
+                rows.append((record[0], _ADDED.sub(_default, record[1])))
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows, col_max=34)
+
+
+def _default(added: re.Match[str]) -> str:
+    """Returns the default alone: what a number may be is said when it is wrong."""
+    parts = [part.removeprefix("default: ") for part in added[1].split("; ") if not _RANGE.fullmatch(part)]
+    return f" [{'; '.join(parts).strip('()').removesuffix('.0')}]" if parts else ""
 
 
 def removed_option(words: Iterable[str], removed: Mapping[str, str]) -> str | None:

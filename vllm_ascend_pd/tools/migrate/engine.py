@@ -13,7 +13,7 @@ from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, Migration
 from vllm_ascend_pd.tools.migrate.command import EngineArguments, whole_number
 from vllm_ascend_pd.tools.migrate.connectors import translate
 from vllm_ascend_pd.tools.migrate.refusal import ModelFacts, read_facts, refusal
-from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, Cached, ModelShape
+from vllm_ascend_pd.tools.plan.layers import BLOCK_SIZES, ModelShape
 from vllm_ascend_pd.tools.vllm_names import KV_PORT, PLUGIN, PLUGINS, REPLACES_CONNECTOR, plugins_with_ours
 
 _OPTION = "kv-transfer-config"
@@ -169,7 +169,7 @@ def _states(
     arguments: EngineArguments, model: ModelShape | None, connectors: Sequence[str], changes: list[Change]
 ) -> EngineArguments:
     """Says what this connector does not do with states of Mamba and linear attention. `connectors`: the old ones."""
-    if model is None or Cached.STATE not in model.cached:
+    if model is None or not model.has_states:
         return arguments
     if _STORE in connectors:
         why = (

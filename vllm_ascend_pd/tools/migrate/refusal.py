@@ -17,7 +17,8 @@ from vllm_ascend_pd.connector.unsupported import (
     unsupported_weights,
 )
 from vllm_ascend_pd.tools.migrate.command import EngineArguments
-from vllm_ascend_pd.tools.plan.model import CacheDtype, ModelShape, PlanError, UnsaidError, read_model
+from vllm_ascend_pd.tools.plan.layers import ModelShape
+from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError, UnsaidError, read_model
 
 # The model that an engine serves: its `config.json`, and how its caches are quantized.
 
@@ -34,12 +35,12 @@ class ModelFacts:
     @property
     def compressed(self) -> bool:
         """Whether its caches have one entry for several tokens."""
-        return self.shape is not None and bool(self.shape.compressed)
+        return self.shape is not None and self.shape.is_compressed
 
     @property
     def int8_caches(self) -> bool:
         """Whether decode keeps caches in int8, and prefill does not."""
-        return self.shape is not None and bool(self.shape.int8_layers)
+        return self.shape is not None and self.shape.is_packed
 
 
 def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
@@ -68,7 +69,7 @@ def _read_shape(path: Path, dtype: CacheDtype) -> ModelShape:
     """
     if dtype in (CacheDtype.FP8, CacheDtype.INT8):
         shape = read_model(path, CacheDtype.AUTO)
-        if shape.mla and len(shape.widths) > 2:
+        if shape.is_sparse:
             return shape
     return read_model(path, dtype)
 
@@ -128,7 +129,7 @@ def _drops_prefill_weights(arguments: EngineArguments, model: ModelShape) -> boo
     if mlapo is None:
         mlapo = arguments.environment.get("VLLM_ASCEND_ENABLE_MLAPO", "1") != "0"
     tokens = arguments.number("max-num-batched-tokens", MLAPO_TOKENS + 1)
-    dense_mla = model.mla and len(model.widths) == 2
+    dense_mla = model.mla and not model.is_sparse and not model.is_compressed
     return bool(mlapo) and dense_mla and arguments.text("quantization") == "ascend" and tokens <= MLAPO_TOKENS
 
 

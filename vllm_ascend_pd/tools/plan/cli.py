@@ -14,19 +14,17 @@ from vllm_ascend_pd.tools.plan.engine import DEFAULT_BLOCK_SIZE, PlannedEngine
 from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError, read_model
 
 
-def _count(text: str, default: str | None = None) -> Any:
-    return typer.Option(help=text, metavar="N", min=1, show_default=default or True)
+def _count(text: str, default: str | None = None, least: int = 1) -> Any:
+    return typer.Option(help=text, metavar="N", min=least, show_default=default or True)
 
 
 def _number(text: str) -> Any:
     return typer.Option(help=text, metavar="X", min=0.001)
 
 
-_COMPUTE = "Milliseconds that prefill needs for 1000 tokens, beside a layer's writes."
-_STEP = "Maximum number of tokens per prefill step. Determines the size of the staging buffer."
-_PROMPT = "Tokens of a usual prompt. With the option above and the five below, adds engines per engine."
-
-_MEASURED = "Output of doctor --hardware --json, for the times of writes instead of HIXL's figures."
+_DTYPES = f"Of the KV cache: {', '.join(CacheDtype)}."
+_MEASURED = "Output of doctor --hardware --json."
+_GIVEN = "--output-tokens, --decode-step-ms, --decode-requests, --decode-kv-gib and --link-gbit"
 
 
 def plan(
@@ -38,30 +36,31 @@ def plan(
     decode_pp: Annotated[int, _count("Pipeline-parallel size of decode.")] = 1,
     decode_dp: Annotated[int, _count("Data-parallel size of decode.")] = 1,
     block_size: Annotated[int, _count("Tokens per KV cache block.")] = DEFAULT_BLOCK_SIZE,
-    prefill_block_size: Annotated[int | None, _count("Tokens per block on prefill.", "--block-size")] = None,
-    decode_block_size: Annotated[int | None, _count("Tokens per block on decode.", "--block-size")] = None,
-    kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="Data type of the KV cache.")] = CacheDtype.AUTO,
-    max_num_batched_tokens: Annotated[int, _count(_STEP)] = 8192,
-    compute_ms_per_1000_tokens: Annotated[float | None, _number(_COMPUTE)] = None,
-    prompt_tokens: Annotated[int | None, _count(_PROMPT)] = None,
-    output_tokens: Annotated[int | None, _count("Tokens of a usual answer.")] = None,
-    decode_step_ms: Annotated[float | None, _number("Milliseconds of a decode step with the requests below.")] = None,
-    decode_requests: Annotated[int | None, _count("Most requests that a data-parallel rank decodes at once.")] = None,
-    decode_kv_gib: Annotated[float | None, _number("GiB of KV cache on each decode rank.")] = None,
-    link_gbit: Annotated[float | None, _number("Bandwidth of a rank in Gbit/s, in each direction.")] = None,
-    measured: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=_MEASURED)] = None,
+    prefill_block_size: Annotated[int | None, _count("Of prefill.", "--block-size")] = None,
+    decode_block_size: Annotated[int | None, _count("Of decode.", "--block-size")] = None,
+    kv_cache_dtype: Annotated[CacheDtype, typer.Option(help=_DTYPES, metavar="TYPE")] = CacheDtype.AUTO,
+    max_num_batched_tokens: Annotated[int, _count("Tokens per prefill step.")] = 8192,
+    # Of a prompt of one token, decode may compute all itself.
+    prompt_tokens: Annotated[int, _count("Tokens of the prompt.", least=2)] = 1000,
+    measured: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, metavar="FILE", help=_MEASURED)] = None,
+    compute_ms_per_1000_tokens: Annotated[float | None, _number("Prefill's time.")] = None,
+    output_tokens: Annotated[int | None, _count("Tokens of an answer.")] = None,
+    decode_step_ms: Annotated[float | None, _number("Time of a decode step.")] = None,
+    decode_requests: Annotated[int | None, _count("Requests at once on a data-parallel rank.")] = None,
+    decode_kv_gib: Annotated[float | None, _number("KV cache of a decode rank.")] = None,
+    link_gbit: Annotated[float | None, _number("Bandwidth of a rank, in each direction.")] = None,
     version: Version = False,
 ) -> None:
-    """Print what a prefill and a decode engine transfer. Starts no engine."""
-    given = (prompt_tokens, output_tokens, decode_step_ms, decode_requests, decode_kv_gib, link_gbit)
+    """Print what a prefill and a decode engine transfer. Starts no engine.
+
+    All options from --compute-ms-per-1000-tokens on together give the prefill engines per decode engine (docs/plan.md).
+    """
+    given = (output_tokens, decode_step_ms, decode_requests, decode_kv_gib, link_gbit)
     if any(value is not None for value in given) and None in (*given, compute_ms_per_1000_tokens):
-        raise USAGE_ERROR(
-            "--prompt-tokens, --output-tokens, --decode-step-ms, --decode-requests, --decode-kv-gib and --link-gbit "
-            "need each other and --compute-ms-per-1000-tokens"
-        )
+        raise USAGE_ERROR(f"{_GIVEN} need each other and --compute-ms-per-1000-tokens")
     # Imported here so that other commands start faster.
     from vllm_ascend_pd.core.config import ConnectorConfig
-    from vllm_ascend_pd.tools.plan.exchange import PROMPT_TOKENS, make_plan
+    from vllm_ascend_pd.tools.plan.exchange import make_plan
     from vllm_ascend_pd.tools.plan.tables import render
     from vllm_ascend_pd.tools.plan.times import Traffic, make_rates, read_measured, write_times
     from vllm_ascend_pd.tools.write_costs import HIXL
@@ -70,15 +69,16 @@ def plan(
         PlannedEngine("prefill", prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
         PlannedEngine("decode", decode_tp, decode_pp, decode_dp, decode_block_size or block_size),
     )
-    slots = ConnectorConfig().slots(max_num_batched_tokens)
-    compute_ms = None if compute_ms_per_1000_tokens is None else compute_ms_per_1000_tokens * PROMPT_TOKENS / 1000
+    batched = max_num_batched_tokens
+    slots = ConnectorConfig().slots(batched)
+    compute_ms = None if compute_ms_per_1000_tokens is None else compute_ms_per_1000_tokens * prompt_tokens / 1000
     try:
         costs = HIXL if measured is None else read_measured(measured)
         shape = read_model(model, kv_cache_dtype)
-        figures = make_plan(shape, *sides, step_tokens=max_num_batched_tokens, staging_slots=slots)
+        figures = make_plan(shape, *sides, step_tokens=batched, staging_slots=slots, tokens=prompt_tokens)
         rates = None
         if compute_ms is not None and None not in given:
-            traffic = Traffic(*cast("tuple[int, int, float, int, float, float]", given))
+            traffic = Traffic(*cast("tuple[int, float, int, float, float]", given))
             rates = make_rates(figures, compute_ms, traffic)
     except OSError as error:
         raise USAGE_ERROR(f"cannot read the model's config.json, or what was measured: {error}") from None

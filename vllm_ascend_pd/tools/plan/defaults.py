@@ -26,7 +26,7 @@ def as_transformers(
     problems = []
     for model_type in model_types:
         try:
-            with warnings.catch_warnings(), _without_npus():
+            with warnings.catch_warnings(), _environment():
                 warnings.simplefilter("ignore")
                 importlib.import_module("transformers.utils.logging").set_verbosity_error()
                 known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
@@ -42,14 +42,21 @@ def as_transformers(
     return {}, problems or ["config.json has no model_type"]
 
 
+_WHILE_IT_IS_ASKED = {
+    # Keeps torch, which transformers imports, from loading torch_npu: that needs CANN.
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    # Keeps transformers from saying that there is no torch, which configurations do not need.
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
+
+
 @contextlib.contextmanager
-def _without_npus() -> Iterator[None]:
-    """Keeps torch, which transformers imports, from loading torch_npu: that needs CANN."""
-    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    given = os.environ.get(name)
-    os.environ[name] = "0"
+def _environment() -> Iterator[None]:
+    given = {name: os.environ[name] for name in _WHILE_IT_IS_ASKED if name in os.environ}
+    os.environ.update(_WHILE_IT_IS_ASKED)
     try:
         yield
     finally:
-        del os.environ[name]
-        os.environ.update({} if given is None else {name: given})
+        for name in _WHILE_IT_IS_ASKED:
+            del os.environ[name]
+        os.environ.update(given)

@@ -8,15 +8,18 @@ import msgspec
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.layout import (
+    BlockKind,
     CacheTensor,
     Geometry,
     LayerSpec,
     LayoutError,
+    Order,
     Packing,
     RankCaches,
     block_geometry,
 )
-from vllm_ascend_pd.tools.plan.model import BLOCK_SIZES, LayerCache, ModelShape, PlanError, TensorEntry
+from vllm_ascend_pd.tools.plan.layers import BLOCK_SIZES, LayerCache, ModelShape, TensorEntry
+from vllm_ascend_pd.tools.plan.model import PlanError
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -41,15 +44,18 @@ def check_engine(model: ModelShape, engine: PlannedEngine) -> None:
     side, tp = engine.side, engine.tp
     if model.attention_heads % tp:
         raise PlanError(f"{side}: tensor parallel size {tp} does not divide {model.attention_heads} attention heads")
-    try:
-        topology.replicas(tp, model.kv_heads)
-    except topology.TopologyError as error:
-        raise PlanError(f"{side}: {error}") from None
-    if engine.pp > len(model.cached):
+    for cache in model.kinds:
+        try:
+            for tensor in cache.tensors:
+                topology.replicas(tp, tensor.heads)
+        except topology.TopologyError as error:
+            heads = "heads of a state" if cache.is_state else "KV heads"
+            raise PlanError(f"{side}: {error}".replace("KV heads", heads)) from None
+    if engine.pp > len(model.layers):
         raise PlanError(
-            f"{side}: pipeline parallel size {engine.pp} leaves stages without any of {len(model.cached)} layers"
+            f"{side}: pipeline parallel size {engine.pp} leaves stages without any of {len(model.layers)} layers"
         )
-    if model.compressed and engine.block_size not in BLOCK_SIZES:
+    if model.is_compressed and engine.block_size not in BLOCK_SIZES:
         sizes = ", ".join(map(str, BLOCK_SIZES))
         raise PlanError(f"{side}: compressed caches need a block size of {sizes}, not of {engine.block_size}")
 
@@ -70,41 +76,46 @@ def stage_layers(layers: int, pp: int) -> list[range]:
 
 
 def rank_caches(model: ModelShape, engine: PlannedEngine, pp_rank: int, tp_rank: int, num_blocks: int) -> RankCaches:
-    """Returns the caches of one rank, with addresses 0."""
-    heads = len(engine.sharding.heads(tp_rank, model.kv_heads))
-    geometries: list[Geometry] = []
-    first: dict[LayerCache, int] = {}
+    """Returns the caches of one rank, with addresses 0. The group of a cache is its index in `model.kinds`.
+
+    The geometries are those of the whole model, in the same order on every rank of both sides.
+    """
+    geometries: dict[Geometry, int] = {}
+    of_kind: dict[LayerCache, list[int]] = {}
     for group, cache in enumerate(model.kinds):
-        first[cache] = len(geometries)
-        for tensor, packing in zip(cache.tensors, _packings(model, cache), strict=True):
-            spec = LayerSpec(
-                group,
-                cache.entries(engine.block_size) * cache.tokens_per_entry,
-                heads,
-                model.kv_heads,
-                tokens_per_entry=cache.tokens_per_entry,
-            )
-            geometries.append(_geometry(engine, cache, tensor, spec, packing))
+        packings = cache.packings or (Packing.NONE,) * len(cache.tensors)
+        of_kind[cache] = [
+            geometries.setdefault(_geometry(engine, tp_rank, group, cache, tensor, packing), len(geometries))
+            for tensor, packing in zip(cache.tensors, packings, strict=True)
+        ]
     tensors = [
-        CacheTensor(f"model.layers.{layer}.self_attn.{cache.name}", part, 0, num_blocks, first[cache] + part)
+        CacheTensor(f"model.layers.{layer}.self_attn.{cache.name}", part, 0, num_blocks, geometry)
         for layer in stage_layers(len(model.layers), engine.pp)[pp_rank]
         for cache in model.layers[layer]
-        for part in range(len(cache.tensors))
+        for part, geometry in enumerate(of_kind[cache])
     ]
     return RankCaches(tuple(geometries), tuple(tensors))
 
 
-def _packings(model: ModelShape, cache: LayerCache) -> tuple[Packing, ...]:
-    """Returns how decode keeps each tensor of a cache."""
-    if cache.int8:
-        return (Packing.INT8_NZ, Packing.NZ if model.mla else Packing.INT8_NZ)
-    return (Packing.NONE,) * len(cache.tensors)
-
-
 def _geometry(
-    engine: PlannedEngine, cache: LayerCache, tensor: TensorEntry, spec: LayerSpec, packing: Packing
+    engine: PlannedEngine, tp_rank: int, group: int, cache: LayerCache, tensor: TensorEntry, packing: Packing
 ) -> Geometry:
-    shape = (1, cache.entries(engine.block_size), spec.heads, tensor.width)
+    heads = len(engine.sharding.heads(tp_rank, tensor.heads))
+    if cache.is_state:
+        return Geometry(
+            group=group,
+            order=Order.HEAD_MAJOR,
+            dtype=tensor.dtype,
+            block_size=1,
+            block_stride=heads * tensor.head_bytes,
+            heads=heads,
+            total_heads=tensor.heads,
+            head_bytes=tensor.head_bytes,
+            kind=BlockKind.STATE,
+        )
+    block_size, per_entry = cache.block_tokens(engine.block_size), cache.tokens_per_entry
+    spec = LayerSpec(group, block_size, heads, tensor.heads, tokens_per_entry=per_entry)
+    shape = (1, block_size // per_entry, heads, tensor.width)
     kept = block_geometry(shape, _contiguous(shape), tensor.itemsize, tensor.dtype, spec, heads_first=False)
     try:
         packed = msgspec.structs.replace(kept, packing=packing)

@@ -4,6 +4,7 @@
 Sizes are in bytes.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ import numpy as np
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.ascend import communicator_bytes
 from vllm_ascend_pd.core.compatibility import mismatch
-from vllm_ascend_pd.core.layout import Geometry, Order, RankCaches
-from vllm_ascend_pd.core.plan import Route, Target, Units, descriptors, make_route, slot_bytes
+from vllm_ascend_pd.core.layout import BlockKind, Geometry, RankCaches
+from vllm_ascend_pd.core.plan import Route, Target, Units, descriptors, make_route, regroupable, slot_bytes
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.tools.plan.engine import (
     DEFAULT_BLOCK_SIZE,
@@ -24,10 +25,8 @@ from vllm_ascend_pd.tools.plan.engine import (
     check_engine,
     rank_caches,
 )
-from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError
-
-PROMPT_TOKENS = 1000
-"""Length of the prompt that the figures are for, in tokens."""
+from vllm_ascend_pd.tools.plan.layers import ModelShape
+from vllm_ascend_pd.tools.plan.model import PlanError
 
 
 class RankPosition(NamedTuple):
@@ -54,8 +53,9 @@ class Flow:
 
     source: RankPosition
     target: RankPosition
-    lane: int  # index among the prefill ranks with the same heads and decode ranks. It serves prompts of this index
-    exchanging: int  # ranks of the source's all-to-all, including itself; 1 if there is none
+    # Ranks that hold the same heads serve prompts in turn. These are the writes for prompts of this index.
+    lane: int
+    exchanging: int = 1  # ranks of the source's all-to-all, including itself; 1 if there is none
     # Descriptors by layer, each a count by size in bytes: with no two blocks of the prompt adjacent, and with all.
     scattered: dict[int, Counter[int]] = field(default_factory=dict)
     contiguous: dict[int, Counter[int]] = field(default_factory=dict)
@@ -82,11 +82,12 @@ class PromptFigures(msgspec.Struct, frozen=True):
     """The transfer of one prompt."""
 
     tokens: int
-    units: int  # whole units that the prompt is transferred as
+    units: int  # whole units of tokens that the prompt is transferred as
     flows: tuple[Flow, ...]
     nbytes: int  # of all ranks
     busiest_sender: int  # maximum bytes that one prefill rank sends
     busiest_reader: int  # maximum bytes that one decode rank receives
+    room: int  # bytes of KV cache that the prompt takes on a decode rank of the stage with the most
     descriptors: int  # of all ranks, if no two blocks are adjacent
     descriptors_contiguous: int  # of all ranks, if all blocks are adjacent
 
@@ -95,12 +96,11 @@ class PlanFigures(msgspec.Struct, frozen=True):
     """What engines of two shapes send each other."""
 
     model: ModelShape
-    bytes_per_token: float  # windows of compressed caches are not counted
-    window_bytes: int  # of the compressed caches of all layers, once per prompt
-    bytes_per_token_and_layer: float  # the most of any layer
+    bytes_per_token: float  # of the layers that keep all tokens
+    window_bytes: int  # the most of windows and chunks, of all layers, once per prompt
+    state_bytes: int  # of all layers, once per prompt
     prefill: PlannedEngine
     decode: PlannedEngine
-    decode_bytes: float  # per token, on a decode rank of the stage with the most
     unit_tokens: int  # the smaller block size of the two sides
     lanes: int  # prefill ranks with the same heads and decode ranks, which serve prompts in turn
     regrouping: tuple[str, ...]  # exchanged, dealt out, quantized: how units become decode's
@@ -120,7 +120,7 @@ def make_plan(
     *,
     step_tokens: int,
     staging_slots: int,
-    tokens: int = PROMPT_TOKENS,
+    tokens: int = 1000,
 ) -> PlanFigures:
     """Returns the transfers from one prefill engine to one decode engine, for a prompt of `tokens`.
 
@@ -130,7 +130,8 @@ def make_plan(
         check_engine(model, engine)
     p_ranks, d_ranks = (_ranks(model, engine) for engine in (prefill, decode))
     _check_fit(model.name, prefill, decode, p_ranks, d_ranks)
-    # Heads are split equally in every stage, so one stage represents all. Both sides have the same list of geometries.
+    # Heads are split equally in every stage, so one stage represents all.
+    geometries = p_ranks[RankPosition(0, 0)].geometries
     d_blocks = [theirs.block_size for theirs in d_ranks[RankPosition(0, 0)].geometries]
     routes = [
         [
@@ -140,30 +141,57 @@ def make_plan(
         for (stage, rank), caches in p_ranks.items()
         if stage == 0
     ]
+    lanes = math.lcm(*(route.replicas for route in routes[0]))
     flows = []
-    for source, caches in p_ranks.items():
-        for stage in range(decode.pp):
-            theirs = d_ranks[RankPosition(stage, 0)]
-            flows += _flows(model, source, caches, routes[source.tp_rank], stage, theirs, tokens)
-    unit = routes[0][0].unit
-    exchange = any(geometry.sent.order is Order.TOKEN_MAJOR for geometry in p_ranks[RankPosition(0, 0)].geometries)
-    groups = topology.regroup_groups(prefill.sharding, model.kv_heads) if exchange else []
-    per_token, per_layer = _bytes_per_token(model)
+    for lane in range(lanes):
+        for source, caches in p_ranks.items():
+            for stage in range(decode.pp):
+                theirs = RankPosition(stage, 0), d_ranks[RankPosition(stage, 0)]
+                flows += _flows(model, (source, caches), routes[source.tp_rank], theirs, lane, tokens)
+    of_tokens = next(i for i, geometry in enumerate(geometries) if geometry.kind is BlockKind.TOKENS)
+    unit = routes[0][of_tokens].unit
+    totals = {geometry.total_heads for geometry in regroupable(geometries)}
+    groups = {ranks for total in totals for ranks in topology.regroup_groups(prefill.sharding, total)}
+    caches_of_all = [cache for caches in model.layers for cache in caches]
     return PlanFigures(
         model=model,
-        bytes_per_token=per_token,
-        bytes_per_token_and_layer=per_layer,
-        window_bytes=sum(cache.window_bytes for caches in model.layers for cache in caches),
+        bytes_per_token=sum(cache.bytes_per_token for cache in caches_of_all),
+        window_bytes=sum(cache.bounded_bytes for cache in caches_of_all if not cache.is_state),
+        state_bytes=sum(cache.bounded_bytes for cache in caches_of_all if cache.is_state),
         prefill=prefill,
         decode=decode,
-        decode_bytes=max(_stage_bytes(model, d_ranks[RankPosition(stage, 0)]) for stage in range(decode.pp)),
         unit_tokens=unit,
-        lanes=routes[0][0].replicas,
+        lanes=lanes,
         regrouping=_regrouping(routes),
         staging=_staging(p_ranks.values(), step_tokens, staging_slots, groups),
-        prompt=_prompt(tokens, unit, flows),
-        notes=(*model.notes, *_notes(prefill, decode, routes)),
+        prompt=_prompt(tokens, _sent_tokens(model, tokens), unit, flows, decode_room(model, decode, tokens)),
+        notes=(*model.notes, *_notes(model, prefill, decode, unit)),
     )
+
+
+def decode_room(model: ModelShape, decode: PlannedEngine, tokens: int) -> int:
+    """Returns the bytes of KV cache that a request of `tokens` takes on a decode rank of the stage with the most.
+
+    vLLM gives a state a block of its own, which has at least the size of an attention layer's.
+    """
+
+    def room(caches: RankCaches) -> int:
+        of_block: Counter[tuple[str, int]] = Counter()  # bytes, by layer and cache
+        for tensor in caches.tensors:
+            geometry = caches.geometry_of(tensor)
+            of_block[tensor.layer, geometry.group] += geometry.block_bytes
+        kinds = model.kinds
+        page = max((size for (_, group), size in of_block.items() if not kinds[group].is_state), default=0)
+        return sum(
+            max(size, page if kinds[group].is_state else 0) * kinds[group].most_blocks(tokens, decode.block_size)
+            for (_, group), size in of_block.items()
+        )
+
+    return max(room(rank_caches(model, decode, stage, 0, _NUM_BLOCKS)) for stage in range(decode.pp))
+
+
+def _sent_tokens(model: ModelShape, tokens: int) -> int:
+    return tokens - model.leaves_last_token
 
 
 def _ranks(model: ModelShape, engine: PlannedEngine) -> dict[RankPosition, RankCaches]:
@@ -192,63 +220,59 @@ def _check_fit(
 
 def _flows(
     model: ModelShape,
-    source: RankPosition,
-    caches: RankCaches,
+    ours: tuple[RankPosition, RankCaches],
     routes: Sequence[Route],
-    d_stage: int,
-    theirs: RankCaches,
+    theirs: tuple[RankPosition, RankCaches],
+    lane: int,
     tokens: int,
 ) -> list[Flow]:
-    """Returns what `source` sends to the ranks of decode's stage `d_stage`, whose caches look like `theirs`."""
-    there = theirs.by_name()
+    """Returns what a rank sends of a prompt of `tokens` in `lane` to the ranks of a stage of decode.
+
+    `ours`, `theirs`: a position with its caches. The other ranks of decode's stage have the same.
+    """
+    (source, caches), (first, others) = ours, theirs
+    there = others.by_name()
     flows: dict[int, Flow] = {}
     copies: dict[tuple[int, Target], tuple[Counter[int], Counter[int]]] = {}
     for tensor in caches.tensors:
-        index = there.get((tensor.layer, tensor.part))
-        if index is None:
-            continue
         route = routes[tensor.geometry]
+        if (tensor.layer, tensor.part) not in there or not route.serves(lane):
+            continue
         for target in route.targets:
             key = (tensor.geometry, target)
             if key not in copies:
-                ours, others = caches.geometries[tensor.geometry], theirs.geometry_of(theirs.tensors[index])
-                sent_tokens = (_first_sent(tokens, _window(model, ours), others.block_size), ours.complete(tokens))
-                scattered, contiguous = (_copies(route, target, ours, others, sent_tokens, gap=gap) for gap in (1, 0))
+                geometries = caches.geometries[tensor.geometry], others.geometries[tensor.geometry]
+                scattered, contiguous = (_copies(model, route, target, geometries, tokens, gap=gap) for gap in (1, 0))
                 copies[key] = (scattered, contiguous)
             scattered, contiguous = copies[key]
-            flow = flows.setdefault(
-                target.tp_rank,
-                Flow(source, RankPosition(d_stage, target.tp_rank), routes[0].replica_index, len(routes[0].ranks) or 1),
-            )
+            position = RankPosition(first.pp_rank, target.tp_rank)
+            flow = flows.setdefault(target.tp_rank, Flow(source, position, lane))
+            flow.exchanging = max(flow.exchanging, len(route.ranks))
             layer = int(tensor.layer.split(".")[2])
             flow.scattered.setdefault(layer, Counter()).update(scattered)
             flow.contiguous.setdefault(layer, Counter()).update(contiguous)
     return [flow for _, flow in sorted(flows.items())]
 
 
-def _window(model: ModelShape, geometry: Geometry) -> int:
-    """Returns how many of a prompt's last tokens are sent; 0 for all. Only windows beside compressed caches count."""
-    return model.kinds[geometry.group].window
-
-
-def _first_sent(tokens: int, window: int, block_size: int) -> int:
-    """Returns the first token of the prompt that is sent: the first of the block in which a window begins."""
-    seen = max(0, tokens - window) if window else 0
-    return seen - seen % block_size
-
-
 def _copies(
-    route: Route, target: Target, source: Geometry, theirs: Geometry, tokens: tuple[int, int], gap: int
+    model: ModelShape, route: Route, target: Target, geometries: tuple[Geometry, Geometry], tokens: int, gap: int
 ) -> Counter[int]:
-    """Returns how many descriptors of each size one tensor of a layer has, with `gap` blocks between any two blocks of
-    the prompt.
+    """Returns how many descriptors of each size one tensor of a layer has for a prompt of `tokens`, with `gap` blocks
+    between any two blocks of the prompt.
 
-    `tokens`: the first that is sent, and the one after the last.
+    `geometries`: prefill's and decode's.
     """
-    units = Units.of(route.unit, [tokens])
+    cache = model.kinds[geometries[0].group]
+    if cache.is_state:
+        start, stop = 0, 1  # a state counts as one token
+    else:
+        stop = geometries[0].complete(_sent_tokens(model, tokens))
+        seen = cache.seen_from(tokens - 1)
+        start = seen - seen % geometries[1].block_size
+    units = Units.of(route.unit, [(start, stop)])
     src, dst = (
-        units.offsets(units.blocks([_blocks(tokens[1], geometry, gap)], [0], geometry.span), geometry)
-        for geometry in (source, theirs)
+        units.offsets(units.blocks([_blocks(stop, geometry, gap)], [0], geometry.span), geometry)
+        for geometry in geometries
     )
     if route.is_staged:
         _, own = route.share(len(units))
@@ -261,20 +285,21 @@ def _blocks(tokens: int, geometry: Geometry, gap: int) -> range:
     return range(1, 1 + -(-tokens // geometry.block_size) * (1 + gap), 1 + gap)
 
 
-def _prompt(tokens: int, unit: int, flows: Sequence[Flow]) -> PromptFigures:
+def _prompt(tokens: int, sent_tokens: int, unit: int, flows: Sequence[Flow], room: int) -> PromptFigures:
     one = [flow for flow in flows if flow.lane == 0]
-    sent: dict[RankPosition, int] = {}
-    received: dict[RankPosition, int] = {}
+    sent: Counter[RankPosition] = Counter()
+    received: Counter[RankPosition] = Counter()
     for flow in one:
-        sent[flow.source] = sent.get(flow.source, 0) + flow.nbytes
-        received[flow.target] = received.get(flow.target, 0) + flow.nbytes
+        sent[flow.source] += flow.nbytes
+        received[flow.target] += flow.nbytes
     return PromptFigures(
         tokens=tokens,
-        units=-(-tokens // unit),
+        units=-(-sent_tokens // unit),
         flows=tuple(flows),
-        nbytes=sum(sent.values()),
+        nbytes=sent.total(),
         busiest_sender=max(sent.values()),
         busiest_reader=max(received.values()),
+        room=room,
         descriptors=sum(flow.descriptors for flow in one),
         descriptors_contiguous=sum(flow.descriptors_contiguous for flow in one),
     )
@@ -286,7 +311,7 @@ def _regrouping(routes: Iterable[Iterable[Route]]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: Sequence[tuple[int, ...]]) -> Staging:
+def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: Iterable[tuple[int, ...]]) -> Staging:
     size = max(slot_bytes(caches, step_tokens) for caches in ranks)
     if size == 0:
         return Staging(step_tokens, 0, 0, 0, 0, 0)
@@ -294,29 +319,16 @@ def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: 
     return Staging(step_tokens, slots, size, (slots + _EXCHANGE_BUFFERS) * size, joined, communicator_bytes(joined))
 
 
-def _notes(prefill: PlannedEngine, decode: PlannedEngine, routes: Sequence[Sequence[Route]]) -> list[str]:
+def _notes(model: ModelShape, prefill: PlannedEngine, decode: PlannedEngine, unit: int) -> list[str]:
     notes = []
     for engine in (prefill, decode):
-        if engine.block_size != DEFAULT_BLOCK_SIZE:
+        if engine.block_size != DEFAULT_BLOCK_SIZE and not model.has_states:
             notes.append(
                 f"{engine.side}: vllm-ascend makes the block size 128 unless chunked prefill and prefix caching are off"
             )
-    unit = routes[0][0].unit
     if unit < min(prefill.block_size, decode.block_size):
         notes.append(
             f"blocks of {prefill.block_size} and {decode.block_size} tokens: KV is written {unit} tokens at a time, "
             "which is slow; take block sizes of which one is a multiple of the other"
         )
     return notes
-
-
-def _bytes_per_token(model: ModelShape) -> tuple[float, float]:
-    """Returns the bytes of a token in all layers, and the most in any of them."""
-    per_layer = [model.kv_heads * sum(cache.bytes_per_token for cache in caches) for caches in model.layers]
-    return sum(per_layer), max(per_layer)
-
-
-def _stage_bytes(model: ModelShape, caches: RankCaches) -> float:
-    """Returns the bytes of a token on a rank of a stage."""
-    geometries = map(caches.geometry_of, caches.tensors)
-    return sum(each.entry_bytes / each.tokens_per_entry for each in geometries if not _window(model, each))

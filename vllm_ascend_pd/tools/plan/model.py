@@ -1,96 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the shape of a model's KV cache from its `config.json`, as vLLM does.
+"""Reads what a model's layers keep from its `config.json`, as vLLM does.
 
 The installed transformers says what the file leaves to the model's code. Where it cannot, such a file is refused.
-
-The caches of DeepSeek V4's layers keep one entry for several tokens. Their sizes are those of vllm-ascend 0.23 on Atlas
-A2 and A3 (`models/deepseek_v4.py`, `models/layer/attention/layer.py`).
 """
 
 import enum
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_pd.core.layout import Packing
 from vllm_ascend_pd.tools.plan.defaults import as_transformers
-
-BLOCK_SIZES = (32, 64, 128)
-"""The values of `--block-size` that vllm-ascend takes for this model."""
-
-RATIOS = (4, 128)
-"""The tokens per entry that vllm-ascend's compressor takes. With 0 or 1, a layer has its window alone."""
-
-_LATENT, _INDEX, _SCALE, _STATE = 2, 1, 2, 4  # bytes of an element
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """An entry of one tensor."""
-
-    dtype: str  # as torch names it
-    width: int  # elements
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.width * self.itemsize
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """One of a layer's caches."""
-
-    name: str  # in vllm-ascend, without the layer's name
-    tensors: tuple[TensorEntry, ...]
-    tokens_per_entry: int = 1
-    window: int = 0  # tokens at a prompt's end that are sent. 0: all of them
-    block_share: int = 1  # a block has `--block-size` divided by this many entries
-    int8: bool = False  # whether decode keeps it in int8, and prefill does not
-
-    def entries(self, block_size: int) -> int:
-        """Returns the entries of a block. `block_size`: the engine's `--block-size`."""
-        return block_size // self.block_share
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of a token of a long prompt and one KV head. 0 for a window, whose bytes do not grow with prompts."""
-        return 0 if self.window else self._entry_bytes / self.tokens_per_entry
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of a whole window."""
-        return self.window * self._entry_bytes
-
-    @property
-    def _entry_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
-def layer_caches(ratio: int, head: int, index: int, window: int, latent_dtype: str) -> tuple[LayerCache, ...]:
-    """Returns the caches of a layer. `ratio`: tokens per entry. `head`, `index`: elements of a latent and of an
-    indexer's key. `window`: tokens that every layer sees uncompressed. `latent_dtype`: of two bytes."""
-    latent = TensorEntry(latent_dtype, head, _LATENT)
-    found = [LayerCache("swa_cache", (latent,), window=window)]
-    if ratio <= 1:
-        return tuple(found)
-    found.append(LayerCache("attn", (latent,), ratio))
-    found.append(_compressor("compressor.state_cache", ratio, head))
-    if ratio == RATIOS[0]:
-        keys = (TensorEntry("int8", index, _INDEX), TensorEntry("float16", 1, _SCALE))
-        found.append(LayerCache("indexer.k_cache", keys, ratio))
-        found.append(_compressor("indexer.compressor.state_cache", ratio, index))
-    return tuple(found)
-
-
-def _compressor(name: str, ratio: int, width: int) -> LayerCache:
-    """Returns the cache of what an unfinished entry is computed from. Entries for 4 tokens overlap."""
-    both = 2 if ratio == RATIOS[0] else 1
-    state = TensorEntry("float32", 2 * both * width, _STATE)  # keys and their scores
-    return LayerCache(name, (state,), window=both * ratio, block_share=16 if ratio == RATIOS[0] else 4)
+from vllm_ascend_pd.tools.plan.layers import (
+    RATIOS,
+    LayerCache,
+    ModelShape,
+    TensorEntry,
+    compressed_caches,
+    linear_state,
+)
 
 
 class PlanError(ValueError):
@@ -126,6 +57,7 @@ class Cached(enum.Enum):
 
     FULL = "full attention"
     WINDOW = "attention within a window"
+    CHUNK = "attention within chunks"
     STATE = "a state, not keys and values"
     NOTHING = "nothing"
 
@@ -141,7 +73,7 @@ _LAYER_KINDS = {
     "deepseek_sparse_attention": Cached.FULL,
     "qwen_sparse_attention": Cached.FULL,
     "sliding_attention": Cached.WINDOW,
-    "chunked_attention": Cached.WINDOW,
+    "chunked_attention": Cached.CHUNK,
     "linear_attention": Cached.STATE,
     "mamba": Cached.STATE,
     "mamba2": Cached.STATE,
@@ -158,6 +90,7 @@ _NOT_DESCRIBED = {
     "num_global_key_value_heads": "layers that differ in their KV heads",
     "swa_num_key_value_heads": "layers that differ in their KV heads",
     "swa_head_dim": "layers that differ in their head size",
+    "attention_other_setting": "layers that differ in their KV heads",
     "multi_query": "an older way to say how many KV heads there are",
     "multi_query_group_num": "an older way to say how many KV heads there are",
     "is_encoder_decoder": "an encoder with caches of its own",
@@ -174,14 +107,34 @@ _COMPRESSED_NOTE = (
 _HYBRID_PREFIXES = ("mamba_", "ssm_", "attn_layer_", "hybrid_")
 
 # The model types as which vLLM reads models that have none (by architecture), or that transformers need not know
-# (`_CONFIG_REGISTRY` of its `transformers_utils/config.py`).
-_READ_AS = {"LongcatFlashForCausalLM": "longcat_flash", "kimi_k2": "deepseek_v3", "deepseek_v32": "deepseek_v3"}
+# (`_CONFIG_REGISTRY` of its `transformers_utils/config.py`). Hunyuan-Large has a type of its own for the same code.
+_READ_AS = {
+    "LongcatFlashForCausalLM": "longcat_flash",
+    "kimi_k2": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "hunyuan": "hunyuan_v1_moe",
+}
 
 # Two attentions in each layer, numbered as layers of their own.
 _TWO_ATTENTIONS = "longcat_flash"
 
 # Fields with the text part of multimodal models, outermost first.
 _TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
+
+# Gated DeltaNet's heads of keys and their elements, those of values, and the convolution's kernel.
+_DELTA_NET = (
+    "linear_num_key_heads",
+    "linear_key_head_dim",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+# The same of Mamba 2, as models spell it: groups of B and C, their elements, heads, elements of a head, kernel.
+_MAMBA_2 = (
+    ("mamba_n_groups", "mamba_d_state", "mamba_n_heads", "mamba_d_head", "mamba_d_conv"),
+    ("n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "conv_kernel"),
+)
 
 # Fields that transformers is asked for: a model's code fills them in or overrules them.
 _ASKED = (
@@ -198,53 +151,13 @@ _ASKED = (
     "layer_types",
     "layers_block_type",
     "sliding_window",
+    "attention_chunk_size",
     "num_kv_shared_layers",
+    *_DELTA_NET,
+    *_MAMBA_2[0],
+    *_MAMBA_2[1],
     *_NOT_DESCRIBED,
 )
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What the size of a model's KV cache depends on."""
-
-    name: str
-    cached: tuple[Cached, ...]  # by layer
-    attention_heads: int
-    kv_heads: int  # 1 for MLA, whose latent every rank has
-    mla: bool
-    # Elements per head and token in each separate tensor of a layer: K and V. For MLA: the latent, its rotary part and,
-    # with sparse attention, the indexer's key, which layers of `without_key` lack.
-    widths: tuple[int, ...]
-    dtype: CacheDtype
-    notes: tuple[str, ...]  # what the figures leave out
-    # By layer: the caches of DeepSeek V4, which differ in their sizes. Empty for models with `widths` in all layers.
-    compressed: tuple[tuple[LayerCache, ...], ...] = ()
-    # Layers that take the indices of an earlier layer, so they have no indexer of their own.
-    without_key: frozenset[int] = frozenset()
-    # Layers whose K and V (with MLA: whose latent) decode keeps in int8, and prefill does not (C8, FAKQuant).
-    int8_layers: frozenset[int] = frozenset()
-
-    @property
-    def cached_layers(self) -> int:
-        """The number of layers that have a KV cache."""
-        return sum(map(bool, self.layers))
-
-    @cached_property
-    def layers(self) -> tuple[tuple[LayerCache, ...], ...]:
-        """The caches of each layer."""
-        return self.compressed or tuple(map(self._caches, range(len(self.cached))))
-
-    def _caches(self, layer: int) -> tuple[LayerCache, ...]:
-        if self.cached[layer] not in (Cached.FULL, Cached.WINDOW):
-            return ()
-        widths = self.widths[:-1] if layer in self.without_key else self.widths
-        tensors = tuple(TensorEntry(self.dtype.torch_name, width, self.dtype.itemsize) for width in widths)
-        return (LayerCache("attn", tensors, int8=layer in self.int8_layers),)
-
-    @cached_property
-    def kinds(self) -> tuple[LayerCache, ...]:
-        """The different caches of `layers`."""
-        return tuple(dict.fromkeys(cache for caches in self.layers for cache in caches))
 
 
 def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
@@ -252,7 +165,7 @@ def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     shape = parse_model(_read_object(file), dtype)
     described = file.with_name(QUANTIZATION)
-    return shape if shape.compressed or not described.exists() else _quantized(shape, described)
+    return shape if shape.is_compressed or not described.exists() else _quantized(shape, described)
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -280,13 +193,19 @@ def _quantized(shape: ModelShape, file: Path) -> ModelShape:
     found = {
         int(number[1]) for name in described for scale in scales if scale in name and (number := _IN_NAME.search(name))
     }
-    layers = frozenset(found & set(range(len(shape.cached))))
+    layers = found & set(range(len(shape.layers)))
     if not layers:
         return shape
-    if len(shape.widths) > 2 or shape.dtype.itemsize != 2:
+    caches = {cache for layer in layers for cache in shape.layers[layer]}
+    if any(len(cache.tensors) > 2 or any(tensor.itemsize != 2 for tensor in cache.tensors) for cache in caches):
         raise PlanError(f"{file} has layers in int8, of an attention or a type that is not supported with them")
+    packings = (Packing.INT8_NZ, Packing.NZ if shape.mla else Packing.INT8_NZ)
+    packed = tuple(
+        tuple(replace(cache, packings=packings) if number in layers else cache for cache in kept)
+        for number, kept in enumerate(shape.layers)
+    )
     note = f"{len(layers)} layers are in int8 on decode; prefill keeps 16 bits and quantizes what it sends"
-    return replace(shape, int8_layers=layers, notes=(*shape.notes, note))
+    return replace(shape, layers=packed, notes=(*shape.notes, note))
 
 
 _IN_NAME = re.compile(r"\.(\d+)\.")
@@ -305,10 +224,14 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
         return _parse(config, {**text, **known}, model_types[0] if model_types else None, dtype, is_known=bool(known))
     except UnsaidError as error:
         why = "; ".join(problems) or "its class leaves it out"
-        raise UnsaidError(
-            f"{error}, and transformers does not fill it in ({why}): install the transformers that comes with vLLM, or "
-            "add the field to a copy of the file"
-        ) from None
+        raise UnsaidError(f"{error}, and transformers does not fill it in ({why}): {_advice(problems)}") from None
+
+
+def _advice(problems: Iterable[str]) -> str:
+    """Returns what helps if `config.json` lacks a field, by what kept transformers from filling it in."""
+    if any("ModuleNotFoundError" in problem for problem in problems):
+        return "install the transformers that comes with vLLM, or add the field to a copy of the file"
+    return "add the field to a copy of the file; vLLM may have a configuration of its own for this model, which has it"
 
 
 def _model_types(part: Mapping[str, Any]) -> list[str]:
@@ -330,26 +253,66 @@ def _parse(
         return _compressed(config, text, model_type, dtype)
     if model_type == _TWO_ATTENTIONS and text.get("num_layers"):
         text = {**text, "num_hidden_layers": 2 * _layers(text, "num_layers")}
-    cached = _cached(text, is_known)
-    notes = _notes_of_kinds(text, cached)
+    kinds = _cached(text, is_known)
+    notes = []
     if model_type == _TWO_ATTENTIONS:
         notes.append("each layer of this model has two attentions, which are counted as layers here")
     notes += _notes_of_drafts(text)
-    chosen = _dtype(config, text, notes) if dtype is CacheDtype.AUTO else dtype
+    model_dtype = _dtype(config, text, notes if dtype is CacheDtype.AUTO else [])
+    chosen = model_dtype if dtype is CacheDtype.AUTO else dtype
     mla = text.get("kv_lora_rank") is not None
-    if mla:
-        kv_heads, widths = 1, _latent_widths(text, chosen)
-    else:
-        kv_heads = _number(text, "num_key_value_heads", text.get("num_kv_heads") or (heads if is_known else None))
-        widths = _head_widths(text, heads, is_known)
-    name = _name(config, text)
-    without = _without_key(text, len(cached)) if len(widths) > 2 else frozenset()
+    tensors = _latent(text, chosen) if mla else _keys_and_values(text, heads, is_known, chosen)
+    without = _without_key(text, len(kinds)) if len(tensors) > 2 else frozenset()
     if without and not text.get("indexer_types"):
         notes.append(
             f"{len(without)} layers take the indices of an earlier one and are counted without an indexer's key, as in "
             "vLLM 0.32; vllm-ascend 0.23 keeps a key there unless config.json marks them in indexer_types"
         )
-    return ModelShape(name, cached, heads, kv_heads, mla, widths, chosen, tuple(notes), without_key=without)
+    keeps = {kind: _caches(text, kind, tensors, model_dtype) for kind in kinds}
+    layers = [
+        tuple(replace(cache, tensors=tensors[:-1]) for cache in keeps[kind])
+        if layer in without and kind is Cached.FULL
+        else keeps[kind]
+        for layer, kind in enumerate(kinds)
+    ]
+    if states := keeps.get(Cached.STATE):
+        if not states[0].tensors:
+            unknown = f"{kinds.count(Cached.STATE)} layers have a state of a kind that this command does not know"
+            notes.append(f"{unknown}: it is sent once per prompt, and is not in the figures")
+        notes.append("vLLM chooses the block size of such models itself, see its log: give it with --block-size")
+    return ModelShape(_name(config, text), heads, tuple(layers), tuple(notes), mla)
+
+
+def _caches(
+    text: Mapping[str, Any], kind: Cached, tensors: tuple[TensorEntry, ...], model_dtype: CacheDtype
+) -> tuple[LayerCache, ...]:
+    """Returns the caches of a layer of this kind. `tensors`: of attention."""
+    if kind is Cached.NOTHING:
+        return ()
+    if kind is Cached.STATE:
+        return (_state(text, model_dtype),)
+    window = _number(text, "sliding_window") if kind is Cached.WINDOW else 0
+    chunk = _number(text, "attention_chunk_size") if kind is Cached.CHUNK else 0
+    return (LayerCache("attn", tensors, window=window, chunk=chunk),)
+
+
+def _state(text: Mapping[str, Any], model_dtype: CacheDtype) -> LayerCache:
+    """Returns the state of a layer, in the types that vLLM takes unless told otherwise. Without tensors if its kind is
+    not known."""
+    kimi = text.get("linear_attn_config")
+    fields: Iterable[Any] = ()
+    ssm = text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype")
+    if isinstance(kimi, dict):
+        of_head = (kimi.get("num_heads"), kimi.get("head_dim"))
+        fields, ssm = (*of_head, *of_head, kimi.get("short_conv_kernel_size")), "float32"
+    else:
+        fields = next((map(text.get, names) for names in (_DELTA_NET, *_MAMBA_2) if text.get(names[2])), ())
+    sizes = [size for size in fields if isinstance(size, int) and size > 0]
+    if len(sizes) != len(_DELTA_NET):
+        return LayerCache("state", (), is_state=True)
+    conv = (model_dtype.torch_name, model_dtype.itemsize)
+    recurrent = (str(ssm), CacheDtype(ssm).itemsize) if ssm in ("float32", "float16", "bfloat16") else conv
+    return linear_state((sizes[0], sizes[1]), (sizes[2], sizes[3]), sizes[4], conv, recurrent)
 
 
 def _compressed(
@@ -370,10 +333,8 @@ def _compressed(
     if chosen.itemsize != 2:
         raise PlanError(f"with compressed caches, a KV cache of {chosen.value} has another layout: not supported")
     head, index, window = (_number(text, field) for field in ("head_dim", "index_head_dim", "sliding_window"))
-    caches = tuple(layer_caches(ratio, head, index, window, chosen.torch_name) for ratio in ratios)
-    cached = tuple(Cached.FULL if ratio > 1 else Cached.WINDOW for ratio in ratios)
-    heads = _number(text, "num_attention_heads")
-    return ModelShape(_name(config, text), cached, heads, 1, True, (head,), chosen, tuple(notes), caches)
+    caches = tuple(compressed_caches(ratio, head, index, window, chosen.torch_name) for ratio in ratios)
+    return ModelShape(_name(config, text), _number(text, "num_attention_heads"), caches, tuple(notes), mla=True)
 
 
 def _name(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
@@ -411,18 +372,22 @@ def _names(part: Mapping[str, Any], field: str) -> list[str]:
     return names
 
 
-def _cached(text: Mapping[str, Any], is_known: bool) -> tuple[Cached, ...]:
+def _cached(text: Mapping[str, Any], is_known: bool) -> list[Cached]:
     kinds = _kinds(text, is_known, _layers(text))
     if text.get("num_kv_shared_layers"):
         # The last ones, which read what earlier layers wrote.
         shared = min(_number(text, "num_kv_shared_layers"), len(kinds))
-        kinds = (*kinds[: len(kinds) - shared], *[Cached.NOTHING] * shared)
-    if not {Cached.FULL, Cached.WINDOW} & set(kinds):
+        kinds[len(kinds) - shared :] = [Cached.NOTHING] * shared
+    if text.get("use_cla"):
+        # Layers in groups of so many, whose first one writes for all (Hunyuan's cross-layer attention).
+        group = _number(text, "cla_share_factor")
+        kinds = [Cached.NOTHING if layer % group else kind for layer, kind in enumerate(kinds)]
+    if not {Cached.FULL, Cached.WINDOW, Cached.CHUNK} & set(kinds):
         raise PlanError("no layer of this model has its own attention, so there is no KV cache to transfer")
     return kinds
 
 
-def _kinds(text: Mapping[str, Any], is_known: bool, layers: int) -> tuple[Cached, ...]:
+def _kinds(text: Mapping[str, Any], is_known: bool, layers: int) -> list[Cached]:
     kinds = _numbered_kinds(text, layers) or _names(text, "layer_types") or _names(text, "layers_block_type")
     if not kinds:
         if not is_known or "layer_types" in text:
@@ -436,7 +401,7 @@ def _kinds(text: Mapping[str, Any], is_known: bool, layers: int) -> tuple[Cached
         raise PlanError(f"config.json: this command does not know layers of kind {unknown[0]}")
     if len(kinds) != layers:
         raise PlanError(f"config.json lists {len(kinds)} kinds of layers for {layers} layers")
-    return tuple(_LAYER_KINDS[kind] for kind in kinds)
+    return [_LAYER_KINDS[kind] for kind in kinds]
 
 
 def _numbered_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
@@ -468,34 +433,29 @@ def _without_key(text: Mapping[str, Any], layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if max(layer - offset + 1, 0) % every)
 
 
-def _notes_of_kinds(text: Mapping[str, Any], cached: tuple[Cached, ...]) -> list[str]:
-    notes = []
-    if states := cached.count(Cached.STATE):
-        notes.append(
-            f"{states} layers have a state instead of keys and values, sent once per prompt: not in the figures"
-        )
-        notes.append("vLLM chooses the block size of such models itself, see its log: give it with --block-size")
-    if windows := cached.count(Cached.WINDOW):
-        size = text.get("sliding_window") or text.get("attention_chunk_size") or "unknown"
-        notes.append(f"{windows} layers have a window of {size} tokens: less is sent for them if the prompt is longer")
-    return notes
-
-
-def _latent_widths(text: Mapping[str, Any], dtype: CacheDtype) -> tuple[int, ...]:
+def _latent(text: Mapping[str, Any], dtype: CacheDtype) -> tuple[TensorEntry, ...]:
+    """Returns MLA's latent, its rotary part and, with sparse attention, the indexer's key."""
     if dtype.itemsize == 1:
         raise PlanError(f"with MLA, a KV cache of {dtype.value} has another memory layout: not supported")
-    widths = (_number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim"))
-    return (*widths, _number(text, "index_head_dim")) if text.get("index_head_dim") else widths
+    widths = [_number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim")]
+    widths += [_number(text, "index_head_dim")] if text.get("index_head_dim") else []
+    return tuple(TensorEntry(dtype.torch_name, dtype.itemsize, 1, width) for width in widths)
 
 
-def _head_widths(text: Mapping[str, Any], heads: int, is_known: bool) -> tuple[int, ...]:
+def _keys_and_values(
+    text: Mapping[str, Any], heads: int, is_known: bool, dtype: CacheDtype
+) -> tuple[TensorEntry, TensorEntry]:
+    """`heads`: of attention."""
+    kv_heads = _number(text, "num_key_value_heads", text.get("num_kv_heads") or (heads if is_known else None))
     # 0 stands for the default, too.
     default = _number(text, "hidden_size") // heads if is_known else None
-    key = _number({"head_dim": text.get("head_dim") or default}, "head_dim")
-    value = text.get("v_head_dim") or key
-    if value != key:
-        raise PlanError(f"keys of {key} and values of {value} elements per head: not supported")
-    return (key, key)
+    given = text.get("head_dim") or text.get("attention_head_dim")
+    width = _number({"head_dim": given or default}, "head_dim")
+    values = text.get("v_head_dim") or width
+    if values != width:
+        raise PlanError(f"keys of {width} and values of {values} elements per head: not supported")
+    entry = TensorEntry(dtype.torch_name, dtype.itemsize, kv_heads, width)
+    return entry, entry
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], notes: list[str]) -> CacheDtype:

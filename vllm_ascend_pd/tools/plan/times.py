@@ -7,7 +7,7 @@ docs/plan.md has the formulas with their sources.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.tools.doctor.report import DoctorReport
-from vllm_ascend_pd.tools.plan.exchange import PROMPT_TOKENS, Flow, PlanFigures, RankPosition, size_of
+from vllm_ascend_pd.tools.plan.exchange import PlanFigures, RankPosition, decode_room, size_of
 from vllm_ascend_pd.tools.plan.model import PlanError
 from vllm_ascend_pd.tools.write_costs import WriteCosts
 
@@ -70,23 +70,33 @@ class WriteTime(NamedTuple):
 
 
 def write_times(plan: PlanFigures, costs: Iterable[WriteCosts]) -> list[WriteTime]:
-    """Returns what one layer's writes take by each of `costs`."""
-    by_source: dict[RankPosition, list[Flow]] = {}
+    """Returns what one layer's writes take by each of `costs`. States are left out: they are sent once, at the end."""
+    states = {layer for layer, caches in enumerate(plan.model.layers) if any(cache.is_state for cache in caches)}
+    by_source: dict[RankPosition, list[_LayerWrites]] = {}
     for flow in plan.prompt.flows:
-        if flow.lane == 0:
-            by_source.setdefault(flow.source, []).append(flow)
+        layers = flow.scattered.keys() - states
+        if flow.lane == 0 and layers:
+            largest = max(sorted(layers), key=lambda layer: size_of(flow.scattered[layer]))
+            writes = _LayerWrites(flow.scattered[largest], flow.contiguous[largest], flow.exchanging)
+            by_source.setdefault(flow.source, []).append(writes)
     ranks = list(by_source.values())
     # A rank of r that exchange heads writes 1/r of the units, and gets all but 1/r of their bytes from the others.
-    exchanged = max(_layer_bytes(flows) * (1 - 1 / flows[0].exchanging) for flows in ranks)
+    exchanged = max(_bytes(writes) * (1 - 1 / writes[0].exchanging) for writes in ranks)
     return [_write_time(each, ranks, exchanged) for each in costs]
 
 
-def _write_time(costs: WriteCosts, ranks: Sequence[Sequence[Flow]], exchanged: float) -> WriteTime:
-    """`ranks`: the flows of each prefill rank. `exchanged`: bytes that a rank gets by the layer's all-to-all."""
-    contiguous = max(_writes_ms(costs, [flow.contiguous for flow in flows]) for flows in ranks)
-    scattered, nbytes = max(
-        (_writes_ms(costs, [flow.scattered for flow in flows]), _layer_bytes(flows)) for flows in ranks
-    )
+class _LayerWrites(NamedTuple):
+    """A prefill rank's writes to one decode rank of the layer with the most bytes, as in `Flow`."""
+
+    scattered: Counter[int]
+    contiguous: Counter[int]
+    exchanging: int
+
+
+def _write_time(costs: WriteCosts, ranks: Sequence[Sequence[_LayerWrites]], exchanged: float) -> WriteTime:
+    """`ranks`: the writes of each prefill rank. `exchanged`: bytes that a rank gets by the layer's all-to-all."""
+    contiguous = max(_ms(costs, [each.contiguous for each in writes]) for writes in ranks)
+    scattered, nbytes = max((_ms(costs, [each.scattered for each in writes]), _bytes(writes)) for writes in ranks)
     exchange = 0.0 if not exchanged else None if costs.exchange is None else exchanged / (costs.exchange * 1e6)
     if exchange is not None and exchange > scattered:
         limit = "all-to-all"
@@ -95,23 +105,17 @@ def _write_time(costs: WriteCosts, ranks: Sequence[Sequence[Flow]], exchanged: f
     return WriteTime(costs, contiguous, scattered, exchange, limit)
 
 
-def _writes_ms(costs: WriteCosts, flows: Iterable[Mapping[int, Counter[int]]]) -> float:
-    return 1000 * sum(costs.total(_largest(by_layer).elements()) for by_layer in flows)
+def _ms(costs: WriteCosts, writes: Iterable[Counter[int]]) -> float:
+    return 1000 * sum(costs.total(descriptors.elements()) for descriptors in writes)
 
 
-def _layer_bytes(flows: Iterable[Flow]) -> int:
-    return sum(size_of(_largest(flow.scattered)) for flow in flows)
-
-
-def _largest(by_layer: Mapping[int, Counter[int]]) -> Counter[int]:
-    """Returns the descriptors of the layer with the most bytes."""
-    return max(by_layer.values(), key=size_of)
+def _bytes(writes: Iterable[_LayerWrites]) -> int:
+    return sum(size_of(each.scattered) for each in writes)
 
 
 class Traffic(NamedTuple):
-    """Usual requests, and the user's figures of decode."""
+    """The answers to the plan's prompt, and the user's figures of decode."""
 
-    prompt_tokens: int
     output_tokens: int
     step_ms: float
     requests: int  # that a data-parallel rank decodes at once at most
@@ -134,30 +138,30 @@ class Rates(NamedTuple):
 def make_rates(plan: PlanFigures, compute_ms: float, traffic: Traffic) -> Rates:
     """`compute_ms`: what prefill computes the plan's prompt in. Raises PlanError if decode's KV cache cannot hold one
     such request."""
-    # The plan is of a prompt of PROMPT_TOKENS.
-    prompts = traffic.prompt_tokens / PROMPT_TOKENS
-    compute = compute_ms / 1000 * prompts
+    compute = compute_ms / 1000
     bytes_per_second = traffic.link_gbit * 1e9 / 8
     decoding = traffic.output_tokens * traffic.step_ms / 1000
     # Decode reserves a prompt's blocks before prefill computes it.
     fitting = _fitting_requests(plan, traffic)
     # Prompts are spread over lanes and data-parallel engines.
-    sent = plan.prompt.busiest_sender / plan.lanes * prompts
+    sent: Counter[RankPosition] = Counter()
+    for flow in plan.prompt.flows:
+        sent[flow.source] += flow.nbytes
+    per_prompt = max(sent.values()) / plan.lanes
     return Rates(
-        {"computing": plan.prefill.dp / compute, "link": plan.prefill.dp * bytes_per_second / sent},
+        {"computing": plan.prefill.dp / compute, "link": plan.prefill.dp * bytes_per_second / per_prompt},
         {
             "steps": plan.decode.dp * traffic.requests / decoding,
             "KV cache": plan.decode.dp * fitting / (compute + decoding),
-            "link": plan.decode.dp * bytes_per_second / (plan.prompt.busiest_reader * prompts),
+            "link": plan.decode.dp * bytes_per_second / plan.prompt.busiest_reader,
         },
     )
 
 
 def _fitting_requests(plan: PlanFigures, traffic: Traffic) -> int:
     """Returns how many whole requests fit into the KV cache of a data-parallel rank, in whole blocks."""
-    block = plan.decode.block_size
-    tokens = -(-(traffic.prompt_tokens + traffic.output_tokens) // block) * block
-    fitting = int(traffic.kv_gib * 2**30 // (tokens * plan.decode_bytes + plan.window_bytes))
+    tokens = plan.prompt.tokens + traffic.output_tokens
+    fitting = int(traffic.kv_gib * 2**30 // decode_room(plan.model, plan.decode, tokens))
     if not fitting:
         raise PlanError(f"decode: a request of {tokens} tokens does not fit into {traffic.kv_gib:g} GiB of KV cache")
     return fitting
