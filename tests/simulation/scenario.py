@@ -10,6 +10,8 @@ BLOCK = 16
 LONGEST = 160
 """Tokens of the longest prompt."""
 MAX_MODEL_LEN = 192
+_ROOM = 80
+"""Blocks of a large engine."""
 
 
 @dataclass(frozen=True)
@@ -128,17 +130,22 @@ def prompt(family: int, length: int) -> list[int]:
     return random.Random(f"prompt {family}").choices(range(1, 1_000_000), k=LONGEST)[:length]
 
 
-def draw(seed: int, **fixed: Any) -> Scenario:
-    """Draws a scenario. `fixed`: fields of `Shape` and `Faults`, and `requests`, that are not drawn."""
+def draw(seed: int, calm: bool = False, **fixed: Any) -> Scenario:
+    """Draws a scenario. `fixed`: fields of `Shape` and `Faults`, and `requests`, that are not drawn.
+
+    `calm`: nothing goes wrong, and there is room for all requests, so each must have its answer.
+    """
     rng = random.Random(f"scenario {seed}")
     shape = _draw_shape(rng)
     faults = _draw_faults(rng, shape)
     names = {each.name for each in fields(Shape)}
     requests = fixed.pop("requests", None)
     shape = replace(shape, **{name: value for name, value in fixed.items() if name in names})
-    shape = _possible(shape)
+    shape = _possible(replace(shape, prefill_blocks=_ROOM, decode_blocks=_ROOM) if calm else shape)
+    faults = Faults() if calm else faults
     faults = replace(faults, **{name: value for name, value in fixed.items() if name not in names})
-    return Scenario(seed, shape, faults, _draw_events(rng, shape, requests))
+    events = _draw_events(rng, shape, requests)
+    return Scenario(seed, shape, faults, tuple(each for each in events if each.what == "request" or not calm))
 
 
 def _draw_shape(rng: random.Random) -> Shape:
@@ -161,8 +168,8 @@ def _draw_shape(rng: random.Random) -> Shape:
         never=rng.random() < 0.2,
         verify=rng.random() < 0.2,
         secret=rng.random() < 0.2,
-        prefill_blocks=rng.choice([16, 30, 80]),
-        decode_blocks=rng.choice([16, 30, 80]),
+        prefill_blocks=rng.choice([16, 30, _ROOM]),
+        decode_blocks=rng.choice([16, 30, _ROOM]),
         prefill_steps=rng.choice([1, 1, 2]),
         decode_steps=rng.choice([1, 1, 2]),
         prefix_caching=rng.random() < 0.8,

@@ -16,6 +16,12 @@ def test_seeds() -> None:
     run("seeds", f"{FIRST}-", f"--requests={REQUESTS}")
 
 
+@pytest.mark.timeout(900)
+def test_each_request_has_its_answer_if_nothing_goes_wrong() -> None:
+    """Otherwise a shape in which nothing is ever sent would violate no rule."""
+    run("seeds", "0-30", "calm=True")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(0)
 def test_seeds_of_today() -> None:
