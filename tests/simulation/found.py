@@ -17,9 +17,6 @@ GUARDS: dict[str, Mutant] = {
             ),
         ),
     ),
-    "a held prompt outlives its memory": Mutant(
-        (Edit("prefill.worker:PrefillWorker.sleep", "self._rank.loaded.caches_lost()", "pass"),),
-    ),
     "a held prompt gets a second ticket": Mutant(
         (
             Edit(
@@ -37,14 +34,6 @@ FOUND: dict[str, Scenario] = {
         seed=0,
         faults=Faults(late=1.0),
         events=(Event(0.0, "request", ("r0", 100, 40, 1, "prefill first", 0)),),
-    ),
-    "a held prompt outlives its memory": Scenario(
-        seed=0,
-        faults=Faults(late=1.0),
-        events=(
-            Event(0.0, "request", ("r0", 100, 40, 2, "prefill first", 0)),
-            Event(0.1, "sleep", (0.0, 0.1)),
-        ),
     ),
     "a held prompt gets a second ticket": Scenario(
         seed=0,

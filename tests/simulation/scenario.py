@@ -44,6 +44,8 @@ class Shape:
     # Steps in flight. More than one on decode means vLLM's AsyncScheduler.
     prefill_steps: int = 1
     decode_steps: int = 1
+    # Tokens that decode drafts in each step, some of which it rejects.
+    drafts: int = 0
     prefix_caching: bool = True
     # Whether a pool beside ours has KV of prompts, in a MultiConnector on prefill.
     pool: bool = False
@@ -136,7 +138,7 @@ def draw(seed: int, calm: bool = False, **fixed: Any) -> Scenario:
     `calm`: nothing goes wrong, and there is room for all requests, so each must have its answer.
     """
     rng = random.Random(f"scenario {seed}")
-    shape = _draw_shape(rng)
+    shape = replace(_draw_shape(rng), drafts=random.Random(f"drafts {seed}").choice([0, 0, 0, 1, 3]))
     faults = _draw_faults(rng, shape)
     names = {each.name for each in fields(Shape)}
     requests = fixed.pop("requests", None)
@@ -188,6 +190,8 @@ def _possible(shape: Shape) -> Shape:
         # Such caches cannot be computed again in part, and vLLM wants room for one request of the longest.
         blocks = {"prefill_blocks": max(30, shape.prefill_blocks), "decode_blocks": max(30, shape.decode_blocks)}
         shape = replace(shape, decode_policy="fail", **blocks)
+    if shape.states:  # each drafted token needs a state of its own
+        shape = replace(shape, drafts=0)
     if shape.windows or shape.states or shape.decode_tp == 1:
         return replace(shape, decode_dcp=1)
     # Ranks of context parallelism have the same heads.

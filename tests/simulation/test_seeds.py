@@ -2,6 +2,8 @@
 """Seeds without a violation: 10,000 requests with fixed ones. `scripts/test.sh --simulation` goes on with others."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,12 @@ def test_seeds() -> None:
 def test_each_request_has_its_answer_if_nothing_goes_wrong() -> None:
     """Otherwise a shape in which nothing is ever sent would violate no rule."""
     run("seeds", "0-30", "calm=True")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("version", ["0.23", "0.32", "0.33"])
+def test_seeds_with_another_vllm(version: str) -> None:
+    run("seeds", "0-", "--requests=400", vllm=Path(sys.prefix) / f"vllm-{version}")
 
 
 @pytest.mark.long
