@@ -143,6 +143,15 @@ FOUND: dict[str, Scenario] = {
             Event(0.1031, "request", ("r31", 131, 21, 2, "metaserver", 0)),
         ),
     ),
+    "a failed write reads preempted blocks": Scenario(
+        seed=36,
+        shape=Shape(windows=(40,), prefill_blocks=30, decode_blocks=80, prefix_caching=False),
+        faults=Faults(write_fails=0.5),
+        events=(
+            Event(0.0142, "request", ("r28", 128, 32, 1, "metaserver", 0)),
+            Event(0.02, "reset", (0.0,)),
+        ),
+    ),
     "two prefill engines write for a ticket": Scenario(
         seed=2,
         shape=Shape(prefills=2, prefill_tp=2, prefill_blocks=80, decode_blocks=16),
