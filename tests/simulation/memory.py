@@ -119,7 +119,7 @@ def layers_of(shape: Shape) -> list[tuple[str, int]]:
     return [(f"layers.{n}.attn", group) for n, group in enumerate(groups)]
 
 
-_MOST_LAYERS = FULL_LAYERS + 2
+_MOST_LAYERS = FULL_LAYERS + 2  # a window's, and the states'
 _KINDS = np.arange(1, _MOST_LAYERS * _MOST_HEADS + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
 _SALTS = _mix(_KINDS).reshape(_MOST_LAYERS, _MOST_HEADS)
 

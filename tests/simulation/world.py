@@ -131,8 +131,6 @@ class World:
 
     def run(self) -> "World":
         _worlds[:] = [self]
-        if next(_runs) % _RUNS_BETWEEN_COLLECTIONS == 0:
-            gc.collect()
         watch = LogWatch(self.oracle.violated)
         _logger.handlers = [watch]
         try:
@@ -142,6 +140,8 @@ class World:
         finally:
             _logger.handlers = [logging.NullHandler()]
             self.kernel.close()
+            if next(_runs) % _RUNS_BETWEEN_COLLECTIONS == 0:
+                gc.collect()  # before another run begins, which nothing of this one may touch
         return self
 
     def _run(self) -> None:
