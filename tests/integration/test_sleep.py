@@ -159,6 +159,22 @@ def test_weights_that_were_loaded_asleep_are_others(pair: Pair, asleep: str) -> 
     expect_failure(pair, "prefill computed with weights")
 
 
+def test_what_prefill_had_cached_before_it_slept_fails_until_its_scheduler_knows(pair: Pair) -> None:
+    """Today vLLM frees no memory before it has emptied its prefix cache."""
+    pair.each(pair.p_ranks, "do", sleep)
+    pair.each(pair.p_ranks, "do", wake)
+    requests = prompts(pair, [64])
+    prefill(pair, requests, pair.announce(requests), cached_tokens=16)
+    expect_failure(pair, "prefill's weights were updated, or it slept, and a part of the prompt was computed before")
+
+
+def test_what_decode_had_cached_before_it_slept_fails_until_its_scheduler_knows(pair: Pair) -> None:
+    pair.each(pair.d_ranks, "do", sleep)
+    wake_decode(pair)
+    run(pair, prompts(pair, [64], cached=32))
+    expect_failure(pair, "decode's weights were updated, and a part of the prompt was cached before")
+
+
 class _Role(ConnectorRole):
     """Counts what it is told."""
 

@@ -5,6 +5,7 @@ Each is a process. A step goes from the core to the ranks and back by messages, 
 """
 
 import copy
+import functools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,12 +16,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
@@ -31,7 +41,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from harness.models import TINY, make_model
@@ -39,7 +49,7 @@ from harness.real_scheduler import _STRUCTURED as STRUCTURED
 from harness.real_scheduler import TOKEN
 from harness.taken_back import POOL
 from simulation.kernel import kernel
-from simulation.memory import Array, Caches, groups_of, layers_of
+from simulation.memory import Array, Caches, Places, groups_of, layers_of
 from simulation.scenario import BLOCK, MAX_MODEL_LEN, Shape
 from simulation.stand_ins import Event, SimpleQueue
 from vllm_ascend_pd.connector.caches import lost_blocks_say_all
@@ -132,7 +142,20 @@ class Configurations:
             made.cache_config.mamba_cache_mode = "align"
         made.scheduler_config = copy.copy(made.scheduler_config)
         made.scheduler_config.async_scheduling = not prefills and shape.decode_steps > 1
+        if not prefills and shape.drafts:
+            made.speculative_config = self._drafting(shape.drafts)
         return made
+
+    @functools.cache  # noqa: B019 - there is one for each process
+    def _drafting(self, tokens: int) -> SpeculativeConfig:
+        return SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=tokens,
+            prompt_lookup_max=2,
+            prompt_lookup_min=1,
+            target_model_config=self._model,
+            target_parallel_config=ParallelConfig(),
+        )
 
     def _make(self, prefills: bool, transfer: KVTransferConfig) -> VllmConfig:
         return VllmConfig(
@@ -169,14 +192,16 @@ class Part:
     """One request's part of a step."""
 
     request_id: str
-    # By cache group: the slots of tokens that the step computes, and their prefix hashes.
-    written: list[tuple[Array, Array]]
+    # By cache group: the slots of tokens that the step computes.
+    written: list[Places]
     # By cache group: those of earlier tokens, whose KV it reads.
-    read: list[tuple[Array, Array]]
+    read: list[Places]
     # The blocks in which it writes, with the prefix hash of the first token in each.
     blocks: list[tuple[int, int]]
-    # Whether it samples a token.
-    samples: bool
+    # If its KV has just been received: how often the weights of each rank had been updated when the ticket was issued.
+    updates: list[int] | None
+    # How many tokens it samples: none before the prompt's end, one more than the drafted ones that are right.
+    sampled: int
 
 
 @dataclass
@@ -184,8 +209,7 @@ class Load:
     """What a pool beside ours loads in a step."""
 
     blocks: set[int]
-    slots: Array
-    hashes: Array
+    places: Places
     fails: bool
 
 
@@ -198,20 +222,27 @@ class EngineStep:
     step: Any
     parts: list[Part] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    # On prefill: the blocks that preempted requests had.
+    vacated: dict[str, set[int]] = field(default_factory=dict)
+    # On decode: `Engine._rejected` of each request, and by how many drafted tokens this step has raised it.
+    rejected: list[tuple[list[int], int]] = field(default_factory=list)
     # The ranks' results, in order.
     results: list[SimpleQueue] = field(default_factory=list)
     # By pipeline stage: how many of its ranks have computed the step, and what says that all have.
     computed: list[int] = field(default_factory=list)
     passed_on: list[Event] = field(default_factory=list)
+    # See `places`.
+    _places: dict[tuple[str, int], Places] = field(default_factory=dict)
 
     @property
     def computes(self) -> bool:
         return bool(self.output.total_num_scheduled_tokens)
 
-    def written(self, group: int) -> tuple[Array, Array]:
-        """Returns the slots and hashes of one cache group that all parts write."""
-        slots, hashes = zip(*(part.written[group] for part in self.parts), strict=True)
-        return np.concatenate(slots), np.concatenate(hashes)
+    def places(self, kind: str, group: int) -> Places:
+        """Returns the slots of a cache group that all parts have written, or have read. `kind`: which."""
+        if (kind, group) not in self._places:
+            self._places[kind, group] = Places.joined([getattr(part, kind)[group] for part in self.parts])
+        return self._places[kind, group]
 
 
 class _Device(CpuDevice):
@@ -279,6 +310,9 @@ class Rank:
         self._heard_at = 0.0
         # Which prefix each block is for, by the prefix hash of its first token.
         self.content: dict[int, int] = {}
+        # Blocks with such a content, of preempted requests whose transfers have failed. What is left of their failed
+        # writes may read anything there.
+        self.given_up: set[tuple[int, int | None]] = set()
         # What happens when the stopped process goes on.
         self.when_it_goes_on: list[Callable[[], None]] = []
         self.stage, self._of_stage = divmod(index, engine.tp)
@@ -351,6 +385,7 @@ class Rank:
     def update_weights(self) -> None:
         with self.loaded.changing("update_weights"):
             kernel().park(0.002 * self._draw.random())
+            self.caches.updates += 1
 
     def sleep(self) -> None:
         self.worker.sleep()
@@ -362,6 +397,9 @@ class Rank:
     def _prefill(self, step: EngineStep) -> KVConnectorOutput:
         worker, oracle = self.worker, self.engine.world.oracle
         worker.preempted(step.step)
+        for request_id, blocks in step.vacated.items():
+            if (transfer := worker._transfers.get(request_id)) is not None and transfer.state.failure is not None:
+                self.given_up.update((block, self.content.get(block)) for block in blocks)
         worker.start_step(step.step)
         invalid: set[int] = set()
         if step.computes:
@@ -369,15 +407,15 @@ class Rank:
             wrong = self._load(step, invalid) if step.loads or self.engine.pool else None
             for part in step.parts:
                 self.content.update(part.blocks)
-                oracle.reads(self, part, states=True)
+                self.given_up.difference_update(part.blocks)
+            oracle.reads(self, step, states=True)
             for layer in self.caches.layers:
                 self._layer()
-                self.caches.fill(layer, *step.written(layer.group), wrong)
+                self.caches.fill(layer, step.places("written", layer.group), wrong)
                 with oracle.hook(self.process, f"{self.name}: push_layer", oracle.backpressure_s):
                     worker.push_layer(layer.name)
-            for part in step.parts:
-                if not self.engine.pool:
-                    oracle.reads(self, part, states=False)
+            if not self.engine.pool:
+                oracle.reads(self, step, states=False)
             self._pass_on(step)
         worker.end_forward()
         if step.computes:
@@ -399,21 +437,22 @@ class Rank:
     def _load(self, step: EngineStep, invalid: set[int]) -> Array | None:
         """Loads what a pool has. Returns which of the step's tokens are computed from wrong KV, as a mask."""
         for load in step.loads:
-            for slot, prefix in zip(load.slots.tolist(), load.hashes.tolist(), strict=True):
+            for slot, prefix in zip(load.places.slots.tolist(), load.places.hashes.tolist(), strict=True):
                 if slot % BLOCK == 0:
                     self.content[slot // BLOCK] = prefix
             if load.fails:
                 invalid |= load.blocks
                 continue
             for layer in self.caches.layers:
-                self.caches.fill(layer, load.slots, load.hashes)
-        computed, _ = step.written(0)
+                self.caches.fill(layer, load.places)
+        computed = step.places("written", 0).slots
         masks = []
         for part in step.parts:
-            slots, hashes = part.read[0]
-            others = ~np.isin(slots, computed)  # what this step computes itself is right
-            differ = any(self.caches.wrong_slots(each, slots[others], hashes[others]) for each in self.caches.layers)
-            masks.append(np.full(len(part.written[0][0]), differ))
+            read = part.read[0]
+            others = ~np.isin(read.slots, computed)  # what this step computes itself is right
+            read = Places(read.slots[others], read.hashes[others])
+            differ = any(self.caches.wrong_slots(each, read) for each in self.caches.layers)
+            masks.append(np.full(len(part.written[0].slots), differ))
         mask = np.concatenate(masks)
         return mask if mask.any() else None
 
@@ -424,12 +463,11 @@ class Rank:
         if step.computes:
             self._await_stage(step)
             self._layer()
-            for part in step.parts:
-                oracle.reads(self, part, states=True)
+            oracle.reads(self, step, states=True)
             for layer in self.caches.layers:
-                self.caches.fill(layer, *step.written(layer.group))
-            for part in step.parts:
-                oracle.reads(self, part, states=False)
+                self.caches.fill(layer, step.places("written", layer.group))
+            oracle.reads(self, step, states=False)
+            oracle.starts(self, step)
             self._pass_on(step)
         with oracle.hook(self.process, f"{self.name}: take_results", step.step.wait_s):
             results = worker.take_results()
@@ -458,6 +496,7 @@ class Engine:
         self.blocks = shape.prefill_blocks if prefills else shape.decode_blocks
         self.pool: Any = None
         self._steps = shape.prefill_steps if prefills else shape.decode_steps
+        self._drafts = 0 if prefills else shape.drafts
         self.process = kernel().process(self.name)
         self.inbox = SimpleQueue()
         self.api = world.api_for(self)
@@ -466,6 +505,8 @@ class Engine:
         self.is_up = False
         self.started_as = ""
         self.is_asleep = False
+        # It goes to sleep for so many seconds before its next step. 0: it does not.
+        self._to_sleep_s = 0.0
         # The blocks that tickets name and that ranks have not given back, by ticket.
         self.open_blocks: dict[int, str] = {}
         self.ranks: list[Rank] = []
@@ -473,9 +514,16 @@ class Engine:
         # Block tables, and up to which token KV was checked, by request.
         self._tables: dict[str, list[list[int]]] = {}
         self._checked: dict[str, int] = {}
+        # Requests whose KV is awaited, and then received: how often the weights of each rank had been updated when the
+        # ticket was issued.
+        self._awaited: dict[str, list[int]] = {}
+        self._received: dict[str, list[int]] = {}
+        # Drafted tokens that steps in flight reject. vLLM counts them as computed until it has these steps' outputs.
+        self._rejected: dict[str, list[int]] = {}
         # Prefix hashes of all tokens that a request has or will have.
         self.hashes: dict[str, Array] = {}
         self._draw = kernel().draws(f"pool beside {self.name}")
+        self._draw_drafts = kernel().draws(f"drafts of {self.name}")
         kernel().spawn(self._run, f"{self.name}/core", self.process)
 
     @property
@@ -486,10 +534,13 @@ class Engine:
     def _run(self) -> None:
         self._start()
         while True:
-            while not self.vllm.has_requests() and not self._in_flight:
+            while not self.vllm.has_requests() and not self._in_flight and not self._to_sleep_s:
                 self._handle(self.inbox.get())
             self._handle_all()
-            self._step()
+            if self._to_sleep_s:
+                self._sleep(self._to_sleep_s)
+            else:
+                self._step()
 
     def _start(self) -> None:
         config = self.world.configurations.of(self.prefills, self.number, self.world)
@@ -546,7 +597,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        has_work = self.vllm.has_requests() or self._in_flight or self.is_asleep
+        has_work = self.vllm.has_requests() or self._in_flight or self._to_sleep_s
         return not has_work and self.inbox.empty()
 
     # What others ask for.
@@ -587,7 +638,7 @@ class Engine:
             kernel().tell("{} gets other weights", self.name)
             self._on_all_ranks("update_weights")
         elif what == "sleep":
-            self._sleep(*args)
+            self._to_sleep_s = args[0]
         else:
             try:
                 self.vllm.reset_prefix_cache(reset_running_requests=True)
@@ -609,25 +660,33 @@ class Engine:
             each.wait()
 
     def _sleep(self, seconds: float) -> None:
-        """As vLLM's `/sleep`: aborts all requests, ends all steps, and frees memory."""
+        """As vLLM's `/sleep`: aborts all requests, goes on until nothing is left of them, and frees memory.
+
+        It frees none if its prefix cache cannot be emptied. 0.23 does not wait until blocks are free.
+        """
         kernel().tell("{} sleeps for {} s", self.name, seconds)
         self.is_asleep = True
         running = [name for name, request in self.vllm.requests.items() if not request.is_finished()]
         for request_id in running:  # ranks may still send the others' KV
             self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-            for known in (self._tables, self._checked):
-                known.pop(request_id, None)
+            self._forget(request_id)
             self._say(request_id, [], FinishReason.ABORT, None)
-        while self._in_flight:
-            self._end_step(self._in_flight.popleft())
-        self.vllm.reset_prefix_cache()
-        self._on_all_ranks("sleep")
-        self.open_blocks.clear()
-        kernel().park(seconds)
-        self._on_all_ranks("wake")
-        self._shake_hands()
-        self.is_asleep = False
-        kernel().tell("{} is awake", self.name)
+        self.vllm.set_pause_state(PauseState.PAUSED_NEW)
+        while self.vllm.has_requests() or self._in_flight:
+            self._step()
+        try:
+            self.vllm.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError as error:
+            kernel().tell("{} does not sleep: {}", self.name, str(error)[:60])
+        else:
+            self._on_all_ranks("sleep")
+            self.open_blocks.clear()
+            kernel().park(seconds)
+            self._on_all_ranks("wake")
+            self._shake_hands()
+            kernel().tell("{} is awake", self.name)
+        self.vllm.set_pause_state(PauseState.UNPAUSED)
+        self._to_sleep_s, self.is_asleep = 0.0, False
 
     # Steps.
 
@@ -667,14 +726,16 @@ class Engine:
         step.results = [SimpleQueue() for _ in self.ranks]
         step.computed, step.passed_on = [0] * self.pp, [Event() for _ in range(self.pp)]
         if self.prefills:
+            step.vacated = {name: set().union(*self._tables.get(name, ())) for name in step.step.preempted}
             oracle.prefill_scheduled(self)
         else:
             for expect in step.step.expects:
                 kernel().tell("issues a ticket for {}: blocks {}", expect.request_id, expect.blocks)
                 self.open_blocks.update(dict.fromkeys(expect.blocks, expect.request_id))
                 oracle.ticket_issued(self, expect.request_id)
+                self._awaited[expect.request_id] = [rank.caches.updates for rank in self.ranks]
         for request_id, computed in self._take_tables(output).items():
-            step.parts.append(self._part(request_id, computed, output.num_scheduled_tokens[request_id]))
+            step.parts.append(self._part(step, request_id, computed))
             if self.pool is not None and request_id in self.pool.loads:
                 step.loads.append(self._load(request_id))
         said = self._words(step.step)
@@ -682,41 +743,55 @@ class Engine:
             kernel().tell("step: {}{}", dict(output.num_scheduled_tokens), said)
         return step
 
+    def _forget(self, request_id: str) -> None:
+        for known in (self._tables, self._checked, self._rejected):
+            known.pop(request_id, None)
+
     def _take_tables(self, output: SchedulerOutput) -> dict[str, int]:
         """Takes the step's block tables. Returns how many tokens each of its requests had computed before."""
         computed = {}
         for new in output.scheduled_new_reqs:
+            self._forget(new.req_id)
             self._tables[new.req_id] = [list(each) for each in new.block_ids]
-            self._checked.pop(new.req_id, None)
             computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for request_id, blocks, before in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             if request_id in cached.resumed_req_ids:
+                self._forget(request_id)
                 self._tables[request_id] = [[] for _ in self.cache_groups]
-                self._checked.pop(request_id, None)
             for known, more in zip(self._tables[request_id], blocks or (), strict=False):
                 known += more
             computed[request_id] = before
         return computed
 
-    def _part(self, request_id: str, computed: int, tokens: int) -> Part:
+    def _part(self, step: EngineStep, request_id: str, computed: int) -> Part:
+        tokens = step.output.num_scheduled_tokens[request_id]
+        drafted = len(step.output.scheduled_spec_decode_tokens.get(request_id, ()))
+        rejected = self._draw_drafts.randint(0, drafted) if drafted else 0
         hashes = self.hashes[request_id]
+        if self._drafts:
+            ahead = self._rejected.setdefault(request_id, [0])
+            computed = min(computed - ahead[0], len(hashes))  # more may be drafted than the answer has
+            ahead[0] += rejected
+            step.rejected.append((ahead, rejected))
         stop = min(computed + tokens, len(hashes))
+        right = computed + tokens - rejected
         first = 0 if self.pool is not None else min(computed, self._checked.get(request_id, 0))
         self._checked[request_id] = computed
         written, read, blocks = [], [], []
         for group, ids in zip(self.cache_groups, self._tables[request_id], strict=True):
             table = np.asarray(ids)
             slots, at = group.written(table, computed, stop)
-            written.append((slots, hashes[at]))
+            written.append(Places(slots, np.where(at < right, hashes[at], ~hashes[at]) if rejected else hashes[at]))
             slots, at = group.read(table, first, computed)
-            read.append((slots, hashes[at]))
+            read.append(Places(slots, hashes[at]))
             numbers = range(computed // group.span, -(-stop // group.span))
             blocks += [(ids[number], int(hashes[number * group.span])) for number in numbers if ids[number]]
         samples = not self.vllm.requests[request_id].is_prefill_chunk
-        return Part(request_id, written, read, blocks, samples)
+        sampled = 1 + drafted - rejected if samples else 0
+        return Part(request_id, written, read, blocks, self._received.pop(request_id, None), sampled)
 
     def _load(self, request_id: str) -> Load:
         tokens, _ = self.pool.loads.pop(request_id)
@@ -726,7 +801,7 @@ class Engine:
         blocks = set((slots // BLOCK).tolist())
         if fails:
             kernel().tell("the pool will not load tokens {} to {} of {}", at[0], at[-1], request_id)
-        return Load(blocks, slots, self.hashes[request_id][at], fails)
+        return Load(blocks, Places(slots, self.hashes[request_id][at]), fails)
 
     def _words(self, step: Any) -> str:
         if not self.prefills:
@@ -738,13 +813,18 @@ class Engine:
         for request_id in (told.finished_recving or ()) if told else ():
             failed = told is not None and request_id in getattr(told, "failed_recving", ())
             kernel().tell("has {} {}", "failed to receive" if failed else "received, or failed to,", request_id)
+            awaited = self._awaited.pop(request_id, None)
+            if awaited is not None and not failed:
+                self._received[request_id] = awaited
             self.open_blocks = {block: owner for block, owner in self.open_blocks.items() if owner != request_id}
         names = list(step.output.num_scheduled_tokens)
-        sampled = {part.request_id: part.samples for part in step.parts}
+        sampled = {part.request_id: part.sampled for part in step.parts}
+        for ahead, rejected in step.rejected:
+            ahead[0] -= rejected
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[[TOKEN] if sampled[name] else [] for name in names],
+            sampled_token_ids=[[TOKEN] * sampled[name] for name in names],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
@@ -752,11 +832,13 @@ class Engine:
         )
         with self.world.oracle.hook(self.process, f"{self.name}: update_from_output", 0.0):
             by_client = self.vllm.update_from_output(step.output, output)
+            if self._drafts and not isinstance(self.vllm, AsyncScheduler):
+                drafting = [name for name in names if sampled[name]]
+                self.vllm.update_draft_token_ids(DraftTokenIds(drafting, [[TOKEN] * self._drafts for _ in drafting]))
         for outputs in by_client.values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
-                    for known in (self._tables, self._checked):
-                        known.pop(each.request_id, None)
+                    self._forget(each.request_id)
                 self._say(each.request_id, each.new_token_ids, each.finish_reason, each.kv_transfer_params)
 
     def _say(self, request_id: str, tokens: list[int], reason: FinishReason | None, params: Any) -> None:

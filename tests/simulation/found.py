@@ -17,9 +17,6 @@ GUARDS: dict[str, Mutant] = {
             ),
         ),
     ),
-    "a held prompt outlives its memory": Mutant(
-        (Edit("prefill.worker:PrefillWorker.sleep", "self._rank.loaded.caches_lost()", "pass"),),
-    ),
     "a held prompt gets a second ticket": Mutant(
         (
             Edit(
@@ -37,14 +34,6 @@ FOUND: dict[str, Scenario] = {
         seed=0,
         faults=Faults(late=1.0),
         events=(Event(0.0, "request", ("r0", 100, 40, 1, "prefill first", 0)),),
-    ),
-    "a held prompt outlives its memory": Scenario(
-        seed=0,
-        faults=Faults(late=1.0),
-        events=(
-            Event(0.0, "request", ("r0", 100, 40, 2, "prefill first", 0)),
-            Event(0.1, "sleep", (0.0, 0.1)),
-        ),
     ),
     "a held prompt gets a second ticket": Scenario(
         seed=0,
@@ -152,6 +141,15 @@ FOUND: dict[str, Scenario] = {
         events=(
             Event(0.0991, "request", ("r30", 0, 86, 3, "metaserver", 0)),
             Event(0.1031, "request", ("r31", 131, 21, 2, "metaserver", 0)),
+        ),
+    ),
+    "a failed write reads preempted blocks": Scenario(
+        seed=36,
+        shape=Shape(windows=(40,), prefill_blocks=30, decode_blocks=80, prefix_caching=False),
+        faults=Faults(write_fails=0.5),
+        events=(
+            Event(0.0142, "request", ("r28", 128, 32, 1, "metaserver", 0)),
+            Event(0.02, "reset", (0.0,)),
         ),
     ),
     "two prefill engines write for a ticket": Scenario(

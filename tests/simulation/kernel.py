@@ -20,6 +20,7 @@ BEGIN_S = 1000.0
 
 # Wall clocks may be 30 s apart.
 _WALL_OFFSET_S = 10.0
+_LOOK_S = 0.01
 # More switches than any run needs. Threads that wake each other for ever do not stop by themselves.
 _MOST_SWITCHES = 3_000_000
 
@@ -92,6 +93,8 @@ class Kernel:
         self.history: list[tuple[float, str, str, tuple[object, ...]]] = []
         # What ended a thread: its name, and the traceback.
         self.crashes: list[tuple[str, str]] = []
+        # Whether `run` must return.
+        self.halted = False
         self.outside = Process("outside", 0.0)
 
     def draws(self, name: str) -> random.Random:
@@ -125,6 +128,7 @@ class Kernel:
                 pass
             except BaseException as error:  # noqa: BLE001 - the oracle reports it
                 self.crashes.append((name, traceback.format_exc()))
+                self.halted = True
                 self.tell("the thread ends by {}", repr(error))
             finally:
                 task.has_ended = True
@@ -188,10 +192,14 @@ class Kernel:
         heapq.heappush(self._timers, (self.now + delay_s, next(self._numbers), action, args))
 
     def run(self, until: float, done: Callable[[], bool]) -> bool:
-        """Lets threads run and time pass. Returns False if it is `until`, or nothing can happen, before `done()`."""
+        """Lets threads run and time pass, until `done()` or `halted`, at which it looks every `_LOOK_S`.
+
+        Returns False if it is `until`, or nothing can happen, before `done()`.
+        """
         ready, timers, draw = self._ready, self._timers, self._order.random
         get_loop, set_loop = asyncio._get_running_loop, asyncio._set_running_loop
-        while not done():
+        look_at = self.now
+        while not self.halted:
             if ready:
                 chosen = int(draw() * len(ready)) if len(ready) > 1 else 0
                 ready[chosen], ready[-1] = ready[-1], ready[chosen]
@@ -212,18 +220,22 @@ class Kernel:
                 task.switch(value)
                 task.event_loop = get_loop()
                 self.current = None
-            elif timers:
-                when, _, action, args = heapq.heappop(timers)
-                if when > until:
-                    heapq.heappush(timers, (when, next(self._numbers), action, args))
-                    self.now = until
+                continue
+            if self.now >= look_at:
+                if done():
                     break
-                self.now = max(self.now, when)
-                action(*args)
-            else:
+                look_at = self.now + _LOOK_S
+            if not timers:
                 break
+            when, _, action, args = heapq.heappop(timers)
+            if when > until:
+                heapq.heappush(timers, (when, next(self._numbers), action, args))
+                self.now = until
+                break
+            self.now = max(self.now, when)
+            action(*args)
         set_loop(None)
-        return done()
+        return not self.halted and done()
 
     # Processes.
 
@@ -267,3 +279,11 @@ def begin(seed: str, interrupts: float) -> Kernel:
 def kernel() -> Kernel:
     """Returns the running kernel."""
     return _running[0]
+
+
+def monotonic() -> float:
+    """As `Kernel.clock`, in one call where nothing is interrupted: the product reads the clock all the time."""
+    running = _running[0]
+    if running._interrupts or running.current is None:
+        return running.clock()
+    return running.now + running.current.process.offset_s

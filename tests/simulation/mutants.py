@@ -107,6 +107,8 @@ _ONE = {"prefills": 1, "decodes": 1, "prefill_tp": 1, "decode_tp": 1, **_ROOM}
 _STOP = (Event(0.03, "stop", (0.3, 20.0)),)
 _KILL = (Event(0.02, "kill", (0.0, 2.0)),)
 _RESETS = tuple(Event(0.01 * n, "reset", (0.0,)) for n in range(1, 20))
+# Decode's weights are updated 10 ms after prefill's.
+_WEIGHTS = tuple(Event(0.02 * n, "weights", (0.01,)) for n in range(1, 6))
 _TIGHT = {**_ONE, "prefill_blocks": 16, "prefix_caching": False}
 # Nothing goes wrong, so each request must have its answer.
 _CALM = {
@@ -324,7 +326,8 @@ MUTANTS: dict[str, Mutant] = {
         "decode.grants:GrantService._refuse_weights",
         "self._config.allow_other_model or are_alike(theirs, ours)",
         "True",
-        seeds=0,
+        events=_WEIGHTS,
+        **_CALM,
     ),
     "decode sleeps while writers may write": _without(
         "decode.grants:GrantService.sleep", "if not self._open:", "if True:", seeds=0
@@ -501,7 +504,12 @@ MUTANTS: dict[str, Mutant] = {
         seeds=0,
     ),
     "KV of updated weights counts as delivered": _without(
-        "prefill.sender:Sender._reach", "if before.version != now.version:", "if False:", seeds=0
+        "prefill.sender:Sender._reach",
+        "if before.version != now.version:",
+        "if False:",
+        events=_WEIGHTS,
+        **_ONE,
+        **_SLOW,
     ),
     "a written layer's room in the queue is not given back": _without(
         "prefill.sender:Sender._end_layer", "push.room.put(None)", "pass", seeds=0
@@ -587,7 +595,10 @@ MUTANTS: dict[str, Mutant] = {
         "prefill.worker:PrefillWorker.preempted",
         "elif transfer.state.settled_at > self._rank.running_time():",
         "elif False:",
-        seeds=0,
+        events=_RESETS,
+        **_TIGHT,
+        **_SLOW,
+        write_fails=0.5,
     ),
     "blocks are freed before vLLM is done with the request": _without(
         "prefill.worker:PrefillWorker._take", "if transfer.released:", "if True:", seeds=0

@@ -11,7 +11,7 @@ from simulation.kernel import Process, kernel
 from vllm_ascend_pd.core.ticket_params import carries_ticket
 
 if TYPE_CHECKING:
-    from simulation.engine import Engine, Part, Rank
+    from simulation.engine import Engine, EngineStep, Rank
     from simulation.world import World
 
 _RESTS = "a slot that rests"
@@ -42,27 +42,51 @@ class Oracle:
 
     def violated(self, what: str) -> None:
         self.violations.append(what)
+        kernel().halted = True
         kernel().tell("VIOLATION: {}", what)
 
     # R1.
 
-    def reads(self, rank: "Rank", part: "Part", states: bool) -> None:
-        """A request computes on a rank, and reads the KV of its earlier tokens. Others may compute it in the same step.
+    def reads(self, rank: "Rank", step: "EngineStep", states: bool) -> None:
+        """A rank computes, and reads the KV of earlier tokens. Other requests may compute it in the same step.
 
-        `states`: its state instead, as it is before the step.
+        `states`: the states instead, as they are before the step.
         """
         for layer in rank.caches.layers:
-            if rank.caches.groups[layer.group].is_state is not states:
+            group = rank.caches.groups[layer.group]
+            if group.is_state is not states or not rank.caches.wrong_slots(layer, step.places("read", layer.group)):
                 continue
-            slots, hashes = part.read[layer.group]
-            if wrong := rank.caches.wrong_slots(layer, slots, hashes):
-                group = rank.caches.groups[layer.group]
-                blocks = sorted({int(slots[index]) // (1 if group.is_state else group.span) for index in wrong})
+            for part in step.parts:
+                read = part.read[layer.group]
+                if wrong := rank.caches.wrong_slots(layer, read):
+                    span = 1 if group.is_state else group.span
+                    blocks = sorted({int(read.slots[index]) // span for index in wrong})
+                    self.violated(
+                        f"R1: {part.request_id} computes from wrong KV on {rank.name}: {len(wrong)} tokens, "
+                        f"{layer.name}, blocks {blocks}"
+                    )
+                    return
+
+    # R8. R1 says that it is the same prompt's.
+
+    def starts(self, rank: "Rank", step: "EngineStep") -> None:
+        """Requests compute for the first time after their KV has come.
+
+        All of it was computed with the same weights: those that this rank has, or had while the ticket was open.
+        """
+        for part in step.parts:
+            if part.updates is None:
+                continue
+            found: set[int] = set()
+            for layer in rank.caches.layers:
+                if not rank.caches.groups[layer.group].is_state:  # the step has changed these
+                    found |= rank.caches.updates_of(layer, part.read[layer.group])
+            since = part.updates[rank.index]
+            if len(found) > 1 or not all(since <= each <= rank.caches.updates for each in found):
                 self.violated(
-                    f"R1: {part.request_id} computes from wrong KV on {rank.name}: {len(wrong)} tokens, {layer.name}, "
-                    f"blocks {blocks}"
+                    f"R8: {part.request_id} starts on {rank.name}, which has had {rank.caches.updates} weight updates, "
+                    f"and {since} when it asked. Its KV is of weights after {sorted(found)}"
                 )
-                return
 
     # R2 and R10.
 
@@ -96,9 +120,11 @@ class Oracle:
             return _RESTS
         return next((id(holder) for slot, holder in ring._holders.items() if slot.offset == offset), None)
 
-    def is_read(self, rank: "Rank", address: int, owner: object) -> None:
-        """Mooncake reads memory. `owner`: what it held when the write began."""
+    def is_read(self, rank: "Rank", address: int, owner: object, has_failed: bool) -> None:
+        """Mooncake reads memory. `owner`: what it held when the write began. `has_failed`: whether the write has."""
         now = self.owner(rank, address)
+        if has_failed and owner in rank.given_up:  # its transfer has failed, too, and decode keeps its blocks
+            return
         if now not in (owner, _RESTS):
             where = f"block {owner[0]}" if isinstance(owner, tuple) else "a staging slot"
             self.violated(f"R3: a write of {rank.name} reads {where}, which has other KV by now")
@@ -183,7 +209,7 @@ class Oracle:
             if carries_ticket(request.kv_transfer_params) and request.request_id not in role._refused
         ]
         held = [prompt for prompt in role._prompts.values() if prompt.hold_until is not None]
-        busy = vllm.running or role._transfers
+        busy = vllm.running or role._transfers or engine.is_asleep
         if not waiting or not held or busy:
             self._waits_since.pop(engine.started_as, None)
             return

@@ -9,9 +9,12 @@ from pathlib import Path
 _TESTS = Path(__file__).parents[1]
 
 
-def run(*arguments: str) -> str:
-    """Runs a command of `__main__.py`. Returns what it prints, and raises AssertionError if it fails."""
-    path = os.pathsep.join([str(_TESTS.parent), str(_TESTS), os.environ.get("PYTHONPATH", "")])
+def run(*arguments: str, vllm: Path | None = None) -> str:
+    """Runs a command of `__main__.py`. Returns what it prints, and raises AssertionError if it fails.
+
+    `vllm`: the folder of another vLLM than the installed one.
+    """
+    path = os.pathsep.join(map(str, filter(None, [vllm, _TESTS.parent, _TESTS, os.environ.get("PYTHONPATH")])))
     done = subprocess.run(
         [sys.executable, "-m", "simulation", *arguments],
         env={**os.environ, "PYTHONPATH": path},

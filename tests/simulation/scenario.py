@@ -10,6 +10,8 @@ BLOCK = 16
 LONGEST = 160
 """Tokens of the longest prompt."""
 MAX_MODEL_LEN = 192
+_ROOM = 80
+"""Blocks of a large engine."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Shape:
     # Steps in flight. More than one on decode means vLLM's AsyncScheduler.
     prefill_steps: int = 1
     decode_steps: int = 1
+    # Tokens that decode drafts in each step, some of which it rejects.
+    drafts: int = 0
     prefix_caching: bool = True
     # Whether a pool beside ours has KV of prompts, in a MultiConnector on prefill.
     pool: bool = False
@@ -128,17 +132,22 @@ def prompt(family: int, length: int) -> list[int]:
     return random.Random(f"prompt {family}").choices(range(1, 1_000_000), k=LONGEST)[:length]
 
 
-def draw(seed: int, **fixed: Any) -> Scenario:
-    """Draws a scenario. `fixed`: fields of `Shape` and `Faults`, and `requests`, that are not drawn."""
+def draw(seed: int, calm: bool = False, **fixed: Any) -> Scenario:
+    """Draws a scenario. `fixed`: fields of `Shape` and `Faults`, and `requests`, that are not drawn.
+
+    `calm`: nothing goes wrong, and there is room for all requests, so each must have its answer.
+    """
     rng = random.Random(f"scenario {seed}")
-    shape = _draw_shape(rng)
+    shape = replace(_draw_shape(rng), drafts=random.Random(f"drafts {seed}").choice([0, 0, 0, 1, 3]))
     faults = _draw_faults(rng, shape)
     names = {each.name for each in fields(Shape)}
     requests = fixed.pop("requests", None)
     shape = replace(shape, **{name: value for name, value in fixed.items() if name in names})
-    shape = _possible(shape)
+    shape = _possible(replace(shape, prefill_blocks=_ROOM, decode_blocks=_ROOM) if calm else shape)
+    faults = Faults() if calm else faults
     faults = replace(faults, **{name: value for name, value in fixed.items() if name not in names})
-    return Scenario(seed, shape, faults, _draw_events(rng, shape, requests))
+    events = _draw_events(rng, shape, requests)
+    return Scenario(seed, shape, faults, tuple(each for each in events if each.what == "request" or not calm))
 
 
 def _draw_shape(rng: random.Random) -> Shape:
@@ -161,8 +170,8 @@ def _draw_shape(rng: random.Random) -> Shape:
         never=rng.random() < 0.2,
         verify=rng.random() < 0.2,
         secret=rng.random() < 0.2,
-        prefill_blocks=rng.choice([16, 30, 80]),
-        decode_blocks=rng.choice([16, 30, 80]),
+        prefill_blocks=rng.choice([16, 30, _ROOM]),
+        decode_blocks=rng.choice([16, 30, _ROOM]),
         prefill_steps=rng.choice([1, 1, 2]),
         decode_steps=rng.choice([1, 1, 2]),
         prefix_caching=rng.random() < 0.8,
@@ -181,6 +190,8 @@ def _possible(shape: Shape) -> Shape:
         # Such caches cannot be computed again in part, and vLLM wants room for one request of the longest.
         blocks = {"prefill_blocks": max(30, shape.prefill_blocks), "decode_blocks": max(30, shape.decode_blocks)}
         shape = replace(shape, decode_policy="fail", **blocks)
+    if shape.states:  # each drafted token needs a state of its own
+        shape = replace(shape, drafts=0)
     if shape.windows or shape.states or shape.decode_tp == 1:
         return replace(shape, decode_dcp=1)
     # Ranks of context parallelism have the same heads.

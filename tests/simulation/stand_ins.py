@@ -20,7 +20,7 @@ from typing import Any
 import anyio._backends._asyncio as anyio_loop
 import zmq as real_zmq
 
-from simulation.kernel import Task, kernel
+from simulation.kernel import Task, kernel, monotonic
 
 
 class Lock:
@@ -173,6 +173,11 @@ class Thread:
 
 
 _OUTSIDE = SimpleNamespace(name="outside", ident=0)
+
+
+def get_ident() -> int:
+    task = kernel().current
+    return 0 if task is None else id(task)
 
 
 def current_thread() -> Any:
@@ -343,8 +348,8 @@ def _secrets(bits: int) -> int:
 
 time = _module(
     "time",
-    monotonic=lambda: kernel().clock(),
-    perf_counter=lambda: kernel().clock(),
+    monotonic=monotonic,
+    perf_counter=monotonic,
     time=_wall_clock,
     time_ns=lambda: int(_wall_clock() * 1e9),
     sleep=lambda seconds: kernel().park(seconds) and None,
@@ -356,7 +361,7 @@ threading = _module(
     Condition=Condition,
     Event=Event,
     Thread=Thread,
-    get_ident=lambda: current_thread().ident,
+    get_ident=get_ident,
     current_thread=current_thread,
 )
 queue = _module("queue", SimpleQueue=SimpleQueue, Queue=SimpleQueue, Empty=real_queue.Empty)

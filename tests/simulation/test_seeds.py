@@ -1,19 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds without a violation: 10,000 requests with fixed ones. `scripts/test.sh --simulation` goes on with others."""
+"""Seeds without a violation: 10,000 requests with fixed ones, in all. `scripts/test.sh --simulation` goes on."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 from simulation.processes import run
 
-FIRST = 940
-REQUESTS = 10_000
+REQUESTS = 8_000
 
 
 @pytest.mark.timeout(900)
 def test_seeds() -> None:
-    run("seeds", f"{FIRST}-", f"--requests={REQUESTS}")
+    run("seeds", "0-", f"--requests={REQUESTS}")
+
+
+@pytest.mark.timeout(900)
+def test_each_request_has_its_answer_if_nothing_goes_wrong() -> None:
+    """Otherwise a shape in which nothing is ever sent would violate no rule."""
+    run("seeds", "0-30", "calm=True")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("version", ["0.23", "0.32", "0.33"])
+def test_seeds_with_another_vllm(version: str) -> None:
+    run("seeds", "0-", "--requests=400", vllm=Path(sys.prefix) / f"vllm-{version}")
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 
 import gc
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -63,6 +64,7 @@ _CONFIG = ConnectorConfig(
 _LONGEST_S = 100.0
 _REST_WITHIN_S = 120.0
 _LOOK_S = 1.0
+_RUNS_BETWEEN_COLLECTIONS = 8
 _START_WITHIN_S = 60.0
 
 
@@ -129,8 +131,6 @@ class World:
 
     def run(self) -> "World":
         _worlds[:] = [self]
-        gc.collect()
-        gc.disable()  # threads of an earlier run would end in the middle of this one
         watch = LogWatch(self.oracle.violated)
         _logger.handlers = [watch]
         try:
@@ -140,7 +140,8 @@ class World:
         finally:
             _logger.handlers = [logging.NullHandler()]
             self.kernel.close()
-            gc.enable()
+            if next(_runs) % _RUNS_BETWEEN_COLLECTIONS == 0:
+                gc.collect()  # before another run begins, which nothing of this one may touch
         return self
 
     def _run(self) -> None:
@@ -162,11 +163,11 @@ class World:
         last = max((event.at for event in self.scenario.events), default=0.0)
         self.router.ended_at = self.kernel.now + last
         self._until(math.inf, lambda: self._have_ended() or self._stand_still())
-        if not self._has_failed:
+        if not self.kernel.halted:
             for client in self.router.clients.values():
                 if client.outcome is None:
                     self.oracle.violated(f"R4: {client.name} waits, and no request has ended for {_LONGEST_S:g} s")
-        if not self._has_failed:
+        if not self.kernel.halted:
             self._until(_REST_WITHIN_S, self._is_quiet)
             self.oracle.at_rest()
 
@@ -176,12 +177,7 @@ class World:
 
     def _until(self, seconds: float, done: Callable[[], bool]) -> bool:
         """Lets time pass until `done()`, or the first violation. Returns whether `done()` came within `seconds`."""
-        self.kernel.run(self.kernel.now + seconds, lambda: self._has_failed or done())
-        return not self._has_failed and bool(done())
-
-    @property
-    def _has_failed(self) -> bool:
-        return bool(self.oracle.violations or self.kernel.crashes)
+        return self.kernel.run(self.kernel.now + seconds, done)
 
     @property
     def violations(self) -> list[str]:
@@ -410,5 +406,7 @@ _secret_file.touch(mode=0o600)
 _secret_file.write_text("a-secret-of-this-simulation-alone-5f1c0b7e96d24a38\n")
 _configurations = Configurations(Path(_folder.name))
 _install()
+_runs = itertools.count()
 gc.collect()
-gc.freeze()  # what is loaded by now is not looked at before each run
+gc.freeze()  # what is loaded by now is not looked at again
+gc.disable()  # threads of an earlier run would end in the middle of another one

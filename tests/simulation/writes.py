@@ -44,6 +44,8 @@ class Mooncake:
         self._session = f"{host}:{self._port}"
         # Registered memory: address -> size.
         self._regions: dict[int, int] = {}
+        # Whether its memory was unregistered, so that nobody listens any more.
+        self._has_ended = False
         self._batches: dict[int, _Batch] = {}
         self._next = 1
         world.mooncakes[self._session] = self
@@ -58,6 +60,7 @@ class Mooncake:
     def batch_unregister_memory(self, addresses: Sequence[int]) -> int:
         for each in addresses:
             self._regions.pop(each, None)
+        self._has_ended = not self._regions
         return 0
 
     def send_probe(self, session: str) -> int:
@@ -111,7 +114,7 @@ class Mooncake:
 
     def _peer(self, session: str) -> "Mooncake | None":
         peer = self._world.mooncakes.get(session)
-        return None if peer is None or peer.rank.process.dead else peer
+        return None if peer is None or peer._has_ended or peer.rank.process.dead else peer
 
     def _is_cut_off(self, peer: "Mooncake") -> bool:
         return network().cut_off_until(self.rank.process, peer.rank.process) > kernel().now
@@ -137,7 +140,7 @@ class Mooncake:
             kernel().at(_LOOK_S, self._read, session, batch, copies, owners, arrives_s)
             return
         for (source, _, _), owner in zip(copies, owners, strict=True):
-            self._world.oracle.is_read(self.rank, source, owner)
+            self._world.oracle.is_read(self.rank, source, owner, batch.code == -1)
         content = [(ctypes.string_at(source, size), destination) for source, destination, size in copies]
         kernel().at(arrives_s, self._arrive, session, batch, content)
 
