@@ -45,6 +45,7 @@ from vllm_ascend_pd.proxy.http.messages import (
     who_computes,
 )
 from vllm_ascend_pd.proxy.http.streams import (
+    ERROR_KEY,
     NAMED_WITHIN_BYTES,
     Events,
     Opening,
@@ -187,7 +188,8 @@ class ClientRequests:
         if request.parsed is not None:
             prompt = prompts_of(request.parsed)
         while True:
-            ranking = pool.engines.rank(prompt, avoid, last=last_resorts(pool.role, failures, avoid))
+            last = last_resorts(pool.role, failures, avoid) if avoid else ()
+            ranking = pool.engines.rank(prompt, avoid, last=last)
             with self._request_table.attempt(request):
                 reply.request_id = clients_id or request.request_id
                 reply.renaming = Renaming.to(clients_id, request.request_id) if clients_id and is_named else None
@@ -391,6 +393,9 @@ class ResponseRelay:
         """Passes events on. vLLM's error event has no reason when a transfer has failed: replaces it by one that has.
         Returns the failure that an error event shows."""
         failure: Failure | None = None
+        if ERROR_KEY not in events:
+            await self._reply.write(events)
+            return None
         for part, status in split_errors(events):
             known = await self.transfer_failure() if status >= 500 else None
             if status >= 500:

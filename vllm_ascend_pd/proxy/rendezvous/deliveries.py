@@ -70,7 +70,8 @@ class Deliveries:
             if ticket.engine and ticket.is_evidence and not (ticket.is_judged or ticket.given_up):
                 ticket.is_judged = True
                 self.delivered(ticket.engine, ticket.decode_engine, ticket.posted_at)
-                self._count_refusals(ticket)
+                if ticket.failures:
+                    self._count_refusals(ticket)
 
     def _count_refusals(self, ticket: Prefill) -> None:
         """Counts other engines' refusals of the prompt's earlier tickets: this ticket's engine has taken it."""

@@ -160,7 +160,7 @@ class Metaserver:
         """Has a prefill engine compute the ticket's prompt, unless that has failed too often. Sets the answer for
         decode."""
         request, failures = prefill.request, prefill.failures
-        used_up = self._pool.are_used_up(failures)
+        used_up = bool(failures) and self._pool.are_used_up(failures)
         self._open.add(ticket.header.ticket_id)
         try:
             with prefill.running(), self._observer.tickets_waiting.track_inprogress():
@@ -224,9 +224,10 @@ class Metaserver:
 
     def _rank(self, prefill: Prefill, prompt: PromptEstimate) -> EngineRanking:
         """Ranks the engines for a prompt: those that have failed for its request come last, if at all."""
-        engines, failed_before = self._pool.engines, frozenset(prefill.request.failed_prefill)
-        avoid = failed_before if set(engines.urls) - failed_before else frozenset[str]()
+        engines, avoid = self._pool.engines, frozenset(prefill.request.failed_prefill)
         doubted = self._deliveries.passed_over([prefill.decode_engine])
+        if not avoid or not set(engines.urls) - avoid:
+            return engines.rank(prompt, doubted=doubted)
         # Where decode computes the prompt at last, an engine that may have died of it is not asked twice.
         rules = [(failure, RULES[EngineRole.PREFILL, failure.kind]) for failure in prefill.failures]
         accidents = [failure for failure, rule in rules if rule.then is Then.ANEW or rule.outlived]

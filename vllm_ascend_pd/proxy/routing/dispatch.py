@@ -301,7 +301,7 @@ class EnginePool:
 
         Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
         """
-        failure = EngineError(FailureKind.NO_ENGINE, "", f"no {self.role.value} engine is available")
+        failure: EngineError | None = None
         since = time.monotonic()
         unreachable = ""
         tried: set[str] = set()
@@ -327,7 +327,7 @@ class EnginePool:
                     raise self._error(url, error) from error
                 if kind is None:
                     attempt.is_taken = response.is_success
-                    if attempt.is_taken and attempt.is_evidence:
+                    if refusals and attempt.is_taken and attempt.is_evidence:
                         self._note_taken(engine, refusals)
                     try:
                         yield response
@@ -356,7 +356,8 @@ class EnginePool:
                 break
         for_client = [each for each in refusals if each.kind is not FailureKind.BUSY or not ranking.takes_slot]
         if not for_client:
-            raise failure
+            none = f"no {self.role.value} engine is available"
+            raise failure or EngineError(FailureKind.NO_ENGINE, "", none)
         # An answer about the request says more than one of an engine that takes none.
         chosen = min(for_client, key=lambda each: each.kind is FailureKind.DENIED)
         for each in for_client:
