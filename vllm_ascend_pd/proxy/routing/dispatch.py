@@ -282,7 +282,7 @@ class EnginePool:
         note_result(engine, engine.gate.requests, f"refused what others took: {how}")
 
     def busy(self, url: str, why: str, request_id: str) -> EngineError:
-        """An engine has said in a stream, which is still open, that it is busy. Others wait until it has room. Returns
+        """An engine has said in a stream, which is still open, that it is busy. Others wait for a free slot. Returns
         the request's error."""
         log.info("request %s: %s engine %s: %s", request_id, self.role.value, url, why)
         if (engine := self.engines.get(url)) is not None:
