@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_standin import BUSY, PrefillEngine
-from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster, withheld
+from proxy_cluster import STREAM, Cluster, beside, counted, eventually, refusing_engine, running_cluster, withheld
 
 
 def complete_all(cluster: Cluster, number: int, **fields: object) -> list[int]:
@@ -81,6 +81,16 @@ def test_a_lone_request_waits_until_the_busy_engine_has_room_again(slept: bool) 
         eventually(lambda: len(cluster.decode.received) > 2)
         cluster.decode.room = None
         assert answer.result().status_code == 200
+
+
+def test_an_engine_that_cannot_be_reached_counts_once_however_often_a_busy_one_is_asked() -> None:
+    with refusing_engine() as gone, running_cluster(other_prefill=(gone,)) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.room = 0
+        answer = client.submit(cluster.complete)
+        eventually(lambda: len(cluster.prefill.received) > 3)
+        cluster.prefill.room = None
+        assert answer.result().status_code == 200
+        assert f'engine_ejected{{engine="{gone}",role="prefill"}} 0.0' in cluster.client.get("/metrics").text
 
 
 @pytest.mark.parametrize(("healthy", "body"), [(False, BUSY), (True, {"error": "gone"})])

@@ -17,7 +17,7 @@ from proxy_cluster import Cluster, beside, counted, eventually, running_cluster,
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
 CLIENTS, REQUESTS = 16, 200
-PASSED_OVER_SECONDS = "vllm_ascend_pd.proxy.routing.engine._PASSED_OVER_SECONDS"
+PASSED_OVER_SECONDS = "vllm_ascend_pd.proxy.routing.engines._PASSED_OVER_SECONDS"
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ def test_an_engine_that_refuses_everything_costs_no_answer_and_is_passed_over(
     fault: Callable[[Engine], None], role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It looks as if it had nothing to do. It comes back when it serves again."""
-    monkeypatch.setattr("vllm_ascend_pd.proxy.routing.engine._PASSED_OVER_SECONDS", 3.0)
+    monkeypatch.setattr("vllm_ascend_pd.proxy.routing.engines._PASSED_OVER_SECONDS", 3.0)
     refuser = engine_of(role)
     fault(refuser)
     with caplog.at_level("INFO"), beside(**{role: refuser}) as cluster:

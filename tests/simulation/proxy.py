@@ -105,8 +105,8 @@ class Proxy:
             "attempts": list(table._attempts),
             "posts": len(table._posts),
             "bytes of bodies": app._budget.used,
-            "calls": sum(len(pool.watch._calls) for pool in app._pools),
-            "waiting calls": sum(pool.limiter.waiting for pool in app._pools),
+            "attempts watched": sum(len(pool.watch._attempts) for pool in app._pools),
+            "attempts waiting": sum(pool.queue.waiting for pool in app._pools),
         }
         return kept
 

@@ -39,7 +39,7 @@ from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE
 from vllm_ascend_pd.decode import metaserver
 from vllm_ascend_pd.prefill import regroup
 from vllm_ascend_pd.proxy.http.engine_client import EngineClient
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall
+from vllm_ascend_pd.proxy.routing.dispatch import Attempt
 from vllm_ascend_pd.transport import engine as transfer_engine
 from vllm_ascend_pd.transport import http_client, tcp, wakeup
 from vllm_ascend_pd.transport.secret_files import cluster_secret
@@ -375,7 +375,7 @@ def _install() -> None:
     metaserver.tls_context = lambda tls: None  # type: ignore[assignment]
     http_client.Connections.post = _post  # type: ignore[method-assign]
     EngineClient._session = lambda self: Session(_world())  # type: ignore[method-assign, assignment, return-value]
-    stand_ins.number(EngineCall)
+    stand_ins.number(Attempt)
     transfer_engine._start = _start_mooncake
     transfer_engine.describe_transport = lambda protocol: TransportInfo(protocol, "simulated 1")
     for module in list(sys.modules.values()):

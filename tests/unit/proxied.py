@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of a proxy: a client request without a client, settings, and engine registries that record what they tell
-their limiter and their prefix affinity."""
+their queue and their prefix affinity."""
 
 from typing import Any, cast
 
@@ -10,9 +10,8 @@ from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.rendezvous.request_table import ProxiedRequest
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
+from vllm_ascend_pd.proxy.routing.engines import EngineRegistry, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.queue import Queue
 from vllm_ascend_pd.proxy.routing.strategies import PrefixAffinity
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
@@ -31,27 +30,30 @@ def settings_with(**fields: Any) -> ProxySettings:
 
 class RegistryListener:
     def __init__(self) -> None:
-        self.opened: list[RegisteredEngine] = []
-        self.closed: list[RegisteredEngine] = []
+        self.opened_engines: list[RegisteredEngine] = []
+        self.closed_engines: list[RegisteredEngine] = []
         self.forgotten: list[str] = []
 
-    def engine_opened(self, engine: RegisteredEngine) -> None:
-        self.opened.append(engine)
+    def opened(self, engine: RegisteredEngine, _: str) -> None:
+        self.opened_engines.append(engine)
 
-    def engine_closed(self, engine: RegisteredEngine) -> None:
-        self.closed.append(engine)
-
-    def in_use(self, _: RegisteredEngine) -> int:
-        return 0
+    def closed(self, engine: RegisteredEngine) -> None:
+        self.closed_engines.append(engine)
 
     def forget(self, url: str) -> None:
         self.forgotten.append(url)
 
+    def sent(self, *_: object) -> int:
+        return 0
+
+    def ended(self, *_: object) -> None:
+        pass
+
 
 def registry(role: EngineRole, listener: RegistryListener | None = None, **limits: int) -> EngineRegistry:
-    """An empty registry. `listener` is its limiter and its prefix affinity."""
+    """An empty registry. `listener` is its queue and its prefix affinity."""
     if listener is None:
-        return EngineRegistry(role, ConcurrencyLimiter(None, 0, 0.0), settings_with(**limits))
-    engines = EngineRegistry(role, cast(ConcurrencyLimiter, listener), settings_with(**limits))
+        return EngineRegistry(role, Queue(None, 0, 0.0), settings_with(**limits))
+    engines = EngineRegistry(role, cast("Queue[RegisteredEngine]", listener), settings_with(**limits))
     engines.affinity = cast(PrefixAffinity, listener)
     return engines

@@ -25,7 +25,7 @@ from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.dispatch import EnginePool
 from vllm_ascend_pd.transport.names import HostNames
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -72,11 +72,11 @@ def test_a_body_may_be_as_large_as_the_room_left_beside_it() -> None:
     with budget.hold() as a, budget.hold() as b, budget.hold() as c, budget.hold() as d, budget.hold() as e:
         for held, size in zip((a, b, c, d, e), sizes, strict=True):
             with pytest.raises(RequestRefused, match="does not fit beside those of other requests") as refused:
-                held.add(size + 1)
+                budget.add(held, size + 1)
             assert refused.value.status == 503
-            held.add(size)
+            budget.add(held, size)
         with budget.hold(for_tickets=True) as ticket:
-            ticket.add(140)
+            budget.add(ticket, 140)
     assert budget.used == 0
 
 
@@ -85,7 +85,7 @@ def test_bodies_that_are_still_arriving_make_room_for_smaller_ones() -> None:
 
     def arriving(held: HeldBody, name: str, size: int) -> None:
         budget.arriving(held, lambda: ended.append(name))
-        held.add(size)
+        budget.add(held, size)
 
     with budget.hold() as large, budget.hold() as complete, budget.hold() as small, budget.hold() as new:
         arriving(large, "large", 100)
@@ -95,7 +95,7 @@ def test_bodies_that_are_still_arriving_make_room_for_smaller_ones() -> None:
         arriving(new, "new", 60)
         assert ended == ["large"]
         with pytest.raises(RequestRefused):  # those that are left are smaller, or complete
-            new.add(60)
+            budget.add(new, 60)
         assert (ended, budget.used) == (["large"], 180)
     assert budget.used == 0
 

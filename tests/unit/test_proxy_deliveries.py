@@ -7,9 +7,11 @@ import time
 import pytest
 from proxied import settings_with
 
+from vllm_ascend_pd.proxy.rendezvous.deliveries import Deliveries
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, at_fault
-from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.dispatch import EnginePool
 from vllm_ascend_pd.transport.names import HostNames
 
 P, D = EngineRole.PREFILL, EngineRole.DECODE
@@ -47,7 +49,7 @@ class World:
         for pool, urls in zip(self.pools, (prefill, decode), strict=True):
             for url in urls:
                 pool.engines.add(url, "test").gate.checked(None)
-        self.deliveries = Deliveries(*self.pools, LIMIT)
+        self.deliveries = Deliveries(*self.pools, ProxyObserver(RequestTable(1), ()), LIMIT)
         self.broken = broken
 
     def transfer(self, pair: str, begun: float | None = None) -> None:

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from proxied import RegistryListener, registry
 
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.engine import EngineState, HealthGate, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engines import (
+    MAX_ENGINES,
+    EngineState,
+    HealthGate,
+    RegisteredEngine,
+    TooManyEnginesError,
+)
 from vllm_ascend_pd.proxy.routing.load import (
     MAX_WAIT_SECONDS,
     EngineLoad,
@@ -24,7 +30,7 @@ from vllm_ascend_pd.proxy.routing.load import (
     load_of,
     queue_wait,
 )
-from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, TooManyEnginesError
+from vllm_ascend_pd.proxy.routing.strategies import PromptEstimate
 
 VLLM_0_32 = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -268,12 +274,14 @@ def test_engines_are_added_and_removed_as_their_sources_list_them() -> None:
     engines.replace("dns", [])
     assert engines.urls == ("a",)
     assert listener.forgotten == ["b", "c"]
-    assert [engine.url for engine in listener.closed] == ["b", "c"]
+    assert [engine.url for engine in listener.closed_engines] == ["b", "c"]
     [engine] = engines
-    with engine.serving(InFlightLoad(1, 100)):
-        engines.remove(engine)
-        assert not engine.open
-        assert engine.sent == InFlightLoad(1, 100)
+    prompt = PromptEstimate(100, sequences=2)
+    load = engines.sent(prompt, engine)
+    engines.remove(engine)
+    assert not engine.open
+    assert engine.sent == load == InFlightLoad(2)
+    engines.ended(prompt, engine, load, is_taken=True)
     assert engine.sent == InFlightLoad()
     assert engines.add("a", "file") is not engine
 

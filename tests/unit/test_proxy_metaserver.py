@@ -16,15 +16,15 @@ from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.messages import RequestRefused
-from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
+from vllm_ascend_pd.proxy.rendezvous.deliveries import Deliveries
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
-from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketProgress
-from vllm_ascend_pd.proxy.routing.answers import FailureKind
-from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, EngineError, EnginePool, OutgoingRequest
-from vllm_ascend_pd.proxy.routing.registry import EngineRanking
+from vllm_ascend_pd.proxy.rendezvous.request_table import Prefill, ProxiedRequest, RequestTable
+from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
+from vllm_ascend_pd.proxy.routing.dispatch import Attempt, EngineError, EnginePool
+from vllm_ascend_pd.proxy.routing.engines import EngineRanking
 from vllm_ascend_pd.proxy.routing.strategies import NO_PROMPT
+from vllm_ascend_pd.transport.names import HostNames
 
 
 class Pool:
@@ -39,10 +39,17 @@ class Pool:
         self.watch = self
 
     @contextmanager
-    def over(self, _: EngineCall) -> Iterator[None]:
-        yield
+    def over(self, attempt: Attempt) -> Iterator[None]:
+        with anyio.CancelScope() as attempt.scope:
+            yield
 
-    def rank(self, *_: object) -> EngineRanking:
+    def are_used_up(self, _: object) -> bool:
+        return False
+
+    def to_avoid(self, _: object) -> frozenset[str]:
+        return frozenset()
+
+    def rank(self, *_: object, **__: object) -> EngineRanking:
         return EngineRanking(NO_PROMPT, (self.urls,))
 
     def get(self, _: str) -> None:
@@ -52,17 +59,17 @@ class Pool:
         pass
 
     @asynccontextmanager
-    async def open(self, _: EngineRanking, __: OutgoingRequest, call: EngineCall) -> AsyncIterator[EngineResponse]:
+    async def open(self, attempt: Attempt, *_: object) -> AsyncIterator[EngineResponse]:
         url = self.urls[len(self.asked)]
         self.asked.append(url)
-        call.engine = url
+        attempt.engine = url
         await self.breaks_off.wait()
         raise EngineError(FailureKind.LOST, url, "it broke off")
         yield
 
 
-def ticket_for(attempt: DecodeAttempt) -> Request:
-    ticket = {"request_id": f"cmpl-{attempt.request_id}-0", "remote_engine_id": "d", "ticket_id": "t"}
+def ticket_for(request: ProxiedRequest) -> Request:
+    ticket = {"request_id": f"cmpl-{request.request_id}-0", "remote_engine_id": "d", "ticket_id": "t"}
     body = [{"type": "http.request", "body": json.dumps(ticket).encode()}]
 
     async def receive() -> dict[str, Any]:
@@ -77,54 +84,57 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
     """The failure counts nevertheless."""
     request_table, pool = RequestTable(1), Pool()
     engines = cast(EnginePool, pool)
-    observer, deliveries = ProxyObserver(request_table, ()), Deliveries(engines, engines, limit=3)
-    judge = PrefillJudge(engines, deliveries, observer)
-    metaserver = Metaserver(request_table, engines, deliveries, judge, observer, settings_with(attempts=3))
+    observer = ProxyObserver(request_table, ())
+    deliveries = Deliveries(engines, engines, observer, limit=3)
+    metaserver = Metaserver(request_table, engines, engines, deliveries, observer, settings_with())
 
     async def run() -> None:
         statuses: list[int] = []
 
-        async def post(attempt: DecodeAttempt) -> None:
+        async def post(request: ProxiedRequest) -> None:
             with pytest.raises(RequestRefused) as refused:
-                await metaserver.post_ticket(ticket_for(attempt))
+                await metaserver.post_ticket(ticket_for(request))
             statuses.append(refused.value.status)
 
-        proxied = proxied_request()
-        with request_table.open(proxied):
-            proxied.request = parse_client_request(Endpoint.COMPLETIONS, b'{"prompt": "x"}')
-            with request_table.attempt(proxied, lambda: False) as attempt:
+        request = proxied_request()
+        with request_table.open(request):
+            request.parsed = parse_client_request(Endpoint.COMPLETIONS, b'{"prompt": "x"}')
+            with request_table.attempt(request):
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(post, attempt)
+                    tasks.start_soon(post, request)
                     while not pool.asked:
                         await anyio.sleep(0)
                     await anyio.sleep(0)
                     pool.breaks_off.set()
-                    attempt.close()
+                    request.end_attempt()
             assert len(pool.asked) == 1
             assert statuses == [410]
-            assert len(attempt.tickets[0, "t"].failures) == 1
-            assert len(proxied.prefill_failures[0]) == 1
+            assert len(request.tickets[0, "t"].failures) == 1
+            assert len(request.prefill_failures[0]) == 1
+            assert request.transfer_failure is None
 
     anyio.run(run)
 
 
 def test_the_garbage_collector_has_little_to_do_for_tickets_that_have_ended() -> None:
     """A request of thousands of prompts keeps them all, and a collection stops the event loop."""
-    tickets: list[TicketProgress] = []
+    tickets: list[Prefill] = []
     request_table = RequestTable(1)
 
-    async def serve(ticket: TicketProgress) -> None:
-        with ticket.prefill(), ticket.scope:
+    pool = EnginePool(EngineRole.PREFILL, settings_with(), HostNames())
+
+    async def serve(ticket: Prefill) -> None:
+        with ticket.running(), pool.watch.over(ticket):
             await anyio.sleep(0)
 
     async def run() -> None:
-        proxied = proxied_request()
-        with request_table.open(proxied), request_table.attempt(proxied, lambda: False) as attempt:
-            await serve(TicketProgress(attempt, 0, ()))
+        request = proxied_request()
+        with request_table.open(request), request_table.attempt(request):
+            await serve(Prefill(request, 0, ()))
             gc.collect()
             before = len(gc.get_objects())
             for prompt in range(100):
-                tickets.append(TicketProgress(attempt, prompt, ()))
+                tickets.append(Prefill(request, prompt, ()))
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(serve, tickets[-1])
                     await anyio.sleep(0)

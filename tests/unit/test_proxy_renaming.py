@@ -15,7 +15,7 @@ from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.streams import Renaming, Reply
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ResponseRelay
 from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
-from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, ProxiedRequest, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.request_table import ProxiedRequest, RequestTable
 
 ID = "01234567-89ab-4def-8123-456789abcdef"
 BODY = b'{"id":"chatcmpl-%s","choices":[{"text":"%s"}]}' % (ID.encode(), b"x" * 400)
@@ -33,15 +33,15 @@ def relayed(chunks: list[bytes], content_type: str, given: str = "abc") -> bytes
             for chunk in chunks:
                 yield chunk
 
-        answer: Any = SimpleNamespace(status=200, is_success=True, headers=[], chunks=body)
-        answer.header = {"Content-Type": content_type}.get
+        answer: Any = SimpleNamespace(status=200, is_success=True, is_encoded=False, headers=[], chunks=body)
+        answer.content_type = content_type
         answer.is_event_stream = content_type == "text/event-stream"
         reply = Reply(send, request_id=given)
         reply.renaming = Renaming.to(given, ID)
-        proxied = ProxiedRequest("POST", Endpoint.CHAT.value, Endpoint.CHAT, [], reply)
-        attempt = DecodeAttempt(proxied, ID, lambda: False)
-        judge: Any = SimpleNamespace(answered=lambda *_, **__: None)
-        relay = ResponseRelay(attempt, judge, ProxyObserver(RequestTable(1), ()))
+        request = ProxiedRequest("POST", Endpoint.CHAT.value, Endpoint.CHAT, [], reply)
+        request.begin(ID)
+        deliveries: Any = SimpleNamespace(answered=lambda *_, **__: None)
+        relay = ResponseRelay(request, deliveries, ProxyObserver(RequestTable(1), ()))
         assert await relay.run(cast(EngineResponse, answer)) is None
 
     anyio.run(run)

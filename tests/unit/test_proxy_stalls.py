@@ -12,9 +12,9 @@ import pytest
 from proxied import registry, settings_with
 
 from vllm_ascend_pd.proxy.http.engine_client import EngineClient, ReadTimeout
-from vllm_ascend_pd.proxy.routing import engine_pool
+from vllm_ascend_pd.proxy.routing import dispatch
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineCall, StallWatch
+from vllm_ascend_pd.proxy.routing.dispatch import Attempt, StallWatch
 
 pytestmark = pytest.mark.anyio
 
@@ -35,16 +35,16 @@ class Probes:
 
 
 async def test_an_engine_that_is_silent_delays_the_probe_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "_STALL_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(dispatch, "_STALL_LOOK_SECONDS", 0.01)
     probes = Probes()
     watch = StallWatch(registry(EngineRole.DECODE), cast("EngineClient", probes), settings_with(probe_timeout=30.0))
-    first, second = EngineCall(), EngineCall()
+    first, second = Attempt(), Attempt()
     first.engine, second.engine = "http://first", "http://second"
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch.run)
         with anyio.fail_after(5), watch.over(first):
             await probes.first_began.wait()
-            with watch.over(second), second.scope:
+            with watch.over(second):
                 await anyio.sleep_forever()
         assert second.cut is not None
         assert "no answer to a health probe within 30 s" in second.cut[1]

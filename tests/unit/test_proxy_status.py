@@ -13,11 +13,12 @@ from starlette.responses import Response
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.proxy.operate.status import Status, StatusPage, Verdict
 from vllm_ascend_pd.proxy.rendezvous.observer import MAX_RECENT, ProxyObserver
-from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable, TicketProgress
+from vllm_ascend_pd.proxy.rendezvous.request_table import Prefill, RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
-from vllm_ascend_pd.proxy.routing.engine import EngineState
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.dispatch import EnginePool
+from vllm_ascend_pd.proxy.routing.engines import EngineState
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot
+from vllm_ascend_pd.proxy.routing.strategies import PromptEstimate
 from vllm_ascend_pd.transport.names import HostNames
 
 pytestmark = pytest.mark.anyio
@@ -101,9 +102,11 @@ async def test_shown_load_is_the_load_used_for_routing() -> None:
     proxy.d.note(LoadSnapshot(running=4, waiting=1, kv_tokens=700, capacity=1000, wrong_kv=3), InFlightLoad(), now=NOW)
     with ExitStack() as held:
         for _ in range(2):
-            assert await proxy.decode.limiter.acquire([proxy.d]) is proxy.d
-            held.enter_context(proxy.decode.limiter.releasing(proxy.d))
-        held.enter_context(proxy.d.serving(InFlightLoad(requests=2, tokens=50)))
+            assert await proxy.decode.queue.acquire([proxy.d]) is proxy.d
+            held.callback(proxy.decode.queue.release, proxy.d)
+        prompt = PromptEstimate(50, sequences=2)
+        load = proxy.decode.engines.sent(prompt, proxy.d)
+        held.callback(proxy.decode.engines.ended, prompt, proxy.d, load, is_taken=True)
         role = proxy.status().roles[1]
         [engine] = role.engines
         assert (role.seats_per_engine, role.waiting) == (3, 0)
@@ -190,18 +193,18 @@ async def test_phases_of_a_request() -> None:
     proxied = proxied_request()
     with request_table.open(proxied):
         assert only(RequestPhase.ARRIVING)
-        with request_table.attempt(proxied, lambda: True) as attempt:
+        with request_table.attempt(proxied):
             assert only(RequestPhase.QUEUED)
-            attempt.engine = "http://d:1"
+            proxied.engine = "http://d:1"
             assert only(RequestPhase.DECODE)
-            with TicketProgress(attempt, 0, ()).prefill():
+            with Prefill(proxied, 0, ()).running():
                 assert only(RequestPhase.PREFILL)
-            attempt.prefilled_at = NOW
+            proxied.prefilled_at = NOW
             assert only(RequestPhase.TRANSFER)
-            with TicketProgress(attempt, 0, ()).prefill():
+            with Prefill(proxied, 0, ()).running():
                 assert only(RequestPhase.PREFILL), "the next prompt's"
-            attempt.answering = True
-            assert only(RequestPhase.ANSWERING)
-        with request_table.attempt(proxied, lambda: False):
+        with request_table.attempt(proxied):
             assert only(RequestPhase.QUEUED), "made anew"
+            proxied.reply.started = True
+            assert only(RequestPhase.ANSWERING)
     assert sum(request_table.phases().values()) == request_table.in_flight == 0

@@ -12,7 +12,7 @@ from proxied import registry
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.load import EngineLoad
+from vllm_ascend_pd.proxy.routing.load import EngineLoad, InFlightLoad
 from vllm_ascend_pd.proxy.routing.strategies import (
     NO_PROMPT,
     Costs,
@@ -119,17 +119,24 @@ def test_remembered_prefixes_are_bounded() -> None:
 def test_a_prompt_that_an_engine_refuses_is_not_cached_there() -> None:
     """While it is there, it counts as cached, so that prompts of a burst with one prefix go to one engine."""
     engines = registry(EngineRole.PREFILL)
+    engine = engines.add("http://a", "test")
     long, tokens = prompt(50_000 // BLOCK * BLOCK, 1), 50_000 // BLOCK * BLOCK
-    with engines.sending(long, "a") as sent, engines.sending(long, "a") as beside:
-        assert (sent.load.tokens, beside.load.tokens) == (tokens, 0)
-    with engines.sending(long, "a") as sent:
-        assert sent.load.tokens == tokens
-        with engines.sending(long, "a") as beside:
-            beside.is_taken = True
-    with engines.sending(long, "a") as sent:  # which is refused, too
-        assert sent.load.tokens == 0
-    with engines.sending(long, "a") as sent:
-        assert sent.load.tokens == 0, "one of them was taken"
+
+    def ended(*loads: InFlightLoad, is_taken: bool) -> None:
+        for load in loads:
+            engines.ended(long, engine, load, is_taken)
+
+    sent, beside = engines.sent(long, engine), engines.sent(long, engine)
+    assert (sent.tokens, beside.tokens) == (tokens, 0)
+    ended(sent, beside, is_taken=False)
+    sent, beside = engines.sent(long, engine), engines.sent(long, engine)
+    assert sent.tokens == tokens
+    ended(beside, is_taken=True)
+    ended(sent, is_taken=False)
+    refused = engines.sent(long, engine)
+    assert refused.tokens == 0
+    ended(refused, is_taken=False)
+    assert engines.sent(long, engine).tokens == 0, "one of them was taken"
 
 
 def test_an_engine_that_forgets_its_cache_while_a_prompt_is_there() -> None:

@@ -9,16 +9,17 @@ Rooms, from the bottom up. Each imports only rooms below it; pyproject.toml has 
 - `operate/`: health, status, metrics and the admin API.
 - `settings`, `server`: options, and the ASGI application with all routes, the work beside requests, and its server.
 
-A client's request, file by file:
+A client's request, file by file. It is a `ProxiedRequest` all the way (`rendezvous/request_table`).
 
-1. `rendezvous/client_endpoint` waits for its body (`http/arriving`), admits it (`routing/concurrency`) and
-   reads the body (`http/bodies`).
-2. It ranks the decode engines (`routing/registry`) and asks the best one (`routing/engine_pool`), once that has a free
-   slot (`routing/concurrency`).
+1. `rendezvous/client_endpoint` waits for its body (`http/arriving`) and for a slot (`routing/queue`), and reads the
+   body (`http/bodies`).
+2. It ranks the decode engines (`routing/engines`) and asks the best one (`routing/dispatch`), once that has a free slot
+   (`routing/queue`).
 3. The decode engine posts a ticket per prompt (`rendezvous/tickets`). `rendezvous/metaserver` finds the request that
-   waits for it (`rendezvous/request_table`).
-4. It has a prefill engine compute the prompt, then the ticket is answered.
+   waits for it (`rendezvous/request_table`). The ticket gets a `Prefill`.
+4. It has a prefill engine compute the prompt, by the same `routing/dispatch`. Then the ticket is answered.
 5. `rendezvous/client_endpoint` passes the decode engine's response on to the client.
 
-`routing/answers` says what follows a failure; `rendezvous/observer` counts what `operate/` shows.
+`routing/answers` says what follows a failure, `rendezvous/deliveries` which engine it counts against.
+`rendezvous/observer` counts what `operate/` shows.
 """

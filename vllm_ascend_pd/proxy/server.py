@@ -38,13 +38,12 @@ from vllm_ascend_pd.proxy.http.endpoints import NOT_SERVED
 from vllm_ascend_pd.proxy.http.messages import RequestRefused, error_response
 from vllm_ascend_pd.proxy.operate.status import StatusPage
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientRequests
-from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
+from vllm_ascend_pd.proxy.rendezvous.deliveries import Deliveries
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.deliveries import Deliveries
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.dispatch import EnginePool
 from vllm_ascend_pd.proxy.routing.polling import Discovery, HealthChecks
 from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
 from vllm_ascend_pd.transport.names import HostNames
@@ -84,7 +83,7 @@ class ProxyApp:
         self.ended = asyncio.Event()
         """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
         self._observer = ProxyObserver(self._request_table, self._pools)
-        self._deliveries = Deliveries(self._prefill, self._decode, settings.eject_after)
+        self._deliveries = Deliveries(self._prefill, self._decode, self._observer, settings.eject_after)
         self._budget = BodyBudget(settings.max_bodies_mib * MIB)
         self.asgi = Starlette(
             middleware=[Middleware(BoundedBodies, budget=self._budget)],
@@ -121,15 +120,13 @@ class ProxyApp:
 
     def _routes(self, settings: ProxySettings) -> list[BaseRoute]:
         table, observer, token = self._request_table, self._observer, settings.admin_token()
-        deliveries, judge = self._deliveries, PrefillJudge(self._prefill, self._deliveries, observer)
+        prefill, decode, deliveries = self._prefill, self._decode, self._deliveries
         return [
-            *ClientRequests(
-                table, self._decode, self._prefill, deliveries, judge, observer, self._budget, settings
-            ).routes(),
+            *ClientRequests(table, decode, prefill, deliveries, observer, self._budget, settings).routes(),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
             Route("/metrics", observer.metrics, methods=["GET"]),
             *StatusPage(self._pools, table, observer, self._problems, token).routes(),
-            *Metaserver(table, self._prefill, deliveries, judge, observer, settings).routes(),
+            *Metaserver(table, prefill, decode, deliveries, observer, settings).routes(),
         ]
 
     def _problems(self) -> Mapping[str, str]:
@@ -179,9 +176,9 @@ def capacity(files: int, concurrent: int, waiting: int) -> Capacity:
     incoming = max(concurrent * _PER_REQUEST, _MIN_IDLE)
     served = incoming + concurrent * _PER_REQUEST
     share = min(1.0, left / served)
-    in_line = max(0, min(waiting, left - served))
-    connections = max(_PER_REQUEST, int(share * incoming)) + in_line
-    return Capacity(max(1, int(share * concurrent)), in_line, connections, backlog)
+    may_wait = max(0, min(waiting, left - served))
+    connections = max(_PER_REQUEST, int(share * incoming)) + may_wait
+    return Capacity(max(1, int(share * concurrent)), may_wait, connections, backlog)
 
 
 def reserve_files(concurrent: int, waiting: int) -> Capacity:

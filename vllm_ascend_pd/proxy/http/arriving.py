@@ -99,7 +99,7 @@ class BodyBudget:
     @contextlib.contextmanager
     def hold(self, for_tickets: bool = False) -> Iterator[HeldBody]:
         """One body, from its first byte to the end of the `with` block. `for_tickets`: it is an engine's post."""
-        held = HeldBody(self, self.limit if for_tickets else self.limit - self.limit // _FOR_TICKETS)
+        held = HeldBody(self.limit if for_tickets else self.limit - self.limit // _FOR_TICKETS)
         try:
             yield held
         finally:
@@ -143,18 +143,13 @@ class BodyBudget:
 class HeldBody:
     """One body's share of a `BodyBudget`, which alone changes it."""
 
-    def __init__(self, budget: BodyBudget, limit: int) -> None:
-        self._budget = budget
+    def __init__(self, limit: int) -> None:
         self.limit = limit
         """Bytes of all bodies with which this one may still grow."""
         self.size = 0
         """Bytes."""
         self.end: Callable[[], None] = lambda: None
         """Ends it, while it arrives."""
-
-    def add(self, size: int) -> None:
-        """Raises RequestRefused (503) if there is no room."""
-        self._budget.add(self, size)
 
 
 _PLAIN = bytes({*b"0123456789+-.", *range(ord("a"), ord("z") + 1), *range(ord("A"), ord("Z") + 1)})
@@ -293,7 +288,7 @@ class _BoundedBody:
             await self._answer_late()
         elif body := message.get("body", b""):
             self._deadline = min(self._deadline + len(body) / _BYTES_PER_SECOND, anyio.current_time() + _BODY_SECONDS)
-            self._held.add(len(body))
+            self._budget.add(self._held, len(body))
             await self._look_at(body)
         if self._is_ended:
             raise self._budget.full()

@@ -160,7 +160,7 @@ def parse_client_request(endpoint: Endpoint, body: Buffer) -> ClientRequest:
             raise bad_request(f"{name} does not work here: {reason}", name)
     # vLLM truncates the prompt to the room that max_tokens leaves. Prefill has another max_tokens than decode, so it
     # would compute the KV of another prompt.
-    if _is_minus_one(_number_text(fields, "truncate_prompt_tokens", _NULL)):
+    if "truncate_prompt_tokens" in fields and _is_minus_one(_number_text(fields, "truncate_prompt_tokens")):
         raise bad_request(
             "truncate_prompt_tokens=-1 does not work with a separate prefill: give a number of tokens",
             "truncate_prompt_tokens",
@@ -204,17 +204,19 @@ def _nested(fields: Fields, request_format: RequestFormat) -> Fields | None:
     return found
 
 
-def _number_text(fields: Fields, name: str, default: memoryview) -> memoryview:
+def _number_text(fields: Fields, name: str) -> memoryview:
     """Raises RequestRefused (400) for a field that is too long for a number."""
-    text = fields.get(name, default)
+    text = fields[name]
     if len(text) > _MAX_NUMBER_BYTES:
         raise bad_request(f"{name} is not a number", name)
     return text
 
 
 def _samples(fields: Fields) -> int:
+    if "n" not in fields:
+        return 1
     try:
-        number = msgspec.json.decode(_number_text(fields, "n", _ONE), type=int | None, strict=False)
+        number = msgspec.json.decode(_number_text(fields, "n"), type=int | None, strict=False)
     except UNREADABLE:
         return 1
     return min(max(1, number or 1), _MAX_SAMPLES)
@@ -286,8 +288,8 @@ def tokens_body(
     }
     if is_for_base_model:
         kept.pop("model", None)
-    if not _is_text(kept.get("cache_salt", _NULL)):
-        kept.pop("cache_salt", None)
+    if "cache_salt" in kept and not _is_text(kept["cache_salt"]):
+        kept.pop("cache_salt")
     one_token = REQUEST_FORMATS[Endpoint.COMPLETIONS].one_token
     return _object({**kept, **one_token, "prompt": memoryview(token_ids), _TRANSFER: ticket})
 

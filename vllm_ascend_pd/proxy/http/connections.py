@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens at the limit of connections: idle ones are closed for new ones, and `/health` is always answered."""
+"""Clients' connections: uvicorn's, with what it lacks for clients that pipeline requests or speak HTTP/1.0, and what
+happens at the limit of connections. There, idle ones are closed for new ones, and `/health` is always answered."""
 
 from __future__ import annotations
 
@@ -7,17 +8,20 @@ import asyncio
 from http import HTTPStatus
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.messages import error_response
-from vllm_ascend_pd.proxy.http.sequential_connection import SequentialConnection
 
 HEALTH = "/health"
 BEYOND_LIMIT = 32
 """Connections beyond those that requests may take. Their requests get 503, or the answer of `HEALTH`."""
 _LOOKS = 16
 """Idle connections that are looked at for one to close."""
+_MAX_AHEAD_BYTES = 1024 * 1024
+"""Of the next request, while one is answered. A client may send it as soon as it has all bytes of the answer, which is
+a moment before the server knows that it has sent them."""
 
 
 class OpenConnections:
@@ -70,12 +74,25 @@ class OpenConnections:
         connection.transport.close()
 
 
-class HttpConnection(SequentialConnection):
-    """A client's connection, which `OpenConnections` may close."""
+class _Pipelined(Exception):
+    """A client sends a request before it has the answer to the last one."""
+
+
+class HttpConnection(HttpToolsProtocol):
+    """A client's connection, which `OpenConnections` may close. It serves one request at a time.
+
+    uvicorn stops reading from a client that has sent its next request, and does not notice then that the client leaves.
+    This goes on reading. It keeps a little of the next request, and drops what a client pipelines beyond: then the
+    connection closes after the answer, and the client sends those requests again (RFC 9112, section 9.3.2).
+    """
 
     def __init__(self, connections: OpenConnections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._connections = connections
+        self._ahead = b""
+        """Bytes of the next request."""
+        self._is_last = False
+        """Whether the connection closes after the running request. What arrives is dropped."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -85,14 +102,59 @@ class HttpConnection(SequentialConnection):
         self._connections.closed(self)
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        if self._is_last:
+            return
+        if not self._is_busy or self.cycle.more_body:
+            super().data_received(data)
+        elif len(self._ahead) + len(data) <= _MAX_AHEAD_BYTES:
+            self._ahead += data
+        else:
+            self._end_after_this()
+
+    def on_message_begin(self) -> None:
+        if self._is_busy:
+            self._end_after_this()
+            raise _Pipelined  # the parser stops
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         self._connections.begins(self)
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _until_closed(self.cycle)  # type: ignore[method-assign, assignment]
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._ahead and not self.transport.is_closing():
+            ahead, self._ahead = self._ahead, b""
+            self.data_received(ahead)
         if self.cycle.response_complete:  # no pipelined request follows
             self._connections.answered(self)
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._is_last:
+            super().send_400_response(msg)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _end_after_this(self) -> None:
+        self._is_last, self._ahead = True, b""
+        self.cycle.keep_alive = False
+
+
+def _until_closed(cycle: RequestResponseCycle) -> Send:
+    """Returns a `send` for answers without a length that ends them with the connection, as HTTP/1.0 does. uvicorn would
+    cut them into chunks, which HTTP/1.0 does not know."""
+    send, cycle.chunked_encoding = cycle.send, False
+
+    async def send_unframed(message: Message) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)  # type: ignore[arg-type]
+
+    return send_unframed
 
 
 class BoundedRequests:

@@ -69,24 +69,13 @@ class EngineResponse:
         self._lost: asyncio.Future[None] | None = None
         self._watch()
         self.status = response.status
+        self.is_success = 200 <= self.status < 300
         self.headers: Headers = list(response.raw_headers)
         """As the engine sent them, repeated ones included."""
-
-    def header(self, name: str) -> str | None:
-        return self._response.headers.get(name)
-
-    @property
-    def may_be_passed_on(self) -> bool:
-        """Whether its status is a final one of HTTP, and no header has control characters, which aiohttp accepts."""
-        return 200 <= self.status < 600 and not any(_CONTROL.search(value) for _, value in self.headers)
-
-    @property
-    def is_success(self) -> bool:
-        return 200 <= self.status < 300
-
-    @property
-    def is_event_stream(self) -> bool:
-        return self._response.headers.get("Content-Type", "").startswith("text/event-stream")
+        self.content_type: str | None = response.headers.get("Content-Type")
+        self.is_event_stream = (self.content_type or "").startswith("text/event-stream")
+        self.is_encoded = "Content-Encoding" in response.headers
+        """Whether its body is compressed, for instance."""
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body, as the engine sends it. Raises HttpError."""
@@ -172,7 +161,8 @@ class EngineClient:
         except _FAILURES as error:
             raise _error(error) from error
         answer = EngineResponse(response)
-        if not answer.may_be_passed_on:
+        # aiohttp accepts other statuses, and control characters in headers.
+        if not 200 <= answer.status < 600 or any(_CONTROL.search(value) for _, value in answer.headers):
             answer.close()
             raise ConnectionLost(_NOT_HTTP)
         return answer

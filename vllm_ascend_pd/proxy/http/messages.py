@@ -35,11 +35,10 @@ async def read_all(chunks: AsyncIterable[bytes], limit: int) -> bytes:
     return bytes(await read_body(chunks, limit))
 
 
-async def when_disconnected(receive: Receive, action: Callable[[], None]) -> None:
-    """Waits until the client closes the connection, then calls `action`. The request's body must have been read."""
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client closes the connection. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    action()
 
 
 _EXCERPT_CHARS = 500

@@ -21,7 +21,7 @@ from vllm_ascend_pd.proxy.http.messages import client_response_headers
 
 _END = b"\n\n"
 _LAST = b"[DONE]"
-_ERROR_KEY = b'"error"'
+ERROR_KEY = b'"error"'
 """Quotes inside a JSON string are escaped, so no token contains this."""
 _NO_REASON = "Internal server error"
 _MISREAD_ERROR = re.compile(r"[0-9]+ validation errors? for ChatCompletionStreamResponse\b")
@@ -78,7 +78,7 @@ def opening(events: bytes) -> Opening:
 
 def split_errors(events: bytes) -> list[tuple[bytes, int]]:
     """Splits events into pairs, in order: (other events, 0) and (one error event, its status)."""
-    if _ERROR_KEY not in events:
+    if ERROR_KEY not in events:
         return [(events, 0)]
     whole = events.split(_END)
     parts = [each + _END for each in whole[:-1]] + [each for each in whole[-1:] if each]

@@ -29,10 +29,15 @@ from vllm_ascend_pd.proxy.http.messages import Action, RequestRefused, guarded
 from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver, RecentFailure
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
-from vllm_ascend_pd.proxy.routing.engine import USABLE, EngineState, RegisteredEngine
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.dispatch import EnginePool
+from vllm_ascend_pd.proxy.routing.engines import (
+    USABLE,
+    EngineRegistry,
+    EngineState,
+    RegisteredEngine,
+    TooManyEnginesError,
+)
 from vllm_ascend_pd.proxy.routing.polling import COMMAND_LINE
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
 from vllm_ascend_pd.proxy.settings import check_engine_url
 
 log = logging.getLogger(__name__)
@@ -119,7 +124,7 @@ class RoleStatus(msgspec.Struct, frozen=True):
     role: EngineRole
     seats_per_engine: int | None
     waiting: int
-    """Requests for which no engine has a place."""
+    """Requests for which no engine has a free slot."""
     retries: int
     failures: int
     engines: tuple[EngineStatus, ...]
@@ -127,7 +132,7 @@ class RoleStatus(msgspec.Struct, frozen=True):
 
 class RequestStatus(msgspec.Struct, frozen=True):
     in_flight: int
-    limit: int
+    limit: int | None
     waiting: int
     """Requests beyond the limit, which wait to be served."""
     phases: Mapping[RequestPhase, int]
@@ -170,7 +175,7 @@ def engine_status(pool: EnginePool, engine: RegisteredEngine) -> EngineStatus:
         None if reason is None else one_line(reason, _MAX_TEXT_CHARS),
         tuple(sorted(engine.sources)),
         engine.sent.requests,
-        pool.limiter.in_use(engine),
+        engine.slots_used,
         pool.engines.load(engine, now).tokens,
         reported.running,
         reported.waiting,
@@ -185,7 +190,7 @@ class _NewEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
 
 
-_read_new = partial(msgspec.json.decode, type=_NewEngine)
+_read_new = msgspec.json.Decoder(_NewEngine).decode
 
 
 class StatusPage:
@@ -235,7 +240,7 @@ class StatusPage:
         return _json(Health(status.verdict, prefill, decode, status.problems), code)
 
     def status(self) -> Status:
-        admission = self._request_table.admission
+        queue = self._request_table.queue
         problems = tuple(one_line(f"{source}: {each}", _MAX_TEXT_CHARS) for source, each in self._problems().items())
         roles = tuple(self._role(pool) for pool in self._pools.values())
         return Status(
@@ -243,9 +248,7 @@ class StatusPage:
             time.time(),
             _verdict(roles, problems),
             problems,
-            RequestStatus(
-                self._request_table.in_flight, admission.limit, admission.waiting, self._request_table.phases()
-            ),
+            RequestStatus(self._request_table.in_flight, queue.limit, queue.waiting, self._request_table.phases()),
             roles,
             tuple(self._observer.recent_failures),
         )
@@ -253,8 +256,8 @@ class StatusPage:
     def _role(self, pool: EnginePool) -> RoleStatus:
         return RoleStatus(
             pool.role,
-            pool.limiter.limit,
-            pool.limiter.waiting,
+            pool.queue.limit,
+            pool.queue.waiting,
             self._observer.retries[pool.role],
             sum(self._observer.failures[pool.role, kind] for kind in FailureKind),
             tuple(engine_status(pool, engine) for engine in pool.engines),

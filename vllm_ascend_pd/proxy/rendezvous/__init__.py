@@ -3,9 +3,9 @@
 
 All code here runs in one asyncio event loop, so state needs no locks. Owners:
 
-- `RequestTable` owns the set of requests in flight and the ids by which tickets find them.
-- The task that serves a client owns its `ProxiedRequest`, and one `DecodeAttempt` at a time.
-- The task that serves a ticket owns its `TicketProgress`.
+- `RequestTable` owns the set of requests on their way and the ids by which tickets find them.
+- The task that serves a client owns its `ProxiedRequest`.
+- The task that serves a ticket owns its `Prefill`.
 
 Other tasks change these objects only by calling their methods.
 """

@@ -25,7 +25,7 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, Failure, FailureKind
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.dispatch import EnginePool
 
 PREFIX = "vllm:kv_pd_proxy_"
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
@@ -159,7 +159,7 @@ class ProxyObserver(Collector):
         table = self._request_table
         in_flight = GaugeMetricFamily(PREFIX + "requests_in_flight", "Client requests being served.", table.in_flight)
         waiting = GaugeMetricFamily(
-            PREFIX + "requests_waiting", "Client requests that wait to be served.", table.admission.waiting
+            PREFIX + "requests_waiting", "Client requests that wait to be served.", table.queue.waiting
         )
         retries = CounterMetricFamily(PREFIX + "retries", "Attempts that followed a failed one.", labels=("role",))
         failures = CounterMetricFamily(
@@ -193,5 +193,5 @@ class ProxyObserver(Collector):
                 at_engine.add_metric(labels, engine.sent.requests)
                 up.add_metric(labels, engine.gate.answers)
                 ejected.add_metric(labels, engine.gate.doubtful(now))
-            queue.add_metric((pool.role.value,), pool.limiter.waiting)
+            queue.add_metric((pool.role.value,), pool.queue.waiting)
         yield from (in_flight, waiting, retries, failures, at_engine, up, ejected, queue)

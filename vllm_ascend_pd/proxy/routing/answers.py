@@ -75,8 +75,8 @@ class Asks(enum.Enum):
     """The engine may have begun with it."""
     ONE = "one"
     ALL = "all"
-    LINE = "all; then it waits"
-    """The request waits in the proxy's line until an engine has room."""
+    QUEUE = "all; then it waits"
+    """The request waits in the queue until an engine has a free slot."""
 
 
 class Then(enum.Enum):
@@ -132,13 +132,13 @@ RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
     ),
     (_P, FailureKind.BUSY): Rule(
         "HTTP 429; or 503 in vLLM's words while `/health` is good; or either as a stream's first event",
-        Asks.LINE,
+        Asks.QUEUE,
         Then.END,
         Counts.IF_IDLE,
     ),
     (_P, FailureKind.UNREACHABLE): Rule("no connection", Asks.ALL, Then.DECODE, Counts.YES),
     (_P, FailureKind.NO_ENGINE): Rule("all drain or are removed", Asks.ALL, Then.DECODE, Counts.NO),
-    (_P, FailureKind.FULL): Rule("no free place in time", Asks.LINE, Then.END, Counts.NO),
+    (_P, FailureKind.FULL): Rule("no free slot in time", Asks.QUEUE, Then.END, Counts.NO),
     (_P, FailureKind.LOST): Rule("connection lost", Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True),
     (_P, FailureKind.TIMEOUT): Rule("silence", Asks.NONE, Then.ANEW_OR_DECODE, Counts.YES, again=True),
     (_P, FailureKind.ERROR): Rule(
@@ -180,13 +180,13 @@ RULES: Mapping[tuple[EngineRole, FailureKind], Rule] = {
     ),
     (_D, FailureKind.BUSY): Rule(
         "HTTP 429; or 503 in vLLM's words while `/health` is good; or either as a stream's first event",
-        Asks.LINE,
+        Asks.QUEUE,
         Then.END,
         Counts.IF_IDLE,
     ),
     (_D, FailureKind.UNREACHABLE): Rule("no connection", Asks.ALL, Then.ANEW, Counts.YES),
     (_D, FailureKind.NO_ENGINE): Rule("all drain or are removed", Asks.ALL, Then.END, Counts.NO),
-    (_D, FailureKind.FULL): Rule("no free place in time", Asks.LINE, Then.END, Counts.NO),
+    (_D, FailureKind.FULL): Rule("no free slot in time", Asks.QUEUE, Then.END, Counts.NO),
     (_D, FailureKind.LOST): Rule("connection lost", Asks.NONE, Then.ANEW, Counts.YES, again=True),
     (_D, FailureKind.TIMEOUT): Rule("silence", Asks.NONE, Then.ANEW, Counts.YES),
     (_D, FailureKind.ERROR): Rule(

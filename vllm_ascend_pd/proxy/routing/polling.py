@@ -15,9 +15,8 @@ from anyio.abc import TaskGroup
 
 from vllm_ascend_pd.proxy.http.engine_client import ConnectionLost, EngineClient, HttpError
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
-from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine
+from vllm_ascend_pd.proxy.routing.engines import EngineRegistry, RegisteredEngine, TooManyEnginesError
 from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, MetricsReader
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, TooManyEnginesError
 from vllm_ascend_pd.proxy.settings import DNS_SCHEME, ProxySettings
 from vllm_ascend_pd.transport.names import HostNames
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of the transfers between each prefill and each decode engine, and which engine a failed one counts
-against. No I/O.
+"""What becomes of prefills and of their transfers, and which engine a failed one counts against. No I/O.
 
 An HTTP answer of prefill says only that the prompt was computed. A transfer is over when decode answers the client, or
-reports that the KV did not come. Either engine may be at fault then: `answers.at_fault` decides by the results of the
-others. A pair of engines that does not fit each other is passed over as a pair.
+reports that the KV did not come. Each ticket is judged once then, unless a client may have made it up. Either engine
+may be at fault: `answers.at_fault` decides by the results of the others. A pair of engines that does not fit each other
+is passed over as a pair.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import time
 from collections.abc import Collection, Mapping
 
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.routing.answers import EngineRole, at_fault
-from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine, Streak
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool, note_result
+from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
+from vllm_ascend_pd.proxy.rendezvous.request_table import Prefill, ProxiedRequest
+from vllm_ascend_pd.proxy.routing.answers import RULES, Counts, EngineRole, Failure, FailureKind, at_fault
+from vllm_ascend_pd.proxy.routing.dispatch import EnginePool, note_result
+from vllm_ascend_pd.proxy.routing.engines import RegisteredEngine, Streak
 
 _MAX_PROBLEMS = 8
 """Pairs in `problems`."""
@@ -35,13 +37,51 @@ class _Pair:
 class Deliveries:
     """The last transfers of each pair of engines. The event loop's thread owns it."""
 
-    def __init__(self, prefill: EnginePool, decode: EnginePool, limit: int) -> None:
+    def __init__(self, prefill: EnginePool, decode: EnginePool, observer: ProxyObserver, limit: int) -> None:
         """`limit`: failed transfers in a row that pass a pair over."""
         self._prefill = prefill
         self._decode = decode
+        self._observer = observer
         self._limit = limit
         self._pairs: dict[RegisteredEngine, dict[RegisteredEngine, _Pair]] = {}
         """By prefill engine and decode engine. Engines that were removed go when the next pair comes."""
+
+    @owned
+    def prefill_failed(self, ticket: Prefill, failure: Failure) -> None:
+        """A ticket's prefill has failed, or its KV has not arrived."""
+        if ticket.is_judged:
+            return
+        ticket.is_judged = True
+        self._observer.attempt_failed(EngineRole.PREFILL, failure, ticket.request_id)
+        if not ticket.is_evidence:
+            return
+        self._prefill.judge(ticket.engine, failure.kind)
+        if RULES[EngineRole.PREFILL, failure.kind].counts is Counts.IF_OTHERS_DELIVER:
+            self.failed(ticket.engine, ticket.decode_engine, failure.for_all)
+
+    @owned
+    def answered(self, request: ProxiedRequest, is_complete: bool) -> None:
+        """Decode has answered the client, so KV has arrived. `is_complete`: False if that is the first part only. The
+        first token of a single sequence shows that all KV has arrived, too."""
+        parsed = request.parsed
+        if parsed is None or not (is_complete or len(parsed.prompts) * parsed.samples == 1):
+            return
+        for ticket in request.tickets.values():
+            if ticket.engine and ticket.is_evidence and not (ticket.is_judged or ticket.given_up):
+                ticket.is_judged = True
+                self.delivered(ticket.engine, ticket.decode_engine, ticket.posted_at)
+                if ticket.failures:
+                    self._count_refusals(ticket)
+
+    def _count_refusals(self, ticket: Prefill) -> None:
+        """Counts other engines' refusals of the prompt's earlier tickets: this ticket's engine has taken it."""
+        counted = ticket.request.counted_refusals
+        for failure in ticket.failures:
+            if failure.kind is not FailureKind.TICKET or failure.url in {ticket.engine, *counted}:
+                continue
+            counted.add(failure.url)
+            if (engine := self._prefill.engines.get(failure.url)) is not None:
+                self._prefill.refused_what_others_took(engine, failure.kind.value)
 
     @owned
     def delivered(self, prefill: str, decode: str, begun: float) -> None:

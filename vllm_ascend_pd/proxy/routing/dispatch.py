@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends requests to the engines of one role: picks an engine, waits for a slot, bounds every wait on HTTP, and ends
-requests at engines that have stopped."""
+requests at engines that have stopped.
+
+`Attempt` is a request on its way to an engine. `EnginePool.open` sends it; `StallWatch` ends it if the engine stops.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -30,15 +33,17 @@ from vllm_ascend_pd.proxy.routing.answers import (
     Asks,
     Counts,
     EngineRole,
+    Failure,
     FailureKind,
+    are_used_up,
+    engines_to_avoid,
     is_page,
     kind_of,
     may_refuse,
 )
-from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
-from vllm_ascend_pd.proxy.routing.engine import RegisteredEngine, Streak
-from vllm_ascend_pd.proxy.routing.load import InFlightLoad, PrefillPace, queue_wait
-from vllm_ascend_pd.proxy.routing.registry import EngineRanking, EngineRegistry, SentPrompt
+from vllm_ascend_pd.proxy.routing.engines import EngineRanking, EngineRegistry, RegisteredEngine, Streak
+from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
+from vllm_ascend_pd.proxy.routing.queue import Group, NoFreeSlotError, Queue
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.transport.names import HostNames
 
@@ -72,17 +77,6 @@ _PREFILLS_PER_REQUEST = 4
 wait for each other, so that connections do not run out."""
 
 
-class OutgoingRequest(NamedTuple):
-    """An HTTP request to whichever engine gets it."""
-
-    method: str
-    path: str
-    headers: Headers
-    content: Content
-    request_id: str
-    """For the log."""
-
-
 class _Refusal(NamedTuple):
     """An answer by which an engine does not take a request."""
 
@@ -96,7 +90,7 @@ class _Refusal(NamedTuple):
     @property
     def how(self) -> str:
         idle = " with no request in flight" if self.kind is FailureKind.BUSY else ""
-        page = " and a page" if is_page(self.response.header("Content-Type")) else ""
+        page = " and a page" if is_page(self.response.content_type) else ""
         return f"HTTP {self.response.status}{page}{idle}"
 
 
@@ -108,59 +102,53 @@ def note_result(engine: RegisteredEngine, streak: Streak, how: str | None) -> No
         log.warning("%s engine %s is passed over for a while: %s", engine.role.value, engine.url, reason)
 
 
-class EngineCall:
-    """A request that is in flight at an engine, or waits for one. All its work runs under `scope`.
+class Attempt:
+    """A request on its way to an engine of one role: it waits for one, then it is there.
 
-    `EnginePool.open` sets `engine` and `work`. `StallWatch` and the metaserver may end the call by `cut_short`.
+    `EnginePool.open` and `StallWatch` change it. The watch and the metaserver may end it by `cut_short`.
     """
 
+    group: Group | None = None
+    """The requests with which it counts as one in the queue."""
+    is_evidence = True
+    """Whether what becomes of it says something about engines. A client's made-up ticket does not."""
+
     def __init__(self) -> None:
+        self.request_id = ""
+        """The proxy's, for the log."""
+        self.readmitted = False
+        """Whether it had a slot before. It then waits before requests that had none."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """It is at no engine yet."""
         self.engine = ""
         """URL of the engine asked last, which has the request or had it; empty if none was."""
+        self.begun = False
+        """Whether the engine has begun with the request, so that no other may get it."""
+        self.is_taken = False
+        """Whether the engine has taken it. Then its prefix cache has the prompt."""
         self.work = 0
         """The tokens of that engine's load when it got the request (`EngineLoad.tokens`), this request included."""
-        self._scope: anyio.CancelScope | None = None
+        self.scope: anyio.CancelScope | None = None
+        """All work at the engine runs under it. None: there is none now."""
         self.cut: tuple[FailureKind, str] | None = None
-        """Why `cut_short` ended the call: kind and reason."""
+        """Why `cut_short` ended the attempt: kind and reason."""
         self.silent_since = time.monotonic()
         """When the engine got the request or last sent something, on `time.monotonic`'s clock. Infinity: nothing is
         expected from it."""
 
     @property
-    def scope(self) -> anyio.CancelScope:
-        """Cancelled to end the call."""
-        if self._scope is None:
-            self._scope = anyio.CancelScope()
-        return self._scope
-
-    @property
-    def begun(self) -> bool:
-        """Whether the engine has begun with the request, so that no other may get it."""
-        return False
-
-    @property
-    def is_evidence(self) -> bool:
-        """Whether what becomes of the call says something about engines. A client's made-up call does not."""
-        return True
-
-    @property
     def may_stall(self) -> bool:
-        """Whether the engine itself has to compute something for this call now."""
+        """Whether the engine itself has to compute something for this request now."""
         return True
-
-    def heard(self) -> None:
-        """Notes that the engine got the request or sent something, and that more is expected."""
-        self.silent_since = time.monotonic()
-
-    def pause(self) -> None:
-        """Expects nothing from the engine until `heard` is called."""
-        self.silent_since = math.inf
 
     def cut_short(self, kind: FailureKind, reason: str) -> None:
-        """Ends the call as failed. Only the first reason counts."""
+        """Ends the attempt as failed. Only the first reason counts."""
         if self.cut is None:
             self.cut = (kind, reason)
-            self.scope.cancel()
+            if self.scope is not None:
+                self.scope.cancel()
 
 
 class StallWatch:
@@ -179,35 +167,38 @@ class StallWatch:
         self._stall = settings.read_timeout
         """Seconds without a byte of a request, and without a new token in the engine's own metrics, as long as it shows
         them."""
-        self._calls: set[EngineCall] = set()
-        """Calls being watched."""
+        self._attempts: set[Attempt] = set()
+        """Attempts being watched."""
         self._probed: set[str] = set()
         """URLs of engines whose answer to a probe is awaited."""
 
-    def __contains__(self, call: EngineCall) -> bool:
-        return call in self._calls
+    def __contains__(self, attempt: Attempt) -> bool:
+        return attempt in self._attempts
 
     @contextmanager
-    def over(self, call: EngineCall) -> Iterator[None]:
-        """Watches a call for the time of the `with` block."""
-        self._calls.add(call)
+    def over(self, attempt: Attempt) -> Iterator[anyio.CancelScope]:
+        """Watches an attempt for the time of the `with` block, which runs under its scope."""
+        self._attempts.add(attempt)
         try:
-            yield
+            with anyio.CancelScope() as scope:
+                attempt.scope = scope
+                yield scope
         finally:
-            self._calls.discard(call)
+            attempt.scope = None
+            self._attempts.discard(attempt)
 
     async def run(self) -> None:
-        """Looks at all calls once a second, until cancelled. An engine that does not answer delays no other one."""
+        """Looks at all attempts once a second, until cancelled. An engine that does not answer delays no other one."""
         async with anyio.create_task_group() as tasks:
             while True:
                 await anyio.sleep(_STALL_LOOK_SECONDS)
-                awaited = {call.engine for call in self._calls if call.engine and not math.isinf(call.silent_since)}
+                awaited = {each.engine for each in self._attempts if each.engine and not math.isinf(each.silent_since)}
                 for url in awaited - self._probed:
                     tasks.start_soon(self._look_at, url)
 
     async def _look_at(self, url: str) -> None:
-        """Probes an engine, and ends its calls if it has stopped."""
-        asked = {call: call.silent_since for call in self._calls if call.engine == url}
+        """Probes an engine, and ends the attempts there if it has stopped."""
+        asked = {attempt: attempt.silent_since for attempt in self._attempts if attempt.engine == url}
         self._probed.add(url)
         try:
             error = await self._probe_error(url)
@@ -215,12 +206,12 @@ class StallWatch:
             self._probed.discard(url)
         is_silent = isinstance(error, (ConnectTimeout, ReadTimeout))
         now, engine = time.monotonic(), self._engines.get(url)
-        for call, since in asked.items():
-            if call not in self._calls or call.engine != url or call.silent_since != since:
+        for attempt, since in asked.items():
+            if attempt not in self._attempts or attempt.engine != url or attempt.silent_since != since:
                 continue  # it has gone on meanwhile
             if is_silent:
                 reason = f"no answer to a health probe within {self._probe:g} s"
-            elif not call.may_stall:
+            elif not attempt.may_stall:
                 continue
             elif error and now - max(since, engine.same_tokens_since if engine else since) >= self._stall:
                 reason = f"it takes no connections, and has sent nothing of this request for {self._stall:g} s"
@@ -228,7 +219,7 @@ class StallWatch:
                 reason = f"its metrics show no new token for {self._stall:g} s"
             else:
                 continue
-            call.cut_short(FailureKind.TIMEOUT, f"{self._engines.role.value} engine: {reason}")
+            attempt.cut_short(FailureKind.TIMEOUT, f"{self._engines.role.value} engine: {reason}")
 
     async def _probe_error(self, url: str) -> HttpError | None:
         """Probes an engine's health. Returns None if it answers, whatever it says."""
@@ -251,8 +242,9 @@ class EnginePool:
         slots = settings.max_per_prefill if prefills else settings.max_per_decode
         self.role = role
         in_all = settings.max_concurrent * _PREFILLS_PER_REQUEST if prefills else None
-        self.limiter = ConcurrencyLimiter(slots, settings.queue_per_engine, settings.queue_timeout, in_all)
-        self.engines = EngineRegistry(role, self.limiter, settings)
+        self.queue: Queue[RegisteredEngine] = Queue(slots, settings.queue_per_engine, settings.queue_timeout, in_all)
+        self.engines = EngineRegistry(role, self.queue, settings)
+        self._most_attempts = settings.attempts
         self._client = EngineClient(
             host_names, connect_timeout=settings.connect_timeout, read_timeout=settings.silence_timeout
         )
@@ -269,7 +261,15 @@ class EnginePool:
         loads = [self.engines.load(engine, now) for engine in well]
         if not loads:
             return None
-        return queue_wait(loads, self.limiter.waiting * self.engines.mean_tokens, self.pace.tokens_per_second)
+        return queue_wait(loads, self.queue.waiting * self.engines.mean_tokens, self.pace.tokens_per_second)
+
+    def to_avoid(self, failures: Sequence[Failure]) -> frozenset[str] | None:
+        """The engines that the next attempt must not use, or None if there is none. `failures`: of all so far."""
+        return engines_to_avoid(self.role, self.engines.urls, failures, self._most_attempts)
+
+    def are_used_up(self, failures: Sequence[Failure]) -> bool:
+        """Whether a request has had all its attempts. `failures`: of all so far."""
+        return are_used_up(self.role, self.engines.urls, failures, self._most_attempts)
 
     def judge(self, url: str, kind: FailureKind | None) -> None:
         """Records how a request to an engine ended. `kind`: None if it succeeded. `Deliveries` judges transfers."""
@@ -282,16 +282,16 @@ class EnginePool:
         note_result(engine, engine.gate.requests, f"refused what others took: {how}")
 
     def busy(self, url: str, why: str, request_id: str) -> EngineError:
-        """An engine has said in a stream, which is still open, that it is busy. Others wait until it has room. Returns
+        """An engine has said in a stream, which is still open, that it is busy. Others wait for a free slot. Returns
         the request's error."""
         log.info("request %s: %s engine %s: %s", request_id, self.role.value, url, why)
         if (engine := self.engines.get(url)) is not None:
-            self.limiter.busy(engine)
+            self.queue.note_busy(engine)
         return self._busy(url, why)
 
     @asynccontextmanager
     async def open(
-        self, ranking: EngineRanking, request: OutgoingRequest, call: EngineCall
+        self, attempt: Attempt, ranking: EngineRanking, method: str, path: str, headers: Headers, content: Content
     ) -> AsyncIterator[EngineResponse]:
         """Sends a request; yields the response as soon as its headers have arrived, with the body still unread.
 
@@ -301,91 +301,88 @@ class EnginePool:
 
         Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
         """
-        with ExitStack() as held:
-            response, sent = await self._send(ranking, request, call, held)
-            try:
-                yield response
-            except EngineError:  # it is busy, as its stream says
-                sent.is_taken = False
-                raise
-            except HttpError as error:
-                sent.is_taken = False
-                raise self._error(call.engine, error) from error
-            finally:
-                response.close()
-
-    async def _send(
-        self, ranking: EngineRanking, request: OutgoingRequest, call: EngineCall, held: ExitStack
-    ) -> tuple[EngineResponse, SentPrompt]:
-        """`held` gets the slot and the load of the engine that answers, which both last until it is closed."""
-        failure = EngineError(FailureKind.NO_ENGINE, "", f"no {self.role.value} engine is available")
-        begun = time.monotonic()
+        failure: EngineError | None = None
+        since = time.monotonic()
+        unreachable = ""
         tried: set[str] = set()
         refusals: list[_Refusal] = []
-        while (engine := await self.acquire(ranking, tried, begun)) is not None:
+        while (engine := await self.acquire(attempt, ranking, tried, since)) is not None:
             url = engine.url
             tried.add(url)
-            with ExitStack() as slot:
-                if ranking.takes_slot:
-                    slot.enter_context(self.limiter.releasing(engine))
-                if failure.url and call.is_evidence:
-                    self.judge(failure.url, failure.kind)  # the caller judges the last engine
-                call.engine = url
-                sent = slot.enter_context(self.engines.sending(ranking.prompt, url))
-                slot.enter_context(engine.serving(sent.load))
-                call.heard()
-                call.work = self.engines.load(engine, call.silent_since).tokens
+            if unreachable and attempt.is_evidence:
+                self.judge(unreachable, FailureKind.UNREACHABLE)  # the caller judges the last engine
+            unreachable = ""
+            with self._at(engine, attempt, ranking):
                 try:
-                    response = await self._client.send(
-                        request.method, url + request.path, request.headers, request.content
-                    )
+                    response = await self._client.send(method, url + path, headers, content)
                     kind = await self._refused(engine, response)
                 except _UNREACHABLE as error:
-                    failure = self._error(url, error)
+                    failure, unreachable = self._error(url, error), url
                     log.warning(
                         "request %s: cannot connect to %s engine %s (%s): trying the next engine, if there is one",
-                        request.request_id,
-                        self.role.value,
-                        url,
-                        error,
+                        *(attempt.request_id, self.role.value, url, error),
                     )
                     continue
                 except HttpError as error:
                     raise self._error(url, error) from error
                 if kind is None:
-                    sent.is_taken = response.is_success
-                    if sent.is_taken and call.is_evidence:
+                    attempt.is_taken = response.is_success
+                    if refusals and attempt.is_taken and attempt.is_evidence:
                         self._note_taken(engine, refusals)
-                    held.push(slot.pop_all())
-                    return response, sent
+                    try:
+                        yield response
+                    except EngineError:  # it is busy, as its stream says
+                        attempt.is_taken = False
+                        raise
+                    except HttpError as error:
+                        attempt.is_taken = False
+                        raise self._error(url, error) from error
+                    finally:
+                        response.close()
+                    return
                 refusals.append(_Refusal(engine, kind, response, self._has_no_other(engine)))
-                log.info("request %s: %s engine %s: %s", request.request_id, self.role.value, url, refusals[-1].how)
+                log.info("request %s: %s engine %s: %s", attempt.request_id, self.role.value, url, refusals[-1].how)
                 if kind is FailureKind.BUSY and ranking.takes_slot:
-                    if call.begun:
+                    if attempt.begun:
                         raise self._busy(url, refusals[-1].how)
-                    self.limiter.busy(engine, ranking.group)
-                    ranking = ranking._replace(admitted=True)
+                    self.queue.note_busy(engine, attempt.group)
+                    attempt.readmitted = True
                     tried.discard(url)
                     continue
-            if kind is FailureKind.REFUSED:
-                ranking = ranking.beside(url)
+            if kind is FailureKind.REFUSED and url in ranking.tiers[0]:
+                ranking = ranking._replace(tiers=ranking.tiers[:1])  # a doubtful engine's answer counts less
             agree = sum(RULES[self.role, each.kind].asks is Asks.ONE for each in refusals)
-            if call.begun or agree == 2:
+            if attempt.begun or agree == 2:
                 break
         for_client = [each for each in refusals if each.kind is not FailureKind.BUSY or not ranking.takes_slot]
         if not for_client:
-            raise failure
+            none = f"no {self.role.value} engine is available"
+            raise failure or EngineError(FailureKind.NO_ENGINE, "", none)
         # An answer about the request says more than one of an engine that takes none.
         chosen = min(for_client, key=lambda each: each.kind is FailureKind.DENIED)
         for each in for_client:
-            if each is not chosen and call.is_evidence:
+            if each is not chosen and attempt.is_evidence:
                 self.judge(each.engine.url, each.kind)
-        call.engine = chosen.engine.url
-        return chosen.response, SentPrompt(InFlightLoad())
+        attempt.engine = chosen.engine.url
+        yield chosen.response
+
+    @contextmanager
+    def _at(self, engine: RegisteredEngine, attempt: Attempt, ranking: EngineRanking) -> Iterator[None]:
+        """The time in which a request is at an engine, where it has a slot."""
+        attempt.engine, attempt.is_taken = engine.url, False
+        load = self.engines.sent(ranking.prompt, engine)
+        attempt.silent_since = time.monotonic()
+        attempt.work = self.engines.load(engine, attempt.silent_since).tokens
+        try:
+            yield
+        finally:
+            self.engines.ended(ranking.prompt, engine, load, attempt.is_taken)
+            if ranking.takes_slot:
+                self.queue.release(engine)
 
     async def _refused(self, engine: RegisteredEngine, response: EngineResponse) -> FailureKind | None:
         """How an answer refuses its request; such an answer is closed. None: it does not. Raises HttpError."""
-        content_type = response.header("Content-Type")
+        content_type = response.content_type
         kind = None
         try:
             if may_refuse(response.status, content_type):
@@ -405,7 +402,7 @@ class EnginePool:
     def _has_no_other(self, engine: RegisteredEngine) -> bool:
         """Whether nothing is known of any request at an engine but one of this proxy."""
         reported = self.engines.reported(engine, time.monotonic())
-        return self.limiter.in_use(engine) <= 1 and not (reported.running or reported.waiting)
+        return engine.slots_used <= 1 and not (reported.running or reported.waiting)
 
     def _note_taken(self, engine: RegisteredEngine, refusals: Sequence[_Refusal]) -> None:
         """Notes that an engine has taken a request that others refused before."""
@@ -416,22 +413,26 @@ class EnginePool:
             self.refused_what_others_took(each.engine, each.how)
 
     async def acquire(
-        self, ranking: EngineRanking, tried: Collection[str], begun: float | None = None
+        self, attempt: Attempt, ranking: EngineRanking, tried: Collection[str], since: float
     ) -> RegisteredEngine | None:
         """Takes a slot at the next engine to ask, unless the request needs none. Returns None if all engines were tried
-        or are gone. Raises EngineError if all are full or busy. `begun`: since when the request has waited; None: now.
-        """
-        avoid = {*ranking.avoid, *tried}
-        begun = time.monotonic() if begun is None else begun
+        or are gone. Raises EngineError if all are full or busy. `since`: when the request began to wait, on
+        `time.monotonic`'s clock."""
         tiers = ranking.tiers
         while candidates := self._first_open(tiers, tried):
             if not ranking.takes_slot:
                 return candidates[0]
-            waited = time.monotonic() - begun
+            avoid = {*ranking.avoid, *tried}
             try:
-                engine = await self.limiter.acquire(candidates, ranking.admitted, avoid, ranking.group, waited)
+                engine = await self.queue.acquire(
+                    candidates,
+                    readmitted=attempt.readmitted,
+                    avoid=avoid,
+                    group=attempt.group,
+                    waited=time.monotonic() - since,
+                )
             except NoFreeSlotError as full:
-                if any(map(self.limiter.is_busy, candidates)):
+                if any(each.busy is not None for each in candidates):
                     raise self._busy("", str(full)) from None
                 reason = f"all {self.role.value} engines are busy: {full}: retry later"
                 raise EngineError(FailureKind.FULL, "", reason) from None

@@ -14,10 +14,9 @@ import pytest
 from proxied import RegistryListener, registry, settings_with
 
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
-from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
-from vllm_ascend_pd.proxy.routing.engine import EngineState, HealthGate, RegisteredEngine
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool
-from vllm_ascend_pd.proxy.routing.registry import EngineRanking
+from vllm_ascend_pd.proxy.routing.dispatch import Attempt, EngineError, EnginePool
+from vllm_ascend_pd.proxy.routing.engines import EngineRanking, EngineState, HealthGate, RegisteredEngine
+from vllm_ascend_pd.proxy.routing.queue import NoFreeSlotError, Queue
 from vllm_ascend_pd.proxy.routing.strategies import UNREAD_PROMPT
 from vllm_ascend_pd.transport.names import HostNames
 
@@ -31,18 +30,20 @@ def engine(url: str) -> RegisteredEngine:
     return RegisteredEngine(EngineRole.DECODE, url, HealthGate(3, 2))
 
 
-async def take(
-    limiter: ConcurrencyLimiter, engines: list[RegisteredEngine], **options: Any
-) -> RegisteredEngine | str | None:
+class Group:
+    """Prefills of one request."""
+
+    granted = 0
+
+
+EngineQueue = Queue[RegisteredEngine]
+
+
+async def take(queue: EngineQueue, engines: list[RegisteredEngine], **options: Any) -> RegisteredEngine | str | None:
     try:
-        return await limiter.acquire(engines, **options)
+        return await queue.acquire(engines, **options)
     except NoFreeSlotError:
         return FULL
-
-
-def request_ends(limiter: ConcurrencyLimiter, at: RegisteredEngine) -> None:
-    with limiter.releasing(at):
-        pass
 
 
 async def settle() -> None:
@@ -51,62 +52,62 @@ async def settle() -> None:
 
 
 async def test_waiting_requests_are_served_in_order_at_any_engine_with_a_free_slot() -> None:
-    a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(1, 2, FOREVER)
-    assert [await limiter.acquire([a, b]), await limiter.acquire([a, b])] == [a, b]
+    a, b, queue = engine("a"), engine("b"), EngineQueue(1, 2, FOREVER)
+    assert [await queue.acquire([a, b]), await queue.acquire([a, b])] == [a, b]
     got: list[tuple[int, RegisteredEngine | None]] = []
 
     async def wait(number: int, engines: list[RegisteredEngine]) -> None:
-        got.append((number, await limiter.acquire(engines)))
+        got.append((number, await queue.acquire(engines)))
 
     async with anyio.create_task_group() as tasks:
         for number, engines in enumerate(([a], [a, b], [a, b])):
             tasks.start_soon(wait, number, engines)
             await settle()
-        assert limiter.waiting == 3
-        request_ends(limiter, b)
+        assert queue.waiting == 3
+        queue.release(b)
         await settle()
-        request_ends(limiter, a)
+        queue.release(a)
         await settle()
         assert got == [(1, b), (0, a)]
         a.draining = True
-        request_ends(limiter, a)
+        queue.release(a)
         await settle()
         assert len(got) == 2
         a.draining = False
-        limiter.assign_slots(a)
+        queue.opened(a, a.url)
         await settle()
         assert got[2:] == [(2, a)]
 
 
 async def test_a_readmitted_request_is_served_before_the_queue_even_a_full_one() -> None:
-    a, limiter = engine("a"), ConcurrencyLimiter(1, 2, FOREVER)
-    assert await limiter.acquire([a]) is a
+    a, queue = engine("a"), EngineQueue(1, 2, FOREVER)
+    assert await queue.acquire([a]) is a
     got: list[str] = []
 
     async def wait(name: str, admitted: bool) -> None:
-        assert await limiter.acquire([a], admitted) is a
+        assert await queue.acquire([a], readmitted=admitted) is a
         got.append(name)
 
     async with anyio.create_task_group() as tasks:
         for name, admitted in (("new", False), ("newer", False), ("again", True), ("again later", True)):
             tasks.start_soon(wait, name, admitted)
             await settle()
-        assert limiter.waiting == 4
-        assert await take(limiter, [a]) is FULL
+        assert queue.waiting == 4
+        assert await take(queue, [a]) is FULL
         for _ in range(4):
-            request_ends(limiter, a)
+            queue.release(a)
             await settle()
     assert got == ["again", "again later", "new", "newer"]
 
 
-async def test_a_group_holds_one_place_in_the_queue_and_groups_take_turns() -> None:
-    a, limiter = engine("a"), ConcurrencyLimiter(1, 2, FOREVER)
-    first, second, third = RequestGroup(), RequestGroup(), RequestGroup()
-    assert await limiter.acquire([a]) is a
+async def test_a_group_counts_as_one_in_the_queue_and_groups_take_turns() -> None:
+    a, queue = engine("a"), EngineQueue(1, 2, FOREVER)
+    first, second, third = Group(), Group(), Group()
+    assert await queue.acquire([a]) is a
     got: list[str] = []
 
-    async def wait(name: str, group: RequestGroup) -> None:
-        assert await limiter.acquire([a], group=group) is a
+    async def wait(name: str, group: Group) -> None:
+        assert await queue.acquire([a], group=group) is a
         got.append(name)
 
     async with anyio.create_task_group() as tasks:
@@ -115,43 +116,43 @@ async def test_a_group_holds_one_place_in_the_queue_and_groups_take_turns() -> N
         await settle()
         tasks.start_soon(wait, "second 0", second)
         await settle()
-        assert await take(limiter, [a], group=third) is FULL  # two parties wait
+        assert await take(queue, [a], group=third) is FULL  # two parties wait
         tasks.start_soon(wait, "second 1", second)
         await settle()
-        assert limiter.waiting == 5
-        request_ends(limiter, a)
+        assert queue.waiting == 5
+        queue.release(a)
         await settle()
-        tasks.start_soon(wait, "third", third)  # those of one that had a place do not count
+        tasks.start_soon(wait, "third", third)  # those of one that had a slot do not count
         await settle()
-        assert limiter.waiting == 5
+        assert queue.waiting == 5
         for _ in range(5):
-            request_ends(limiter, a)
+            queue.release(a)
             await settle()
     assert got == ["first 0", "second 0", "first 1", "third", "second 1", "first 2"]
-    assert limiter.waiting == 0
+    assert queue.waiting == 0
 
 
 async def test_a_waiting_request_may_use_an_engine_that_becomes_available() -> None:
     """The engine may be new or healthy again. An engine at which the request failed is not used."""
-    a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(1, 3, FOREVER)
-    assert await limiter.acquire([a]) is a
+    a, b, queue = engine("a"), engine("b"), EngineQueue(1, 3, FOREVER)
+    assert await queue.acquire([a]) is a
     got: list[tuple[str, RegisteredEngine | None]] = []
 
     async def wait(name: str, *avoid: str) -> None:
-        got.append((name, await limiter.acquire([a], avoid=avoid)))
+        got.append((name, await queue.acquire([a], avoid=avoid)))
 
     async with anyio.create_task_group() as tasks:
         for name, *avoid in (("failed at b", "b"), ("first",), ("second",)):
             tasks.start_soon(wait, name, *avoid)
             await settle()
-        limiter.engine_opened(b)
+        queue.opened(b, b.url)
         await settle()
         assert got == [("first", b)]
         a.removed = True
-        request_ends(limiter, a)
-        request_ends(limiter, b)
+        queue.release(a)
+        queue.release(b)
         await settle()
-        assert got[1:] == [("second", b)]
+        assert got[1:] == [("failed at b", None), ("second", b)]
         tasks.cancel_scope.cancel()
 
 
@@ -163,10 +164,10 @@ def test_an_engine_with_failing_checks_opens_when_they_are_good_not_when_undrain
     engines.checked(one, "it does not answer")
     engines.drain(one)
     engines.undrain(one)
-    assert listener.opened == []
+    assert listener.opened_engines == []
     for _ in range(2):  # it opens once
         engines.checked(one, None)
-    assert listener.opened == [one]
+    assert listener.opened_engines == [one]
 
 
 @pytest.mark.parametrize("in_all", [3, 6])
@@ -174,9 +175,9 @@ def test_no_slot_is_lost_or_given_twice(in_all: int) -> None:
     """Requests arrive, are cancelled at any time, and end."""
     chance = random.Random(in_all)
     engines = [engine(url) for url in "abc"]
-    limiter = ConcurrencyLimiter(2, 5, 0.02, in_all)
+    queue = EngineQueue(2, 5, 0.02, in_all)
     now = dict.fromkeys(engines, 0)
-    parties = [RequestGroup() for _ in range(100)]
+    parties = [Group() for _ in range(100)]
     outcomes = {"served": 0, "refused": 0, "left": 0}
 
     async def request() -> None:
@@ -184,19 +185,20 @@ def test_no_slot_is_lost_or_given_twice(in_all: int) -> None:
         with anyio.move_on_after(chance.uniform(0, 0.04)) as scope:
             asked = chance.sample(engines, chance.randint(1, 3))
             try:
-                given = await limiter.acquire(asked, group=chance.choice([None, *parties]))
+                given = await queue.acquire(asked, group=chance.choice([None, *parties]))
             except NoFreeSlotError:
                 outcomes["refused"] += 1
                 return
             assert given is not None
-            with limiter.releasing(given):
-                now[given] += 1
-                assert now[given] <= 2
-                assert sum(now.values()) <= in_all
-                try:
-                    await anyio.sleep(chance.uniform(0, 0.02))
-                finally:
-                    now[given] -= 1
+            now[given] += 1
+            assert now[given] <= 2
+            assert sum(now.values()) <= in_all
+            try:
+                await anyio.sleep(chance.uniform(0, 0.02))
+            finally:
+                now[given] -= 1
+                queue.release(given)
+                queue.assign()  # it may be called at any time
             outcomes["served"] += 1
         outcomes["left"] += scope.cancelled_caught
 
@@ -204,10 +206,10 @@ def test_no_slot_is_lost_or_given_twice(in_all: int) -> None:
         async with anyio.create_task_group() as tasks:
             for _ in range(300):
                 tasks.start_soon(request)
-        assert limiter.waiting == 0
-        given = Counter([await limiter.acquire(engines) for _ in range(in_all)])
+        assert queue.waiting == 0
+        given = Counter([await queue.acquire(engines) for _ in range(in_all)])
         assert sorted(given.values()) == {3: [1, 2], 6: [2, 2, 2]}[in_all]
-        assert await limiter.acquire([]) is None
+        assert await queue.acquire([]) is None
 
     anyio.run(run)
     assert sum(outcomes.values()) >= 300
@@ -216,11 +218,11 @@ def test_no_slot_is_lost_or_given_twice(in_all: int) -> None:
 
 
 async def test_a_slot_of_all_engines_together_is_used_at_another_engine() -> None:
-    a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(None, 2, FOREVER, in_all=1)
-    assert await limiter.acquire([a]) is a
-    waits = asyncio.create_task(limiter.acquire([b]))
+    a, b, queue = engine("a"), engine("b"), EngineQueue(None, 2, FOREVER, in_all=1)
+    assert await queue.acquire([a]) is a
+    waits = asyncio.create_task(queue.acquire([b]))
     await settle()
-    request_ends(limiter, a)
+    queue.release(a)
     assert await waits is b
 
 
@@ -239,7 +241,7 @@ async def waiting(pool: EnginePool, ranking: EngineRanking) -> AsyncIterator[lis
     got: list[RegisteredEngine | None] = []
 
     async def wait() -> None:
-        got.append(await pool.acquire(ranking, set()))
+        got.append(await pool.acquire(Attempt(), ranking, set(), time.monotonic()))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait)
@@ -252,7 +254,7 @@ async def test_replaced_engines_do_not_restart_the_queue_timeout(at_once: bool) 
     """`at_once`: for a moment there is no engine."""
     pool = pool_of_decode(timeout=0.3)
     engines = pool.engines
-    assert await pool.limiter.acquire([engines.add("http://0", "file")]) is not None
+    assert await pool.queue.acquire([engines.add("http://0", "file")]) is not None
     begun = time.monotonic()
 
     async def replace() -> None:
@@ -260,20 +262,20 @@ async def test_replaced_engines_do_not_restart_the_queue_timeout(at_once: bool) 
             await anyio.sleep(0.1)
             url = f"http://{number}"
             if not at_once:
-                pool.limiter.engine_opened(await taken(engines.add(url, "file")))
+                pool.queue.opened(await taken(engines.add(url, "file")), url)
             engines.replace("file", [url])
             if at_once:
                 await taken(engines.add(url, "file"))
 
     async def taken(engine: RegisteredEngine) -> RegisteredEngine:
-        assert await pool.limiter.acquire([engine]) is engine  # before anybody is called
+        assert await pool.queue.acquire([engine]) is engine  # before anybody is called
         return engine
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(replace)
         await settle()
         with pytest.raises(EngineError) as raised:
-            await pool.acquire(pool.engines.rank(UNREAD_PROMPT), set())
+            await pool.acquire(Attempt(), pool.engines.rank(UNREAD_PROMPT), set(), begun)
         assert raised.value.kind is FailureKind.FULL
         assert time.monotonic() - begun < 1
         tasks.cancel_scope.cancel()
@@ -283,7 +285,7 @@ async def test_a_healthy_engine_is_chosen_among_those_that_replace_others() -> N
     pool = pool_of_decode(eject_after=1)
     engines = pool.engines
     old = engines.add("http://old", "test")
-    assert await pool.limiter.acquire([old]) is old
+    assert await pool.queue.acquire([old]) is old
     async with waiting(pool, engines.rank(UNREAD_PROMPT)) as got:
         engines.checked(engines.add("http://ejected", "test"), "HTTP 500")
         healthy = engines.add("http://healthy", "test")
@@ -296,8 +298,8 @@ async def test_an_engine_that_failed_is_the_last_resort_when_others_are_removed(
     pool = pool_of_decode()
     engines = pool.engines
     failed, old = engines.add("http://failed", "test"), engines.add("http://old", "test")
-    assert await pool.limiter.acquire([old]) is old
-    async with waiting(pool, engines.rank(UNREAD_PROMPT, {failed.url}).then([failed.url])) as got:
+    assert await pool.queue.acquire([old]) is old
+    async with waiting(pool, engines.rank(UNREAD_PROMPT, {failed.url}, last=[failed.url])) as got:
         engines.remove(old)
         await settle()
         assert got == [failed]
@@ -306,53 +308,53 @@ async def test_an_engine_that_failed_is_the_last_resort_when_others_are_removed(
 async def test_a_request_goes_elsewhere_when_the_engine_of_its_new_slot_is_removed() -> None:
     """In one turn of the event loop it gets the slot, another engine has a free slot, and its own is removed."""
     pool = pool_of_decode()
-    engines, limiter = pool.engines, pool.limiter
+    engines, queue = pool.engines, pool.queue
     a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
-    assert [await limiter.acquire([each]) for each in (a, b)] == [a, b]
+    assert [await queue.acquire([each]) for each in (a, b)] == [a, b]
     async with waiting(pool, engines.rank(UNREAD_PROMPT)) as got:
-        request_ends(limiter, a)
-        assert limiter.in_use(a) == 1
+        queue.release(a)
+        assert a.slots_used == 1
         engines.remove(a)
-        request_ends(limiter, b)
+        queue.release(b)
         await settle()
         assert got == [b]
-    assert (limiter.in_use(a), limiter.in_use(b), limiter.waiting) == (0, 1, 0)
+    assert (a.slots_used, b.slots_used, queue.waiting) == (0, 1, 0)
 
 
 async def test_an_engine_that_is_removed_and_added_again_keeps_its_limit() -> None:
     """The requests that it had are still there."""
     pool = pool_of_decode()
-    engines, limiter = pool.engines, pool.limiter
+    engines, queue = pool.engines, pool.queue
     old = engines.add("http://a", "test")
-    assert await limiter.acquire([old]) is old
+    assert await queue.acquire([old]) is old
     for source in ("admin", "file"):
         engines.remove(old)
         again = engines.add("http://a", source)
-        assert (limiter.in_use(again), again.open, again.sources) == (1, True, {source})
+        assert (again.slots_used, again.open, again.sources) == (1, True, {source})
         assert again.state(0.0)[0] is EngineState.NEW
     async with waiting(pool, engines.rank(UNREAD_PROMPT)) as got:
         assert got == []
-        request_ends(limiter, old)
+        queue.release(old)
         await settle()
         assert got == [again]
-    request_ends(limiter, again)
+    queue.release(again)
     engines.remove(again)
     assert engines.add("http://a", "test") is not again, "nothing of it was left"
 
 
 async def test_a_prompt_cancelled_as_it_gets_a_slot_does_not_start_its_group() -> None:
     """So the other prompts of its request wait no longer than those of other requests."""
-    engines, limiter, group = registry(EngineRole.PREFILL), ConcurrencyLimiter(1, 1, 0.05), RequestGroup()
+    engines, queue, group = registry(EngineRole.PREFILL), EngineQueue(1, 1, 0.05), Group()
     a = engines.add("http://a", "test")
-    assert await limiter.acquire([a]) is a
-    prompt = asyncio.create_task(limiter.acquire([a], group=group))
+    assert await queue.acquire([a]) is a
+    prompt = asyncio.create_task(queue.acquire([a], group=group))
     await settle()
-    request_ends(limiter, a)
-    assert limiter.in_use(a) == 1  # called ...
+    queue.release(a)
+    assert a.slots_used == 1  # called ...
     prompt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await prompt
-    assert (group.granted, limiter.in_use(a)) == (0, 0)
-    assert await limiter.acquire([a]) is a
+    assert (group.granted, a.slots_used) == (0, 0)
+    assert await queue.acquire([a]) is a
     with anyio.fail_after(5), pytest.raises(NoFreeSlotError):
-        await limiter.acquire([a], group=group)
+        await queue.acquire([a], group=group)

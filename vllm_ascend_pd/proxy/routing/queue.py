@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue: how many requests an engine, or the proxy itself, takes at a time, and who waits for a slot. No I/O.
+
+There is one for the requests that the proxy serves, and one for the engines of each role. `Queue.assign` gives free
+slots to those that wait. It may be called at any time: it changes nothing where there is nothing to give.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import anyio
+
+from vllm_ascend_pd.core.threads import owned
+
+_FIRST_PAUSE_SECONDS = 0.1
+"""After so many seconds a busy engine is tried with more requests. The time doubles while it stays busy."""
+_LONGEST_PAUSE_SECONDS = 5.0
+
+
+class NoFreeSlotError(Exception):
+    """The queue is full, or no slot became free in time. The message names the limit."""
+
+    def __init__(self, why: str, timed_out: bool) -> None:
+        super().__init__(why)
+        self.timed_out = timed_out
+
+
+class HasSlots:
+    """Takes a limited number of requests at a time: an engine, or the proxy itself. Only its `Queue` changes it."""
+
+    def __init__(self) -> None:
+        self.slots_used = 0
+        self.busy: _Busy | None = None
+        """What is known of its own limit. None: it has not been busy lately."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it may get requests."""
+        return True
+
+
+class _Busy:
+    """How many requests a busy engine takes, by its own answers."""
+
+    def __init__(self) -> None:
+        self.limit = 0
+        """Requests of this proxy."""
+        self.is_full = False
+        """Whether it was busy since `limit` was last raised."""
+        self.pause = _FIRST_PAUSE_SECONDS
+        """Seconds until `limit` is raised."""
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Group(Protocol):
+    """Requests that count as one in the queue, and take turns with other groups."""
+
+    granted: int
+    """Slots that its members have been given so far. Only the queue changes it."""
+
+
+T = TypeVar("T", bound=HasSlots)
+
+
+class _Waiter(Generic[T]):
+    """One waiting request."""
+
+    def __init__(self, choices: Sequence[T], avoid: Collection[str], group: Group | None) -> None:
+        self.choices = dict.fromkeys(choices)
+        """Where it may get a slot, in order of preference."""
+        self.avoid = avoid
+        """URLs of engines that it must not use, should they become available."""
+        self.granted = 0
+        self.group: Group = group or self
+        self.given: T | None = None
+        """Where it was given a slot."""
+        self.changed = anyio.Event()
+        """Set when `given` is, or when no choice is left. Replaced at each wait."""
+
+    async def wait(self) -> None:
+        """Returns when it was given a slot, or has nothing left to wait for."""
+        while self.given is None and self.choices:
+            self.changed = anyio.Event()
+            await self.changed.wait()
+
+
+class Queue(Generic[T]):
+    """Gives slots to requests, and queues those for which none is free. The event loop's thread owns it."""
+
+    def __init__(self, limit: int | None, length: int, timeout: float, in_all: int | None = None) -> None:
+        """
+        Args:
+            limit: slots of each engine; None: no limit.
+            length: how many groups may wait, for each engine that they could use.
+            timeout: seconds that a group waits before it is refused.
+            in_all: slots of all engines together; None: no limit.
+        """
+        self.limit = limit
+        self.length = length
+        self.timeout = timeout
+        self._in_all = in_all
+        self.waiting = 0
+        """Requests that wait for a slot."""
+        self._total = 0
+        """Slots in use everywhere."""
+        self._readmitted: dict[_Waiter[T], None] = {}
+        """Requests that had a slot before, in order. They are served before the others."""
+        self._groups: dict[Group, dict[_Waiter[T], None]] = {}
+        """The other groups in the order of their turns, each with its waiting members in order."""
+        self._begun: set[Group] = set()
+        """Those of them that have been given a slot. They count in no limit."""
+        self._wanted: Counter[T] = Counter()
+        """How many requests wait for each engine. Engines for which none waits have no entry."""
+
+    def check(self, choices: Sequence[T]) -> None:
+        """Raises NoFreeSlotError if a new request can neither have a slot at one of `choices` nor wait for one."""
+        if len(self._groups) - len(self._begun) >= self.length * len(choices) and not any(map(self._is_free, choices)):
+            raise NoFreeSlotError(f"{self.length * len(choices)} requests already wait", timed_out=False)
+
+    @owned
+    async def acquire(
+        self,
+        choices: Sequence[T],
+        *,
+        readmitted: bool = False,
+        avoid: Collection[str] = (),
+        group: Group | None = None,
+        waited: float = 0.0,
+    ) -> T | None:
+        """Takes a slot at one of `choices`, and waits for one if none is free. Give it back by `release`.
+
+        Engines that become available while the request waits are used, too.
+
+        Args:
+            choices: in order of preference.
+            readmitted: whether the request had a slot before. It then waits before the others, and in a full queue.
+            avoid: URLs of engines not to use, should they become available meanwhile.
+            group: what the request belongs to; None: it is a group of its own. A group is refused as a whole or not at
+                all: once a member has had a slot, the others count in no limit and wait without a timeout.
+            waited: seconds that the request has waited already, for engines that are gone.
+
+        Returns:
+            Where the slot is. None: ask again for others, because these, or the one whose slot this request was given,
+            may get no more requests.
+
+        Raises:
+            NoFreeSlotError: the queue is full, or the timeout has passed.
+        """
+        for each in choices:
+            if self._is_free(each):
+                self._take(each, group)
+                return each
+        waiter = _Waiter([each for each in choices if each.open], avoid, group)
+        if not waiter.choices:
+            return None
+        if not (readmitted or waiter.group.granted or waiter.group in self._groups):
+            self.check(choices)
+        self._enter(waiter, readmitted)
+        try:
+            with anyio.move_on_after(self.timeout - waited):
+                await waiter.wait()
+            if waiter.given is None and waiter.group.granted:
+                await waiter.wait()
+        except BaseException:
+            self._give_back(waiter)
+            raise
+        finally:
+            self._leave(waiter)
+        if waiter.given is not None and not waiter.given.open:  # it closed in the same turn of the event loop
+            self._give_back(waiter)
+            return None
+        if waiter.given is None and waiter.choices:
+            raise NoFreeSlotError(f"no slot became free within {self.timeout:g} s (--queue-timeout)", timed_out=True)
+        return waiter.given
+
+    @owned
+    def release(self, engine: T) -> None:
+        """Gives back a slot from `acquire`."""
+        self._total -= 1
+        engine.slots_used -= 1
+        self.assign()
+
+    @owned
+    def assign(self) -> None:
+        """Gives free slots to the requests whose turn it is, and ends the waits for engines that are gone."""
+        for gone in [engine for engine in self._wanted if not engine.open]:
+            for waiter in self._in_order():
+                if gone in waiter.choices:
+                    del waiter.choices[gone]
+                    if not waiter.choices:
+                        waiter.changed.set()
+            del self._wanted[gone]
+        while free := [engine for engine in self._wanted if self._is_free(engine)]:
+            waiter, engine = next(
+                (waiter, engine) for waiter in self._in_order() for engine in waiter.choices if engine in free
+            )
+            self._leave(waiter)
+            if waiter.group in self._groups:  # its other members wait until all other groups have had a turn
+                self._groups[waiter.group] = self._groups.pop(waiter.group)
+            self._take(engine, waiter.group)
+            waiter.given = engine
+            waiter.changed.set()
+
+    @owned
+    def opened(self, engine: T, url: str) -> None:
+        """Lets waiting requests use an engine that may get requests from now on."""
+        for waiter in self._in_order():
+            if url not in waiter.avoid and engine not in waiter.choices:
+                waiter.choices[engine] = None
+                self._wanted[engine] += 1
+        self.assign()
+
+    @owned
+    def closed(self, engine: T) -> None:
+        """Forgets what is known of an engine that gets no more requests, and ends the waits for it."""
+        if engine.busy is not None and engine.busy.timer is not None:
+            engine.busy.timer.cancel()
+        engine.busy = None
+        self.assign()
+
+    @owned
+    def note_busy(self, engine: T, group: Group | None = None) -> None:
+        """An engine has answered a request, which still holds its slot, that it is busy.
+
+        The others that it has are as many as it takes. Further ones wait until one of these ends, or until a growing
+        pause is over. `group`: the request's; its slot does not count as one that it has had.
+        """
+        if group is not None:
+            self._take_back(group)
+        if engine.open:
+            busy = engine.busy = engine.busy or _Busy()
+            busy.limit, busy.is_full = engine.slots_used - 1, True
+            if busy.timer is None:
+                busy.timer = asyncio.get_running_loop().call_later(busy.pause, self._widen, engine)
+
+    def _widen(self, engine: T) -> None:
+        """Tries an engine that was busy with more requests, until there are no more."""
+        busy = engine.busy
+        assert busy is not None
+        if not busy.is_full and engine.slots_used < busy.limit:
+            engine.busy = None
+        else:
+            busy.pause = min(2 * busy.pause, _LONGEST_PAUSE_SECONDS) if busy.is_full else _FIRST_PAUSE_SECONDS
+            busy.limit += max(1, busy.limit // 2)
+            busy.is_full = False
+            busy.timer = asyncio.get_running_loop().call_later(busy.pause, self._widen, engine)
+        self.assign()
+
+    def _is_free(self, engine: T) -> bool:
+        """Whether an engine may get a request and has a slot for it."""
+        if not engine.open or self._total == self._in_all:
+            return False
+        used, busy = engine.slots_used, engine.busy
+        return (self.limit is None or used < self.limit) and (busy is None or used < busy.limit)
+
+    def _take(self, engine: T, group: Group | None) -> None:
+        engine.slots_used += 1
+        self._total += 1
+        if group is not None:
+            group.granted += 1
+            if group in self._groups:
+                self._begun.add(group)
+
+    def _take_back(self, group: Group) -> None:
+        """A slot that the group was given does not count."""
+        group.granted -= 1
+        if not group.granted:
+            self._begun.discard(group)
+
+    def _give_back(self, waiter: _Waiter[T]) -> None:
+        """Gives back a slot that a request was given and does not use."""
+        if waiter.given is not None:
+            self._take_back(waiter.group)
+            self.release(waiter.given)
+
+    def _enter(self, waiter: _Waiter[T], readmitted: bool) -> None:
+        if readmitted:
+            self._readmitted[waiter] = None
+        else:
+            self._groups.setdefault(waiter.group, {})[waiter] = None
+            if waiter.group.granted:
+                self._begun.add(waiter.group)
+        self.waiting += 1
+        self._wanted.update(waiter.choices.keys())
+
+    def _leave(self, waiter: _Waiter[T]) -> None:
+        """Takes a request out of the queue, if it is still there."""
+        members = self._groups.get(waiter.group, {})
+        if waiter in self._readmitted:
+            del self._readmitted[waiter]
+        elif waiter in members:
+            del members[waiter]
+            if not members:
+                del self._groups[waiter.group]
+                self._begun.discard(waiter.group)
+        else:
+            return
+        self.waiting -= 1
+        for engine in waiter.choices:
+            self._wanted[engine] -= 1
+            if not self._wanted[engine]:
+                del self._wanted[engine]
+
+    def _in_order(self) -> Iterator[_Waiter[T]]:
+        """All waiting requests, in the order in which they get slots."""
+        yield from self._readmitted
+        for members in self._groups.values():
+            yield from members
