@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `reservation.py` compares: ways to have a prompt computed, which give it decode's memory at different times."""
+
+import bisect
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from harness.clusters import PATIENT_PROXY, Proxy
+from harness.documented import documented
+from harness.engines import HOST, PATIENT, Engine, EngineConfig, Role, Server, running_engines, wait_ready
+from harness.ports import reserve_port
+from harness.routers import vllm_router
+from helpers.ttft_sides import ALL_TO_PREFILL, MODELS, STEP_TOKENS, PeerEngine, PullProxy, Side
+
+SPEC = dataclasses.replace(MODELS["small"], name="small-32k", max_positions=32768)
+BLOCK = 128
+LONGEST, ANSWER = 16_000, 200
+"""Tokens of the longest prompt, and of each answer."""
+FIXED = 8_000
+ROOM = 4
+"""How many prompts of `FIXED` tokens fit into decode's memory with their answers."""
+_BLOCKS = ROOM * -(-(FIXED + ANSWER + 1) // BLOCK)
+_DECODE_BYTES = (_BLOCKS + 1) * BLOCK * SPEC.kv_bytes_per_token  # vLLM keeps one for itself
+_PREFILL_BYTES = 512 << 20
+"""Four times decode's: 131,072 tokens."""
+SIDES = ("decode first", "prefill first", "mooncake")
+
+
+class Way(Side):
+    """As a `Side`. Knows what decode's memory was used for."""
+
+    blocks = _BLOCKS
+    """Of decode."""
+
+    def __init__(self, name: str, front: Server, engines: Sequence[Engine], model: Path, written: Path) -> None:
+        super().__init__(name, front.url, model, [server.process for server in (front, *engines)])
+        self._written = written
+
+    def block_seconds(self, begun: float, ended: float) -> tuple[float, float]:
+        """Of decode's blocks between two monotonic times: those of requests that run, and those of all requests."""
+        [file] = self._written.iterdir()
+        lines = [tuple(map(float, line.split())) for line in file.read_text().splitlines()]
+        first = max(0, bisect.bisect([at for at, _, _ in lines], begun) - 1)
+        sums = [0.0, 0.0]
+        for number, (at, running, every) in enumerate(lines[first:], first):
+            until = lines[number + 1][0] if number + 1 < len(lines) else ended
+            seconds = max(0.0, min(until, ended) - max(at, begun))
+            sums[0] += seconds * running
+            sums[1] += seconds * every
+        return sums[0], sums[1]
+
+
+@contextmanager
+def running_ways(names: Sequence[str], path: Path, logs: Path) -> Iterator[list[Way]]:
+    """Those of `SIDES` that are named. All of ours share their engines."""
+    with ExitStack() as stack:
+        found: list[Way] = []
+        if set(names) - {"mooncake"}:
+            found += stack.enter_context(_ours(names, path, logs))
+        if "mooncake" in names:
+            found += stack.enter_context(_mooncake(path, logs))
+        yield sorted(found, key=lambda way: names.index(way.name))
+
+
+def _config(role: Role, blocks: Path) -> EngineConfig:
+    """Without a prefix cache: all ways get the same prompts."""
+    blocks.mkdir(parents=True, exist_ok=True)
+    return EngineConfig(
+        role=role,
+        block_size=BLOCK,
+        prefix_caching=False,
+        max_model_len=LONGEST + ANSWER + BLOCK,
+        max_num_batched_tokens=STEP_TOKENS,
+        kv_cache_bytes=_DECODE_BYTES if role is Role.DECODE else _PREFILL_BYTES,
+        env=(("VLLM_ASCEND_PD_TEST_BLOCKS_IN_USE", str(blocks)),) if role is Role.DECODE else (),
+    )
+
+
+@contextmanager
+def _ours(names: Sequence[str], path: Path, logs: Path) -> Iterator[list[Way]]:
+    """Behind `vllm-ascend-pd proxy`, and behind vllm-router, which asks prefill first. Prefill computes all prompts."""
+    blocks = logs / "blocks-ours"
+    prefill = dataclasses.replace(_config(Role.PREFILL, blocks), connector_extra=PATIENT)
+    decode = dataclasses.replace(_config(Role.DECODE, blocks), connector_extra=(*PATIENT, ALL_TO_PREFILL))
+    with running_engines(path, [prefill, decode], logs) as engines, ExitStack() as stack:
+        fronts: dict[str, Server] = {}
+        if "decode first" in names:
+            fronts["decode first"] = proxy = Proxy(engines[:1], engines[1:], logs, args=PATIENT_PROXY)
+            stack.callback(proxy.stop)
+            wait_ready([proxy])
+        if "prefill first" in names:
+            parts = {
+                "http://127.0.0.1:8100": engines[0].url,
+                "http://127.0.0.1:8200": engines[1].url,
+                " --port 8000": "",
+            }
+            words = documented("docs/routers.md", "vllm-router --vllm-pd-disaggregation --kv-connector nixl", parts)
+            fronts["prefill first"] = stack.enter_context(vllm_router("vllm-router-nixl", words, logs))
+        ways = [Way(name, front, engines, path, blocks) for name, front in fronts.items()]
+        for way in ways:
+            stack.callback(way.close)
+        yield ways
+
+
+@contextmanager
+def _mooncake(path: Path, logs: Path) -> Iterator[list[Way]]:
+    """vLLM's MooncakeConnector, as in `ttft_sides.py`."""
+    port, blocks = reserve_port(), logs / "blocks-mooncake"
+    transfer = {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
+    env = (("VLLM_ASCEND_PD_TEST_ACCELERATOR_0", "1"), ("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(port)))
+    configs = []
+    for role in (Role.PREFILL, Role.DECODE):
+        config = _config(role, blocks)
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        configs.append(PeerEngine(**fields | {"env": (*config.env, *env)}, transfer=tuple(transfer.items())))
+    with running_engines(path, configs, logs) as engines, ExitStack() as stack:
+        urls = [f"--{role}={engine.url}" for role, engine in zip(("prefill", "decode"), engines, strict=True)]
+        proxy = PullProxy(logs, *urls, "--bootstrap", f"http://{HOST}:{port}")
+        stack.callback(proxy.stop)
+        wait_ready([proxy])
+        way = Way("mooncake", proxy, engines, path, blocks)
+        stack.callback(way.close)
+        yield [way]
+
+
+def now() -> float:
+    """The clock of `Way.block_seconds`: the same in all processes."""
+    return time.monotonic()
