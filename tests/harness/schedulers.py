@@ -11,6 +11,7 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.engine_view import EngineSteps
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.decode.intents import Intents
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
@@ -56,7 +57,8 @@ def decode_scheduler(
     placement = ConnectorConfig(who_computes="prefill")
     who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)
     routes = TicketRoutes(metaserver, PrefillClient(Peers(None, AnyHost(), AnyHost())))
-    return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), FAILED_WAIT_S, observer)
+    idle, intents = IdleWait(0.05, in_flight=2), Intents(None, issuer, requests, routes, 480.0)
+    return DecodeScheduler(issuer, requests, blocks, routes, who, idle, FAILED_WAIT_S, intents, False, observer)
 
 
 def blocks_of(pool: Any, groups: Sequence[CacheGroup] = ()) -> VllmBlocks:

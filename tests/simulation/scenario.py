@@ -32,6 +32,8 @@ class Shape:
     states: bool = False
     # Whether decode never computes a prompt (`who_computes`).
     never: bool = False
+    # Prompts of which prefill computes more tokens are computed before decode gives them blocks.
+    prefill_first: int | None = None
     # Whether all KV is compared with prefill's checksums (`verify_kv`).
     verify: bool = False
     # Whether the cluster has a secret.
@@ -132,6 +134,8 @@ def draw(seed: int, **fixed: Any) -> Scenario:
     """Draws a scenario. `fixed`: fields of `Shape` and `Faults`, and `requests`, that are not drawn."""
     rng = random.Random(f"scenario {seed}")
     shape = _draw_shape(rng)
+    first = random.Random(f"prefill first {seed}")
+    shape = replace(shape, prefill_first=first.choice([None, None, 0, 30, 80]))
     faults = _draw_faults(rng, shape)
     names = {each.name for each in fields(Shape)}
     requests = fixed.pop("requests", None)
@@ -177,6 +181,8 @@ def _possible(shape: Shape) -> Shape:
     """Returns the shape without what engines refuse at start."""
     if shape.pool:  # harness/taken_back.py knows one cache group
         shape = replace(shape, windows=(), states=False)
+    if shape.windows or shape.states or shape.never:
+        shape = replace(shape, prefill_first=None)
     if shape.windows or shape.states:
         # Such caches cannot be computed again in part, and vLLM wants room for one request of the longest.
         blocks = {"prefill_blocks": max(30, shape.prefill_blocks), "decode_blocks": max(30, shape.decode_blocks)}

@@ -46,7 +46,7 @@ from vllm_ascend_pd.proxy.http.messages import (
 from vllm_ascend_pd.proxy.rendezvous.judgement import PrefillJudge
 from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import DecodeAttempt, RequestTable, TicketProgress
-from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, failed, judge, read_ticket
+from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, answer_to_intent, failed, judge, read_ticket
 from vllm_ascend_pd.proxy.routing.answers import (
     RULES,
     EngineRole,
@@ -172,7 +172,7 @@ class Metaserver:
                 else:
                     progress.answered = True
                     progress.attempt.prefilled()
-                    progress.answer = _PREFILLED
+                    progress.answer = progress.held or _PREFILLED
         finally:
             self._open.discard(ticket_id)
 
@@ -243,7 +243,10 @@ class Metaserver:
         except TooLarge:
             reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
             return failed(FailureKind.GARBAGE, reason, progress.engine)
-        return judge(response.status, response.header("Content-Type"), answer, progress.engine)
+        failure = judge(response.status, response.header("Content-Type"), answer, progress.engine)
+        if failure is None and ticket.header.ticket_follows:
+            progress.held = answer_to_intent(answer)
+        return failure
 
     def _are_used_up(self, failures: Sequence[Failure]) -> bool:
         """Whether a prompt has had all its prefills. `failures`: of all so far."""

@@ -162,6 +162,8 @@ class TicketProgress(EngineCall):
         """Whether what became of the prefill and its transfer was recorded. Only the first result counts."""
         self.answer: Response | None = None
         """What the decode engine is told when the prefill has ended. None if the prefill was cancelled."""
+        self.held: Response | None = None
+        """The same of an intent whose prompt prefill has computed."""
         self.posted = False
         """Whether an earlier post has begun the prefill. A ticket has only one, however often it is posted."""
         self._prefill: anyio.CancelScope | None = None
