@@ -26,7 +26,7 @@ _BLOCKS = ROOM * -(-(FIXED + ANSWER + 1) // BLOCK)
 _DECODE_BYTES = (_BLOCKS + 1) * BLOCK * SPEC.kv_bytes_per_token  # vLLM keeps one for itself
 _PREFILL_BYTES = 512 << 20
 """Four times decode's: 131,072 tokens."""
-SIDES = ("decode first", "prefill first", "mooncake")
+SIDES = ("decode first", "long first", "prefill first", "mooncake")
 
 
 class Way(Side):
@@ -81,27 +81,38 @@ def _config(role: Role, blocks: Path) -> EngineConfig:
 
 @contextmanager
 def _ours(names: Sequence[str], path: Path, logs: Path) -> Iterator[list[Way]]:
-    """Behind `vllm-ascend-pd proxy`, and behind vllm-router, which asks prefill first. Prefill computes all prompts."""
-    blocks = logs / "blocks-ours"
-    prefill = dataclasses.replace(_config(Role.PREFILL, blocks), connector_extra=PATIENT)
-    decode = dataclasses.replace(_config(Role.DECODE, blocks), connector_extra=(*PATIENT, ALL_TO_PREFILL))
-    with running_engines(path, [prefill, decode], logs) as engines, ExitStack() as stack:
-        fronts: dict[str, Server] = {}
-        if "decode first" in names:
-            fronts["decode first"] = proxy = Proxy(engines[:1], engines[1:], logs, args=PATIENT_PROXY)
-            stack.callback(proxy.stop)
-            wait_ready([proxy])
-        if "prefill first" in names:
-            parts = {
-                "http://127.0.0.1:8100": engines[0].url,
-                "http://127.0.0.1:8200": engines[1].url,
-                " --port 8000": "",
-            }
-            words = documented("docs/routers.md", "vllm-router --vllm-pd-disaggregation --kv-connector nixl", parts)
-            fronts["prefill first"] = stack.enter_context(vllm_router("vllm-router-nixl", words, logs))
-        ways = [Way(name, front, engines, path, blocks) for name, front in fronts.items()]
-        for way in ways:
-            stack.callback(way.close)
+    """Behind `vllm-ascend-pd proxy`, and behind vllm-router, which asks prefill first. Prefill computes all prompts.
+    *long first* has a decode engine of its own, with `prefill_first_tokens`."""
+    extra = (*PATIENT, ALL_TO_PREFILL)
+    extras = {"plain": extra, "long first": (*extra, ("prefill_first_tokens", STEP_TOKENS))}
+    if "long first" not in names:
+        del extras["long first"]
+    elif not {"decode first", "prefill first"} & set(names):
+        del extras["plain"]
+    folders = {name: logs / f"blocks-{name.replace(' ', '-')}" for name in extras}
+    configs = [dataclasses.replace(_config(Role.PREFILL, logs), connector_extra=PATIENT)]
+    for name, extra in extras.items():
+        configs.append(dataclasses.replace(_config(Role.DECODE, folders[name]), connector_extra=extra))
+    with running_engines(path, configs, logs) as [prefill, *engines], ExitStack() as stack:
+        decodes = dict(zip(extras, engines, strict=True))
+        ways = []
+        for name in [name for name in names if name != "mooncake"]:
+            which = "long first" if name == "long first" else "plain"
+            decode = decodes[which]
+            if name == "prefill first":
+                parts = {
+                    "http://127.0.0.1:8100": prefill.url,
+                    "http://127.0.0.1:8200": decode.url,
+                    " --port 8000": "",
+                }
+                words = documented("docs/routers.md", "vllm-router --vllm-pd-disaggregation --kv-connector nixl", parts)
+                front: Server = stack.enter_context(vllm_router("vllm-router-nixl", words, logs))
+            else:
+                front = Proxy([prefill], [decode], logs, args=PATIENT_PROXY)
+                stack.callback(front.stop)
+                wait_ready([front])
+            ways.append(Way(name, front, [prefill, decode], path, folders[which]))
+            stack.callback(ways[-1].close)
         yield ways
 
 
