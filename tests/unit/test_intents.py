@@ -180,6 +180,23 @@ def test_an_intent_leaves_though_vllm_asks_for_nobody(scheduler: DecodeScheduler
     assert kept(scheduler) == {}
 
 
+def test_intents_wait_in_line(
+    scheduler: DecodeScheduler, metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many are posted at a time. Those of clients that have left take no place."""
+    monkeypatch.setattr(intents, "MAX_POSTED", 2)
+    requests = [come(scheduler, metaserver, name=f"r{number}") for number in range(5)]
+    scheduler.build_step({"other": 1})
+    wait_until(lambda: len(metaserver.bodies) == 2, SOON_S)
+    scheduler.finished(requests[2])
+    metaserver.answering.set()
+    step_with(scheduler, lambda step: not scheduler.without_news)
+    assert [body["request_id"] for body in metaserver.bodies[2:]] == ["r3", "r4"]
+    for request in requests:
+        scheduler.finished(request)
+    assert kept(scheduler) == {}
+
+
 def test_a_prompt_that_is_cached_meanwhile_is_released(
     scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker
 ) -> None:

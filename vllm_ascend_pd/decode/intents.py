@@ -22,6 +22,9 @@ from vllm_ascend_pd.decode.bootstrap import RouteError
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
 
+MAX_POSTED = 256
+"""Intents that wait for prefill at a time: each takes a connection to the metaserver. Further ones wait in line."""
+
 _NOT_HELD = (
     "prefill has computed the prompt, and its answer does not say where it is held: prefill_first_tokens needs a proxy of "
     "this version, and hold_timeout_s on prefill engines with a MultiConnector"
@@ -115,12 +118,12 @@ class Intents:
         return prompt
 
     def post(self) -> Iterator[LongPrompt]:
-        """Posts new intents. Yields those that cannot be posted."""
-        to_post, self._to_post = self._to_post, []
+        """Posts new intents, up to `MAX_POSTED` at a time. Yields those that cannot be posted."""
+        waiting = [each for each in self._to_post if self._prompts.get(each.request.request_id) is each]
+        room = max(0, MAX_POSTED - (len(self.without_news) - len(waiting)))
+        to_post, self._to_post = waiting[:room], waiting[room:]
         for prompt in to_post:
             request = prompt.request
-            if self._prompts.get(request.request_id) is not prompt:
-                continue
             params = request.kv_transfer_params or {}
             try:
                 over = self._routes.of(params)
