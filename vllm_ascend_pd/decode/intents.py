@@ -93,11 +93,11 @@ class Intents:
             self._unasked[request.request_id] = request
 
     def of(self, request: ScheduledRequest, tokens: int) -> LongPrompt | None:
-        """Returns the request's prompt if prefill computes it first. None: it gets blocks now. `tokens`: how many of
-        them prefill would compute."""
+        """Returns the request's prompt if prefill computes it first. None: it gets blocks now, as one does whose client
+        may add to it. `tokens`: how many of them prefill would compute."""
         self._unasked.pop(request.request_id, None)
         prompt = self._prompts.get(request.request_id)
-        if prompt is None and self._longest is not None and tokens > self._longest:
+        if prompt is None and self._longest is not None and tokens > self._longest and not request.resumable:
             prompt = self._prompts[request.request_id] = LongPrompt(request)
             self._to_post.append(prompt)
             self.without_news.add(request.request_id)

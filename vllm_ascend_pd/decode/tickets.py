@@ -263,4 +263,4 @@ class _ToPrefill:
             self._over.report(failure)
 
 
-TicketRoute: TypeAlias = "_OverMetaserver | _ToPrefill"
+TicketRoute: TypeAlias = _OverMetaserver | _ToPrefill
