@@ -2,10 +2,10 @@
 """When decode gives a prompt its memory: how much of that memory waits, and what it costs.
 
 $ python benchmarks/reservation.py [--quick] [--sides "decode first" "long first" "prefill first" mooncake]
-      [--loads fixed mix alone] [--turns 3] [--requests 40] [--rounds 5] [--folder DIR] [--write] [--check] [--json]
+      [--loads fixed mix alone] [--turns 3] [--requests 40] [--rounds 5] [--room 4] [--folder DIR] [--write] [--check] [--json]
 
 Real engines on vLLM's CPU backend with ttft.py's small model: a prefill engine with steps of 2,048 tokens, and a decode
-engine with memory for 4 prompts of 8,000 tokens. The ways take turns. Engines of a way that waits are stopped (SIGSTOP).
+engine with memory for --room prompts of 8,000 tokens. The ways take turns. Engines of a way that waits are stopped (SIGSTOP).
 All ways get the same prompts, nothing is in a prefix cache, and the first tokens of the answers must be equal.
 
 decode first    behind `vllm-ascend-pd proxy`: decode reserves memory before prefill starts
@@ -41,7 +41,7 @@ from statistics import median
 from typing import Any
 
 from helpers.report import ROOT, options
-from helpers.reservation_sides import ANSWER, FIXED, LONGEST, SIDES, SPEC, Way, now, running_ways
+from helpers.reservation_sides import ANSWER, FIXED, LONGEST, SIDES, SPEC, Way, blocks_of, now, running_ways
 from helpers.ttft_sides import SideFailedError
 
 from harness.client import Completion, at_once, random_prompt
@@ -49,6 +49,7 @@ from harness.models import make_model
 from harness.processes import StartupError, interrupt_on_sigterm
 
 SHARE_BAR, ALONE_BAR = 0.9, 1.1
+ROOM = 4
 SHORTEST = 500
 AT_ONCE = 20
 ALONE = (128, 1024, FIXED, LONGEST)
@@ -95,6 +96,7 @@ class Amount:
     turns: int
     requests: int
     rounds: int
+    room: int
 
 
 @dataclasses.dataclass
@@ -139,7 +141,7 @@ def measure_load(load: str, ways: Sequence[Way], amount: Amount) -> Iterator[Row
                 seconds = now() - begun
                 running, every = way.block_seconds(begun, begun + seconds)
             ttfts = [answer.ttft for answer in answers[way.name]]
-            share = every / seconds / way.blocks
+            share = every / seconds / blocks_of(amount.room)
             turns[way.name].append(Turn(amount.requests / seconds, ttfts, running / every, share))
         check_equal(answers)
     for name, found in turns.items():
@@ -268,7 +270,7 @@ def measure(names: Sequence[str], loads: Sequence[str], amount: Amount, folder: 
     path = make_model(SPEC, folder / "models")
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with running_ways(names, path, logs) as ways:
+    with running_ways(names, path, logs, amount.room) as ways:
         warm_up(ways)
         for load in loads:
             yield from measure_alone(ways, amount) if load == "alone" else measure_load(load, ways, amount)
@@ -282,13 +284,14 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--requests", type=int, default=40, help="of a turn")
     parser.add_argument("--rounds", type=int, default=5, help="of alone")
+    parser.add_argument("--room", type=int, default=ROOM, help="at least 2")
     parser.add_argument("--folder", type=Path, help="keeps the checkpoint and the engines' logs")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/reservation.json")
     args = parser.parse_args()
-    amount = Amount(args.turns, args.requests, args.rounds)
+    amount = Amount(args.turns, args.requests, args.rounds, args.room)
     if args.quick:
-        amount = Amount(1, AT_ONCE, 2)
-    if args.write and (args.quick or args.sides != list(SIDES) or args.loads != list(LOADS)):
+        amount = Amount(1, AT_ONCE, 2, args.room)
+    if args.write and (args.quick or args.room != ROOM or args.sides != list(SIDES) or args.loads != list(LOADS)):
         parser.error("--write needs all sides and loads, in their long form")
     interrupt_on_sigterm()
     rows: list[Row] = []

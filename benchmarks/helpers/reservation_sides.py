@@ -20,20 +20,13 @@ BLOCK = 128
 LONGEST, ANSWER = 16_000, 200
 """Tokens of the longest prompt, and of each answer."""
 FIXED = 8_000
-ROOM = 4
-"""How many prompts of `FIXED` tokens fit into decode's memory with their answers."""
-_BLOCKS = ROOM * -(-(FIXED + ANSWER + 1) // BLOCK)
-_DECODE_BYTES = (_BLOCKS + 1) * BLOCK * SPEC.kv_bytes_per_token  # vLLM keeps one for itself
 _PREFILL_BYTES = 512 << 20
-"""Four times decode's: 131,072 tokens."""
+"""131,072 tokens."""
 SIDES = ("decode first", "long first", "prefill first", "mooncake")
 
 
 class Way(Side):
-    """As a `Side`. Knows what decode's memory was used for."""
-
-    blocks = _BLOCKS
-    """Of decode."""
+    """As a `Side`. Knows what decode's memory was used for. `written`: where decode's `blocks_in_use.py` writes."""
 
     def __init__(self, name: str, front: Server, engines: Sequence[Engine], model: Path, written: Path) -> None:
         super().__init__(name, front.url, model, [server.process for server in (front, *engines)])
@@ -54,18 +47,24 @@ class Way(Side):
 
 
 @contextmanager
-def running_ways(names: Sequence[str], path: Path, logs: Path) -> Iterator[list[Way]]:
-    """Those of `SIDES` that are named. All of ours share their engines."""
+def running_ways(names: Sequence[str], path: Path, logs: Path, room: int) -> Iterator[list[Way]]:
+    """Those of `SIDES` that are named. All of ours share a prefill engine. `room`: for so many prompts of `FIXED` tokens
+    decode has memory, with their answers."""
     with ExitStack() as stack:
         found: list[Way] = []
         if set(names) - {"mooncake"}:
-            found += stack.enter_context(_ours(names, path, logs))
+            found += stack.enter_context(_ours(names, path, logs, room))
         if "mooncake" in names:
-            found += stack.enter_context(_mooncake(path, logs))
+            found += stack.enter_context(_mooncake(path, logs, room))
         yield sorted(found, key=lambda way: names.index(way.name))
 
 
-def _config(role: Role, blocks: Path) -> EngineConfig:
+def blocks_of(room: int) -> int:
+    """Returns decode's blocks."""
+    return room * -(-(FIXED + ANSWER + 1) // BLOCK)
+
+
+def _config(role: Role, blocks: Path, room: int) -> EngineConfig:
     """Without a prefix cache: all ways get the same prompts."""
     blocks.mkdir(parents=True, exist_ok=True)
     return EngineConfig(
@@ -74,13 +73,14 @@ def _config(role: Role, blocks: Path) -> EngineConfig:
         prefix_caching=False,
         max_model_len=LONGEST + ANSWER + BLOCK,
         max_num_batched_tokens=STEP_TOKENS,
-        kv_cache_bytes=_DECODE_BYTES if role is Role.DECODE else _PREFILL_BYTES,
+        # vLLM keeps a block for itself.
+        kv_cache_bytes=(blocks_of(room) + 1) * BLOCK * SPEC.kv_bytes_per_token if role is Role.DECODE else _PREFILL_BYTES,
         env=(("VLLM_ASCEND_PD_TEST_BLOCKS_IN_USE", str(blocks)),) if role is Role.DECODE else (),
     )
 
 
 @contextmanager
-def _ours(names: Sequence[str], path: Path, logs: Path) -> Iterator[list[Way]]:
+def _ours(names: Sequence[str], path: Path, logs: Path, room: int) -> Iterator[list[Way]]:
     """Behind `vllm-ascend-pd proxy`, and behind vllm-router, which asks prefill first. Prefill computes all prompts.
     *long first* has a decode engine of its own, with `prefill_first_tokens`."""
     extra = (*PATIENT, ALL_TO_PREFILL)
@@ -90,9 +90,9 @@ def _ours(names: Sequence[str], path: Path, logs: Path) -> Iterator[list[Way]]:
     elif not {"decode first", "prefill first"} & set(names):
         del extras["plain"]
     folders = {name: logs / f"blocks-{name.replace(' ', '-')}" for name in extras}
-    configs = [dataclasses.replace(_config(Role.PREFILL, logs), connector_extra=PATIENT)]
+    configs = [dataclasses.replace(_config(Role.PREFILL, logs, room), connector_extra=PATIENT)]
     for name, extra in extras.items():
-        configs.append(dataclasses.replace(_config(Role.DECODE, folders[name]), connector_extra=extra))
+        configs.append(dataclasses.replace(_config(Role.DECODE, folders[name], room), connector_extra=extra))
     with running_engines(path, configs, logs) as [prefill, *engines], ExitStack() as stack:
         decodes = dict(zip(extras, engines, strict=True))
         ways = []
@@ -117,14 +117,14 @@ def _ours(names: Sequence[str], path: Path, logs: Path) -> Iterator[list[Way]]:
 
 
 @contextmanager
-def _mooncake(path: Path, logs: Path) -> Iterator[list[Way]]:
+def _mooncake(path: Path, logs: Path, room: int) -> Iterator[list[Way]]:
     """vLLM's MooncakeConnector, as in `ttft_sides.py`."""
     port, blocks = reserve_port(), logs / "blocks-mooncake"
     transfer = {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
     env = (("VLLM_ASCEND_PD_TEST_ACCELERATOR_0", "1"), ("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(port)))
     configs = []
     for role in (Role.PREFILL, Role.DECODE):
-        config = _config(role, blocks)
+        config = _config(role, blocks, room)
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         configs.append(PeerEngine(**fields | {"env": (*config.env, *env)}, transfer=tuple(transfer.items())))
     with running_engines(path, configs, logs) as engines, ExitStack() as stack:
