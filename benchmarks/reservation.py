@@ -2,11 +2,12 @@
 """When decode gives a prompt its memory: how much of that memory waits, and what it costs.
 
 $ python benchmarks/reservation.py [--quick] [--sides "decode first" "long first" "prefill first" mooncake]
-      [--loads fixed mix alone] [--turns 3] [--requests 40] [--rounds 5] [--room 4] [--folder DIR] [--write] [--check] [--json]
+      [--loads fixed mix alone] [--turns 3] [--requests 40] [--rounds 5] [--room 4] [--folder DIR] [--write] [--check]
+      [--json]
 
 Real engines on vLLM's CPU backend with ttft.py's small model: a prefill engine with steps of 2,048 tokens, and a decode
-engine with memory for --room prompts of 8,000 tokens. The ways take turns. Engines of a way that waits are stopped (SIGSTOP).
-All ways get the same prompts, nothing is in a prefix cache, and the first tokens of the answers must be equal.
+engine with memory for --room prompts of 8,000 tokens. The ways take turns. Engines of a way that waits are stopped
+(SIGSTOP). All ways get the same prompts, nothing is in a prefix cache, and the first tokens of answers must be equal.
 
 decode first    behind `vllm-ascend-pd proxy`: decode reserves memory before prefill starts
 long first      as that, but prompts longer than a step of prefill are computed first (`prefill_first_tokens`)

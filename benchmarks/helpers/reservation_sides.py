@@ -48,8 +48,8 @@ class Way(Side):
 
 @contextmanager
 def running_ways(names: Sequence[str], path: Path, logs: Path, room: int) -> Iterator[list[Way]]:
-    """Those of `SIDES` that are named. All of ours share a prefill engine. `room`: for so many prompts of `FIXED` tokens
-    decode has memory, with their answers."""
+    """Those of `SIDES` that are named. All of ours share a prefill engine. `room`: for so many prompts of `FIXED`
+    tokens decode has memory, with their answers."""
     with ExitStack() as stack:
         found: list[Way] = []
         if set(names) - {"mooncake"}:
@@ -74,7 +74,9 @@ def _config(role: Role, blocks: Path, room: int) -> EngineConfig:
         max_model_len=LONGEST + ANSWER + BLOCK,
         max_num_batched_tokens=STEP_TOKENS,
         # vLLM keeps a block for itself.
-        kv_cache_bytes=(blocks_of(room) + 1) * BLOCK * SPEC.kv_bytes_per_token if role is Role.DECODE else _PREFILL_BYTES,
+        kv_cache_bytes=(blocks_of(room) + 1) * BLOCK * SPEC.kv_bytes_per_token
+        if role is Role.DECODE
+        else _PREFILL_BYTES,
         env=(("VLLM_ASCEND_PD_TEST_BLOCKS_IN_USE", str(blocks)),) if role is Role.DECODE else (),
     )
 

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
+from harness.scheduling import remembered
 
 MakeScheduler = Callable[..., EngineScheduler]
 
@@ -28,8 +29,8 @@ def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
 
     yield make_scheduler
     for decode in made:
+        assert not remembered(decode.connector._role._intents)
         decode.close()
-        assert not decode.connector._role.without_news
 
 
 def asked(decode: EngineScheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -153,15 +154,14 @@ def test_prefill_that_fails(make: MakeScheduler, failures: str) -> None:
 
 def test_a_request_that_is_preempted_while_others_wait(make: MakeScheduler) -> None:
     """Decode computes it again, and the queue keeps its order."""
-    decode = make(blocks=LONGEST + 2)
-    decode.add("grows", BLOCK, generates=6 * BLOCK, remote=False)
-    decode.add("grows, too", BLOCK, generates=6 * BLOCK, remote=False, first=500)
+    decode = make(blocks=LONGEST + 1)
+    grow = [decode.add(f"grows {n}", BLOCK, generates=6 * BLOCK, remote=False, first=500 * n) for n in range(2)]
     decode.step()
     decode.add("long", LONG, first=1000)
     decode.add("longer", LONG, first=2000)
     for _ in range(8 * BLOCK):
         decode.step()
-    assert any(request.num_preemptions for request in decode.vllm.requests.values())
+    assert any(request.num_preemptions for request in grow)
     assert decode.intents == ["long", "longer"]
     decode.computed_first("long", "longer")
     decode.run(40 * BLOCK)

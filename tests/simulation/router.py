@@ -271,7 +271,8 @@ class MetaserverClient:
         kernel().tell("reports that {} failed: {}", failure.request_id, failure.reason[:100])
 
     def poll(self) -> list[PostOutcome]:
-        outcomes, self.outcomes = self.outcomes, []
+        outcomes = self.outcomes[:]
+        self.outcomes.clear()  # the router adds to this list later
         return outcomes
 
     def close(self) -> None: ...

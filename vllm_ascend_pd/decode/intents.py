@@ -26,8 +26,8 @@ MAX_POSTED = 256
 """Intents that wait for prefill at a time: each takes a connection to the metaserver. Further ones wait in line."""
 
 _NOT_HELD = (
-    "prefill has computed the prompt, and its answer does not say where it is held: prefill_first_tokens needs a proxy of "
-    "this version, and hold_timeout_s on prefill engines with a MultiConnector"
+    "prefill has computed the prompt, and its answer does not say where it is held: prefill_first_tokens needs a proxy "
+    "of this version, and hold_timeout_s on prefill engines with a MultiConnector"
 )
 
 

@@ -283,8 +283,8 @@ class DecodeScheduler(ConnectorRole):
         earlier: _IncomingTransfer | None,
         long: LongPrompt | None = None,
     ) -> _IncomingTransfer:
-        """Issues a ticket, tells the ranks of it, and returns its transfer. `earlier`: the request's one before. `long`:
-        prefill has computed the prompt."""
+        """Issues a ticket, tells the ranks of it, and returns its transfer. `earlier`: the request's one before.
+        `long`: prefill has computed the prompt."""
         replaces = ""
         if earlier is not None:
             replaces = earlier.ticket.ticket_id

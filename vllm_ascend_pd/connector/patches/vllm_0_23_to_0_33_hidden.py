@@ -32,7 +32,7 @@ def install() -> None:
 
 def _without_hidden(by_scheduler: Callable[..., Any]) -> Callable[..., Any]:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = getattr(self.kv_cache_manager.block_pool, _HIDDEN, set)()
+        hidden: Set[str] = getattr(self.kv_cache_manager.block_pool, _HIDDEN, set)()
         if not hidden:
             return by_scheduler(self, *args, **kwargs)
         queues = [queue for name in _QUEUES if (queue := getattr(self, name, None)) is not None]
