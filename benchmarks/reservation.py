@@ -48,6 +48,7 @@ from helpers.ttft_sides import SideFailedError
 from harness.client import Completion, at_once, random_prompt
 from harness.models import make_model
 from harness.processes import StartupError, interrupt_on_sigterm
+from harness.routers import HAS_VLLM_ROUTER, NEEDS_VLLM_ROUTER
 
 SHARE_BAR, ALONE_BAR = 0.9, 1.1
 ROOM = 4
@@ -294,6 +295,8 @@ def main() -> int:
         amount = Amount(1, AT_ONCE, 2, args.room)
     if args.write and (args.quick or args.room != ROOM or args.sides != list(SIDES) or args.loads != list(LOADS)):
         parser.error("--write needs all sides and loads, in their long form")
+    if "prefill first" in args.sides and not HAS_VLLM_ROUTER:
+        parser.error(NEEDS_VLLM_ROUTER)
     interrupt_on_sigterm()
     rows: list[Row] = []
     begun = now()
