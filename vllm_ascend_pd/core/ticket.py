@@ -147,7 +147,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] = []
     do_remote_prefill: bool = False
     do_remote_decode: bool = True
-    # Under which prefill holds the prompt. Nobody else knows it.
+    # Under which prefill holds the prompt. Drawn at random.
     transfer_id: str
     # Tells it from a ticket (`core/ticket_params.py`).
     ticket_follows: bool = True
