@@ -102,6 +102,8 @@ in_short --quick --pairs 1/1 --sides ours bare --rounds 3 --requests 16
 run "$VENV" ttft "${short[@]}" "${check[@]}"
 in_short --quick --models small --parts first
 run "$VENV" who_computes "${short[@]}" "${check[@]}"
+in_short --quick --sides "decode first" "long first" --loads alone
+run "$VENV" reservation "${short[@]}" "${check[@]}"
 in_short --rounds 3 --cases 32x32-contiguous {32x32,8x256}-scattered{,-tp2}
 run "$VENV-npu" plan "${short[@]}" "${check[@]}"
 run "$VENV-npu" descriptors "${check[@]}"

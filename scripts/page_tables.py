@@ -17,7 +17,7 @@ from vllm_ascend_pd.proxy.routing.answers import RULES
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 ORDER = (
-    *("ttft", "who_computes", "plan", "descriptors", "regroup", "push", "overlap", "scale", "waiting"),
+    *("ttft", "who_computes", "reservation", "plan", "descriptors", "regroup", "push", "overlap", "scale", "waiting"),
     *("proxy_overhead", "proxy_stalls", "attacks"),
 )
 

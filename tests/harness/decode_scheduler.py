@@ -46,14 +46,16 @@ class SilentMetaserver:
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.outcomes: list[PostOutcome] = []
-        self.posted: list[object] = []
+        self.posted: list[dict[str, Any]] = []
+        self.cancelled: list[str] = []
 
     def check(self, *args: object) -> None: ...
 
-    def post(self, key: str, url: str, body: object, *args: object) -> None:
+    def post(self, key: str, url: str, body: dict[str, Any], *args: object) -> None:
         self.posted.append(body)
 
-    def cancel(self, key: str) -> None: ...
+    def cancel(self, key: str) -> None:
+        self.cancelled.append(key)
 
     def report_failure(self, *args: object) -> None: ...
 
@@ -64,15 +66,18 @@ class SilentMetaserver:
     def close(self) -> None: ...
 
 
-def decode_config(engine_config: VllmConfig, policy: str = "fail", who_computes: str = "prefill") -> VllmConfig:
-    """Returns `engine_config` as a decode engine's. `policy`: its `kv_load_failure_policy`."""
+def decode_config(
+    engine_config: VllmConfig, policy: str = "fail", who_computes: str = "prefill", prefill_first: int | None = None
+) -> VllmConfig:
+    """Returns `engine_config` as a decode engine's. `policy`: its `kv_load_failure_policy`. `prefill_first`: its
+    `prefill_first_tokens`."""
     vllm_ascend_pd.register()
     engine_config.kv_transfer_config = KVTransferConfig(
         kv_connector="LayerwisePushConnector",
         kv_role="kv_consumer",
         kv_port=reserve_port(),
         kv_load_failure_policy=policy,
-        kv_connector_extra_config={"who_computes": who_computes},
+        kv_connector_extra_config={"who_computes": who_computes, "prefill_first_tokens": prefill_first},
     )
     return engine_config
 
@@ -180,6 +185,23 @@ class EngineScheduler(VllmScheduler):
         outcome = PostOutcome(self.expected[name].ticket_id, False, "prefill failed, for a test", may_follow)
         self.connector._role._routes._metaserver.outcomes.append(outcome)
         self.fails(name)
+
+    @property
+    def metaserver(self) -> Any:
+        return self.connector._role._routes._metaserver
+
+    @property
+    def intents(self) -> list[str]:
+        """Requests whose intents were posted, in order."""
+        return [body["request_id"] for body in self.metaserver.posted if body.get("ticket_follows")]
+
+    def computed_first(self, *names: str, failure: str = "") -> None:
+        """Has the metaserver answer in the next step that prefill holds these prompts, or why it has failed."""
+        for body in self.metaserver.posted:
+            if body.get("ticket_follows") and body["request_id"] in names:
+                where = {"remote_engine_id": "p", "ticket_host": "127.0.0.1", "ticket_port": 9}
+                held = {"transfer_id": body["transfer_id"], **where}
+                self.metaserver.outcomes.append(PostOutcome(body["ticket_id"], not failure, failure, held=held))
 
     def abort(self, name: str) -> None:
         self.vllm.finish_requests(name, RequestStatus.FINISHED_ABORTED)

@@ -11,6 +11,7 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.engine_view import EngineSteps
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.secret import Secret
+from vllm_ascend_pd.decode.intents import Intents
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
@@ -23,6 +24,8 @@ from vllm_ascend_pd.transport.wakeup import IdleWait
 
 FAILED_WAIT_S = 10.0
 """How long requests of a decode scheduler wait for prefill to stop writing, after their transfers have failed."""
+DUE_S = 60.0
+"""How long a prompt that prefill has computed waits for decode's blocks."""
 
 
 def prefill_scheduler(
@@ -47,8 +50,15 @@ def decode_scheduler(
     metaserver: Any,
     secret: Secret | None = None,
     media_hashing: str = "",
+    *,
+    longest: int | None = None,
+    may_compute: bool = False,
 ) -> DecodeScheduler:
-    """A decode engine's scheduler, which counts, and has all prompts computed by prefill. It closes `metaserver`."""
+    """A decode engine's scheduler, which counts, and has all prompts computed by prefill. It closes `metaserver`.
+
+    longest: its `prefill_first_tokens`.
+    may_compute: it computes prompts that prefill has failed to compute before they got blocks.
+    """
     observer = DecodeSchedulerStats()
     requests = VllmRequests(media_hashing)
     issuer = TicketIssuer(engine, groups, requests, secret, lifetime_s=480.0)
@@ -56,7 +66,8 @@ def decode_scheduler(
     placement = ConnectorConfig(who_computes="prefill")
     who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)
     routes = TicketRoutes(metaserver, PrefillClient(Peers(None, AnyHost(), AnyHost())))
-    return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), FAILED_WAIT_S, observer)
+    idle, intents = IdleWait(0.05, in_flight=2), Intents(longest, issuer, requests, routes, DUE_S)
+    return DecodeScheduler(issuer, requests, blocks, routes, who, idle, FAILED_WAIT_S, intents, may_compute, observer)
 
 
 def blocks_of(pool: Any, groups: Sequence[CacheGroup] = ()) -> VllmBlocks:

@@ -148,6 +148,7 @@ def make_any(drafting: Any) -> Callable[..., Any]:
         order: str = "fcfs",
         max_num_seqs: int = 16,
         who_computes: str = "prefill",
+        prefill_first: int | None = None,
         **of: Any,
     ) -> Any:
         config = copy.copy(drafting)
@@ -158,6 +159,6 @@ def make_any(drafting: Any) -> Callable[..., Any]:
         config.scheduler_config = copy.copy(config.scheduler_config)
         config.scheduler_config.policy = order
         config.scheduler_config.max_num_seqs = max_num_seqs
-        return EngineScheduler(decode_config(config, failures, who_computes), blocks, **of)
+        return EngineScheduler(decode_config(config, failures, who_computes, prefill_first), blocks, **of)
 
     return make

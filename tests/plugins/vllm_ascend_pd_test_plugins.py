@@ -63,6 +63,9 @@ FIXED = "VLLM_ASCEND_PD_TEST_FIXED"
 FAIL_LOADS = "VLLM_ASCEND_PD_TEST_FAIL_LOADS"
 """A file that names blocks which AscendStore fails to load, see `failing_loads.py`."""
 
+BLOCKS_IN_USE = "VLLM_ASCEND_PD_TEST_BLOCKS_IN_USE"
+"""A folder: engines write there how many KV blocks requests have, see `blocks_in_use.py`."""
+
 CONTROL = "VLLM_ASCEND_PD_TEST_CONTROL"
 """A folder: every process listens there, see `remote_control.py`. With it:"""
 SESSION = "VLLM_ASCEND_PD_TEST_SESSION"
@@ -119,6 +122,10 @@ def register() -> None:
         from failing_loads import fail_loads
 
         fail_loads(Path(file))
+    if folder := os.environ.get(BLOCKS_IN_USE):
+        from blocks_in_use import write_down
+
+        write_down(Path(folder))
     if folder := os.environ.get(CONTROL):
         from remote_control import listen
 

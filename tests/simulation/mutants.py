@@ -339,7 +339,36 @@ MUTANTS: dict[str, Mutant] = {
         "if False:",
         seeds=0,
     ),
+    # decode/intents.py
+    "a prompt that prefill has computed stays hidden": _without(
+        "decode.intents:Intents.answered",
+        "self.without_news.discard(prompt.request.request_id)",
+        "pass",
+        events=(),
+        **(_CALM | {"prefill_first": 0}),
+    ),
+    "a prompt that prefill has failed to compute stays hidden": _without(
+        "decode.intents:Intents._fail", "self.without_news.discard(prompt.request.request_id)", "pass", seeds=0
+    ),
+    "a computed prompt waits for blocks for ever": _without(
+        "decode.intents:Intents.overdue", "while self._due and", "while False and", seeds=0
+    ),
+    "any prefill's answer is taken": _without(
+        "decode.intents:Intents._way", "if not names_prefill(params) or", "if", seeds=0
+    ),
     # decode/scheduler.py
+    "intents wait until vLLM asks": _without(
+        "decode.scheduler:DecodeScheduler._post_intents",
+        "for request in self._intents.unasked():",
+        "for request in []:",
+        seeds=0,
+    ),
+    "prefill holds a prompt that gets no ticket": _without(
+        "decode.scheduler:DecodeScheduler._intents_end", "long.end(reason)", "pass", seeds=0
+    ),
+    "the proxy does not learn that a ticket was refused": _without(
+        "decode.scheduler:DecodeScheduler._take_answers", "if transfer.follows_intent:", "if False:", seeds=0
+    ),
     "an ended transfer ends again": _without(
         "decode.scheduler:DecodeScheduler.update",
         "if transfer is not None and not transfer.ranks_ended:",
@@ -849,8 +878,11 @@ _QUICK_TESTS: dict[str, tuple[str, ...]] = {
     "core.running_time": ("unit/test_grants.py",),
     "decode.grants": ("unit/test_grants.py", "unit/test_decode_ticket.py"),
     "decode.expected_writers": ("unit/test_grants.py",),
+    "decode.intents": ("unit/test_intents.py", "integration/test_decode_long_prompts.py"),
     "decode.scheduler": (
         "unit/test_decode_scheduler.py",
+        "unit/test_intents.py",
+        "integration/test_decode_long_prompts.py",
         "unit/test_prompt_placement.py",
         "integration/test_decode_prefill_only.py",
         "integration/test_decode_pressure.py",

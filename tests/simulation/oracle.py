@@ -247,6 +247,7 @@ class Oracle:
         """Returns what an engine still keeps of requests."""
         kept: dict[str, Any] = {name: list(value)[:3] for name, value in remembered(engine.role).items()}
         if not engine.prefills:
+            kept |= {f"intents' {name}": value for name, value in remembered(engine.role._intents).items()}
             routes = engine.role._routes
             kept |= {
                 "tickets under way": list(getattr(routes._metaserver, "_open", ())),

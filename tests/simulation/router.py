@@ -190,10 +190,10 @@ class Router:
             for name, engine in post.prefills.items():
                 engine.abort(name)
 
-    def _answer(self, key: str, reason: str) -> None:
-        """Answers a post. `reason`: why it has failed; "" if it has not."""
+    def _answer(self, key: str, reason: str, held: dict[str, Any] | None = None) -> None:
+        """Answers a post. `reason`: why it has failed; "" if it has not. `held`: where prefill holds its prompt."""
         if (post := self._posts.pop(key, None)) is not None:
-            outcome = PostOutcome(key, not reason, f"prefill failed: {reason}" if reason else "", bool(reason))
+            outcome = PostOutcome(key, not reason, f"prefill failed: {reason}" if reason else "", bool(reason), held)
             kernel().at(self._soon(), post.decode.role._routes._metaserver.outcomes.append, outcome)
 
     # Engines.
@@ -207,7 +207,7 @@ class Router:
         if (key := self._ticket_of.pop(request_id, None)) is not None:
             post = self._posts.get(key)
             if post is not None and (not error or len(post.prefills) == 1):
-                self._answer(key, error)
+                self._answer(key, error, params)
             elif post is not None:  # the other engine may still answer
                 del post.prefills[request_id]
             return
@@ -271,7 +271,8 @@ class MetaserverClient:
         kernel().tell("reports that {} failed: {}", failure.request_id, failure.reason[:100])
 
     def poll(self) -> list[PostOutcome]:
-        outcomes, self.outcomes = self.outcomes, []
+        outcomes = self.outcomes[:]
+        self.outcomes.clear()  # the router adds to this list later
         return outcomes
 
     def close(self) -> None: ...

@@ -34,6 +34,8 @@ class Shape:
     states: bool = False
     # Whether decode never computes a prompt (`who_computes`).
     never: bool = False
+    # Prompts of which prefill computes more tokens are computed before decode gives them blocks.
+    prefill_first: int | None = None
     # Whether all KV is compared with prefill's checksums (`verify_kv`).
     verify: bool = False
     # Whether the cluster has a secret.
@@ -138,7 +140,11 @@ def draw(seed: int, calm: bool = False, **fixed: Any) -> Scenario:
     `calm`: nothing goes wrong, and there is room for all requests, so each must have its answer.
     """
     rng = random.Random(f"scenario {seed}")
-    shape = replace(_draw_shape(rng), drafts=random.Random(f"drafts {seed}").choice([0, 0, 0, 1, 3]))
+    shape = replace(
+        _draw_shape(rng),
+        drafts=random.Random(f"drafts {seed}").choice([0, 0, 0, 1, 3]),
+        prefill_first=random.Random(f"prefill first {seed}").choice([None, None, 0, 30, 80]),
+    )
     faults = _draw_faults(rng, shape)
     names = {each.name for each in fields(Shape)}
     requests = fixed.pop("requests", None)
@@ -186,6 +192,8 @@ def _possible(shape: Shape) -> Shape:
     """Returns the shape without what engines refuse at start."""
     if shape.pool:  # harness/taken_back.py knows one cache group
         shape = replace(shape, windows=(), states=False)
+    if shape.windows or shape.states or shape.never:
+        shape = replace(shape, prefill_first=None)
     if shape.windows or shape.states:
         # Such caches cannot be computed again in part, and vLLM wants room for one request of the longest.
         blocks = {"prefill_blocks": max(30, shape.prefill_blocks), "decode_blocks": max(30, shape.decode_blocks)}

@@ -125,7 +125,10 @@ class World:
             said["secret_file"] = str(_secret_file)
         if prefills:
             return said | {"hold_timeout_s": _CONFIG.hold_timeout_s}
-        return said | {"who_computes": "never" if shape.never else "prefill"}
+        return said | {
+            "who_computes": "never" if shape.never else "prefill",
+            "prefill_first_tokens": shape.prefill_first,
+        }
 
     # The run.
 

@@ -39,7 +39,9 @@ def made(kind: type, **fields: Any) -> Any:
 
 def decode_scheduler(part: Parts) -> Any:
     nothing: Any = None
-    return DecodeScheduler(nothing, nothing, nothing, part("routes"), nothing, part("idle"), 0.0, part("observer"))
+    return DecodeScheduler(
+        nothing, nothing, nothing, part("routes"), nothing, part("idle"), 0.0, nothing, False, part("observer")
+    )
 
 
 CLOSE: dict[str, Callable[[Parts], Callable[[], None]]] = {

@@ -57,6 +57,7 @@ from vllm_ascend_pd.core.layout import LayoutError
 from vllm_ascend_pd.core.observer import tell_all
 from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.topology import RankInfo
+from vllm_ascend_pd.decode.intents import Intents
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
@@ -225,6 +226,8 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     parallel = vllm_config.parallel_config
     warn_of_known_faults(parallel.data_parallel_size)
     recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    if config.prefill_first_tokens is not None:
+        _check_prefill_first(setup, groups)
     if recomputes and gives_blocks_away(setup.caches):
         raise ConfigError(
             "kv_load_failure_policy is recompute, for a model with sliding windows or chunked attention: if blocks run "
@@ -251,21 +254,38 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         metaserver.admitted,
         prefill.admitted,
     )
+    issuer = TicketIssuer(engine, groups, requests, secret, config.queue_timeout_s, config.verified_share)
+    routes = TicketRoutes(metaserver, prefill)
     scheduler = DecodeSchedulerRole(
         setup,
-        TicketIssuer(engine, groups, requests, secret, config.queue_timeout_s, config.verified_share),
+        issuer,
         requests,
         blocks,
-        TicketRoutes(metaserver, prefill),
+        routes,
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
         _idle_wait(setup, wakeup),
         # A writer whose process has ended counts as one until its bytes have settled.
         config.lease_s + TransferLimits(timeout_s=config.write_timeout_s).settle_s,
+        Intents(config.prefill_first_tokens, issuer, requests, routes, config.queue_timeout_s),
+        may_compute,
         observer,
     )
     closing = ExitStack()
     closing.callback(scheduler.close)
     return Connected(scheduler, lambda: measured.take() or None, closing)
+
+
+def _check_prefill_first(setup: EngineSetup, groups: list[CacheGroup]) -> None:
+    """Raises ConfigError where prompts cannot be computed before decode gives them blocks."""
+    why = None
+    if len(groups) > 1 or groups[0].holds_state:
+        why = "the model has several cache groups, or states"
+    elif setup.config.who_computes == "never":
+        why = "who_computes is never"
+    elif is_being_built():
+        why = "the connector is one of a MultiConnector's"
+    if why is not None:
+        raise ConfigError(f"prefill_first_tokens is set, and {why}: remove it")
 
 
 def _engine_steps(setup: EngineSetup) -> EngineSteps:

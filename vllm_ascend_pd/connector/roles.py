@@ -10,6 +10,7 @@ import msgspec
 
 from vllm_ascend_pd.connector.metrics import HandshakeMetadata
 from vllm_ascend_pd.connector.model import model_summary
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_hidden import bind_hidden
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_refusals import bind_refusals
 from vllm_ascend_pd.connector.setup import EngineSetup, sharding
 from vllm_ascend_pd.core.config import ConfigError
@@ -78,6 +79,7 @@ class DecodeSchedulerRole(DecodeScheduler):
     def bind_block_pool(self, pool: "BlockPool") -> None:
         super().bind_block_pool(pool)
         bind_refusals(pool, self.take_refused)
+        bind_hidden(pool, lambda: self.without_news)
 
     def build_step(self, output: Any) -> DecodeStep:
         return super().build_step(output.num_scheduled_tokens)

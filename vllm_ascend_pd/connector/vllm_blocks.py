@@ -137,6 +137,14 @@ class VllmBlocks:
             for index, group in decisive
         )
 
+    def cached_tokens(self, request: Any) -> int:
+        [group] = self._groups
+        assert isinstance(group, TokenGroup)
+        most, number = (request.num_tokens - 1) // group.span, 0
+        while number < most and self._are_cached(request, 0, group.span, number, number + 1):
+            number += 1
+        return number * group.span
+
     def _are_cached(self, request: Any, group: int, span: int, first: int, stop: int) -> bool:
         """Whether the prefix cache has blocks `[first, stop)` of a cache group. `span`: tokens per block."""
         pool = self._pool

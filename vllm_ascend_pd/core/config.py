@@ -128,6 +128,11 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_protocol: str | None = None
     """Mooncake's protocol: `tcp`, `rdma` or `ascend`. None: `tcp` on CPU and `ascend` on NPU. The same on prefill and
     decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""
+    prefill_first_tokens: _NotNegative | None = None
+    """Prompts of which prefill computes more tokens than this are computed before decode gives them memory, so that
+    memory does not wait for prefill. A good value is a step of prefill, its `--max-num-batched-tokens`. Shorter prompts
+    get memory first, and are sent while they are computed. None: all of them. Read by decode. Needs our proxy, one
+    cache group, and prefill engines of this version that hold prompts (`hold_timeout_s`)."""
     who_computes: Literal["auto", "prefill", "never"] = "auto"
     """Who computes prompts, or what decode has not cached of them. `auto`: decode computes those that it computes
     sooner than prefill would. `prefill`: prefill computes all, unless a request asks for decode. `never`: decode

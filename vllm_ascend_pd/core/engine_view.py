@@ -127,6 +127,9 @@ class EngineBlocks(Protocol):
         since the engine needs the last token's logits.
         """
 
+    def cached_tokens(self, request: ScheduledRequest) -> int:
+        """Returns how many of the prompt's tokens the prefix cache has, where there is one cache group."""
+
     def hold(self, block_ids: Sequence[int]) -> None:
         """Keeps the blocks from being reused until `release`."""
 

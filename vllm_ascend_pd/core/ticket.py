@@ -131,6 +131,28 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         return hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=16).hexdigest()
 
 
+class Intent(msgspec.Struct, frozen=True, kw_only=True):
+    """What decode posts for a prompt that prefill computes before decode has blocks for it. The ticket follows, with
+    the same id, straight to the prefill engine that holds the prompt.
+
+    It permits nothing, so it has no signature: prefill holds a prompt for whoever may ask it for one.
+    """
+
+    # As in `Ticket`.
+    request_id: str
+    remote_engine_id: str
+    ticket_id: str
+    num_tokens: int
+    prompt: PromptDigest
+    token_ids: list[int] = []
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = True
+    # Under which prefill holds the prompt. Drawn at random.
+    transfer_id: str
+    # Tells it from a ticket (`core/ticket_params.py`).
+    ticket_follows: bool = True
+
+
 def replica_hash_of(ticket_id: str) -> int:
     """Returns `Ticket.replica_hash` of a ticket with this id."""
     return int(ticket_id[:8], 16)

@@ -96,13 +96,19 @@ def prefill_wait_s(params: Mapping[str, Any]) -> float:
     return float(wait_s)
 
 
+TICKET_FOLLOWS = "ticket_follows"
+"""True in an intent (`core/ticket.py`), which is no ticket."""
+
+
 def carries_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
-    """Returns whether a request on prefill has a ticket. A request for a connector that pulls names no blocks."""
-    if not isinstance(params, Mapping) or not params.get("do_remote_decode"):
+    """Returns whether a request on prefill has a ticket. A request for a connector that pulls names no blocks, nor does
+    an intent."""
+    if not isinstance(params, Mapping) or not params.get("do_remote_decode") or params.get(TICKET_FOLLOWS) is True:
         return False
     return any(params.get(name) is not None for name in ("ticket_id", "remote_block_ids"))
 
 
 def expects_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
-    """Returns whether a request on prefill comes from a router that asks prefill before decode has a ticket."""
+    """Returns whether a request on prefill comes before decode's ticket: from a router that asks prefill first, or for
+    an intent."""
     return isinstance(params, Mapping) and bool(params.get("do_remote_decode")) and not carries_ticket(params)

@@ -14,7 +14,7 @@ import random
 import ssl
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 import httpx
@@ -172,11 +172,12 @@ class MetaserverClient(TicketClient):
         retries, attempt, where = self._config.metaserver_retries, 0, f"metaserver {clean(post.to.url)}"
         while True:
             try:
-                failure = failure_of(*await self._send(post.to, "", post.content))
+                status, body = await self._send(post.to, "", post.content)
+                failure = failure_of(status, body)
             except HTTP_FAILURES as error:
                 failure = _explain(post.to.url, error, self._tls.ssl_certfile is not None)
             if failure is None:
-                return PostOutcome(post.key, ok=True)
+                return PostOutcome(post.key, ok=True, held=_held(body))
             if not failure.may_pass or attempt == retries:
                 tried = f" ({attempt + 1} attempts)" if failure.may_pass else ""
                 return PostOutcome(post.key, False, f"{where}{failure.text}{tried}", failure.may_follow)
@@ -267,6 +268,19 @@ class PostFailure(NamedTuple):
     text: str  # follows the URL in a sentence
     may_pass: bool = False  # another attempt may succeed
     may_follow: bool = False  # a prefill under another ticket may succeed
+
+
+class _Prefilled(msgspec.Struct):
+    """The body with which our proxy answers an intent. Other metaservers answer a ticket with anything."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def _held(body: bytes) -> dict[str, Any] | None:
+    """Returns where prefill holds the prompt, if the answer says so."""
+    with contextlib.suppress(*UNREADABLE):
+        return msgspec.json.decode(body, type=_Prefilled).kv_transfer_params
+    return None
 
 
 class _PrefillFailed(msgspec.Struct):

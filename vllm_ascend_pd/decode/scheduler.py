@@ -14,13 +14,14 @@ from typing import Any
 from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.observer import KvVerified, Observer, ReceiveEnded, ReceiveFailed, ThresholdSet, TicketIssued
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
-from vllm_ascend_pd.core.reasons import Reason, ReceiveFailure
+from vllm_ascend_pd.core.reasons import Decision, Reason, ReceiveFailure
 from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.ticket_params import is_pulled, names_prefill, prefill_wait_s, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.bootstrap import RouteError
+from vllm_ascend_pd.decode.intents import Intents, LongPrompt
 from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.transport.wakeup import IdleWait
@@ -94,6 +95,9 @@ class _IncomingTransfer:
     received: tuple[int, int] = (0, 0)
     # How long the prompt was to wait in prefill's queue, in seconds, as the proxy said.
     prefill_wait_s: float = 0.0
+    # Whether the ticket follows an intent, and how long prefill took for that, in seconds.
+    follows_intent: bool = False
+    computed_s: float = 0.0
     # Whether the request has had its turn to run since the transfer has ended.
     started: bool = False
     # How many tokens of the prompt prefill had in its cache, the least over ranks and tickets. None: not reported.
@@ -130,6 +134,8 @@ class DecodeScheduler(ConnectorRole):
     idle: decides how long steps wait for KV. The scheduler closes it.
     failed_wait_s: how long a request whose transfer has failed waits until prefill has stopped writing. Then it ends
     with an error, and only its blocks wait.
+    intents: the prompts that prefill computes before they get blocks.
+    may_compute: whether this engine computes a prompt that prefill has failed to compute.
     observer: is told of the transfers' milestones. The scheduler closes it.
     """
 
@@ -142,9 +148,13 @@ class DecodeScheduler(ConnectorRole):
         placement: PromptPlacement,
         idle: IdleWait,
         failed_wait_s: float,
+        intents: Intents,
+        may_compute: bool,
         observer: Observer | None = None,
     ) -> None:
         self._issuer = issuer
+        self._intents = intents
+        self._may_compute = may_compute
         self._requests = requests
         self._blocks = blocks
         self._placement = placement
@@ -170,6 +180,7 @@ class DecodeScheduler(ConnectorRole):
     @owned
     def add_request(self, request: ScheduledRequest) -> None:
         self._blocks.add_request(request)
+        self._intents.add(request)
         if self._placement.computes_no_prompt and (reason := why_refused(request)) is not None:
             request.skip_reading_prefix_cache = False  # with it, vLLM would compute the prompt whatever we answer
             self._refuse(request, reason, is_unfit=True)
@@ -179,8 +190,8 @@ class DecodeScheduler(ConnectorRole):
         """Returns how many of the request's tokens prefill will deliver. May be asked again: nothing counts before
         `allocated`.
 
-        None: its adapter has not been read, or it has output in flight, or it cannot be served, and ends
-        (`take_refused`). Has no other side effects.
+        None: its adapter has not been read, or it has output in flight, or prefill computes it first, or it cannot be
+        served, and ends (`take_refused`). Has no other side effects.
 
         `num_computed_tokens`: how many of them this engine has in its prefix cache.
         """
@@ -207,7 +218,19 @@ class DecodeScheduler(ConnectorRole):
         if earlier is not None and names_prefill(params or {}):  # a held prompt takes one ticket
             self._refuse(request, earlier.failure or _FREED)
             return None
-        return max(0, self._issuer.num_tokens(request) - num_computed_tokens)
+        tokens = max(0, self._issuer.num_tokens(request) - num_computed_tokens)
+        long = None if earlier is not None or names_prefill(params or {}) else self._intents.of(request, tokens)
+        if long is None or long.way is not None:
+            return tokens
+        if long.failure is None:
+            return None
+        self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
+        return 0
+
+    @property
+    def without_news(self) -> set[str]:
+        """Ids of requests that vLLM need not ask for now: prefill computes their prompts first."""
+        return self._intents.without_news
 
     @owned
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
@@ -234,9 +257,15 @@ class DecodeScheduler(ConnectorRole):
             self._no_ticket(request, "decode computes the prompt")
             return
         self._placement.allocated(request, by_decode=False)
-        transfer = self._open_transfer(request, blocks, num_external_tokens, earlier)
+        long = self._intents.take(request.request_id)
+        transfer = self._open_transfer(request, blocks, num_external_tokens, earlier, long)
         params = request.kv_transfer_params or {}
         transfer.prefill_wait_s = prefill_wait_s(params)
+        if long is not None:
+            transfer.route, transfer.follows_intent = long.way, True
+            transfer.computed_s = long.due_at - long.posted_at
+            self._to_send[transfer.ticket.ticket_id] = transfer
+            return
         try:
             transfer.route = self._routes.of(params)
         except RouteError as error:
@@ -252,13 +281,16 @@ class DecodeScheduler(ConnectorRole):
         blocks: tuple[list[int], ...],
         num_external_tokens: int,
         earlier: _IncomingTransfer | None,
+        long: LongPrompt | None = None,
     ) -> _IncomingTransfer:
-        """Issues a ticket, tells the ranks of it, and returns its transfer. `earlier`: the request's one before."""
+        """Issues a ticket, tells the ranks of it, and returns its transfer. `earlier`: the request's one before.
+        `long`: prefill has computed the prompt."""
         replaces = ""
         if earlier is not None:
             replaces = earlier.ticket.ticket_id
             del self._by_ticket[replaces]
-        ticket = self._issuer.issue(request, blocks, num_external_tokens, replaces)
+        intent = None if long is None else long.intent
+        ticket = self._issuer.issue(request, blocks, num_external_tokens, replaces, intent)
         transfer = _IncomingTransfer(request.request_id, ticket)
         if earlier is not None:
             transfer.received_before = earlier.all_received
@@ -278,6 +310,7 @@ class DecodeScheduler(ConnectorRole):
         self._blocks.take_adapters()
         computes = bool(scheduled)
         self._placement.step_built(scheduled)
+        self._post_intents()
         if not computes and self._step == DecodeStep():
             self._idle.pause()
         self._take_answers()
@@ -295,10 +328,32 @@ class DecodeScheduler(ConnectorRole):
     def _take_answers(self) -> None:
         """Takes what became of sent tickets: a prefill has ended, or failed."""
         for outcome in self._routes.poll():
-            if outcome.ok:
+            if (long := self._intents.answered(outcome)) is not None:
+                if long.failure is not None:
+                    self._not_computed(long)
+            elif outcome.ok:
                 self._step.prefilled.append(outcome.key)
             elif transfer := self._by_ticket.get(outcome.key):
+                if transfer.follows_intent:  # the metaserver does not know: prefill has succeeded there
+                    self._report(transfer, outcome.reason, by_prefill=False)
                 self._fail(transfer, outcome.reason, ReceiveFailure.PREFILL, outcome.may_follow)
+
+    def _post_intents(self) -> None:
+        for request in self._intents.unasked():
+            if self._blocks.is_ready(request) and request.request_id not in self._refused:
+                cached = self._blocks.cached_tokens(request)
+                if self._placement.decide(request, cached).by_decode:
+                    cached = self._issuer.num_tokens(request)
+                self._intents.of(request, self._issuer.num_tokens(request) - cached)
+        for long in self._intents.post():
+            self._not_computed(long)
+
+    def _not_computed(self, long: LongPrompt) -> None:
+        """Prefill has not computed a long prompt, which has no blocks: this engine computes it, or it ends."""
+        assert long.failure is not None
+        self._observer.on(ReceiveFailed(ReceiveFailure.PREFILL))
+        if not self._may_compute:
+            self._end_with_error(long.request.request_id, long.failure)
 
     @owned
     def update(self, report: WorkerReport | None, ended: set[str]) -> None:
@@ -355,7 +410,7 @@ class DecodeScheduler(ConnectorRole):
         lasted_s = time.monotonic() - transfer.issued_at
         if transfer.failure is None:
             tokens = transfer.ticket.num_tokens - transfer.ticket.remote_cached_tokens
-            self._placement.delivered(tokens, lasted_s, transfer.prefill_wait_s)
+            self._placement.delivered(tokens, lasted_s + transfer.computed_s, transfer.prefill_wait_s)
         num_bytes, early_bytes = transfer.received
         how = transfer.cause, transfer.failure or ""
         self._observer.on(ReceiveEnded(transfer.request_id, transfer.ticket, lasted_s, num_bytes, early_bytes, *how))
@@ -368,6 +423,7 @@ class DecodeScheduler(ConnectorRole):
     def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:
         """The request ended. Returns what its response says about its transfer."""
         self._placement.forget(request.request_id)
+        self._intents_end(request, _ABORTED)
         transfer = self._transfers.get(request.request_id)
         refused = self._refused.pop(request.request_id, None)
         if transfer is None:
@@ -395,6 +451,9 @@ class DecodeScheduler(ConnectorRole):
         vLLM asks after each step.
         """
         self._end_failed_waits()
+        for long in self._intents.overdue():
+            assert long.failure is not None
+            self._end_with_error(long.request.request_id, long.failure)
         to_end, self._to_end = self._to_end, []
         return to_end
 
@@ -410,15 +469,18 @@ class DecodeScheduler(ConnectorRole):
             self._refused[request_id] = failure
             self._to_end.append(request_id)
 
+    def _end_with_error(self, request_id: str, reason: str) -> None:
+        logger.warning("request %s ends: %s", request_id, reason)
+        self._refused[request_id] = reason
+        self._to_end.append(request_id)
+
     def _refuse(self, request: ScheduledRequest, reason: str, is_unfit: bool = False) -> None:
         """Ends the request with an error: its tokens cannot be had from prefill, and decode must not compute them.
 
         vLLM tells the client of no reason, so the proxy does. `is_unfit`: whether other decode engines would refuse the
         request, too.
         """
-        logger.warning("request %s ends: %s", request.request_id, reason)
-        self._refused[request.request_id] = reason
-        self._to_end.append(request.request_id)
+        self._end_with_error(request.request_id, reason)
         params = request.kv_transfer_params
         if wants_ticket(params):
             failure = TransferFailure(self._requests.external_id(request), "", reason[:MAX_FAILURE_CHARS], is_unfit)
@@ -442,8 +504,14 @@ class DecodeScheduler(ConnectorRole):
             closing.callback(self._idle.close)
             closing.callback(self._routes.close)
 
+    def _intents_end(self, request: ScheduledRequest, reason: str) -> None:
+        if (long := self._intents.take(request.request_id)) is not None:
+            long.end(reason)
+
     def _no_ticket(self, request: ScheduledRequest, reason: str) -> None:
-        """If a prefill engine holds the request's prompt for a ticket, tells it once that none will come."""
+        """If a prefill engine holds the request's prompt for a ticket, or computes it, tells it once that none will
+        come."""
+        self._intents_end(request, reason)
         params = request.kv_transfer_params
         if not wants_ticket(params) or not names_prefill(params) or request.request_id in self._without_ticket:
             return

@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
 from vllm_ascend_pd.transport.http_client import clean
@@ -28,6 +29,7 @@ class PostOutcome:
     ok: bool  # prefill took the ticket, and succeeded
     reason: str = ""  # one line: what failed, where, and what to do. Empty if `ok`
     may_follow: bool = False  # the prefill failed, and one under another ticket may succeed
+    held: Mapping[str, Any] | None = None  # of an intent: prefill's `kv_transfer_params`, from outside
 
 
 class TicketClient:

@@ -23,7 +23,7 @@ from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import signature_in
 from vllm_ascend_pd.core.signing import signed
 from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
-from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.ticket import Intent, Ticket
 from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE, names_prefill
 from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
@@ -93,16 +93,33 @@ class TicketIssuer:
         """How many of the request's tokens a ticket covers. What was generated already counts as part of the prompt."""
         return request.num_tokens - self._left_to_decode
 
+    def intend(self, request: ScheduledRequest) -> Intent:
+        """Makes an intent for the request. Its ticket follows."""
+        num_tokens, ticket_id = self.num_tokens(request), secrets.token_hex(16)
+        return Intent(
+            request_id=self._requests.external_id(request),
+            remote_engine_id=self._engine.engine_id,
+            ticket_id=ticket_id,
+            num_tokens=num_tokens,
+            prompt=self._requests.digest(request, num_tokens, ticket_id),
+            transfer_id=secrets.token_hex(16),
+        )
+
     def issue(
-        self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int, replaces: str = ""
+        self,
+        request: ScheduledRequest,
+        blocks: tuple[list[int], ...],
+        num_external_tokens: int,
+        replaces: str = "",
+        intent: Intent | None = None,
     ) -> Ticket:
         """Makes a ticket for the request.
 
         `blocks`: the request's block ids, per cache group. `num_external_tokens`: how many tokens prefill delivers.
-        `replaces`: the id of the request's ticket before this one; "": there was none.
+        `replaces`: the id of the request's ticket before this one; "": there was none. `intent`: the request's.
         """
         num_tokens = self.num_tokens(request)
-        ticket_id = secrets.token_hex(16)
+        ticket_id = secrets.token_hex(16) if intent is None else intent.ticket_id
         ticket = Ticket(
             request_id=self._requests.external_id(request),
             remote_block_ids=[
@@ -178,6 +195,11 @@ class TicketRoutes:
             raise RouteError(f"the metaserver's URL is refused: {refused}")
         return _OverMetaserver(self._metaserver, url, signature)
 
+    def to_holder(self, params: Mapping[str, Any], over: TicketRoute) -> TicketRoute:
+        """Returns the way of the ticket that follows an intent. `params`: of prefill's answer to the intent. `over`:
+        the way that the intent took. Raises RouteError."""
+        return _ToPrefill(self._prefill, self._prefill.parse(params), over)
+
     def no_ticket(self, params: Mapping[str, Any], named: NamesPrompt, reason: str) -> None:
         """No ticket will be issued for a request whose prompt a prefill engine holds: tells that engine."""
         with suppress(RouteError):  # nobody that this engine may talk to
@@ -202,12 +224,12 @@ class _OverMetaserver:
         self._url = url
         self._signature = signature
 
-    def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
+    def send(self, ticket: Ticket | Intent, token_ids: Sequence[int]) -> None:
         """Sends the ticket. `TicketRoutes.poll` returns the outcome. `token_ids`: the prompt, if it is wanted."""
         body = {**msgspec.to_builtins(ticket), "token_ids": token_ids}
         self._client.post(ticket.ticket_id, self._url, body, self._signature)
 
-    def end(self, ticket: Ticket, failure: str | None) -> None:
+    def end(self, ticket: Ticket | Intent, failure: str | None) -> None:
         """The transfer has ended, before or after the outcome. `failure`: why it failed; None: the KV is there."""
         if failure is not None:
             self._client.cancel(ticket.ticket_id)
@@ -220,20 +242,25 @@ class _OverMetaserver:
 class _ToPrefill:
     """As `_OverMetaserver`. The engine that holds the prompt has computed it: no other one is asked."""
 
-    def __init__(self, client: PrefillClient, prompt: RoutedPrompt) -> None:
+    def __init__(self, client: PrefillClient, prompt: RoutedPrompt, over: TicketRoute | None = None) -> None:
+        """`over`: the way of the ticket's intent. None: there was no intent, and a router asked prefill."""
         self._client = client
         self._prompt = prompt
+        self._over = over
 
-    def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
+    def send(self, ticket: Ticket | Intent, token_ids: Sequence[int]) -> None:
+        assert isinstance(ticket, Ticket)
         self._client.offer(ticket, self._prompt)
 
-    def end(self, ticket: Ticket, failure: str | None) -> None:
+    def end(self, ticket: Ticket | Intent, failure: str | None) -> None:
         self._client.cancel(ticket.ticket_id)
         if failure is not None:
             self._client.release(self._prompt, ticket, failure)
 
     def report(self, failure: TransferFailure) -> None:
-        """`end` tells the engine."""
+        """`end` tells the engine, and a router nobody."""
+        if self._over is not None:
+            self._over.report(failure)
 
 
 TicketRoute: TypeAlias = _OverMetaserver | _ToPrefill

@@ -78,6 +78,7 @@ def install_for_decode_scheduler() -> None:
         vllm_0_23_cached_blocks,
         vllm_0_23_lost_blocks,
         vllm_0_23_stale_outputs,
+        vllm_0_23_to_0_33_hidden,
         vllm_0_23_to_0_33_pause,
         vllm_0_23_to_0_33_refusals,
         vllm_0_32_and_0_33_scheduler,
@@ -94,6 +95,7 @@ def install_for_decode_scheduler() -> None:
         vllm_0_23_cached_blocks,
         vllm_0_23_stale_outputs,
         *of_queues,
+        vllm_0_23_to_0_33_hidden,
         vllm_0_23_to_0_33_pause,
         vllm_0_23_to_0_33_refusals,
     ):

@@ -45,7 +45,14 @@ from vllm_ascend_pd.proxy.http.messages import (
 from vllm_ascend_pd.proxy.rendezvous.deliveries import Deliveries
 from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import Prefill, ProxiedRequest, RequestTable
-from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, TicketHeader, failed, judge, read_ticket
+from vllm_ascend_pd.proxy.rendezvous.tickets import (
+    ParsedTicket,
+    TicketHeader,
+    answer_to_intent,
+    failed,
+    judge,
+    read_ticket,
+)
 from vllm_ascend_pd.proxy.routing.answers import (
     RULES,
     EngineRole,
@@ -174,7 +181,7 @@ class Metaserver:
         if prefill.is_over:
             return
         if failure is None and not used_up:
-            prefill.answered, prefill.answer = True, _PREFILLED
+            prefill.answered, prefill.answer = True, prefill.held or _PREFILLED
             request.prefilled_at = request.prefilled_at or time.monotonic()
             return
         may_follow = self._pool.to_avoid(failures) is not None
@@ -208,6 +215,8 @@ class Metaserver:
                 async with self._pool.open(prefill, ranking, "POST", path, headers, body) as response:
                     answer = await read_all(response.chunks(), _MAX_PREFILL_ANSWER_BYTES)
                 failure = judge(response.status, response.content_type, answer, prefill.engine)
+                if failure is None and ticket.header.ticket_follows:
+                    prefill.held = answer_to_intent(answer)
             except EngineError as error:
                 for_client = error_response(error.status, f"prefill failed: {error}")
                 failure = Failure(error.kind, str(error), error.url, for_client)

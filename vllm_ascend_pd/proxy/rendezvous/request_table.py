@@ -257,6 +257,8 @@ class Prefill(Attempt):
         """Whether an earlier post has started the prefill. A ticket has only one, however often it is posted."""
         self.answer: Response | None = None
         """What the decode engine is told when the prefill has ended. None if nobody waits for that."""
+        self.held: Response | None = None
+        """The same of an intent whose prompt prefill has computed: where it is held."""
         self.answered = False
         """Whether the decode engine has got a 200 for the ticket. It then waits for the KV only."""
         self.given_up = False

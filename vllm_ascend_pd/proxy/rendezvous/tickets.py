@@ -35,6 +35,8 @@ class TicketHeader(msgspec.Struct, frozen=True):
     """Empty for tickets of other connectors."""
     prompt: _Prompt | None = None
     """What decides the prompt's KV. None if the ticket does not tell it."""
+    ticket_follows: bool = False
+    """Whether this is an intent: decode has no blocks yet, and wants to know where prefill holds the prompt."""
     replaces: str = ""
     """The id of an earlier ticket of the same request, whose transfer has ended. Decode lost the KV again, by a
     preemption for instance. So this ticket is for the prompt and all tokens generated since. Empty for first ones."""
@@ -59,7 +61,7 @@ class ParsedTicket(NamedTuple):
     """The prompt's token ids as an encoded JSON list: a Python int takes more memory than its digits."""
 
 
-_HEADER = ("request_id", "remote_engine_id", "ticket_id", "prompt", "replaces")
+_HEADER = ("request_id", "remote_engine_id", "ticket_id", "prompt", "ticket_follows", "replaces")
 """Fields of `TicketHeader`."""
 _DIGIT_RUN = bytes.maketrans(b"123456789" + bytes({*range(256)} - {*b"0123456789,[]"}), b"0" * 9 + b"x" * 243)
 _TOO_LONG = b"0" * 10
@@ -156,6 +158,16 @@ def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failu
     if answer.is_aborted:
         return failed(FailureKind.ABORTED, "the prefill engine aborted the request", url)
     return None
+
+
+class _Held(msgspec.Struct, frozen=True):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def answer_to_intent(body: bytes) -> Response:
+    """Returns what decode is told of a prefill that has succeeded: where the prompt is held. `body`: prefill's."""
+    held = msgspec.json.decode(body, type=_Held).kv_transfer_params
+    return Response(msgspec.json.encode({"status": "ok", "kv_transfer_params": held}), media_type="application/json")
 
 
 def _refusal(status: int, content_type: str | None, body: bytes) -> Response:

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long prompts, which prefill computes before decode gives them blocks. The clients of the metaserver and of prefill,
+their servers and the side channel are real."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+from harness.clock import clock_of
+from harness.metaserver import metaserver as serving_metaserver
+from harness.schedulers import DUE_S, decode_scheduler
+from harness.scheduling import make_request, remembered
+from harness.ticket_takers import REFUSED, TAKEN, TicketTaker
+from harness.waiting import wait_for, wait_until
+from vllm_ascend_pd.core.caches import TokenGroup
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.step import DecodeStep
+from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket
+from vllm_ascend_pd.decode import intents, prefill_client
+from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.tickets import EngineInfo
+
+BLOCK, LONGEST = 4, 8
+PROMPT = 10
+BLOCKS = ([7, 1, 5],)
+ENGINE = EngineInfo("decode-0", "10.0.0.1", 5555, 2)
+CONFIG = ConnectorConfig(transfer_timeout_s=20, metaserver_retries=0)
+SOON_S = 10
+
+
+class Metaserver:
+    """What was posted. Posts are answered once `answering` is set: as our proxy does, or with `status`."""
+
+    def __init__(self, prefill: TicketTaker) -> None:
+        self.url = ""
+        self.status = 200
+        self.bodies: list[dict[str, Any]] = []
+        self.failures: list[dict[str, Any]] = []
+        self.answering = threading.Event()
+        self.knows_intents = True
+        self._prefill = prefill
+
+    def answer(self, post: BaseHTTPRequestHandler, content: bytes) -> None:
+        body = json.loads(content)
+        said: dict[str, Any] = {"status": "ok"}
+        if post.path == METASERVER_PATH + FAILURE_SUFFIX:
+            self.failures.append(body)
+        elif post.path == METASERVER_PATH:
+            self.bodies.append(body)
+            self.answering.wait(20)
+            if self.knows_intents:
+                said["kv_transfer_params"] = self._prefill.params | {"transfer_id": body.get("transfer_id")}
+        if self.status != 200:
+            said = {"error": "no prefill engine is well", "may_follow": False}
+        post.send_response(self.status)
+        encoded = json.dumps(said).encode()
+        post.send_header("Content-Length", str(len(encoded)))
+        post.end_headers()
+        post.wfile.write(encoded)
+
+
+@pytest.fixture
+def prefill(request: pytest.FixtureRequest) -> Iterator[TicketTaker]:
+    taker = TicketTaker(*getattr(request, "param", ()))
+    yield taker
+    taker.close()
+
+
+@pytest.fixture
+def metaserver(prefill: TicketTaker) -> Iterator[Metaserver]:
+    metaserver = Metaserver(prefill)
+    with serving_metaserver(metaserver.answer) as metaserver.url:
+        yield metaserver
+        metaserver.answering.set()
+
+
+@contextmanager
+def scheduling(may_compute: bool = False) -> Iterator[DecodeScheduler]:
+    client = MetaserverClient(CONFIG, own_host="127.0.0.1")
+    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, longest=LONGEST, may_compute=may_compute)
+    yield scheduler
+    scheduler.close()
+
+
+@pytest.fixture
+def scheduler() -> Iterator[DecodeScheduler]:
+    with scheduling() as scheduler:
+        yield scheduler
+
+
+def kept(scheduler: DecodeScheduler) -> dict[str, Any]:
+    """What is kept of requests."""
+    return remembered(scheduler) | remembered(scheduler._intents)
+
+
+def come(scheduler: DecodeScheduler, metaserver: Metaserver, tokens: int = PROMPT, name: str = "r") -> Any:
+    """A request that has come, and that vLLM has not asked for."""
+    request = make_request(name, tokens, {"do_remote_prefill": True, "metaserver": metaserver.url})
+    scheduler.add_request(request)
+    return request
+
+
+def step_with(scheduler: DecodeScheduler, what: Callable[[DecodeStep], object]) -> DecodeStep:
+    """Runs empty steps until `what` is in one."""
+    return wait_for(lambda: scheduler.build_step({}), what, SOON_S, every_s=0.005)
+
+
+def posted(scheduler: DecodeScheduler, metaserver: Metaserver) -> dict[str, Any]:
+    """What is posted in the next step."""
+    scheduler.build_step({"other": 1})
+    wait_until(lambda: metaserver.bodies, SOON_S)
+    return metaserver.bodies[0]
+
+
+def computed(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
+    """Prefill has computed all prompts that were posted."""
+    metaserver.answering.set()
+    step_with(scheduler, lambda step: not scheduler.without_news)
+
+
+def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
+    scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker
+) -> None:
+    request = come(scheduler, metaserver)
+    assert scheduler.matched_tokens(request, 0) is None
+    assert scheduler.without_news == {"r"}
+    intent = posted(scheduler, metaserver)
+    assert "remote_block_ids" not in intent
+    assert (intent["request_id"], intent["num_tokens"], intent["remote_engine_id"]) == ("r", PROMPT, "decode-0")
+    assert expects_ticket(intent)
+    assert not carries_ticket(intent)
+    assert scheduler.build_step({}).prefilled == []
+    computed(scheduler, metaserver)
+    assert prefill.got == []
+
+    assert scheduler.matched_tokens(request, 0) == PROMPT
+    scheduler.allocated(request, BLOCKS, PROMPT)
+    [expect] = scheduler.build_step({"other": 1}).expects
+    wait_until(lambda: prefill.got, SOON_S)
+    offer = prefill.got[0]
+    assert isinstance(offer, OfferTicket)
+    assert (offer.transfer_id, offer.ticket.remote_block_ids) == (intent["transfer_id"], [[7, 1, 5]])
+    assert offer.ticket.ticket_id == expect.ticket_id == intent["ticket_id"]
+    assert len(metaserver.bodies) == 1
+    scheduler.update(None, {"r"})
+    assert scheduler.finished(request) == {"received_bytes": 0, "bytes_before_prefill_end": 0}
+    assert kept(scheduler) == {}
+    assert prefill.of(ReleasePrompt) == []
+
+
+def test_other_prompts_get_blocks_first(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
+    """Short ones, those of which decode has enough, and those that a router had computed."""
+    short = come(scheduler, metaserver, LONGEST, "short")
+    assert scheduler.matched_tokens(short, 0) == LONGEST
+    cached = come(scheduler, metaserver, PROMPT, "cached")
+    assert scheduler.matched_tokens(cached, BLOCK) == PROMPT - BLOCK
+    held = {"remote_engine_id": "p", "transfer_id": "t-1", "ticket_host": "127.0.0.1", "ticket_port": 9}
+    routed = make_request("routed", PROMPT, {"do_remote_prefill": True, **held})
+    scheduler.add_request(routed)
+    assert scheduler.matched_tokens(routed, 0) == PROMPT
+    assert scheduler.without_news == set()
+    for request in (short, cached, routed):
+        scheduler.finished(request)
+    assert kept(scheduler) == {}
+
+
+def test_an_intent_leaves_though_vllm_asks_for_nobody(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
+    """All seats are taken, or a request before it does not fit."""
+    request = come(scheduler, metaserver)
+    assert posted(scheduler, metaserver)["request_id"] == "r"
+    assert scheduler.without_news == {"r"}
+    scheduler.finished(request)
+    assert kept(scheduler) == {}
+
+
+def test_intents_wait_in_line(
+    scheduler: DecodeScheduler, metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many are posted at a time. Those of clients that have left take no place."""
+    monkeypatch.setattr(intents, "MAX_POSTED", 2)
+    requests = [come(scheduler, metaserver, name=f"r{number}") for number in range(5)]
+    scheduler.build_step({"other": 1})
+    wait_until(lambda: len(metaserver.bodies) == 2, SOON_S)
+    scheduler.finished(requests[2])
+    metaserver.answering.set()
+    step_with(scheduler, lambda step: not scheduler.without_news)
+    assert sorted(body["request_id"] for body in metaserver.bodies[2:]) == ["r3", "r4"]
+    for request in requests:
+        scheduler.finished(request)
+    assert kept(scheduler) == {}
+
+
+def test_a_prompt_that_is_cached_meanwhile_is_released(
+    scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker
+) -> None:
+    request = come(scheduler, metaserver)
+    intent = posted(scheduler, metaserver)
+    computed(scheduler, metaserver)
+    assert scheduler.matched_tokens(request, PROMPT - 1) == 0  # all but the last token
+    scheduler.allocated(request, BLOCKS, 0)
+    wait_until(lambda: prefill.got, SOON_S)
+    [release] = prefill.of(ReleasePrompt)
+    assert (release.transfer_id, release.ticket_id) == (intent["transfer_id"], intent["ticket_id"])
+    scheduler.finished(request)
+    assert kept(scheduler) == {}
+
+
+def test_a_client_that_leaves(scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker) -> None:
+    """While prefill computes, the post ends. When it has computed, it is told."""
+    client = scheduler._routes._metaserver
+    request = come(scheduler, metaserver)
+    posted(scheduler, metaserver)
+    scheduler.finished(request)
+    wait_until(lambda: not client._open and not client._posts, SOON_S)
+    assert kept(scheduler) == {}
+
+    request = come(scheduler, metaserver)
+    scheduler.build_step({"other": 1})
+    computed(scheduler, metaserver)
+    scheduler.finished(request)
+    wait_until(lambda: prefill.got, SOON_S)
+    [release] = prefill.got
+    assert isinstance(release, ReleasePrompt)
+    assert release.reason == "the request was aborted"
+    assert kept(scheduler) == {}
+
+
+@pytest.mark.parametrize("how", ["it has failed", "it does not hold the prompt"])
+def test_prefill_that_fails(scheduler: DecodeScheduler, metaserver: Metaserver, how: str) -> None:
+    metaserver.status, metaserver.knows_intents = (502, True) if how == "it has failed" else (200, False)
+    request = come(scheduler, metaserver)
+    posted(scheduler, metaserver)
+    computed(scheduler, metaserver)
+    assert scheduler.take_refused() == ["r"]
+    assert scheduler.matched_tokens(request, 0) is None
+    reason = scheduler.finished(request)["error"]
+    assert ("no prefill engine is well" if how == "it has failed" else "does not say where it is held") in reason
+    assert kept(scheduler) == {}
+
+
+def test_decode_computes_what_prefill_did_not(metaserver: Metaserver) -> None:
+    """With `kv_load_failure_policy` recompute."""
+    metaserver.status = 502
+    with scheduling(may_compute=True) as scheduler:
+        request = come(scheduler, metaserver)
+        posted(scheduler, metaserver)
+        computed(scheduler, metaserver)
+        assert scheduler.take_refused() == []
+        assert scheduler.matched_tokens(request, 0) == 0
+        scheduler.allocated(request, BLOCKS, 0)
+        assert scheduler.finished(request) is None
+        assert kept(scheduler) == {}
+
+
+def test_a_prompt_that_gets_no_room(
+    scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after a time, and prefill need not hold it any longer."""
+    request = come(scheduler, metaserver)
+    posted(scheduler, metaserver)
+    clock = clock_of(intents, monkeypatch)
+    computed(scheduler, metaserver)
+    clock.now += DUE_S - 1
+    assert scheduler.take_refused() == []
+    clock.now += 2
+    assert scheduler.take_refused() == ["r"]
+    assert "no room" in scheduler.finished(request)["error"]
+    wait_until(lambda: prefill.of(ReleasePrompt), SOON_S)
+    assert kept(scheduler) == {}
+
+
+@pytest.mark.parametrize("prefill", [([REFUSED], [TAKEN]), ([TAKEN], [REFUSED])], indirect=True)
+def test_a_ticket_that_prefill_refuses(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
+    """The metaserver learns of it: for it, prefill had succeeded."""
+    request = come(scheduler, metaserver)
+    intent = posted(scheduler, metaserver)
+    computed(scheduler, metaserver)
+    scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
+    scheduler.build_step({"other": 1})
+    step_with(scheduler, lambda step: step.cancelled)
+    wait_until(lambda: metaserver.failures, SOON_S)
+    [failure] = metaserver.failures
+    assert (failure["request_id"], failure["ticket_id"]) == ("r", intent["ticket_id"])
+    assert "it is for another prompt" in failure["reason"]
+    scheduler.update(None, {"r"})
+    scheduler.finished(request)
+    assert kept(scheduler) == {}
+
+
+def test_prefill_that_has_died(
+    scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held the prompt. Nobody answers the offers, so the transfer fails."""
+    monkeypatch.setattr(prefill_client, "SILENT_ROUNDS", 1)
+    request = come(scheduler, metaserver)
+    posted(scheduler, metaserver)
+    computed(scheduler, metaserver)
+    prefill.close()
+    scheduler._routes._prefill._config = ConnectorConfig(control_timeout_s=0.2)
+    scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
+    scheduler.build_step({"other": 1})
+    step_with(scheduler, lambda step: step.cancelled)
+    wait_until(lambda: metaserver.failures, SOON_S)
+    scheduler.update(None, {"r"})
+    scheduler.finished(request)
+    assert kept(scheduler) == {}

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long prompts, which prefill computes before decode gives them blocks (`prefill_first_tokens`).
+
+Decode posts an intent in the place of a ticket. Prefill computes the prompt and holds it, and its answer says where the
+ticket goes. Then vLLM gives the request blocks in its own order, and decode offers the ticket straight to prefill, as
+behind a router that asks prefill first.
+
+The scheduler's thread owns all of this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
+from vllm_ascend_pd.core.ticket import Intent
+from vllm_ascend_pd.core.ticket_params import TRANSFER_ID, names_prefill, wants_ticket, wants_token_ids
+from vllm_ascend_pd.decode.bootstrap import RouteError
+from vllm_ascend_pd.decode.ticket_client import PostOutcome
+from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
+
+MAX_POSTED = 256
+"""Intents that wait for prefill at a time: each takes a connection to the metaserver. Further ones wait in line."""
+
+_NOT_HELD = (
+    "prefill has computed the prompt, and its answer does not say where it is held: prefill_first_tokens needs a proxy "
+    "of this version, and hold_timeout_s on prefill engines with a MultiConnector"
+)
+
+
+@dataclass(eq=False)
+class LongPrompt:
+    """A request whose prompt prefill computes first. It has no blocks.
+
+    It is posted, then due once `way` is known, and leaves `Intents` when it gets blocks or ends.
+    """
+
+    request: ScheduledRequest
+    # What was posted, and how. None: it leaves with the next step.
+    intent: Intent | None = None
+    over: TicketRoute | None = None
+    # When it was posted, and when prefill had computed it, in monotonic seconds.
+    posted_at: float = 0.0
+    due_at: float = 0.0
+    # How its ticket gets to the prefill engine that holds the prompt. None: prefill has not computed it.
+    way: TicketRoute | None = None
+    # Why prefill has not computed it. None: that has not failed.
+    failure: str | None = None
+
+    def end(self, reason: str) -> None:
+        """No ticket will come: prefill need not compute or hold the prompt."""
+        way = self.way or self.over
+        if way is not None and self.intent is not None:
+            way.end(self.intent, reason)
+
+
+class Intents:
+    """The long prompts that have no blocks.
+
+    longest: prompts of which prefill computes more tokens are long. None: none is.
+    issuer: makes intents.
+    requests: answers questions about requests.
+    routes: finds ways to prefill.
+    due_s: how long a computed prompt may wait for blocks.
+    """
+
+    def __init__(
+        self, longest: int | None, issuer: TicketIssuer, requests: EngineRequests, routes: TicketRoutes, due_s: float
+    ) -> None:
+        self._longest = longest
+        self._issuer = issuer
+        self._requests = requests
+        self._routes = routes
+        self._due_s = due_s
+        # By request id. Those that are due are also in `_due`, in the order in which they became due.
+        self._prompts: dict[str, LongPrompt] = {}
+        self._due: dict[str, LongPrompt] = {}
+        self._posted: dict[str, LongPrompt] = {}  # by the intent's id
+        self._to_post: list[LongPrompt] = []
+        # New requests that vLLM has not asked for, by id. It asks for none while all seats are taken, and for none
+        # behind one that does not fit. Prefill would have nothing to compute meanwhile.
+        self._unasked: dict[str, ScheduledRequest] = {}
+        self.without_news: set[str] = set()
+        """Ids of requests that vLLM need not ask for now."""
+
+    def add(self, request: ScheduledRequest) -> None:
+        """A new request has come."""
+        params = request.kv_transfer_params
+        if self._longest is not None and wants_ticket(params) and not names_prefill(params):
+            self._unasked[request.request_id] = request
+
+    def of(self, request: ScheduledRequest, tokens: int) -> LongPrompt | None:
+        """Returns the request's prompt if prefill computes it first. None: it gets blocks now, as one does whose client
+        may add to it. `tokens`: how many of them prefill would compute."""
+        self._unasked.pop(request.request_id, None)
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None and self._longest is not None and tokens > self._longest and not request.resumable:
+            prompt = self._prompts[request.request_id] = LongPrompt(request)
+            self._to_post.append(prompt)
+            self.without_news.add(request.request_id)
+        return prompt
+
+    def unasked(self) -> list[ScheduledRequest]:
+        """Returns new requests that vLLM has not asked for."""
+        return list(self._unasked.values())
+
+    def take(self, request_id: str) -> LongPrompt | None:
+        """Forgets the request: it gets blocks, or has ended. Returns its prompt, if that was long."""
+        self._unasked.pop(request_id, None)
+        self._due.pop(request_id, None)
+        self.without_news.discard(request_id)
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None and prompt.intent is not None:
+            del self._posted[prompt.intent.ticket_id]
+        return prompt
+
+    def post(self) -> Iterator[LongPrompt]:
+        """Posts new intents, up to `MAX_POSTED` at a time. Yields those that cannot be posted."""
+        waiting = [each for each in self._to_post if self._prompts.get(each.request.request_id) is each]
+        room = max(0, MAX_POSTED - (len(self.without_news) - len(waiting)))
+        to_post, self._to_post = waiting[:room], waiting[room:]
+        for prompt in to_post:
+            request = prompt.request
+            params = request.kv_transfer_params or {}
+            try:
+                over = self._routes.of(params)
+            except RouteError as error:
+                self._fail(prompt, str(error))
+                yield prompt
+                continue
+            token_ids = (self._requests.token_ids(request) or []) if wants_token_ids(params) else []
+            intent = self._issuer.intend(request)
+            prompt.intent, prompt.over, prompt.posted_at = intent, over, time.monotonic()
+            self._posted[intent.ticket_id] = prompt
+            over.send(intent, token_ids)
+
+    def answered(self, outcome: PostOutcome) -> LongPrompt | None:
+        """Takes an outcome. Returns the prompt if it is one of an intent: it is due, or prefill has failed."""
+        prompt = self._posted.get(outcome.key)
+        if prompt is None or prompt.way is not None:
+            return None
+        try:
+            prompt.way = self._way(prompt, outcome)
+        except RouteError as error:
+            self._fail(prompt, str(error))
+        else:
+            prompt.due_at = time.monotonic()
+            self._due[prompt.request.request_id] = prompt
+            self.without_news.discard(prompt.request.request_id)
+        return prompt
+
+    def overdue(self) -> Iterator[LongPrompt]:
+        """Yields prompts that have waited too long for blocks."""
+        now = time.monotonic()
+        while self._due and next(iter(self._due.values())).due_at + self._due_s <= now:
+            prompt = self._due.pop(next(iter(self._due)))
+            prompt.failure = f"decode had no room for the prompt within {self._due_s:g} s (queue_timeout_s)"
+            yield prompt
+
+    def _way(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRoute:
+        """Raises RouteError, with the reason for which there is none."""
+        assert prompt.intent is not None
+        assert prompt.over is not None
+        if not outcome.ok:
+            raise RouteError(outcome.reason)
+        params: Mapping[str, Any] = outcome.held or {}
+        if not names_prefill(params) or params[TRANSFER_ID] != prompt.intent.transfer_id:
+            raise RouteError(_NOT_HELD)
+        return self._routes.to_holder(params, prompt.over)
+
+    def _fail(self, prompt: LongPrompt, reason: str) -> None:
+        prompt.failure = reason
+        self.without_news.discard(prompt.request.request_id)
