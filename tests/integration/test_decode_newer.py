@@ -1,32 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks of decode's scheduler side from 0.32 or 0.33 on, with its own scheduler."""
+"""What vLLM asks of the scheduler side from 0.32 or 0.33 on, with its own scheduler."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
-
-MakeScheduler = Callable[..., EngineScheduler]
+from harness.connectors import config_of, scheduler_connector
+from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler, MakeScheduler, closed_schedulers
+from harness.engines import Role
+from harness.multi_connector import transfer_config
+from vllm_ascend_pd.connector.patches import vllm_0_33_lost_steps
+from vllm_ascend_pd.core.config import ConfigError
 
 if not hasattr(base, "CacheHitSource"):
     pytest.skip("vLLM before 0.32 asks nothing of this", allow_module_level=True)
 
 
-@pytest.fixture
-def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
-    made = []
-
-    def make_scheduler(*args: Any, **of: Any) -> EngineScheduler:
-        made.append(make_any(*args, **of))
-        return made[-1]
-
-    yield make_scheduler
-    for decode in made:
-        decode.close()
+make = closed_schedulers()
 
 
 def test_tokens_that_prefill_delivers_count_as_of_a_peer(make: MakeScheduler) -> None:
@@ -73,3 +65,12 @@ def test_blocks_of_a_transfer_that_the_connector_never_hears_of(deferring: Engin
     deferring.run(100)
     assert "never" not in deferring.expected
     assert deferring.tickets == 0
+
+
+@pytest.mark.skipif(not vllm_0_33_lost_steps.fits(), reason="refused with every connector before vLLM 0.33")
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_no_other_connectors_with_fault_tolerance(role: Role, model: Path, tmp_path: Path) -> None:
+    config = config_of(model, transfer_config(role, True, tmp_path))
+    config.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(ConfigError, match="--enable-fault-tolerance is set, with other connectors"):
+        scheduler_connector(config).__enter__()
