@@ -74,3 +74,31 @@ def test_no_other_connectors_with_fault_tolerance(role: Role, model: Path, tmp_p
     config.parallel_config.enable_fault_tolerance = True
     with pytest.raises(ConfigError, match="--enable-fault-tolerance is set, with other connectors"):
         scheduler_connector(config).__enter__()
+
+
+def test_kv_of_lost_steps_is_not_found(make: MakeScheduler) -> None:
+    """vLLM caches blocks when it schedules a step."""
+    decode = make(blocks=LONGEST, caching=True)
+    decode.add("lost", 4 * BLOCK, remote=False)
+    decode.begin_step()
+    decode.abort("lost")
+    decode.connector.steps_lost()
+    again = decode.add("again", 4 * BLOCK, remote=False)
+    decode.begin_step()
+    assert again.num_cached_tokens == 0
+    decode.run()
+
+
+def test_ranks_end_transfers_whose_cancellation_was_lost(make: MakeScheduler) -> None:
+    decode = make(blocks=LONGEST)
+    decode.add("a", 2 * BLOCK)
+    decode.begin_step()
+    ticket_id = decode.expected["a"].ticket_id
+    decode.abort("a")
+    decode.begin_step()
+    decode.connector.steps_lost()
+    step = decode.vllm.schedule().kv_connector_metadata.step
+    assert (step.cancelled.keys(), step.report_again) == ({ticket_id}, {"a"})
+    decode.fails("a")
+    decode.step()
+    decode.settle()
