@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM asks of the scheduler side from 0.32 or 0.33 on, with its own scheduler."""
 
-from pathlib import Path
-
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from harness.connectors import config_of, scheduler_connector
 from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler, MakeScheduler, closed_schedulers
-from harness.engines import Role
-from harness.multi_connector import transfer_config
-from vllm_ascend_pd.connector.patches import vllm_0_33_lost_steps
-from vllm_ascend_pd.core.config import ConfigError
 
 if not hasattr(base, "CacheHitSource"):
     pytest.skip("vLLM before 0.32 asks nothing of this", allow_module_level=True)
@@ -65,40 +58,3 @@ def test_blocks_of_a_transfer_that_the_connector_never_hears_of(deferring: Engin
     deferring.run(100)
     assert "never" not in deferring.expected
     assert deferring.tickets == 0
-
-
-@pytest.mark.skipif(not vllm_0_33_lost_steps.fits(), reason="refused with every connector before vLLM 0.33")
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_no_other_connectors_with_fault_tolerance(role: Role, model: Path, tmp_path: Path) -> None:
-    config = config_of(model, transfer_config(role, True, tmp_path))
-    config.parallel_config.enable_fault_tolerance = True
-    with pytest.raises(ConfigError, match="--enable-fault-tolerance is set, with other connectors"):
-        scheduler_connector(config).__enter__()
-
-
-def test_kv_of_lost_steps_is_not_found(make: MakeScheduler) -> None:
-    """vLLM caches blocks when it schedules a step."""
-    decode = make(blocks=LONGEST, caching=True)
-    decode.add("lost", 4 * BLOCK, remote=False)
-    decode.begin_step()
-    decode.abort("lost")
-    decode.connector.steps_lost()
-    again = decode.add("again", 4 * BLOCK, remote=False)
-    decode.begin_step()
-    assert again.num_cached_tokens == 0
-    decode.run()
-
-
-def test_ranks_end_transfers_whose_cancellation_was_lost(make: MakeScheduler) -> None:
-    decode = make(blocks=LONGEST)
-    decode.add("a", 2 * BLOCK)
-    decode.begin_step()
-    ticket_id = decode.expected["a"].ticket_id
-    decode.abort("a")
-    decode.begin_step()
-    decode.connector.steps_lost()
-    step = decode.vllm.schedule().kv_connector_metadata.step
-    assert (step.cancelled.keys(), step.report_again) == ({ticket_id}, {"a"})
-    decode.fails("a")
-    decode.step()
-    decode.settle()
