@@ -82,7 +82,7 @@ compat() {
 
 # The CPU backend's wheel fits the installed torch, and engines run it. Of vLLM's own, Python is enough.
 newer() {
-  local requirement version downloads
+  local requirement version downloads beside
   downloads=$(mktemp -d)
   while read -r requirement; do
     version=${requirement#*==}
@@ -97,6 +97,8 @@ wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.startswith("vllm
     rm "$downloads"/*.whl
   done < <(grep '^vllm' "$root/requirements/vllm-newer.txt")
   rmdir "$downloads"
+  mapfile -t beside < <(grep '^t' "$root/requirements/vllm-newer.txt")
+  pip --no-deps --target "$VENV/vllm-0.32" "${beside[@]}"
 }
 
 router() {

@@ -235,9 +235,12 @@ older_vllm_tests() {
   PYTHONPATH="$VENV/$vllm${PYTHONPATH:+:$PYTHONPATH}" \
     run_pytest "$VENV" "${running[@]}" -m "not long" --numprocesses 2 --dist worksteal # a third would mostly import
 }
-# Tests of what another vLLM does otherwise: decode's queues, and Model Runner V2's connector classes.
+# Tests of what another vLLM does otherwise: decode's queues, Model Runner V2's connector classes, and lost steps.
 newer_vllm_tests() {
-  local vllm code status=0 differing=(tests/integration/test_{decode_pause,decode_pressure,decode_newer,decode_long_prompts,runner_v2}.py)
+  local vllm code status=0 differing=(
+    tests/integration/test_{decode_pause,decode_pressure,decode_newer,decode_long_prompts,runner_v2}.py
+    tests/simulation/test_lost_steps.py
+  )
   for vllm in vllm-0.32 vllm-0.33; do
     code=0
     PYTHONPATH="$VENV/$vllm${PYTHONPATH:+:$PYTHONPATH}" run_pytest "$VENV" "${differing[@]}" -m "not long" || code=$?

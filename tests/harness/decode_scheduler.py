@@ -6,6 +6,7 @@ Ranks, prefill and the metaserver are simulated: a transfer ends when the test s
 
 import random
 from collections import deque
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,8 @@ LONGEST = MAX_MODEL_LEN // BLOCK
 """Blocks of the longest request."""
 DRAFTS = 3
 """Tokens that are drafted for a step, where some are."""
+MOST_TOKENS_OF_A_STEP = 2
+"""Of a request on an engine that computes no prompts: the last token, and with windows the one before it."""
 METASERVER = "http://127.0.0.1:9/v1/metaserver"
 
 
@@ -126,7 +129,8 @@ class EngineScheduler(VllmScheduler):
         self.given_up: list[str] = []
         """Requests that ended with an error."""
         extra = config.kv_transfer_config.kv_connector_extra_config
-        self._asks_again = extra["who_computes"] == "never" and self.vllm.recompute_kv_load_failures
+        self._never = extra["who_computes"] == "never"
+        self._asks_again = self._never and self.vllm.recompute_kv_load_failures
 
     @property
     def free(self) -> int:
@@ -257,6 +261,8 @@ class EngineScheduler(VllmScheduler):
         assert self.free == self.all_free, self.state()
         assert not self.vllm.requests
         assert not remembered(self.connector._role)
+        if self._never:
+            assert self.most_tokens <= MOST_TOKENS_OF_A_STEP
         self.connector.shutdown()
 
     def _computed(self, scheduled: Any) -> list[list[int]]:
@@ -299,3 +305,25 @@ class EngineScheduler(VllmScheduler):
         if HAS_TRANSFER_RESULTS and (self._asks_again or not lost_blocks_say_all(self.vllm.kv_cache_config)):
             return {"failed_recving": failed}
         return {"invalid_block_ids": {block for name in failed for block in self.expected[name].blocks}}
+
+
+MakeScheduler = Callable[..., EngineScheduler]
+
+
+def closed_schedulers(**of_all: Any) -> Any:
+    """Returns a fixture that makes schedulers, and checks that nothing is left of their requests. `of_all`: arguments
+    that all of them have."""
+
+    @pytest.fixture
+    def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
+        made: list[EngineScheduler] = []
+
+        def make_scheduler(*args: Any, **of: Any) -> EngineScheduler:
+            made.append(make_any(*args, **{**of_all, **of}))
+            return made[-1]
+
+        yield make_scheduler
+        for decode in made:
+            decode.close()
+
+    return make

@@ -82,7 +82,9 @@ class RunnerV2Prefill(PrefillRank):
         drafts = set(self.model.draft_layers)
         with override_forward_context(SimpleNamespace()):
             vllm = self.runner.vllm
-            vllm.pre_forward(_scheduled(step))
+            scheduled = _scheduled(step)
+            self.runner.connector.handle_preemptions(scheduled.kv_connector_metadata)  # vllm-ascend calls it once more
+            vllm.pre_forward(scheduled)
             self._layers([layer for layer in saved if layer not in drafts], set(values) - drafts, values)
             vllm.finish_forward()
             if FINALIZES_LATER and drafts:

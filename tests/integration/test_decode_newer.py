@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks of decode's scheduler side from 0.32 or 0.33 on, with its own scheduler."""
-
-from collections.abc import Callable, Iterator
-from typing import Any
+"""What vLLM asks of the scheduler side from 0.32 or 0.33 on, with its own scheduler."""
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
-
-MakeScheduler = Callable[..., EngineScheduler]
+from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler, MakeScheduler, closed_schedulers
 
 if not hasattr(base, "CacheHitSource"):
     pytest.skip("vLLM before 0.32 asks nothing of this", allow_module_level=True)
 
 
-@pytest.fixture
-def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
-    made = []
-
-    def make_scheduler(*args: Any, **of: Any) -> EngineScheduler:
-        made.append(make_any(*args, **of))
-        return made[-1]
-
-    yield make_scheduler
-    for decode in made:
-        decode.close()
+make = closed_schedulers()
 
 
 def test_tokens_that_prefill_delivers_count_as_of_a_peer(make: MakeScheduler) -> None:

@@ -1,32 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pauses of a decode engine, and resets of its prefix cache, while KV is in flight, with vLLM's own scheduler."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 from vllm.v1.engine.core import EngineCoreProc
 
-from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
+from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler, MakeScheduler, closed_schedulers
 from vllm_ascend_pd.core.reasons import Reason
-
-MakeScheduler = Callable[..., EngineScheduler]
 
 who_computes = pytest.mark.parametrize("who_computes", ["prefill", "never"])
 
 
-@pytest.fixture
-def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
-    made = []
-
-    def make_scheduler(*args: Any, **of: Any) -> EngineScheduler:
-        made.append(make_any(*args, caching=True, **of))
-        return made[-1]
-
-    yield make_scheduler
-    for decode in made:
-        decode.close()
+make = closed_schedulers(caching=True)
 
 
 def engine_core(decode: EngineScheduler) -> Any:

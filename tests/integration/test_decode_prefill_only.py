@@ -4,7 +4,6 @@
 It asks prefill for all KV that it lacks, repeatedly if needed.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,30 +12,17 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
+from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler, MakeScheduler, closed_schedulers
 from vllm_ascend_pd.core.prompt_digest import digest_of_names
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode.scheduler import MAX_LOST
-
-MakeScheduler = Callable[..., EngineScheduler]
 
 orders = pytest.mark.parametrize("order", ["fcfs", "priority"])
 schedulers = pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler], ids=["", "async"])
 failures = pytest.mark.parametrize("failures", ["fail", "recompute"])
 
 
-@pytest.fixture
-def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
-    made = []
-
-    def make_scheduler(*args: Any, **of: Any) -> EngineScheduler:
-        made.append(make_any(*args, who_computes="never", **of))
-        return made[-1]
-
-    yield make_scheduler
-    for decode in made:
-        decode.close()
-        assert decode.most_tokens <= 2
+make = closed_schedulers(who_computes="never")
 
 
 def ticket_of(decode: EngineScheduler, name: str) -> Any:

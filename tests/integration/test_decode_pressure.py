@@ -7,36 +7,32 @@ None waits for ever for blocks of another one that waits.
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm
 
-from harness.decode_scheduler import BLOCK, DRAFTS, LONGEST, MAX_MODEL_LEN, EngineScheduler
+from harness.decode_scheduler import (
+    BLOCK,
+    DRAFTS,
+    LONGEST,
+    MAX_MODEL_LEN,
+    EngineScheduler,
+    MakeScheduler,
+    closed_schedulers,
+)
 from vllm_ascend_pd.connector import patches
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.step import WorkerReport
 
-MakeScheduler = Callable[..., EngineScheduler]
-
 with_and_without_drafts = pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
 orders = pytest.mark.parametrize("order", ["fcfs", "priority"])
 
 
-@pytest.fixture
-def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
-    made = []
-
-    def make_scheduler(*args: Any, **of: Any) -> EngineScheduler:
-        made.append(make_any(*args, **of))
-        return made[-1]
-
-    yield make_scheduler
-    for decode in made:
-        decode.close()
+make = closed_schedulers()
 
 
 @orders

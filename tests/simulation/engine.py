@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.utils.hashing import sha256
@@ -49,7 +51,7 @@ from harness.real_scheduler import _STRUCTURED as STRUCTURED
 from harness.real_scheduler import TOKEN
 from harness.taken_back import POOL
 from simulation.kernel import kernel
-from simulation.memory import Array, Caches, Places, groups_of, layers_of
+from simulation.memory import Array, Caches, Layer, Places, groups_of, layers_of
 from simulation.scenario import BLOCK, MAX_MODEL_LEN, Shape
 from simulation.stand_ins import Event, SimpleQueue
 from vllm_ascend_pd.connector.caches import lost_blocks_say_all
@@ -132,6 +134,8 @@ class Configurations:
         parallel.tensor_parallel_size = shape.prefill_tp if prefills else shape.decode_tp
         parallel.pipeline_parallel_size = shape.prefill_pp if prefills else shape.decode_pp
         parallel.world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        if shape.survives_faults:
+            parallel.enable_fault_tolerance = True
         if not prefills and shape.decode_dcp > 1:
             parallel.decode_context_parallel_size = shape.decode_dcp
             parallel.cp_kv_cache_interleave_size = BLOCK
@@ -214,6 +218,18 @@ class Load:
 
 
 @dataclass
+class LostStep:
+    """What comes of a rank whose step has failed."""
+
+    # What it reports with the failure, if vLLM has that.
+    told: KVConnectorOutput | None = None
+
+
+class StepFailedError(RuntimeError):
+    """A step has failed on a rank."""
+
+
+@dataclass
 class EngineStep:
     """A step on its way from the core to the ranks and back."""
 
@@ -233,6 +249,10 @@ class EngineStep:
     passed_on: list[Event] = field(default_factory=list)
     # See `places`.
     _places: dict[tuple[str, int], Places] = field(default_factory=dict)
+    # How it fails on each rank, as `LOSSES` has it.
+    failing: Sequence[str] = ()
+    # Whether it, or a step that it follows, fails: its KV is wrong, and vLLM drops what the model answers.
+    is_spoilt: bool = False
 
     @property
     def computes(self) -> bool:
@@ -262,14 +282,18 @@ class _Device(CpuDevice):
         }
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Any) -> None:
+        if group.is_closed:
+            raise RuntimeError("another rank has closed its connections")
         number = self._calls[id(group)] = self._calls.get(id(group), 0) + 1
         world = self._rank.engine.world
         call = group.calls.setdefault(number, _Exchange())
         call.parts[self._rank.index] = (out, inp)
         call.purposes.append((len(inp), self.purpose))
-        world.oracle.exchange(self._rank, call.purposes)
+        if not self._rank.engine.is_faulty:
+            world.oracle.exchange(self._rank, call.purposes)
         if len(call.parts) < len(group.ranks):
             if not call.over.wait(world.config.collective_timeout_s):
+                group.is_closed = world.scenario.shape.survives_faults  # a rank may have missed this exchange
                 raise RuntimeError("timed out")
             return
         size = len(inp) // len(group.ranks)
@@ -285,6 +309,7 @@ class _ExchangeGroup:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.calls: dict[int, _Exchange] = {}
+        self.is_closed = False
 
 
 @dataclass
@@ -337,8 +362,26 @@ class Rank:
             if not isinstance(step, EngineStep):
                 step()
                 continue
-            result = (self._prefill if self.engine.prefills else self._decode)(step)
+            result = self._run_or_fail(step)
             kernel().at(self._message_s(), step.results[self.index].put, result)
+
+    def _run_or_fail(self, step: EngineStep) -> KVConnectorOutput | LostStep:
+        how = step.failing[self.index] if step.failing else ""
+        if how == "before":
+            return LostStep()
+        try:
+            told = (self._prefill if self.engine.prefills else self._decode)(step, how == "during")
+        except (StepFailedError, KeyError) as error:
+            # KeyError: the step sends KV of a request that the rank has not heard of, because it has lost a step.
+            if isinstance(error, KeyError) and not self.engine.world.scenario.shape.survives_faults:
+                raise
+            # As vLLM ends a step in which an exception comes up.
+            self.worker.end_forward(error)
+            self.worker.end_step()
+            self.worker.take_results()
+            self.worker.take_report()
+            return LostStep()
+        return LostStep(told if how == "reported" else None) if how else told
 
     def _start(self) -> None:
         engine, world = self.engine, self.engine.world
@@ -394,7 +437,14 @@ class Rank:
     def wake(self) -> None:
         self.worker.wake()
 
-    def _prefill(self, step: EngineStep) -> KVConnectorOutput:
+    def _fill(self, layer: Layer, step: EngineStep, wrong: Array | None = None) -> None:
+        written = step.places("written", layer.group)
+        self.caches.fill(layer, written, np.ones(len(written.slots), bool) if step.is_spoilt else wrong)
+
+    def clean(self) -> None:
+        """vLLM's own `handle_ft_command` cleans its runner, which this rank has none of."""
+
+    def _prefill(self, step: EngineStep, fails: bool) -> KVConnectorOutput:
         worker, oracle = self.worker, self.engine.world.oracle
         worker.preempted(step.step)
         for request_id, blocks in step.vacated.items():
@@ -408,15 +458,20 @@ class Rank:
             for part in step.parts:
                 self.content.update(part.blocks)
                 self.given_up.difference_update(part.blocks)
-            oracle.reads(self, step, states=True)
+            if not step.is_spoilt:
+                oracle.reads(self, step, states=True)
             for layer in self.caches.layers:
                 self._layer()
-                self.caches.fill(layer, step.places("written", layer.group), wrong)
+                self._fill(layer, step, wrong)
                 with oracle.hook(self.process, f"{self.name}: push_layer", oracle.backpressure_s):
                     worker.push_layer(layer.name)
-            if not self.engine.pool:
+                if fails:
+                    raise StepFailedError
+            if not (self.engine.pool or step.is_spoilt):
                 oracle.reads(self, step, states=False)
             self._pass_on(step)
+        if fails:
+            raise StepFailedError
         worker.end_forward()
         if step.computes:
             worker.end_step()
@@ -456,18 +511,22 @@ class Rank:
         mask = np.concatenate(masks)
         return mask if mask.any() else None
 
-    def _decode(self, step: EngineStep) -> KVConnectorOutput:
+    def _decode(self, step: EngineStep, fails: bool) -> KVConnectorOutput:
         worker, oracle = self.worker, self.engine.world.oracle
         with oracle.hook(self.process, f"{self.name}: start_step", 0.0):
             worker.start_step(step.step)
+        if fails:
+            raise StepFailedError
         if step.computes:
             self._await_stage(step)
             self._layer()
-            oracle.reads(self, step, states=True)
+            if not step.is_spoilt:
+                oracle.reads(self, step, states=True)
             for layer in self.caches.layers:
-                self.caches.fill(layer, step.places("written", layer.group))
-            oracle.reads(self, step, states=False)
-            oracle.starts(self, step)
+                self._fill(layer, step)
+            if not step.is_spoilt:
+                oracle.reads(self, step, states=False)
+                oracle.starts(self, step)
             self._pass_on(step)
         with oracle.hook(self.process, f"{self.name}: take_results", step.step.wait_s):
             results = worker.take_results()
@@ -524,6 +583,11 @@ class Engine:
         self.hashes: dict[str, Array] = {}
         self._draw = kernel().draws(f"pool beside {self.name}")
         self._draw_drafts = kernel().draws(f"drafts of {self.name}")
+        # How a step fails, and how long the engine then stands still: the next one, and the last one that did.
+        self._next_loss: tuple[Sequence[str], float] | None = None
+        self._stands_still_s = 0.0
+        # Whether a step that fails is on its way, or has failed.
+        self.is_faulty = False
         kernel().spawn(self._run, f"{self.name}/core", self.process)
 
     @property
@@ -621,6 +685,10 @@ class Engine:
         """Frees the memory of the caches for a while, without requests."""
         self.inbox.put(("sleep", seconds))
 
+    def lose_step(self, failing: Sequence[str], seconds: float) -> None:
+        """Has the next step fail. `failing`: how on each rank. An operator has the engine go on after some seconds."""
+        self._next_loss = failing, seconds
+
     def _handle_all(self) -> None:
         while not self.inbox.empty():
             self._handle(self.inbox.get_nowait())
@@ -701,20 +769,86 @@ class Engine:
                     kernel().park(0.001)
                 return
         step = self._in_flight.popleft()
-        self._end_step(step, handles=True)
+        try:
+            self._end_step(step, handles=True)
+        except StepFailedError as error:
+            self._recover(error)
         if not step.computes and self.vllm.has_requests():
             kernel().park(0.001)
 
     def _end_step(self, step: EngineStep, handles: bool = False) -> None:
-        outputs = [
-            ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=result.get())
-            for result in step.results
-        ]
+        answers = self._answers(step)
         if handles:
             self._handle_all()
+        self._update(step, self._aggregate(answers).kv_connector_output)
+
+    def _answers(self, step: EngineStep) -> list[KVConnectorOutput]:
+        """Returns the ranks' answers. Keeps what they say and raises StepFailedError if one has failed, as vLLM's
+        executor does."""
+        answers = [result.get() for result in step.results]
+        if any(isinstance(each, LostStep) for each in answers):
+            told = [each.told if isinstance(each, LostStep) else each for each in answers]
+            self._aggregator.ft_defer_kv_connector_outputs([each for each in told if each and not each.is_empty()])
+            raise StepFailedError
+        return answers
+
+    def _aggregate(self, answers: list[KVConnectorOutput]) -> ModelRunnerOutput:
+        outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=answer) for answer in answers]
         whole = self._aggregator.aggregate(outputs)
         assert whole is not None
-        self._update(step, whole.kv_connector_output)
+        return whole
+
+    def _recover(self, error: StepFailedError) -> None:
+        """vLLM's own sentinel aborts all requests, ends the steps on their way, and goes on, or is killed."""
+        from vllm.v1.fault_tolerance import EngineCoreSentinel
+
+        kernel().tell("a step of {} has failed", self.name)
+        said: list[tuple[int, Any]] = []
+        core = SimpleNamespace(
+            engine_index=0,
+            scheduler=self.vllm,
+            model_executor=self,
+            batch_queue=deque((_Pending(self, step), None, None) for step in reversed(self._in_flight)),
+            output_queue=SimpleNamespace(put_nowait=said.append),
+            _send_abort_outputs=self._say_aborted,
+        )
+        self._in_flight.clear()
+        sentinel = EngineCoreSentinel(core, self.vllm.vllm_config.parallel_config)
+        sentinel.on_fault(error)
+        kernel().park(self._stands_still_s)
+        sentinel.handle_command(0, 1, {"instruction": "retry", "params": {}, "request_id": "of-an-operator"})
+        answer = said[-1][1].utility_output.result.result
+        kernel().tell("{} goes on: {}", self.name, answer)
+        works = not any(rank.worker.failure for rank in self.ranks)
+        works = works and len({rank.worker.exchanged_steps for rank in self.ranks}) == 1
+        if answer["success"] != works:
+            self.world.oracle.violated(f"{self.name} answers {answer}, although it {'works' if works else 'is broken'}")
+        self.is_faulty = False
+        if not works:
+            kernel().at(0.0, self.world.restart, self, 0.1)
+            kernel().park()
+
+    def _say_aborted(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            for known in (self._tables, self._checked):
+                known.pop(request.request_id, None)
+            self._say(request.request_id, [], FinishReason.ABORT, None)
+
+    # What the sentinel asks of vLLM's executor.
+
+    def collective_rpc(self, method: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        if isinstance(method, str):
+            self._on_all_ranks("clean")
+            return []
+        answers = []
+        for rank in self.ranks:
+            kv_transfer_state._KV_CONNECTOR_AGENT = SimpleNamespace(role=rank.worker)
+            answers.append(method(rank))
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        return answers
+
+    def init_kv_output_aggregator(self, connector: Any) -> None:
+        self._aggregator = KVOutputAggregator.from_connector(connector, self.tp * self.pp)
 
     def _schedule(self) -> EngineStep:
         oracle = self.world.oracle
@@ -725,6 +859,9 @@ class Engine:
         step = EngineStep(output, getattr(metadata, "metadata", (metadata,))[0].step)
         step.results = [SimpleQueue() for _ in self.ranks]
         step.computed, step.passed_on = [0] * self.pp, [Event() for _ in range(self.pp)]
+        if self._next_loss is not None:
+            (step.failing, self._stands_still_s), self._next_loss = self._next_loss, None
+        self.is_faulty = step.is_spoilt = self.is_faulty or any(step.failing[: len(self.ranks)])
         if self.prefills:
             step.vacated = {name: set().union(*self._tables.get(name, ())) for name in step.step.preempted}
             oracle.prefill_scheduled(self)
@@ -809,7 +946,8 @@ class Engine:
         sends = (f", sends {s.request_id}[{s.start}:{s.stop}]{' the last' * s.last}" for s in step.sends)
         return "".join([*sends, *(f", {name} has ended" for name in step.finished)])
 
-    def _update(self, step: EngineStep, told: KVConnectorOutput | None) -> None:
+    def note(self, told: KVConnectorOutput | None) -> None:
+        """Requests that all ranks report have no open ticket any more."""
         for request_id in (told.finished_recving or ()) if told else ():
             failed = told is not None and request_id in getattr(told, "failed_recving", ())
             kernel().tell("has {} {}", "failed to receive" if failed else "received, or failed to,", request_id)
@@ -817,6 +955,9 @@ class Engine:
             if awaited is not None and not failed:
                 self._received[request_id] = awaited
             self.open_blocks = {block: owner for block, owner in self.open_blocks.items() if owner != request_id}
+
+    def _update(self, step: EngineStep, told: KVConnectorOutput | None) -> None:
+        self.note(told)
         names = list(step.output.num_scheduled_tokens)
         sampled = {part.request_id: part.sampled for part in step.parts}
         for ahead, rejected in step.rejected:
@@ -847,6 +988,19 @@ class Engine:
             return
         if reason is not None:
             self.world.router.answered(self, request_id, reason, params)
+
+
+@dataclass
+class _Pending:
+    """As vLLM's future of a step that was on its way when another one failed."""
+
+    engine: Engine
+    step: EngineStep
+
+    def result(self) -> ModelRunnerOutput:
+        whole = self.engine._aggregate(self.engine._answers(self.step))
+        self.engine.note(whole.kv_connector_output)
+        return whole
 
 
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")

@@ -3,6 +3,7 @@
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -12,6 +13,9 @@ LONGEST = 160
 MAX_MODEL_LEN = 192
 _ROOM = 80
 """Blocks of a large engine."""
+LOSSES = ("before", "during", "after", "reported")
+"""How a step fails on a rank: it hears nothing of it, its forward pass fails, or its output gets lost, without what it
+reports or with it."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Shape:
     pool: bool = False
     # Whether clients and decode engines talk to our proxy. Otherwise a model stands in its place, which never retries.
     proxy: bool = False
+    # Whether engines go on after a step that failed, as with vLLM 0.33's --enable-fault-tolerance.
+    survives_faults: bool = False
     # `kv_load_failure_policy`.
     prefill_policy: str = "fail"
     decode_policy: str = "fail"
@@ -190,6 +196,8 @@ def _draw_shape(rng: random.Random) -> Shape:
 
 def _possible(shape: Shape) -> Shape:
     """Returns the shape without what engines refuse at start."""
+    if shape.survives_faults:  # refused beside other connectors; and vLLM's pipelines would hang
+        shape = replace(shape, pool=False, prefill_pp=1, decode_pp=1)
     if shape.pool:  # harness/taken_back.py knows one cache group
         shape = replace(shape, windows=(), states=False)
     if shape.windows or shape.states or shape.never:
@@ -258,7 +266,20 @@ def _draw_events(rng: random.Random, shape: Shape, requests: int | None) -> tupl
         rate, at = rng.choice(rates), 0.0  # per second of load, with at least one chance
         while rate and (at := at + rng.expovariate(rate)) < max(now, 0.3):
             events.append(_event(at, what, *args()))
+    if shape.survives_faults:
+        events += _draw_lost_steps(random.Random(f"lost steps {rng.random()}"), max(now, 0.3))
     return tuple(sorted(events, key=lambda each: each.at))
+
+
+def _draw_lost_steps(rng: random.Random, seconds: float) -> Iterator[Event]:
+    """How a step fails is drawn for each rank: before, while or after the rank runs it, with its report or without, or
+    not at all (`Rank.run`)."""
+    at, rate = 0.0, rng.choice([1.0, 3.0, 20.0])
+    while (at := at + rng.expovariate(rate)) < seconds:
+        kinds = [kind for kind in LOSSES if rng.random() < 0.5] or ["before"]
+        failing = [rng.choice(kinds) for _ in range(4)]
+        failing[rng.randrange(4)] = ""
+        yield _event(at, "lose_step", _share(rng), *failing, rng.choice([0.001, 0.1, 2.0]))
 
 
 def _event(at: float, what: str, *args: Any) -> Event:

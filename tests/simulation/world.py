@@ -294,6 +294,12 @@ class World:
         self.newer.add(self.engines[int(share * len(self.engines))].name)
         self.kill(share, seconds)
 
+    def lose_step(self, share: float, *failing: Any) -> None:
+        """An engine's next step fails. `failing`: how on each rank, and how long the engine then stands still."""
+        engine = self.engines[int(share * len(self.engines))]
+        if engine.is_up and not engine.process.dead:
+            engine.lose_step(failing[:-1], failing[-1])
+
     def cut(self, share: float) -> None:
         """A connection of the side channel breaks."""
         self._network.break_connection(share)
@@ -306,7 +312,9 @@ class World:
 
     def kill(self, share: float, seconds: float) -> None:
         """All processes of an engine are killed. It starts again after a while, at the same address."""
-        engine = self.engines[int(share * len(self.engines))]
+        self.restart(self.engines[int(share * len(self.engines))], seconds)
+
+    def restart(self, engine: Engine, seconds: float) -> None:
         if not engine.is_up or engine.process.dead:
             return
         self.kernel.tell("{} is killed", engine.name)

@@ -9,6 +9,7 @@ from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfi
 from vllm.config.compilation import CUDAGraphMode
 
 import vllm_ascend_pd
+from vllm_ascend_pd.connector.patches import vllm_0_33_lost_steps
 from vllm_ascend_pd.connector.setup import read_setup
 from vllm_ascend_pd.connector.unsupported import computes_prompts, unsupported, unsupported_weights
 
@@ -64,7 +65,7 @@ BOTH, DECODE, NONE = (CONSUMER, PRODUCER), (CONSUMER,), ()
         (cache("fp8", False), NONE, ""),
         (cache("auto", True), NONE, ""),
         (cache("bfloat16", True), NONE, ""),
-        (fault_tolerant(True), BOTH, "--enable-fault-tolerance is set"),
+        (fault_tolerant(True), NONE if vllm_0_33_lost_steps.fits() else BOTH, "--enable-fault-tolerance is set"),
         (fault_tolerant(False), NONE, ""),
         (
             {"parallel_config": ParallelConfig(prefill_context_parallel_size=2)},

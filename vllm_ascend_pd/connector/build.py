@@ -31,7 +31,7 @@ from vllm_ascend_pd.connector.int8_caches import int8_caches
 from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.model import draft_summary, media_hashing, model_settings, model_summary
-from vllm_ascend_pd.connector.patches import install_for_decode_scheduler
+from vllm_ascend_pd.connector.patches import install_for_decode_scheduler, vllm_0_33_lost_steps
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_engine, follow_worker
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_weight_updates import follow
 from vllm_ascend_pd.connector.roles import CLOSE_TIMEOUT_S, DecodeSchedulerRole
@@ -43,7 +43,7 @@ from vllm_ascend_pd.connector.setup import (
     sharding,
     shared_engine,
 )
-from vllm_ascend_pd.connector.unsupported import unsupported_weights
+from vllm_ascend_pd.connector.unsupported import survives_faults, unsupported_weights
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.connector.vllm_view import ASKS_SCHEDULER_FOR_STATS, HAS_TRANSFER_RESULTS
@@ -108,6 +108,8 @@ def connect_scheduler(setup: EngineSetup) -> Connected:
     build = _prefill if setup.prefills else _decode
     connected = build(setup, groups, requests)
     follow_engine(connected.role)
+    if survives_faults(vllm_config):
+        vllm_0_33_lost_steps.install()
     return connected
 
 
@@ -141,6 +143,7 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
         observer,
         held,
         awaits_outputs=is_being_built(),
+        survives_faults=survives_faults(setup.vllm_config),
     )
     closing = ExitStack()
     if listener is not None:

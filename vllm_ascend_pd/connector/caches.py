@@ -5,10 +5,11 @@ An engine with any other kind is refused when it starts: its caches may look lik
 The same holds for a field that a later version adds to a known kind, unless it has its default value.
 
 Read in vLLM 0.23.0, 0.30.0, 0.32.0 and 0.33.0 (`vllm/v1/kv_cache_interface.py`) and in vllm-ascend 0.23.0 and 0.30.0rc2
-(`vllm_ascend/core/kv_cache_interface.py`). Kinds left out on purpose: `CircularBufferSpec`, `KpoolTailSpec` (a ring of
-raw keys), `HiSparseHotSpec`, `HiSparseResidentSpec` (copies of a cache in host memory), `HiddenStateCacheSpec` (hidden
-states), `CrossAttentionSpec`, `EncoderOnlyAttentionSpec` (an encoder's tokens), `RSWASpec` (drops generated tokens),
-`SinkFullAttentionSpec` (has sink tokens of its own), `TQFullAttentionSpec` (quantized by TurboQuant).
+(`vllm_ascend/core/kv_cache_interface.py`). Kinds left out on purpose: `CircularBufferSpec`, `AscendCircularBufferSpec`,
+`KpoolTailSpec`, `AscendIndexerKPoolTailSpec` (rings of keys), `HiSparseHotSpec`, `HiSparseResidentSpec` (copies of a
+cache in host memory), `HiddenStateCacheSpec` (hidden states), `CrossAttentionSpec`, `EncoderOnlyAttentionSpec` (an
+encoder's tokens), `RSWASpec` (drops generated tokens), `SinkFullAttentionSpec` (has sink tokens of its own),
+`TQFullAttentionSpec` (quantized by TurboQuant).
 """
 
 import dataclasses

@@ -139,6 +139,10 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             results = self._role.take_results()
             return base.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
+    @property
+    def role(self) -> ConnectorRole:
+        return self._role
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._role.take_lost_blocks()
 
@@ -185,6 +189,10 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         Otherwise that scheduler ends the request, for vllm-ascend's own proxy to send again.
         """
         return True
+
+    def steps_lost(self) -> None:
+        """A patch of vLLM calls it after a fault, when all requests have ended and no step is on its way."""
+        self._role.steps_lost()
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         return StepMetadata(self._role.build_step(scheduler_output))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_ascend_pd.connector.unsupported import computes_prompts, unsupported
+from vllm_ascend_pd.connector.unsupported import computes_prompts, survives_faults, unsupported
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.config import CONNECTOR, ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.transport.peers import Peers, read_peers
@@ -64,6 +64,11 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -
         raise ConfigError(
             "--enable-sleep-mode is set, with other connectors in a MultiConnector: memory that they have registered "
             "would be freed"
+        )
+    if survives_faults(vllm_config) and is_being_built():
+        raise ConfigError(
+            "--enable-fault-tolerance is set, with other connectors in a MultiConnector: they would report once more "
+            "after a fault what counts only once"
         )
     if not transfer.is_kv_producer and not computes_prompts(vllm_config):
         config = msgspec.structs.replace(config, who_computes="never")

@@ -4,6 +4,8 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.connector.patches import vllm_0_33_lost_steps
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -11,6 +13,11 @@ if TYPE_CHECKING:
 def unsupported(vllm_config: "VllmConfig") -> str | None:
     """Returns the first setting of an engine that is refused, and why; None if there is none."""
     return next(_reasons(vllm_config), None)
+
+
+def survives_faults(vllm_config: "VllmConfig") -> bool:
+    """Whether the engine goes on after a step has failed. vLLM 0.23 does not have the option."""
+    return bool(getattr(vllm_config.parallel_config, "enable_fault_tolerance", False))
 
 
 def computes_prompts(vllm_config: "VllmConfig") -> bool:
@@ -50,11 +57,11 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
             f"--calculate-kv-scales is set with --kv-cache-dtype {cache.cache_dtype}: each engine would compute scales "
             "of its own from its first tokens, and read the other's KV with them. Use a checkpoint that has scales"
         )
-    if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):  # vLLM 0.23 does not have the option
+    if survives_faults(vllm_config) and not vllm_0_33_lost_steps.fits():
         yield (
-            "--enable-fault-tolerance is set: after a fault, vLLM drops what the ranks reported in the step that was "
-            "lost, so blocks whose transfer ended in that step would never be freed. Leave it out: after a fault the "
-            "engine ends, and the proxy retries its requests"
+            "--enable-fault-tolerance is set: before 0.33, vLLM forgets steps that are on their way when one fails, so "
+            "it is not known which blocks may be freed. Leave it out: after a fault the engine ends, and the proxy "
+            "retries its requests"
         )
     if vllm_config.kv_transfer_config.is_kv_consumer:
         yield from _reasons_on_decode(vllm_config, additional)

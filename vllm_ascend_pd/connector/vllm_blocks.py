@@ -95,15 +95,17 @@ class VllmBlocks:
         if all(self._updates.get(rank) == count for rank, count in updates.items()):
             return
         self._updates.update(updates)
+        logger.info("weights were updated: %d blocks were dropped from the prefix cache", self.drop_cached())
+
+    def drop_cached(self) -> int:
         for request in self._with_blocks:
             _make_unfindable(request)
         self._with_blocks.clear()
-        dropped = 0
-        if self._pool is not None:
-            cached = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
-            self._pool.evict_blocks(cached)
-            dropped = len(cached)
-        logger.info("weights were updated: %d blocks were dropped from the prefix cache", dropped)
+        if self._pool is None:
+            return 0
+        cached = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
+        self._pool.evict_blocks(cached)
+        return len(cached)
 
     def evict(self, block_ids: Collection[int]) -> None:
         if self._pool is not None:

@@ -114,8 +114,12 @@ class EngineBlocks(Protocol):
     def weights_updated(self, updates: dict[str, int]) -> None:
         """Takes the ranks' numbers of weight updates. Empties the prefix cache if one of them is new."""
 
+    def drop_cached(self) -> int:
+        """Empties the prefix cache. Later requests do not find blocks of those that there are. Returns how many blocks
+        were cached."""
+
     def allocated(self, request: ScheduledRequest) -> None:
-        """Takes note of a request's blocks. After the next weight update no later request may find them."""
+        """Takes note of a request's blocks. After the next `drop_cached` no later request may find them."""
 
     def evict(self, block_ids: Collection[int]) -> None:
         """Takes blocks out of the prefix cache: their KV is wrong."""

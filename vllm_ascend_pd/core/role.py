@@ -78,6 +78,17 @@ class ConnectorRole:
         """Returns what the scheduler is told after this step."""
         return None
 
+    @property
+    def failure(self) -> str | None:
+        """Why this rank works no more until its engine is restarted; None if it works."""
+        return None
+
+    @property
+    def exchanged_steps(self) -> int:
+        """In how many steps this rank has exchanged KV with others, if there was any. Their numbers must be equal (R5).
+        0: it never does."""
+        return 0
+
     # In the scheduler, on its thread.
 
     def take_handshakes(self, ranks: Mapping[tuple[int, int], Any]) -> None:
@@ -110,6 +121,10 @@ class ConnectorRole:
     def update(self, report: WorkerReport | None, ended: set[str]) -> None:
         """Takes the ranks' report, and requests that all ranks have reported: on prefill as sent, on decode as received
         or failed."""
+
+    def steps_lost(self) -> None:
+        """Steps were lost, and vLLM has ended all requests. The ranks may not have heard what these steps told them,
+        nor the scheduler what the ranks reported. Call it when no step is on its way."""
 
     def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         """Takes note of a request's end. Returns whether its blocks must be kept, and what its response says."""

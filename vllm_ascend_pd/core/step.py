@@ -69,6 +69,9 @@ class PrefillStep:
     wait_s: float = 0.0
     # Rank -> number of its latest weight update after which the scheduler emptied the prefix cache.
     weight_updates: dict[str, int] = field(default_factory=dict)
+    # Requests whose end each rank reports again, or for the first time if it has not heard of them: earlier steps were
+    # lost on their way to the ranks or back. None: no step was lost.
+    report_again: set[str] | None = None
 
     @property
     def has_news(self) -> bool:
@@ -122,6 +125,7 @@ class DecodeStep:
     wakeup_address: str = ""
     # As in `PrefillStep`.
     weight_updates: dict[str, int] = field(default_factory=dict)
+    report_again: set[str] | None = None
 
 
 @dataclass

@@ -110,6 +110,10 @@ class WeightUpdates:
         self._reported = count
         return {self._rank: count}
 
+    def report_again(self) -> None:
+        """The last news may not have reached the scheduler."""
+        self._reported = 0
+
     def are_unknown_to(self, known: dict[str, int]) -> bool:
         """Returns whether the scheduler made a step without knowing the latest update. `known`: as in the step."""
         return known.get(self._rank, 0) != self._loaded.current.version

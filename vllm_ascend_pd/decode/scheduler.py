@@ -66,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_OBSERVER_S = 2.0
 _ABORTED = "the request was aborted"
+_STEP_LOST = "decode lost a step"
 
 
 @dataclass
@@ -443,6 +444,17 @@ class DecodeScheduler(ConnectorRole):
             return {"error": failure}
         num_bytes, early_bytes = transfer.all_received
         return {"received_bytes": num_bytes, "bytes_before_prefill_end": early_bytes}
+
+    @owned
+    def steps_lost(self) -> None:
+        """Cancels all tickets, and has each rank report their ends anew. A rank that has not heard of a ticket reports
+        it as ended at once: it has granted nothing for it."""
+        self._blocks.drop_cached()  # vLLM keeps blocks that the lost steps were to compute
+        under_way = [transfer for transfer in self._transfers.values() if not transfer.ranks_ended]
+        for transfer in under_way:
+            self._fail(transfer, _STEP_LOST, ReceiveFailure.ABORTED)
+            self._step.cancelled[transfer.ticket.ticket_id] = transfer.failure or _STEP_LOST
+        self._step.report_again = {transfer.request_id for transfer in under_way}
 
     @owned
     def take_refused(self) -> list[str]:

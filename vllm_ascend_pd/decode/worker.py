@@ -76,7 +76,9 @@ class DecodeWorker(ConnectorRole):
         # Seconds that this step waits for KV.
         self._wait_s = 0.0
         # Requests whose tickets were opened and that no step has brought back yet.
-        self._num_open = 0
+        self._open_requests: set[str] = set()
+        # Requests that the next `take_arrivals` brings back again, as the scheduler has asked for.
+        self._again: set[str] = set()
         # Whether the last step brought something that had ended.
         self._brought = False
         self._observer = observer or Observer()
@@ -127,9 +129,12 @@ class DecodeWorker(ConnectorRole):
         if step.expects:
             vacated = self._device.record_event()
             opened = [self._open(expect, vacated, step, now) for expect in step.expects]
-            self._num_open += len(opened)
+            self._open_requests.update(expect.request_id for expect in step.expects)
         if opened or step.prefilled or step.cancelled:
             self._server.call(functools.partial(self._grants.begin_step, opened, step, now))
+        if step.report_again is not None:
+            self._again = step.report_again - self._open_requests  # the others will be reported
+            self._updates.report_again()
         if self._verifier is not None:
             for expect, reason in self._verifier.verify_again(step.begun):
                 self._report.overwritten[expect.request_id] = reason, expect.blocks
@@ -167,14 +172,16 @@ class DecodeWorker(ConnectorRole):
         Waits for one, `DecodeStep.wait_s` seconds at most. It does not wait right after a step that brought one: the
         scheduler made this step without it, and what it computes next must not be delayed.
         """
-        wait_s = self._wait_s if self._num_open and not self._brought else 0.0
+        wait_s = self._wait_s if self._open_requests and not (self._brought or self._again) else 0.0
         arrivals = self._arrivals.take(wait_s)
         if self._verifier is not None:
             self._verifier.begin(arrivals.delivered)
             for delivered, mismatch in self._verifier.take(0.0 if arrivals.finished else wait_s):
                 arrivals.ticket_verified(delivered, mismatch)
         self._report = self._report.merge(arrivals.report)
-        self._num_open -= len(arrivals.finished)
+        self._open_requests -= arrivals.finished
+        arrivals.finished |= self._again
+        self._again = set()
         self._brought = bool(arrivals.finished or arrivals.lost_blocks)
         return arrivals
 

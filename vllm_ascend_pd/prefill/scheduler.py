@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _ABORTED = "the prefill request was aborted"
 _ERROR = "prefill ended the request in an error"
+_STEP_LOST = "prefill lost a step"
 _TAKEN_BACK = "vLLM took back KV that prefill had counted as computed, and did not compute it again"
 _CHANGED_STATES = "max_tokens is {}: states change with every token generated"
 _MAX_HOST_CHARS = 80
@@ -49,6 +50,7 @@ class PrefillScheduler(ConnectorRole):
     admission: decides which tickets are served.
     held: prompts that a router asks for before decode has a ticket. None: their blocks are not kept.
     awaits_outputs: whether only the output of a step says what the step has loaded: another connector loads KV, too.
+    survives_faults: whether vLLM goes on after a step that failed, so only its output says what it has computed.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class PrefillScheduler(ConnectorRole):
         held: HeldPrompts | None = None,
         *,
         awaits_outputs: bool = False,
+        survives_faults: bool = False,
     ) -> None:
         self._groups = list(groups)
         self._requests = requests
@@ -70,6 +73,7 @@ class PrefillScheduler(ConnectorRole):
         self._admission = admission
         self._held = held
         self._awaits_outputs = awaits_outputs
+        self._survives_faults = survives_faults
         self._has_states = any(group.holds_state for group in groups)
         self._windows = WindowHolds(groups, blocks)
         self._prompts: dict[str, ComputedPrompt] = {}  # those with a ticket or that wait for one, by request id
@@ -299,7 +303,8 @@ class PrefillScheduler(ConnectorRole):
         # The last token that is generated has no KV.
         grows = last and prompt.done < prompt.request.num_prompt_tokens + prompt.request.max_tokens - 1
         in_one_step = prompt.before == 0 and request_id not in step.late  # so nothing of it was loaded
-        confirmed = in_one_step or prompt.ended or not self._awaits_outputs
+        is_certain = in_one_step or not self._awaits_outputs
+        confirmed = prompt.ended or (is_certain and not self._survives_faults)
         apart = () if alike else tuple(parts)
         step.sends.append(Send(request_id, start, stop, blocks, last, apart, grows, confirmed, transfer.again))
         transfer.sent = [stop for _, stop in parts]
@@ -364,6 +369,19 @@ class PrefillScheduler(ConnectorRole):
         for request_id in ended:
             if (prompt := self._prompts.get(request_id)) and prompt.ended:
                 self._forget(prompt)
+
+    @owned
+    def steps_lost(self) -> None:
+        """Has each rank report all prompts anew. Their transfers fail: a rank may not have heard what to send.
+
+        A rank that has not heard of a ticket, or has reported it before, reports it as sent at once.
+        """
+        self._blocks.drop_cached()  # vLLM keeps blocks that the lost steps were to compute
+        for request_id, transfer in self._transfers.items():
+            transfer.failure = transfer.failure or _STEP_LOST
+            self._step.finished[request_id] = transfer.failure
+        # Those that wait for a ticket go on waiting: vLLM has seen the outputs of all their steps.
+        self._step.report_again = {name for name, prompt in self._prompts.items() if prompt.transfer_id is None}
 
     @owned
     def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:

@@ -62,7 +62,7 @@ class Planner:
             for g in range(len(self._geometries))
         ]
         # The number of steps so far. It is the same on all ranks.
-        self._steps = 0
+        self.steps = 0
 
     @owned
     def plan(
@@ -73,8 +73,8 @@ class Planner:
         transfers: by request id.
         senders: by the issuer of the tickets.
         """
-        self._steps += 1
-        plan = StepPlan(self._steps)
+        self.steps += 1
+        plan = StepPlan(self.steps)
         if not sends:
             return plan
         plan.unsaved.update(dict.fromkeys(self._rank.caches.layers))

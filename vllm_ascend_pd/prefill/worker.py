@@ -144,6 +144,9 @@ class PrefillWorker(ConnectorRole):
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
         self._done.update(step.unsent)
+        if step.report_again is not None:
+            self._done.update(step.report_again - self._transfers.keys())  # the others will be reported
+            self._updates.report_again()
         self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
         self._await_replaced_writes()
         self._forward_ended = False
@@ -307,11 +310,18 @@ class PrefillWorker(ConnectorRole):
     @owned
     def status(self) -> PrefillStatus:
         """How this rank is now."""
-        broken = self._device.failure or (self._regrouper and self._regrouper.failure)
-        failure = broken or self._rank.engine.failure
         ungranted = sum(transfer.state.waits_for_grant for transfer in self._transfers.values())
         queued = sum(sender.queued for sender in self._senders.values())
-        return PrefillStatus(queued, ungranted, restart_needed=failure is not None)
+        return PrefillStatus(queued, ungranted, restart_needed=self.failure is not None)
+
+    @property
+    def failure(self) -> str | None:
+        regrouping = None if self._regrouper is None else self._regrouper.failure
+        return self._device.failure or regrouping or self._rank.engine.failure
+
+    @property
+    def exchanged_steps(self) -> int:
+        return 0 if self._regrouper is None else self._planner.steps
 
     @owned
     def sleep(self) -> None:
