@@ -129,7 +129,7 @@ MUTANTS: dict[str, Mutant] = {
     # connector/unsupported.py
     "a cancelled ticket that no rank knows has no end": _without(
         "connector.unsupported:_reasons",
-        'if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):',
+        "if survives_faults(vllm_config) and not vllm_0_33_lost_steps.fits():",
         "if False:",
         seeds=0,
     ),
@@ -664,7 +664,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "success is reported before the outputs of a step with failed loads": _without(
         "prefill.scheduler:PrefillScheduler._advance",
-        "confirmed = in_one_step or prompt.ended or not self._awaits_outputs",
+        "confirmed = prompt.ended or (is_certain and not self._survives_faults)",
         "confirmed = True",
         **_POOL,
         prefill_policy="fail",
