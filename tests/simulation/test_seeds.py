@@ -9,7 +9,7 @@ import pytest
 
 from simulation.processes import run
 
-REQUESTS = 8_000
+REQUESTS = 8_600
 
 
 @pytest.mark.timeout(900)
@@ -26,7 +26,7 @@ def test_each_request_has_its_answer_if_nothing_goes_wrong() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("version", ["0.23", "0.32", "0.33"])
 def test_seeds_with_another_vllm(version: str) -> None:
-    run("seeds", "0-", "--requests=400", vllm=Path(sys.prefix) / f"vllm-{version}")
+    run("seeds", "0-", "--requests=150", vllm=Path(sys.prefix) / f"vllm-{version}")
 
 
 @pytest.mark.long
