@@ -23,7 +23,7 @@ from vllm_ascend_pd.decode.ticket_client import PostOutcome
 from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
 
 MAX_POSTED = 256
-"""Intents that wait for prefill at a time: each takes a connection to the metaserver. Further ones wait in line."""
+"""Intents that wait for prefill at a time: each takes a connection to the metaserver. Further ones are posted later."""
 
 _NOT_HELD = (
     "prefill has computed the prompt, and its answer does not say where it is held: prefill_first_tokens needs a proxy "
@@ -80,7 +80,7 @@ class Intents:
         self._due: dict[str, LongPrompt] = {}
         self._posted: dict[str, LongPrompt] = {}  # by the intent's id
         self._to_post: list[LongPrompt] = []
-        # New requests that vLLM has not asked for, by id. It asks for none while all seats are taken, and for none
+        # New requests that vLLM has not asked for, by id. It asks for none while `max_num_seqs` run, and for none
         # behind one that does not fit. Prefill would have nothing to compute meanwhile.
         self._unasked: dict[str, ScheduledRequest] = {}
         self.without_news: set[str] = set()
