@@ -34,7 +34,7 @@ MAX_TOMBSTONES = 16384
 MAX_WRITERS = 4096
 """More writers than any prefill engine has ranks. It limits what grant requests can make a rank remember."""
 
-_WAITED = "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's line or in prefill's queue"
+_WAITED = "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's queue or in prefill's"
 
 
 class TicketState(enum.Enum):
