@@ -181,9 +181,7 @@ def test_a_message_shows_that_a_process_has_not_ended():
 
 # Over time: renewals, deadlines, the wait in a queue, and the end of prefill.
 
-NOBODY_BEGAN = (
-    "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's queue or in prefill's"
-)
+NOBODY_BEGAN = "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's queue or in prefill's"
 
 
 def test_no_prefill_rank_asked_before_the_deadline():
