@@ -142,20 +142,29 @@ class VllmBlocks:
     def cached_tokens(self, request: Any) -> int:
         [group] = self._groups
         assert isinstance(group, TokenGroup)
-        most, number = (request.num_tokens - 1) // group.span, 0
-        while number < most and self._are_cached(request, 0, group.span, number, number + 1):
+        hashes = self._hashes(request, group.span)
+        most = min(len(hashes), (request.num_tokens - 1) // group.span)
+        number = 0
+        while number < most and self._is_cached(hashes[number], 0):
             number += 1
         return number * group.span
 
     def _are_cached(self, request: Any, group: int, span: int, first: int, stop: int) -> bool:
         """Whether the prefix cache has blocks `[first, stop)` of a cache group. `span`: tokens per block."""
+        hashes = self._hashes(request, span)
+        return stop <= len(hashes) and all(self._is_cached(hashes[number], group) for number in range(first, stop))
+
+    def _hashes(self, request: Any, span: int) -> Sequence[BlockHash]:
+        """Returns the hashes of the request's full blocks of `span` tokens; none if prefix caching is off."""
         pool = self._pool
-        if pool is None or span % pool.hash_block_size:  # prefix caching is off
-            return False
-        hashes = BlockHashListWithBlockSize(request.block_hashes, pool.hash_block_size, span)
-        return stop <= len(hashes) and all(
-            pool.get_cached_block(hashes[number], [group]) is not None for number in range(first, stop)
-        )
+        if pool is None or span % pool.hash_block_size:
+            return ()
+        hashes: Sequence[BlockHash] = BlockHashListWithBlockSize(request.block_hashes, pool.hash_block_size, span)
+        return hashes
+
+    def _is_cached(self, block: BlockHash, group: int) -> bool:
+        assert self._pool is not None
+        return self._pool.get_cached_block(block, [group]) is not None
 
     def hold(self, block_ids: Sequence[int]) -> None:
         assert self._pool is not None
