@@ -97,7 +97,7 @@ def test_all_steps_with_small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {"bytes", "seconds", "copy_seconds"} <= found[f"hardware.speed.{op}"].figures.keys()
     assert found["hardware.multiply"].figures == {"mul_keeps_low_bits": True, "muls_keeps_low_bits": True}
     assert "region of 51202 MiB" in found["hardware.large_region"].found
-    assert {finding.level for finding in found.values()} == {Level.OK}, found
+    assert not [finding for finding in found.values() if finding.level is not Level.OK]
     for check in ("hardware.write.ascend.0-1", "hardware.write.roce.1-0"):
         assert found[check].figures["bytes"] == num_bytes
         assert found[check].figures["bytes_per_second"] > 0
