@@ -284,7 +284,11 @@ run scripts/setup_env.sh "${setup[@]}"
 judge "set-up" "$SECONDS" 0
 : >"$scratch/set_up"
 case $mode in
-  npu) stage "vllm-ascend and torch_npu on emulated CANN, long form" npu_tests tests/npu ;;
+  npu) # each a process of its own: what vLLM's engines need imported or set, other tests must not have
+    stage "${titles[npu-contract]}, long form" npu_tests tests/npu/contract
+    stage "${titles[npu]}, long form" npu_tests tests/npu --ignore tests/npu/e2e --ignore tests/npu/contract
+    stage "${titles[npu-e2e]}, long form" npu_tests tests/npu/e2e
+    ;;
   e2e) tests "end-to-end tests, long form" tests/e2e ;;
   benchmarks)
     stage "emulated CANN" scripts/setup_npu_emulation.sh

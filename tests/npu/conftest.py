@@ -2,12 +2,14 @@
 """Tests on torch_npu: on an Ascend machine with its NPUs, elsewhere with the emulated CANN libraries in the
 environment that scripts/setup_npu_emulation.sh makes. Without torch_npu there is nothing to collect here."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -31,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "emulated: about the emulated CANN libraries themselves")
     if HAS_TORCH_NPU and not config.pluginmanager.has_plugin("cann_on_host_pytest"):
         config.pluginmanager.import_plugin("cann_on_host_pytest")
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """vllm-ascend sets variables where a configuration is made. With its PYTORCH_NPU_ALLOC_CONF, processes of later
+    tests would take memory that they do not use."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
