@@ -40,7 +40,6 @@ from vllm_ascend_pd.observe.stats import (
     RECEIVE_FAILURES,
     REGROUP_WAIT_SECONDS,
     TICKET_TO_READY_SECONDS,
-    Counter,
     Data,
     Stats,
     merged,
@@ -110,9 +109,7 @@ def registered() -> dict[str, float]:
 def said_by(rank: str, *recorded: tuple[Any, Any], gauges: Any = None) -> Data:
     stats = Stats(rank)
     for metric, value in recorded:
-        if not isinstance(metric, Counter):
-            stats.observe(metric, value)
-        elif isinstance(value, str):
+        if isinstance(value, str):
             stats.add(metric, reason=value)
         else:
             stats.add(metric, value)

@@ -49,10 +49,7 @@ def taken(steps: Any) -> list[Data]:
     said = []
     for rank, records, gauges in steps:
         for metric, reason, value in records:
-            if isinstance(metric, Counter):
-                ranks[rank].add(metric, value, reason)
-            else:
-                ranks[rank].observe(metric, value)
+            ranks[rank].add(metric, value, reason)
         said.append(ranks[rank].take(lambda gauges=gauges: gauges))
     return said
 
@@ -88,7 +85,7 @@ def test_single_values_make_the_same_histogram(histogram: Histogram, values: lis
     edges = [math.nextafter(edge, 0.0) for edge in histogram.bounds]
     values += [*histogram.bounds, *edges] * 3
     for value in values:
-        stats.observe(histogram, value)
+        stats.add(histogram, value)
     counts, sums = stats.take()["histograms"][histogram.name]
     replayed = [0] * len(counts)
     total = 0.0
@@ -110,7 +107,7 @@ def test_the_size_does_not_depend_on_how_much_was_recorded() -> None:
                         stats.add(metric, 1, reason)
                 elif isinstance(metric, Histogram):
                     for bound in (*metric.bounds, 1e6):
-                        stats.observe(metric, bound)
+                        stats.add(metric, bound)
             assert i < times
         return len(pickle.dumps(stats.take(lambda: {PUSH_QUEUE_DEPTH: times, GRANTS_WAITING: times})))
 

@@ -74,6 +74,7 @@ class Histogram:
     help: str
     # Upper bounds of its buckets, ascending, without the last, infinite one.
     bounds: tuple[float, ...]
+    reasons = ("",)
     labels = ()
 
 
@@ -213,16 +214,10 @@ class Stats:
         # Values that were taken last, by name.
         self._gauges: dict[str, int] = {}
 
-    def add(self, counter: Counter, amount: int = 1, reason: str = "") -> None:
-        """Adds `amount`. Raises ValueError if `reason` is none of the counter's."""
-        if reason not in counter.reasons:
-            raise ValueError(f"{counter.name} has no reason {reason!r}")
-        self._note(counter, amount, reason)
-
-    def observe(self, histogram: Histogram, value: float) -> None:
-        self._note(histogram, value, "")
-
-    def _note(self, metric: Counter | Histogram, value: float, reason: str) -> None:
+    def add(self, metric: Counter | Histogram, value: float = 1, reason: str = "") -> None:
+        """Adds to a counter, or a value to a histogram. Raises ValueError if `reason` is none of the metric's."""
+        if reason not in metric.reasons:
+            raise ValueError(f"{metric.name} has no reason {reason!r}")
         self._noted.append((metric, value, reason))
         if len(self._noted) >= _NOTED_AT_ONCE:
             self._add_up()
@@ -320,15 +315,15 @@ class PrefillStats(Observer):
             case WriteEnded():
                 self._stats.add(PUSHED_BYTES, sum(event.num_bytes))
             case LayerWritten():
-                self._stats.observe(LAYER_PUSH_SECONDS, event.seconds)
+                self._stats.add(LAYER_PUSH_SECONDS, event.seconds)
             case RegroupAwaited():
-                self._stats.observe(REGROUP_WAIT_SECONDS, event.seconds)
+                self._stats.add(REGROUP_WAIT_SECONDS, event.seconds)
             case PushDelayed():
-                self._stats.observe(BACKPRESSURE_SECONDS, event.seconds)
+                self._stats.add(BACKPRESSURE_SECONDS, event.seconds)
             case WriteRetried():
                 self._stats.add(WRITE_RETRIES)
             case WritingEnded(cause=None, num_bytes=num_bytes) if num_bytes:
-                self._stats.observe(OVERLAP_RATIO, event.early_bytes / num_bytes)
+                self._stats.add(OVERLAP_RATIO, event.early_bytes / num_bytes)
             case WritingEnded(cause=PushFailure() as cause):
                 self._stats.add(PUSH_FAILURES, reason=cause.value)
 
@@ -367,4 +362,4 @@ class DecodeSchedulerStats(Observer):
             case ReceiveFailed():
                 self._stats.add(RECEIVE_FAILURES, reason=event.cause.value)
             case ReceiveEnded(cause=None):
-                self._stats.observe(TICKET_TO_READY_SECONDS, event.seconds)
+                self._stats.add(TICKET_TO_READY_SECONDS, event.seconds)

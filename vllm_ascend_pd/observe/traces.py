@@ -59,6 +59,7 @@ def fingerprint(ticket_id: str) -> str:
 
 
 def _name(name: str) -> str:
+    """Cleans a name from outside. Layers have their names from this engine's own model."""
     return one_line(name, _MAX_NAME)
 
 
@@ -92,22 +93,20 @@ class PrefillTrace(_Trace):
         args: dict[str, Any]
         match event:
             case LayerComputed() if self._in_step:
-                layer, self._computed = _name(event.layer), moment(event.computed)
-                end = self._computed
+                self._computed = end = moment(event.computed)
+                name, args = f"compute {event.layer}", {"layer": event.layer}
                 # It begins where the layer before it ends.
-                self._file.put(
-                    _on_stream(f"compute {layer}", "X", "layer", {"layer": layer}, "compute", begin=0.0, end=end)
-                )
+                self._file.put(_on_stream(name, "X", "layer", args, "compute", begin=0.0, end=end))
             case WriteEnded():
-                layer, rank = _name(event.layer), f"{event.key[0]}/{event.key[1]}"
+                rank = f"{event.key[0]}/{event.key[1]}"
                 written = dict(zip(map(fingerprint, event.ticket_ids), event.num_bytes, strict=True))
-                args = {"layer": layer, "to": rank, "written": written}
-                row = f"write to decode rank {rank}"
-                self._file.put(Traced(f"write {layer}", "X", "write", args, row=row, begin=event.begun_at))
+                args = {"layer": event.layer, "to": rank, "written": written}
+                name, row = f"write {event.layer}", f"write to decode rank {rank}"
+                self._file.put(Traced(name, "X", "write", args, row=row, begin=event.begun_at))
             case RegroupSubmitted():
-                args = {"layer": _name(event.layer), "transfers": [*map(fingerprint, event.ticket_ids)]}
+                args = {"layer": event.layer, "transfers": [*map(fingerprint, event.ticket_ids)]}
                 begin, end = moment(event.computed), moment(event.ready)
-                name = f"regroup {_name(event.layer)}"
+                name = f"regroup {event.layer}"
                 self._file.put(_on_stream(name, "X", "regroup", args, "regroup", begin=begin, end=end))
             case StepBegun():
                 self._begin_step(event)
