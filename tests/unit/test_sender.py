@@ -296,7 +296,9 @@ def test_a_layer_is_written_once_its_checksums_are_taken(transfers):
     worker._caches = SimpleNamespace(layers_by_geometry={LAYERS[0]: {0: tensors}}, quantize={})
     with sending(calls) as sender:
         checksums: Any = object()
-        worker._put_layer(StepPlan(sends={0: [(sender, step_send)]}, checksums={0: [checksums]}), LAYERS[0], Done())
+        for transfer in step_send.transfers:
+            transfer.sender = sender
+        worker._put_layer(StepPlan(sends={0: [step_send]}, checksums={0: [checksums]}), LAYERS[0], Done())
         assert not calls.begun.acquire(timeout=0.05)
         taken.set()
         assert sender.barrier().wait(10)

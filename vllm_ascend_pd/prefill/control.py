@@ -149,14 +149,12 @@ class ControlPlane:
             peer.users += 1
             return peer.sender
 
-    def release(self, ticket: Ticket) -> bool:
-        """Gives the sender back that was acquired for `ticket`: it gets no more tasks for it. Returns whether it was
-        the last one of the issuer's tickets."""
+    def release(self, ticket: Ticket) -> None:
+        """Gives the sender back that was acquired for `ticket`: it gets no more tasks for it."""
         with self._lock:
             peer = self._peers[ticket.issuer]
             peer.users -= 1
             peer.used_at = time.monotonic()
-            return peer.users == 0
 
     def open(self, transfers: Sequence[Transfer]) -> None:
         """Begins to ask for grants for these transfers. A sender must have been acquired for each ticket."""

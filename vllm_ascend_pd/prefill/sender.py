@@ -25,7 +25,7 @@ from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import LOOK_S, StagingRing
 from vllm_ascend_pd.prefill.step_send import LayerPush, StepSend
-from vllm_ascend_pd.prefill.transfer import Transfer, TransferQueue
+from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport.batches import Batch, PagedWrite
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, Flight, TransferError
 
@@ -72,7 +72,7 @@ class _Write:
         return next((e for e in self.errors if e.may_arrive), self.errors[0])
 
 
-class Sender(TransferQueue):
+class Sender:
     """Writes layers to one decode engine: one write for each decode rank and all requests. If that fails, one write for
     each request, so that only those at fault fail.
 
@@ -148,9 +148,11 @@ class Sender(TransferQueue):
     # On any thread.
 
     def finish(self, transfers: Sequence[Transfer]) -> None:
+        """Queues the end of `transfers`, for which nothing more will be put. May be called any number of times."""
         self._tasks.put(Mark(transfers))
 
     def barrier(self) -> threading.Event:
+        """Returns an event that is set when all tasks that were put before are over."""
         mark = Mark()
         self._tasks.put(mark)
         return mark.reached
@@ -167,6 +169,8 @@ class Sender(TransferQueue):
             raise RuntimeError("a sender has ended by an error of its own") from self._broken
 
     def engine_described(self, layout: DecodeLayout) -> None:
+        """Sets where the decode engine's caches lie, which never changes. The control thread calls it before each
+        transfer learns its destinations."""
         self._layout = layout
 
     def retire(self) -> None:

@@ -15,7 +15,6 @@ from vllm_ascend_pd.prefill.checksums import StepChecksums
 from vllm_ascend_pd.prefill.decode_layout import Routes
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import Regrouper
-from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_send import StepSend, plan_sends, tokens_of
 from vllm_ascend_pd.prefill.transfer import Transfer
 
@@ -26,8 +25,8 @@ class StepPlan:
 
     # The number of the step, which is the same on all ranks.
     number: int = 0
-    # What is sent, and by which sender. By the index of the geometry that is read.
-    sends: dict[int, list[tuple[Sender, StepSend]]] = field(default_factory=dict)
+    # What is sent, by the index of the geometry that is read.
+    sends: dict[int, list[StepSend]] = field(default_factory=dict)
     # Layers that were not pushed yet, in order.
     unsaved: dict[str, None] = field(default_factory=dict)
     # What takes checksums, by the index of the geometry. Empty without `verify_kv`.
@@ -39,7 +38,7 @@ class StepPlan:
 
     @property
     def all_sends(self) -> list[StepSend]:
-        return [step_send for of in self.sends.values() for _, step_send in of]
+        return [step_send for of in self.sends.values() for step_send in of]
 
 
 class Planner:
@@ -65,14 +64,8 @@ class Planner:
         self.steps = 0
 
     @owned
-    def plan(
-        self, sends: list[Send], transfers: Mapping[str, Transfer], senders: Mapping[tuple[str, str], Sender]
-    ) -> StepPlan:
-        """Returns the plan of a step that completes `sends`.
-
-        transfers: by request id.
-        senders: by the issuer of the tickets.
-        """
+    def plan(self, sends: list[Send], transfers: Mapping[str, Transfer]) -> StepPlan:
+        """Returns the plan of a step that completes `sends`. `transfers`: by request id."""
         self.steps += 1
         plan = StepPlan(self.steps)
         if not sends:
@@ -97,8 +90,8 @@ class Planner:
             ticket = group[0][0].ticket
             for index, geometry in enumerate(self._geometries):
                 if geometry.is_known_to(ticket.remote_draft):
-                    for step_send in self._plan_geometry(plan, index, ticket, group):
-                        plan.sends.setdefault(index, []).append((senders[ticket.issuer], step_send))
+                    if step_sends := self._plan_geometry(plan, index, ticket, group):
+                        plan.sends.setdefault(index, []).extend(step_sends)
         return plan
 
     def _plan_geometry(

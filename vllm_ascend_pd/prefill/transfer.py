@@ -9,30 +9,16 @@ from __future__ import annotations
 
 import functools
 import secrets
-import threading
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.weights import NOTHING_KNOWN, Weights
 from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.prefill.checksums import StepChecksums
-from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 
-
-class TransferQueue(Protocol):
-    """What writes a transfer to its decode engine, in order: a `Sender`. Any thread may call it."""
-
-    def finish(self, transfers: Sequence[Transfer]) -> None:
-        """Queues the end of `transfers`, for which nothing more will be put. May be called any number of times."""
-
-    def barrier(self) -> threading.Event:
-        """Returns an event that is set when all tasks that were put before are over."""
-
-    def engine_described(self, layout: DecodeLayout) -> None:
-        """Sets where the decode engine's caches lie, which never changes. The control thread calls it before each
-        transfer learns its destinations."""
+if TYPE_CHECKING:
+    from vllm_ascend_pd.prefill.sender import Sender
 
 
 class Transfer:
@@ -42,7 +28,7 @@ class Transfer:
         self,
         request_id: str,
         ticket: Ticket,
-        sender: TransferQueue,
+        sender: Sender,
         state: PrefillTicket,
         cached_tokens: int = 0,
         weights: Weights = NOTHING_KNOWN,

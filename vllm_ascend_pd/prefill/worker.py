@@ -32,7 +32,7 @@ from vllm_ascend_pd.prefill.regroup import make_regrouper
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush
-from vllm_ascend_pd.prefill.transfer import Outcome, Transfer, TransferQueue
+from vllm_ascend_pd.prefill.transfer import Outcome, Transfer
 from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.peers import Peers
@@ -105,8 +105,6 @@ class PrefillWorker(ConnectorRole):
         )
         # The open transfers, by request id.
         self._transfers: dict[str, Transfer] = {}
-        # What writes to each decode engine, by the issuer of its tickets: engines with open transfers.
-        self._senders: dict[tuple[str, str], Sender] = {}
         # Whether the scheduler has woken the rank since its last wait: the next one does not wait either.
         self._woken = False
         # Request ids whose blocks may be freed.
@@ -147,7 +145,7 @@ class PrefillWorker(ConnectorRole):
         if step.report_again is not None:
             self._done.update(step.report_again - self._transfers.keys())  # the others will be reported
             self._updates.report_again()
-        self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
+        self._plan = self._planner.plan(step.sends, self._transfers)
         self._await_replaced_writes()
         self._forward_ended = False
         self._unnamed.start_step()
@@ -293,12 +291,12 @@ class PrefillWorker(ConnectorRole):
                 break
         self._woken = False
         done, self._done = self._done, set()
-        for sender in self._senders.values():
+        for sender in self._senders():
             sender.check()
         for request_id in done:
             transfer = self._transfers.pop(request_id, None)
-            if transfer is not None and self._control.release(transfer.ticket):
-                del self._senders[transfer.ticket.issuer]
+            if transfer is not None:
+                self._control.release(transfer.ticket)
         return TransferResults(sent=done)
 
     @owned
@@ -311,7 +309,7 @@ class PrefillWorker(ConnectorRole):
     def status(self) -> PrefillStatus:
         """How this rank is now."""
         ungranted = sum(transfer.state.waits_for_grant for transfer in self._transfers.values())
-        queued = sum(sender.queued for sender in self._senders.values())
+        queued = sum(sender.queued for sender in self._senders())
         return PrefillStatus(queued, ungranted, restart_needed=self.failure is not None)
 
     @property
@@ -380,7 +378,7 @@ class PrefillWorker(ConnectorRole):
             if steps:
                 ready = submit_layer(self._device, steps, self._caches.quantize, computed)
         for geometry, tensors in of_layer.items():
-            for sender, step_send in plan.sends.get(geometry, ()):
+            for step_send in plan.sends.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
                 push = LayerPush(layer, step_send, tensors.described, computed, ready)
                 if step_send.route.is_staged:
@@ -389,7 +387,7 @@ class PrefillWorker(ConnectorRole):
                         continue
                 if self._turns is not None:
                     push.over = threading.Event()
-                sender.put_layer(push, self._rank.config.write_timeout_s)
+                step_send.transfers[0].sender.put_layer(push, self._rank.config.write_timeout_s)
                 pushes.append(push)
                 if step_send.route.is_staged:
                     self._observer.on(RegroupSubmitted(layer, step_send.ticket_ids, computed, push.ready))
@@ -398,15 +396,18 @@ class PrefillWorker(ConnectorRole):
 
     # The open transfers.
 
+    def _senders(self) -> set[Sender]:
+        """Returns what writes to the decode engines with open transfers."""
+        return {transfer.sender for transfer in self._transfers.values()}
+
     def _open(self, tickets: dict[str, Ticket], cached_tokens: dict[str, int]) -> list[Transfer]:
         """Opens a transfer for each ticket, by request id, and begins to ask for grants."""
         opened, now = [], time.monotonic()
         for request_id, ticket in tickets.items():
-            sender = self._senders[ticket.issuer] = self._control.acquire(ticket)
             transfer = self._transfers[request_id] = Transfer(
                 request_id,
                 ticket,
-                sender,
+                self._control.acquire(ticket),
                 PrefillTicket(now + self._rank.config.grant_timeout_s),
                 cached_tokens.get(request_id, 0),
                 self._rank.loaded.current,
@@ -418,7 +419,7 @@ class PrefillWorker(ConnectorRole):
 
     def _finish(self, transfers: Iterable[Transfer]) -> None:
         """Ends the pushing for these transfers. May be called any number of times."""
-        of: dict[TransferQueue, list[Transfer]] = {}
+        of: dict[Sender, list[Transfer]] = {}
         for transfer in transfers:
             of.setdefault(transfer.sender, []).append(transfer)
         for sender, finishing in of.items():
