@@ -3,7 +3,7 @@
 
 import hashlib
 import time
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from vllm_ascend_pd.core.observer import (
@@ -53,6 +53,7 @@ def _file(folder: str, part: str, engine: str, pp_rank: int | None = None, rank:
     return TraceFile(folder, {**process, "pp_rank": pp_rank or 0, "rank": rank})
 
 
+@lru_cache(maxsize=1024)  # each layer's write names all of its transfers
 def fingerprint(ticket_id: str) -> str:
     """Names a transfer in traces, equally on both sides. It does not reveal the ticket's id, which is a secret."""
     return hashlib.blake2b(ticket_id.encode(), digest_size=8, person=b"pd-trace").hexdigest()
