@@ -68,11 +68,6 @@ class Destination:
     num_bytes: int = 0
     early_bytes: int = 0
 
-    @property
-    def pause_s(self) -> float:
-        """Seconds between two requests for a grant."""
-        return self.lease_s / 3 if self.granted else GRANT_RETRY_S
-
 
 @dataclass
 class PrefillTicket:
@@ -174,8 +169,11 @@ class PrefillTicket:
         """Returns the decode ranks to ask for a grant, or for its renewal."""
         if self.failure is not None or self.phase not in (Phase.WRITING, Phase.FINISHED):
             return []
-        destinations = (self.destinations or {}).items()
-        return [key for key, d in destinations if not d.asking and now - d.asked_at >= d.pause_s]
+        return [
+            key
+            for key, each in (self.destinations or {}).items()
+            if not each.asking and now - each.asked_at >= (each.lease_s / 3 if each.granted else GRANT_RETRY_S)
+        ]
 
     @owned
     def asked(self, key: RankKey, now: float) -> Destination:
