@@ -62,7 +62,7 @@ class World:
     @property
     def shunned(self) -> str:
         now = time.monotonic()
-        return "".join(each.url for pool in self.pools for each in pool.engines if each.gate.passed_over(now))
+        return "".join(each.url for pool in self.pools for each in pool.engines if each.gate.doubtful(now))
 
 
 def pairs(prefill: str, decode: str) -> set[str]:

@@ -245,16 +245,15 @@ def test_an_engine_that_fails_all_requests_is_passed_over_for_a_while() -> None:
     gate.checked(None)
     for now in (0.0, 1.0):
         assert not gate.requests.ended("it broke off", now)
-        assert not gate.passed_over(now)
+        assert not gate.doubtful(now)
     assert gate.requests.ended("it refused", 2.0)
-    assert gate.passed_over(11.9)
     assert gate.doubtful(11.9)
     assert gate.state(11.9) == (EngineState.PASSED_OVER, "3 requests in a row failed there: it refused")
-    assert not gate.passed_over(12.0)
+    assert not gate.doubtful(12.0)
     assert gate.requests.ended("it refused", 13.0), "one is enough now"
-    assert gate.passed_over(14.0)
+    assert gate.doubtful(14.0)
     assert not gate.requests.ended(None, 15.0)
-    assert not gate.passed_over(15.0)
+    assert not gate.doubtful(15.0)
     assert gate.state(15.0) == (EngineState.HEALTHY, None)
     for _ in range(3):
         gate.transfers.ended("went silent", 15.0)

@@ -160,9 +160,11 @@ class Deliveries:
         return None if giver is None or taker is None else (giver, taker)
 
     def _pair(self, giver: RegisteredEngine, taker: RegisteredEngine) -> _Pair:
-        if taker not in self._pairs.get(giver, ()):
+        pair = self._pairs.get(giver, {}).get(taker)
+        if pair is None:
             self._forget_removed()
-        return self._pairs.setdefault(giver, {}).setdefault(taker, _Pair(self._limit))
+            pair = self._pairs.setdefault(giver, {})[taker] = _Pair(self._limit)
+        return pair
 
     def _forget_removed(self) -> None:
         self._pairs = {

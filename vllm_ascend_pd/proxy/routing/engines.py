@@ -75,9 +75,13 @@ class Streak:
         `how`: how it failed; None if it did not. `now`: seconds of a steady clock. Returns whether others come first
         from now on, and did not before.
         """
+        if how is None:
+            self.failures, self.how, self._passed_over_until = 0, "", float("-inf")
+            return False
         were = self.passed_over(now)
-        self.failures, self.how = (0, "") if how is None else (self.failures + 1, how)
-        self._passed_over_until = now + _PASSED_OVER_SECONDS if self.is_long else float("-inf")
+        self.failures, self.how = self.failures + 1, how
+        if self.is_long:
+            self._passed_over_until = now + _PASSED_OVER_SECONDS
         return self.is_long and not were
 
     @property
@@ -143,13 +147,9 @@ class HealthGate:
         self.ejected, self._against = not self.ejected, 0
         return True
 
-    def passed_over(self, now: float) -> bool:
-        """Whether other engines are asked first because many requests or transfers in a row failed here."""
-        return self.requests.passed_over(now) or self.transfers.passed_over(now)
-
     def doubtful(self, now: float) -> bool:
-        """Whether healthy engines should be asked first."""
-        return self.shut or self.passed_over(now)
+        """Whether other engines are asked first: its checks say so, or many requests or transfers in a row failed."""
+        return self.shut or self.requests.passed_over(now) or self.transfers.passed_over(now)
 
     @property
     def shut(self) -> bool:

@@ -29,7 +29,8 @@ _COMMON = "vllm:"
 _SAMPLE = re.compile(
     rf"\n({_COMMON}(?:{'|'.join(re.escape(name.removeprefix(_COMMON)) for name in _WANTED)}))([{{ \t][^\n]*)".encode()
 )
-_LABEL = re.compile(rb'[{,](kv_cache_size_tokens|num_gpu_blocks|block_size|sleep_state|result)="([^"\\]*)"')
+_LABEL = re.compile(rb'[{,](sleep_state|result)="([^"\\]*)"')
+_SIZE = re.compile(rb'[{,](kv_cache_size_tokens|num_gpu_blocks|block_size)="([0-9]{1,15})"')
 _MAX_BYTES = 16 << 20
 """vLLM's metrics are about 100 KiB per data-parallel rank."""
 _MAX_SAMPLE_BYTES = 1 << 20
@@ -128,7 +129,7 @@ class MetricsReader:
         if name == _SLEEP_STATE:
             self._asleep |= _labels(labels).get("sleep_state") == "awake" and value == 0
         elif name == _CACHE_INFO:
-            self._capacities.append(_capacity(_labels(labels)))
+            self._capacities.append(_capacity(labels))
         elif name == _VERIFIED and _labels(labels).get("result") not in WRONG_KV:
             pass
         elif 0 <= value < _NONSENSE:  # not NaN
@@ -153,16 +154,12 @@ def _total(values: list[float] | None) -> int | None:
     return None if values is None else round(sum(values))
 
 
-def _capacity(labels: dict[str, str]) -> int:
+def _capacity(labels: bytes) -> int:
     """Returns how many tokens fit; 0: unknown.
 
     With several cache groups only `kv_cache_size_tokens` is right. vLLM 0.23 does not report it."""
-    tokens = _number(labels.get("kv_cache_size_tokens", ""))
-    return tokens or _number(labels.get("num_gpu_blocks", "")) * _number(labels.get("block_size", ""))
-
-
-def _number(label: str) -> int:
-    return int(label) if label.isascii() and label.isdigit() and len(label) < 16 else 0
+    sizes = {name: int(value) for name, value in _SIZE.findall(labels)}
+    return sizes.get(b"kv_cache_size_tokens", 0) or sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0)
 
 
 class InFlightLoad(NamedTuple):
@@ -198,13 +195,6 @@ class EngineLoad(NamedTuple):
     """How many tokens of KV fit. None: unknown."""
 
 
-def _others_requests(seen: LoadReport) -> int:
-    """Requests of other proxies and of direct clients. Requests sent just before the snapshot may be missing in it, so
-    the difference may be negative: that counts as 0."""
-    running, waiting = seen.snapshot.running, seen.snapshot.waiting
-    return max(0, (running or 0) + (waiting or 0) - seen.sent.requests)
-
-
 def load_of(role: EngineRole, url: str, sent: InFlightLoad, seen: LoadReport | None, mean_tokens: float) -> EngineLoad:
     """The load of an engine: its own report, corrected by what this proxy has sent, and seen end, since then. It is
     never less than what this proxy has in flight there.
@@ -213,12 +203,14 @@ def load_of(role: EngineRole, url: str, sent: InFlightLoad, seen: LoadReport | N
     """
     if seen is None:
         return EngineLoad(url, sent.requests, sent.tokens)
-    others = _others_requests(seen)
-    if role is EngineRole.PREFILL or seen.snapshot.kv_tokens is None:
+    snapshot = seen.snapshot
+    # Requests sent just before the snapshot may be missing in it, so the difference may be negative.
+    others = max(0, (snapshot.running or 0) + (snapshot.waiting or 0) - seen.sent.requests)
+    if role is EngineRole.PREFILL or snapshot.kv_tokens is None:
         tokens = sent.tokens + round(others * mean_tokens)
     else:
-        tokens = max(sent.tokens, seen.snapshot.kv_tokens + sent.tokens - seen.sent.tokens)
-    return EngineLoad(url, sent.requests + others, tokens, seen.snapshot.capacity)
+        tokens = max(sent.tokens, snapshot.kv_tokens + sent.tokens - seen.sent.tokens)
+    return EngineLoad(url, sent.requests + others, tokens, snapshot.capacity)
 
 
 class PrefillPace:
