@@ -2,7 +2,6 @@
 """A client's X-Request-Id in the body of its answer, however the engine's answer is cut into chunks."""
 
 import json
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,11 +28,12 @@ def relayed(chunks: list[bytes], content_type: str, given: str = "abc") -> bytes
         sent.append(message.get("body", b""))
 
     async def run() -> None:
-        async def body() -> AsyncIterator[bytes]:
-            for chunk in chunks:
-                yield chunk
+        parts = [*filter(None, chunks)]
 
-        answer: Any = SimpleNamespace(status=200, is_success=True, is_encoded=False, headers=[], chunks=body)
+        async def read() -> bytes:
+            return parts.pop(0) if parts else b""
+
+        answer: Any = SimpleNamespace(status=200, is_success=True, is_encoded=False, headers=[], read=read)
         answer.content_type = content_type
         answer.is_event_stream = content_type == "text/event-stream"
         reply = Reply(send, request_id=given)

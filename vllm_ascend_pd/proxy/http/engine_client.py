@@ -17,7 +17,7 @@ from aiohttp.abc import AbstractResolver, AbstractStreamWriter, ResolveResult
 from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_ascend_pd.proxy.http.bodies import Content
-from vllm_ascend_pd.proxy.http.messages import Headers, read_all
+from vllm_ascend_pd.proxy.http.messages import Headers, TooLarge
 from vllm_ascend_pd.transport.http_client import IDLE_CONNECTION_S
 from vllm_ascend_pd.transport.names import HostNames
 
@@ -65,7 +65,7 @@ class EngineResponse:
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
         self._body: bytes | None = None
-        """The body, once `buffer` has read it."""
+        """What `buffer` has read and `read` has not returned since. None: `buffer` was not called."""
         self._lost: asyncio.Future[None] | None = None
         self._watch()
         self.status = response.status
@@ -77,21 +77,25 @@ class EngineResponse:
         self.is_encoded = "Content-Encoding" in response.headers
         """Whether its body is compressed, for instance."""
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body, as the engine sends it. Raises HttpError."""
+    async def read(self) -> bytes:
+        """Returns the next part of the body, as the engine sends it; empty at its end. Raises HttpError."""
         if self._body is not None:
-            yield self._body
-            return
-        read = self._response.content.readany
+            body, self._body = self._body, b""
+            return body
         try:
-            while chunk := await read():
-                yield chunk
+            return await self._response.content.readany()
         except _FAILURES as error:
             raise _error(error) from error
 
     async def buffer(self, limit: int) -> bytes:
-        """Reads the body, which `chunks` then yields, also after `close`. Raises HttpError, and TooLarge."""
-        self._body = await read_all(self.chunks(), limit)
+        """Reads the whole body, which `read` then returns again, also after `close`. Raises HttpError, and TooLarge as
+        soon as it exceeds `limit` bytes."""
+        body = bytearray()
+        while part := await self.read():
+            body += part
+            if len(body) > limit:
+                raise TooLarge
+        self._body = bytes(body)
         return self._body
 
     def _watch(self) -> None:

@@ -30,11 +30,6 @@ async def read_body(chunks: AsyncIterable[bytes], limit: int) -> bytearray:
     return body
 
 
-async def read_all(chunks: AsyncIterable[bytes], limit: int) -> bytes:
-    """As `read_body`, for what is small or read once."""
-    return bytes(await read_body(chunks, limit))
-
-
 async def disconnected(receive: Receive) -> None:
     """Returns when the client closes the connection. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":

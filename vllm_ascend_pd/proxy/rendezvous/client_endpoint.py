@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
 import anyio
@@ -40,7 +40,6 @@ from vllm_ascend_pd.proxy.http.messages import (
     disconnected,
     error_response,
     excerpt,
-    read_all,
     read_body,
     who_computes,
 )
@@ -328,18 +327,17 @@ class ResponseRelay:
         """`is_checked`: whether the body must be an answer."""
         # The headers may come long before the body. They are held back with it, so that a failed prefill can still
         # become the client's status.
-        chunks = self._chunks(response)
         first, is_whole = b"", True
-        async for chunk in chunks:
-            first += chunk
+        while part := await self._read(response):
+            first += part
             if len(first) >= (_MAX_HELD_BYTES if is_checked else NAMED_WITHIN_BYTES):
                 is_whole = False
                 break
         if is_checked and not self._is_answer(first, is_whole):
             return self._failure(FailureKind.GARBAGE, f"HTTP {response.status} without an answer: is it vLLM?")
         await self._begin(response, first)
-        async for chunk in chunks:
-            await self._reply.write(chunk)
+        while part := await self._read(response):
+            await self._reply.write(part)
         await self._reply.finish()
         return None
 
@@ -350,11 +348,10 @@ class ResponseRelay:
         return is_json(body) if self._request.endpoint is None else is_completion(body)
 
     async def _relay_events(self, response: EngineResponse) -> Failure | None:
-        chunks = self._chunks(response)
         events = Events(_MAX_HELD_BYTES)
         held = b""
-        async for chunk in chunks:
-            held += events.feed(chunk)
+        while part := await self._read(response):
+            held += events.feed(part)
             found = opening(held)
             if found is Opening.FAILED:
                 found_in = self._error_event(held, "as the first event")
@@ -367,19 +364,20 @@ class ResponseRelay:
         if self._request.prefilled_at is not None:
             self._observer.after_prefill_seconds.observe(time.monotonic() - self._request.prefilled_at)
         failure = await self._write_events(held)
-        async for chunk in chunks:
-            failure = await self._write_events(events.feed(chunk)) or failure
+        while part := await self._read(response):
+            failure = await self._write_events(events.feed(part)) or failure
         failure = await self._write_events(events.rest()) or failure
         await self._reply.finish()
         return failure
 
-    async def _chunks(self, response: EngineResponse) -> AsyncIterator[bytes]:
-        """The response's body. While the client takes a chunk, nothing is expected from the engine."""
-        request = self._request
-        async for chunk in response.chunks():
-            request.silent_since = math.inf
-            yield chunk
-            request.silent_since = time.monotonic()
+    async def _read(self, response: EngineResponse) -> bytes:
+        """Returns the next part of the response's body; empty at its end. While the client takes a part, nothing is
+        expected from the engine."""
+        self._request.silent_since = time.monotonic()
+        part = await response.read()
+        if part:
+            self._request.silent_since = math.inf
+        return part
 
     async def _begin(self, response: EngineResponse, first: bytes) -> None:
         # A task that is cancelled just as it resumes would otherwise continue, and another attempt could not follow.
@@ -409,7 +407,7 @@ class ResponseRelay:
         """The failure behind an HTTP 5xx."""
         status = f"HTTP {response.status}"
         try:
-            body = await read_all(response.chunks(), _MAX_ERROR_BYTES)
+            body = await response.buffer(_MAX_ERROR_BYTES)
         except TooLarge:
             reason = f"{status} with a body of more than {_MAX_ERROR_BYTES} bytes"
             return await self._explained(self._failure(FailureKind.ERROR, reason, response.status))

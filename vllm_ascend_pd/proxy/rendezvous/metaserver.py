@@ -40,7 +40,6 @@ from vllm_ascend_pd.proxy.http.messages import (
     error_response,
     guarded,
     prefill_request_headers,
-    read_all,
 )
 from vllm_ascend_pd.proxy.rendezvous.deliveries import Deliveries
 from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
@@ -171,17 +170,18 @@ class Metaserver:
         self._open.add(ticket.header.ticket_id)
         try:
             with prefill.running(), self._observer.tickets_waiting.track_inprogress():
-                failure = None if used_up else await self._ask(ticket, prefill)
+                result = None if used_up else await self._ask(ticket, prefill)
         finally:
             self._open.discard(ticket.header.ticket_id)
+        failure = result if isinstance(result, Failure) else None
         if failure is not None:
             self._deliveries.prefill_failed(prefill, failure)
             if not prefill.given_up:  # otherwise decode has reported it
                 prefill.failed(failure)
         if prefill.is_over:
             return
-        if failure is None and not used_up:
-            prefill.answered, prefill.answer = True, prefill.held or _PREFILLED
+        if isinstance(result, Response):
+            prefill.answered, prefill.answer = True, result
             request.prefilled_at = request.prefilled_at or time.monotonic()
             return
         may_follow = self._pool.to_avoid(failures) is not None
@@ -196,9 +196,9 @@ class Metaserver:
         reasons = failures if failures or failure is None else [failure]
         prefill.answer = _prefill_failed(ticket.header, prefill, reasons, may_follow)
 
-    async def _ask(self, ticket: ParsedTicket, prefill: Prefill) -> Failure | None:
-        """Prefills at one engine. The stall watch, or a report from decode, may end it early. Returns how it failed;
-        None also if nobody waits for it any more."""
+    async def _ask(self, ticket: ParsedTicket, prefill: Prefill) -> Response | Failure | None:
+        """Prefills at one engine. The stall watch, or a report from decode, may end it early. Returns the answer for
+        decode, or how it failed; None if nobody waits for it any more."""
         request, base = prefill.request, ticket.header.is_for_base_model
         parsed = request.parsed
         assert parsed is not None
@@ -209,27 +209,27 @@ class Metaserver:
             path, body = Endpoint.COMPLETIONS.value, tokens_body(parsed, ticket.token_ids, ticket.encoded, base)
         headers = prefill_request_headers(request.decode_headers)
         ranking = self._rank(prefill, prompt_of(parsed, prefill.prompt))
-        failure: Failure | None = None
+        result: Response | Failure | None = None
         with self._pool.watch.over(prefill):
             try:
                 async with self._pool.open(prefill, ranking, "POST", path, headers, body) as response:
-                    answer = await read_all(response.chunks(), _MAX_PREFILL_ANSWER_BYTES)
-                failure = judge(response.status, response.content_type, answer, prefill.engine)
-                if failure is None and ticket.header.ticket_follows:
-                    prefill.held = answer_to_intent(answer)
+                    answer = await response.buffer(_MAX_PREFILL_ANSWER_BYTES)
+                result = judge(response.status, response.content_type, answer, prefill.engine)
+                if result is None:
+                    result = answer_to_intent(answer) if ticket.header.ticket_follows else _PREFILLED
             except EngineError as error:
                 for_client = error_response(error.status, f"prefill failed: {error}")
-                failure = Failure(error.kind, str(error), error.url, for_client)
+                result = Failure(error.kind, str(error), error.url, for_client)
             except TooLarge:
                 reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
-                failure = failed(FailureKind.GARBAGE, reason, prefill.engine)
+                result = failed(FailureKind.GARBAGE, reason, prefill.engine)
         if prefill.cut is not None:
-            failure = failed(*prefill.cut, prefill.engine)
-        elif failure is None and not prefill.is_over:
+            return failed(*prefill.cut, prefill.engine)
+        if isinstance(result, Response) and not prefill.is_over:
             seconds = time.monotonic() - prefill.silent_since
             self._observer.prefill_seconds.observe(seconds)
             self._pool.pace.note(prefill.work, seconds)
-        return failure
+        return result
 
     def _rank(self, prefill: Prefill, prompt: PromptEstimate) -> EngineRanking:
         """Ranks the engines for a prompt: those that have failed for its request come last, if at all."""

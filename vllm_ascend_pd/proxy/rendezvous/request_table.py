@@ -31,7 +31,7 @@ from vllm_ascend_pd.proxy.http.messages import (
     RequestRefused,
     TooLarge,
     decode_request_headers,
-    read_all,
+    read_body,
 )
 from vllm_ascend_pd.proxy.http.streams import Reply
 from vllm_ascend_pd.proxy.routing.answers import RULES, Asks, Counts, EngineRole, Failure
@@ -257,8 +257,6 @@ class Prefill(Attempt):
         """Whether an earlier post has started the prefill. A ticket has only one, however often it is posted."""
         self.answer: Response | None = None
         """What the decode engine is told when the prefill has ended. None if nobody waits for that."""
-        self.held: Response | None = None
-        """The same of an intent whose prompt prefill has computed: where it is held."""
         self.answered = False
         """Whether the decode engine has got a 200 for the ticket. It then waits for the KV only."""
         self.given_up = False
@@ -440,7 +438,7 @@ class RequestTable:
         self._posts.add(scope)
         try:
             with scope:
-                body = await read_all(request.stream(), limit)
+                body = bytes(await read_body(request.stream(), limit))
                 await self.may_decode(body)
                 return decode(body)
             raise _shutting_down()

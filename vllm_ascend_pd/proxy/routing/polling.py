@@ -191,7 +191,7 @@ class HealthChecks:
                 async with self._client.get(f"{engine.url}/metrics") as answer:
                     if not answer.is_success:
                         return f"HTTP {answer.status} for /metrics"
-                    async for piece in answer.chunks():
+                    while piece := await answer.read():
                         metrics.feed(piece)
             snapshot = metrics.end()
         except (HttpError, TimeoutError) as error:
