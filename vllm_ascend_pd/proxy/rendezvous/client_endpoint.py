@@ -36,6 +36,7 @@ from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.messages import (
     RequestRefused,
     TooLarge,
+    beside,
     client_response_headers,
     disconnected,
     error_response,
@@ -133,7 +134,9 @@ class ClientRequests:
                 with self._request_table.open(request), request.lifetime:
                     await self._serve(request, client)
             except RequestRefused as refused:
-                self._refuse(request, refused)
+                if refused.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+                    self._observer.refused.labels(str(refused.status.value)).inc()
+                request.end(refused.response())
             response = request.final_response  # if no decode engine has answered completely
             if response is not None and not reply.started:
                 await response(scope, receive, reply.send)
@@ -142,7 +145,7 @@ class ClientRequests:
 
     async def _serve(self, request: ProxiedRequest, client: Request) -> None:
         """Reads the body, waits for a slot, and has decode answer. Returns when a decode engine has answered, or after
-        `request.end`."""
+        `request.end`. Raises RequestRefused."""
         try:
             if request.endpoint is not None:
                 request.who_computes = who_computes(request.headers)
@@ -154,26 +157,15 @@ class ClientRequests:
         except TooLarge:
             limit = f"the request body exceeds {self._max_body_bytes} bytes"
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, limit) from None
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_end_when_left, request, client.receive)
-            try:
-                async with self._request_table.slot(request):
-                    with self._budget.hold() as parsed:
-                        await self._request_table.may_decode(body)
-                        _parse(request, body)
-                        if request.parsed is not None:
-                            self._budget.add(parsed, _BYTES_PER_PROMPT * len(request.parsed.prompts))
-                        await anyio.lowlevel.checkpoint()  # the rest is for another turn of the event loop
-                        await self._run(request)
-            except RequestRefused as refused:
-                self._refuse(request, refused)
-                return
-            tasks.cancel_scope.cancel()
-
-    def _refuse(self, request: ProxiedRequest, refused: RequestRefused) -> None:
-        if refused.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-            self._observer.refused.labels(str(refused.status.value)).inc()
-        request.end(refused.response())
+        with beside(_end_when_left(request, client.receive)):
+            async with self._request_table.slot(request):
+                with self._budget.hold() as parsed:
+                    await self._request_table.may_decode(body)
+                    _parse(request, body)
+                    if request.parsed is not None:
+                        self._budget.add(parsed, _BYTES_PER_PROMPT * len(request.parsed.prompts))
+                    await anyio.lowlevel.checkpoint()  # the rest is for another turn of the event loop
+                    await self._run(request)
 
     async def _run(self, request: ProxiedRequest) -> None:
         """Asks one engine after the other, until one answers or no attempt is left. Returns when the client has got a

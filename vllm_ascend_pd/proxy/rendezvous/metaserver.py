@@ -36,6 +36,7 @@ from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.messages import (
     RequestRefused,
     TooLarge,
+    beside,
     disconnected,
     error_response,
     guarded,
@@ -138,13 +139,11 @@ class Metaserver:
         prefill = self._register(ticket.header)
         prefill.recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
         prefill.posts += 1
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_end_when_left, request, prefill)
+        with beside(_end_when_left(request, prefill)):
             if prefill.is_started:  # decode lost its connection, and posts the ticket again
                 await prefill.wait()
             else:
                 await self._prefill(ticket, prefill)
-            tasks.cancel_scope.cancel()
         if prefill.answer is None or prefill.is_over:
             raise RequestRefused(HTTPStatus.GONE, "the client's request has ended or was retried")
         return prefill.answer
