@@ -33,7 +33,7 @@ class StepPlan:
     checksums: dict[int, list[StepChecksums]] = field(default_factory=dict)
     # Transfers whose prompt ends in this step.
     last: list[Transfer] = field(default_factory=list)
-    # Those of them of which vLLM takes nothing back any more.
+    # Those of them of which vLLM takes nothing back any more, and whose end was not queued yet.
     confirmed: list[Transfer] = field(default_factory=list)
 
     @property
@@ -89,9 +89,9 @@ class Planner:
         for group in slices.values():
             ticket = group[0][0].ticket
             for index, geometry in enumerate(self._geometries):
-                if geometry.is_known_to(ticket.remote_draft):
-                    if step_sends := self._plan_geometry(plan, index, ticket, group):
-                        plan.sends.setdefault(index, []).extend(step_sends)
+                is_known = geometry.is_known_to(ticket.remote_draft)
+                if is_known and (step_sends := self._plan_geometry(plan, index, ticket, group)):
+                    plan.sends.setdefault(index, []).extend(step_sends)
         return plan
 
     def _plan_geometry(

@@ -204,6 +204,7 @@ class PrefillWorker(ConnectorRole):
                 self._put_layer(self._plan, name, written[1])
                 if not self._plan.unsaved and self._unnamed.in_order:  # decode need not wait for the rest of the step
                     self._finish(self._plan.confirmed)
+                    self._plan.confirmed.clear()
             elif self._turns is not None:
                 self._turns.read(name, ())
 
