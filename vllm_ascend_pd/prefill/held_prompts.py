@@ -78,6 +78,11 @@ class HeldPrompts:
         self.room = HoldingRoom(needs)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no prompt waits for a ticket and nothing waits for a prompt, so that a step has nothing to do."""
+        return not (self._prompts or self.inbox.has_waiting)
+
+    @property
     def any_ended(self) -> bool:
         """Whether a request has ended whose blocks wait for a ticket."""
         return any(prompt.hold_until is not None for prompt in self._all())

@@ -221,7 +221,7 @@ class PrefillScheduler(ConnectorRole):
                 for known, ids in zip(prompt.blocks, blocks or (), strict=False):
                     known.extend(ids)
             self._computes(step, prompt, computed, output)
-        if self._held is not None:
+        if self._held is not None and not self._held.is_idle:
             self._take_tickets(step, self._held)
             self._held.make_room(self._without_blocks)
             self._free_expired(step, self._held)

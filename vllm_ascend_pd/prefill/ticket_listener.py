@@ -162,6 +162,11 @@ class TicketListener:
 
     # On the scheduler's thread.
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether something waits for the scheduler."""
+        return bool(self._waiting)
+
     @contextmanager
     def waiting(self) -> Iterator[list[OfferedTicket]]:
         """Yields what waits for the scheduler, in the order in which it came. Meanwhile nothing else changes it."""
