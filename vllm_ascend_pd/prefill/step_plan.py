@@ -23,7 +23,7 @@ from vllm_ascend_pd.prefill.transfer import Transfer
 class StepPlan:
     """What this rank does in one step. The model's thread owns it."""
 
-    # The number of the step, which is the same on all ranks.
+    # The number of the step, which is the same on all ranks. 0 if no step is open.
     number: int = 0
     # What is sent, by the index of the geometry that is read.
     sends: dict[int, list[StepSend]] = field(default_factory=dict)

@@ -240,6 +240,8 @@ class PrefillWorker(ConnectorRole):
     def end_step(self) -> None:
         """The forward pass and the draft have ended. Pushes the layers that no call has announced, and finishes the
         prompts that end in this step. A second call does nothing."""
+        if not self._plan.number:
+            return
         plan, self._plan = self._plan, StepPlan()
         if self._turns is not None:
             self._turns.read("", ())  # an exception may have come between a layer's hooks
