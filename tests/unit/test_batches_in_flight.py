@@ -100,7 +100,7 @@ def write(engine: Engine, *layers: LayerPush, finish_after: int | None = None) -
     layers[0].ready = first
     with sending(engine, finished=lambda transfers: engine.log.append("finished")) as sender:
         for number, each in enumerate(layers):
-            sender.put_layer(each, 1.0)
+            sender.put_layer(each)
             if number == finish_after:
                 sender.finish(each.step_send.transfers)
         passed = sender.barrier()

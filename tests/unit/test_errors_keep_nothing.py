@@ -226,7 +226,7 @@ class Way:
             if not pushes:
                 push.ready = first = Held(push.ready)
             pushes.append(push)
-            self.sender.put_layer(push, 1.0)
+            self.sender.put_layer(push)
         ring: Any = self.ring
         wait_for(lambda: ring._changed._waiters or self.fault.has_raised, bool, 10, every_s=0.0005)
         for slot in others:

@@ -173,7 +173,7 @@ def write(sender: Sender, *pushes: LayerPush) -> None:
     """Writes layers, of which all have come when the first one can be read."""
     pushes[0].ready = first = Held(pushes[0].ready)
     for push in pushes:
-        sender.put_layer(push, 1.0)
+        sender.put_layer(push)
     passed = sender.barrier()
     first.let_go()
     assert passed.wait(10)
@@ -272,8 +272,8 @@ def test_a_layer_that_cannot_be_read_yet_holds_up_none_before_it(transfers):
     with sending(calls) as sender:
         first, second = pushes(transfers)
         first.ready, second.ready = held, _ = Held(Done()), CpuEvent()
-        sender.put_layer(first, 1.0)
-        sender.put_layer(second, 1.0)
+        sender.put_layer(first)
+        sender.put_layer(second)
         passed = sender.barrier()
         held.let_go()
         assert calls.begun.acquire(timeout=5)
@@ -400,9 +400,9 @@ def test_an_error_at_the_end_of_transfers_ends_the_sender_and_fails_no_other_req
     with sending(calls, finished=fail) as sender:
         first = pushes(transfers)[0]
         first.ready = held = Held(Done())
-        sender.put_layer(first, 1.0)
+        sender.put_layer(first)
         sender.finish(transfers)
-        sender.put_layer(pushes(others)[0], 1.0)
+        sender.put_layer(pushes(others)[0])
         held.let_go()
         sender._thread.join(5)
         assert sender.has_ended
@@ -460,10 +460,10 @@ def test_an_idle_link_gets_a_layer_at_once_and_a_busy_one_those_that_have_come(t
     with sending(calls) as sender:
         layers = [*pushes(transfers), *pushes(transfers)]
         alone = pushes(transfers)[0]
-        sender.put_layer(alone, 1.0)
+        sender.put_layer(alone)
         assert calls.begun.acquire(timeout=10), "nothing else was put"
         for push in layers:
-            sender.put_layer(push, 1.0)
+            sender.put_layer(push)
         passed = sender.barrier()
         time.sleep(0.05)
         assert len(calls.calls) == 1
@@ -485,8 +485,8 @@ def test_what_replaces_kv_that_vllm_took_back_is_not_overtaken_by_it(transfers):
     with sending(calls) as sender:
         first, second = pushes(transfers)[0], pushes(transfers)[0]
         first.ready = held = Held(Done())
-        sender.put_layer(first, 1.0)
-        sender.put_layer(second, 1.0)
+        sender.put_layer(first)
+        sender.put_layer(second)
         passed = sender.barrier()
         held.let_go()
         assert calls.begun.acquire(timeout=10)

@@ -124,8 +124,8 @@ class Sender:
     # On the model's thread.
 
     @owned
-    def put_layer(self, push: LayerPush, timeout_s: float) -> None:
-        """Queues a layer. Its transfers fail if there is no room within `timeout_s`.
+    def put_layer(self, push: LayerPush) -> None:
+        """Queues a layer. Its transfers fail if there is no room within `write_timeout_s`.
 
         Even then the layer is queued, because its staging slot must be released once it is filled.
         """
@@ -133,7 +133,7 @@ class Sender:
         try:
             self._room.get_nowait()
         except queue.Empty:
-            began = time.monotonic()
+            began, timeout_s = time.monotonic(), self._rank.config.write_timeout_s
             try:
                 self._room.get(timeout=0.0 if push.step_send.has_failed else timeout_s)
             except queue.Empty:

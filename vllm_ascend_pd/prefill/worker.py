@@ -390,7 +390,7 @@ class PrefillWorker(ConnectorRole):
                         continue
                 if self._turns is not None:
                     push.over = threading.Event()
-                step_send.transfers[0].sender.put_layer(push, self._rank.config.write_timeout_s)
+                step_send.transfers[0].sender.put_layer(push)
                 pushes.append(push)
                 if step_send.route.is_staged:
                     self._observer.on(RegroupSubmitted(layer, step_send.ticket_ids, computed, push.ready))
