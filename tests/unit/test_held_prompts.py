@@ -70,6 +70,12 @@ def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> No
     assert remembered_of(prefill) == {}
 
 
+def test_a_step_without_prompts_and_tickets_leaves_the_listener_alone(prefill: Prefill) -> None:
+    prefill.held.inbox._lock, lock = None, prefill.held.inbox._lock
+    prefill.run()
+    prefill.held.inbox._lock = lock
+
+
 def test_with_a_secret_prefill_signs_where_tickets_go(scheduled_model: Path, tmp_path: Path) -> None:
     """Decode accepts it as a router hands it on, and only for this prompt."""
     file = tmp_path / "secret"

@@ -17,7 +17,7 @@ from harness.tickets import ticket_with
 from vllm_ascend_pd.core.caches import LayerTensors
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
-from vllm_ascend_pd.core.observer import Observer
+from vllm_ascend_pd.core.observer import Observer, StepEnded
 from vllm_ascend_pd.core.plan import Route, make_route
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
@@ -34,6 +34,7 @@ from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer
+from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
@@ -539,6 +540,33 @@ def test_what_a_failed_forward_pass_has_not_computed_is_not_delivered(transfers)
     worker.end_forward(MemoryError("none left"))
     assert "forward pass failed: MemoryError('none left')" in str(transfers[0].state.failure)
     assert transfers[1].state.failure is None
+
+
+def test_a_step_and_its_prompts_end_once(transfers):
+    """However often vLLM's hooks say so."""
+    ended: list[Any] = []
+
+    class Ends(Observer):
+        def finish(self, transfers: Sequence[Transfer]) -> None:
+            ended.append(transfers)
+
+        def on(self, event: Any) -> None:
+            if isinstance(event, StepEnded):
+                ended.append(event)
+
+    worker: Any = PrefillWorker.__new__(PrefillWorker)
+    worker._rank, worker._observer = SimpleNamespace(config=ConnectorConfig()), Ends()
+    worker._device, worker._regrouper, worker._turns = SimpleNamespace(record_event=Done), None, None
+    worker._unnamed, worker._caches_of, worker._written = UnnamedLayers(LAYERS, ()), {}, None
+    worker._caches = SimpleNamespace(layers_by_geometry={}, quantize={})
+    [transfer] = transfers[:1]
+    transfer.sender = worker._observer
+    worker._plan = StepPlan(1, {0: plan(transfers)}, dict.fromkeys(LAYERS), last=[transfer], confirmed=[transfer])
+    for layer in LAYERS:
+        worker.push_layer(layer)
+    worker.end_step()
+    worker.end_step()
+    assert ended == [[transfer], StepEnded(transfer.computed)]
 
 
 @pytest.mark.parametrize("settles_in_s", [-1.0, 60.0])
