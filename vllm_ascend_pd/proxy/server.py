@@ -121,12 +121,12 @@ class ProxyApp:
     def _routes(self, settings: ProxySettings) -> list[BaseRoute]:
         table, observer, token = self._request_table, self._observer, settings.admin_token()
         prefill, decode, deliveries = self._prefill, self._decode, self._deliveries
-        return [
+        return [  # they are compared in this order, those of most requests first
+            *Metaserver(table, prefill, decode, deliveries, observer, settings).routes(),
             *ClientRequests(table, decode, prefill, deliveries, observer, self._budget, settings).routes(),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
             Route("/metrics", observer.metrics, methods=["GET"]),
             *StatusPage(self._pools, table, observer, self._problems, token).routes(),
-            *Metaserver(table, prefill, decode, deliveries, observer, settings).routes(),
         ]
 
     def _problems(self) -> Mapping[str, str]:
@@ -250,6 +250,7 @@ def serve(settings: ProxySettings, listener: socket.socket) -> bool:
             timeout_keep_alive=math.ceil(settings.keep_alive_timeout),
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nothing here asks for the client's address
             timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
         )
     )
