@@ -606,8 +606,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a rank without units takes no part in an exchange": _without(
         "prefill.regroup:Regrouper._exchange_heads",
-        "section = share * route.source_bytes",
-        "if len(step_send.units) == 0:\n        return\n    section = share * route.source_bytes",
+        "section = plane_units * route.source_bytes",
+        "if len(step_send.units) == 0:\n        return\n    section = plane_units * route.source_bytes",
         events=(),
         **(_CALM | _STAGED),
     ),
