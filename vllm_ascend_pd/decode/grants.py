@@ -299,7 +299,7 @@ class GrantService:
             delivered = Delivered(opened.expect, verified, received, ticket.cached_tokens, prefill, reports)
             self._arrivals.add(lambda news: news.delivered.append(delivered))
             return
-        self._arrivals.add(lambda news: news.ticket_ended(opened.expect, received, ticket.cached_tokens))
+        self._arrivals.add(lambda news: news.ticket_closed(opened.expect, received, ticket.cached_tokens))
 
     def _notice_stop(self) -> None:
         """Keeps all blocks for a while if this process was stopped since the last call (R2). Call it often."""
