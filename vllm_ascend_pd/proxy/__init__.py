@@ -21,7 +21,7 @@ A client's request, file by file. It is a `ProxiedRequest` all the way (`rendezv
    gets a `Prefill`.
 4. `Metaserver` has a prefill engine compute the prompt, by that role's `EnginePool`. Then it answers the ticket.
 5. `ResponseRelay` (`rendezvous/client_endpoint`) passes the decode engine's response on to the client. If it fails
-   before the client has got anything, the next attempt begins at 2.
+   before the client has got anything, another attempt may begin at 2.
 
 `routing/answers` says what follows a failure, `rendezvous/deliveries` which engine it counts against.
 `rendezvous/observer` counts what `operate/` shows.
