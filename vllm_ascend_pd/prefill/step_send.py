@@ -146,14 +146,14 @@ class StepSend:
             num_bytes += parts[part][1]
         return PagedWrite([parts[part][0] for part in target.parts], limits, num_bytes.tolist())
 
-    def _copies(self, requests: Sequence[int], run: Target, theirs: Geometry) -> tuple[Descriptors, Offsets]:
+    def _copies(self, requests: Sequence[int], portion: Target, theirs: Geometry) -> tuple[Descriptors, Offsets]:
         """Returns some requests' copies to a decode tensor of the geometry `theirs`, and the bytes of each request.
 
-        `run`: the part of every unit that goes there. Source offsets count from our tensor's block 0, or from the
-        tensor's place in the staging slot. `foreign` of `core/described_engine.py` has checked that the engine has the
-        blocks that its tickets name.
+        `portion`: what goes there of every unit. Source offsets count from our tensor's block 0, or from the tensor's
+        place in the staging slot. `foreign` of `core/described_engine.py` has checked that the engine has the blocks
+        that its tickets name.
         """
-        src = self.src_units + run.plane * self.plane_bytes
+        src = self.src_units + portion.plane * self.plane_bytes
         dst, owner = self.units.offsets(self.d_blocks, theirs), self.units.owner
         if theirs.share.ranks > 1:
             held = self.units.held(theirs.share)
@@ -161,7 +161,7 @@ class StepSend:
         if len(requests) < len(self.transfers):
             chosen = np.isin(owner, list(requests))
             src, dst, owner = src[chosen], dst[chosen], owner[chosen]
-        return descriptors(run, src, dst), np.bincount(owner, minlength=len(self.transfers)) * run.nbytes
+        return descriptors(portion, src, dst), np.bincount(owner, minlength=len(self.transfers)) * portion.nbytes
 
     @owned
     def writable_until(self, key: RankKey) -> float:
