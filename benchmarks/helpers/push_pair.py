@@ -197,7 +197,7 @@ def await_arrivals(rank: DecodeRank, count: int) -> tuple[float, int, int]:
     while True:
         arrivals = rank.worker.take_arrivals()
         now = time.monotonic()
-        ended += len(arrivals.finished)
+        ended += len(arrivals.closed)
         if report := rank.worker.take_report():
             num_bytes += sum(total for total, _ in report.received.values())
             early += sum(before for _, before in report.received.values())

@@ -93,7 +93,7 @@ def our_side(
     units = Units.of(BLOCK, [(0, layer.num_blocks * BLOCK)]).cut(own)
     nowhere = np.empty(0, dtype=np.int64)
     on_device = offsets.to(caches[0].device)
-    step_send = StepSend(route, geometry, [], units, nowhere, nowhere, unit_offsets=on_device, share=most)
+    step_send = StepSend(route, geometry, [], units, nowhere, nowhere, unit_offsets=on_device, plane_units=most)
     computed = device.record_event()
 
     def regroup() -> Slot | None:

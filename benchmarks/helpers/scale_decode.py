@@ -62,9 +62,9 @@ class DecodeEngine:
         metadata = meter.carried("up", None if report is None else ReportMetadata(report))
         if arrivals.failed or (report is not None and report.failed):
             raise RuntimeError(f"decode lost requests: {report}")
-        news = KVConnectorOutput(finished_recving=arrivals.finished or None, kv_connector_worker_meta=metadata)
+        news = KVConnectorOutput(finished_recving=arrivals.closed or None, kv_connector_worker_meta=metadata)
         meter.timed("update_connector_output", self._connector.update_connector_output, news)
-        return set(arrivals.finished)
+        return set(arrivals.closed)
 
     def empty_steps(self, count: int) -> None:
         for _ in range(count):
@@ -74,7 +74,7 @@ class DecodeEngine:
     def finish(self) -> None:
         """All KV arrives, and all requests end. Their posts have been answered."""
         wait_until(
-            lambda: len(self._worker._arrivals._news.finished) == len(self._requests), TIMEOUT_S, "KV arrives at decode"
+            lambda: len(self._worker._arrivals._news.closed) == len(self._requests), TIMEOUT_S, "KV arrives at decode"
         )
         client = self._connector._role._routes._metaserver
         wait_until(lambda: not client._posts, TIMEOUT_S, "posts are answered")

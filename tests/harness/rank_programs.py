@@ -404,7 +404,7 @@ class DecodeRank(_RankBase):
         self.received_bytes += sum(num_bytes for num_bytes, _ in report.received.values()) if report else 0
         self.cached_tokens |= report.cached if report else {}
         self.verified.update(report.verified if report else {})
-        return arrivals.finished, arrivals.failed, report.failed if report else {}
+        return arrivals.closed, arrivals.failed, report.failed if report else {}
 
     def kept(self, layer: int, part: int, cache: torch.Tensor) -> torch.Tensor:
         """Returns what a cache holds: `[num_blocks, tokens, heads, width]`."""

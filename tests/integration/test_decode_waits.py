@@ -20,7 +20,7 @@ def steps_behind_an_end(rank: DecodeRank) -> list[set[str]]:
     brought = []
     for cancelled in ({expects[0].ticket_id: "left"}, {}, {expects[1].ticket_id: "left"}, {}):
         rank.worker.start_step(DecodeStep(cancelled=cancelled, wait_s=LONG_S))
-        brought.append(rank.worker.take_arrivals().finished)
+        brought.append(rank.worker.take_arrivals().closed)
     return brought
 
 
@@ -42,14 +42,14 @@ def wakes(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
     wakeup = WakeupSocket()
     expects = [Expect(f"request-{i}", f"{i:016x}", "digest", [i]) for i in range(2)]
     rank.worker.start_step(DecodeStep(expects=expects[:1], wakeup_address=wakeup.address))
-    brought = rank.worker.take_arrivals().finished
+    brought = rank.worker.take_arrivals().closed
     first = was_woken(wakeup, LONG_S)
     for _ in range(2):  # behind one that brought something none waits
         rank.worker.start_step(DecodeStep(wakeup_address=wakeup.address))
-        brought |= rank.worker.take_arrivals().finished
+        brought |= rank.worker.take_arrivals().closed
     wakeup.clear()  # a ticket wakes it when it fails, and again when its blocks are quiet
     rank.worker.start_step(DecodeStep(expects=expects[1:], wait_s=LONG_S, wakeup_address=wakeup.address))
-    brought |= rank.worker.take_arrivals().finished
+    brought |= rank.worker.take_arrivals().closed
     second = was_woken(wakeup, 0.5)
     wakeup.close()
     return first, second, brought

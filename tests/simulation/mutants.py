@@ -303,15 +303,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a broken connection counts as the end of a writer that has another": _without(
         "decode.grants:GrantService._connection_closed",
-        "if each.connections.get(writer) == connection:",
+        "if opened.connections.get(writer) == connection:",
         "if True:",
         seeds=0,
     ),
     "a stranger's report ends a ticket": _without(
-        "decode.grants:GrantService._report", " or report.digest != each.ticket.digest", "", seeds=0
+        "decode.grants:GrantService._report", " or report.digest != opened.ticket.digest", "", seeds=0
     ),
     "blocks are granted that queued steps still write": _without(
-        "decode.grants:GrantService._grant", "if not each.vacated.is_done():", "if False:", seeds=0
+        "decode.grants:GrantService._grant", "if not opened.vacated.is_done():", "if False:", seeds=0
     ),
     "a closed ticket is asked for again and again": _without(
         "decode.grants:GrantService._grant",
@@ -335,7 +335,7 @@ MUTANTS: dict[str, Mutant] = {
     # decode/expected_writers.py
     "shapes of prefill are worked out without end": _without(
         "decode.expected_writers:ExpectedWriters.of",
-        "if each.shapes_worked_out >= MAX_SHAPES_WORKED_OUT:",
+        "if opened.shapes_worked_out >= MAX_SHAPES_WORKED_OUT:",
         "if False:",
         seeds=0,
     ),
@@ -606,8 +606,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a rank without units takes no part in an exchange": _without(
         "prefill.regroup:Regrouper._exchange_heads",
-        "section = share * route.source_bytes",
-        "if len(step_send.units) == 0:\n        return\n    section = share * route.source_bytes",
+        "section = plane_units * route.source_bytes",
+        "if len(step_send.units) == 0:\n        return\n    section = plane_units * route.source_bytes",
         events=(),
         **(_CALM | _STAGED),
     ),

@@ -224,7 +224,7 @@ def test_a_rank_that_was_stopped_keeps_blocks_until_what_came_meanwhile_is_appli
         for _ in range(round(10 * seconds)):
             clock.now += 0.1
             service.tick(clock.now)
-        return news.take(0.0).finished
+        return news.take(0.0).closed
 
     first, second, third = (*TICKETS, "3" * 32)
     open_ticket(first)

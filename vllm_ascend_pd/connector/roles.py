@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler of a decode engine does with vLLM's own objects: the ranks' handshakes, and the block pool."""
+"""What the scheduler of a decode engine does with vLLM's own objects: the ranks' handshakes, and the block pool.
+
+Prefill's ranks describe themselves to nobody, so `PrefillScheduler` needs no such class.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -30,7 +33,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class DecodeSchedulerRole(DecodeScheduler):
-    """A decode engine's scheduler. `parts`: as `DecodeScheduler` has them."""
+    """A decode engine's scheduler, which also describes its engine. `parts`: as `DecodeScheduler` has them."""
 
     def __init__(self, setup: EngineSetup, *parts: Any) -> None:
         super().__init__(*parts)
@@ -82,6 +85,7 @@ class DecodeSchedulerRole(DecodeScheduler):
         bind_hidden(pool, lambda: self.without_news)
 
     def build_step(self, output: Any) -> DecodeStep:
+        """`output`: vLLM's `SchedulerOutput`."""
         return super().build_step(output.num_scheduled_tokens)
 
     def close(self) -> None:

@@ -233,9 +233,9 @@ class DecodeTicket:
         if self.state is TicketState.OPEN:
             self.state, self.reason = TicketState.FAILED, reason
 
-    def prefill_has_ended(self, now: float, settle_s: float) -> None:
-        """Prefill has ended: writers have asked for a grant, or will within `settle_s` seconds."""
-        self._last_asks_at = now + settle_s
+    def prefill_has_ended(self, now: float, last_asks_s: float) -> None:
+        """Prefill has ended: writers have asked for a grant, or will within `last_asks_s` seconds."""
+        self._last_asks_at = now + last_asks_s
 
     def tick(self, now: float) -> None:
         """Lets time pass. The ticket fails if a lease has run out, or its deadline has passed."""

@@ -197,7 +197,7 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
 
     `d_block_size`: tokens in decode's blocks. Raises LayoutError or TopologyError if the two sides cannot fit.
     """
-    kept, source = source, source.sent
+    kept, source = source, source.sent  # as it lies in the cache, and as decode gets it: packed, for instance
     total = source.total_heads
     if source.copied:
         d_block_size *= decode.parts

@@ -2,7 +2,7 @@
 """What vLLM's hooks (`connector/connector.py`) ask of an engine's scheduler and of its ranks.
 
 vLLM calls every hook on every connector. So each method here does nothing, and the scheduler and the worker of each
-side override those that concern them.
+side override those that concern them. docs/structure.md lists the hooks in the order in which vLLM calls them.
 """
 
 from collections.abc import Collection, Mapping
@@ -55,10 +55,13 @@ class ConnectorRole:
         calls it."""
 
     def mark_cached(self, layer: str) -> None:
-        """The cache has the KV of the layer that is saved next. `layer`: its name, or ""."""
+        """The cache has the KV of the layer that `push_layer` names next, whose attention comes later.
+
+        `layer`: its name; "" if that is not known.
+        """
 
     def push_layer(self, layer: str) -> None:
-        """The layer has been computed. `layer`: its name."""
+        """The device has computed the layer once it has run what is queued now. `layer`: its name."""
 
     def end_forward(self, error: BaseException | None = None) -> None:
         """The forward pass has ended, and `error` is why it failed."""
@@ -109,7 +112,11 @@ class ConnectorRole:
         return 0
 
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
-        """Takes the blocks that a request was allocated, per cache group."""
+        """Takes the blocks that a request was allocated, per cache group.
+
+        `num_external_tokens`: for how many of its tokens a transfer delivers the KV. When that is there, the request
+        starts, and vLLM calls this once more.
+        """
 
     def build_step(self, output: Any) -> PrefillStep | DecodeStep:
         """Returns the step for the ranks that belongs to vLLM's step `output`."""

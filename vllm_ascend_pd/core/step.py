@@ -21,7 +21,8 @@ class Send:
     blocks: tuple[list[int], ...]
     # Whether the prompt ends here.
     last: bool
-    # Per cache group: its tokens as (start, stop), where they differ: groups with long blocks are behind others.
+    # Per cache group: (start, stop) of the tokens that it completes. A group with longer blocks is behind others. Empty
+    # if all complete `[start, stop)`.
     parts: tuple[tuple[int, int], ...] = ()
     # Whether later steps write KV of further tokens behind the prompt's, in its last block.
     grows: bool = False

@@ -14,22 +14,22 @@ from vllm_ascend_pd.transport.wakeup import WakeupSender
 class Arrivals:
     """What one step learns of transfers. The control thread adds to it until the model thread takes it."""
 
-    # Requests that no prefill rank can write for any more: their blocks may be used or freed.
-    finished: set[str] = field(default_factory=set)
-    # Those of `finished` whose KV is not complete.
+    # Requests whose tickets are closed: no prefill rank can write any more, so their blocks may be used or freed.
+    closed: set[str] = field(default_factory=set)
+    # Those of `closed` whose KV is not complete.
     failed: set[str] = field(default_factory=set)
     # Blocks of requests that have just failed. vLLM learns of them before it may free them.
     lost_blocks: set[int] = field(default_factory=set)
-    # Tickets whose KV has arrived and must be verified before their requests count as finished.
+    # Tickets whose KV has arrived and must be verified before their requests join `closed`.
     delivered: list[Delivered] = field(default_factory=list)
     # The same, as the scheduler learns it.
     report: WorkerReport = field(default_factory=WorkerReport)
 
     def __bool__(self) -> bool:
-        return bool(self.finished or self.lost_blocks or self.delivered)
+        return bool(self.closed or self.lost_blocks or self.delivered)
 
     def ticket_failed(self, expect: Expect, reason: str, by_prefill: bool) -> None:
-        """A ticket failed. Prefill ranks may still write to its blocks until `ticket_ended`.
+        """A ticket failed. Prefill ranks may still write to its blocks until `ticket_closed`.
 
         `by_prefill`: as in WorkerReport.
         """
@@ -38,8 +38,8 @@ class Arrivals:
             self.report.by_prefill.add(expect.ticket_id)
         self.lost_blocks.update(expect.blocks)
 
-    def ticket_ended(self, expect: Expect, received: tuple[int, int] | None, cached_tokens: int | None) -> None:
-        """No prefill rank can write for a ticket any more.
+    def ticket_closed(self, expect: Expect, received: tuple[int, int] | None, cached_tokens: int | None) -> None:
+        """A ticket is closed: no prefill rank can write for it any more.
 
         `received`: bytes, and those of them that arrived before prefill ended; None if the KV is not complete.
         `cached_tokens`: how many tokens of the prompt prefill had in its prefix cache; None if no writer said so.
@@ -50,7 +50,7 @@ class Arrivals:
             self.report.received[expect.ticket_id] = received
         if cached_tokens is not None:
             self.report.cached[expect.ticket_id] = cached_tokens
-        self.finished.add(expect.request_id)
+        self.closed.add(expect.request_id)
 
     def ticket_verified(self, delivered: Delivered, mismatch: str | None) -> None:
         """The KV of a delivered ticket was verified. `mismatch`: what differs; None if nothing does."""
@@ -58,7 +58,7 @@ class Arrivals:
             self.report.wrong.add(delivered.expect.ticket_id)
             self.ticket_failed(delivered.expect, mismatch, by_prefill=True)
         received = delivered.received if mismatch is None else None
-        self.ticket_ended(delivered.expect, received, delivered.cached_tokens)
+        self.ticket_closed(delivered.expect, received, delivered.cached_tokens)
 
 
 class ArrivalQueue:

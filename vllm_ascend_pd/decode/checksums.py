@@ -73,7 +73,7 @@ class Delivered:
     expect: Expect
     # The expected blocks that are compared.
     verified: VerifiedBlocks
-    # As in `Arrivals.ticket_ended`.
+    # As in `Arrivals.ticket_closed`.
     received: tuple[int, int]
     cached_tokens: int | None
     # How prefill's ranks share KV.

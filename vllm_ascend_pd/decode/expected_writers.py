@@ -49,15 +49,15 @@ class ExpectedWriters:
         # What all of them take, counted in pairs.
         self._kept = 0
 
-    def of(self, each: "OpenTicket", prefill: Sharding, replica: int, draft: str) -> frozenset[tuple[int, int]]:
+    def of(self, opened: "OpenTicket", prefill: Sharding, replica: int, draft: str) -> frozenset[tuple[int, int]]:
         """Returns the pairs for a ticket. Raises TopologyError."""
         key = (prefill, replica, draft)
         if key in self._known:
             self._known.move_to_end(key)
         else:
-            if each.shapes_worked_out >= MAX_SHAPES_WORKED_OUT:
+            if opened.shapes_worked_out >= MAX_SHAPES_WORKED_OUT:
                 raise TopologyError(f"prefill engines of {MAX_SHAPES_WORKED_OUT} shapes have asked for this ticket")
-            each.shapes_worked_out += 1
+            opened.shapes_worked_out += 1
             try:
                 self._known[key] = self._expected(*key)
             except TopologyError as error:

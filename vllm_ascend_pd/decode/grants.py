@@ -127,17 +127,17 @@ class GrantService:
         for new in tickets:
             self._open[new.ticket.ticket_id] = new
             self._observer.on(TicketExpected(new.expect.request_id, new.ticket.ticket_id))
-        for ticket_id in step.prefilled:  # the metaserver has answered: no further prefill rank will ask for a grant
-            if each := self._open.get(ticket_id):
-                each.ticket.prefill_has_ended(now, self._config.settle_timeout_s)
+        for ticket_id in step.prefilled:  # prefill has answered: its ranks ask for a grant soon, or not at all
+            if opened := self._open.get(ticket_id):
+                opened.ticket.prefill_has_ended(now, self._config.settle_timeout_s)
         self._cancel(step.cancelled, now)
 
     def _cancel(self, reasons: dict[str, str], now: float) -> None:
         """The KV of these tickets is no longer wanted. `reasons`: by ticket id."""
         for ticket_id, reason in reasons.items():
-            if each := self._open.get(ticket_id):
-                each.ticket.fail(reason)
-                self._advance(each, now)
+            if opened := self._open.get(ticket_id):
+                opened.ticket.fail(reason)
+                self._advance(opened, now)
 
     @owned
     def sleep(self, quiet: threading.Event, now: float) -> None:
@@ -160,8 +160,8 @@ class GrantService:
         now = time.monotonic()
         if isinstance(message, GrantRequest):
             answer = self._grant(message, connection, now)
-            if each := self._open.get(message.ticket_id):
-                self._advance(each, now)
+            if opened := self._open.get(message.ticket_id):
+                self._advance(opened, now)
             return answer
         if isinstance(message, WriteReport):
             self._report(message, connection, now)
@@ -172,29 +172,29 @@ class GrantService:
     def tick(self, now: float) -> None:
         """Lets time pass for every open ticket."""
         self._notice_stop()
-        for each in list(self._open.values()):
-            each.ticket.tick(now)
-            self._advance(each, now)
+        for opened in list(self._open.values()):
+            opened.ticket.tick(now)
+            self._advance(opened, now)
 
     def _grant(self, request: GrantRequest, connection: ClientConnection, now: float) -> Granted | GrantRefused:
         if self._quiet is not None:
             return GrantRefused(ASLEEP, retry=False)
-        each = self._open.get(request.ticket_id)
-        if each is None:
+        opened = self._open.get(request.ticket_id)
+        if opened is None:
             if (ended := self._closed.get(request.ticket_id)) is not None:
                 return GrantRefused(f"the ticket is closed: {ended}", retry=False)
             return GrantRefused("the ticket is not known here", retry=True)  # the scheduler's step may bring it
-        ticket = each.ticket
+        ticket = opened.ticket
         if (refused := ticket.admit(request, now)) is not None:
             return refused
-        if each.expect.cached_tokens and self._weights_changed(each):
+        if opened.expect.cached_tokens and self._weights_changed(opened):
             ticket.fail("decode's weights were updated, and a part of the prompt was cached before")
             return GrantRefused(ticket.reason, retry=False)
         if (refused := self._refuse_weights(request)) is not None:
             return refused
         # vLLM gives the blocks of an ended request to the next one while a step that computes for the first is still
         # queued. Later work on the same stream runs after that step. A prefill rank's write does not.
-        if not each.vacated.is_done():
+        if not opened.vacated.is_done():
             return GrantRefused("steps queued before the ticket may still write to its blocks", retry=True)
         ranks = len(request.sharding.shares)
         if request.writer.rank >= ranks:
@@ -203,16 +203,16 @@ class GrantService:
             replica = replica_hash_of(request.ticket_id) % ranks
             draft = request.draft if request.draft == self._draft else ""  # all other drafts have one cached result
             try:
-                expected = self._expected_writers.of(each, request.sharding, replica, draft)
+                expected = self._expected_writers.of(opened, request.sharding, replica, draft)
             except TopologyError as error:
                 return GrantRefused(str(error), retry=False)
             ticket.expect(request.writer.engine_id, request.sharding, expected)
         answer = ticket.grant(request, now)
         if not isinstance(answer, Granted):
             return answer
-        each.connections[request.writer] = connection
-        if each.weights_version is None:
-            each.weights_version = self._loaded.current.version
+        opened.connections[request.writer] = connection
+        if opened.weights_version is None:
+            opened.weights_version = self._loaded.current.version
         return answer
 
     def _refuse_weights(self, request: GrantRequest) -> GrantRefused | None:
@@ -230,13 +230,13 @@ class GrantService:
         )
 
     def _report(self, report: WriteReport, connection: ClientConnection, now: float) -> None:
-        each = self._open.get(report.ticket_id)
+        opened = self._open.get(report.ticket_id)
         # Only a writer that has the ticket knows its digest: nobody else may end the transfer.
-        if each is None or report.digest != each.ticket.digest:
+        if opened is None or report.digest != opened.ticket.digest:
             return
-        if report.reason is None and self._weights_changed(each):
+        if report.reason is None and self._weights_changed(opened):
             report = msgspec.structs.replace(report, reason="decode's weights were updated before all KV was here")
-        if not each.ticket.report(report, now):
+        if not opened.ticket.report(report, now):
             return
         if report.checksums and not self._config.verified_share and not self._told_unverified:
             self._told_unverified = True
@@ -244,30 +244,30 @@ class GrantService:
                 "prefill engine %s sends checksums of KV, and nothing is compared: `verify_kv` is off here",
                 report.writer.engine_id,
             )
-        if report.reason is None and each.expect.verified is not None:
-            covers = tuple(sorted(each.ticket.covers(report.writer)))
-            each.reported.setdefault(report.writer, Reported(report.writer, covers, report.checksums))
-        if report.writer in each.connections:
-            each.connections[report.writer] = connection
-        self._advance(each, now)
+        if report.reason is None and opened.expect.verified is not None:
+            covers = tuple(sorted(opened.ticket.covers(report.writer)))
+            opened.reported.setdefault(report.writer, Reported(report.writer, covers, report.checksums))
+        if report.writer in opened.connections:
+            opened.connections[report.writer] = connection
+        self._advance(opened, now)
 
-    def _weights_changed(self, each: OpenTicket) -> bool:
+    def _weights_changed(self, opened: OpenTicket) -> bool:
         """Whether the ticket's KV must fit other weights than those of now."""
         version = self._loaded.current.version
-        return not self._config.allow_other_model and each.weights_version not in (None, version)
+        return not self._config.allow_other_model and opened.weights_version not in (None, version)
 
-    def _advance(self, each: OpenTicket, now: float) -> None:
+    def _advance(self, opened: OpenTicket, now: float) -> None:
         """Does what a ticket's state asks for: reports failures, revokes grants, closes the ticket.
 
         Looks at one ticket only, so that a message costs the same however many tickets are open.
         """
         self._notice_stop()
-        ticket = each.ticket
+        ticket = opened.ticket
         if ticket.state is TicketState.OPEN:
             return
-        ticket_id, request_id = ticket.ticket_id, each.expect.request_id
-        if ticket.state is TicketState.FAILED and not each.failure_reported:
-            each.failure_reported = True
+        ticket_id, request_id = ticket.ticket_id, opened.expect.request_id
+        if ticket.state is TicketState.FAILED and not opened.failure_reported:
+            opened.failure_reported = True
             logger.warning(
                 "request %s: no KV received: %s: it ends, or is computed here (kv_load_failure_policy)",
                 request_id,
@@ -276,12 +276,12 @@ class GrantService:
             # If the ticket ends at once, that wakes the step, which learns both together.
             fail = functools.partial(
                 Arrivals.ticket_failed,
-                expect=each.expect,
+                expect=opened.expect,
                 reason=ticket.reason,
                 by_prefill=ticket.failed_by_prefill,
             )
             self._arrivals.add(fail, wakes=not ticket.is_quiesced(now))
-        self._revoke(each, now)
+        self._revoke(opened, now)
         if not ticket.is_quiesced(now):
             return
         del self._open[ticket_id]
@@ -293,48 +293,48 @@ class GrantService:
         is_received = ticket.state is TicketState.RECEIVED
         self._observer.on(TicketClosed(request_id, ticket_id, is_received))
         received = (ticket.num_bytes, ticket.bytes_before_end) if is_received else None
-        verified, prefill = each.expect.verified, ticket.sharding
+        verified, prefill = opened.expect.verified, ticket.sharding
         if received is not None and verified is not None and prefill is not None:
-            reports = tuple(each.reported.values())
-            delivered = Delivered(each.expect, verified, received, ticket.cached_tokens, prefill, reports)
+            reports = tuple(opened.reported.values())
+            delivered = Delivered(opened.expect, verified, received, ticket.cached_tokens, prefill, reports)
             self._arrivals.add(lambda news: news.delivered.append(delivered))
             return
-        self._arrivals.add(lambda news: news.ticket_ended(each.expect, received, ticket.cached_tokens))
+        self._arrivals.add(lambda news: news.ticket_closed(opened.expect, received, ticket.cached_tokens))
 
     def _notice_stop(self) -> None:
         """Keeps all blocks for a while if this process was stopped since the last call (R2). Call it often."""
         self._running_time()
         if self._running_time.stopped_s > self._stopped_s:
             self._stopped_s = self._running_time.stopped_s
-            for each in self._open.values():
-                each.ticket.resumed(time.monotonic(), self._apply_s)
+            for opened in self._open.values():
+                opened.ticket.resumed(time.monotonic(), self._apply_s)
 
-    def _revoke(self, each: OpenTicket, now: float) -> None:
+    def _revoke(self, opened: OpenTicket, now: float) -> None:
         """Tells writers to stop, every second until they report or their processes end."""
-        ticket = each.ticket
+        ticket = opened.ticket
         overdue = ticket.overdue(now)
         live = [] if ticket.state is TicketState.RECEIVED else ticket.live_writers()
         for writer in dict.fromkeys([*live, *overdue]):  # each once, in an order that the simulation repeats
-            if now - each.revoked_at.get(writer, -math.inf) >= _REVOKE_EVERY_S:
-                each.revoked_at[writer] = now
-                connection = each.connections[writer]
+            if now - opened.revoked_at.get(writer, -math.inf) >= _REVOKE_EVERY_S:
+                opened.revoked_at[writer] = now
+                connection = opened.connections[writer]
                 revoke = Revoke(ticket.ticket_id, writer, ticket.reason, ticket.digest)
-                connection.send(revoke, functools.partial(self._connection_closed, each, writer, connection))
-        if overdue and now >= each.warn_at:
-            if each.warn_at > -math.inf:
+                connection.send(revoke, functools.partial(self._connection_closed, opened, writer, connection))
+        if overdue and now >= opened.warn_at:
+            if opened.warn_at > -math.inf:
                 logger.warning(
                     "request %s: its blocks are kept for prefill rank %d of engine %s, which has not "
                     "reported that it stopped writing, and has not ended: continue or kill its process",
-                    each.expect.request_id,
+                    opened.expect.request_id,
                     overdue[0].rank,
                     overdue[0].engine_id,
                 )
-            each.warn_at = now + (_WARN_EVERY_S if each.warn_at > -math.inf else 2 * _REVOKE_EVERY_S)
+            opened.warn_at = now + (_WARN_EVERY_S if opened.warn_at > -math.inf else 2 * _REVOKE_EVERY_S)
 
-    def _connection_closed(self, each: OpenTicket, writer: WriterId, connection: ClientConnection) -> None:
+    def _connection_closed(self, opened: OpenTicket, writer: WriterId, connection: ClientConnection) -> None:
         """A revocation found the writer's connection closed, so its process has ended unless it uses another one."""
-        if each.connections.get(writer) == connection:
+        if opened.connections.get(writer) == connection:
             now = time.monotonic()
-            each.ticket.gone(writer, now)
-            if each.ticket.ticket_id in self._open:
-                self._advance(each, now)
+            opened.ticket.gone(writer, now)
+            if opened.ticket.ticket_id in self._open:
+                self._advance(opened, now)

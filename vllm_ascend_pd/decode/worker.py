@@ -156,9 +156,9 @@ class DecodeWorker(ConnectorRole):
     def take_results(self) -> TransferResults:
         arrivals = self.take_arrivals()
         if self._fails_by_request:  # vLLM learns of a failure when the transfer has ended
-            return TransferResults(received=arrivals.finished, failed=arrivals.failed)
+            return TransferResults(received=arrivals.closed, failed=arrivals.failed)
         self._lost_blocks |= arrivals.lost_blocks
-        return TransferResults(received=arrivals.finished)
+        return TransferResults(received=arrivals.closed)
 
     def take_lost_blocks(self) -> set[int]:
         """vLLM ends or reschedules these requests at once, and keeps their blocks until they count as received."""
@@ -167,7 +167,7 @@ class DecodeWorker(ConnectorRole):
 
     @owned
     def take_arrivals(self) -> Arrivals:
-        """Returns the requests that have ended, each once.
+        """Returns the requests whose tickets are closed, each once, and what else has arrived since the last call.
 
         Waits for one, `DecodeStep.wait_s` seconds at most. It does not wait right after a step that brought one: the
         scheduler made this step without it, and what it computes next must not be delayed.
@@ -176,13 +176,13 @@ class DecodeWorker(ConnectorRole):
         arrivals = self._arrivals.take(wait_s)
         if self._verifier is not None:
             self._verifier.begin(arrivals.delivered)
-            for delivered, mismatch in self._verifier.take(0.0 if arrivals.finished else wait_s):
+            for delivered, mismatch in self._verifier.take(0.0 if arrivals.closed else wait_s):
                 arrivals.ticket_verified(delivered, mismatch)
         self._report = self._report.merge(arrivals.report)
-        self._open_requests -= arrivals.finished
-        arrivals.finished |= self._again
+        self._open_requests -= arrivals.closed
+        arrivals.closed |= self._again
         self._again = set()
-        self._brought = bool(arrivals.finished or arrivals.lost_blocks)
+        self._brought = bool(arrivals.closed or arrivals.lost_blocks)
         return arrivals
 
     @owned

@@ -34,7 +34,8 @@ class LayerTarget:
     session: str
     # For each tensor that is written: the share of a unit, and how the decode tensor lies in memory.
     parts: tuple[tuple[Target, Geometry], ...]
-    # A number of these parts, the same for all layers and decode ranks of an engine that have them.
+    # Stands for `parts`: targets on one engine have the same number if their parts are equal. A write that was cut for
+    # one of them fits the others.
     shape: int
     # For each part: the index of our tensor that it reads.
     sources: tuple[int, ...]
@@ -112,12 +113,12 @@ class DecodeLayout:
 
 
 class Routes:
-    """The routes of one prefill rank."""
+    """Finds the routes of one prefill rank (`Route` of `core/plan.py`), and each ticket's destinations by them."""
 
     def __init__(self, rank_info: RankInfo, caches: RankCaches) -> None:
         self._rank_info = rank_info
         self._caches = caches
-        # By the geometry's index and decode's shape. Both threads read and write it.
+        # By the geometry's index and decode's shape. The model's and the control thread read and write it.
         self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
         # Targets and decode ranks of all of them, about: both threads write it, and an addition may be lost.
         self._kept = 0

@@ -190,11 +190,12 @@ class Regrouper:
         self._engines_without_grant: set[str] = set()
         self._groups = groups
         self.ring = ring
-        # What the all-to-all sends and receives. The side stream runs one at a time, so one pair serves all.
-        self._send = rank.device.allocate(ring.slot_bytes)
-        self._received = rank.device.allocate(ring.slot_bytes)
-        # The parts of the two that were exchanged last. All layers of a step exchange the same number of bytes.
-        self._exchanged = (self._received, self._send)
+        # What the all-to-all sends and receives. The side stream runs one at a time, so one pair serves all. What is
+        # packed or divided passes through the first one, too.
+        self._send_buffer = rank.device.allocate(ring.slot_bytes)
+        self._receive_buffer = rank.device.allocate(ring.slot_bytes)
+        # (received, sent) of the last all-to-all, as views. All layers of a step exchange the same number of bytes.
+        self._exchanged = (self._receive_buffer, self._send_buffer)
 
     def missed(self, ranks: tuple[int, ...], reason: str) -> None:
         """Breaks the group of `ranks`, because this rank missed a collective. Does nothing if `ranks` is empty."""
@@ -228,7 +229,7 @@ class Regrouper:
     def run(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> None:
         """Fills a slot and hands it over, unless this rank writes none of the units.
 
-        The tensors follow each other in a slot, each `[planes, share, staged_bytes]`. Runs on the side stream.
+        The tensors follow each other in a slot, each `[planes, plane_units, staged_bytes]`. Runs on the side stream.
         """
         step_send = push.step_send
         if step_send.route.ranks:
@@ -252,31 +253,31 @@ class Regrouper:
 
     def _exchange_heads(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> None:
         """Receives the group's heads of this rank's share of units."""
-        route, share, offsets = step_send.route, step_send.share, step_send.unit_offsets
-        section = share * route.source_bytes
+        route, plane_units, offsets = step_send.route, step_send.plane_units, step_send.unit_offsets
+        section = plane_units * route.source_bytes
         per_rank = section * len(tensors)
         try:
-            ops.gather_units(tensors, offsets, route.source_bytes, share, self._send, 0, section, per_rank)
+            ops.gather_units(tensors, offsets, route.source_bytes, plane_units, self._send_buffer, 0, section, per_rank)
         finally:  # the other ranks wait for the collective even if this rank's part has failed
             num_bytes = per_rank * route.ratio
             if self._exchanged[0].numel() != num_bytes:
-                self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
+                self._exchanged = (self._receive_buffer[:num_bytes], self._send_buffer[:num_bytes])
             self._groups[route.ranks].run(partial(self._device.all_to_all, *self._exchanged))
 
     def _arrange(self, step_send: StepSend, tensors: Sequence[torch.Tensor], slot: Slot) -> None:
         """Fills `slot` with units as decode keeps them: exchanged heads side by side, and heads divided into planes."""
-        route, share, offsets = step_send.route, step_send.share, step_send.unit_offsets
+        route, offsets = step_send.route, step_send.unit_offsets
         out, at = self.ring.buffer, slot.offset
         if route.ranks:
             # Tensors follow each other on both sides, so interleaving takes them as one run of entries.
-            entries = len(tensors) * share * route.entries
-            received = (self._received, 0, entries * route.source_row)
+            entries = len(tensors) * step_send.plane_units * route.entries
+            received = (self._receive_buffer, 0, entries * route.source_row)
             side_by_side = (route.ratio, entries, route.source_row)
             if route.planes == 1:
                 ops.interleave_heads(*received, out, at, *side_by_side)
                 return
-            ops.interleave_heads(*received, self._send, 0, *side_by_side)
-            tensors, offsets = self._exchanged[1].view(len(tensors), -1).unbind(), step_send.share_offsets
+            ops.interleave_heads(*received, self._send_buffer, 0, *side_by_side)
+            tensors, offsets = self._exchanged[1].view(len(tensors), -1).unbind(), step_send.plane_offsets
         assert offsets is not None
         strides = (step_send.tensor_bytes, step_send.plane_bytes)
         ops.split_heads(tensors, offsets, route.planes, route.entries, route.plane_row, out, at, *strides)
@@ -286,10 +287,11 @@ class Regrouper:
         step_send = push.step_send
         route, offsets = step_send.route, step_send.unit_offsets
         assert offsets is not None
-        units = len(offsets)
-        gathered = self._send[: units * route.source_bytes]
+        units, num_bytes = len(offsets), len(offsets) * route.source_bytes
+        gathered = self._send_buffer[:num_bytes]
         for n, (described, tensor) in enumerate(zip(push.tensors, tensors, strict=True)):
-            ops.gather_units([tensor], offsets, route.source_bytes, units, self._send, 0, len(gathered), len(gathered))
+            to = self._send_buffer, 0, num_bytes, num_bytes
+            ops.gather_units([tensor], offsets, route.source_bytes, units, *to)
             quantize = self._rank.caches.quantize.get((described.layer, described.part))
             blocks = packed(gathered, tensor, route.entries, quantize)
             out = self.ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
@@ -299,8 +301,8 @@ class Regrouper:
         """Returns a slot, and the seconds that it waited for one. Raises TimeoutError.
 
         Layers that wait for a grant keep their slots. If they have all slots, regrouping stops, and with it the model.
-        So other layers wait up to `grant_wait_s` for a decode engine's grants. If no slot becomes free, layers that
-        wait for that engine fail and give up their slots. From then on they do so at once, until it grants something.
+        So another layer waits `_grant_wait_s` at most for grants. If no slot becomes free, the layers that wait for one
+        fail and give up their slots. From then on, those for the same decode engine do so at once, until it grants one.
         """
         if self._engines_without_grant and not step_send.waits_for_grant:
             self._engines_without_grant.discard(step_send.decode_engine)

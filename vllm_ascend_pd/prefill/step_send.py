@@ -72,10 +72,10 @@ class StepSend:
     d_blocks: Offsets
     # Where all units of the group are in our tensors, on the cache's device, int64. None unless units are regrouped.
     unit_offsets: torch.Tensor | None = None
-    # Units in each plane of a staged tensor: the largest share of a rank of the group.
-    share: int = 0
-    # Where the units of a share are in an exchanged tensor, on the device. None unless the exchanged heads are divided.
-    share_offsets: torch.Tensor | None = None
+    # Units in each plane of a staged tensor: the most that a rank of the group has.
+    plane_units: int = 0
+    # Where these units are in an exchanged tensor, on the device. None unless the exchanged heads are divided.
+    plane_offsets: torch.Tensor | None = None
     # Guards which slot each of its layers has.
     slots_lock: threading.Lock = field(default_factory=lambda: threading.Lock())
     # Whether each request has its destinations, or has failed.
@@ -88,7 +88,7 @@ class StepSend:
     @cached_property
     def plane_bytes(self) -> int:
         """Bytes of a plane of a staged tensor."""
-        return self.share * self.route.staged_bytes
+        return self.plane_units * self.route.staged_bytes
 
     @cached_property
     def tensor_bytes(self) -> int:
@@ -146,13 +146,14 @@ class StepSend:
             num_bytes += parts[part][1]
         return PagedWrite([parts[part][0] for part in target.parts], limits, num_bytes.tolist())
 
-    def _copies(self, requests: Sequence[int], share: Target, theirs: Geometry) -> tuple[Descriptors, Offsets]:
+    def _copies(self, requests: Sequence[int], portion: Target, theirs: Geometry) -> tuple[Descriptors, Offsets]:
         """Returns some requests' copies to a decode tensor of the geometry `theirs`, and the bytes of each request.
 
-        Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. `foreign` of
-        `core/described_engine.py` has checked that the engine has the blocks that its tickets name.
+        `portion`: what goes there of every unit. Source offsets count from our tensor's block 0, or from the tensor's
+        place in the staging slot. `foreign` of `core/described_engine.py` has checked that the engine has the blocks
+        that its tickets name.
         """
-        src = self.src_units + share.plane * self.plane_bytes
+        src = self.src_units + portion.plane * self.plane_bytes
         dst, owner = self.units.offsets(self.d_blocks, theirs), self.units.owner
         if theirs.share.ranks > 1:
             held = self.units.held(theirs.share)
@@ -160,7 +161,7 @@ class StepSend:
         if len(requests) < len(self.transfers):
             chosen = np.isin(owner, list(requests))
             src, dst, owner = src[chosen], dst[chosen], owner[chosen]
-        return descriptors(share, src, dst), np.bincount(owner, minlength=len(self.transfers)) * share.nbytes
+        return descriptors(portion, src, dst), np.bincount(owner, minlength=len(self.transfers)) * portion.nbytes
 
     @owned
     def writable_until(self, key: RankKey) -> float:
@@ -297,9 +298,9 @@ class LayerPush:
     layer: str
     step_send: StepSend
     tensors: Sequence[CacheTensor]
-    # When the cache holds the step's tokens.
+    # When the cache holds the step's tokens of this layer. The layer's attention may come later (`mark_cached`).
     computed: Event
-    # When the bytes can be read: they are `computed`, and regrouped if that is needed.
+    # When the bytes can be sent: after `computed`, and after checksums and regrouping if there are any.
     ready: Event
     # Where its token of the room in the sender's queue goes when its writes are over. None if it took none.
     room: queue.SimpleQueue[None] | None = None

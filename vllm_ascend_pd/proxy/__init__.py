@@ -11,14 +11,17 @@ Rooms, from the bottom up. Each imports only rooms below it; pyproject.toml has 
 
 A client's request, file by file. It is a `ProxiedRequest` all the way (`rendezvous/request_table`).
 
-1. `rendezvous/client_endpoint` waits for its body (`http/arriving`) and for a slot (`routing/queue`), and reads the
-   body (`http/bodies`).
-2. It ranks the decode engines (`routing/engines`) and asks the best one (`routing/dispatch`), once that has a free slot
-   (`routing/queue`).
-3. The decode engine posts a ticket per prompt (`rendezvous/tickets`). `rendezvous/metaserver` finds the request that
-   waits for it (`rendezvous/request_table`). The ticket gets a `Prefill`.
-4. It has a prefill engine compute the prompt, by the same `routing/dispatch`. Then the ticket is answered.
-5. `rendezvous/client_endpoint` passes the decode engine's response on to the client.
+1. `ClientRequests` (`rendezvous/client_endpoint`) waits for its body (`http/arriving`) and for a slot of the proxy
+   (`routing/queue`), and reads the body (`http/bodies`).
+2. An attempt begins, under a new id (`RequestTable.attempt`). `ClientRequests` ranks the decode engines
+   (`routing/engines`). `EnginePool.open` (`routing/dispatch`) waits until the best one has a free slot
+   (`routing/queue`), and sends it the request.
+3. The decode engine posts a ticket per prompt (`rendezvous/tickets`). `Metaserver` (`rendezvous/metaserver`) finds the
+   request that waits for it: the engine's name for its request contains the attempt's id (`http/endpoints`). The ticket
+   gets a `Prefill`.
+4. `Metaserver` has a prefill engine compute the prompt, by that role's `EnginePool`. Then it answers the ticket.
+5. `ResponseRelay` (`rendezvous/client_endpoint`) passes the decode engine's response on to the client. If it fails
+   before the client has got anything, another attempt may begin at 2.
 
 `routing/answers` says what follows a failure, `rendezvous/deliveries` which engine it counts against.
 `rendezvous/observer` counts what `operate/` shows.

@@ -105,7 +105,9 @@ def note_result(engine: RegisteredEngine, streak: Streak, how: str | None) -> No
 class Attempt:
     """A request on its way to an engine of one role: it waits for one, then it is there.
 
-    `EnginePool.open` and `StallWatch` change it. The watch and the metaserver may end it by `cut_short`.
+    A prefill is one attempt. A client's request has one attempt at decode after the other, and these fields are those
+    of the latest (`_begin`). `EnginePool.open` and `StallWatch` change them. The watch and the metaserver may end an
+    attempt by `cut_short`.
     """
 
     group: Group | None = None
@@ -351,8 +353,9 @@ class EnginePool:
                     continue
             if kind is FailureKind.REFUSED and url in ranking.tiers[0]:
                 ranking = ranking._replace(tiers=ranking.tiers[:1])  # a doubtful engine's answer counts less
-            agree = sum(RULES[self.role, each.kind].asks is Asks.ONE for each in refusals)
-            if attempt.begun or agree == 2:
+            # Where the rule asks one other engine, the second refusal is believed.
+            believed = sum(RULES[self.role, each.kind].asks is Asks.ONE for each in refusals) == 2
+            if attempt.begun or believed:
                 break
         for_client = [each for each in refusals if each.kind is not FailureKind.BUSY or not ranking.takes_slot]
         if not for_client:
