@@ -22,9 +22,13 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's own. "fork" has engine cores and workers forked. Where the tests' own environment has it, the API server is,
 too, whatever the engine's says."""
 
-_READ_LATE = ("VLLM_", "TMPDIR", "PYTEST_CURRENT_TEST", "CANN_ON_HOST_FIRST_DEVICE", "CANN_ON_HOST_PINNED_ONLY")
+_READ_LATE = (
+    *("VLLM_", "TMPDIR", "PYTEST_CURRENT_TEST", "CANN_ON_HOST_FIRST_DEVICE", "CANN_ON_HOST_PINNED_ONLY"),
+    *("MC_TCP_", "OTEL_BSP_"),
+)
 """What may differ from the server's environment: prefixes of what nothing reads before it is used. vLLM looks its own
-variables up each time, its logging's aside."""
+variables up each time, its logging's aside. Mooncake reads its own when an engine starts, OpenTelemetry when it begins
+to send spans."""
 _READ_EARLY = ("VLLM_LOGGING", "VLLM_CONFIGURE_LOGGING", "VLLM_PLUGINS")
 _IMPORTED = [
     "vllm.entrypoints.cli.main",

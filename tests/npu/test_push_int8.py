@@ -35,10 +35,13 @@ LONG = ("c8-tp4-to-tp1", "fakquant-tp4-to-tp1", "fakquant-tp1-to-tp2")
 PROGRAMS = (AscendPrefillRank, AscendDecodeRank)
 
 
+DELAY = ("CANN_ON_HOST_DELAY_US", "500")
+
+
 @pytest.fixture(scope="module", params=[long(shape) if shape in LONG else shape for shape in SHAPES])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CANN_ON_HOST_DELAY_US", "500")
+        patch.setenv(*DELAY)
         made = Pair(*SHAPES[request.param], device="npu", programs=PROGRAMS)
         yield made
         assert made.close() == []
@@ -52,7 +55,8 @@ def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
     expect_delivery(pair, requests)
 
 
-def test_other_scales_are_refused(make_pair: MakePair) -> None:
+def test_other_scales_are_refused(monkeypatch: pytest.MonkeyPatch, make_pair: MakePair) -> None:
+    monkeypatch.setenv(*DELAY)  # as above: then its ranks run in processes that have imported vllm-ascend
     pair = make_pair(C8, side(1), side(1), p_model=replace(C8, salt=1), device="npu", programs=PROGRAMS)
     run(pair, prompts(pair, [40]))
     expect_failure(pair, "prefill and decode have other scales for KV in int8")
