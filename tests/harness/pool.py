@@ -22,13 +22,9 @@ def long(*parameters: object, id: str | None = None) -> ParameterSet:
 
 
 def sort_by_cluster(items: list[pytest.Item]) -> None:
-    """Sorts tests by model, then by cluster, in the order of their first use.
-
-    Clusters that a fixture makes come last. Their engines may have an environment of their own, and others can only be
-    forked if their own environment is that of the first engine (`harness.prefork`).
-    """
-    models: dict[ModelSpec | None, int] = {None: len(items)}
-    clusters: dict[ClusterConfig | None, int] = {None: len(items)}
+    """Sorts tests by model, then by cluster, in the order of their first use."""
+    models: dict[ModelSpec | None, int] = {None: 0}
+    clusters: dict[ClusterConfig | None, int] = {None: 0}
 
     def rank(item: pytest.Item) -> tuple[int, int]:
         callspec = getattr(item, "callspec", None)
