@@ -148,7 +148,7 @@ declare -A titles=(
   [vllm-0.23]="tests that run vLLM, with vLLM 0.23.0"
   [vllm-newer]="what differs in vLLM 0.32.0 and 0.33.0"
 )
-long_stages=(npu e2e npu-e2e faults npu-contract vllm-0.23 simulation hostile vllm-newer)
+long_stages=(npu e2e npu-e2e simulation hostile vllm-0.23 vllm-newer npu-contract faults)
 run_long_stage() {
   case $1 in
     npu) npu_tests tests/npu --ignore tests/npu/e2e --ignore tests/npu/contract -m "not long" ;;
