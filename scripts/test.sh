@@ -8,7 +8,8 @@
 #   --quick         skip the end-to-end tests (real vLLM engines, which take most of the time) and the NPU tests
 #   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
 #                   parallel sizes
-#   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines
+#   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines, and 200 requests of the
+#                   soak, which the other forms leave out
 #   --benchmarks    only benchmarks/run_all.sh --quick, and the unit and integration tests that the other forms skip
 #   --faults        only the fault injection in its long form, whose table is in docs/reliability.md; the other
 #                   forms inject only a few of its faults. FAULTS_REPORT=FOLDER: also writes the table there
@@ -144,11 +145,10 @@ declare -A titles=(
   [faults]="faults, short form"
   [hostile]="hostile input, short form"
   [simulation]="simulation, 10,000 requests"
-  [soak]="soak, 200 requests"
   [vllm-0.23]="tests that run vLLM, with vLLM 0.23.0"
   [vllm-newer]="what differs in vLLM 0.32.0 and 0.33.0"
 )
-long_stages=(npu e2e npu-e2e faults npu-contract vllm-0.23 simulation hostile soak vllm-newer)
+long_stages=(npu e2e npu-e2e simulation hostile vllm-0.23 vllm-newer npu-contract faults)
 run_long_stage() {
   case $1 in
     npu) npu_tests tests/npu --ignore tests/npu/e2e --ignore tests/npu/contract -m "not long" ;;
@@ -158,7 +158,6 @@ run_long_stage() {
     faults) run_pytest "$VENV" tests/faults -m "not long" ;;
     hostile) hostile_tests ;;
     simulation) run_pytest "$VENV" tests/simulation -m "not long" ;;
-    soak) run_pytest "$VENV" tests/soak -m "not long" ;;
     vllm-0.23) older_vllm_tests ;;
     vllm-newer) newer_vllm_tests ;;
   esac
@@ -289,7 +288,10 @@ case $mode in
     stage "${titles[npu]}, long form" npu_tests tests/npu --ignore tests/npu/e2e --ignore tests/npu/contract
     stage "${titles[npu-e2e]}, long form" npu_tests tests/npu/e2e
     ;;
-  e2e) tests "end-to-end tests, long form" tests/e2e ;;
+  e2e)
+    tests "end-to-end tests, long form" tests/e2e
+    tests "soak, 200 requests" tests/soak -m "not long"
+    ;;
   benchmarks)
     stage "emulated CANN" scripts/setup_npu_emulation.sh
     stage "benchmarks, quick form" benchmarks/run_all.sh --quick

@@ -509,7 +509,7 @@ def run(program: Path, argument: str) -> subprocess.CompletedProcess[str]:
 def test_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     flags = ("-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     program = build("random_cases.cpp", tmp_path / "random_cases", *flags)
-    done = run(program, "300")
+    done = run(program, "100")
     assert done.returncode == 0, done.stdout + done.stderr
     if sanitizer == "thread":
         assert "data race" in run(program, "race").stderr

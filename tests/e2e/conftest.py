@@ -6,10 +6,11 @@ it runs until a test needs another one: two cores carry no more than one cluster
 """
 
 import pytest
+from secured import Files, make_files, secured_cluster
 
 from harness.client import Client
 from harness.cluster_fixtures import *  # noqa: F403
-from harness.clusters import PLAIN
+from harness.clusters import PLAIN, ClusterConfig
 from harness.engines import EngineConfig
 
 
@@ -22,3 +23,14 @@ def single_engine() -> EngineConfig:
 def prefill_computes(client: Client) -> None:
     """Prefill computes the client's prompts, also those that decode would compute itself."""
     client.http.headers["X-Who-Computes"] = "prefill"
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Of the cluster `secured`."""
+    return make_files(tmp_path_factory.mktemp("secrets"))
+
+
+@pytest.fixture(scope="session")
+def secured(files: Files) -> ClusterConfig:
+    return secured_cluster(files)

@@ -74,7 +74,7 @@ def storm(pool: ThreadPoolExecutor, client: Client, prompts: list[list[int]]) ->
 def check(cluster: Cluster, reference: Reference, prompts: list[list[int]], answers: list[Completion]) -> None:
     """The answers are right, nothing is left in the engines, and decode has computed no prompt."""
     with Client(reference.engine.url) as alone:
-        expected = [alone.complete(prompt, ANSWER).token_ids for prompt in prompts]
+        expected = at_once(lambda prompt: alone.complete(prompt, ANSWER).token_ids, prompts, concurrency=len(prompts))
     assert [answer.token_ids for answer in answers] == expected
     wait_all_blocks_free(cluster)
     [decode] = cluster.decode

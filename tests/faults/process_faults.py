@@ -85,8 +85,8 @@ SCENARIOS = [
     Scenario(1, "prefill stopped while it pushes, goes on after decode's deadline", stop_prefill),
     # One rank of several.
     Scenario(2, "one of prefill's two ranks killed", kill_a_rank),
-    # Decode is killed.
-    Scenario(3, "decode killed and restarted at the same port", kill_decode, short=True),
+    # Decode is killed. In the short form of all tests, tests/e2e/test_retry.py kills a decode engine.
+    Scenario(3, "decode killed and restarted at the same port", kill_decode),
     # The metaserver and the proxy.
     Scenario(4, "metaserver down", lambda w: metaserver(w, Fault(refuse=True))),
     Scenario(4, "metaserver down for half a second", metaserver_away, absorbed=True),

@@ -22,9 +22,14 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's own. "fork" has engine cores and workers forked. Where the tests' own environment has it, the API server is,
 too, whatever the engine's says."""
 
-_READ_LATE = ("VLLM_", "TMPDIR", "PYTEST_CURRENT_TEST", "CANN_ON_HOST_FIRST_DEVICE", "CANN_ON_HOST_PINNED_ONLY")
+_READ_LATE = (
+    *("VLLM_", "TMPDIR", "PYTEST_CURRENT_TEST", "CANN_ON_HOST_FIRST_DEVICE", "CANN_ON_HOST_PINNED_ONLY"),
+    *("MC_TCP_", "MOONCAKE_CONFIG_PATH", "OTEL_BSP_", "PYTHONHASHSEED"),
+)
 """What may differ from the server's environment: prefixes of what nothing reads before it is used. vLLM looks its own
-variables up each time, its logging's aside."""
+variables up each time, its logging's aside. Mooncake reads its own when its engine or its store starts, OpenTelemetry
+when it begins to send spans. vLLM's hashes of blocks follow from PYTHONHASHSEED, which it reads late; Python's own are
+the same in all forks."""
 _READ_EARLY = ("VLLM_LOGGING", "VLLM_CONFIGURE_LOGGING", "VLLM_PLUGINS")
 _IMPORTED = [
     "vllm.entrypoints.cli.main",

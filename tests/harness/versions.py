@@ -19,7 +19,7 @@ from harness.plain_http import PLAIN_HTTP
 if TYPE_CHECKING:
     from harness.pool import Reference
 
-PROMPT_TOKENS = (1, 127, 128, 129, 700, 2500)
+PROMPT_TOKENS = (1, 127, 128, 129, 700, 1300)
 
 
 def with_vllm_in(folder: Path, config: EngineConfig) -> EngineConfig:

@@ -180,6 +180,7 @@ def test_connections_without_a_handshake_are_closed(listener: Listener, kind: st
             listener.serves()
             listener.serves_newcomers()
             assert listener.state().files < 2 * 500
+            time.sleep(0.1)
         made = finish()
     assert made >= 2 * 500
 
@@ -211,12 +212,13 @@ def test_endless_messages_of_strangers(listener: Listener, inputs: int) -> None:
     assert after.rejected == before.rejected, "none came as far as a message"
 
 
-@pytest.mark.parametrize("listener", ["ranks", "descriptions"], indirect=True)
-@pytest.mark.parametrize("kind", ["deaf", "deaf_babble"])
+@pytest.mark.parametrize(
+    ("listener", "kind"), [("ranks", "deaf"), ("descriptions", "deaf"), ("ranks", "deaf_babble")], indirect=["listener"]
+)
 def test_peers_that_never_read_their_answers(listener: Listener, kind: str) -> None:
     before = listener.state()
     with attack(kind, listener.port, 10) as finish:
-        full = wait_for(listener.state, lambda state: state.dropped > 10_000)
+        full = wait_for(listener.state, lambda state: state.dropped > 2_000)
         assert full.rss - before.rss < MAX_GROWTH_UNREAD_BYTES
         for _ in range(5):
             listener.serves()

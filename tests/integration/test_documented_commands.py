@@ -192,7 +192,7 @@ def starts_what_is_there(command: Command, folder: Path) -> None:
     if program != "scripts/test.py":
         assert started == [f"python {program}"]
     elif len(command.words) == 1:
-        suites = {f"tests/{suite}" for suite in ("e2e", "faults", "hostile", "integration", "npu", "soak", "unit")}
+        suites = {f"tests/{suite}" for suite in ("e2e", "faults", "hostile", "integration", "npu", "unit")}
         assert suites <= set(paths)
         assert command.words[0] in (REPOSITORY / ".ci/run").read_text()
         assert ".ci/run" in (REPOSITORY / ".github/workflows/cpu.yml").read_text()

@@ -71,7 +71,19 @@ SHAPES = {
     "FLOAT32_TP2_TO_TP1": (Model(dtype=torch.float32), Side(2), Side(1)),
 }
 
-LONG = ("INDEXED_HEADS_TP2_TO_TP2", "SPARSE_C8_DCP2_TO_TP1", "SPARSE_C8_PCP2_TO_DCP2")
+# For each of these the short form has one of the same kind.
+LONG = (
+    "GQA_TP4_TO_TP2",
+    "HEAD_MAJOR_TP1_TO_TP2",
+    "BLOCK_32_TO_16_TP2_TO_TP1",
+    "BLOCK_64_TO_128_TP1_TO_TP1",
+    "PP2_TP1_TO_TP2",
+    "SPARSE_C8_DCP2_TO_TP1",
+    "SPARSE_C8_TP1_TO_DCP2",
+    "SPARSE_C8_PCP2_TO_DCP2",
+    "INDEXED_HEADS_TP2_TO_TP2",
+    "FLOAT32_TP2_TO_TP1",
+)
 
 
 pair = pair_of_each(SHAPES, long_ones=LONG)

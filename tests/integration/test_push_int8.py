@@ -37,7 +37,10 @@ SHAPES = {
 }
 
 
-pair = pair_of_each(SHAPES, programs=PROGRAMS)
+# For each of these the short form has one of the same kind.
+LONG = ("C8_TP2_TO_TP2", "C8_TP4_TO_TP1", "C8_PP2_TP1_TO_TP2", "FAKQUANT_TP4_TO_TP1")
+
+pair = pair_of_each(SHAPES, long_ones=LONG, programs=PROGRAMS)
 
 
 @pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])

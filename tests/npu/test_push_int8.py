@@ -35,10 +35,20 @@ LONG = ("c8-tp4-to-tp1", "fakquant-tp4-to-tp1", "fakquant-tp1-to-tp2")
 PROGRAMS = (AscendPrefillRank, AscendDecodeRank)
 
 
+DELAY = ("CANN_ON_HOST_DELAY_US", "500")
+
+
+def test_other_scales_are_refused(monkeypatch: pytest.MonkeyPatch, make_pair: MakePair) -> None:
+    monkeypatch.setenv(*DELAY)  # as below, so that the ranks there run in the same processes
+    pair = make_pair(C8, side(1), side(1), p_model=replace(C8, salt=1), device="npu", programs=PROGRAMS)
+    run(pair, prompts(pair, [40]))
+    expect_failure(pair, "prefill and decode have other scales for KV in int8")
+
+
 @pytest.fixture(scope="module", params=[long(shape) if shape in LONG else shape for shape in SHAPES])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CANN_ON_HOST_DELAY_US", "500")
+        patch.setenv(*DELAY)
         made = Pair(*SHAPES[request.param], device="npu", programs=PROGRAMS)
         yield made
         assert made.close() == []
@@ -50,9 +60,3 @@ def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
     requests = prompts(pair, [1, 127, 128, 129, 300], cached)
     run(pair, requests, chunk)
     expect_delivery(pair, requests)
-
-
-def test_other_scales_are_refused(make_pair: MakePair) -> None:
-    pair = make_pair(C8, side(1), side(1), p_model=replace(C8, salt=1), device="npu", programs=PROGRAMS)
-    run(pair, prompts(pair, [40]))
-    expect_failure(pair, "prefill and decode have other scales for KV in int8")

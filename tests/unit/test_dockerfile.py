@@ -98,8 +98,15 @@ def resolved(platform: str, python: str, overrides: Path) -> subprocess.Complete
 OVERRIDES = REPOSITORY / "requirements/npu-overrides.txt"
 
 
-@pytest.mark.parametrize("platform", ["aarch64", "x86_64"])
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize(
+    ("platform", "python"),
+    [
+        ("aarch64", "3.11"),
+        ("x86_64", "3.12"),
+        pytest.param("aarch64", "3.12", marks=pytest.mark.long),
+        pytest.param("x86_64", "3.11", marks=pytest.mark.long),
+    ],
+)
 def test_the_requirements_can_be_resolved(platform: str, python: str) -> None:
     done = resolved(platform, python, OVERRIDES)
     assert done.returncode == 0, done.stderr

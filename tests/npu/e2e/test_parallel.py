@@ -18,7 +18,7 @@ from harness.models import ONE_HEAD, SIX_HEADS, SLIDING
 from harness.pool import long
 from npu_engines import cluster_of
 
-PROMPT_TOKENS = (1, 127, 128, 129, 700, 2500)
+PROMPT_TOKENS = (1, 127, 128, 129, 700, 1300)
 
 PREFILL = EngineConfig(Role.PREFILL, connector_extra=PATIENT)
 DECODE = EngineConfig(Role.DECODE, connector_extra=PATIENT)

@@ -122,14 +122,14 @@ pytestmark = [pytest.mark.npu, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("cluster", PAIRS, ids=str, indirect=True)
 def test_answers(cluster: Cluster, client: Client, reference: Reference) -> None:
-    """Short prompts, those of several steps, and several at a time. A model with a vision tower sees an image, too."""
-    prompts = [random_prompt(tokens, "recipe") for tokens in (1, 128, 300, 1000, 2500)]
+    """Short prompts, one of several steps, and several at a time. A model with a vision tower sees an image, too."""
+    prompts = [random_prompt(tokens, "recipe") for tokens in (1, 128, 1000)]
     answers = [client.complete(prompt) for prompt in prompts]
     assert_agree(reference, prompts, answers)
     long_ones = [each for prompt, each in zip(prompts, answers, strict=True) if len(prompt) >= _COMPUTED_BY_PREFILL]
     assert_received(long_ones)
-    others = [random_prompt(tokens, f"recipe-{tokens}") for tokens in (5, 129, 384, 700)]
-    assert_agree(reference, others, at_once(client.complete, others, concurrency=4))
+    others = [random_prompt(tokens, f"recipe-{tokens}") for tokens in (5, 129, 300)]
+    assert_agree(reference, others, at_once(client.complete, others, concurrency=3))
     if cluster.config.model.vision:
         with Client(reference.engine.url, logprobs=LISTED) as single:
             chats = [chat_about("What is this? " * 100, data_url(png(name))) for name in ("recipe", "another")]

@@ -2,8 +2,6 @@
 """Real engines and a proxy with a secret. Routers that cannot sign work before them, because prefill signs what they
 carry. An address that a client makes up gets no connection."""
 
-import dataclasses
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ import httpx
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.clusters import PATIENT_PROXY, Cluster, ClusterConfig, one_to_one
+from harness.clusters import Cluster, ClusterConfig
 from harness.documented import documented
-from harness.engines import HOST, PATIENT, script
+from harness.engines import HOST
 from harness.failures import wait_all_blocks_free
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import ClusterPool, Reference
@@ -26,24 +24,9 @@ from vllm_ascend_pd.core.protocol import METASERVER_PATH
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="session")
-def with_a_secret(tmp_path_factory: pytest.TempPathFactory) -> ClusterConfig:
-    file = tmp_path_factory.mktemp("cluster") / "secret"
-    subprocess.run([script("vllm-ascend-pd"), "secret", str(file)], check=True, timeout=60, capture_output=True)
-    plain = one_to_one(1, 1)
-    extra = (*PATIENT, ("secret_file", str(file)))
-    return dataclasses.replace(
-        plain,
-        name="with-a-secret",
-        prefill=tuple(dataclasses.replace(each, connector_extra=extra) for each in plain.prefill),
-        decode=tuple(dataclasses.replace(each, connector_extra=extra) for each in plain.decode),
-        proxy_args=(*PATIENT_PROXY, "--secret-file", str(file)),
-    )
-
-
 @pytest.fixture
-def cluster(with_a_secret: ClusterConfig, cluster_pool: ClusterPool) -> Cluster:
-    return cluster_pool.get(with_a_secret)
+def cluster(secured: ClusterConfig, cluster_pool: ClusterPool) -> Cluster:
+    return cluster_pool.get(secured)
 
 
 @pytest.fixture
