@@ -70,6 +70,7 @@ def of(findings: list[Finding], area: str) -> dict[str, Finding]:
     return {finding.check: finding for finding in findings if finding.check.startswith(area)}
 
 
+@pytest.mark.long  # test_first_hours.py runs all steps, too
 @pytest.mark.usefixtures("machine")
 def test_all_steps_with_small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     npus, size, num_bytes = ["0", "1"], loopback.DESCRIPTOR_BYTES[0], 1 << 20
@@ -197,6 +198,7 @@ def test_a_device_with_few_streams_left_connects_by_default_only(monkeypatch: py
     assert "HCCL_INTRA_ROCE_ENABLE=1 and HCCL_INTRA_PCIE_ENABLE=0" in found.action
 
 
+@pytest.mark.long  # as above
 @pytest.mark.usefixtures("machine")
 def test_two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with addresses and NPUs of their own. Each has what it measures, in its own direction."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/first_hours.sh on emulated NPUs: the steps that start no engines, from end to end.
-
-The short form has `test_doctor_hardware.py`, where each of these steps runs once and with less to write.
-"""
+"""scripts/first_hours.sh on emulated NPUs: the steps that start no engines, from end to end."""
 
 import json
 import os
@@ -12,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.timeout(600)]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
