@@ -26,6 +26,7 @@ from vllm_ascend_pd.decode import intents, prefill_client
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo
+from vllm_ascend_pd.observe.stats import WAITING_BLOCKS, DecodeSchedulerStats
 
 BLOCK, LONGEST = 4, 8
 PROMPT = 10
@@ -125,6 +126,14 @@ def computed(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
     step_with(scheduler, lambda step: not scheduler.without_news)
 
 
+def waiting_blocks(scheduler: DecodeScheduler) -> int | None:
+    """None: as many as before."""
+    observer = scheduler._observer
+    assert isinstance(observer, DecodeSchedulerStats)
+    gauges = observer.take().get("gauges", {})
+    return gauges[WAITING_BLOCKS.name][""] if WAITING_BLOCKS.name in gauges else None
+
+
 def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
     scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker
 ) -> None:
@@ -139,10 +148,12 @@ def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
     assert scheduler.build_step({}).prefilled == []
     computed(scheduler, metaserver)
     assert prefill.got == []
+    assert waiting_blocks(scheduler) is None
 
     assert scheduler.matched_tokens(request, 0) == PROMPT
     scheduler.allocated(request, BLOCKS, PROMPT)
     [expect] = scheduler.build_step({"other": 1}).expects
+    assert waiting_blocks(scheduler) == len(BLOCKS[0])
     wait_until(lambda: prefill.got, SOON_S)
     offer = prefill.got[0]
     assert isinstance(offer, OfferTicket)
@@ -150,6 +161,7 @@ def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
     assert offer.ticket.ticket_id == expect.ticket_id == intent["ticket_id"]
     assert len(metaserver.bodies) == 1
     scheduler.update(None, {"r"})
+    assert waiting_blocks(scheduler) == 0
     assert scheduler.finished(request) == {"received_bytes": 0, "bytes_before_prefill_end": 0}
     assert kept(scheduler) == {}
     assert prefill.of(ReleasePrompt) == []

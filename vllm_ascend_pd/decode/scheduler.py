@@ -298,8 +298,9 @@ class DecodeScheduler(ConnectorRole):
             transfer.lost_before = earlier.lost_before + 1 if earlier.failure is not None else 0
             transfer.cached_tokens = earlier.cached_tokens  # since then, prefill has cached what it computed
         self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
-        self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
-        self._observer.on(TicketIssued(request.request_id, ticket, request.trace_headers))
+        expect = self._issuer.expect(request.request_id, ticket, blocks)
+        self._step.expects.append(expect)
+        self._observer.on(TicketIssued(request.request_id, ticket, request.trace_headers, len(expect.blocks)))
         return transfer
 
     @owned
