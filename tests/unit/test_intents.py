@@ -4,8 +4,9 @@ their servers and the side channel are real."""
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -27,6 +28,8 @@ from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo
 from vllm_ascend_pd.observe.stats import WAITING_BLOCKS, DecodeSchedulerStats
+from vllm_ascend_pd.transport import wakeup
+from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSender, WakeupSocket
 
 BLOCK, LONGEST = 4, 8
 PROMPT = 10
@@ -165,6 +168,31 @@ def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
     assert scheduler.finished(request) == {"received_bytes": 0, "bytes_before_prefill_end": 0}
     assert kept(scheduler) == {}
     assert prefill.of(ReleasePrompt) == []
+
+
+@pytest.mark.parametrize("status", [200, 502])
+def test_prefills_answer_wakes_an_idle_engine(
+    metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """It waits for that itself: ranks, which wait for KV, would not hear it. The step that gets it does not wait, so
+    that vLLM asks for the request."""
+    monkeypatch.setattr(wakeup, "PAUSE_S", SOON_S)
+    monkeypatch.setattr(wakeup, "FIRST_S", SOON_S)
+    metaserver.status = status
+    socket, waker = WakeupSocket(), WakeupSender()
+    client = MetaserverClient(CONFIG, own_host="127.0.0.1", wake=lambda: waker.wake(socket.address))
+    idle = IdleWait(SOON_S, in_flight=1, wakeup=socket)
+    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, longest=LONGEST, idle=idle)
+    with closing(waker), closing(scheduler):
+        request = come(scheduler, metaserver)
+        assert scheduler.build_step({}).wait_s == 0.0
+        wait_until(lambda: metaserver.bodies, SOON_S)
+        threading.Timer(0.1, metaserver.answering.set).start()
+        began = time.monotonic()
+        assert scheduler.build_step({}).wait_s == 0.0
+        assert time.monotonic() - began < SOON_S / 2
+        assert scheduler.without_news == set()
+        scheduler.finished(request)
 
 
 def test_other_prompts_get_blocks_first(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:

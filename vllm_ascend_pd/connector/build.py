@@ -76,7 +76,7 @@ from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.side_channel import SideChannelError
-from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSocket
+from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSender, WakeupSocket
 
 # vLLM shows what its own loggers and their children log while an engine starts.
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -243,13 +243,16 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         setup.started_as, setup.host, setup.port, ranks.tp, ranks.parts, ranks.interleave, draft_summary(vllm_config)
     )
     # On the CPU backend a single rank has a process of its own, too.
-    wakeup = None if parallel.distributed_executor_backend == "uni" else WakeupSocket()
+    own_processes = parallel.distributed_executor_backend != "uni"
+    wakeup = WakeupSocket() if own_processes or config.prefill_first_tokens is not None else None
+    idle, waker = _idle_wait(setup, wakeup), WakeupSender()
     blocks = VllmBlocks(groups)
     measured = DecodeSchedulerStats()
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
     observer = tell_all(measured, ReceiveSpans(), traced)
     may_compute = recomputes and config.who_computes != "never"
-    metaserver = MetaserverClient(config, setup.host, may_compute, observer, secret)
+    wake = partial(waker.wake, idle.wakeup_address)
+    metaserver = MetaserverClient(config, setup.host, may_compute, observer, secret, wake)
     prefill = PrefillClient(setup.peers, config, observer)
     logger.info(
         "tickets are posted to proxies at: %s; or offered to prefill engines at: %s; requests that name others are "
@@ -266,7 +269,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         blocks,
         routes,
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
-        _idle_wait(setup, wakeup),
+        idle,
         # A writer whose process has ended counts as one until its bytes have settled.
         config.lease_s + TransferLimits(timeout_s=config.write_timeout_s).settle_s,
         Intents(config.prefill_first_tokens, issuer, requests, routes, config.queue_timeout_s),
@@ -274,6 +277,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         observer,
     )
     closing = ExitStack()
+    closing.callback(waker.close)
     closing.callback(scheduler.close)
     return Connected(scheduler, lambda: measured.take() or None, closing)
 

@@ -313,11 +313,10 @@ class DecodeScheduler(ConnectorRole):
         computes = bool(scheduled)
         self._placement.step_built(scheduled)
         self._post_intents()
-        if not computes and self._step == DecodeStep():
-            self._idle.pause()
-        self._take_answers()
+        self._idle.pause(is_idle=not computes and self._step == DecodeStep())
+        waits_here = self._take_answers() or bool(self._intents.without_news)
         step, self._step = self._step, DecodeStep()
-        step.wait_s = self._idle.next(computes, news=step != DecodeStep())
+        step.wait_s = self._idle.next(computes, step != DecodeStep(), waits_here)
         step.wakeup_address = self._idle.wakeup_address
         step.weight_updates = self._blocks.weight_updates
         for transfer in self._to_send.values():
@@ -327,10 +326,13 @@ class DecodeScheduler(ConnectorRole):
         self._to_send.clear()
         return step
 
-    def _take_answers(self) -> None:
-        """Takes what became of sent tickets: a prefill has ended, or failed."""
+    def _take_answers(self) -> bool:
+        """Takes what became of sent tickets: a prefill has ended, or failed. Returns whether vLLM has to ask for a
+        request again."""
+        asks_again = False
         for outcome in self._routes.poll():
             if (long := self._intents.answered(outcome)) is not None:
+                asks_again = True
                 if long.failure is not None:
                     self._not_computed(long)
             elif outcome.ok:
@@ -339,6 +341,7 @@ class DecodeScheduler(ConnectorRole):
                 if transfer.follows_intent:  # the metaserver does not know: prefill has succeeded there
                     self._report(transfer, outcome.reason, by_prefill=False)
                 self._fail(transfer, outcome.reason, ReceiveFailure.PREFILL, outcome.may_follow)
+        return asks_again
 
     def _post_intents(self) -> None:
         for request in self._intents.unasked():
