@@ -16,11 +16,11 @@ from harness.clock import clock_of
 from harness.metaserver import metaserver as serving_metaserver
 from harness.schedulers import DUE_S, decode_scheduler
 from harness.scheduling import make_request, remembered
-from harness.ticket_takers import REFUSED, TAKEN, TicketTaker
+from harness.ticket_takers import REFUSED, TAKEN, UNKNOWN, TicketTaker
 from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, AskTicket, OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket
 from vllm_ascend_pd.decode import intents, prefill_client
@@ -68,6 +68,12 @@ class Metaserver:
         post.send_header("Content-Length", str(len(encoded)))
         post.end_headers()
         post.wfile.write(encoded)
+
+
+@pytest.fixture(autouse=True)
+def no_questions_about_tickets_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr(prefill_client, "KEEP_EVERY_S", 600.0)
 
 
 @pytest.fixture
@@ -312,6 +318,8 @@ def test_a_prompt_that_gets_no_room(
     clock.now += 2
     assert scheduler.take_refused() == ["r"]
     assert "no room" in scheduler.finished(request)["error"]
+    wait_until(lambda: metaserver.failures, SOON_S)
+    assert "no room" in metaserver.failures[0]["reason"]
     wait_until(lambda: prefill.of(ReleasePrompt), SOON_S)
     assert kept(scheduler) == {}
 
@@ -351,3 +359,57 @@ def test_prefill_that_has_died(
     scheduler.update(None, {"r"})
     scheduler.finished(request)
     assert kept(scheduler) == {}
+
+
+@pytest.mark.parametrize("prefill", [([TAKEN], [UNKNOWN])], indirect=True)
+def test_decode_asks_about_a_ticket_until_it_has_blocks(
+    scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill does not know it yet, and goes on holding the prompt."""
+    monkeypatch.setattr(prefill_client, "KEEP_EVERY_S", 0.02)
+    request = come(scheduler, metaserver)
+    intent = posted(scheduler, metaserver)
+    computed(scheduler, metaserver)
+    wait_until(lambda: len(prefill.of(AskTicket)) > 2, SOON_S)
+    asked = {(ask.transfer_id, ask.ticket_id) for ask in prefill.of(AskTicket)}
+    assert asked == {(intent["transfer_id"], intent["ticket_id"])}
+    scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
+    scheduler.build_step({"other": 1})
+    wait_until(lambda: prefill.of(OfferTicket), SOON_S)
+    assert not [step for step in (scheduler.build_step({}) for _ in range(3)) if step.cancelled]
+    scheduler.update(None, {"r"})
+    scheduler.finished(request)
+    assert scheduler._routes._prefill._open == {}
+    assert kept(scheduler) == {}
+
+
+@pytest.mark.parametrize("prefill", [([TAKEN], [REFUSED]), ()], indirect=True, ids=["it has freed it", "it has died"])
+@pytest.mark.parametrize("may_compute", [False, True])
+def test_prefill_that_does_not_hold_a_prompt_any_more(
+    metaserver: Metaserver,
+    prefill: TicketTaker,
+    monkeypatch: pytest.MonkeyPatch,
+    may_compute: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Decode learns of it before it has blocks, and tells the metaserver. With `kv_load_failure_policy` recompute it
+    computes the prompt."""
+    monkeypatch.setattr(prefill_client, "KEEP_EVERY_S", 0.02)
+    monkeypatch.setattr(prefill_client, "SILENT_ROUNDS", 1)
+    with scheduling(may_compute) as scheduler:
+        scheduler._routes._prefill._config = ConnectorConfig(control_timeout_s=0.5)
+        if "died" in request.node.name:
+            prefill.close()
+        waits = come(scheduler, metaserver)
+        intent = posted(scheduler, metaserver)
+        computed(scheduler, metaserver)
+        step_with(scheduler, lambda step: metaserver.failures)
+        [failure] = metaserver.failures
+        assert (failure["request_id"], failure["ticket_id"]) == ("r", intent["ticket_id"])
+        assert ("does not answer" if "died" in request.node.name else "another prompt") in failure["reason"]
+        assert scheduler.take_refused() == ([] if may_compute else ["r"])
+        assert scheduler.matched_tokens(waits, 0) == (0 if may_compute else None)
+        if may_compute:
+            scheduler.allocated(waits, BLOCKS, 0)
+        scheduler.finished(waits)
+        assert kept(scheduler) == {}

@@ -221,12 +221,10 @@ class DecodeScheduler(ConnectorRole):
             return None
         tokens = max(0, self._issuer.num_tokens(request) - num_computed_tokens)
         long = None if earlier is not None or names_prefill(params or {}) else self._intents.of(request, tokens)
-        if long is None or long.way is not None:
-            return tokens
-        if long.failure is None:
-            return None
-        self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
-        return 0
+        if long is not None and long.failure is not None:
+            self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
+            return 0
+        return tokens if long is None or long.way is not None else None
 
     @property
     def without_news(self) -> set[str]:
@@ -354,7 +352,7 @@ class DecodeScheduler(ConnectorRole):
             self._not_computed(long)
 
     def _not_computed(self, long: LongPrompt) -> None:
-        """Prefill has not computed a long prompt, which has no blocks: this engine computes it, or it ends."""
+        """Prefill has not computed a long prompt, or does not hold it any more: this engine computes it, or it ends."""
         assert long.failure is not None
         self._observer.on(ReceiveFailed(ReceiveFailure.PREFILL))
         if not self._may_compute:
