@@ -229,8 +229,6 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     parallel = vllm_config.parallel_config
     warn_of_known_faults(parallel.data_parallel_size)
     recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    if config.prefill_first_tokens is not None:
-        _check_prefill_first(setup, groups)
     if recomputes and gives_blocks_away(setup.caches):
         raise ConfigError(
             "kv_load_failure_policy is recompute, for a model with sliding windows or chunked attention: if blocks run "
@@ -280,19 +278,6 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     closing.callback(waker.close)
     closing.callback(scheduler.close)
     return Connected(scheduler, lambda: measured.take() or None, closing)
-
-
-def _check_prefill_first(setup: EngineSetup, groups: list[CacheGroup]) -> None:
-    """Raises ConfigError where prompts cannot be computed before decode gives them blocks."""
-    why = None
-    if len(groups) > 1 or groups[0].holds_state:
-        why = "the model has several cache groups, or states"
-    elif setup.config.who_computes == "never":
-        why = "who_computes is never"
-    elif is_being_built():
-        why = "the connector is one of a MultiConnector's"
-    if why is not None:
-        raise ConfigError(f"prefill_first_tokens is set, and {why}: remove it")
 
 
 def _engine_steps(setup: EngineSetup) -> EngineSteps:
