@@ -31,7 +31,8 @@ def cluster(cluster_pool: ClusterPool, models: Path, engine_logs: Path) -> Itera
     cluster_pool.stop()
     kv_ports, rpc_port = reserve_ports(2), reserve_port()
     both = ("--data-parallel-size", "2", "--data-parallel-address", HOST, "--data-parallel-rpc-port", str(rpc_port))
-    decode = EngineConfig(Role.DECODE, connector_extra=PATIENT, kv_port=kv_ports[0])
+    extra = (*PATIENT, ("prefill_first_tokens", 500))  # of the longest prompts
+    decode = EngineConfig(Role.DECODE, connector_extra=extra, kv_port=kv_ports[0])
     config = ClusterConfig(
         "decode-dp2-in-two-processes",
         prefill=(EngineConfig(Role.PREFILL, connector_extra=PATIENT),),

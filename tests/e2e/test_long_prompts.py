@@ -3,28 +3,51 @@
 engine's."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.clusters import Cluster, one_to_one
+from harness.clusters import Cluster, ClusterConfig, one_to_one
+from harness.engines import Engine, EngineConfig, wait_ready
 from harness.failures import wait_all_blocks_free
-from harness.pool import long
+from harness.models import MAMBA, SLIDING, TINY
+from harness.pool import Reference, long
+from harness.waiting import wait_until
 
 FIRST = 512
-_PLAIN = one_to_one(1, 1)
-_DECODE = dataclasses.replace(
-    _PLAIN.decode[0], connector_extra=(*_PLAIN.decode[0].connector_extra, ("prefill_first_tokens", FIRST))
-)
-LONG_FIRST = dataclasses.replace(_PLAIN, name="long-prompts-first", decode=(_DECODE,))
+OUTPUT_TOKENS = 200
+"""So that decode has no room for a while."""
+TIMES = (("lease_s", 10.0), ("write_timeout_s", 5.0), ("grant_timeout_s", 20.0), ("control_timeout_s", 2.0))
+"""Short, so that an engine that died is not waited for long."""
 
-pytestmark = [
-    pytest.mark.parametrize("cluster", [long(LONG_FIRST)], ids=str, indirect=True),
-    pytest.mark.timeout(600),  # the first test starts it
+
+def long_first(config: ClusterConfig, **of_decode: object) -> ClusterConfig:
+    """`config`, with a decode engine that has prefill compute long prompts first."""
+    [decode] = config.decode
+    extra = (*decode.connector_extra, ("prefill_first_tokens", FIRST))
+    decode = dataclasses.replace(decode, connector_extra=extra, **of_decode)
+    return dataclasses.replace(config, name=f"{config.name}-long-prompts-first", decode=(decode,))
+
+
+PLAIN = one_to_one(1, 1)
+NEVER = dataclasses.replace(PLAIN, name="never")
+CLUSTER = long_first(PLAIN)
+OTHERS = [
+    long_first(NEVER, who_computes="never"),
+    long_first(one_to_one(2, 1, model=SLIDING)),
+    long_first(one_to_one(2, 1, model=MAMBA, engine=EngineConfig(prefix_caching=False))),
 ]
+_PREFILL = dataclasses.replace(PLAIN.prefill[0], connector_extra=TIMES)
+_DECODE = dataclasses.replace(PLAIN.decode[0], connector_extra=TIMES, kv_cache_bytes=TINY.kv_bytes_per_token * 36 * 128)
+TWO = long_first(dataclasses.replace(PLAIN, name="two-prefill", prefill=(_PREFILL, _PREFILL), decode=(_DECODE,)))
+"""Decode has room for one long prompt."""
+
+pytestmark = pytest.mark.timeout(600)  # the first test of a cluster starts it
 
 
-def test_tokens(client: Client, cluster: Cluster, reference) -> None:
+@pytest.mark.parametrize("cluster", [long(config) for config in (CLUSTER, *OTHERS)], ids=str, indirect=True)
+def test_tokens(client: Client, cluster: Cluster, reference: Reference) -> None:
     """Both orders at once."""
     prompts = [random_prompt(tokens, "long") for tokens in (FIRST - 1, FIRST, FIRST + 1, 700, 1500, 2500, 3000, 3500)]
     answers = at_once(client.complete, prompts, concurrency=len(prompts))
@@ -36,8 +59,33 @@ def test_tokens(client: Client, cluster: Cluster, reference) -> None:
     wait_all_blocks_free(cluster)
 
 
-def test_more_prompts_than_decode_has_room_for(client: Client, cluster: Cluster, reference) -> None:
+@pytest.mark.parametrize("cluster", [long(CLUSTER)], ids=str, indirect=True)
+def test_more_prompts_than_decode_has_room_for(client: Client, cluster: Cluster, reference: Reference) -> None:
     prompts = [random_prompt(3000, f"crowd {number}") for number in range(20)]
     answers = at_once(client.complete, prompts, concurrency=len(prompts))
     assert [answer.token_ids for answer in answers] == [reference.complete(prompt) for prompt in prompts]
+    wait_all_blocks_free(cluster)
+
+
+def held_blocks(prefill: Engine) -> float:
+    """Returns how many blocks an engine keeps that computes nothing; 0 if it computes."""
+    if prefill.metric("vllm:num_requests_running") or prefill.metric("vllm:num_requests_waiting"):
+        return 0
+    [(labels, _)] = prefill.samples("vllm:cache_config_info")
+    return prefill.metric("vllm:kv_cache_usage_perc") * int(labels["num_gpu_blocks"])
+
+
+@pytest.mark.parametrize("cluster", [long(TWO)], ids=str, indirect=True)
+def test_prefill_dies_while_it_holds_prompts(client: Client, cluster: Cluster, reference: Reference) -> None:
+    """Decode has no room for them. The other prefill engine computes them again."""
+    prompts = [random_prompt(2500, f"held {number}") for number in range(8)]
+    dies = cluster.prefill[0]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(client.complete, prompt, OUTPUT_TOKENS) for prompt in prompts]
+        wait_until(lambda: held_blocks(dies) > 2500 // 128, 120)
+        dies.process.kill()
+        answers = [each.result() for each in asked]
+    assert [answer.token_ids for answer in answers] == [reference.complete(prompt, OUTPUT_TOKENS) for prompt in prompts]
+    dies.start()
+    wait_ready([dies])
     wait_all_blocks_free(cluster)

@@ -33,8 +33,10 @@ RECEIVED = 3 * BLOCK * TINY.kv_bytes_per_token
 
 @pytest.fixture(scope="module", params=[long(True), False], ids=["ours-first", "ours-second"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ClusterConfig:
-    """Where ours is the first, prefill ends requests whose KV cannot be loaded. Else it computes the KV again."""
+    """Where ours is the first, prefill ends requests whose KV cannot be loaded, and computes long prompts before decode
+    gives them blocks. Else it computes the KV again."""
     policy = "fail" if request.param else "recompute"
+    long_first = {Role.PREFILL: ("hold_timeout_s", 60.0), Role.DECODE: ("prefill_first_tokens", PROMPT - 1)}
 
     def beside_another(engine: EngineConfig) -> EngineConfig:
         folder = tmp_path_factory.mktemp(f"kv-of-{engine.label}")
@@ -43,6 +45,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             beside=(("shared_storage_path", str(folder)),),
             beside_connector="FailingPool",
             ours_first=request.param,
+            connector_extra=(*engine.connector_extra, *([long_first[engine.role]] if request.param else [])),
             load_failure_policy=policy if engine.role is Role.PREFILL else None,
         )
 

@@ -53,11 +53,13 @@ def decode_scheduler(
     *,
     longest: int | None = None,
     may_compute: bool = False,
+    idle: IdleWait | None = None,
 ) -> DecodeScheduler:
     """A decode engine's scheduler, which counts, and has all prompts computed by prefill. It closes `metaserver`.
 
     longest: its `prefill_first_tokens`.
     may_compute: it computes prompts that prefill has failed to compute before they got blocks.
+    idle: how long its steps wait; None: as in engines without ranks of their own.
     """
     observer = DecodeSchedulerStats()
     requests = VllmRequests(media_hashing)
@@ -66,7 +68,7 @@ def decode_scheduler(
     placement = ConnectorConfig(who_computes="prefill")
     who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)
     routes = TicketRoutes(metaserver, PrefillClient(Peers(None, AnyHost(), AnyHost())))
-    idle, intents = IdleWait(0.05, in_flight=2), Intents(longest, issuer, requests, routes, DUE_S)
+    idle, intents = idle or IdleWait(0.05, in_flight=2), Intents(longest, issuer, requests, routes, DUE_S)
     return DecodeScheduler(issuer, requests, blocks, routes, who, idle, FAILED_WAIT_S, intents, may_compute, observer)
 
 

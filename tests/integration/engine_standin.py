@@ -237,6 +237,8 @@ class PrefillEngine(_Engine):
         """Answer with a token, and with this as the reason why its KV did not reach the decode engine."""
         self.refuses_tickets = False
         """`transfer_error` is why it refuses the ticket."""
+        self.held: dict[str, Any] = {"transfer_id": "t", "ticket_host": "127.0.0.1", "ticket_port": 9}
+        """Where it says that it holds the prompt of an intent."""
         self.loses: set[str] | None = None
         """Answer as if all were well, and add the decode engine's id of the request, whose KV does not arrive."""
 
@@ -256,7 +258,7 @@ class PrefillEngine(_Engine):
         ticket = received.body["kv_transfer_params"]
         assert ticket["do_remote_decode"] is True
         assert limit_of(received) == 1
-        transfer = None
+        transfer = self.held if ticket.get("ticket_follows") else None
         if self.transfer_error is not None:
             transfer = {"error": self.transfer_error, **({"refused": True} if self.refuses_tickets else {})}
         if self.loses is not None:
@@ -278,6 +280,8 @@ class DecodeEngine(_Engine):
         """False: every prompt is in the prefix cache."""
         self.computes_itself = False
         """Compute prompts without a ticket if the request asks for it, or if no prefill engine is well."""
+        self.intends = False
+        """Post intents, whose tickets would go straight to the prefill engines that hold the prompts."""
         self.adapter: str | None = None
         """The adapter that its tickets name; "": they say that there is none. None: they say nothing."""
         self.token_ids: list[Any] | None = None
@@ -402,6 +406,8 @@ class DecodeEngine(_Engine):
                     ticket = make_ticket(request_id, f"ticket-{number}")
                     if self.token_ids is not None and transfer["wants_token_ids"] is True:
                         ticket["token_ids"] = self.token_ids
+                    if self.intends:
+                        ticket["ticket_follows"] = True
                     if self.adapter is not None:
                         ticket["prompt"] = {"adapter": self.adapter} if self.adapter else {}
                     tasks.start_soon(post, ticket)

@@ -23,7 +23,7 @@ from vllm_ascend_pd.connector.setup import own_host
 from vllm_ascend_pd.connector.vllm_requests import external_request_id
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.config import ConfigError
-from vllm_ascend_pd.transport.wakeup import PAUSE_S
+from vllm_ascend_pd.transport.wakeup import BETWEEN_S
 
 
 @pytest.fixture(scope="module")
@@ -154,18 +154,21 @@ def test_only_one_step_in_flight_waits_and_none_behind_a_step_that_computes(
     assert [wait > 0 for wait in waits] == [step > 0 and step % in_flight == 0 for step in range(5)]
 
 
-@pytest.mark.parametrize(("backend", "pauses"), [(None, True), ("uni", False)])
-def test_the_scheduler_pauses_if_ranks_have_their_own_processes(model: Path, backend: str | None, pauses: bool) -> None:
+@pytest.mark.parametrize(("backend", "first", "pauses"), [(None, None, True), ("uni", None, False), ("uni", 512, True)])
+def test_the_scheduler_pauses_if_ranks_have_their_own_processes(
+    model: Path, backend: str | None, first: int | None, pauses: bool
+) -> None:
     """That holds for a single rank, too, as vLLM's CPU backend has it. Otherwise it would poll the rank while a step
-    waits.
+    waits. It also pauses where prompts may be computed first (`prefill_first_tokens`): ranks do not hear of these.
     """
     config = decode(model)
+    config.kv_transfer_config.kv_connector_extra_config["prefill_first_tokens"] = first
     if backend is not None:
         config.parallel_config.distributed_executor_backend = backend
     with scheduler_connector(config) as connector:
-        first = connector.build_connector_meta(EMPTY).step
-        assert first.wait_s > 0
-        assert bool(first.wakeup_address) == pauses  # without, it never does
+        step = connector.build_connector_meta(EMPTY).step
+        assert step.wait_s > 0
+        assert bool(step.wakeup_address) == pauses  # without, it never does
         began = time.monotonic()
         connector.build_connector_meta(EMPTY)
-        assert time.monotonic() - began > (0.9 * PAUSE_S if pauses else 0.0)
+        assert time.monotonic() - began > (0.9 * BETWEEN_S if pauses else 0.0)

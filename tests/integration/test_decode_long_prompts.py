@@ -127,6 +127,68 @@ def test_a_prefix_that_decode_has(make: MakeScheduler) -> None:
     decode.run(100)
 
 
+@pytest.mark.parametrize("kind", ["windowed", "states"])
+@pytest.mark.parametrize("caching", [False, True], ids=["no cache", "cache"])
+def test_caches_of_several_kinds(make: MakeScheduler, kind: str, caching: bool) -> None:
+    """Decode computes the last token itself, so the ticket is for one less. What decode has in its cache is not asked
+    for."""
+    decode = make(blocks=6 * LONGEST, caching=caching, max_num_seqs=2, **{kind: True})
+    decode.add("before", LONG - BLOCK, first=5000)
+    decode.step()
+    decode.computed_first("before")
+    decode.run()
+    decode.metaserver.posted.clear()
+    names = [f"long-{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        decode.add(name, LONG, first=1000 * number)
+    decode.add("known", LONG, first=5000)  # most of it is cached, if anything is
+    for _ in range(3):
+        decode.step()
+    assert [name for name in decode.intents if name != "known"] == names
+    assert {body["num_tokens"] for body in decode.metaserver.posted} == {LONG - 1}
+    assert decode.free == decode.all_free or decode.expected.keys() == {"known"}
+    decode.computed_first(*names, "known")
+    decode.run(100)
+    assert decode.given_up == []
+
+
+@orders
+@schedulers
+@pytest.mark.parametrize("failures", ["fail", "recompute"])
+def test_an_engine_that_computes_no_prompts(
+    make: MakeScheduler, order: str, scheduler: type[Scheduler], failures: str
+) -> None:
+    """Long prompts are computed first. A request that is preempted has a ticket, and gets the next one at once."""
+    decode = make(blocks=LONGEST, order=order, scheduler_class=scheduler, failures=failures, who_computes="never")
+    names = ["first", "grows"]
+    for number, name in enumerate(names):
+        decode.add(name, 3 * BLOCK, generates=4 * BLOCK, first=1000 * number)
+    decode.step()
+    assert decode.intents == names
+    assert decode.free == decode.all_free
+    decode.computed_first(*names)
+    request = decode.vllm.requests["grows"]
+    tickets = decode.connector._role._transfers
+    while not (request.num_preemptions and "grows" in decode.expected):
+        if not request.num_preemptions:
+            decode.arrives(*decode.expected)
+        decode.step()
+    [intent] = [body for body in decode.metaserver.posted if body["request_id"] == "grows" and "transfer_id" in body]
+    assert tickets["grows"].ticket.replaces == intent["ticket_id"]
+    decode.run(400)
+    assert decode.intents == names
+    assert decode.given_up == []
+
+
+def test_prefill_that_fails_for_an_engine_that_computes_no_prompts(make: MakeScheduler) -> None:
+    decode = make(blocks=4 * LONGEST, failures="recompute", who_computes="never")
+    decode.add("long", LONG)
+    decode.step()
+    decode.computed_first("long", failure="prefill failed, for a test")
+    decode.run()
+    assert decode.given_up == ["long"]
+
+
 def test_a_client_that_leaves(make: MakeScheduler) -> None:
     decode = make(blocks=4 * LONGEST)
     for number in range(3):

@@ -55,6 +55,29 @@ def test_a_pause_waits_for_transfers_and_then_empties_the_cache(
     assert decode.given_up == []
 
 
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_prompts_that_prefill_computes_first_outlast_a_pause(make: MakeScheduler, mode: str) -> None:
+    """They have no blocks, so it takes effect at once. After a sleep, their tickets have the engine's new name."""
+    decode = make(blocks=3 * LONGEST, prefill_first=BLOCK)
+    core = engine_core(decode)
+    for number, name in enumerate(("is computed", "is posted")):
+        decode.add(name, 2 * BLOCK, first=1000 * number)
+    decode.step()
+    assert core.pause_scheduler(mode) is None, "there is nothing to wait for"
+    decode.computed_first("is computed")
+    for _ in range(3):
+        decode.step()
+    assert not core.has_work()
+    assert decode.free == decode.all_free
+    decode.connector._role.renamed("awake")
+    core.resume_scheduler()
+    decode.step()
+    assert decode.connector._role._transfers["is computed"].ticket.remote_engine_id == "awake"
+    decode.computed_first("is posted")
+    decode.run()
+    assert decode.given_up == []
+
+
 def test_a_pause_that_aborts_waits_for_the_transfers_of_requests_that_have_ended(make: MakeScheduler) -> None:
     """A writer may be stopped, so the blocks are not free yet."""
     decode = make(blocks=LONGEST)

@@ -73,6 +73,29 @@ def test_prefill_engines_that_deliver_nothing_cost_no_answer_and_are_passed_over
         assert all("no KV arrives: the last" in each for each in problems)
 
 
+def test_a_prompt_is_computed_by_another_engine_when_the_one_that_held_it_is_gone() -> None:
+    """Decode offers the ticket itself, and learns so that nobody takes it. Prefill had succeeded for the proxy."""
+    with engines(2) as (cluster, givers, [taker]):
+        taker.intends = True
+        givers[0].loses = taker.lost
+        for number, giver in enumerate(givers):
+            giver.held = giver.held | {"ticket_port": number + 1}
+        assert cluster.complete().status_code == 200
+        assert [len(giver.received) for giver in givers] == [1, 1]
+        assert all(giver.received[0].body["kv_transfer_params"]["ticket_follows"] for giver in givers)
+        held = [answer["kv_transfer_params"] for _, answer in taker.metaserver_answers]
+        assert held == [giver.held for giver in givers]
+        assert counted(cluster)[1]["prefill"] == {"transfer failed": 1}
+
+
+def test_a_prompt_that_its_only_engine_does_not_hold_any_more_ends_with_the_reason() -> None:
+    with running_cluster(attempts=1) as cluster:
+        cluster.decode.intends = cluster.decode.loses_all = True
+        answer = cluster.complete()
+        assert answer.status_code == 503
+        assert "went silent" in answer.text
+
+
 def test_one_client_after_the_other_costs_four_prefills() -> None:
     """Of the first one it is not known yet whether others deliver."""
     with engines(2) as (cluster, givers, [taker]):

@@ -65,9 +65,16 @@ _MTP_LAYER = (("method", "mtp"), ("num_speculative_tokens", 3))
 _PREFILL = dataclasses.replace(SINGLE, role=Role.PREFILL, connector_extra=TIMES, speculative=_MTP_LAYER)
 # Room for an eighth more than the longest request: the requests at once preempt each other.
 _DECODE = dataclasses.replace(_PREFILL, role=Role.DECODE, kv_cache_bytes=MTP.kv_bytes_per_token * 2 * 2304)
-CLUSTER = ClusterConfig("soak", (dataclasses.replace(_PREFILL, tp=2), _PREFILL), (_DECODE,))
+_ENGINES = (dataclasses.replace(_PREFILL, tp=2), _PREFILL)
+CLUSTER = ClusterConfig("soak", _ENGINES, (_DECODE,))
 """Prefix caching is on, prompts longer than 512 tokens are prefilled in chunks, an MTP layer drafts on both sides, and
 decode preempts."""
+LONG_FIRST = ClusterConfig(
+    "soak, long prompts first",
+    _ENGINES,
+    (dataclasses.replace(_DECODE, connector_extra=(*TIMES, ("prefill_first_tokens", 400))),),
+)
+"""The same, and prefill computes some prompts before decode gives them blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +256,7 @@ def test_soak(requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     model = make_model(MTP, tmp_path / "models")
     with running_engines(model, [SINGLE], tmp_path) as [engine], Client(engine.url, str(model), logprobs=2) as single:
         answers = at_once(lambda index: right_answer(single, index), range(pool_size(requests)), 16)
-    with running_cluster(model, CLUSTER, tmp_path) as cluster:
+    with running_cluster(model, CLUSTER if requests < 10_000 else LONG_FIRST, tmp_path) as cluster:
         soak = Soak(cluster, requests, answers)
         began = time.monotonic()
         soak.serve()

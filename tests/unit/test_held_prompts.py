@@ -126,6 +126,28 @@ def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     assert refused(prefill, transfer_id, late) == said.reason
 
 
+def test_blocks_are_held_while_decode_asks_about_the_ticket(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no room for the request yet. When it does not ask any more, or a day has passed, they are freed."""
+    transfer_id = prefill.answered("r")["transfer_id"]
+    ticket = ticket_for(PROMPT)
+    for _ in range(3):
+        prefill.clock.now += held_prompts.HOLD_TIMEOUT_S - 0.1
+        assert prefill.fate(transfer_id, ticket).retry, "it has not come"
+        assert prefill.run()[0].unsent == set()
+    prefill.clock.now += held_prompts.HOLD_TIMEOUT_S
+    assert prefill.run()[0].unsent == {"r"}
+    assert refused(prefill, transfer_id, ticket).startswith("no ticket came")
+
+    monkeypatch.setattr(held_prompts, "MAX_TICKET_LIFETIME_S", held_prompts.HOLD_TIMEOUT_S + 10)
+    transfer_id = prefill.answered("s")["transfer_id"]
+    prefill.clock.now += held_prompts.HOLD_TIMEOUT_S
+    assert prefill.fate(transfer_id, ticket).retry
+    assert prefill.run()[0].unsent == set()
+    prefill.clock.now += 10
+    assert prefill.fate(transfer_id, ticket).retry
+    assert prefill.run()[0].unsent == {"s"}
+
+
 def test_a_ticket_waits_while_its_prompt_is_freed(prefill: Prefill) -> None:
     """It fits none of the prompts that are there, and the last one is freed. No step of the engine follows."""
     transfer_id = prefill.answered("r")["transfer_id"]

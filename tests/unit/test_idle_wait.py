@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long steps that compute nothing wait, and what ranks do to wake decode's scheduler."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -56,7 +57,8 @@ def test_engines_in_lockstep_never_wait(clock):
     wait = IdleWait(0.0, in_flight=2)
     clock.now += 10
     assert wait.next(computes=False, news=False) == 0.0
-    wait.pause()
+    assert wait.next(computes=False, news=False, waits_here=True) == 0.0
+    wait.pause(is_idle=True)
     assert clock.now == 110
 
 
@@ -78,6 +80,34 @@ def was_woken(wakeup: WakeupSocket, timeout_s: float) -> bool:
     began = time.monotonic()
     wakeup.wait(timeout_s)
     return time.monotonic() - began < 0.9 * timeout_s
+
+
+def test_the_scheduler_waits_in_place_of_a_step(monkeypatch, wakeup, sender):
+    """Until it is woken. It does not wait in place of a step with news, or behind one that computes."""
+    monkeypatch.setattr(wakeup_module, "PAUSE_S", LONG_S)
+    monkeypatch.setattr(wakeup_module, "FIRST_S", LONG_S)
+    wait = IdleWait(LONG_S, in_flight=2, wakeup=wakeup)
+    began = time.monotonic()
+    for news in (False, True):
+        assert wait.next(computes=True, news=news) == 0.0
+        for is_idle in (True, False):
+            wait.pause(is_idle)
+            assert wait.next(computes=False, news=news, waits_here=True) == 0.0
+        wait.pause(is_idle=False)
+    assert wait.next(computes=False, news=False, waits_here=True) == 0.0
+    assert wait.next(computes=False, news=False, waits_here=True) == 0.0
+    waker = threading.Timer(0.1, sender.wake, [wakeup.address])
+    waker.start()
+    wait.pause(is_idle=True)
+    assert 0.1 <= time.monotonic() - began < LONG_S / 2
+    waker.join()
+
+
+def test_a_wakeup_counts_once(wakeup, sender):
+    wait = IdleWait(SHORT_S, in_flight=1, wakeup=wakeup)
+    sender.wake(wakeup.address)
+    wait.pause(is_idle=False)
+    assert not was_woken(wakeup, SHORT_S)
 
 
 def test_sending_many_wakeups_does_not_block(wakeup, sender):

@@ -4,8 +4,9 @@ their servers and the side channel are real."""
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -15,17 +16,20 @@ from harness.clock import clock_of
 from harness.metaserver import metaserver as serving_metaserver
 from harness.schedulers import DUE_S, decode_scheduler
 from harness.scheduling import make_request, remembered
-from harness.ticket_takers import REFUSED, TAKEN, TicketTaker
+from harness.ticket_takers import REFUSED, TAKEN, UNKNOWN, TicketTaker
 from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, AskTicket, OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket
 from vllm_ascend_pd.decode import intents, prefill_client
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo
+from vllm_ascend_pd.observe.stats import WAITING_BLOCKS, DecodeSchedulerStats
+from vllm_ascend_pd.transport import wakeup
+from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSender, WakeupSocket
 
 BLOCK, LONGEST = 4, 8
 PROMPT = 10
@@ -64,6 +68,12 @@ class Metaserver:
         post.send_header("Content-Length", str(len(encoded)))
         post.end_headers()
         post.wfile.write(encoded)
+
+
+@pytest.fixture(autouse=True)
+def no_questions_about_tickets_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr(prefill_client, "KEEP_EVERY_S", 600.0)
 
 
 @pytest.fixture
@@ -125,6 +135,14 @@ def computed(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
     step_with(scheduler, lambda step: not scheduler.without_news)
 
 
+def waiting_blocks(scheduler: DecodeScheduler) -> int | None:
+    """None: as many as before."""
+    observer = scheduler._observer
+    assert isinstance(observer, DecodeSchedulerStats)
+    gauges = observer.take().get("gauges", {})
+    return gauges[WAITING_BLOCKS.name][""] if WAITING_BLOCKS.name in gauges else None
+
+
 def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
     scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker
 ) -> None:
@@ -139,10 +157,12 @@ def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
     assert scheduler.build_step({}).prefilled == []
     computed(scheduler, metaserver)
     assert prefill.got == []
+    assert waiting_blocks(scheduler) is None
 
     assert scheduler.matched_tokens(request, 0) == PROMPT
     scheduler.allocated(request, BLOCKS, PROMPT)
     [expect] = scheduler.build_step({"other": 1}).expects
+    assert waiting_blocks(scheduler) == len(BLOCKS[0])
     wait_until(lambda: prefill.got, SOON_S)
     offer = prefill.got[0]
     assert isinstance(offer, OfferTicket)
@@ -150,9 +170,35 @@ def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
     assert offer.ticket.ticket_id == expect.ticket_id == intent["ticket_id"]
     assert len(metaserver.bodies) == 1
     scheduler.update(None, {"r"})
+    assert waiting_blocks(scheduler) == 0
     assert scheduler.finished(request) == {"received_bytes": 0, "bytes_before_prefill_end": 0}
     assert kept(scheduler) == {}
     assert prefill.of(ReleasePrompt) == []
+
+
+@pytest.mark.parametrize("status", [200, 502])
+def test_prefills_answer_wakes_an_idle_engine(
+    metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """It waits for that itself: ranks, which wait for KV, would not hear it. The step that gets it does not wait, so
+    that vLLM asks for the request."""
+    monkeypatch.setattr(wakeup, "PAUSE_S", SOON_S)
+    monkeypatch.setattr(wakeup, "FIRST_S", SOON_S)
+    metaserver.status = status
+    socket, waker = WakeupSocket(), WakeupSender()
+    client = MetaserverClient(CONFIG, own_host="127.0.0.1", wake=lambda: waker.wake(socket.address))
+    idle = IdleWait(SOON_S, in_flight=1, wakeup=socket)
+    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, longest=LONGEST, idle=idle)
+    with closing(waker), closing(scheduler):
+        request = come(scheduler, metaserver)
+        assert scheduler.build_step({}).wait_s == 0.0
+        wait_until(lambda: metaserver.bodies, SOON_S)
+        threading.Timer(0.1, metaserver.answering.set).start()
+        began = time.monotonic()
+        assert scheduler.build_step({}).wait_s == 0.0
+        assert time.monotonic() - began < SOON_S / 2
+        assert scheduler.without_news == set()
+        scheduler.finished(request)
 
 
 def test_other_prompts_get_blocks_first(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
@@ -272,6 +318,8 @@ def test_a_prompt_that_gets_no_room(
     clock.now += 2
     assert scheduler.take_refused() == ["r"]
     assert "no room" in scheduler.finished(request)["error"]
+    wait_until(lambda: metaserver.failures, SOON_S)
+    assert "no room" in metaserver.failures[0]["reason"]
     wait_until(lambda: prefill.of(ReleasePrompt), SOON_S)
     assert kept(scheduler) == {}
 
@@ -311,3 +359,57 @@ def test_prefill_that_has_died(
     scheduler.update(None, {"r"})
     scheduler.finished(request)
     assert kept(scheduler) == {}
+
+
+@pytest.mark.parametrize("prefill", [([TAKEN], [UNKNOWN])], indirect=True)
+def test_decode_asks_about_a_ticket_until_it_has_blocks(
+    scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill does not know it yet, and goes on holding the prompt."""
+    monkeypatch.setattr(prefill_client, "KEEP_EVERY_S", 0.02)
+    request = come(scheduler, metaserver)
+    intent = posted(scheduler, metaserver)
+    computed(scheduler, metaserver)
+    wait_until(lambda: len(prefill.of(AskTicket)) > 2, SOON_S)
+    asked = {(ask.transfer_id, ask.ticket_id) for ask in prefill.of(AskTicket)}
+    assert asked == {(intent["transfer_id"], intent["ticket_id"])}
+    scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
+    scheduler.build_step({"other": 1})
+    wait_until(lambda: prefill.of(OfferTicket), SOON_S)
+    assert not [step for step in (scheduler.build_step({}) for _ in range(3)) if step.cancelled]
+    scheduler.update(None, {"r"})
+    scheduler.finished(request)
+    assert scheduler._routes._prefill._open == {}
+    assert kept(scheduler) == {}
+
+
+@pytest.mark.parametrize("prefill", [([TAKEN], [REFUSED]), ()], indirect=True, ids=["it has freed it", "it has died"])
+@pytest.mark.parametrize("may_compute", [False, True])
+def test_prefill_that_does_not_hold_a_prompt_any_more(
+    metaserver: Metaserver,
+    prefill: TicketTaker,
+    monkeypatch: pytest.MonkeyPatch,
+    may_compute: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Decode learns of it before it has blocks, and tells the metaserver. With `kv_load_failure_policy` recompute it
+    computes the prompt."""
+    monkeypatch.setattr(prefill_client, "KEEP_EVERY_S", 0.02)
+    monkeypatch.setattr(prefill_client, "SILENT_ROUNDS", 1)
+    with scheduling(may_compute) as scheduler:
+        scheduler._routes._prefill._config = ConnectorConfig(control_timeout_s=0.5)
+        if "died" in request.node.name:
+            prefill.close()
+        waits = come(scheduler, metaserver)
+        intent = posted(scheduler, metaserver)
+        computed(scheduler, metaserver)
+        step_with(scheduler, lambda step: metaserver.failures)
+        [failure] = metaserver.failures
+        assert (failure["request_id"], failure["ticket_id"]) == ("r", intent["ticket_id"])
+        assert ("does not answer" if "died" in request.node.name else "another prompt") in failure["reason"]
+        assert scheduler.take_refused() == ([] if may_compute else ["r"])
+        assert scheduler.matched_tokens(waits, 0) == (0 if may_compute else None)
+        if may_compute:
+            scheduler.allocated(waits, BLOCKS, 0)
+        scheduler.finished(waits)
+        assert kept(scheduler) == {}

@@ -192,6 +192,13 @@ def test_rates_of_deepseek_r1():
     assert rates.prefill_per_decode == pytest.approx(rates.decode["KV cache"] / rates.prefill["computing"])
 
 
+@pytest.mark.parametrize(("first", "waits_s"), [(4095, 4096 * 70_272 / 25e9), (4096, 4.096 * 0.0187)])
+def test_blocks_of_prompts_that_are_computed_first_wait_for_the_link_alone(first, waits_s):
+    plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4), tokens=4096)
+    rates = make_rates(plan, 4.096 * 18.7, Traffic(1500, 19.3, 48, 14, 200, prefill_first_tokens=first))
+    assert rates.decode["KV cache"] == pytest.approx(4 * 37 / (1500 * 0.0193 + waits_s))
+
+
 @pytest.mark.parametrize(
     ("link_gbit", "step_ms", "requests", "limits"),
     [

@@ -91,6 +91,13 @@ def read(text: bytes, at_a_time: int = 1 << 16, metrics: MetricsReader | None = 
             'vllm:kv_pd_verified_total{rank="0/1",result="right"} 70.0\n',
             LoadSnapshot(wrong_kv=3),
         ),
+        (
+            'vllm:kv_pd_waiting_blocks{engine="0"} 6.0\nvllm:kv_pd_waiting_blocks{engine="1"} 2.0\n'
+            'vllm:cache_config_info{engine="0",num_gpu_blocks="10",block_size="8"} 1\n'
+            'vllm:cache_config_info{engine="1",num_gpu_blocks="10",block_size="8"} 1\n',
+            LoadSnapshot(capacity=160, kv_waiting=0.4),
+        ),
+        ("vllm:kv_pd_waiting_blocks 6.0\n", LoadSnapshot()),
         ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", LoadSnapshot()),
         ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", LoadSnapshot()),
         ("vllm:kv_cache_usage_perc 0.5\n", LoadSnapshot()),

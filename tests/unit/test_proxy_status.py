@@ -94,12 +94,14 @@ def test_idle_proxy() -> None:
         "kv_tokens": None,
         "kv_capacity": None,
         "wrong_kv": None,
+        "kv_waiting": None,
     }
 
 
 async def test_shown_load_is_the_load_used_for_routing() -> None:
     proxy = Proxy(limit=3)
-    proxy.d.note(LoadSnapshot(running=4, waiting=1, kv_tokens=700, capacity=1000, wrong_kv=3), InFlightLoad(), now=NOW)
+    shown = LoadSnapshot(running=4, waiting=1, kv_tokens=700, capacity=1000, wrong_kv=3, kv_waiting=0.5)
+    proxy.d.note(shown, InFlightLoad(), now=NOW)
     with ExitStack() as held:
         for _ in range(2):
             assert await proxy.decode.queue.acquire([proxy.d]) is proxy.d
@@ -112,7 +114,7 @@ async def test_shown_load_is_the_load_used_for_routing() -> None:
         assert (role.seats_per_engine, role.waiting) == (3, 0)
         assert (engine.in_flight, engine.seats_taken, engine.tokens) == (2, 2, 750)
         assert (engine.running, engine.queued, engine.kv_tokens, engine.kv_capacity) == (4, 1, 700, 1000)
-        assert engine.wrong_kv == 3
+        assert (engine.wrong_kv, engine.kv_waiting) == (3, 0.5)
         [stale] = proxy.status(FRESH_SECONDS + 1).roles[1].engines
         assert (stale.running, stale.kv_tokens, stale.tokens) == (None, None, 50)
     [after] = proxy.status().roles[1].engines

@@ -104,6 +104,24 @@ def test_a_tickets_life(listener, ask):
     assert messages(listener) == []
 
 
+def test_a_ticket_that_has_not_come(listener, ask, monkeypatch):
+    """When decode has asked last is known of so many. It is told once the prompt is freed."""
+    monkeypatch.setattr(ticket_listener, "_MAX_REMEMBERED", 3)
+    one = ticket()
+    assert listener.asked_at("xfer-1") is None
+    assert ask(fate(one)).retry
+    first = listener.asked_at("xfer-1")
+    for number in range(2):
+        ask(AskTicket(ENGINE, f"other-{number}", one.ticket_id))
+    assert ask(fate(one)).retry
+    assert listener.asked_at("xfer-1") > first
+    ask(AskTicket(ENGINE, "other-2", one.ticket_id))
+    assert listener.asked_at("other-0") is None
+    assert listener.asked_at("xfer-1") is not None
+    listener.refuse("xfer-1", "its room was needed")
+    assert ask(fate(one)) == TicketRefused("its room was needed", retry=False)
+
+
 def test_a_ticket_that_is_refused_and_then_released(listener, ask):
     one = ticket()
     ask(offer(one))

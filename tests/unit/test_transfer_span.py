@@ -76,7 +76,7 @@ def ended(cause: ReceiveFailure, failure: str) -> ReceiveEnded:
 
 def test_a_receive_that_fails(spans: InMemorySpanExporter) -> None:
     receives = ReceiveSpans()
-    receives.on(TicketIssued("r", TICKET, HEADERS))
+    receives.on(TicketIssued("r", TICKET, HEADERS, 1))
     receives.on(ended(ReceiveFailure.TRANSFER, "prefill rank 0: " + MAX_FAILURE_CHARS * "x"))
     span = the(spans, "kv_receive")
     assert span.attributes["error.type"] == "transfer"
@@ -87,7 +87,7 @@ def test_a_receive_that_fails(spans: InMemorySpanExporter) -> None:
 def test_why_prefill_failed_is_not_quoted(spans: InMemorySpanExporter) -> None:
     """It may have come from an engine that quotes the prompt."""
     receives = ReceiveSpans()
-    receives.on(TicketIssued("r", TICKET, HEADERS))
+    receives.on(TicketIssued("r", TICKET, HEADERS, 1))
     receives.on(ended(ReceiveFailure.PREFILL, "the prompt 'a secret' is too long"))
     span = the(spans, "kv_receive")
     assert span.attributes["error.type"] == span.status.description == "prefill"

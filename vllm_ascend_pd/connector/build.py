@@ -76,7 +76,7 @@ from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.side_channel import SideChannelError
-from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSocket
+from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSender, WakeupSocket
 
 # vLLM shows what its own loggers and their children log while an engine starts.
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -229,8 +229,6 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     parallel = vllm_config.parallel_config
     warn_of_known_faults(parallel.data_parallel_size)
     recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    if config.prefill_first_tokens is not None:
-        _check_prefill_first(setup, groups)
     if recomputes and gives_blocks_away(setup.caches):
         raise ConfigError(
             "kv_load_failure_policy is recompute, for a model with sliding windows or chunked attention: if blocks run "
@@ -243,13 +241,16 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         setup.started_as, setup.host, setup.port, ranks.tp, ranks.parts, ranks.interleave, draft_summary(vllm_config)
     )
     # On the CPU backend a single rank has a process of its own, too.
-    wakeup = None if parallel.distributed_executor_backend == "uni" else WakeupSocket()
+    own_processes = parallel.distributed_executor_backend != "uni"
+    wakeup = WakeupSocket() if own_processes or config.prefill_first_tokens is not None else None
+    idle, waker = _idle_wait(setup, wakeup), WakeupSender()
     blocks = VllmBlocks(groups)
     measured = DecodeSchedulerStats()
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
     observer = tell_all(measured, ReceiveSpans(), traced)
     may_compute = recomputes and config.who_computes != "never"
-    metaserver = MetaserverClient(config, setup.host, may_compute, observer, secret)
+    wake = partial(waker.wake, idle.wakeup_address)
+    metaserver = MetaserverClient(config, setup.host, may_compute, observer, secret, wake)
     prefill = PrefillClient(setup.peers, config, observer)
     logger.info(
         "tickets are posted to proxies at: %s; or offered to prefill engines at: %s; requests that name others are "
@@ -266,7 +267,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         blocks,
         routes,
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
-        _idle_wait(setup, wakeup),
+        idle,
         # A writer whose process has ended counts as one until its bytes have settled.
         config.lease_s + TransferLimits(timeout_s=config.write_timeout_s).settle_s,
         Intents(config.prefill_first_tokens, issuer, requests, routes, config.queue_timeout_s),
@@ -274,21 +275,9 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         observer,
     )
     closing = ExitStack()
+    closing.callback(waker.close)
     closing.callback(scheduler.close)
     return Connected(scheduler, lambda: measured.take() or None, closing)
-
-
-def _check_prefill_first(setup: EngineSetup, groups: list[CacheGroup]) -> None:
-    """Raises ConfigError where prompts cannot be computed before decode gives them blocks."""
-    why = None
-    if len(groups) > 1 or groups[0].holds_state:
-        why = "the model has several cache groups, or states"
-    elif setup.config.who_computes == "never":
-        why = "who_computes is never"
-    elif is_being_built():
-        why = "the connector is one of a MultiConnector's"
-    if why is not None:
-        raise ConfigError(f"prefill_first_tokens is set, and {why}: remove it")
 
 
 def _engine_steps(setup: EngineSetup) -> EngineSteps:

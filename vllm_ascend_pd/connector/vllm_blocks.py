@@ -140,14 +140,23 @@ class VllmBlocks:
         )
 
     def cached_tokens(self, request: Any) -> int:
-        [group] = self._groups
-        assert isinstance(group, TokenGroup)
-        hashes = self._hashes(request, group.span)
-        most = min(len(hashes), (request.num_tokens - 1) // group.span)
+        if any(group.holds_state for group in self._groups):
+            return 0
+        groups = [(index, group) for index, group in enumerate(self._groups) if isinstance(group, TokenGroup)]
+        whole = [(index, group) for index, group in groups if not group.windowed] or groups
+        aligned = math.lcm(*(group.span for _, group in groups))
+        most = min((self._cached_of(request, index, group.span) for index, group in whole), default=0)
+        return most - most % aligned
+
+    def _cached_of(self, request: Any, group: int, span: int) -> int:
+        """Returns how many tokens from the prompt's first one on the prefix cache has in a cache group. `span`: tokens
+        per block."""
+        hashes = self._hashes(request, span)
+        most = min(len(hashes), (request.num_tokens - 1) // span)
         number = 0
-        while number < most and self._is_cached(hashes[number], 0):
+        while number < most and self._is_cached(hashes[number], group):
             number += 1
-        return number * group.span
+        return number * span
 
     def _are_cached(self, request: Any, group: int, span: int, first: int, stop: int) -> bool:
         """Whether the prefix cache has blocks `[first, stop)` of a cache group. `span`: tokens per block."""

@@ -101,8 +101,9 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collective_timeout_s: _Seconds = 60.0
     """Longest time of one all-to-all. After a longer one the engine must be restarted."""
     hold_timeout_s: _UpToADay | None = None
-    """Longest time that a computed prompt keeps its blocks on prefill until decode's ticket comes, behind a router that
-    asks prefill first. At most a day. None: 480 s. In a MultiConnector, None means that no such prompts are kept."""
+    """Longest time that a computed prompt keeps its blocks on prefill until decode's ticket comes, or decode asks about
+    it: behind a router that asks prefill first, or with `prefill_first_tokens`. At most a day. None: 480 s. In a
+    MultiConnector, None means that no such prompts are kept."""
     bootstrap_port: _Port | None = None
     """Port where prefill tells routers for MooncakeConnector its engine id (routers.md). None: what the environment
     variable VLLM_MOONCAKE_BOOTSTRAP_PORT says, or no such port."""
@@ -131,8 +132,8 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_first_tokens: _NotNegative | None = None
     """Prompts of which prefill computes more tokens than this are computed before decode gives them memory, so that
     memory does not wait for prefill. A good value is a step of prefill, its `--max-num-batched-tokens`. Shorter prompts
-    get memory first, and are sent while they are computed. None: all of them. Read by decode. Needs our proxy, one
-    cache group, and prefill engines of this version that hold prompts (`hold_timeout_s`)."""
+    get memory first, and are sent while they are computed. None: all of them. Read by decode. Needs our proxy, and
+    prefill engines of this version that hold prompts (`hold_timeout_s`)."""
     who_computes: Literal["auto", "prefill", "never"] = "auto"
     """Who computes prompts, or what decode has not cached of them. `auto`: decode computes those that it computes
     sooner than prefill would. `prefill`: prefill computes all, unless a request asks for decode. `never`: decode

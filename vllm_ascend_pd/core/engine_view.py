@@ -132,7 +132,8 @@ class EngineBlocks(Protocol):
         """
 
     def cached_tokens(self, request: ScheduledRequest) -> int:
-        """Returns how many of the prompt's tokens the prefix cache has, where there is one cache group."""
+        """Returns about how many of the prompt's tokens the prefix cache has. An estimate where there are windows; 0
+        where there are states."""
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Keeps the blocks from being reused until `release`."""

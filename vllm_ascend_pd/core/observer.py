@@ -195,6 +195,8 @@ class TicketIssued(NamedTuple):
     ticket: Ticket
     # The request's. None if vLLM does not trace.
     trace_headers: Mapping[str, str] | None
+    # Blocks of all cache groups that wait for its KV.
+    blocks: int
 
 
 class PostRetried(NamedTuple):

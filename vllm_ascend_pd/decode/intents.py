@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
+from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
 from vllm_ascend_pd.core.ticket import Intent
 from vllm_ascend_pd.core.ticket_params import TRANSFER_ID, names_prefill, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.bootstrap import RouteError
@@ -47,8 +48,16 @@ class LongPrompt:
     due_at: float = 0.0
     # How its ticket gets to the prefill engine that holds the prompt. None: prefill has not computed it.
     way: TicketRoute | None = None
-    # Why prefill has not computed it. None: that has not failed.
+    # Why no ticket will come: prefill has not computed it, or does not hold it any more. None: nothing has failed.
     failure: str | None = None
+
+    def lose(self, reason: str) -> None:
+        """It was due, and gets no ticket. The metaserver, for which prefill has succeeded, is told."""
+        assert self.way is not None
+        assert self.intent is not None
+        self.failure = reason
+        lost = TransferFailure(self.intent.request_id, self.intent.ticket_id, reason[:MAX_FAILURE_CHARS])
+        self.way.report(lost)
 
     def end(self, reason: str) -> None:
         """No ticket will come: prefill need not compute or hold the prompt."""
@@ -138,10 +147,14 @@ class Intents:
             over.send(intent, token_ids)
 
     def answered(self, outcome: PostOutcome) -> LongPrompt | None:
-        """Takes an outcome. Returns the prompt if it is one of an intent: it is due, or prefill has failed."""
+        """Takes an outcome. Returns the prompt if it is one of an intent: it is due, or prefill has failed, or does not
+        hold it any more."""
         prompt = self._posted.get(outcome.key)
-        if prompt is None or prompt.way is not None:
+        if prompt is None or prompt.failure is not None:
             return None
+        if prompt.way is not None:
+            self._lose(prompt, outcome.reason)
+            return prompt
         try:
             prompt.way = self._way(prompt, outcome)
         except RouteError as error:
@@ -156,9 +169,13 @@ class Intents:
         """Yields prompts that have waited too long for blocks."""
         now = time.monotonic()
         while self._due and next(iter(self._due.values())).due_at + self._due_s <= now:
-            prompt = self._due.pop(next(iter(self._due)))
-            prompt.failure = f"decode had no room for the prompt within {self._due_s:g} s (queue_timeout_s)"
+            prompt = next(iter(self._due.values()))
+            self._lose(prompt, f"decode had no room for the prompt within {self._due_s:g} s (queue_timeout_s)")
             yield prompt
+
+    def _lose(self, prompt: LongPrompt, reason: str) -> None:
+        del self._due[prompt.request.request_id]
+        prompt.lose(reason)
 
     def _way(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRoute:
         """Raises RouteError, with the reason for which there is none."""
@@ -169,7 +186,7 @@ class Intents:
         params: Mapping[str, Any] = outcome.held or {}
         if not names_prefill(params) or params[TRANSFER_ID] != prompt.intent.transfer_id:
             raise RouteError(_NOT_HELD)
-        return self._routes.to_holder(params, prompt.over)
+        return self._routes.to_holder(params, prompt.over, prompt.intent.ticket_id)
 
     def _fail(self, prompt: LongPrompt, reason: str) -> None:
         prompt.failure = reason

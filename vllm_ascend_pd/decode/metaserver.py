@@ -13,6 +13,7 @@ import logging
 import random
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,9 +95,10 @@ class MetaserverClient(TicketClient):
         recomputes: bool = False,
         observer: Observer | None = None,
         secret: Secret | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         """`recomputes`: whether this engine computes a prompt whose KV does not arrive. It is sent with each ticket.
-        `secret`: the cluster's; None: it has none.
+        `secret`: the cluster's; None: it has none. `wake`: as in `TicketClient`.
 
         Raises `MetaserverError` for an allow-list entry, certificate or token that cannot be used.
         """
@@ -132,7 +134,7 @@ class MetaserverClient(TicketClient):
         # The client's thread owns these two: posts by key, and metaservers with a question on its way.
         self._posts: dict[str, _Post] = {}
         self._asked: set[_Metaserver] = set()
-        super().__init__("metaserver-client")
+        super().__init__("metaserver-client", wake)
         self._thread.start(self._connections.close_idle)
         self._thread.start(self._ask_at_intervals)
 

@@ -36,6 +36,8 @@ from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannel
 SILENT_ROUNDS = 3
 """A prefill engine that leaves so many messages in a row unanswered counts as gone."""
 _ASK_EVERY_S = 2.0
+KEEP_EVERY_S = 5.0
+"""Between two questions about a ticket that has not been offered. Each renews prefill's hold."""
 # Between two offers that prefill cannot take yet. It doubles from the first to the last.
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
@@ -82,6 +84,11 @@ class PrefillClient(TicketClient):
         """Hands `ticket` to the engine that holds `prompt`. `poll` returns the outcome, unless `cancel` comes first."""
         self._begin(ticket.ticket_id, self._deliver, ticket, prompt)
 
+    def keep(self, ticket_id: str, prompt: RoutedPrompt) -> None:
+        """Has the engine hold `prompt` until its ticket is offered. `poll` returns an outcome if it holds it no longer.
+        `cancel` ends this: call it before `offer`."""
+        self._begin(ticket_id, self._keep, ticket_id, prompt)
+
     def release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
         """Tells the engine that holds `prompt` that no ticket will come. `named`: its ticket, or what stands for one.
 
@@ -107,6 +114,16 @@ class PrefillClient(TicketClient):
             limits = "queue_timeout_s, transfer_timeout_s"
             reason = f"no KV came within {longest_s:g} s, though the {prompt} had the ticket ({limits})"
         return PostOutcome(ticket.ticket_id, ok=not reason, reason=reason)
+
+    async def _keep(self, ticket_id: str, prompt: RoutedPrompt) -> PostOutcome:
+        """Asks about a ticket that the engine does not know yet, until it does not hold the prompt any more."""
+        try:
+            endpoint, started_as = await self._addresses.of(prompt)
+            question = AskTicket(started_as, prompt.transfer_id, ticket_id)
+            await self._follow(question, endpoint, prompt, is_offered=False)
+            raise AssertionError("only an error ends this")
+        except (BootstrapError, DeliveryError) as error:
+            return PostOutcome(ticket_id, ok=False, reason=str(error))
 
     async def _release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
         """Tells prefill that no ticket will come, a few times until it answers."""
@@ -153,21 +170,27 @@ class PrefillClient(TicketClient):
             await asyncio.sleep(random.uniform(pause / 2, pause))
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    async def _follow(self, question: AskTicket, endpoint: str, prompt: RoutedPrompt) -> None:
-        """Asks the endpoint that took the ticket, at an interval, until prefill has ended with the ticket or does not
-        answer any more. Nothing is looked up: the bootstrap server may be down by now."""
+    async def _follow(self, question: AskTicket, endpoint: str, prompt: RoutedPrompt, is_offered: bool = True) -> None:
+        """Asks the endpoint at an interval until prefill has ended with the ticket, or does not answer any more.
+
+        `is_offered`: whether the endpoint has taken the ticket. Otherwise it does not know it yet: it holds the prompt.
+        Nothing is looked up: the bootstrap server may be down by now.
+        """
         silent = 0
         while True:
-            await asyncio.sleep(_ASK_EVERY_S)
+            await asyncio.sleep(_ASK_EVERY_S if is_offered else KEEP_EVERY_S)
             answer = await self._ask(endpoint, question)
             if isinstance(answer, TicketTaken):
                 silent = 0
             elif isinstance(answer, SideChannelError):
                 silent += 1
                 if silent == SILENT_ROUNDS:
-                    raise DeliveryError(f"the {prompt} took the ticket and does not answer any more: {answer}")
-            elif isinstance(answer, TicketRefused) and answer.retry:  # it does not know the ticket any more
-                return
+                    did = "took the ticket" if is_offered else "held the prompt"
+                    raise DeliveryError(f"the {prompt} {did} and does not answer any more: {answer}")
+            elif isinstance(answer, TicketRefused) and answer.retry:  # it does not know the ticket, or not any more
+                if is_offered:
+                    return
+                silent = 0
             else:
                 raise DeliveryError(f"the {prompt} does not serve the ticket: {_unusable(answer)}")
 

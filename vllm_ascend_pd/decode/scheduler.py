@@ -221,12 +221,10 @@ class DecodeScheduler(ConnectorRole):
             return None
         tokens = max(0, self._issuer.num_tokens(request) - num_computed_tokens)
         long = None if earlier is not None or names_prefill(params or {}) else self._intents.of(request, tokens)
-        if long is None or long.way is not None:
-            return tokens
-        if long.failure is None:
-            return None
-        self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
-        return 0
+        if long is not None and long.failure is not None:
+            self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
+            return 0
+        return tokens if long is None or long.way is not None else None
 
     @property
     def without_news(self) -> set[str]:
@@ -298,8 +296,9 @@ class DecodeScheduler(ConnectorRole):
             transfer.lost_before = earlier.lost_before + 1 if earlier.failure is not None else 0
             transfer.cached_tokens = earlier.cached_tokens  # since then, prefill has cached what it computed
         self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
-        self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
-        self._observer.on(TicketIssued(request.request_id, ticket, request.trace_headers))
+        expect = self._issuer.expect(request.request_id, ticket, blocks)
+        self._step.expects.append(expect)
+        self._observer.on(TicketIssued(request.request_id, ticket, request.trace_headers, len(expect.blocks)))
         return transfer
 
     @owned
@@ -312,11 +311,10 @@ class DecodeScheduler(ConnectorRole):
         computes = bool(scheduled)
         self._placement.step_built(scheduled)
         self._post_intents()
-        if not computes and self._step == DecodeStep():
-            self._idle.pause()
-        self._take_answers()
+        self._idle.pause(is_idle=not computes and self._step == DecodeStep())
+        waits_here = self._take_answers() or bool(self._intents.without_news)
         step, self._step = self._step, DecodeStep()
-        step.wait_s = self._idle.next(computes, news=step != DecodeStep())
+        step.wait_s = self._idle.next(computes, step != DecodeStep(), waits_here)
         step.wakeup_address = self._idle.wakeup_address
         step.weight_updates = self._blocks.weight_updates
         for transfer in self._to_send.values():
@@ -326,10 +324,13 @@ class DecodeScheduler(ConnectorRole):
         self._to_send.clear()
         return step
 
-    def _take_answers(self) -> None:
-        """Takes what became of sent tickets: a prefill has ended, or failed."""
+    def _take_answers(self) -> bool:
+        """Takes what became of sent tickets: a prefill has ended, or failed. Returns whether vLLM has to ask for a
+        request again."""
+        asks_again = False
         for outcome in self._routes.poll():
             if (long := self._intents.answered(outcome)) is not None:
+                asks_again = True
                 if long.failure is not None:
                     self._not_computed(long)
             elif outcome.ok:
@@ -338,6 +339,7 @@ class DecodeScheduler(ConnectorRole):
                 if transfer.follows_intent:  # the metaserver does not know: prefill has succeeded there
                     self._report(transfer, outcome.reason, by_prefill=False)
                 self._fail(transfer, outcome.reason, ReceiveFailure.PREFILL, outcome.may_follow)
+        return asks_again
 
     def _post_intents(self) -> None:
         for request in self._intents.unasked():
@@ -350,7 +352,7 @@ class DecodeScheduler(ConnectorRole):
             self._not_computed(long)
 
     def _not_computed(self, long: LongPrompt) -> None:
-        """Prefill has not computed a long prompt, which has no blocks: this engine computes it, or it ends."""
+        """Prefill has not computed a long prompt, or does not hold it any more: this engine computes it, or it ends."""
         assert long.failure is not None
         self._observer.on(ReceiveFailed(ReceiveFailure.PREFILL))
         if not self._may_compute:

@@ -37,8 +37,9 @@ class TicketClient:
     the client's thread.
     """
 
-    def __init__(self, name: str) -> None:
-        """Starts the thread `name`."""
+    def __init__(self, name: str, wake: Callable[[], None] = lambda: None) -> None:
+        """Starts the thread `name`. `wake`: is called when `poll` has a new outcome. It returns at once."""
+        self._wake = wake
         self._lock = threading.Lock()
         self._open: dict[str, Future[None]] = {}  # by ticket id, those without an outcome; under the lock
         self._messages = 0  # on their way; under the lock
@@ -95,8 +96,10 @@ class TicketClient:
             logger.exception("a ticket cannot be sent")
             outcome = PostOutcome(key, False, f"the ticket cannot be sent: {type(error).__name__}: {clean(str(error))}")
         with self._lock:
-            if self._open.pop(key, None) is not None:
-                self._outcomes.append(outcome)
+            if self._open.pop(key, None) is None:
+                return
+            self._outcomes.append(outcome)
+        self._wake()
 
     async def _send_message(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> None:
         try:

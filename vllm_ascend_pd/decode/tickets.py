@@ -195,10 +195,14 @@ class TicketRoutes:
             raise RouteError(f"the metaserver's URL is refused: {refused}")
         return _OverMetaserver(self._metaserver, url, signature)
 
-    def to_holder(self, params: Mapping[str, Any], over: TicketRoute) -> TicketRoute:
-        """Returns the way of the ticket that follows an intent. `params`: of prefill's answer to the intent. `over`:
-        the way that the intent took. Raises RouteError."""
-        return _ToPrefill(self._prefill, self._prefill.parse(params), over)
+    def to_holder(self, params: Mapping[str, Any], over: TicketRoute, ticket_id: str) -> TicketRoute:
+        """Returns the way of the ticket that follows an intent, and has prefill hold the prompt until it is sent.
+
+        `params`: of prefill's answer to the intent. `over`: the way that the intent took. Raises RouteError.
+        """
+        prompt = self._prefill.parse(params)
+        self._prefill.keep(ticket_id, prompt)
+        return _ToPrefill(self._prefill, prompt, over)
 
     def no_ticket(self, params: Mapping[str, Any], named: NamesPrompt, reason: str) -> None:
         """No ticket will be issued for a request whose prompt a prefill engine holds: tells that engine."""
@@ -250,6 +254,7 @@ class _ToPrefill:
 
     def send(self, ticket: Ticket | Intent, token_ids: Sequence[int]) -> None:
         assert isinstance(ticket, Ticket)
+        self._client.cancel(ticket.ticket_id)  # what `keep` began
         self._client.offer(ticket, self._prompt)
 
     def end(self, ticket: Ticket | Intent, failure: str | None) -> None:

@@ -34,6 +34,7 @@ from vllm_ascend_pd.core.observer import (
     ReceiveFailed,
     RegroupAwaited,
     ThresholdSet,
+    TicketIssued,
     WriteEnded,
     WriteRetried,
     WritingEnded,
@@ -170,6 +171,9 @@ DECODE_PROMPT_THRESHOLD = Gauge(
     "Decode computes prompts of at most so many tokens, beyond its cache.",
     by_rank=False,
 )
+WAITING_BLOCKS = Gauge(
+    "waiting_blocks", "Blocks of requests whose KV has not arrived, without those that were cached.", by_rank=False
+)
 
 PREFILL_METRICS: tuple[Metric, ...] = (
     PUSHED_BYTES,
@@ -191,6 +195,7 @@ DECODE_METRICS: tuple[Metric, ...] = (
     PROMPTS,
     PROMPT_TOKENS,
     DECODE_PROMPT_THRESHOLD,
+    WAITING_BLOCKS,
 )
 
 
@@ -342,10 +347,13 @@ class DecodeSchedulerStats(Observer):
     def __init__(self) -> None:
         self._stats = Stats()
         self._threshold = 0
+        # Blocks that wait for KV, by ticket id. The scheduler's thread changes it, and takes.
+        self._waiting_blocks: dict[str, int] = {}
 
     def take(self) -> Data:
         """Returns what was recorded since the last call."""
-        return self._stats.take(lambda: {DECODE_PROMPT_THRESHOLD: self._threshold})
+        waiting = sum(self._waiting_blocks.values())
+        return self._stats.take(lambda: {DECODE_PROMPT_THRESHOLD: self._threshold, WAITING_BLOCKS: waiting})
 
     def on(self, event: Observed) -> None:
         match event:
@@ -361,5 +369,9 @@ class DecodeSchedulerStats(Observer):
                 self._stats.add(VERIFIED, event.times, event.result)
             case ReceiveFailed():
                 self._stats.add(RECEIVE_FAILURES, reason=event.cause.value)
-            case ReceiveEnded(cause=None):
-                self._stats.add(TICKET_TO_READY_SECONDS, event.seconds)
+            case TicketIssued():
+                self._waiting_blocks[event.ticket.ticket_id] = event.blocks
+            case ReceiveEnded():
+                self._waiting_blocks.pop(event.ticket.ticket_id, None)
+                if event.cause is None:
+                    self._stats.add(TICKET_TO_READY_SECONDS, event.seconds)

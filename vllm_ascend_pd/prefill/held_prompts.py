@@ -2,7 +2,8 @@
 """Prompts that a router asked for before decode had a ticket.
 
 A prompt and its ticket find each other by a transfer id, whichever comes first. A prompt that is computed keeps its
-blocks until its ticket comes, or `hold_timeout_s` has passed. `HoldingRoom` bounds how many prompts are held.
+blocks until its ticket comes, or decode has not asked about the ticket for `hold_timeout_s`. `HoldingRoom` bounds how
+many prompts are held.
 
 The scheduler's thread owns all of this.
 """
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vllm_ascend_pd.core.bounds import MAX_TICKET_LIFETIME_S
 from vllm_ascend_pd.core.caches import BlockNeeds
 from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
@@ -42,7 +44,7 @@ class HeldPrompts:
 
     inbox: has decode's tickets.
     engine_id: of this start of the engine, which answers name.
-    hold_timeout_s: how long a computed prompt waits for its ticket.
+    hold_timeout_s: how long a computed prompt waits for its ticket, or for decode to ask about that.
     requests: compares prompts.
     blocks: says which requests are ready, and how many blocks are free.
     needs: how many blocks prompts take.
@@ -133,6 +135,7 @@ class HeldPrompts:
         Returns the `kv_transfer_params` of its response, which the router hands to decode.
         """
         prompt.hold_until = self._clock() + self._hold_timeout_s
+        prompt.hold_latest = self._clock() + MAX_TICKET_LIFETIME_S
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -169,8 +172,16 @@ class HeldPrompts:
 
     @owned
     def overdue(self) -> list[tuple[ComputedPrompt, str]]:
-        """Returns prompts of ended requests whose blocks need not be held any more, each with the reason."""
+        """Returns prompts of ended requests whose blocks need not be held any more, each with the reason.
+
+        A decode engine that has no room for a prompt yet asks about its ticket: that renews the hold.
+        """
         now = self._clock()
+        for prompt in self._all():
+            if prompt.hold_until is not None and prompt.hold_until <= now and prompt.transfer_id is not None:
+                asked_at = self.inbox.asked_at(prompt.transfer_id)
+                if asked_at is not None:
+                    prompt.hold_until = min(asked_at + self._hold_timeout_s, prompt.hold_latest)
         late = f"no ticket came within {self._hold_timeout_s:g} s after prefill had computed the prompt"
         return [
             (prompt, prompt.given_up or late)

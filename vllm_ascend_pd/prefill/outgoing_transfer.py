@@ -37,10 +37,12 @@ class ComputedPrompt:
     is_cut: bool = False
     # Whether vLLM has ended the request. The ranks may still read its blocks.
     ended: bool = False
-    # These four are of `HeldPrompts`. What the prompt's ticket will name. None: it waits for none.
+    # These five are of `HeldPrompts`. What the prompt's ticket will name. None: it waits for none.
     transfer_id: str | None = None
     # Until when the blocks of the ended request are held for its ticket, on the monotonic clock.
     hold_until: float | None = None
+    # The same, however often decode asks about the ticket.
+    hold_latest: float = 0.0
     # Why no ticket is taken any more. None: one is.
     given_up: str | None = None
     # Whether decode has said that it needs no ticket for it.

@@ -147,6 +147,8 @@ class TicketListener:
         self._ended: dict[str, None] = {}
         # Transfer ids whose prompts were freed without a ticket -> why, the oldest first.
         self._freed: dict[str, str] = {}
+        # Transfer ids of tickets that have not come -> when decode asked about one last, the oldest first.
+        self._asked: dict[str, float] = {}
         self._server = SideChannelServer(
             host,
             port,
@@ -199,6 +201,12 @@ class TicketListener:
         with self._lock:
             self._freed.pop(transfer_id, None)
 
+    def asked_at(self, transfer_id: str) -> float | None:
+        """Returns when decode last asked about a ticket for a prompt of `transfer_id` that has not come, on the
+        monotonic clock. None: it has not asked."""
+        with self._lock:
+            return self._asked.get(transfer_id)
+
     def end(self, ticket_id: str) -> None:
         """The ranks have ended with a ticket, which may not have come over this listener."""
         with self._lock:
@@ -223,6 +231,13 @@ class TicketListener:
             known = self._tickets.get(message.ticket_id)
             if isinstance(message, ReleasePrompt):
                 return self._released(message, known, peer.host)
+            if known is None and (reason := self._freed.get(message.transfer_id)) is not None:
+                return TicketRefused(reason, retry=False)
+            if known is None:
+                self._asked.pop(message.transfer_id, None)
+                self._asked[message.transfer_id] = self._clock()
+                if len(self._asked) > _MAX_REMEMBERED:
+                    del self._asked[next(iter(self._asked))]
             if known is None or known.fate is Fate.OVER:
                 return TicketRefused("the ticket is not known here", retry=True)
             return self._answer(known)

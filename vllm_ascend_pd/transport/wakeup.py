@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a step that computes nothing waits, and how a scheduler and its ranks wake each other: by an empty datagram.
 
-Ranks wake decode's scheduler, which sleeps between two steps. Prefill's scheduler wakes its ranks, which wait in a step
-that computes nothing.
+Ranks wake decode's scheduler, which sleeps between two steps, and so do its clients that send tickets. Prefill's
+scheduler wakes its ranks, which wait in a step that computes nothing.
 
 A wakeup is only a hint. If it is missing, the other sleeps to the end: processes on other hosts or in other network
 namespaces cannot send it. One too many wakes it early: any process on the host can send it.
@@ -37,7 +37,7 @@ class WakeupSocket:
             raise
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until a rank wakes the scheduler, or has done so since `clear`. `timeout_s`: the longest wait."""
+        """Blocks until somebody wakes the scheduler, or has done so since `clear`. `timeout_s`: the longest wait."""
         self._socket.settimeout(timeout_s)
         with contextlib.suppress(TimeoutError, BlockingIOError):  # the latter for 0
             self._socket.recv(1)
@@ -79,8 +79,12 @@ def _datagrams() -> socket.socket:
 FIRST_S = 0.02
 """Seconds of the first wait. Short compared with the time to compute a prompt, which is what the step waits for."""
 
-PAUSE_S = 0.011
-"""Seconds of a pause. A little more than processes should poll each other for if they share a core: 10 ms, in tests."""
+BETWEEN_S = 0.011
+"""Seconds of a pause between two steps that wait. A little more than processes should poll each other for if they share
+a core: 10 ms, in tests."""
+
+PAUSE_S = 0.05
+"""Seconds of the longest pause, instead of a step's wait."""
 
 
 class IdleWait:
@@ -92,7 +96,8 @@ class IdleWait:
         longest_s: the longest wait, in seconds. 0 if other engines wait for every step of this one (data-parallel MoE).
         in_flight: how many steps vLLM has in flight at most. While one of them computes, no step behind it waits: that
             would delay the next token.
-        wakeup: wakes the scheduler if ranks have processes of their own. None: it never pauses. `close` closes it.
+        wakeup: wakes the scheduler if ranks have processes of their own, or if it waits for prefill. None: it never
+            pauses. `close` closes it.
         """
         self._longest_s = longest_s
         self._in_flight = in_flight
@@ -101,6 +106,8 @@ class IdleWait:
         self._empty = in_flight - 1
         # When something last happened, in monotonic seconds.
         self._since = time.monotonic()
+        # How long the next pause may be.
+        self._pause_s = 0.0
 
     @property
     def _waits(self) -> bool:
@@ -109,29 +116,40 @@ class IdleWait:
 
     @property
     def wakeup_address(self) -> str:
-        """The address where ranks report that a transfer has ended while no step waits for it. "": none."""
+        """The address that wakes the scheduler: where ranks report that a transfer has ended while no step waits for
+        it. "": none."""
         return "" if self._wakeup is None else self._wakeup.address
 
-    def pause(self) -> None:
-        """Sleeps if the last step waited in the ranks, until one of them wakes the scheduler.
+    def pause(self, is_idle: bool) -> None:
+        """Call it before each step, and collect what the scheduler is woken for afterwards.
 
-        Call it before a step that computes nothing and has no news for the ranks.
+        Sleeps until the scheduler is woken, if the last step waited, in its ranks or by this pause. `is_idle`: whether
+        the step computes nothing and has no news for the ranks.
         """
-        if self._wakeup is not None and self._waits:
-            self._wakeup.wait(min(PAUSE_S, self._longest_s))
+        if self._wakeup is None:
+            return
+        if is_idle and self._waits:
+            self._wakeup.wait(self._pause_s)
+        self._wakeup.clear()
 
-    def next(self, computes: bool, news: bool) -> float:
+    def next(self, computes: bool, news: bool, waits_here: bool = False) -> float:
         """Returns how many seconds the next step waits.
 
-        `computes`: whether it computes anything. `news`: whether it brings anything new to the ranks.
+        computes: whether it computes anything.
+        news: whether it brings anything new to the ranks.
+        waits_here: whether the scheduler expects an answer, which ranks do not hear, or has got one. Then the step does
+            not wait, and the pause before the next one is as long instead.
         """
-        if self._wakeup is not None:
-            self._wakeup.clear()  # this step collects what the ranks have woken it for
         now = time.monotonic()
         if computes or news:
             self._since = now
         self._empty = 0 if computes else self._empty + 1
-        return min(self._longest_s, max(FIRST_S, now - self._since)) if self._waits else 0.0
+        wait_s = min(self._longest_s, max(FIRST_S, now - self._since)) if self._waits else 0.0
+        if waits_here and self._wakeup is not None:
+            self._pause_s = min(PAUSE_S, wait_s)
+            return 0.0
+        self._pause_s = min(BETWEEN_S, wait_s)
+        return wait_s
 
     def close(self) -> None:
         """Closes the wakeup socket."""

@@ -114,6 +114,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """Tokens that its KV cache can hold, by its metrics."""
     wrong_kv: int | None
     """How often `verify_kv` has found wrong KV there, by its metrics."""
+    kv_waiting: float | None
+    """Decode: the share of its KV cache that requests have whose KV has not arrived, by its metrics."""
 
     @property
     def line(self) -> str:
@@ -182,6 +184,7 @@ def engine_status(pool: EnginePool, engine: RegisteredEngine) -> EngineStatus:
         reported.kv_tokens,
         reported.capacity,
         reported.wrong_kv,
+        reported.kv_waiting,
     )
 
 

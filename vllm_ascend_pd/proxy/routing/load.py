@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vllm_ascend_pd.core.reasons import WRONG_KV
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED, VERIFIED
+from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED, VERIFIED, WAITING_BLOCKS
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 
 _RUNNING = "vllm:num_requests_running"
@@ -22,8 +22,10 @@ _CACHE_INFO = "vllm:cache_config_info"
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
 _VERIFIED = f"{PREFIX}{VERIFIED.name}_total"
+_WAITING_BLOCKS = PREFIX + WAITING_BLOCKS.name
 _SLEEP_STATE = "vllm:engine_sleep_state"
-_WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, _VERIFIED, _SLEEP_STATE)
+_OURS = (_RESTART_NEEDED, _VERIFIED, _WAITING_BLOCKS)
+_WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, *_OURS, _SLEEP_STATE)
 _COMMON = "vllm:"
 """With it, `re` skips all other lines, mostly buckets of histograms, at the speed of a search for text."""
 _SAMPLE = re.compile(
@@ -65,6 +67,8 @@ class LoadSnapshot(NamedTuple):
     """Whether a part of the engine sleeps (`/sleep`)."""
     wrong_kv: int | None = None
     """How often `verify_kv` has found wrong KV, on all ranks."""
+    kv_waiting: float | None = None
+    """Share of the engine's blocks that have been given to requests whose KV has not arrived."""
 
 
 class MetricsReader:
@@ -78,6 +82,7 @@ class MetricsReader:
         """The beginning of the last line, whose end has not come yet."""
         self._values: dict[str, list[float]] = {}
         self._capacities: list[int] = []
+        self._blocks: list[int] = []
         self._asleep = False
 
     def feed(self, piece: bytes) -> None:
@@ -113,6 +118,7 @@ class MetricsReader:
             _total(values.get(_RESTART_NEEDED)),
             self._asleep,
             _total(values.get(_VERIFIED)),
+            _share(values.get(_WAITING_BLOCKS), self._blocks),
         )
 
     def _read(self, lines: bytes | bytearray) -> None:
@@ -129,7 +135,9 @@ class MetricsReader:
         if name == _SLEEP_STATE:
             self._asleep |= _labels(labels).get("sleep_state") == "awake" and value == 0
         elif name == _CACHE_INFO:
-            self._capacities.append(_capacity(labels))
+            sizes = _sizes(labels)
+            self._capacities.append(_capacity(sizes))
+            self._blocks.append(sizes.get(b"num_gpu_blocks", 0))
         elif name == _VERIFIED and _labels(labels).get("result") not in WRONG_KV:
             pass
         elif 0 <= value < _NONSENSE:  # not NaN
@@ -154,11 +162,18 @@ def _total(values: list[float] | None) -> int | None:
     return None if values is None else round(sum(values))
 
 
-def _capacity(labels: bytes) -> int:
+def _share(waiting: list[float] | None, blocks: list[int]) -> float | None:
+    return min(1.0, sum(waiting) / sum(blocks)) if waiting and any(blocks) else None
+
+
+def _sizes(labels: bytes) -> dict[bytes, int]:
+    return {name: int(value) for name, value in _SIZE.findall(labels)}
+
+
+def _capacity(sizes: dict[bytes, int]) -> int:
     """Returns how many tokens fit; 0: unknown.
 
     With several cache groups only `kv_cache_size_tokens` is right. vLLM 0.23 does not report it."""
-    sizes = {name: int(value) for name, value in _SIZE.findall(labels)}
     return sizes.get(b"kv_cache_size_tokens", 0) or sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0)
 
 

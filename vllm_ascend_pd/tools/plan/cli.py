@@ -49,11 +49,13 @@ def plan(
     decode_requests: Annotated[int | None, _count("Requests at once on a data-parallel rank.")] = None,
     decode_kv_gib: Annotated[float | None, _number("KV cache of a decode rank.")] = None,
     link_gbit: Annotated[float | None, _number("Bandwidth of a rank, in each direction.")] = None,
+    prefill_first_tokens: Annotated[int | None, _count("Decode's key of that name.", "none", least=0)] = None,
     version: Version = False,
 ) -> None:
     """Print what a prefill and a decode engine transfer. Starts no engine.
 
-    All options from --compute-ms-per-1000-tokens on together give the prefill engines per decode engine (docs/plan.md).
+    All options from --compute-ms-per-1000-tokens to --link-gbit together give the prefill engines per decode engine
+    (docs/plan.md).
     """
     given = (output_tokens, decode_step_ms, decode_requests, decode_kv_gib, link_gbit)
     if any(value is not None for value in given) and None in (*given, compute_ms_per_1000_tokens):
@@ -78,7 +80,7 @@ def plan(
         figures = make_plan(shape, *sides, step_tokens=batched, staging_slots=slots, tokens=prompt_tokens)
         rates = None
         if compute_ms is not None and None not in given:
-            traffic = Traffic(*cast("tuple[int, float, int, float, float]", given))
+            traffic = Traffic(*cast("tuple[int, float, int, float, float]", given), prefill_first_tokens)
             rates = make_rates(figures, compute_ms, traffic)
     except OSError as error:
         raise USAGE_ERROR(f"cannot read the model's config.json, or what was measured: {error}") from None

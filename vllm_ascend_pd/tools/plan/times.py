@@ -121,6 +121,7 @@ class Traffic(NamedTuple):
     requests: int  # that a data-parallel rank decodes at once at most
     kv_gib: float  # of each rank
     link_gbit: float  # bandwidth of each rank in each direction
+    prefill_first_tokens: int | None = None  # decode's key of that name
 
 
 class Rates(NamedTuple):
@@ -141,7 +142,10 @@ def make_rates(plan: PlanFigures, compute_ms: float, traffic: Traffic) -> Rates:
     compute = compute_ms / 1000
     bytes_per_second = traffic.link_gbit * 1e9 / 8
     decoding = traffic.output_tokens * traffic.step_ms / 1000
-    # Decode reserves a prompt's blocks before prefill computes it.
+    # Decode reserves a prompt's blocks before prefill computes it, or a long prompt's when it is computed.
+    first = traffic.prefill_first_tokens
+    computed_first = first is not None and plan.prompt.tokens > first
+    waiting = plan.prompt.busiest_reader / bytes_per_second if computed_first else compute
     fitting = _fitting_requests(plan, traffic)
     # Prompts are spread over lanes and data-parallel engines.
     sent: Counter[RankPosition] = Counter()
@@ -152,7 +156,7 @@ def make_rates(plan: PlanFigures, compute_ms: float, traffic: Traffic) -> Rates:
         {"computing": plan.prefill.dp / compute, "link": plan.prefill.dp * bytes_per_second / per_prompt},
         {
             "steps": plan.decode.dp * traffic.requests / decoding,
-            "KV cache": plan.decode.dp * fitting / (compute + decoding),
+            "KV cache": plan.decode.dp * fitting / (waiting + decoding),
             "link": plan.decode.dp * bytes_per_second / plan.prompt.busiest_reader,
         },
     )

@@ -80,7 +80,8 @@ function showEngine(row, engine, role) {
   bar.firstElementChild.style.width = `${100 * Math.min(1, share ?? 0)}%`;
   const tokens = (number) => compact.format(number);
   const text = share === null ? NOTHING : `${Math.round(100 * share)}% of ${tokens(engine.kv_capacity)} tokens`;
-  say(row.querySelector(".share"), text);
+  const waiting = Math.round(100 * (engine.kv_waiting ?? 0));
+  say(row.querySelector(".share"), waiting ? `${text}, ${waiting}% wait` : text);
 }
 
 function makeRole(role) {
