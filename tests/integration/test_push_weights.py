@@ -178,12 +178,14 @@ def test_each_update_is_reported_once(pair: Pair) -> None:
 
 def test_an_update_is_reported_again_after_lost_steps(pair: Pair) -> None:
     """The report may not have reached the scheduler, which would not know of the update."""
-    load_both(pair)
-    ranks = [*pair.p_ranks, *pair.d_ranks]
-    reported = known_updates(ranks)
-    pair.each(pair.p_ranks, "step", PrefillStep(computes=False, report_again=set()), {})
-    pair.each(pair.d_ranks, "step", DecodeStep(report_again=set()))
-    assert known_updates(ranks) == reported != {}
+    for ranks, step in (
+        (pair.p_ranks, (PrefillStep(computes=False, report_again=set()), {})),
+        (pair.d_ranks, (DecodeStep(report_again=set()),)),
+    ):
+        load(ranks, 1)
+        reported = known_updates(ranks)
+        pair.each(ranks, "step", *step)
+        assert known_updates(ranks) == reported != {}
 
 
 def test_a_prompt_that_decode_cached_before_its_update_fails_until_its_scheduler_knows(pair: Pair) -> None:
