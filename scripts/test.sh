@@ -237,7 +237,9 @@ older_vllm_tests() {
 # Tests of what another vLLM does otherwise: decode's queues, Model Runner V2's connector classes, and lost steps.
 newer_vllm_tests() {
   local vllm code status=0 differing=(
-    tests/integration/test_{decode_pause,decode_pressure,decode_newer,decode_long_prompts,runner_v2}.py
+    tests/integration/test_{decode_pause,decode_pressure,decode_pressure_at_random,decode_newer}.py
+    tests/integration/test_{decode_long_prompts,runner_v2}.py
+    tests/unit/test_lost_steps.py
     tests/simulation/test_lost_steps.py
   )
   for vllm in vllm-0.32 vllm-0.33; do

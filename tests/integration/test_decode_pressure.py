@@ -7,7 +7,8 @@ None waits for ever for blocks of another one that waits.
 import inspect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ def test_a_cached_state_needs_no_block_beside_a_transfers(make: MakeScheduler, o
     for name, tokens in (("cached", 2 * BLOCK + 1), ("long", 7 * BLOCK + 1)):
         decode.add(name, tokens)
         decode.run()
+
+
+@orders
+def test_blocks_beyond_what_a_request_needs_are_not_counted_as_free(make: MakeScheduler, order: str) -> None:
+    """The drafts of a first step begin another block, for which the request has a state."""
+    decode = make(blocks=15, states=True, caching=True, drafts=True, order=order)
+    for number, name in enumerate("abc"):
+        decode.add(name, 2 * BLOCK, first=1000 * number)
+    decode.run()
 
 
 @orders
@@ -257,12 +267,14 @@ def test_tickets_name_no_blocks_behind_the_prompt(make: MakeScheduler) -> None:
     decode.run()
 
 
+VERSION = ".".join(vllm.__version__.split(".")[:2])
 OLDER, NEWER = {"0.23", "0.30"}, {"0.32", "0.33"}
 WRONG_IN_VLLM: list[tuple[Callable[..., None], dict[str, Any], set[str]]] = [
     (test_requests_that_have_arrived_find_blocks_for_their_drafts, {}, OLDER),
     (test_a_request_that_has_arrived_finds_a_block_for_its_last_token, {}, set()),
     (test_a_request_that_has_arrived_finds_blocks_for_its_state, {"drafts": True}, set()),
     (test_a_cached_state_needs_no_block_beside_a_transfers, {}, set()),
+    (test_blocks_beyond_what_a_request_needs_are_not_counted_as_free, {}, set()),
     (test_a_grammar_that_gets_ready_does_not_hold_up_requests_that_have_arrived, {"drafts": False}, OLDER),
     (test_a_request_of_higher_priority_does_not_hold_up_who_has_arrived, {"drafts": False}, OLDER),
     (test_a_request_that_has_failed_and_one_that_has_arrived, {"drafts": True}, set()),
@@ -275,26 +287,50 @@ WRONG_IN_VLLM: list[tuple[Callable[..., None], dict[str, Any], set[str]]] = [
 """Tests in which requests wait for ever without the patch of the queues, and in which versions of vLLM they do."""
 
 
-def test_what_the_patch_is_for(make_any: MakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def parts(make_any: MakeScheduler) -> dict[tuple[type, str], Any]:
+    """What the patch of the queues replaces: class and method -> vLLM's own."""
     make_any(blocks=LONGEST).close()
-    for (owner, name, module), before in patches._replaced.items():
-        if module.endswith("_scheduler") or name == "_request_remaining_blocks":
-            monkeypatch.setattr(owner, name, before)
+    return {
+        (owner, name): before
+        for (owner, name, module), before in patches._replaced.items()
+        if module.endswith("_scheduler") or name == "_request_remaining_blocks"
+    }
+
+
+def wrong(make_any: MakeScheduler) -> Iterator[str]:
+    """Yields the tests of `WRONG_IN_VLLM` that fail now."""
     made: list[EngineScheduler] = []
 
     def make(*args: Any, **of: Any) -> EngineScheduler:
         made.append(make_any(*args, **of))
         return made[-1]
 
-    wrong = set()
-    for test, of, _ in WRONG_IN_VLLM:
-        for order in ("fcfs", "priority"):
-            has_order = "order" in inspect.signature(test).parameters
-            try:
-                test(make, **of, **({"order": order} if has_order else {}))
-            except AssertionError:
-                wrong.add(test.__name__)
-    for decode in made:
-        decode.connector.shutdown()
-    version = ".".join(vllm.__version__.split(".")[:2])
-    assert wrong == {test.__name__ for test, _, versions in WRONG_IN_VLLM if version in versions}
+    try:
+        for test, of, _ in WRONG_IN_VLLM:
+            for order in ("fcfs", "priority"):
+                has_order = "order" in inspect.signature(test).parameters
+                try:
+                    test(make, **of, **({"order": order} if has_order else {}))
+                except (AssertionError, ValueError):  # ValueError: vLLM takes more blocks than are free
+                    yield test.__name__
+    finally:
+        for decode in made:
+            decode.connector.shutdown()
+
+
+def test_what_the_patch_is_for(
+    make_any: MakeScheduler, parts: dict[tuple[type, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for (owner, name), by_vllm in parts.items():
+        monkeypatch.setattr(owner, name, by_vllm)
+    assert set(wrong(make_any)) == {test.__name__ for test, _, versions in WRONG_IN_VLLM if VERSION in versions}
+
+
+def test_each_part_of_the_patch_is_needed(make_any: MakeScheduler, parts: dict[tuple[type, str], Any]) -> None:
+    for (owner, name), by_vllm in parts.items():
+        if name == "_request_remaining_blocks" and VERSION != "0.30":
+            continue  # first steps of 0.23 have no drafts, and 0.32 and 0.33 keep a block for those
+        with pytest.MonkeyPatch.context() as patched, closing(wrong(make_any)) as names:
+            patched.setattr(owner, name, by_vllm)
+            assert next(names, None), f"nothing goes wrong without the patch of {name}"

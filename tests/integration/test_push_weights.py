@@ -11,7 +11,7 @@ from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank
 from harness.ranks import Pair, expect_delivery, expect_failure, prefill, prompts, run
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.step import PrefillStep, Send
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, Send
 from vllm_ascend_pd.observe.stats import PUSH_FAILURES
 
 
@@ -174,6 +174,18 @@ def test_each_update_is_reported_once(pair: Pair) -> None:
         assert known_updates(ranks) == {}
         load(ranks, 2)
         assert all(count > first[rank] for rank, count in known_updates(ranks).items())
+
+
+def test_an_update_is_reported_again_after_lost_steps(pair: Pair) -> None:
+    """The report may not have reached the scheduler, which would not know of the update."""
+    for ranks, step in (
+        (pair.p_ranks, (PrefillStep(computes=False, report_again=set()), {})),
+        (pair.d_ranks, (DecodeStep(report_again=set()),)),
+    ):
+        load(ranks, 1)
+        reported = known_updates(ranks)
+        pair.each(ranks, "step", *step)
+        assert known_updates(ranks) == reported != {}
 
 
 def test_a_prompt_that_decode_cached_before_its_update_fails_until_its_scheduler_knows(pair: Pair) -> None:

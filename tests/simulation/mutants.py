@@ -405,7 +405,25 @@ MUTANTS: dict[str, Mutant] = {
         "if transfer.ranks_ended:",
         seeds=0,
     ),
+    "KV that steps lost on decode were to compute stays cached": _without(
+        "decode.scheduler:DecodeScheduler.steps_lost", "self._blocks.drop_cached()", "pass", seeds=0
+    ),
+    "a cancellation that decode's ranks have lost is not repeated": _without(
+        "decode.scheduler:DecodeScheduler.steps_lost",
+        "self._step.cancelled[transfer.ticket.ticket_id] = transfer.failure or _STEP_LOST",
+        "pass",
+        seeds=0,
+    ),
     # decode/worker.py
+    "a ticket that decode's rank has lost has no end": _without(
+        "decode.worker:DecodeWorker.start_step",
+        "self._again = step.report_again - self._open_requests",
+        "pass",
+        seeds=0,
+    ),
+    "an update of decode's weights that was lost is not reported again": _without(
+        "decode.worker:DecodeWorker.start_step", "self._updates.report_again()", "pass", seeds=0
+    ),
     "a decode rank sleeps although writers have not stopped": _without(
         "decode.worker:DecodeWorker.sleep",
         "if not quiet.wait(self._config.lease_s + self._engine.limits.settle_s + self._config.control_timeout_s):",
@@ -724,6 +742,15 @@ MUTANTS: dict[str, Mutant] = {
     "blocks of a prompt that is given up stay": _without(
         "prefill.scheduler:PrefillScheduler._free_expired", "step.unsent.add(prompt.request.request_id)", "pass"
     ),
+    "KV that steps lost on prefill were to compute stays cached": _without(
+        "prefill.scheduler:PrefillScheduler.steps_lost", "self._blocks.drop_cached()", "pass", seeds=0
+    ),
+    "an end that prefill's ranks have lost is not repeated": _without(
+        "prefill.scheduler:PrefillScheduler.steps_lost",
+        "self._step.finished[request_id] = transfer.failure",
+        "pass",
+        seeds=0,
+    ),
     # prefill/held_prompts.py, prefill/holding_room.py
     "a held prompt keeps one with a ticket waiting": _without(
         "prefill.held_prompts:HeldPrompts.make_room",
@@ -881,13 +908,14 @@ _QUICK_TESTS: dict[str, tuple[str, ...]] = {
     "decode.intents": ("unit/test_intents.py", "integration/test_decode_long_prompts.py"),
     "decode.scheduler": (
         "unit/test_decode_scheduler.py",
+        "unit/test_lost_steps.py",
         "unit/test_intents.py",
         "integration/test_decode_long_prompts.py",
         "unit/test_prompt_placement.py",
         "integration/test_decode_prefill_only.py",
         "integration/test_decode_pressure.py",
     ),
-    "decode.worker": ("unit/test_grants.py", "unit/test_closing.py"),
+    "decode.worker": ("unit/test_grants.py", "unit/test_closing.py", "unit/test_lost_steps.py"),
     "decode.checksums": ("unit/test_verifier.py",),
     "decode.prefill_client": ("integration/test_prefill_client.py",),
     "prefill.sender": ("unit/test_sender.py", "unit/test_batches_in_flight.py"),
@@ -898,6 +926,7 @@ _QUICK_TESTS: dict[str, tuple[str, ...]] = {
     "prefill.outgoing_transfer": ("unit/test_prefill_scheduler.py", "unit/test_taken_back.py"),
     "prefill.scheduler": (
         "unit/test_prefill_scheduler.py",
+        "unit/test_lost_steps.py",
         "unit/test_taken_back.py",
         "unit/test_held_prompts.py",
         "unit/test_holding_room.py",

@@ -297,6 +297,20 @@ def test_what_vllm_computes_again_without_a_word_is_sent_again(scheduler):
     assert goes_on(scheduler, request, 8, 2).sends == [Send("r", 8, 10, ([5],), last=True, again=True)]
 
 
+def test_ranks_hear_again_of_an_end_that_they_may_have_missed(scheduler):
+    request = ticketed()
+    starts(scheduler, request, 6)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert scheduler.end_request(request) == (True, None)
+    lost = scheduler.build_step(make_output())
+    scheduler.steps_lost()
+    step = scheduler.build_step(make_output())
+    assert step.finished == lost.finished != {}
+    assert step.report_again == {"r"}
+    scheduler.update(None, {"r"})
+    assert remembered(scheduler) == {}
+
+
 # --- preemption --------------------------------------------------------------------------------------------------
 
 
