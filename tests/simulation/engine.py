@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _LAYER_S = 0.001
+# As `ConnectorConfig.idle_wait_s`, but longer: each step of an idle engine costs real time.
+_IDLE_WAIT_S = 0.3
 _PREFILL_STEP_TOKENS = 64
 _DECODE_STEP_TOKENS = 512
 _DECODE_PORT = 19000
@@ -624,6 +626,7 @@ class Engine:
         if len(connectors) > 1:
             self.pool = connectors[1]
         self.role = self.connector._role
+        self.role._idle._longest_s = _IDLE_WAIT_S
         self.model = model_summary(config)
         self.started_as = self.connector._setup.started_as
         self.peers = self.connector._setup.peers
