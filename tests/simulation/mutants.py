@@ -729,7 +729,14 @@ MUTANTS: dict[str, Mutant] = {
         "prefill.held_prompts:HeldPrompts.make_room",
         "if not (beyond := self.room.beyond):",
         "if True:",
-        prefill_blocks=16,
+        events=(),
+        **(_TIGHT | {"decode_blocks": 16, "prefill_first": None}),
+    ),
+    "a held prompt makes way for one that waits for others": _without(
+        "prefill.held_prompts:HeldPrompts.make_room",
+        "> self.room.left",
+        "> self.room.left - 2",
+        seeds=0,
     ),
     "prompts without a ticket take all blocks": Mutant(
         (
