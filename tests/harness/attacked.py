@@ -202,7 +202,7 @@ def _take_tickets(pipe: Connection, secret_file: str | None) -> None:
     admission = TicketAdmission(AnyHost(), secret)
     listener = TicketListener(ENGINE, HOST, 0, admission.check, secret, AnyHost())
     listener._lock = lock = TimedLock(listener._lock, threading.get_ident())  # type: ignore[assignment]
-    engine: Any = SimpleNamespace(is_ready=lambda request: True, num_free=1000)
+    engine: Any = SimpleNamespace(is_ready=lambda request: True)
     held = HeldPrompts(listener, ENGINE, 600.0, engine, engine, BlockNeeds((), 1000), 0)
     served: dict[str, str] = {}
 

@@ -6,14 +6,19 @@ run SEED           runs one seed, and prints its scenario and its history in wor
 shrink SEED        looks for the shortest scenario with the same violation, and prints it with its history
 found              runs the scenarios of found.py, with their guards and without
 real-ones-left     prints the product's names that refer to a real clock, real threads or real randomness
+serve              reads commands, each a line of JSON, and runs each in a fork. It answers with a line, too: the exit
+                   code, and what the fork has printed
 """
 
 import argparse
 import ast
 import itertools
+import json
 import os
 import sys
+import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -120,9 +125,32 @@ def _violations(scenario: Scenario, orders: int) -> Iterator[str]:
         yield from World(scenario, order).run().violations[:1]
 
 
-def main() -> int:
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else is an answer
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as printed:
+            if (child := os.fork()) == 0:
+                os.dup2(printed.fileno(), 1)
+                _run_and_exit(json.loads(line))
+            _, status = os.waitpid(child, 0)
+            printed.seek(0)
+            print(json.dumps([os.waitstatus_to_exitcode(status), printed.read()]), file=answers, flush=True)
+
+
+def _run_and_exit(arguments: list[str]) -> None:
+    code = 1
+    try:
+        code = main(arguments)
+    except BaseException:  # noqa: BLE001 - it ends here
+        traceback.print_exc(file=sys.stdout)
+    sys.stdout.flush()
+    os._exit(code)  # what ends with the process is its parent's
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["seeds", "run", "shrink", "found", "real-ones-left"])
+    parser.add_argument("command", choices=["seeds", "run", "shrink", "found", "real-ones-left", "serve"])
     parser.add_argument("seeds", nargs="?", default="0-300")
     parser.add_argument("--requests", type=float, default=float("inf"), help="ends after so many requests")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="ends after so many seconds of one core")
@@ -132,19 +160,22 @@ def main() -> int:
     parser.add_argument("--mutant", default="", help="of run and shrink: the guard that is taken out")
     parser.add_argument("--order", type=int, default=0, help="another order of threads")
     parser.add_argument("fixed", nargs="*", help="what of Shape and Faults is not drawn, and requests: name=value")
-    arguments = parser.parse_intermixed_args()
-    fixed = {name: ast.literal_eval(value) for name, _, value in (each.partition("=") for each in arguments.fixed)}
-    if arguments.command == "real-ones-left":
+    options = parser.parse_intermixed_args(arguments)
+    fixed = {name: ast.literal_eval(value) for name, _, value in (each.partition("=") for each in options.fixed)}
+    if options.command == "serve":
+        serve()
+        return 0
+    if options.command == "real-ones-left":
         print("\n".join(stand_ins.real_ones_left()), end="")
         return 0
-    if arguments.command == "seeds":
-        return not run_seeds(arguments, fixed)
-    if arguments.command == "found":
-        return not run_found(arguments)
-    mutant = MUTANTS[arguments.mutant] if arguments.mutant else Mutant(())
-    scenario = replace(mutant, fixed={**mutant.fixed, **fixed}).scenario(int(arguments.seeds))
+    if options.command == "seeds":
+        return not run_seeds(options, fixed)
+    if options.command == "found":
+        return not run_found(options)
+    mutant = MUTANTS[options.mutant] if options.mutant else Mutant(())
+    scenario = replace(mutant, fixed={**mutant.fixed, **fixed}).scenario(int(options.seeds))
     with mutant.made():
-        return run_one(scenario, arguments)
+        return run_one(scenario, options)
 
 
 if __name__ == "__main__":

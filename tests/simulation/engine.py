@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _LAYER_S = 0.001
+# As `ConnectorConfig.idle_wait_s`, but longer: each step of an idle engine costs real time.
+_IDLE_WAIT_S = 0.3
 _PREFILL_STEP_TOKENS = 64
 _DECODE_STEP_TOKENS = 512
 _DECODE_PORT = 19000
@@ -463,7 +465,7 @@ class Rank:
             for layer in self.caches.layers:
                 self._layer()
                 self._fill(layer, step, wrong)
-                with oracle.hook(self.process, f"{self.name}: push_layer", oracle.backpressure_s):
+                with oracle.hook(self.process, "push_layer", oracle.backpressure_s):
                     worker.push_layer(layer.name)
                 if fails:
                     raise StepFailedError
@@ -475,7 +477,7 @@ class Rank:
         worker.end_forward()
         if step.computes:
             worker.end_step()
-        with oracle.hook(self.process, f"{self.name}: take_results", step.step.wait_s):
+        with oracle.hook(self.process, "take_results", step.step.wait_s):
             results = worker.take_results()
         return KVConnectorOutput(
             finished_sending=results.sent or None,
@@ -513,7 +515,7 @@ class Rank:
 
     def _decode(self, step: EngineStep, fails: bool) -> KVConnectorOutput:
         worker, oracle = self.worker, self.engine.world.oracle
-        with oracle.hook(self.process, f"{self.name}: start_step", 0.0):
+        with oracle.hook(self.process, "start_step", 0.0):
             worker.start_step(step.step)
         if fails:
             raise StepFailedError
@@ -528,7 +530,7 @@ class Rank:
                 oracle.reads(self, step, states=False)
                 oracle.starts(self, step)
             self._pass_on(step)
-        with oracle.hook(self.process, f"{self.name}: take_results", step.step.wait_s):
+        with oracle.hook(self.process, "take_results", step.step.wait_s):
             results = worker.take_results()
         lost, report = worker.take_lost_blocks(), worker.take_report()
         return KVConnectorOutput(
@@ -624,6 +626,7 @@ class Engine:
         if len(connectors) > 1:
             self.pool = connectors[1]
         self.role = self.connector._role
+        self.role._idle._longest_s = _IDLE_WAIT_S
         self.model = model_summary(config)
         self.started_as = self.connector._setup.started_as
         self.peers = self.connector._setup.peers
@@ -853,7 +856,7 @@ class Engine:
     def _schedule(self) -> EngineStep:
         oracle = self.world.oracle
         # A step without tokens may sleep until a rank wakes it (`IdleWait.pause`).
-        with oracle.hook(self.process, f"{self.name}: schedule", 0.0 if self.prefills else PAUSE_S):
+        with oracle.hook(self.process, "schedule", 0.0 if self.prefills else PAUSE_S):
             output = self.vllm.schedule()
         metadata: Any = output.kv_connector_metadata
         step = EngineStep(output, getattr(metadata, "metadata", (metadata,))[0].step)
@@ -971,7 +974,7 @@ class Engine:
             pooler_output=[],
             kv_connector_output=told,
         )
-        with self.world.oracle.hook(self.process, f"{self.name}: update_from_output", 0.0):
+        with self.world.oracle.hook(self.process, "update_from_output", 0.0):
             by_client = self.vllm.update_from_output(step.output, output)
             if self._drafts and not isinstance(self.vllm, AsyncScheduler):
                 drafting = [name for name in names if sampled[name]]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from simulation.engine import Engine
     from simulation.world import World
 
-_LOOK_S = 0.01
 # A prompt that no client asks for.
 _OTHER = -1
 _NOT_VLLM = {"Content-Type": "text/html"}
@@ -55,7 +54,7 @@ class Line:
         if receiver is not None and receiver.dead:
             return
         if receiver is not None and receiver.stopped:
-            kernel().at(_LOOK_S, self._arrive, action, args)
+            kernel().after_stop(receiver, self._arrive, action, args)
             return
         action(*args)
 

@@ -11,6 +11,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -21,6 +22,8 @@ BEGIN_S = 1000.0
 # Wall clocks may be 30 s apart.
 _WALL_OFFSET_S = 10.0
 _LOOK_S = 0.01
+# What waits for a stopped process happens so long after it has gone on, at most.
+_LATE_S = 0.01
 # More switches than any run needs. Threads that wake each other for ever do not stop by themselves.
 _MOST_SWITCHES = 3_000_000
 
@@ -40,6 +43,9 @@ class Process:
         self.dead = False
         # Threads that may run once the process goes on, with what they were waiting for.
         self.held: list[tuple[Task, object]] = []
+        # What else happens then, in this order, and since when the first of it waits.
+        self.late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.late_since = 0.0
         # Called when it dies.
         self.on_death: list[Callable[[], None]] = []
 
@@ -64,7 +70,7 @@ class Task(greenlet):
         # asyncio keeps the running event loop per real thread, and Python what its generators call.
         self.event_loop: Any = None
         # What `threading.current_thread()` returns in it.
-        self.thread: object = None
+        self.thread: object = SimpleNamespace(name=name, ident=id(self))
 
 
 class Livelock(AssertionError):
@@ -247,10 +253,20 @@ class Kernel:
         process.stopped = False
         self._ready += process.held
         process.held = []
+        late, process.late = process.late, []
+        for action, args in late:
+            self.at((process.late_since - self.now) % _LATE_S, action, *args)
+
+    def after_stop(self, process: Process, action: Callable[..., None], *args: Any) -> None:
+        """Calls `action(*args)` soon after a stopped process has gone on. Never if it is killed."""
+        if not process.late:
+            process.late_since = self.now
+        process.late.append((action, args))
 
     def kill(self, process: Process) -> None:
         process.dead = True
         process.held.clear()
+        process.late.clear()
         for each in process.on_death:
             each()
 

@@ -348,7 +348,15 @@ MUTANTS: dict[str, Mutant] = {
         **(_CALM | {"prefill_first": 0}),
     ),
     "a prompt that prefill has failed to compute stays hidden": _without(
-        "decode.intents:Intents._fail", "self.without_news.discard(prompt.request.request_id)", "pass", seeds=0
+        "decode.intents:Intents._fail",
+        "self.without_news.discard(prompt.request.request_id)",
+        "pass",
+        events=_KILL,
+        **_ONE,
+        prefill_first=0,
+        windows=(),
+        states=False,
+        never=False,
     ),
     "a computed prompt waits for blocks for ever": _without(
         "decode.intents:Intents.overdue", "while self._due and", "while False and", seeds=0
@@ -756,7 +764,14 @@ MUTANTS: dict[str, Mutant] = {
         "prefill.held_prompts:HeldPrompts.make_room",
         "if not (beyond := self.room.beyond):",
         "if True:",
-        prefill_blocks=16,
+        events=(),
+        **(_TIGHT | {"decode_blocks": 16, "prefill_first": None}),
+    ),
+    "a held prompt makes way for one that waits for others": _without(
+        "prefill.held_prompts:HeldPrompts.make_room",
+        "> self.room.left",
+        "> self.room.left - 2",
+        seeds=0,
     ),
     "prompts without a ticket take all blocks": Mutant(
         (

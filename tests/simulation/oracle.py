@@ -2,8 +2,7 @@
 """Checks what happens in a run against the rules of docs/design.md. Each violation begins with the rule's name."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from harness.scheduling import remembered
@@ -189,14 +188,9 @@ class Oracle:
         config = self._world.config
         return config.control_timeout_s + 2 * config.write_timeout_s + self._world.settle_s
 
-    @contextmanager
-    def hook(self, process: Process, name: str, longest_s: float) -> Iterator[None]:
+    def hook(self, process: Process, name: str, longest_s: float) -> "_Hook":
         """Around a hook that takes `longest_s` at most, unless its process is stopped."""
-        began, stops = kernel().now, process.stops
-        yield
-        took = kernel().now - began
-        if took > longest_s + _EPSILON_S and process.stops == stops:
-            self.violated(f"R7: {name} takes {took:g} s")
+        return _Hook(self, process, name, longest_s)
 
     # R11.
 
@@ -276,6 +270,24 @@ def _has_prompt(engine: "Engine", transfer_id: str, ticket_id: str) -> bool:
         return True
     role = engine.role
     return transfer_id in role._held._prompts or ticket_id in role._served
+
+
+class _Hook:
+    """See `Oracle.hook`."""
+
+    def __init__(self, oracle: Oracle, process: Process, name: str, longest_s: float) -> None:
+        self._oracle = oracle
+        self._process = process
+        self._name = name
+        self._longest_s = longest_s
+
+    def __enter__(self) -> None:
+        self._began, self._stops = kernel().now, self._process.stops
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        took = kernel().now - self._began
+        if kind is None and took > self._longest_s + _EPSILON_S and self._process.stops == self._stops:
+            self._oracle.violated(f"R7: {self._process.name}: {self._name} takes {took:g} s")
 
 
 class LogWatch(logging.Handler):

@@ -182,11 +182,7 @@ def get_ident() -> int:
 
 def current_thread() -> Any:
     task = kernel().current
-    if task is None:
-        return _OUTSIDE
-    if task.thread is None:
-        task.thread = SimpleNamespace(name=task.name, ident=id(task))
-    return task.thread
+    return _OUTSIDE if task is None else task.thread
 
 
 class SimpleQueue:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from simulation.processes import run
+from simulation.processes import run, run_apart
 
 REQUESTS = 8_600
 
@@ -26,7 +26,7 @@ def test_each_request_has_its_answer_if_nothing_goes_wrong() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("version", ["0.23", "0.32", "0.33"])
 def test_seeds_with_another_vllm(version: str) -> None:
-    run("seeds", "0-", "--requests=150", vllm=Path(sys.prefix) / f"vllm-{version}")
+    run_apart("seeds", "0-", "--requests=150", vllm=Path(sys.prefix) / f"vllm-{version}")
 
 
 @pytest.mark.long

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # Bytes that came while a rank was stopped are in memory so long after it has gone on, at most. `TransferLimits.apply_s`
 # is longer.
 _APPLIED_WITHIN_S = 2.0
-_LOOK_S = 0.01
 
 
 class _Batch:
@@ -121,7 +120,7 @@ class Mooncake:
 
     def _fail(self, batch: _Batch) -> None:
         if self.rank.process.stopped:
-            kernel().at(_LOOK_S, self._fail, batch)
+            kernel().after_stop(self.rank.process, self._fail, batch)
         else:
             batch.end(-1)
 
@@ -137,7 +136,7 @@ class Mooncake:
         if process.dead:
             return
         if process.stopped:  # what it has not handed to the kernel waits
-            kernel().at(_LOOK_S, self._read, session, batch, copies, owners, arrives_s)
+            kernel().after_stop(process, self._read, session, batch, copies, owners, arrives_s)
             return
         for (source, _, _), owner in zip(copies, owners, strict=True):
             self._world.oracle.is_read(self.rank, source, owner, batch.code == -1)

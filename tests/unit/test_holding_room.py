@@ -201,6 +201,21 @@ def test_a_long_prompt_in_a_small_pool_makes_way_for_a_ticket(tiny: Prefill) -> 
     assert "too few blocks" in refused(tiny, "xfer-1", late)
 
 
+def test_a_long_prompt_in_a_small_pool_stays_while_other_prompts_with_tickets_end(tiny: Prefill) -> None:
+    tiny.answered("long", prompt_of(0), {**PREFILL_FIRST, "transfer_id": "xfer-1"})
+    for number in (7, 8):  # there are blocks for one of them at a time
+        few = prompt_of(number, 20)
+        tiny.add(f"few{number}", few, msgspec.to_builtins(ticket_for(few)))
+    step, _ = tiny.run()
+    assert (set(step.tickets), step.unsent) == ({"few7"}, set())
+    tiny.run()
+    assert ran(tiny) == set()
+    tiny.run(sent={"few7"})
+    step, _ = tiny.run()
+    assert "few8" in step.tickets or "few8" in step.finished
+    assert not step.unsent
+
+
 def test_a_long_prompt_is_not_held_if_a_ticket_waits_at_its_end(tiny: Prefill) -> None:
     many = prompt_of(9, 63)
     tiny.add("long", prompt_of(0), PREFILL_FIRST)

@@ -55,11 +55,6 @@ class VllmBlocks:
         self._pool = pool
 
     @property
-    def num_free(self) -> int:
-        assert self._pool is not None
-        return int(self._pool.get_num_free_blocks())
-
-    @property
     def weight_updates(self) -> dict[str, int]:
         return dict(self._updates)
 

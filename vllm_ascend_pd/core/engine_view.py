@@ -104,10 +104,6 @@ class EngineBlocks(Protocol):
         """Whether the request's adapter has been read, if it has one. If not, it must not be scheduled."""
 
     @property
-    def num_free(self) -> int:
-        """How many blocks no request has. The prefix cache may."""
-
-    @property
     def weight_updates(self) -> dict[str, int]:
         """By rank: the number of its latest weight update after which the prefix cache was emptied."""
 

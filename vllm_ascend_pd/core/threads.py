@@ -28,7 +28,8 @@ def owned(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def checked(self: object, *args: Any, **kwargs: Any) -> Any:
-        check_owner(self, method.__qualname__)
+        if self.__dict__.get(_OWNER) is not threading.current_thread():
+            check_owner(self, method.__qualname__)
         return method(self, *args, **kwargs)
 
     return cast(_Method, checked)

@@ -160,13 +160,14 @@ class HeldPrompts:
     def make_room(self, without_blocks: Callable[[], Iterable[ScheduledRequest]]) -> None:
         """Ends holds that a prompt with a ticket would wait for: those of prompts that took more than their room.
 
+        A prompt that fits beside them waits at most for other prompts with tickets, which are sent and end.
+
         without_blocks: returns requests with a ticket that have not started, or were preempted.
         """
         if not (beyond := self.room.beyond):
             return
         held = [prompt for prompt in self._all() if prompt.is_complete and prompt.request.request_id in beyond]
-        free = self._blocks.num_free
-        if held and any(self._blocks_of(request) > free for request in without_blocks()):
+        if held and any(self._blocks_of(request) > self.room.left for request in without_blocks()):
             for prompt in held:
                 self._give_up(prompt, _NO_ROOM)
 

@@ -18,6 +18,7 @@ class HoldingRoom:
 
     def __init__(self, needs: BlockNeeds) -> None:
         self._blocks = needs.beside_longest
+        self._pool = needs.pool
         # By request id, in the order of arrival: the most blocks that each has at a time. Those that may start, or have
         # started, and those that must wait.
         self._admitted: dict[str, int] = {}
@@ -49,6 +50,11 @@ class HoldingRoom:
     def beyond(self) -> frozenset[str]:
         """Prompts that have started and leave too few blocks for the longest prompt."""
         return frozenset(self._beyond)
+
+    @property
+    def left(self) -> int:
+        """Blocks that other prompts can have in all."""
+        return self._pool - sum(self._admitted.values())
 
     def _admit(self) -> None:
         """Admits prompts in their order of arrival. One that never fits beside the longest prompt is admitted alone."""
