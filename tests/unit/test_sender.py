@@ -227,7 +227,7 @@ def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(engine, se
     """But its layers end like others: whether the exchange has failed decides what it reports."""
     ungranted = make_transfer("a", 7, lease_s=0.0)
     [send] = plan([ungranted], staged_route(ranks=(0, 1), index=1), slot_units=2)
-    assert (len(send.units), send.portion) == (0, 1)
+    assert (len(send.units), send.plane_units) == (0, 1)
     write(sender, LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done()))
     assert (engine.arrived, ungranted.state.failure) == ([], None)
 
