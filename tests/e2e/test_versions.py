@@ -27,8 +27,8 @@ def of_versions(prefill_tp: int, prefill: str, decode: str) -> ClusterConfig:
 
 
 CLUSTERS = [
-    of_versions(2, "0.23.0", "0.30.0"),
-    long(of_versions(1, "0.32.0", "0.32.0")),
+    of_versions(2, "0.32.0", "0.32.0"),
+    long(of_versions(2, "0.23.0", "0.30.0")),
     long(of_versions(1, "0.30.0", "0.23.0")),
 ]
 
