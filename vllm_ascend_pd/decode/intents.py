@@ -36,34 +36,34 @@ _NOT_HELD = (
 class LongPrompt:
     """A request whose prompt prefill computes first. It has no blocks.
 
-    It is posted, then due once `way` is known, and leaves `Intents` when it gets blocks or ends.
+    It is posted, then due once `ticket_route` is known, and leaves `Intents` when it gets blocks or ends.
     """
 
     request: ScheduledRequest
     # What was posted, and how. None: it leaves with the next step.
     intent: Intent | None = None
-    over: TicketRoute | None = None
+    intent_route: TicketRoute | None = None
     # When it was posted, and when prefill had computed it, in monotonic seconds.
     posted_at: float = 0.0
-    due_at: float = 0.0
+    computed_at: float = 0.0
     # How its ticket gets to the prefill engine that holds the prompt. None: prefill has not computed it.
-    way: TicketRoute | None = None
+    ticket_route: TicketRoute | None = None
     # Why no ticket will come: prefill has not computed it, or does not hold it any more. None: nothing has failed.
     failure: str | None = None
 
     def lose(self, reason: str) -> None:
         """It was due, and gets no ticket. The metaserver, for which prefill has succeeded, is told."""
-        assert self.way is not None
+        assert self.ticket_route is not None
         assert self.intent is not None
         self.failure = reason
         lost = TransferFailure(self.intent.request_id, self.intent.ticket_id, reason[:MAX_FAILURE_CHARS])
-        self.way.report(lost)
+        self.ticket_route.report(lost)
 
     def end(self, reason: str) -> None:
         """No ticket will come: prefill need not compute or hold the prompt."""
-        way = self.way or self.over
-        if way is not None and self.intent is not None:
-            way.end(self.intent, reason)
+        route = self.ticket_route or self.intent_route
+        if route is not None and self.intent is not None:
+            route.end(self.intent, reason)
 
 
 class Intents:
@@ -135,16 +135,16 @@ class Intents:
             request = prompt.request
             params = request.kv_transfer_params or {}
             try:
-                over = self._routes.of(params)
+                route = self._routes.of(params)
             except RouteError as error:
                 self._fail(prompt, str(error))
                 yield prompt
                 continue
             token_ids = (self._requests.token_ids(request) or []) if wants_token_ids(params) else []
             intent = self._issuer.intend(request)
-            prompt.intent, prompt.over, prompt.posted_at = intent, over, time.monotonic()
+            prompt.intent, prompt.intent_route, prompt.posted_at = intent, route, time.monotonic()
             self._posted[intent.ticket_id] = prompt
-            over.send(intent, token_ids)
+            route.send(intent, token_ids)
 
     def answered(self, outcome: PostOutcome) -> LongPrompt | None:
         """Takes an outcome. Returns the prompt if it is one of an intent: it is due, or prefill has failed, or does not
@@ -152,15 +152,15 @@ class Intents:
         prompt = self._posted.get(outcome.key)
         if prompt is None or prompt.failure is not None:
             return None
-        if prompt.way is not None:
+        if prompt.ticket_route is not None:
             self._lose(prompt, outcome.reason)
             return prompt
         try:
-            prompt.way = self._way(prompt, outcome)
+            prompt.ticket_route = self._ticket_route(prompt, outcome)
         except RouteError as error:
             self._fail(prompt, str(error))
         else:
-            prompt.due_at = time.monotonic()
+            prompt.computed_at = time.monotonic()
             self._due[prompt.request.request_id] = prompt
             self.without_news.discard(prompt.request.request_id)
         return prompt
@@ -168,7 +168,7 @@ class Intents:
     def overdue(self) -> Iterator[LongPrompt]:
         """Yields prompts that have waited too long for blocks."""
         now = time.monotonic()
-        while self._due and next(iter(self._due.values())).due_at + self._due_s <= now:
+        while self._due and next(iter(self._due.values())).computed_at + self._due_s <= now:
             prompt = next(iter(self._due.values()))
             self._lose(prompt, f"decode had no room for the prompt within {self._due_s:g} s (queue_timeout_s)")
             yield prompt
@@ -177,16 +177,16 @@ class Intents:
         del self._due[prompt.request.request_id]
         prompt.lose(reason)
 
-    def _way(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRoute:
+    def _ticket_route(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRoute:
         """Raises RouteError, with the reason for which there is none."""
         assert prompt.intent is not None
-        assert prompt.over is not None
+        assert prompt.intent_route is not None
         if not outcome.ok:
             raise RouteError(outcome.reason)
         params: Mapping[str, Any] = outcome.held or {}
         if not names_prefill(params) or params[TRANSFER_ID] != prompt.intent.transfer_id:
             raise RouteError(_NOT_HELD)
-        return self._routes.to_holder(params, prompt.over, prompt.intent.ticket_id)
+        return self._routes.to_holder(params, prompt.intent_route, prompt.intent.ticket_id)
 
     def _fail(self, prompt: LongPrompt, reason: str) -> None:
         prompt.failure = reason

@@ -192,7 +192,7 @@ class DecodeScheduler(ConnectorRole):
         `allocated`.
 
         None: its adapter has not been read, or it has output in flight, or prefill computes it first, or it cannot be
-        served, and ends (`take_refused`). Has no other side effects.
+        served, and ends (`take_refused`). A prompt that prefill computes first is posted with the next step.
 
         `num_computed_tokens`: how many of them this engine has in its prefix cache.
         """
@@ -202,7 +202,8 @@ class DecodeScheduler(ConnectorRole):
         if self._requests.has_output_in_flight(request):
             return None
         no_prompt = self._placement.computes_no_prompt
-        if is_pulled(params) if no_prompt else not wants_ticket(params) or earlier is not None:
+        gets_no_ticket = is_pulled(params) if no_prompt else not wants_ticket(params) or earlier is not None
+        if gets_no_ticket:
             self._placement.asked(request, num_computed_tokens, None)
             return 0
         lost = earlier is not None and earlier.failure is not None
@@ -224,7 +225,7 @@ class DecodeScheduler(ConnectorRole):
         if long is not None and long.failure is not None:
             self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
             return 0
-        return tokens if long is None or long.way is not None else None
+        return tokens if long is None or long.ticket_route is not None else None
 
     @property
     def without_news(self) -> set[str]:
@@ -261,8 +262,8 @@ class DecodeScheduler(ConnectorRole):
         params = request.kv_transfer_params or {}
         transfer.prefill_wait_s = prefill_wait_s(params)
         if long is not None:
-            transfer.route, transfer.follows_intent = long.way, True
-            transfer.computed_s = long.due_at - long.posted_at
+            transfer.route, transfer.follows_intent = long.ticket_route, True
+            transfer.computed_s = long.computed_at - long.posted_at
             self._to_send[transfer.ticket.ticket_id] = transfer
             return
         try:

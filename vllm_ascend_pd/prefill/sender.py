@@ -239,6 +239,7 @@ class Sender:
             if (layout := self._await_layout(step_send)) is None:
                 step_send.fail("the decode engine is not known", PushFailure.INTERNAL)  # all of them have failed
                 return
+            # First wait for room: layers that come meanwhile leave with this one.
             for target in layout.targets(layer.tensors, step_send.route)[:1]:
                 self._await_turn(target.session)
             while len(layers) < _MOST_JOINED and (alike := self._take_alike(layer, layout)) is not None:
