@@ -362,7 +362,7 @@ MUTANTS: dict[str, Mutant] = {
         "decode.intents:Intents.overdue", "while self._due and", "while False and", seeds=0
     ),
     "any prefill's answer is taken": _without(
-        "decode.intents:Intents._way", "if not names_prefill(params) or", "if", seeds=0
+        "decode.intents:Intents._ticket_route", "if not names_prefill(params) or", "if", seeds=0
     ),
     # decode/scheduler.py
     "intents wait until vLLM asks": _without(
