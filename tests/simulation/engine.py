@@ -381,6 +381,7 @@ class Rank:
             self.worker.end_forward(error)
             self.worker.end_step()
             self.worker.take_results()
+            self.worker.take_lost_blocks()
             self.worker.take_report()
             return LostStep()
         return LostStep(told if how == "reported" else None) if how else told
