@@ -140,6 +140,7 @@ stage() { # stage TITLE COMMAND...
 declare -A titles=(
   [npu]="torch_npu on emulated CANN"
   [npu-e2e]="vllm-ascend engines on emulated CANN"
+  [npu-tools]="doctor, wheels and builds on emulated CANN"
   [npu-contract]="what is relied on in vllm-ascend"
   [e2e]="end-to-end tests"
   [faults]="faults, short form"
@@ -148,10 +149,14 @@ declare -A titles=(
   [vllm-0.23]="tests that run vLLM, with vLLM 0.23.0"
   [vllm-newer]="what differs in vLLM 0.32.0 and 0.33.0"
 )
-long_stages=(npu e2e npu-e2e simulation hostile vllm-0.23 vllm-newer npu-contract faults)
+long_stages=(npu e2e npu-e2e npu-tools simulation hostile vllm-0.23 vllm-newer faults npu-contract)
+npu_tools=(tests/npu/test_{doctor_hardware,first_hours,kernel_builds,mooncake_versions}.py)
+not_npu_tools=()
+for path in tests/npu/{e2e,contract} "${npu_tools[@]}"; do not_npu_tools+=(--ignore "$path"); done
 run_long_stage() {
   case $1 in
-    npu) npu_tests tests/npu --ignore tests/npu/e2e --ignore tests/npu/contract -m "not long" ;;
+    npu) npu_tests tests/npu "${not_npu_tools[@]}" -m "not long" ;;
+    npu-tools) npu_tests "${npu_tools[@]}" -m "not long" ;;
     npu-contract) npu_tests tests/npu/contract -m "not long" ;;
     npu-e2e) npu_tests tests/npu/e2e -m "not long" ;;
     e2e) run_pytest "$VENV" tests/e2e -m "not long" ;;
@@ -287,7 +292,8 @@ judge "set-up" "$SECONDS" 0
 case $mode in
   npu) # each a process of its own: what vLLM's engines need imported or set, other tests must not have
     stage "${titles[npu-contract]}, long form" npu_tests tests/npu/contract
-    stage "${titles[npu]}, long form" npu_tests tests/npu --ignore tests/npu/e2e --ignore tests/npu/contract
+    stage "${titles[npu-tools]}, long form" npu_tests "${npu_tools[@]}"
+    stage "${titles[npu]}, long form" npu_tests tests/npu "${not_npu_tools[@]}"
     stage "${titles[npu-e2e]}, long form" npu_tests tests/npu/e2e
     ;;
   e2e)
