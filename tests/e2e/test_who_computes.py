@@ -3,6 +3,7 @@
 Prefill computes the others. The tokens are a single engine's."""
 
 import dataclasses
+import itertools
 import time
 
 import httpx
@@ -66,47 +67,59 @@ def changed(cluster: Cluster, before: Places, prompts: int) -> Places:
     return wait_for(change, lambda found: sum(found.values()) >= prompts, 30, every_s=0.1)
 
 
+def measure(cluster: Cluster, model: str) -> None:
+    """Has decode compute prompts until those of 64 tokens are cheap. On a busy machine a step may have taken long."""
+    decode, until = cluster.decode[0], time.monotonic() + 60
+    with Client(cluster.url, model, headers={"X-Who-Computes": "decode"}) as asking:
+        for number in itertools.count():
+            for tokens in (8, 24, 40, 64):
+                asking.complete(random_prompt(tokens, f"measured {number}"))
+            if decode.metric("vllm:kv_pd_decode_prompt_threshold_tokens") >= 64 or time.monotonic() > until:
+                return
+
+
+ROUNDS = ("one", "another", "a third", "a fourth")
+"""A step that takes long changes what is cheap. So one round of these has to be as it is on an idle machine."""
+
+
 @tuned
 def test_short_prompts_are_computed_on_decode_and_long_ones_on_prefill(
     cluster: Cluster, client: Client, reference: Reference
 ) -> None:
-    before, tokens_before = places(cluster), places(cluster, "prompt_tokens")
-    short = [random_prompt(tokens, "short") for tokens in (2, 8, 32, 64)]
-    longer = [random_prompt(tokens, "long") for tokens in (1000, 2500)]
-    answers = [client.complete(prompt) for prompt in (*short, *longer)]
-    assert [answer.token_ids for answer in answers] == [reference.complete(prompt) for prompt in (*short, *longer)]
-    assert [answer.kv_transfer_params is None for answer in answers] == [True] * 4 + [False] * 2
-    assert changed(cluster, before, 6) == {("decode", "cheap"): 4, ("prefill", "long"): 2}
+    wanted, found = {("decode", "cheap"): 4.0, ("prefill", "long"): 2.0}, []
+    while wanted not in found:
+        assert len(found) < len(ROUNDS), found
+        name = ROUNDS[len(found)]
+        measure(cluster, client.model)
+        before, tokens_before = places(cluster), places(cluster, "prompt_tokens")
+        short = [random_prompt(tokens, f"short {name}") for tokens in (2, 8, 32, 64)]
+        longer = [random_prompt(tokens, f"long {name}") for tokens in (1000, 2500)]
+        answers = [client.complete(prompt) for prompt in (*short, *longer)]
+        assert [answer.token_ids for answer in answers] == [reference.complete(prompt) for prompt in (*short, *longer)]
+        found.append(changed(cluster, before, 6))
+        by_decode = sum(answer.kv_transfer_params is None for answer in answers)
+        assert by_decode == found[-1].get(("decode", "cheap"), 0)
     tokens = places(cluster, "prompt_tokens")
-    more = [tokens[place] - tokens_before.get(place, 0) for place in (("decode", "cheap"), ("prefill", "long"))]
+    more = [tokens[place] - tokens_before.get(place, 0) for place in wanted]
     assert more == [106, 3500]
-    # On a busy machine a step may have taken long: then other prompts are measured first.
-    with Client(cluster.url, client.model, headers={"X-Who-Computes": "decode"}) as asking:
-        while cluster.decode[0].metric("vllm:kv_pd_decode_prompt_threshold_tokens") == 0:
-            asking.complete(random_prompt(8, "measured"))
 
 
 @tuned
 def test_the_next_turn_of_a_conversation_is_computed_on_decode(
     cluster: Cluster, client: Client, reference: Reference
 ) -> None:
-    """Decode has its first turn from prefill.
-
-    What is cheap is measured, and on a busy machine a step may have taken long. Then prefill computes a turn, too,
-    until decode has computed other prompts.
-    """
-    found = []
-    for name in ("one", "another", "a third"):
-        with Client(cluster.url, client.model, headers={"X-Who-Computes": "decode"}) as asking:
-            for tokens in (8, 24, 40, 64):
-                asking.complete(random_prompt(tokens, f"measured before {name}"))
+    """Decode has its first turn from prefill."""
+    wanted, found = {("prefill", "long"): 1.0, ("decode", "cheap"): 1.0}, []
+    while wanted not in found:
+        assert len(found) < len(ROUNDS), found
+        name = ROUNDS[len(found)]
+        measure(cluster, client.model)
         before = places(cluster)
         prompt = random_prompt(5 * BLOCK, name)
         client.complete(prompt)
         longer = prompt + random_prompt(40, f"turn of {name}")
         assert client.complete(longer).token_ids == reference.complete(longer)
         found.append(changed(cluster, before, 2))
-    assert {("prefill", "long"): 1, ("decode", "cheap"): 1} in found
 
 
 def asked_without_prefill(cluster: Cluster) -> int:
