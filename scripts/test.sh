@@ -8,8 +8,8 @@
 #   --quick         skip the end-to-end tests (real vLLM engines, which take most of the time) and the NPU tests
 #   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
 #                   parallel sizes
-#   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines, and 200 requests of the
-#                   soak, which the other forms leave out
+#   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines. Then 200 requests of the
+#                   soak. The other forms have no soak
 #   --benchmarks    only benchmarks/run_all.sh --quick, and the unit and integration tests that the other forms skip
 #   --faults        only the fault injection in its long form, whose table is in docs/reliability.md; the other
 #                   forms inject only a few of its faults. FAULTS_REPORT=FOLDER: also writes the table there

@@ -28,8 +28,7 @@ def owned(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def checked(self: object, *args: Any, **kwargs: Any) -> Any:
-        if self.__dict__.get(_OWNER) is not threading.current_thread():
-            check_owner(self, method.__qualname__)
+        check_owner(self, method.__qualname__)
         return method(self, *args, **kwargs)
 
     return cast(_Method, checked)

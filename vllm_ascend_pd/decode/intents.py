@@ -51,14 +51,6 @@ class LongPrompt:
     # Why no ticket will come: prefill has not computed it, or does not hold it any more. None: nothing has failed.
     failure: str | None = None
 
-    def lose(self, reason: str) -> None:
-        """It was due, and gets no ticket. The metaserver, for which prefill has succeeded, is told."""
-        assert self.ticket_route is not None
-        assert self.intent is not None
-        self.failure = reason
-        lost = TransferFailure(self.intent.request_id, self.intent.ticket_id, reason[:MAX_FAILURE_CHARS])
-        self.ticket_route.report(lost)
-
     def end(self, reason: str) -> None:
         """No ticket will come: prefill need not compute or hold the prompt."""
         route = self.ticket_route or self.intent_route
@@ -174,8 +166,13 @@ class Intents:
             yield prompt
 
     def _lose(self, prompt: LongPrompt, reason: str) -> None:
+        """It was due, and gets no ticket. The metaserver, for which prefill has succeeded, is told."""
+        route, intent = prompt.ticket_route, prompt.intent
+        assert route is not None
+        assert intent is not None
         del self._due[prompt.request.request_id]
-        prompt.lose(reason)
+        prompt.failure = reason
+        route.report(TransferFailure(intent.request_id, intent.ticket_id, reason[:MAX_FAILURE_CHARS]))
 
     def _ticket_route(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRoute:
         """Raises RouteError, with the reason for which there is none."""

@@ -195,14 +195,14 @@ class TicketRoutes:
             raise RouteError(f"the metaserver's URL is refused: {refused}")
         return _OverMetaserver(self._metaserver, url, signature)
 
-    def to_holder(self, params: Mapping[str, Any], over: TicketRoute, ticket_id: str) -> TicketRoute:
+    def to_holder(self, params: Mapping[str, Any], intent_route: TicketRoute, ticket_id: str) -> TicketRoute:
         """Returns the way of the ticket that follows an intent, and has prefill hold the prompt until it is sent.
 
-        `params`: of prefill's answer to the intent. `over`: the way that the intent took. Raises RouteError.
+        `params`: of prefill's answer to the intent. `intent_route`: the intent's. Raises RouteError.
         """
         prompt = self._prefill.parse(params)
         self._prefill.keep(ticket_id, prompt)
-        return _ToPrefill(self._prefill, prompt, over)
+        return _ToPrefill(self._prefill, prompt, intent_route)
 
     def no_ticket(self, params: Mapping[str, Any], named: NamesPrompt, reason: str) -> None:
         """No ticket will be issued for a request whose prompt a prefill engine holds: tells that engine."""
@@ -246,11 +246,11 @@ class _OverMetaserver:
 class _ToPrefill:
     """As `_OverMetaserver`. The engine that holds the prompt has computed it: no other one is asked."""
 
-    def __init__(self, client: PrefillClient, prompt: RoutedPrompt, over: TicketRoute | None = None) -> None:
-        """`over`: the way of the ticket's intent. None: there was no intent, and a router asked prefill."""
+    def __init__(self, client: PrefillClient, prompt: RoutedPrompt, intent_route: TicketRoute | None = None) -> None:
+        """`intent_route`: of the ticket's intent. None: there was no intent, and a router asked prefill."""
         self._client = client
         self._prompt = prompt
-        self._over = over
+        self._intent_route = intent_route
 
     def send(self, ticket: Ticket | Intent, token_ids: Sequence[int]) -> None:
         assert isinstance(ticket, Ticket)
@@ -264,8 +264,8 @@ class _ToPrefill:
 
     def report(self, failure: TransferFailure) -> None:
         """`end` tells the engine, and a router nobody."""
-        if self._over is not None:
-            self._over.report(failure)
+        if self._intent_route is not None:
+            self._intent_route.report(failure)
 
 
 TicketRoute: TypeAlias = _OverMetaserver | _ToPrefill

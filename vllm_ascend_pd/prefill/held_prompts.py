@@ -46,7 +46,7 @@ class HeldPrompts:
     engine_id: of this start of the engine, which answers name.
     hold_timeout_s: how long a computed prompt waits for its ticket, or for decode to ask about that.
     requests: compares prompts.
-    blocks: says which requests are ready, and how many blocks are free.
+    blocks: says which requests are ready.
     needs: how many blocks prompts take.
     left_to_decode: how many of a prompt's tokens no ticket is for (`groups.left_to_decode`).
     secret: signs the inbox's address, which routers hand to decode. None: it is not signed.
