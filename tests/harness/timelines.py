@@ -78,7 +78,7 @@ def nests_properly(
         for events in (regrouped, *([written] if written else [])) if regroups else (written,):
             assert {event.args.layer for event in events} == set(computed)
             assert not exact or all(event.ts >= min(computed[event.args.layer]) - 1 for event in events)
-        about = [e for e in rank.events if e.cat == "report" and e.args.transfer == request.transfer]
+        about = [e for e in rank.events if e.cat == "report" and e.ph == "e" and e.args.transfer == request.transfer]
         assert [event.args.failure for event in about] == [""]
         assert sum(event.args.written[request.transfer] for event in written) == about[0].args.bytes
         assert max((event.end for event in written), default=0) <= about[0].ts + 1

@@ -26,10 +26,39 @@ GUARDS: dict[str, Mutant] = {
             ),
         ),
     ),
+    "a preempted request whose writes are over counts as delivered": Mutant(
+        (
+            Edit(
+                "core.prefill_ticket:PrefillTicket.fail",
+                "self.phase in (Phase.WRITING, Phase.FINISHED)",
+                "self.phase is Phase.WRITING",
+            ),
+        ),
+    ),
 }
 """Of scenarios that mutants.py does not have."""
 
 FOUND: dict[str, Scenario] = {
+    "a preempted request whose writes are over counts as delivered": Scenario(
+        seed=1001823,
+        shape=Shape(
+            prefills=2,
+            decodes=2,
+            prefill_tp=2,
+            decode_tp=4,
+            prefill_pp=2,
+            states=True,
+            prefill_blocks=80,
+            decode_blocks=30,
+            prefill_steps=2,
+        ),
+        faults=Faults(write_fails=0.2),
+        events=(
+            Event(0.0, "request", ("r0", 1, 32, 5, "metaserver", 0)),
+            Event(0.0043, "stop", (0.264, 0.2)),
+            Event(0.1636, "reset", (0.335,)),
+        ),
+    ),
     "a ticket waits for a prompt that was freed": Scenario(
         seed=0,
         faults=Faults(late=1.0),

@@ -77,15 +77,25 @@ def test_a_refusal_ends_the_writing_everywhere():
     assert state.lease_until(RIGHT) > 3.0  # what has begun may end
 
 
-def test_the_first_reason_stays_and_none_comes_after_the_end():
+def test_the_first_reason_stays_and_none_comes_once_decode_is_notified():
     state = granted()
     state.fail("first", PushFailure.WRITE)
     state.fail("second", PushFailure.WRITE)
     assert state.failure == "first"
     complete = granted()
     assert complete.finish(1.0)
+    assert complete.notify(1.0)
     complete.fail("too late", PushFailure.WRITE)
     assert complete.failure is None
+
+
+def test_blocks_that_change_while_a_failed_write_may_read_them_fail_a_finished_ticket():
+    state = granted()
+    state.mark_in_flight(8.0)
+    assert state.finish(4.0)
+    state.fail("preempted", PushFailure.PREEMPTED)
+    assert state.notify(5.0)
+    assert state.failure == "preempted"
 
 
 def test_success_is_reported_after_bytes_in_flight_and_leases_are_renewed_until_then():

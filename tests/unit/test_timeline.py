@@ -39,8 +39,8 @@ def prefill_events(transfer: str = T, name: str = "cmpl-1-0") -> list[TraceEvent
         event("write", "X", 110.0, 100.0, layer="layers.0", to="0/0", written={transfer: 3000}),
         event("step", "E", 250.0),
         event("write", "X", 205.0, 75.0, layer="layers.1", to="0/0", written={transfer: 1000, "o" * 16: 7}),
-        event("report", "b", 285.0, **about, bytes=4000, early_bytes=3000),
-        event("report", "e", 290.0),
+        event("report", "b", 285.0),
+        event("report", "e", 290.0, **about, bytes=4000, early_bytes=3000),
     ]
 
 
@@ -97,7 +97,7 @@ def test_what_was_not_seen_is_unknown_not_zero() -> None:
 
 def test_failures_of_both_sides_are_said_once() -> None:
     about = {"request": "cmpl-1-0", "transfer": T}
-    report = event("report", "b", 1.0, **about, failure="no_grant")
+    report = event("report", "e", 1.0, **about, failure="no_grant")
     ended = event("request", "e", 2.0, **about, failure="prefill")
     [one] = summarize(
         [recording("prefill rank", report), recording("prefill rank", report), recording("decode scheduler", ended)]

@@ -100,12 +100,6 @@ class WritingEnded(NamedTuple):
     """No write for `ticket` follows."""
 
     ticket: Ticket
-    # Delivered.
-    num_bytes: int
-    # Of these, before the prompt's last layer was computed.
-    early_bytes: int
-    # None if all was delivered.
-    cause: PushFailure | None
 
 
 class GrantAnswered(NamedTuple):
@@ -123,6 +117,12 @@ class OutcomeReported(NamedTuple):
     """All decode ranks have learned how the transfer ended, or cannot be reached."""
 
     ticket: Ticket
+    # Delivered.
+    num_bytes: int
+    # Of these, before the prompt's last layer was computed.
+    early_bytes: int
+    # None if all was delivered.
+    cause: PushFailure | None
 
 
 # A prefill engine's scheduler.

@@ -8,8 +8,9 @@ There is one per prefill rank and ticket:
 
 A write begins in WRITING only, to a decode rank whose lease still runs. A lease is counted from the moment of the
 request for it, so it ends here before it ends there (R2). `failure` says that the KV will not be complete (R1). It is
-set once, in WRITING, and never cleared. A failed write may still read the blocks until `settled_at`. So success is
-reported only after that time. A failure is reported at once, and again after that time (R2). Then the ticket ends (R3).
+set once, before decode is notified, and never cleared. A failed write may still read the blocks until `settled_at`. So
+success is reported only after that time: until then the blocks may get other content, which fails the ticket (R3). A
+failure is reported at once, and again after that time (R2). Then the ticket ends (R3).
 
 The control thread takes all steps. Any thread may fail the ticket. The sender's thread asks whether it may write, waits
 for that, and counts what has arrived. One lock guards each change that another thread may see, and wakes the sender.
@@ -88,16 +89,16 @@ class PrefillTicket:
     # Whether the last report said that nothing can arrive any more.
     final: bool = False
 
-    # Guards the phase while it is WRITING, the failure, `settled_at`, the destinations and their leases. A change of
+    # Guards the phase until it is NOTIFYING, the failure, `settled_at`, the destinations and their leases. A change of
     # them wakes the sender.
     _changed: threading.Condition = field(default_factory=lambda: threading.Condition(), repr=False, compare=False)
 
     # On any thread.
 
     def fail(self, reason: str, cause: PushFailure) -> None:
-        """Records the first reason: no further write may be planned. Has no effect once the writing is over."""
+        """Records the first reason: no further write may be planned. Has no effect once decode is being notified."""
         with self._changed:
-            if self.failure is None and self.phase is Phase.WRITING:
+            if self.failure is None and self.phase in (Phase.WRITING, Phase.FINISHED):
                 self.failure, self.cause = reason, cause
                 self._changed.notify_all()
 
@@ -228,19 +229,20 @@ class PrefillTicket:
         uses the blocks. Ranks that acknowledged a failure are notified again when no byte can arrive any more. Ranks
         that did not will ask.
         """
-        settled = running >= self.settled_at
-        if self.phase is Phase.FINISHED and self.destinations is not None:
-            if self.failure is None and not settled:
+        with self._changed:
+            settled = running >= self.settled_at
+            if self.phase is Phase.FINISHED and self.destinations is not None:
+                if self.failure is None and not settled:
+                    return False
+            elif self.phase is Phase.NOTIFIED and settled and not self.final:
+                self.rounds = 0
+                for destination in (self.destinations or {}).values():
+                    destination.acked = not destination.acked
+            else:
                 return False
-        elif self.phase is Phase.NOTIFIED and settled and not self.final:
-            self.rounds = 0
-            for destination in (self.destinations or {}).values():
-                destination.acked = not destination.acked
-        else:
-            return False
-        self.phase = Phase.NOTIFYING
-        self.final = settled
-        return True
+            self.phase = Phase.NOTIFYING
+            self.final = settled
+            return True
 
     def settle_s(self, running: float) -> float:
         """Returns for how many seconds bytes may still arrive."""

@@ -28,6 +28,7 @@ from vllm_ascend_pd.core.observer import (
     PostRetried,
     PrefillStatus,
     PromptPlaced,
+    OutcomeReported,
     PushDelayed,
     PushRefused,
     ReceiveEnded,
@@ -37,7 +38,6 @@ from vllm_ascend_pd.core.observer import (
     TicketIssued,
     WriteEnded,
     WriteRetried,
-    WritingEnded,
 )
 from vllm_ascend_pd.core.reasons import BY_DECODE_FOR, BY_PREFILL_FOR, PushFailure, ReceiveFailure, Verified
 
@@ -327,9 +327,9 @@ class PrefillStats(Observer):
                 self._stats.add(BACKPRESSURE_SECONDS, event.seconds)
             case WriteRetried():
                 self._stats.add(WRITE_RETRIES)
-            case WritingEnded(cause=None, num_bytes=num_bytes) if num_bytes:
+            case OutcomeReported(cause=None, num_bytes=num_bytes) if num_bytes:
                 self._stats.add(OVERLAP_RATIO, event.early_bytes / num_bytes)
-            case WritingEnded(cause=PushFailure() as cause):
+            case OutcomeReported(cause=PushFailure() as cause):
                 self._stats.add(PUSH_FAILURES, reason=cause.value)
 
 

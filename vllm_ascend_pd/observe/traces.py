@@ -122,11 +122,11 @@ class PrefillTrace(_Trace):
                 self._file.put(Traced(name, "b", "grant", {}, id=id, end=event.asked_at))
                 self._file.put(Traced(name, "e", "grant", args, id=id))
             case WritingEnded():
+                self._file.put(Traced("report", "b", "report", {}, id=fingerprint(event.ticket.ticket_id)))
+            case OutcomeReported():
                 args = {**_transfer(event.ticket), "bytes": event.num_bytes, "early_bytes": event.early_bytes}
                 args["failure"] = "" if event.cause is None else event.cause.value
-                self._file.put(Traced("report", "b", "report", args, id=args["transfer"]))
-            case OutcomeReported():
-                self._file.put(Traced("report", "e", "report", {}, id=fingerprint(event.ticket.ticket_id)))
+                self._file.put(Traced("report", "e", "report", args, id=args["transfer"]))
 
     def _begin_step(self, event: StepBegun) -> None:
         traced = [

@@ -372,7 +372,7 @@ class ControlPlane:
         state = transfer.state
         is_writing = transfer.is_finishing and state.phase is Phase.WRITING
         if is_writing and state.finish(time.monotonic()) is not None:
-            self._rank.observer.on(WritingEnded(transfer.ticket, *state.delivered_bytes(), state.cause))
+            self._rank.observer.on(WritingEnded(transfer.ticket))
         notify, due, is_over = state.notify(self._rank.running_time()), state.due(time.monotonic()), state.end()
         for key in due:
             self._ask(transfer, key)
@@ -422,7 +422,7 @@ class ControlPlane:
         if not pending:
             if not transfer.is_notified:
                 transfer.is_notified = True
-                self._rank.observer.on(OutcomeReported(transfer.ticket))
+                self._rank.observer.on(OutcomeReported(transfer.ticket, *state.delivered_bytes(), state.cause))
                 if state.failure is not None:
                     logger.warning(
                         "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",

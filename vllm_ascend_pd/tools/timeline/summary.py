@@ -113,7 +113,7 @@ def summarize(recordings: Sequence[Recording]) -> list[Request]:
                         request(transfer).written.append((event.ts, event.end))
                 case "grant", "e" if args.answer == "Granted":
                     first_grants.setdefault((args.transfer, args.to), event.ts)
-                case "report", "b":
+                case "report", "e":
                     one = request(args.transfer, args.request)
                     one.bytes += args.bytes
                     one.early_bytes += args.early_bytes
