@@ -32,10 +32,10 @@ def full_attention(**changes: Any) -> FullAttentionSpec:
     )
 
 
-def caches_of(*specs: Any) -> KVCacheConfig:
+def caches_of(*specs: Any, blocks: int = 8) -> KVCacheConfig:
     """Returns the caches of layers `layer.0`, `layer.1`, and so on, each in a group of its own."""
     groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 @contextmanager

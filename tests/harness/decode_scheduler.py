@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -22,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 import vllm_ascend_pd
 from harness.ports import reserve_port
 from harness.real_scheduler import BLOCK, VllmScheduler
-from harness.scheduling import remembered
+from harness.scheduling import make_request, remembered
 from vllm_ascend_pd.connector import build as build_scheduler
 from vllm_ascend_pd.connector.caches import lost_blocks_say_all
 from vllm_ascend_pd.connector.metrics import ReportMetadata
@@ -155,18 +154,13 @@ class EngineScheduler(VllmScheduler):
         wants: more of its `SamplingParams`.
         """
         params = {"do_remote_prefill": True, "metaserver": METASERVER, WANTS_TOKEN_IDS: True} if remote else None
-        request = Request(
-            request_id=name,
-            prompt_token_ids=list(range(first, first + tokens)),
-            sampling_params=SamplingParams(
-                max_tokens=generates, ignore_eos=True, extra_args={"kv_transfer_params": params}, **wants
-            ),
-            pooling_params=None,
-            arrival_time=float(len(self.vllm.requests)),
-            priority=priority,
-            lora_request=LoRARequest(f"adapter-{lora}", lora, f"/adapters/{lora}") if lora else None,
-            block_hasher=self._hasher,
-        )
+        fields = {
+            "arrival_time": float(len(self.vllm.requests)),
+            "priority": priority,
+            "lora_request": LoRARequest(f"adapter-{lora}", lora, f"/adapters/{lora}") if lora else None,
+            "block_hasher": self._hasher,
+        }
+        request = make_request(name, range(first, first + tokens), params, fields, max_tokens=generates, **wants)
         if grammar:
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             request.structured_output_request = SimpleNamespace(grammar=None)

@@ -2,20 +2,19 @@
 """A prefill engine's scheduler whose prompts a router asks for first, and a decode engine that offers tickets to it."""
 
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from vllm.v1.request import Request
 
 from harness.clock import Clock
 from harness.engines import Role
 from harness.real_scheduler import BLOCK, RealScheduler
-from harness.scheduling import FOR_A_PULLING_CONNECTOR
+from harness.scheduling import FOR_A_PULLING_CONNECTOR, make_request, remembered
 from harness.tickets import ticket_with
+from harness.waiting import wait_for
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt, TicketRefused
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
@@ -97,18 +96,14 @@ def prefill(scheduled_model: Path) -> Iterator[Prefill]:
 
 
 def until(wanted: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 10.0
-    while not (found := wanted()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
+    return wait_for(wanted, bool, 10.0, every_s=0.005)
 
 
 def ticket_for(prompt: list[int], groups: int = 1, **changes: Any) -> Ticket:
     """Decode's ticket for this prompt, for blocks of the same length as prefill's."""
     ticket_id = secrets.token_hex(16)
     num_tokens = changes.get("num_tokens", len(prompt))
-    request = Request("d", prompt, sampling_params(), None)
+    request = make_request("d", prompt)
     made = ticket_with(
         request_id="d",
         remote_block_ids=[[100 + n for n in range(-(-num_tokens // BLOCK))] for _ in range(groups)],
@@ -120,18 +115,9 @@ def ticket_for(prompt: list[int], groups: int = 1, **changes: Any) -> Ticket:
     return msgspec.structs.replace(made, **changes)
 
 
-def sampling_params() -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=1)
-
-
 def remembered_of(prefill: Prefill) -> dict[str, Any]:
     """What is kept of requests and tickets."""
-    objects = (prefill.connector._role, prefill.held)
-    return {
-        name: value for each in objects for name, value in vars(each).items() if isinstance(value, dict | set) and value
-    }
+    return remembered(prefill.connector._role, prefill.held)
 
 
 def refused(prefill: Prefill, transfer_id: str, ticket: Ticket) -> str:

@@ -15,11 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorWorkerMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from harness.engines import EngineConfig, Role
-from harness.scheduling import Scheduled, make_output, make_request, make_ticket, remembered
+from harness.scheduling import Scheduled, aggregated, make_output, make_request, make_ticket, remembered
 from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, WorkerReport
 
@@ -84,16 +84,8 @@ class Both:
 
     def report(self, *reports: WorkerReport | None, **finished: set[str]) -> None:
         """Every rank's, of one step, the way they come."""
-        outputs = [
-            ModelRunnerOutput(
-                req_ids=[],
-                req_id_to_index={},
-                kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=self._worker_meta(report), **finished),
-            )
-            for report in reports
-        ]
-        whole = KVOutputAggregator.from_connector(self.multi, TP).aggregate(outputs)
-        assert whole is not None
+        told = [KVConnectorOutput(kv_connector_worker_meta=self._worker_meta(each), **finished) for each in reports]
+        whole = aggregated(KVOutputAggregator.from_connector(self.multi, TP), told)
         assert whole.kv_connector_output is not None
         self.multi.update_connector_output(whole.kv_connector_output)
 

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own scheduler with our connector in it, and a simulated worker."""
+"""vLLM's own scheduler with our connector in it, and a simulated worker.
+
+No other file builds it. `RealScheduler` takes steps as a test says, `decode_scheduler.py` simulates transfers, and the
+simulation adds ranks.
+"""
 
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import MappingProxyType
@@ -10,26 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from harness.connectors import caches_of
 from harness.engines import Role
 from harness.metaserver import metaserver
 from harness.models import TINY, make_model
+from harness.scheduling import make_request, model_output
 from vllm_ascend_pd import register
 from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.connector.vllm_view import STEPS_IN_FLIGHT
@@ -52,6 +51,51 @@ _STRUCTURED = types.SimpleNamespace(
 """Grammars for requests that only wait for one."""
 
 
+def model_config(model: Path, max_model_len: int) -> ModelConfig:
+    """`model`: its folder."""
+    return ModelConfig(
+        model=str(model), tokenizer=str(model), skip_tokenizer_init=True, max_model_len=max_model_len, dtype="float32"
+    )
+
+
+def engine_config(model: ModelConfig, transfer: Mapping[str, Any], step_tokens: int) -> VllmConfig:
+    """`transfer`: the `kv_transfer_config`. `step_tokens`: at most so many are computed in a step."""
+    return VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=step_tokens,
+            max_model_len=model.max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        kv_transfer_config=KVTransferConfig(**transfer),
+    )
+
+
+def cache_specs(windows: Sequence[int] = (), states: int = 0, drafts: int = 0) -> list[Any]:
+    """Returns the kind of each cache group: all tokens, then `windows` of so many tokens, then `states` with blocks for
+    so many `drafts`."""
+    specs: list[Any] = [FullAttentionSpec(**_OF_A_BLOCK)]
+    specs += [SlidingWindowSpec(**_OF_A_BLOCK, sliding_window=size) for size in windows]
+    state: Any = {"block_size": BLOCK, "shapes": ((2, 2),), "dtypes": (torch.float32,)}
+    return specs + states * [MambaSpec(**state, mamba_cache_mode="align", num_speculative_blocks=drafts)]
+
+
+def block_hasher(block: int = BLOCK) -> Callable[[Request], Any]:
+    """Returns what names the blocks of a request in the prefix cache."""
+    init_none_hash(sha256)
+    return get_request_block_hasher(block, sha256)
+
+
+def make_scheduler(
+    config: VllmConfig, caches: KVCacheConfig, of: type[Scheduler] = Scheduler, **sizes: int | bool
+) -> Scheduler:
+    """`of`: its class. `sizes`: more of its arguments."""
+    return of(vllm_config=config, kv_cache_config=caches, structured_output_manager=_STRUCTURED, **sizes)
+
+
 class VllmScheduler:
     """vLLM's own scheduler with this connector's scheduler side, whose steps do not wait.
 
@@ -72,23 +116,12 @@ class VllmScheduler:
         scheduler_class: type[Scheduler] = Scheduler,
     ) -> None:
         config.cache_config.num_gpu_blocks = blocks
-        specs: list[Any] = [FullAttentionSpec(**_OF_A_BLOCK)]
-        specs += [SlidingWindowSpec(**_OF_A_BLOCK, sliding_window=size) for size in windows]
         if states:
             config.cache_config.mamba_cache_mode = "align"
-            state: Any = {"block_size": BLOCK, "shapes": ((2, 2),), "dtypes": (torch.float32,)}
-            specs += states * [MambaSpec(**state, mamba_cache_mode="align", num_speculative_blocks=drafts)]
-        groups = [KVCacheGroupSpec([f"layers.{index}.attn"], spec) for index, spec in enumerate(specs)]
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.vllm = scheduler_class(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
-            structured_output_manager=_STRUCTURED,
-            block_size=BLOCK * dcp,
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
+        caches = caches_of(*cache_specs(windows, states, drafts), blocks=blocks)
+        sizes = {"block_size": BLOCK * dcp, "hash_block_size": BLOCK, "log_stats": True}
+        self._hasher = block_hasher()
+        self.vllm = make_scheduler(config, caches, scheduler_class, **sizes)
         self.connector: Any = self.vllm.connector
         # Ours, the first one below a MultiConnector.
         self.ours = getattr(self.connector, "_connectors", [self.connector])[0]
@@ -111,17 +144,7 @@ class VllmScheduler:
         self, scheduled: SchedulerOutput, tokens: list[list[int]], told: KVConnectorOutput | None
     ) -> list[Any]:
         """Ends a step in which the model answered with `tokens`. Returns the outputs."""
-        names = list(scheduled.num_scheduled_tokens)
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=tokens,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=told,
-        )
-        by_client = self.vllm.update_from_output(scheduled, output)
+        by_client = self.vllm.update_from_output(scheduled, model_output(scheduled, tokens, told))
         return [each for outputs in by_client.values() for each in outputs.outputs]
 
 
@@ -153,24 +176,8 @@ class RealScheduler(VllmScheduler):
         if beside is not None:
             connectors = {"connectors": [transfer, {"kv_role": role.value, **beside}]}
             transfer = transfer | {"kv_connector": "MultiConnector", "kv_connector_extra_config": connectors}
-        config = VllmConfig(
-            model_config=ModelConfig(
-                model=str(model),
-                tokenizer=str(model),
-                skip_tokenizer_init=True,
-                max_model_len=max_model_len,
-                dtype="float32",
-            ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=16,
-                max_num_batched_tokens=step_tokens,
-                max_model_len=max_model_len,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-            ),
-            kv_transfer_config=KVTransferConfig(**transfer, kv_load_failure_policy=load_failure_policy),
-        )
+        transfer["kv_load_failure_policy"] = load_failure_policy
+        config = engine_config(model_config(model, max_model_len), transfer, step_tokens)
         config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = dcp
         config.parallel_config.cp_kv_cache_interleave_size = BLOCK
         super().__init__(config, blocks, dcp=dcp, **of)
@@ -189,20 +196,8 @@ class RealScheduler(VllmScheduler):
         lora: LoRARequest | None = None,
         salt: str | None = None,
     ) -> Request:
-        sampling = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, temperature=0, extra_args={"kv_transfer_params": params}
-        )
-        return self.enter(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=list(prompt),
-                sampling_params=sampling,
-                pooling_params=None,
-                block_hasher=self._hasher,
-                lora_request=lora,
-                cache_salt=salt,
-            )
-        )
+        fields = {"block_hasher": self._hasher, "lora_request": lora, "cache_salt": salt}
+        return self.enter(make_request(request_id, prompt, params, fields, max_tokens=max_tokens))
 
     def schedule(self) -> SchedulerOutput:
         return self.vllm.schedule()

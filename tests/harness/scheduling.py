@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what vLLM's scheduler hands to a connector, from the classes of each supported version."""
+"""Makes what vLLM's scheduler hands to a connector and gets from ranks, by the classes of each supported version."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from harness.tickets import ticket_with
@@ -38,11 +41,28 @@ FOR_A_PULLING_CONNECTOR: dict[str, dict[str, Any]] = {
 """`kv_transfer_params` that proxies of vLLM's and vllm-ascend's pulling connectors send to either side."""
 
 
-def make_request(request_id: str, num_tokens: int, params: object, **wants: Any) -> Request:
-    """A request with `num_tokens` prompt tokens and `params` as its `kv_transfer_params`; `wants`: `SamplingParams`."""
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}, **wants)
+def make_request(
+    request_id: str,
+    prompt: int | Iterable[int],
+    params: object = None,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    **wants: Any,
+) -> Request:
+    """Returns a request that generates one token unless it `wants` more.
+
+    prompt: its tokens, or how many there are.
+    params: its `kv_transfer_params`.
+    fields: more of the `Request`.
+    wants: more of its `SamplingParams`.
+    """
+    tokens = list(range(prompt) if isinstance(prompt, int) else prompt)
+    sampling = {"max_tokens": 1, "ignore_eos": True, "extra_args": {"kv_transfer_params": params}, **wants}
     return Request(
-        request_id=request_id, prompt_token_ids=list(range(num_tokens)), sampling_params=sampling, pooling_params=None
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(**sampling),
+        pooling_params=None,
+        **fields,
     )
 
 
@@ -101,9 +121,32 @@ def make_output(
     return output
 
 
-def remembered(scheduler: object) -> dict[str, Any]:
-    """Returns what a scheduler still keeps of requests."""
-    return {name: value for name, value in vars(scheduler).items() if isinstance(value, dict | set) and value}
+def model_output(step: SchedulerOutput, tokens: list[list[int]], told: KVConnectorOutput | None) -> ModelRunnerOutput:
+    """Returns what the model answers to a step: `tokens` of each request. `told`: what ranks tell of KV."""
+    names = list(step.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=tokens,
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+        kv_connector_output=told,
+    )
+
+
+def aggregated(aggregator: KVOutputAggregator, told: Iterable[KVConnectorOutput]) -> ModelRunnerOutput:
+    """Returns what vLLM's core makes of what each rank tells of a step."""
+    outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=each) for each in told]
+    whole = aggregator.aggregate(outputs)
+    assert whole is not None
+    return whole
+
+
+def remembered(*objects: object) -> dict[str, Any]:
+    """Returns what schedulers, or parts of them, still keep of requests."""
+    of_all = (item for each in objects for item in vars(each).items())
+    return {name: value for name, value in of_all if isinstance(value, dict | set) and value}
 
 
 def _copied(blocks: Blocks | None) -> Any:

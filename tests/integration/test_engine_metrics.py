@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from harness.connectors import NAME, config_of
@@ -24,6 +24,7 @@ from harness.engines import Role
 from harness.kv import Model, Side
 from harness.multi_connector import transfer_config
 from harness.ranks import MakePair, expect_delivery, prefill, prompts
+from harness.scheduling import aggregated
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.metrics import LayerwisePushStats
 from vllm_ascend_pd.connector.vllm_view import ASKS_SCHEDULER_FOR_STATS
@@ -77,13 +78,8 @@ def of_ranks(config: Any, *said: Data | None, scheduler: Data | None = None) -> 
         ours = pickle.loads(pickle.dumps(LayerwisePushStats(data)))  # ranks are processes
         return ours if connector is LayerwisePushConnector else connector.build_kv_connector_stats({NAME: ours})
 
-    outputs = [
-        ModelRunnerOutput(
-            req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(kv_connector_stats=wrapped(data))
-        )
-        for data in said
-    ]
-    whole = KVOutputAggregator(len(said)).aggregate(outputs)
+    told = [KVConnectorOutput(kv_connector_stats=wrapped(data)) for data in said]
+    whole: Any = aggregated(KVOutputAggregator(len(said)), told)
     stats = whole.kv_connector_output.kv_connector_stats
     if scheduler is not None:
         stats = stats.aggregate(wrapped(scheduler))

@@ -16,39 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm import SamplingParams
-from vllm.config import (
-    CacheConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import KVTransferConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from harness.connectors import caches_of
 from harness.models import TINY, make_model
-from harness.real_scheduler import _STRUCTURED as STRUCTURED
-from harness.real_scheduler import TOKEN
+from harness.real_scheduler import TOKEN, block_hasher, cache_specs, engine_config, make_scheduler, model_config
+from harness.scheduling import aggregated, make_request, model_output
 from harness.taken_back import POOL
 from simulation.kernel import kernel
 from simulation.memory import Array, Caches, Layer, Places, groups_of, layers_of
@@ -79,18 +63,13 @@ _DECODE_STEP_TOKENS = 512
 _DECODE_PORT = 19000
 _PREFILL_PORT = 14579
 
-_OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
-_STATE: dict[str, Any] = {"block_size": BLOCK, "shapes": ((2, 2),), "dtypes": (torch.float32,)}
 
-
-def _cache_groups(shape: Shape) -> list[KVCacheGroupSpec]:
-    """Returns vLLM's cache groups of the model."""
-    specs: list[Any] = [FullAttentionSpec(**_OF_A_BLOCK)]
-    specs += [SlidingWindowSpec(**_OF_A_BLOCK, sliding_window=each) for each in shape.windows]
-    if shape.states:
-        specs.append(MambaSpec(**_STATE, mamba_cache_mode="align"))
-    layers = layers_of(shape)
-    return [KVCacheGroupSpec([name for name, of in layers if of == n], spec) for n, spec in enumerate(specs)]
+def _caches(shape: Shape, blocks: int) -> KVCacheConfig:
+    """Returns vLLM's caches of the model."""
+    caches = caches_of(*cache_specs(shape.windows, int(shape.states)), blocks=blocks)
+    for number, group in enumerate(caches.kv_cache_groups):
+        group.layer_names = [name for name, of in layers_of(shape) if of == number]
+    return caches
 
 
 class Configurations:
@@ -98,13 +77,9 @@ class Configurations:
 
     def __init__(self, folder: Path) -> None:
         """`folder`: gets a model's configuration."""
-        model = str(make_model(TINY, folder))
-        self._model = ModelConfig(
-            model=model, tokenizer=model, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, dtype="float32"
-        )
-        init_none_hash(sha256)
+        self._model = model_config(make_model(TINY, folder), MAX_MODEL_LEN)
         # By the number of ranks that share a block.
-        self.hashers: dict[int, Any] = {n: get_request_block_hasher(BLOCK * n, sha256) for n in (1, 2, 4)}
+        self.hashers = {n: block_hasher(BLOCK * n) for n in (1, 2, 4)}
         self._known: dict[tuple[bool, bool], VllmConfig] = {}
 
     def of(self, prefills: bool, number: int, world: "World") -> VllmConfig:
@@ -128,7 +103,8 @@ class Configurations:
         }
         key = prefills, shape.pool
         if key not in self._known:
-            self._known[key] = self._make(prefills, KVTransferConfig(**transfer))
+            step_tokens = _PREFILL_STEP_TOKENS if prefills else _DECODE_STEP_TOKENS
+            self._known[key] = engine_config(self._model, transfer, step_tokens)
         made = copy.copy(self._known[key])
         made.kv_transfer_config = KVTransferConfig(**transfer)
         made.parallel_config = copy.copy(made.parallel_config)
@@ -162,35 +138,6 @@ class Configurations:
             target_model_config=self._model,
             target_parallel_config=ParallelConfig(),
         )
-
-    def _make(self, prefills: bool, transfer: KVTransferConfig) -> VllmConfig:
-        return VllmConfig(
-            model_config=self._model,
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=16,
-                max_num_batched_tokens=_PREFILL_STEP_TOKENS if prefills else _DECODE_STEP_TOKENS,
-                max_model_len=MAX_MODEL_LEN,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-            ),
-            kv_transfer_config=transfer,
-        )
-
-
-def make_request(
-    name: str, tokens: Sequence[int], params: dict[str, Any], max_tokens: int, hasher: Callable[..., Any]
-) -> Request:
-    sampling = SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, temperature=0, extra_args={"kv_transfer_params": params}
-    )
-    return Request(
-        request_id=name,
-        prompt_token_ids=list(tokens),
-        sampling_params=sampling,
-        pooling_params=None,
-        block_hasher=hasher,
-    )
 
 
 @dataclass
@@ -612,16 +559,9 @@ class Engine:
     def _start(self) -> None:
         config = self.world.configurations.of(self.prefills, self.number, self.world)
         shape = self.world.scenario.shape
-        caches = KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=_cache_groups(shape))
-        is_async = config.scheduler_config.async_scheduling
-        self.vllm: Any = (AsyncScheduler if is_async else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=caches,
-            structured_output_manager=STRUCTURED,
-            block_size=BLOCK * self.dcp,
-            hash_block_size=BLOCK * self.dcp,
-            log_stats=False,
-        )
+        caches = _caches(shape, self.blocks)
+        block, scheduler = BLOCK * self.dcp, AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+        self.vllm: Any = make_scheduler(config, caches, scheduler, block_size=block, hash_block_size=block)
         connectors = getattr(self.vllm.connector, "_connectors", [self.vllm.connector])
         self.connector = connectors[0]
         if len(connectors) > 1:
@@ -667,6 +607,11 @@ class Engine:
     def is_idle(self) -> bool:
         has_work = self.vllm.has_requests() or self._in_flight or self._to_sleep_s
         return not has_work and self.inbox.empty()
+
+    def request(self, name: str, tokens: Sequence[int], params: dict[str, Any], max_tokens: int) -> Request:
+        """Returns a request to add."""
+        fields = {"block_hasher": self.world.configurations.hashers[self.dcp]}
+        return make_request(name, tokens, params, fields, max_tokens=max_tokens)
 
     # What others ask for.
 
@@ -784,7 +729,7 @@ class Engine:
         answers = self._answers(step)
         if handles:
             self._handle_all()
-        self._update(step, self._aggregate(answers).kv_connector_output)
+        self._update(step, aggregated(self._aggregator, answers).kv_connector_output)
 
     def _answers(self, step: EngineStep) -> list[KVConnectorOutput]:
         """Returns the ranks' answers. Keeps what they say and raises StepFailedError if one has failed, as vLLM's
@@ -795,12 +740,6 @@ class Engine:
             self._aggregator.ft_defer_kv_connector_outputs([each for each in told if each and not each.is_empty()])
             raise StepFailedError
         return answers
-
-    def _aggregate(self, answers: list[KVConnectorOutput]) -> ModelRunnerOutput:
-        outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=answer) for answer in answers]
-        whole = self._aggregator.aggregate(outputs)
-        assert whole is not None
-        return whole
 
     def _recover(self, error: StepFailedError) -> None:
         """vLLM's own sentinel aborts all requests, ends the steps on their way, and goes on, or is killed."""
@@ -966,15 +905,7 @@ class Engine:
         sampled = {part.request_id: part.sampled for part in step.parts}
         for ahead, rejected in step.rejected:
             ahead[0] -= rejected
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[[TOKEN] * sampled[name] for name in names],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=told,
-        )
+        output = model_output(step.output, [[TOKEN] * sampled[name] for name in names], told)
         with self.world.oracle.hook(self.process, "update_from_output", 0.0):
             by_client = self.vllm.update_from_output(step.output, output)
             if self._drafts and not isinstance(self.vllm, AsyncScheduler):
@@ -1002,7 +933,7 @@ class _Pending:
     step: EngineStep
 
     def result(self) -> ModelRunnerOutput:
-        whole = self.engine._aggregate(self.engine._answers(self.step))
+        whole = aggregated(self.engine._aggregator, self.engine._answers(self.step))
         self.engine.note(whole.kv_connector_output)
         return whole
 

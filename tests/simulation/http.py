@@ -272,7 +272,7 @@ class Api:
         self._open[call] = None
         if call.is_stream:
             call.start(200, _EVENTS)
-        request = self._world.make_request(engine, name, tokens, params, max_tokens)
+        request = engine.request(name, tokens, params, max_tokens)
         engine.add(request, hashes, pooled)
         if self._draw.random() < faults.http:  # the connection is lost while the engine computes
             kernel().at(0.03 * self._draw.random(), self._lose, call)

@@ -12,7 +12,7 @@ import msgspec
 from vllm.v1.engine import FinishReason
 
 from harness.real_scheduler import TOKEN
-from simulation.engine import Engine, make_request
+from simulation.engine import Engine
 from simulation.http import Exchange
 from simulation.kernel import Kernel, kernel
 from simulation.memory import Array, prefix_hashes
@@ -124,8 +124,7 @@ class Router:
         if client.engine is None:
             self._end(client, "failed", "no decode engine is up")
             return
-        hasher = self._world.configurations.hashers[client.engine.dcp]
-        request = make_request(client.name, client.tokens, params, client.max_tokens, hasher)
+        request = client.engine.request(client.name, client.tokens, params, client.max_tokens)
         client.engine.add(request, client.hashes)
 
     def _to_prefill(
@@ -137,8 +136,7 @@ class Router:
         tokens: Sequence[int] | None = None,
     ) -> None:
         """`tokens`: if they are not those of the client's prompt."""
-        hasher = self._world.configurations.hashers[engine.dcp]
-        request = make_request(name, client.tokens if tokens is None else tokens, params, 1, hasher)
+        request = engine.request(name, client.tokens if tokens is None else tokens, params, 1)
         hashes = client.hashes if tokens is None else prefix_hashes(tokens)
         engine.add(request, hashes, client.pooled if tokens is None else 0)
 

@@ -20,7 +20,7 @@ import torch
 from simulation import kernel as kernels
 from simulation import network as networks
 from simulation import stand_ins
-from simulation.engine import TOKEN, Configurations, Engine, Rank, make_request
+from simulation.engine import TOKEN, Configurations, Engine, Rank
 from simulation.http import Api, Session, post
 from simulation.kernel import Livelock
 from simulation.memory import prefix_hashes
@@ -220,16 +220,11 @@ class World:
         engine = next((engine for engine in self.engines if url.startswith(_url(engine))), None)
         return engine.api if engine is not None and engine.is_up and not engine.process.dead else None
 
-    def make_request(
-        self, engine: Engine, name: str, tokens: list[int], params: dict[str, Any], max_tokens: int
-    ) -> Any:
-        return make_request(name, tokens, params, max_tokens, self.configurations.hashers[engine.dcp])
-
     def to_another_prefill(self, engine: Engine, name: str, tokens: list[int], params: dict[str, Any]) -> None:
         """Sends a prefill request to a second engine, too."""
         others = [each for each in self.prefills if each is not engine and each.is_up and not each.process.dead]
         if others:
-            request = self.make_request(others[0], f"{name}-again", tokens, params, 1)
+            request = others[0].request(f"{name}-again", tokens, params, 1)
             others[0].add(request, prefix_hashes([*tokens, TOKEN]))
 
     # What happens from outside, by the names that events have.
