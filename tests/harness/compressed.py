@@ -9,19 +9,15 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
-from vllm.v1.request import Request
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
+from harness.block_tables import BlockTables
 from harness.compressed_ranks import CacheView, CompressedDecode, CompressedModel, CompressedPrefill, Rows
 from harness.kv import Side
 from harness.rank_programs import DRAFT
 from harness.ranks import Pair
 from harness.schedulers import prefill_scheduler
-from harness.scheduling import Scheduled, make_output
-from vllm_ascend_pd.connector.caches import cache_groups, caches_of_layers, layer_specs
+from vllm_ascend_pd.connector.caches import caches_of_layers, layer_specs
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.layout import LayerSpec, Order
@@ -116,39 +112,21 @@ class Caches:
         )
 
 
-class Engine:
-    """vLLM's blocks of one engine."""
+class Engine(BlockTables):
+    """One engine's block tables."""
 
     def __init__(self, caches: Caches) -> None:
-        config = generate_scheduler_kv_cache_config([caches.config])
-        self.groups = [group for group in cache_groups(config) if isinstance(group, TokenGroup)]
+        super().__init__(generate_scheduler_kv_cache_config([caches.config]), *caches.sizes, max_model_len=MAX_TOKENS)
+        self.spans = [group.span for group in self.groups if isinstance(group, TokenGroup)]
         specs = layer_specs(caches.config, caches.vllm_config).values()
         self.kinds = sorted({(spec.group, spec.tokens_per_entry) for spec in specs if isinstance(spec, LayerSpec)})
-        scheduler_block, hash_block = caches.sizes
-        self.manager = KVCacheManager(
-            config,
-            max_model_len=MAX_TOKENS,
-            scheduler_block_size=scheduler_block,
-            hash_block_size=hash_block,
-            enable_caching=True,
-        )
-        init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(hash_block, sha256)
-
-    def request(self, name: str, tokens: list[int], ticket: Ticket | None = None) -> Request:
-        extra = {} if ticket is None else {"kv_transfer_params": msgspec.to_builtins(ticket)}
-        sampling = SamplingParams(max_tokens=1, extra_args=extra)
-        return Request(name, tokens, sampling, None, block_hasher=self.hasher)
-
-    def blocks(self, name: str) -> tuple[list[int], ...]:
-        return self.manager.get_block_ids(name)
 
     def rows(self, name: str, seed: int, start: int, stop: int) -> Rows:
         """Returns where entries that become complete with tokens `[start, stop)` lie."""
         found: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         blocks = self.blocks(name)
         for index, ratio in self.kinds:
-            per_block, ids = self.groups[index].span // ratio, blocks[index]
+            per_block, ids = self.spans[index] // ratio, blocks[index]
             for entry in range(start // ratio, stop // ratio):
                 block, place = divmod(entry, per_block)
                 if ids[block]:
@@ -157,13 +135,8 @@ class Engine:
 
     def warm(self, tokens: list[int], chunk: int, seed: int) -> Iterator[Rows]:
         """Computes a prompt that stays in the prefix cache. Yields what each step writes."""
-        request = self.request("before", tokens)
-        for start in range(0, len(tokens), chunk):
-            count = min(chunk, len(tokens) - start)
-            assert self.manager.allocate_slots(request, count) is not None
-            request.num_computed_tokens = start + count
-            yield self.rows("before", seed, start, start + count)
-        self.manager.free(request)
+        for computed in self.compute(self.request("before", tokens), chunk):
+            yield self.rows("before", seed, computed.start, computed.stop)
 
 
 class Cluster:
@@ -174,7 +147,7 @@ class Cluster:
         programs = (CompressedPrefill, CompressedDecode)
         self.p, self.d = Engine(p_caches), Engine(d_caches)
         self.pair = Pair(d_caches.model(), p_side, d_side, p_model=p_caches.model(), programs=programs)
-        self.scheduler = prefill_scheduler(self.p.groups, pool=self.p.manager.block_pool)
+        self.scheduler = prefill_scheduler(self.p.groups, pool=self.p.pool)
         draft = DRAFT if self.pair.model.drafts else ""
         info = EngineInfo(self.pair.decode_id, "127.0.0.1", self.pair.port, d_tp, draft=draft)
         self.issuer = TicketIssuer(info, self.d.groups, VllmRequests())
@@ -192,19 +165,13 @@ class Cluster:
     def transfer(self, name: str, tokens: list[int], chunk: int, seed: int) -> tuple[int, int, list[str]]:
         """Sends a prompt. Returns how many tokens prefill and decode had cached, and what is wrong on decode."""
         asked = self.d.request(name, tokens)
-        cached, d_known = self.d.manager.get_computed_blocks(asked)[:2]
+        cached = self.d.cached(asked)
+        d_known = cached["num_new_computed_tokens"]
         external = self.issuer.num_tokens(asked) - d_known
-        assert self.d.manager.allocate_slots(
-            asked,
-            0,
-            num_new_computed_tokens=d_known,
-            new_computed_blocks=cached,
-            num_external_computed_tokens=external,
-            delay_cache_blocks=True,
-        )
-        ticket = self.issuer.issue(asked, self.d.blocks(name), external)
+        blocks = self.d.allocate(asked, 0, num_external_computed_tokens=external, delay_cache_blocks=True, **cached)
+        ticket = self.issuer.issue(asked, blocks, external)
         self.pair._request_of[ticket.ticket_id] = name
-        expect = self.issuer.expect(name, ticket, self.d.blocks(name))
+        expect = self.issuer.expect(name, ticket, blocks)
         self.pair.each(self.pair.d_ranks, "step", DecodeStep([expect]))
         p_known = self._prefill(name, tokens, ticket, chunk, seed)
         received, failed = self.pair.wait_arrivals(1)
@@ -216,24 +183,14 @@ class Cluster:
         return p_known, d_known, [what for rank in self.pair.each(self.pair.d_ranks, "wrong", rows) for what in rank]
 
     def _prefill(self, name: str, tokens: list[int], ticket: Ticket, chunk: int, seed: int) -> int:
-        request = self.p.request(name, tokens, ticket)
+        request = self.p.request(name, tokens, msgspec.to_builtins(ticket))
         self.scheduler.add_request(request)
-        hit, known = self.p.manager.get_computed_blocks(request)[:2]
-        computed, before = known, [0] * len(self.p.groups)
-        while computed < len(tokens):
-            count = min(chunk, len(tokens) - computed)
-            first = {"num_new_computed_tokens": known, "new_computed_blocks": hit} if computed == known else {}
-            assert self.p.manager.allocate_slots(request, count, **first) is not None
-            blocks = self.p.blocks(name)
-            part = Scheduled(request, tuple(ids[n:] for ids, n in zip(blocks, before, strict=True)), computed, count)
-            if computed == known:
-                self.scheduler.allocated(request, blocks)
-            step = self.scheduler.build_step(make_output(**{"new" if computed == known else "running": [part]}))
-            rows = self.p.rows(name, seed, computed, computed + count)
-            self.pair.each(self.pair.p_ranks, "computed", step, rows)
-            before = [len(ids) for ids in blocks]
-            computed += count
-            request.num_computed_tokens = computed
+        cached = self.p.cached(request)
+        known = cached["num_new_computed_tokens"]
+        for start in range(known, len(tokens), chunk):
+            stop = min(start + chunk, len(tokens))
+            step = self.p.step(self.scheduler, request, stop - start, **(cached if start == known else {}))
+            self.pair.each(self.pair.p_ranks, "computed", step, self.p.rows(name, seed, start, stop))
         self.scheduler.end_request(request)
         self.p.manager.free(request)
         self.pair.each(self.pair.p_ranks, "computed", PrefillStep(finished={name: None}), {})

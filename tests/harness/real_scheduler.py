@@ -6,7 +6,7 @@ simulation adds ranks.
 """
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import MappingProxyType
@@ -16,8 +16,6 @@ import pytest
 import torch
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
@@ -28,7 +26,7 @@ from harness.connectors import caches_of
 from harness.engines import Role
 from harness.metaserver import metaserver
 from harness.models import TINY, make_model
-from harness.scheduling import make_request, model_output
+from harness.scheduling import block_hasher, make_request, model_output
 from vllm_ascend_pd import register
 from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.connector.vllm_view import STEPS_IN_FLIGHT
@@ -83,12 +81,6 @@ def cache_specs(windows: Sequence[int] = (), states: int = 0, drafts: int = 0) -
     return specs + states * [MambaSpec(**state, mamba_cache_mode="align", num_speculative_blocks=drafts)]
 
 
-def block_hasher(block: int = BLOCK) -> Callable[[Request], Any]:
-    """Returns what names the blocks of a request in the prefix cache."""
-    init_none_hash(sha256)
-    return get_request_block_hasher(block, sha256)
-
-
 def make_scheduler(
     config: VllmConfig, caches: KVCacheConfig, of: type[Scheduler] = Scheduler, **sizes: int | bool
 ) -> Scheduler:
@@ -120,7 +112,7 @@ class VllmScheduler:
             config.cache_config.mamba_cache_mode = "align"
         caches = caches_of(*cache_specs(windows, states, drafts), blocks=blocks)
         sizes = {"block_size": BLOCK * dcp, "hash_block_size": BLOCK, "log_stats": True}
-        self._hasher = block_hasher()
+        self._hasher = block_hasher(BLOCK)
         self.vllm = make_scheduler(config, caches, scheduler_class, **sizes)
         self.connector: Any = self.vllm.connector
         # Ours, the first one below a MultiConnector.

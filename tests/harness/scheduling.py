@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes what vLLM's scheduler hands to a connector and gets from ranks, by the classes of each supported version."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -64,6 +66,12 @@ def make_request(
         pooling_params=None,
         **fields,
     )
+
+
+def block_hasher(block: int) -> Callable[[Request], Any]:
+    """Returns what names the blocks of a request in the prefix cache. `block`: tokens of each."""
+    init_none_hash(sha256)
+    return get_request_block_hasher(block, sha256)
 
 
 def make_ticket(prompt: int, blocks: list[int], tp: int = 1, cached: int = 0) -> Ticket:

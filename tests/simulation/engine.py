@@ -31,8 +31,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from harness.connectors import caches_of
 from harness.models import TINY, make_model
-from harness.real_scheduler import TOKEN, block_hasher, cache_specs, engine_config, make_scheduler, model_config
-from harness.scheduling import aggregated, make_request, model_output
+from harness.real_scheduler import TOKEN, cache_specs, engine_config, make_scheduler, model_config
+from harness.scheduling import aggregated, block_hasher, make_request, model_output
 from harness.taken_back import POOL
 from simulation.kernel import kernel
 from simulation.memory import Array, Caches, Layer, Places, groups_of, layers_of

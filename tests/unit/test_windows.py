@@ -9,25 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
+from harness.block_tables import BlockTables
+from harness.connectors import caches_of
 from harness.schedulers import prefill_scheduler
-from harness.scheduling import Scheduled, make_output, make_request, remembered
+from harness.scheduling import make_output, make_request, remembered
 from harness.tickets import ticket_with
 from vllm_ascend_pd.connector import patches
-from vllm_ascend_pd.connector.caches import cache_groups, lost_blocks_say_all
+from vllm_ascend_pd.connector.caches import lost_blocks_say_all
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.arrivals import Arrivals
@@ -42,25 +38,12 @@ WINDOWED = 1  # the cache group beside full attention's
 kinds = pytest.mark.parametrize("spec", [SLIDING, LOCAL], ids=["sliding window", "chunked local attention"])
 
 
-class Engine:
-    """vLLM's blocks of a model with cache groups of these kinds."""
+class Engine(BlockTables):
+    """Of a model with cache groups of these kinds."""
 
     def __init__(self, *specs: Any, block: int = BLOCK, caching: bool = False) -> None:
-        groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
-        self.config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.groups = cache_groups(self.config)
-        self.manager = KVCacheManager(
-            self.config, max_model_len=64, scheduler_block_size=block, hash_block_size=block, enable_caching=caching
-        )
+        super().__init__(caches_of(*specs, blocks=40), block, block, 64, caching)
         self.all_free = self.pool.get_num_free_blocks()
-
-    @property
-    def pool(self) -> Any:
-        return self.manager.block_pool
-
-    def allocate(self, request: Request, tokens: int, **external: Any) -> tuple[list[int], ...]:
-        assert self.manager.allocate_slots(request, tokens, **external) is not None
-        return self.manager.get_block_ids(request.request_id)
 
     def handed_out(self) -> set[int]:
         """What other requests may get now: all that is free."""
@@ -92,38 +75,31 @@ class Prefill(Engine):
         super().__init__(*specs)
         self.ticket = ticket
         self.scheduler = prefill_scheduler(self.groups, pool=self.pool)
-        self.request = make_request("p", ticket.num_tokens + 1, msgspec.to_builtins(ticket))
-        self.request.num_computed_tokens = 0
+        self.asked = make_request("p", ticket.num_tokens + 1, msgspec.to_builtins(ticket))
+        self.asked.num_computed_tokens = 0
 
     def wanted(self, number: int) -> bool:
         return self.ticket.remote_block_ids[-1][number * BLOCK // self.ticket.remote_block_size[-1]] != 0
 
-    def step(self, tokens: int) -> dict[int, int]:
-        """Returns which of its blocks are sent to decode, with their numbers in the prompt."""
-        computed = self.request.num_computed_tokens
-        known = [len(ids) for ids in self.manager.get_block_ids("p")] if computed else [0] * len(self.groups)
-        blocks = self.allocate(self.request, tokens)
-        part = Scheduled(self.request, tuple(ids[n:] for ids, n in zip(blocks, known, strict=True)), computed, tokens)
-        if not computed:
-            self.scheduler.allocated(self.request, blocks)
-        step = self.scheduler.build_step(make_output(**{"running" if computed else "new": [part]}))
-        self.request.num_computed_tokens = computed + tokens
-        placed = (enumerate(send.blocks[-1], send.start // BLOCK) for send in step.sends)
+    def sent(self, tokens: int) -> dict[int, int]:
+        """Computes so many tokens. Returns which of its blocks are sent to decode, with their numbers in the prompt."""
+        sends = self.step(self.scheduler, self.asked, tokens).sends
+        placed = (enumerate(send.blocks[-1], send.start // BLOCK) for send in sends)
         return {block: number for of_send in placed for number, block in of_send if self.wanted(number)}
 
     def generate(self, tokens: int) -> None:
         for token in range(tokens):
-            self.request.append_output_token_ids(token)
-            self.step(1)
+            self.asked.append_output_token_ids(token)
+            self.sent(1)
 
     def finish(self) -> None:
         """As vLLM's scheduler does it."""
-        self.manager.remove_skipped_blocks("p", self.request.num_computed_tokens)
-        assert self.scheduler.end_request(self.request)[0]
+        self.manager.remove_skipped_blocks("p", self.asked.num_computed_tokens)
+        assert self.scheduler.end_request(self.asked)[0]
 
     def end(self) -> None:
         """Once all is sent."""
-        self.manager.free(self.request)
+        self.manager.free(self.asked)
         self.scheduler.update(None, {"p"})
         assert remembered(self.scheduler) == {}
 
@@ -140,7 +116,7 @@ def windowed_prefill(spec: Any, prompt: int) -> Prefill:
 def test_blocks_of_windows_are_held_until_they_are_sent(spec: Any, prompt: int, generated: int, chunk: int) -> None:
     prefill, sent = windowed_prefill(spec, prompt), set()
     for begin in range(0, prompt, chunk):
-        sent |= {*prefill.step(min(chunk, prompt - begin))}
+        sent |= {*prefill.sent(min(chunk, prompt - begin))}
         assert not sent & prefill.handed_out()
     prefill.generate(generated)
     assert not sent & prefill.handed_out()
@@ -162,8 +138,8 @@ def test_blocks_are_held_while_decodes_longer_ones_fill_up() -> None:
     computed: dict[int, int] = {}  # block id -> its number, of what was computed last
     done = 0
     for tokens in (22, 4, 4):
-        sent = prefill.step(tokens)
-        [blocks] = prefill.manager.get_block_ids("p")
+        sent = prefill.sent(tokens)
+        [blocks] = prefill.blocks("p")
         computed |= {blocks[n]: n for n in range(done // BLOCK, math.ceil((done + tokens) / BLOCK))}
         assert sent.items() <= computed.items(), "a block holds other tokens"
         done += tokens
@@ -176,33 +152,21 @@ def test_blocks_are_held_while_decodes_longer_ones_fill_up() -> None:
 def test_no_block_is_of_two_groups_where_some_are_cached() -> None:
     """Of decode: new blocks of one group, for tokens from prefill, and cached ones of the next."""
     patches.install_for_decode_scheduler()
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
     window = SlidingWindowSpec(**OF_A_BLOCK, sliding_window=12)
     decode = Engine(FullAttentionSpec(**OF_A_BLOCK), window, caching=True)
 
-    def request(name: str, prompt: list[int]) -> Request:
-        return Request(name, prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
-
     beginning = list(range(100, 112))
-    before, others = request("before", beginning), request("others", list(range(200, 248)))
+    before, others = decode.request("before", beginning), decode.request("others", range(200, 248))
     for each in (before, others):  # the second leaves the first one's blocks to be given away next
-        decode.allocate(each, len(each.prompt_token_ids))
-        each.num_computed_tokens = len(each.prompt_token_ids)
-        decode.manager.free(each)
+        for _ in decode.compute(each, each.num_tokens):
+            pass
     rest = decode.pool.get_num_free_blocks() - 2 * (len(beginning) + 48) // BLOCK
     decode.pool.get_new_blocks(rest)
-    asked = request("asked", [*beginning, *range(300, 309)])
-    cached, known = decode.manager.get_computed_blocks(asked)[:2]
-    assert known == len(beginning)
-    blocks = decode.allocate(
-        asked,
-        0,
-        num_new_computed_tokens=known,
-        new_computed_blocks=cached,
-        num_external_computed_tokens=asked.num_tokens - 1 - known,
-        delay_cache_blocks=True,
-    )
+    asked = decode.request("asked", [*beginning, *range(300, 309)])
+    cached = decode.cached(asked)
+    external = asked.num_tokens - 1 - len(beginning)
+    assert cached["num_new_computed_tokens"] == len(beginning)
+    blocks = decode.allocate(asked, 0, num_external_computed_tokens=external, delay_cache_blocks=True, **cached)
     full, windowed = (set(ids) - {0} for ids in blocks)
     assert not full & windowed
     assert all(decode.pool.blocks[block].ref_cnt == 1 for block in full | windowed)
@@ -222,27 +186,18 @@ def test_what_decode_wants_is_there_though_prefill_knows_the_prompt(
         sizes = {"block_size": block}
         return [dataclasses.replace(each, **sizes) for each in (FullAttentionSpec(**OF_A_BLOCK), spec)]
 
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(p_block, sha256)
-    sampling = SamplingParams(max_tokens=1)
     decode = Engine(*of(d_block), block=d_block)
     ticket = ticket_of(decode, prompt, d_block)
     prefill = Engine(*of(p_block), block=p_block, caching=True)
-    before, request = (
-        Request(name, list(range(prompt)), sampling, None, block_hasher=hasher) for name in ("before", "p")
-    )
-    prefill.allocate(before, prompt)
-    before.num_computed_tokens = prompt
-    prefill.manager.free(before)
-    request.kv_transfer_params = msgspec.to_builtins(ticket)
+    for _ in prefill.compute(prefill.request("before", prompt), prompt):
+        pass
+    request = prefill.request("p", prompt, msgspec.to_builtins(ticket))
     scheduler = prefill_scheduler(prefill.groups, pool=prefill.pool)
     scheduler.add_request(request)
-    hit, known = prefill.manager.get_computed_blocks(request)[:2]
+    cached = prefill.cached(request)
+    known = cached["num_new_computed_tokens"]
     assert not (known and d_block > p_block)
-    blocks = prefill.allocate(request, prompt - known, num_new_computed_tokens=known, new_computed_blocks=hit)
-    scheduler.allocated(request, blocks)
-    new = Scheduled(request, blocks, known, prompt - known)
-    [send] = scheduler.build_step(make_output(new=[new])).sends
+    [send] = prefill.step(scheduler, request, prompt - known, **cached).sends
     first = send.start // p_block
     for token in range(send.start, send.stop):
         if ticket.remote_block_ids[WINDOWED][token // d_block]:
@@ -253,10 +208,10 @@ def test_what_decode_wants_is_there_though_prefill_knows_the_prompt(
 def test_a_preempted_request_gets_all_blocks_back(spec: Any) -> None:
     """Else it might wait for what it holds itself. In the same step ranks end what reads them."""
     prefill = windowed_prefill(spec, prompt=24)
-    prefill.step(24)
-    prefill.manager.free(prefill.request)
+    prefill.sent(24)
+    prefill.manager.free(prefill.asked)
     assert prefill.pool.get_num_free_blocks() < prefill.all_free
-    assert prefill.scheduler.build_step(make_output(preempted=[prefill.request])).preempted == {"p"}
+    assert prefill.scheduler.build_step(make_output(preempted=[prefill.asked])).preempted == {"p"}
     assert prefill.pool.get_num_free_blocks() == prefill.all_free
 
 
