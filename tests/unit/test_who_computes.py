@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from harness.real_scheduler import *  # noqa: F403  # noqa: F403
+from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, RealScheduler, Role
 from harness.schedulers import blocks_of
 from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
