@@ -7,7 +7,7 @@ Each is a process. A step goes from the core to the ranks and back by messages, 
 import copy
 import functools
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -284,9 +284,9 @@ class Rank:
         self._heard_at = 0.0
         # Which prefix each block is for, by the prefix hash of its first token.
         self.content: dict[int, int] = {}
-        # Blocks with such a content, of preempted requests whose transfers have failed. What is left of their failed
-        # writes may read anything there.
-        self.given_up: set[tuple[int, int | None]] = set()
+        # How often each block was taken from a preempted request whose transfer has failed. What is left of the failed
+        # writes that began before may read anything there.
+        self.taken: Counter[int] = Counter()
         # What happens when the stopped process goes on.
         self.when_it_goes_on: list[Callable[[], None]] = []
         self.stage, self._of_stage = divmod(index, engine.tp)
@@ -399,7 +399,7 @@ class Rank:
         worker.preempted(step.step)
         for request_id, blocks in step.vacated.items():
             if (transfer := worker._transfers.get(request_id)) is not None and transfer.state.failure is not None:
-                self.given_up.update((block, self.content.get(block)) for block in blocks)
+                self.taken.update(blocks)
         worker.start_step(step.step)
         invalid: set[int] = set()
         if step.computes:
@@ -407,7 +407,6 @@ class Rank:
             wrong = self._load(step, invalid) if step.loads or self.engine.pool else None
             for part in step.parts:
                 self.content.update(part.blocks)
-                self.given_up.difference_update(part.blocks)
             if not step.is_spoilt:
                 oracle.reads(self, step, states=True)
             for layer in self.caches.layers:
@@ -891,11 +890,12 @@ class Engine:
 
     def note(self, told: KVConnectorOutput | None) -> None:
         """Requests that all ranks report have no open ticket any more."""
+        lost = {self.open_blocks.get(block) for block in told.invalid_block_ids} if told else set()
         for request_id in (told.finished_recving or ()) if told else ():
             failed = told is not None and request_id in getattr(told, "failed_recving", ())
             kernel().tell("has {} {}", "failed to receive" if failed else "received, or failed to,", request_id)
             awaited = self._awaited.pop(request_id, None)
-            if awaited is not None and not failed:
+            if awaited is not None and not failed and request_id not in lost:
                 self._received[request_id] = awaited
             self.open_blocks = {block: owner for block, owner in self.open_blocks.items() if owner != request_id}
 

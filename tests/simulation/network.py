@@ -31,6 +31,8 @@ class Network:
         self.by_fd: dict[int, Datagrams] = {}
         self.numbers = itertools.count(10_000)
         self._ports = itertools.count(20_000)
+        # Processes whose connection has broken. They are not stopped afterwards: docs/design.md, "Stopped processes".
+        self.broken: set[Process] = set()
         # Pairs of engines without a connection, and until when.
         self._cut_off: dict[frozenset[str], float] = {}
 
@@ -61,10 +63,16 @@ class Network:
 
     def break_connection(self, share: float) -> None:
         """Breaks one of the connections, chosen by `share`, which is in [0, 1). The next message makes it anew."""
-        connections = [(listener, client) for listener in self.listeners.values() for client in listener.clients]
+        connections = [
+            (listener, identity)
+            for listener in self.listeners.values()
+            for identity, client in listener.clients.items()
+            if not client.process.stopped
+        ]
         if connections:
             listener, identity = connections[int(share * len(connections))]
             client = listener.clients.pop(identity)
+            self.broken.add(client.process)
             client.identity = f"c{next(self.numbers)}".encode()
             kernel().tell("the connection of {} to {} breaks", client.process.name, listener.process.name)
 

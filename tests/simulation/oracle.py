@@ -3,7 +3,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.scheduling import remembered
 from simulation.kernel import Process, kernel
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _RESTS = "a slot that rests"
+
 # How long a prompt with a ticket may find only prompts without one in its way (R11). Less than `hold_timeout_s`.
 _WAITS_FOR_HELD_S = 1.5
 # How long a ticket may wait for a prompt that no prefill engine has: a question every 2 s, and `settle_timeout_s`.
@@ -22,6 +23,15 @@ _WAITS_FOR_NONE_S = 9.0
 _SLACK_S = 5.0
 # Rounding of virtual times.
 _EPSILON_S = 1e-6
+
+
+class Held(NamedTuple):
+    """What a block of a prefill rank holds."""
+
+    block: int
+    content: int | None
+    # As `Rank.taken` counts.
+    taken: int
 
 
 class Oracle:
@@ -112,7 +122,7 @@ class Oracle:
     def owner(self, rank: "Rank", address: int) -> object:
         """Returns what the memory at `address` of a prefill rank holds: a prefix, or a step send's regrouped KV."""
         for block in rank.caches.blocks_at(address, 1):
-            return block, rank.content.get(block)
+            return Held(block, rank.content.get(block), rank.taken[block])
         ring = rank.worker._regrouper.ring
         offset = (address - ring.buffer.data_ptr()) // ring.slot_bytes * ring.slot_bytes
         if any(slot.offset == offset for _, slot in ring._resting):
@@ -121,11 +131,12 @@ class Oracle:
 
     def is_read(self, rank: "Rank", address: int, owner: object, has_failed: bool) -> None:
         """Mooncake reads memory. `owner`: what it held when the write began. `has_failed`: whether the write has."""
-        now = self.owner(rank, address)
-        if has_failed and owner in rank.given_up:  # its transfer has failed, too, and decode keeps its blocks
-            return
+        now, where = self.owner(rank, address), "a staging slot"
+        if isinstance(owner, Held) and isinstance(now, Held):
+            if has_failed and now.taken > owner.taken:  # its transfer has failed, too, and decode keeps its blocks
+                return
+            now, where = now._replace(taken=owner.taken), f"block {owner.block}"
         if now not in (owner, _RESTS):
-            where = f"block {owner[0]}" if isinstance(owner, tuple) else "a staging slot"
             self.violated(f"R3: a write of {rank.name} reads {where}, which has other KV by now")
 
     # R4. The bound of each wait is checked here, that of all together by `World`.

@@ -244,7 +244,7 @@ class World:
             ranks += [(engine.process, None), *((rank.process, rank) for rank in engine.ranks)]
         ranks += [(engine.api.process, None) for engine in self.engines if engine.api is not None]
         process, rank = ranks[int(share * len(ranks))]
-        if process.stopped or process.dead:
+        if process.stopped or process.dead or process in self._network.broken:
             return
         self.kernel.tell("{} stands still for {} s", process.name, seconds)
         self.kernel.stop(process)
