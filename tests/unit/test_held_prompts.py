@@ -45,6 +45,7 @@ def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> No
         "transfer_id": transfer_id,
         "ticket_host": "127.0.0.1",
         "ticket_port": prefill.held.inbox.port,
+        "hold_timeout_s": held_prompts.HOLD_TIMEOUT_S,
     }
     assert prefill.free == prefill.all_free - 3
     step, _ = prefill.run()
