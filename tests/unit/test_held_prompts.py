@@ -282,7 +282,7 @@ def test_a_window(scheduled_model: Path) -> None:
     prefill.offer(transfer_id, ticket)
     step, _ = prefill.run()
     assert step.tickets == {"r": ticket}
-    assert step.sends == [Send("r", 0, 48, (full[:3], windowed[:3]), last=True)]
+    assert step.sends == [Send("r", 0, 48, (full[:3], windowed[:3]), last=True, computed=True)]
     prefill.run()
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free
