@@ -256,8 +256,9 @@ class PrefillRank(_RankBase):
             part.copy_(values)
 
     def values(self, layer: int, step: Any, prompts: dict[str, Prompt]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns the copies for `compute` of all that a step completes."""
-        return [copy for send in step.sends for copy in self._values(layer, prompts[send.request_id], send)]
+        """Returns the copies for `compute` of all that a step computes."""
+        sends = [send for send in step.sends if not send.computed]
+        return [copy for send in sends for copy in self._values(layer, prompts[send.request_id], send)]
 
     def _values(self, layer: int, prompt: Prompt, send: Send) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The KV of a send's tokens on the device, cut at the cache's blocks."""
@@ -277,6 +278,10 @@ class PrefillRank(_RankBase):
                 copies.append((rows, values[done : done + len(tokens)]))
                 done += len(tokens)
         return copies
+
+    def begin_step(self, step: Any) -> None:
+        """The step begins, and none of its layers is computed."""
+        self.worker.start_step(step)
 
     def compute_unsent(self, sends: list[Any], prompts: dict[str, Prompt]) -> None:
         """Runs a forward pass of an earlier step, which computed these tokens and sent none of them."""

@@ -33,6 +33,8 @@ class TicketTaker:
     ) -> None:
         self.got: list[Any] = []
         """All messages, in order."""
+        self.hold_s = 480.0
+        """How long it says that it holds prompts."""
         self._answers: dict[type, deque[Message]] = {
             OfferTicket: deque(offers or [TAKEN]),
             AskTicket: deque(questions or [TAKEN]),
@@ -51,6 +53,7 @@ class TicketTaker:
             "transfer_id": "t-1",
             "ticket_host": HOST,
             "ticket_port": self.port,
+            "hold_timeout_s": self.hold_s,
         }
 
     def of(self, kind: type) -> list[Any]:

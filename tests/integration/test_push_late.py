@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tickets that come when their prompts are computed, in whole or in part: decode's bytes equal the truth."""
 
+import dataclasses
+
+import pytest
+
 from harness.kv import Model, Prompt, Side
 from harness.ranks import Pair, expect_delivery, pair_of_each, prompts
 from test_push import SHAPES
@@ -28,6 +32,11 @@ def whole(prompt: Prompt) -> Send:
     return Send(prompt.request_id, prompt.cached, prompt.num_tokens, _blocks(prompt, prompt.cached), last=True)
 
 
+def computed(prompt: Prompt) -> Send:
+    """Of a prompt that earlier steps have computed."""
+    return dataclasses.replace(whole(prompt), computed=True)
+
+
 def _blocks(prompt: Prompt, start: int) -> tuple[list[int], ...]:
     span = -(-prompt.num_tokens // len(prompt.p_blocks))
     return (prompt.p_blocks[start // span :] if start else prompt.p_blocks,)
@@ -41,7 +50,7 @@ def test_when_the_prompts_are_computed(pair: Pair) -> None:
     """The step that gets the tickets runs no model. A staging slot holds only a part of the longest prompt."""
     pair.each(pair.d_ranks, "clear")
     requests = prompts(pair, [1, 17, 100, 300])
-    sends = [whole(prompt) for prompt in requests]
+    sends = [computed(prompt) for prompt in requests]
     pair.each(pair.p_ranks, "compute_unsent", sends, by_id(requests))
     step = PrefillStep(tickets=pair.announce(requests), sends=sends, late=set(by_id(requests)), computes=False)
     pair.each(pair.p_ranks, "step", step, by_id(requests))
@@ -55,13 +64,29 @@ def test_while_prefill_computes_something_else(pair: Pair) -> None:
     pair.each(pair.d_ranks, "clear")
     late, new = requests = prompts(pair, [100, 64])
     pair.each(pair.p_ranks, "compute_unsent", [whole(late)], by_id(requests))
-    step = PrefillStep(tickets=pair.announce(requests), sends=[whole(late), whole(new)], late={late.request_id})
+    step = PrefillStep(tickets=pair.announce(requests), sends=[computed(late), whole(new)], late={late.request_id})
     for rank in pair.p_ranks:
         rank.send("step", step, by_id(requests))
     for rank in pair.p_ranks:
         rank.receive()
     pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id(requests)), computes=False), {})
     expect_delivery(pair, requests)
+
+
+@pytest.mark.parametrize("pair", ["TP1_TO_TP1"], indirect=True)
+def test_a_computed_prompt_does_not_wait_for_the_layers_of_a_step(pair: Pair) -> None:
+    """It arrives before the first of them, and although the forward pass then fails."""
+    pair.each(pair.d_ranks, "clear")
+    late, lost = requests = prompts(pair, [100, 64])
+    pair.each(pair.p_ranks, "compute_unsent", [whole(late)], by_id(requests))
+    sends = [computed(late), whole(lost)]
+    pair.each(pair.p_ranks, "begin_step", PrefillStep(tickets=pair.announce(requests), sends=sends))
+    assert pair.wait_arrivals(1, 30.0) == ({late.request_id}, {})
+    pair.each(pair.p_ranks, "begin_step", PrefillStep(finished=dict.fromkeys(by_id(requests)), computes=False))
+    received, failed = pair.wait_arrivals(1, 30.0)
+    assert (received, [*failed]) == (set(), [lost.request_id])
+    assert [*pair.wait_sent(2, 30.0)] == [lost.request_id]
+    assert pair.differences([late]) == []
 
 
 def test_a_ticket_ends_the_wait_of_a_step(pair: Pair) -> None:

@@ -45,6 +45,7 @@ def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> No
         "transfer_id": transfer_id,
         "ticket_host": "127.0.0.1",
         "ticket_port": prefill.held.inbox.port,
+        "hold_timeout_s": held_prompts.HOLD_TIMEOUT_S,
     }
     assert prefill.free == prefill.all_free - 3
     step, _ = prefill.run()
@@ -281,7 +282,7 @@ def test_a_window(scheduled_model: Path) -> None:
     prefill.offer(transfer_id, ticket)
     step, _ = prefill.run()
     assert step.tickets == {"r": ticket}
-    assert step.sends == [Send("r", 0, 48, (full[:3], windowed[:3]), last=True)]
+    assert step.sends == [Send("r", 0, 48, (full[:3], windowed[:3]), last=True, computed=True)]
     prefill.run()
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free

@@ -22,7 +22,7 @@ from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, AskTicket, OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import DecodeStep
-from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket
+from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket, hold_s
 from vllm_ascend_pd.decode import intents, prefill_client
 from vllm_ascend_pd.decode.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
@@ -381,6 +381,23 @@ def test_decode_asks_about_a_ticket_until_it_has_blocks(
     scheduler.finished(request)
     assert scheduler._routes._prefill._open == {}
     assert kept(scheduler) == {}
+
+
+@pytest.mark.parametrize("prefill", [([TAKEN], [UNKNOWN])], indirect=True)
+def test_decode_asks_more_often_if_prefill_holds_prompts_for_a_short_time(
+    scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker
+) -> None:
+    prefill.hold_s = 0.2
+    request = come(scheduler, metaserver)
+    posted(scheduler, metaserver)
+    computed(scheduler, metaserver)
+    wait_until(lambda: len(prefill.of(AskTicket)) > 2, SOON_S)
+    scheduler.finished(request)
+
+
+@pytest.mark.parametrize("said", [None, "5", True, 0, -1, float("nan"), float("inf"), 86401])
+def test_a_hold_that_makes_no_sense(said: object) -> None:
+    assert hold_s({"hold_timeout_s": said}) is None
 
 
 @pytest.mark.parametrize("prefill", [([TAKEN], [REFUSED]), ()], indirect=True, ids=["it has freed it", "it has died"])

@@ -63,7 +63,7 @@ def test_where_the_time_went() -> None:
     assert one.names == ["cmpl-1-0", "0-cmpl-1-0-abc"]
     assert one.failures == set()
     # Milliseconds: 128 tokens, queue 100 us, to grant 80 us, compute 250 us, push 170 us, push after 30 us.
-    assert figures(one) == ["128", "0.1", "0.1", "0.2", "0.2", "0.0", "75%", "0.4"]
+    assert figures(one) == ["128", "-", "-", "0.1", "0.1", "0.2", "0.2", "0.0", "75%", "0.4"]
     assert one.queue == 100.0
     assert one.granted == UNIX - 20.0
     assert one.computed == [(UNIX, UNIX + 250.0)]
@@ -90,9 +90,17 @@ def test_all_ranks_count() -> None:
 
 def test_what_was_not_seen_is_unknown_not_zero() -> None:
     [one] = summarize([recording("decode scheduler", *decode_events())])
-    assert figures(one) == ["-", "-", "-", "-", "-", "-", "-", "0.4"]
+    assert figures(one) == ["-", "-", "-", "-", "-", "-", "-", "-", "-", "0.4"]
     [one, _] = summarize([recording("prefill rank", *prefill_events())])
-    assert figures(one) == ["128", "-", "-", "0.2", "0.2", "0.0", "75%", "-"]
+    assert figures(one) == ["128", "-", "-", "-", "-", "0.2", "0.2", "0.0", "75%", "-"]
+
+
+def test_a_prompt_that_was_computed_before_decode_took_blocks() -> None:
+    about = {"request": "cmpl-1-0", "transfer": T, "tokens": 8000}
+    first = [event("first", "b", -900.0, **about), event("first", "e", -400.0, **about)]
+    [one] = summarize([recording("decode scheduler", *first, *decode_events())])
+    assert figures(one) == ["8000", "0.5", "0.8", "-", "-", "-", "-", "-", "-", "0.4"]
+    assert one.window == (UNIX - 900.0, UNIX + 300.0)
 
 
 def test_failures_of_both_sides_are_said_once() -> None:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from harness.tickets import ticket_with
 from harness.timelines import is_chrome_trace
+from vllm_ascend_pd.core.observer import TicketIssued
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.device.cpu import CpuEvent
 from vllm_ascend_pd.observe.trace_file import Traced, TraceError, TraceFile, moment
 from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace
-from vllm_ascend_pd.tools.timeline.read import read_file
+from vllm_ascend_pd.tools.timeline.read import read_file, read_folder
+from vllm_ascend_pd.tools.timeline.summary import summarize
 
 PROCESS = {"name": "decode scheduler of engine/../x", "part": "decode scheduler", "engine": "engine/../x"}
 RANK_INFO = RankInfo("engine", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
@@ -46,6 +49,23 @@ def test_on_makes_a_file_each_with_the_name_of_its_process(tmp_path: Path) -> No
     names = [is_chrome_trace(path, began)[0]["args"]["name"] for path in sorted(folder.iterdir())]
     assert names == ["decode rank 0/0 of engine", "decode scheduler of engine", "prefill rank 0/0 of engine"]
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_a_prompt_that_prefill_computed_before_its_ticket(tmp_path: Path) -> None:
+    """The times are in the past when decode takes blocks."""
+    trace = decode_scheduler_trace(str(tmp_path), "engine")
+    assert trace is not None
+    now = time.monotonic()
+    trace.on(TicketIssued("r", ticket_with(num_tokens=10), None, 3, (now - 9.0, now - 4.0)))
+    trace.close(5.0)
+    recordings, problems = read_folder(tmp_path)
+    [request] = summarize(recordings)
+    assert problems == []
+    assert request.prompt_tokens == 10
+    assert request.computed_first is not None
+    posted, computed = request.computed_first
+    assert request.issued is not None
+    assert (computed - posted, request.issued - computed) == (pytest.approx(5e6, abs=10), pytest.approx(4e6, abs=3e6))
 
 
 def work(name: str, end: object, begin: object = 0.0, row: str = "compute") -> Traced:

@@ -197,6 +197,9 @@ class TicketIssued(NamedTuple):
     trace_headers: Mapping[str, str] | None
     # Blocks of all cache groups that wait for its KV.
     blocks: int
+    # When the intent was posted that it follows, and when prefill had computed the prompt, in monotonic seconds. None:
+    # it follows none.
+    computed_first: tuple[float, float] | None = None
 
 
 class PostRetried(NamedTuple):

@@ -23,8 +23,8 @@ PREFILL_AVAILABLE = "prefill_available"
 PREFILL_WAIT_S = "prefill_wait_s"
 """How many seconds the prompt would wait in prefill's queue, as the proxy estimates it."""
 
-_LONGEST_WAIT_S = 86400.0
-"""A longer wait in prefill's queue is not believed."""
+_A_DAY_S = 86400.0
+"""A longer time is not believed."""
 
 METASERVER_SIGNATURE = "metaserver_signature"
 """The signature of the metaserver's URL (`core/signed_addresses.py`)."""
@@ -43,6 +43,10 @@ TICKET_PORT = "ticket_port"
 
 TICKET_LISTENER_SIGNATURE = "ticket_listener_signature"
 """Prefill's signature of these three and of its engine id (`core/signed_addresses.py`)."""
+
+HOLD_S = "hold_timeout_s"
+"""How many seconds prefill holds the prompt after decode has last asked about its ticket. Versions that do not send it
+hold prompts for 480 s unless they are told otherwise."""
 
 MAX_TRANSFER_ID_CHARS = 128
 """The longest `TRANSFER_ID`."""
@@ -83,6 +87,14 @@ def names_prefill(params: Mapping[str, Any]) -> bool:
     return params.get(TICKET_HOST) is not None or params.get(BOOTSTRAP_ADDRESS) is not None
 
 
+def hold_s(params: Mapping[str, Any]) -> float | None:
+    """Returns `HOLD_S` of what prefill answers; None if it says nothing that makes sense."""
+    value = params.get(HOLD_S)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _A_DAY_S:
+        return None
+    return float(value)
+
+
 def wants_token_ids(params: Mapping[str, Any]) -> bool:
     """Returns whether the request's metaserver wants `Ticket.token_ids`."""
     return params.get(WANTS_TOKEN_IDS) is True
@@ -91,7 +103,7 @@ def wants_token_ids(params: Mapping[str, Any]) -> bool:
 def prefill_wait_s(params: Mapping[str, Any]) -> float:
     """Returns `PREFILL_WAIT_S` of a request on decode; 0 if it has none, or none that makes sense."""
     wait_s = params.get(PREFILL_WAIT_S)
-    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _LONGEST_WAIT_S:
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _A_DAY_S:
         return 0.0
     return float(wait_s)
 

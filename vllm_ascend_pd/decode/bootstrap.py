@@ -22,6 +22,7 @@ from vllm_ascend_pd.core.ticket_params import (
     TICKET_LISTENER_SIGNATURE,
     TICKET_PORT,
     TRANSFER_ID,
+    hold_s,
     is_transfer_id,
 )
 from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
@@ -45,6 +46,8 @@ class RoutedPrompt:
     endpoint: str | None = None
     # `http://host:port`, as Mooncake's routers name it.
     bootstrap: str | None = None
+    # How many seconds the engine holds the prompt after a question about its ticket. None: it does not say.
+    hold_s: float | None = None
 
     def __str__(self) -> str:
         return f"prefill engine at {self.endpoint or self.bootstrap}"
@@ -65,7 +68,7 @@ def parse_routed_prompt(params: Mapping[str, Any], admission: PrefillAdmission) 
     host, port = _host_and_port(params[TICKET_HOST], params.get(TICKET_PORT), TICKET_HOST)
     signature = signature_in(params, TICKET_LISTENER_SIGNATURE)
     _refuse_if(admission.refusal_of_listener(engine_id, host, port, transfer_id, signature), TICKET_HOST)
-    return RoutedPrompt(transfer_id, engine_id, endpoint=f"tcp://{authority(host, port)}")
+    return RoutedPrompt(transfer_id, engine_id, endpoint=f"tcp://{authority(host, port)}", hold_s=hold_s(params))
 
 
 def endpoint_of(engine: Engine, admission: PrefillAdmission) -> str:

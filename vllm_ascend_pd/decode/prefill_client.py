@@ -37,7 +37,9 @@ SILENT_ROUNDS = 3
 """A prefill engine that leaves so many messages in a row unanswered counts as gone."""
 _ASK_EVERY_S = 2.0
 KEEP_EVERY_S = 5.0
-"""Between two questions about a ticket that has not been offered. Each renews prefill's hold."""
+"""Between two questions about a ticket that has not been offered, unless prefill's hold is short. Each renews it."""
+_LEAST_KEEP_S = 0.1
+"""Also if prefill says that its hold is shorter."""
 # Between two offers that prefill cannot take yet. It doubles from the first to the last.
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
@@ -176,9 +178,9 @@ class PrefillClient(TicketClient):
         `is_offered`: whether the endpoint has taken the ticket. Otherwise it does not know it yet: it holds the prompt.
         Nothing is looked up: the bootstrap server may be down by now.
         """
-        silent = 0
+        silent, every_s = 0, _ASK_EVERY_S if is_offered else _keep_every_s(prompt)
         while True:
-            await asyncio.sleep(_ASK_EVERY_S if is_offered else KEEP_EVERY_S)
+            await asyncio.sleep(every_s)
             answer = await self._ask(endpoint, question)
             if isinstance(answer, TicketTaken):
                 silent = 0
@@ -230,3 +232,8 @@ def _unusable(answer: Message | SideChannelError) -> str:
     if isinstance(answer, (TicketRefused, Problem)):
         return answer.reason
     return str(answer) if isinstance(answer, SideChannelError) else f"it answered {type(answer).__name__}"
+
+
+def _keep_every_s(prompt: RoutedPrompt) -> float:
+    """Returns the seconds between two questions, so that one in two may come late."""
+    return KEEP_EVERY_S if prompt.hold_s is None else min(KEEP_EVERY_S, max(_LEAST_KEEP_S, prompt.hold_s / 2))

@@ -299,7 +299,8 @@ class DecodeScheduler(ConnectorRole):
         self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
         expect = self._issuer.expect(request.request_id, ticket, blocks)
         self._step.expects.append(expect)
-        self._observer.on(TicketIssued(request.request_id, ticket, request.trace_headers, len(expect.blocks)))
+        first = None if long is None else (long.posted_at, long.computed_at)
+        self._observer.on(TicketIssued(request.request_id, ticket, request.trace_headers, len(expect.blocks), first))
         return transfer
 
     @owned

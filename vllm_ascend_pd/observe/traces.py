@@ -166,6 +166,8 @@ class DecodeSchedulerTrace(_Trace):
                 args = {"request": _name(event.request_id), "by": by, "reason": event.reason, "tokens": event.tokens}
                 self._file.put(Traced(f"{by} computes", "i", "placed", args, row="prompts"))
             case TicketIssued():
+                if event.computed_first is not None:
+                    self._put_first(event.ticket, *event.computed_first)
                 self._put("b", event.ticket, "")
             case ReceiveEnded():
                 self._put("e", event.ticket, "" if event.cause is None else event.cause.value)
@@ -173,3 +175,9 @@ class DecodeSchedulerTrace(_Trace):
     def _put(self, ph: Literal["b", "e"], ticket: Ticket, failure: str) -> None:
         args = {**_transfer(ticket), "failure": failure}
         self._file.put(Traced(args["request"], ph, "request", args, id=args["transfer"]))
+
+    def _put_first(self, ticket: Ticket, posted_at: float, computed_at: float) -> None:
+        args: dict[str, Any] = {**_transfer(ticket), "tokens": ticket.num_tokens}
+        name = "prefill computes first"
+        self._file.put(Traced(name, "b", "first", args, id=args["transfer"], end=posted_at))
+        self._file.put(Traced(name, "e", "first", args, id=args["transfer"], end=computed_at))

@@ -23,7 +23,13 @@ from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import sign_listener
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
-from vllm_ascend_pd.core.ticket_params import TICKET_HOST, TICKET_LISTENER_SIGNATURE, TICKET_PORT, TRANSFER_ID
+from vllm_ascend_pd.core.ticket_params import (
+    HOLD_S,
+    TICKET_HOST,
+    TICKET_LISTENER_SIGNATURE,
+    TICKET_PORT,
+    TRANSFER_ID,
+)
 from vllm_ascend_pd.prefill.holding_room import HoldingRoom
 from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt
 from vllm_ascend_pd.prefill.ticket_listener import EARLY_S, Fate, OfferedTicket, TicketListener
@@ -143,6 +149,7 @@ class HeldPrompts:
             TRANSFER_ID: prompt.transfer_id,
             TICKET_HOST: self.inbox.host,
             TICKET_PORT: self.inbox.port,
+            HOLD_S: self._hold_timeout_s,
         }
         if self._secret is not None:
             where = (self._engine_id, self.inbox.host, self.inbox.port)

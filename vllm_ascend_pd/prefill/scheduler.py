@@ -306,7 +306,9 @@ class PrefillScheduler(ConnectorRole):
         is_certain = in_one_step or not self._awaits_outputs
         confirmed = prompt.ended or (is_certain and not self._survives_faults)
         apart = () if alike else tuple(parts)
-        step.sends.append(Send(request_id, start, stop, blocks, last, apart, grows, confirmed, transfer.again))
+        step.sends.append(
+            Send(request_id, start, stop, blocks, last, apart, grows, confirmed, transfer.again, prompt.ended)
+        )
         transfer.sent = [stop for _, stop in parts]
         transfer.complete, transfer.confirmed = last, last and confirmed
 

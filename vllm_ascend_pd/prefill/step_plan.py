@@ -35,6 +35,10 @@ class StepPlan:
     last: list[Transfer] = field(default_factory=list)
     # Those of them of which vLLM takes nothing back any more, and whose end was not queued yet.
     confirmed: list[Transfer] = field(default_factory=list)
+    # As `sends`, of what earlier steps have computed, and the transfers that end with it. It is sent when the step
+    # begins.
+    computed: dict[int, list[StepSend]] = field(default_factory=dict)
+    computed_transfers: list[Transfer] = field(default_factory=list)
 
     @property
     def all_sends(self) -> list[StepSend]:
@@ -84,15 +88,33 @@ class Planner:
                     plan.confirmed.append(transfer)
             if send.start < send.stop:
                 ticket = transfer.ticket
-                shape = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
+                there = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
+                shape = (*there, send.computed)
                 slices.setdefault(shape, []).append((transfer, send))
         for group in slices.values():
             ticket = group[0][0].ticket
+            planned: dict[int, list[StepSend]] = {}
             for index, geometry in enumerate(self._geometries):
                 is_known = geometry.is_known_to(ticket.remote_draft)
                 if is_known and (step_sends := self._plan_geometry(plan, index, ticket, group)):
-                    plan.sends.setdefault(index, []).extend(step_sends)
+                    planned[index] = step_sends
+            at_once = self._is_sent_at_once(group, planned)
+            for index, step_sends in planned.items():
+                (plan.computed if at_once else plan.sends).setdefault(index, []).extend(step_sends)
+            if at_once:
+                plan.computed_transfers.extend(transfer for transfer, _ in group)
+        for ending in (plan.last, plan.confirmed):
+            ending[:] = [transfer for transfer in ending if transfer not in plan.computed_transfers]
         return plan
+
+    def _is_sent_at_once(self, slices: list[tuple[Transfer, Send]], planned: Mapping[int, list[StepSend]]) -> bool:
+        """Whether all of it may be sent when the step begins: earlier steps have computed it, and it is read from the
+        cache. What is regrouped takes turns with the step's layers: there are few staging slots. Checksums are taken
+        layer by layer, too, and layers that share a buffer have overwritten it."""
+        if self._rank.config.verified_share or self._rank.caches.sharing_buffers:
+            return False
+        is_computed = all(send.computed and send.last and send.confirmed for _, send in slices)
+        return is_computed and not any(each.route.is_staged for of in planned.values() for each in of)
 
     def _plan_geometry(
         self, plan: StepPlan, index: int, ticket: Ticket, slices: list[tuple[Transfer, Send]]

@@ -150,11 +150,26 @@ class PrefillWorker(ConnectorRole):
         self._forward_ended = False
         self._unnamed.start_step()
         self._written = None
-        parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends]
+        parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends if not send.computed]
         self._observer.on(StepBegun(self._plan.number, parts))
+        self._push_computed()
         if not step.computes:  # vLLM does not say that such a step ends
             self._forward_ended = True
             self.end_step()
+
+    def _push_computed(self) -> None:
+        """Pushes what earlier steps have computed. It need not wait for the layers of this one, which may take long."""
+        if not (transfers := self._plan.computed_transfers):
+            return
+        computed = self._device.record_event()
+        for transfer in transfers:  # none of its bytes is early
+            transfer.computed = computed
+        for layer, of_layer in self._caches.layers_by_geometry.items():
+            for geometry, tensors in of_layer.items():
+                for step_send in self._plan.computed.get(geometry, ()):
+                    push = LayerPush(layer, step_send, tensors.described, computed, computed)
+                    step_send.transfers[0].sender.put_layer(push)
+        self._finish(transfers)
 
     def _await_replaced_writes(self) -> None:
         """Waits for earlier writes of KV that vLLM took back, if ranks exchange what replaces it.

@@ -91,7 +91,7 @@ def _draw(rows: dict[str, Row], request: Request, path: Path) -> None:
             linewidth=0.3,
         )
     moments = (
-        (request.issued, "ticket issued", "0.4"),
+        (request.issued, "decode takes blocks", "0.4"),
         (request.compute_end, "forward pass ends", "tab:red"),
         (request.ready, "decode is ready", "tab:green"),
     )

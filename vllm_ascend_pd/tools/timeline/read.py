@@ -44,9 +44,11 @@ class EventArgs(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: _Name = ""
     pp_rank: _Count = 0
     rank: _Count = 0
-    # request, receive, grant, report: the request's id and the fingerprint of its ticket's.
+    # request, first, receive, grant, report: the request's id and the fingerprint of its ticket's.
     request: _Name = ""
     transfer: _Id = ""
+    # first, placed: how many tokens the prompt has, and how many of them were not cached.
+    tokens: _Count = 0
     # step: the prompts whose KV it completes.
     parts: Annotated[tuple[PromptPart, ...], _Many] = ()
     # layer, regroup, write.

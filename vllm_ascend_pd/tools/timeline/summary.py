@@ -22,7 +22,9 @@ class Request:
     names: list[str] = field(default_factory=list)
     # Tokens of the prompt, up to the last one whose KV prefill has computed for decode.
     prompt_tokens: int | None = None
-    # When decode issued the ticket.
+    # From the intent until prefill had computed the prompt, if it was computed before decode took blocks.
+    computed_first: Span | None = None
+    # When decode took blocks, and issued the ticket.
     issued: float | None = None
     # When the last prefill rank got its first grant.
     granted: float | None = None
@@ -61,6 +63,7 @@ class Request:
     def window(self) -> Span:
         """Returns when its first event begins and its last one ends."""
         known = [self.issued, self.compute_begin, self.compute_end, self.write_end, self.ready]
+        known += self.computed_first or ()
         times = [time for time in known if time is not None]
         return min(times, default=0.0), max(times, default=0.0)
 
@@ -73,6 +76,8 @@ class Request:
         after = _between(self.compute_end, self.write_end)
         return {
             "prompt tokens": "-" if self.prompt_tokens is None else str(self.prompt_tokens),
+            "computed first": _ms(None if self.computed_first is None else _between(*self.computed_first)),
+            "to blocks": _ms(None if self.computed_first is None else _between(self.computed_first[0], self.issued)),
             "queue": _ms(self.queue),
             "to grant": _ms(_between(self.issued, self.granted)),
             "compute": _ms(_between(self.compute_begin, self.compute_end)),
@@ -96,6 +101,7 @@ def summarize(recordings: Sequence[Recording]) -> list[Request]:
 
     for recording in recordings:
         first_grants: dict[tuple[str, str], float] = {}
+        intended: dict[str, float] = {}
         step: TraceEvent | None = None
         for event in recording.events:
             args = event.args
@@ -121,6 +127,11 @@ def summarize(recordings: Sequence[Recording]) -> list[Request]:
                         one.failures.add(one_line(args.failure, 300))
                 case "receive", "b":
                     request(args.transfer, args.request)
+                case "first", "b":
+                    intended[args.transfer] = event.ts
+                case "first", "e" if args.transfer in intended:
+                    one = request(args.transfer, args.request)
+                    one.computed_first, one.prompt_tokens = (intended[args.transfer], event.ts), args.tokens
                 case "request", "b":
                     request(args.transfer, args.request).issued = event.ts
                 case "request", "e" if args.failure:
