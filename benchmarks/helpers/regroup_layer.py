@@ -99,6 +99,6 @@ def our_side(
     def regroup() -> Slot | None:
         push = LayerPush(LAYER, step_send, registered.description.tensors, computed, computed)
         regrouper.run(push, registered.tensors)
-        return push.take_back()
+        return push.take_staging_slot()
 
     return regroup, ring

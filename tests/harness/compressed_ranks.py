@@ -104,7 +104,7 @@ class CompressedPrefill(_Compressed, PrefillRank):
             for name in names:
                 self.worker.push_layer(name)
         plan = self.worker._plan
-        assert not (plan.sends and plan.unsaved), "decode waits for what leaves at the step's end"
+        assert not (plan.sends and plan.unpushed), "decode waits for what leaves at the step's end"
         self.worker.end_forward()
         self.worker.end_step()
 

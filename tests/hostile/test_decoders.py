@@ -26,7 +26,7 @@ from vllm_ascend_pd.core.protocol import PROTOCOL_VERSION, ProtocolError, RankDe
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
 from vllm_ascend_pd.core.ticket_params import carries_ticket, wants_ticket
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
-from vllm_ascend_pd.decode import metaserver
+from vllm_ascend_pd.decode import metaserver_client
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.proxy.http.bodies import (
     LacksFieldError,
@@ -135,12 +135,12 @@ def _posted_ticket(data: bytes) -> None:
 
 def _prefill_answer(data: bytes) -> None:
     for status in (200, 400, 500):
-        tickets.judge(status, "application/json", data, "http://127.0.0.1:1")
+        tickets.failure_of(status, "application/json", data, "http://127.0.0.1:1")
 
 
 def _metaserver_answer(data: bytes) -> None:
     for status in (200, 302, 404, 500, 502):
-        failure = metaserver.failure_of(status, data)
+        failure = metaserver_client.failure_of(status, data)
         if failure is not None and (len(failure.text) > 1000 or not failure.text.isprintable()):
             raise AssertionError(failure.text)
 

@@ -28,8 +28,8 @@ from harness.waiting import wait_until
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import Observed, Observer, PostRetried
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, WAITING_SUFFIX
-from vllm_ascend_pd.decode import metaserver as metaserver_module
-from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode import metaserver_client as metaserver_module
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 QUICK = ConnectorConfig(transfer_timeout_s=10)

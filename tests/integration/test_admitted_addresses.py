@@ -28,7 +28,7 @@ from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, OfferT
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import metaserver_tokens, sign_listener, sign_metaserver
 from vllm_ascend_pd.decode.bootstrap import RouteError
-from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 from vllm_ascend_pd.decode.tickets import TicketRoutes

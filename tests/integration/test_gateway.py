@@ -20,7 +20,7 @@ from harness.gateway import needs_nginx, running_nginx
 from harness.ports import release_port, reserve_port
 from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 STREAM = {**COMPLETION, "stream": True}

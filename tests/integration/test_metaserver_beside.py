@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 
 from harness.tcp_server import read_to_the_end, serving
 from vllm_ascend_pd.core.protocol import TransferFailure
-from vllm_ascend_pd.decode import metaserver as metaserver_module
+from vllm_ascend_pd.decode import metaserver_client as metaserver_module
 from vllm_ascend_pd.decode import ticket_client
-from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 FAILURE = TransferFailure("r", "t", "went silent")

@@ -31,10 +31,10 @@ from starlette.responses import JSONResponse
 from harness.tcp_server import serving
 from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH, RECOMPUTES_HEADER, TransferFailure
-from vllm_ascend_pd.decode import metaserver as metaserver_module
+from vllm_ascend_pd.decode import metaserver_client as metaserver_module
 from vllm_ascend_pd.decode import ticket_client
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError
 from vllm_ascend_pd.decode.metaserver_allowlist import Admitted, Allowlist
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 

@@ -18,7 +18,7 @@ from harness.metaserver import metaserver as serving_metaserver
 from harness.waiting import wait_for
 from vllm_ascend_pd.core.config import ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, MetaserverError
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 CONFIG = ConnectorConfig(transfer_timeout_s=60, metaserver_retries=1)

@@ -16,7 +16,7 @@ from proxy_cluster import Cluster, running_cluster
 from starlette.responses import Response
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 DEADLINE_S = 4.0

@@ -22,7 +22,7 @@ from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 

@@ -70,14 +70,14 @@ def test_prefill_has_a_third_of_the_memory(make_pair: MakePair) -> None:
 
 def give_up_early(rank: PrefillRank) -> None:
     """A guard is taken out: a buffer is given up as soon as the layer's reads are queued."""
-    read = rank.worker._turns.read
+    read = rank.worker._turns.add_reads
 
     def early(layer: str, pushes: list[LayerPush]) -> None:
         for push in pushes:
             push.over.set()
         read(layer, pushes)
 
-    rank.worker._turns.read = early
+    rank.worker._turns.add_reads = early
     LayerPush.is_staged = lambda push, timeout_s: True
 
 

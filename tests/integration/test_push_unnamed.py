@@ -23,10 +23,10 @@ def announce_without_names(rank: PrefillRank) -> None:
     rank.announced = []  # type: ignore[attr-defined]
 
     def computed(layer: str) -> None:
-        before, sends = len(rank.worker._plan.unsaved), rank.worker._plan.sends
+        before, sends = len(rank.worker._plan.unpushed), rank.worker._plan.sends
         announce("" if layer in UNNAMED else layer)
         if sends:
-            rank.announced.append((layer, before - len(rank.worker._plan.unsaved)))  # type: ignore[attr-defined]
+            rank.announced.append((layer, before - len(rank.worker._plan.unpushed)))  # type: ignore[attr-defined]
 
     rank.worker.push_layer = computed  # type: ignore[method-assign]
 

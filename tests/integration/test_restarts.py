@@ -33,7 +33,7 @@ def delivers(pair: Pair, requests: list[Prompt]) -> None:
 
 
 def remembered(rank: PrefillRank) -> set[str]:
-    return {engine_id for _, engine_id in list(rank.worker._control._peers)}
+    return {engine_id for _, engine_id in list(rank.worker._control._engines)}
 
 
 def resources(rank: PrefillRank) -> tuple[int, int]:

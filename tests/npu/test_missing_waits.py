@@ -66,7 +66,7 @@ def sent_without_waiting(rank: PrefillRank) -> None:
 def buffer_given_up_early(rank: PrefillRank) -> None:
     """A layer is written to a buffer while the layer before it there is being regrouped."""
     rank.worker._turns.wait = lambda layers: None
-    rank.worker._turns.read = lambda layer, pushes: None
+    rank.worker._turns.add_reads = lambda layer, pushes: None
 
 
 def set_delays(_: PrefillRank, delays: tuple[int, int]) -> None:

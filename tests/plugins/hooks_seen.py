@@ -13,7 +13,7 @@ def say_what_was_saved() -> None:
     def say_and_end(worker: PrefillWorker) -> None:
         if worker._plan.sends:
             layers = len(worker._caches.layers)
-            print(f"saved {layers - len(worker._plan.unsaved)} of {layers} layers", file=sys.stderr, flush=True)
+            print(f"saved {layers - len(worker._plan.unpushed)} of {layers} layers", file=sys.stderr, flush=True)
         end_step(worker)
 
     PrefillWorker.end_step = say_and_end  # type: ignore[method-assign]

@@ -342,14 +342,14 @@ MUTANTS: dict[str, Mutant] = {
     # decode/intents.py
     "a prompt that prefill has computed stays hidden": _without(
         "decode.intents:Intents.answered",
-        "self.without_news.discard(prompt.request.request_id)",
+        "self.awaiting_prefill.discard(prompt.request.request_id)",
         "pass",
         events=(),
         **(_CALM | {"prefill_first": 0}),
     ),
     "a prompt that prefill has failed to compute stays hidden": _without(
         "decode.intents:Intents._fail",
-        "self.without_news.discard(prompt.request.request_id)",
+        "self.awaiting_prefill.discard(prompt.request.request_id)",
         "pass",
         events=_KILL,
         **_ONE,
@@ -384,7 +384,7 @@ MUTANTS: dict[str, Mutant] = {
         seeds=0,
     ),
     "the ticket of an aborted request is not cancelled": _without(
-        "decode.scheduler:DecodeScheduler.finished",
+        "decode.scheduler:DecodeScheduler.end_transfer",
         "self._fail(transfer, _ABORTED, ReceiveFailure.ABORTED)",
         "pass",
         seeds=0,

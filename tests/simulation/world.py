@@ -36,7 +36,7 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.signed_addresses import sign_metaserver
 from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE
-from vllm_ascend_pd.decode import metaserver
+from vllm_ascend_pd.decode import metaserver_client
 from vllm_ascend_pd.prefill import regroup
 from vllm_ascend_pd.proxy.http.engine_client import EngineClient
 from vllm_ascend_pd.proxy.routing.dispatch import Attempt
@@ -335,7 +335,7 @@ class _MetaserverClient:
 
     def __new__(cls, *arguments: Any) -> Any:
         if _world().scenario.shape.proxy:
-            return metaserver.MetaserverClient(*arguments)
+            return metaserver_client.MetaserverClient(*arguments)
         return MetaserverClient(_world().router)
 
 
@@ -378,7 +378,7 @@ def _install() -> None:
     stand_ins.install(networks.zmq)
     wakeup._datagrams = networks.Datagrams  # type: ignore[assignment]
     build.MetaserverClient = _MetaserverClient  # type: ignore[misc, assignment]
-    metaserver.tls_context = lambda tls: None  # type: ignore[assignment]
+    metaserver_client.tls_context = lambda tls: None  # type: ignore[assignment]
     http_client.Connections.post = _post  # type: ignore[method-assign]
     EngineClient._session = lambda self: Session(_world())  # type: ignore[method-assign, assignment, return-value]
     stand_ins.number(Attempt)

@@ -134,10 +134,10 @@ def test_a_slot_at_rest_is_nobodys_until_its_time(ring: StagingRing, clock: Cloc
     assert b is not None
     ring.release(a, settled_at=108.0)
     assert ring.holders == ["b"]
-    assert ring.rests()
+    assert ring.free_rested()
     assert ring.take("c") is None
     clock.now = 107.9
     assert ring.take("c") is None
     clock.now = 108.0
     assert ring.take("c") == a
-    assert not ring.rests()
+    assert not ring.free_rested()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.connector.roles import DecodeSchedulerRole
+from vllm_ascend_pd.connector.roles import VllmDecodeScheduler
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import TicketRoutes
 from vllm_ascend_pd.decode.worker import DecodeWorker
@@ -48,7 +48,7 @@ CLOSE: dict[str, Callable[[Parts], Callable[[], None]]] = {
     "decode scheduler": lambda part: decode_scheduler(part).close,
     "decode scheduler's role": lambda part: (
         made(
-            DecodeSchedulerRole,
+            VllmDecodeScheduler,
             _listener=part("listener"),
             _routes=part("routes"),
             _idle=part("idle"),

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from harness.tickets import ticket_with
 from vllm_ascend_pd.core import compatibility, described_engine
-from vllm_ascend_pd.core.compatibility import different_settings, misfit, mismatch
+from vllm_ascend_pd.core.compatibility import different_settings, mismatch, why_misfit
 from vllm_ascend_pd.core.config import parse_config
-from vllm_ascend_pd.core.described_engine import foreign, unsound
+from vllm_ascend_pd.core.described_engine import why_foreign, why_unsound
 from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
@@ -186,12 +186,12 @@ def test_ranks_that_hold_other_tokens_than_their_engine_says(dcp, interleave):
     decode = msgspec.structs.replace(sharing(engine(4, heads=1, total_heads=1), 2, 16), dcp=dcp, interleave=interleave)
     its = sharding(4, dcp, interleave).share(0)
     reason = f"it describes share 0 of 2, interleaved by 16 tokens of the tokens, its engine {its}"
-    assert unsound(decode, AnyHost()) == f"decode's rank (0, 0): {reason}"
+    assert why_unsound(decode, AnyHost()) == f"decode's rank (0, 0): {reason}"
 
 
 def test_a_size_of_context_parallelism_that_does_not_divide():
     decode = msgspec.structs.replace(engine(2), dcp=3)
-    assert unsound(decode, AnyHost()) == "decode has tp 2 and dcp 3, which does not divide it"
+    assert why_unsound(decode, AnyHost()) == "decode has tp 2 and dcp 3, which does not divide it"
 
 
 def test_tokens_dealt_out_among_ranks_of_different_heads():
@@ -205,13 +205,13 @@ def test_caches_that_ranks_copy_where_they_share_others():
     own = {"heads": 1, "total_heads": 1}
     copied = {**own, "block_size": 32, "block_stride": 32 * 32, "copied": True}
     decode = msgspec.structs.replace(engine(2, **copied), dcp=2, interleave=16)
-    assert unsound(decode, AnyHost()) is None
+    assert why_unsound(decode, AnyHost()) is None
     assert found(caches(**own, copied=True), decode) is None
     assert found(caches(**own), decode) == f"{LAYERS[0]}: copied is False on prefill, True on decode"
     ticket = ticket_with(request_id="r", remote_tp_size=2, remote_dcp_size=2, remote_interleave_size=16)
-    assert foreign(ticket, decode, DecodeLayout(decode).smallest) is None
+    assert why_foreign(ticket, decode, DecodeLayout(decode).smallest) is None
     odd = msgspec.structs.replace(engine(2, **{**copied, "block_size": 31}), dcp=2, interleave=16)
-    assert unsound(odd, AnyHost()) == "decode's rank (0, 0): blocks of 31 tokens, which 2 ranks copy"
+    assert why_unsound(odd, AnyHost()) == "decode's rank (0, 0): blocks of 31 tokens, which 2 ranks copy"
 
 
 def test_head_major_blocks_that_are_dealt_out_in_parts():
@@ -235,7 +235,7 @@ def test_a_ticket_that_deals_out_tokens_otherwise_than_its_engine(dcp, interleav
     """Prefill has planned by the ticket: it must be right."""
     ticket = ticket_with(request_id="r", remote_tp_size=2, remote_dcp_size=dcp, remote_interleave_size=interleave)
     layout = DecodeLayout(sharing(engine(2, heads=1, total_heads=1), 2, 16))
-    assert foreign(ticket, layout.description, layout.smallest) == reason
+    assert why_foreign(ticket, layout.description, layout.smallest) == reason
 
 
 ROTATED = {"rope_theta": "20000"}
@@ -243,7 +243,7 @@ ROTATED = {"rope_theta": "20000"}
 
 def misfit_of(settings: dict[str, str], **config: object) -> str | None:
     described = msgspec.structs.replace(engine(), settings=settings)
-    return misfit(prefill_rank(rope_theta="10000"), parse_config(config), caches(), TransportInfo(), described)
+    return why_misfit(prefill_rank(rope_theta="10000"), parse_config(config), caches(), TransportInfo(), described)
 
 
 def test_other_settings_are_refused_unless_prefill_allows_it(caplog):
@@ -262,11 +262,11 @@ def test_a_transport_that_cannot_write_to_one_of_decodes_ranks_is_refused():
     described = engine(2)
     silent, other = described.ranks
     ranks = (silent, msgspec.structs.replace(other, transport=theirs))
-    reason = misfit(rank_info, parse_config({}), caches(), ours, msgspec.structs.replace(described, ranks=ranks))
+    reason = why_misfit(rank_info, parse_config({}), caches(), ours, msgspec.structs.replace(described, ranks=ranks))
     assert reason is not None
     assert str(ours) in reason
     assert str(theirs) in reason
-    assert misfit(rank_info, parse_config({}), caches(), ours, described) is None, "an engine that does not say"
+    assert why_misfit(rank_info, parse_config({}), caches(), ours, described) is None, "an engine that does not say"
 
 
 # --- decode engines that lie -----------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_many_geometries_cost_one_route_and_one_share(monkeypatch):
             return called(*args)
 
         monkeypatch.setattr(module, name, partial(counted, name, getattr(module, name)))
-    assert unsound(many, AnyHost()) is None
+    assert why_unsound(many, AnyHost()) is None
     assert found(caches(), many) is None
     assert calls == {"held": 1, "make_route": 1}
 
@@ -418,7 +418,7 @@ def test_routes_that_are_kept_are_bounded(monkeypatch):
 
 @pytest.mark.parametrize(("lie", "complaint"), LIES.values(), ids=LIES.keys())
 def test_lies(lie, complaint):
-    reason = unsound(lie, LISTED)
+    reason = why_unsound(lie, LISTED)
     assert complaint in reason
     assert reason.isprintable()
     assert len(reason) < 400
@@ -431,7 +431,7 @@ def test_no_address_overflows():
     tensor = CacheTensor("layer", 0, 2**62 - 1, 2**31 - 1, 0)
     largest = with_rank(caches=RankCaches((geometry,), (tensor,)))
     assert decode(encode(0, largest))[1] == largest
-    assert unsound(largest, LISTED) is None
+    assert why_unsound(largest, LISTED) is None
     assert tensor.base + tensor.num_blocks * geometry.block_stride < 2**63
     for changes in ({"base": 2**62}, {"num_blocks": 2**31}, {"base": -1}, {"num_blocks": -1}, {"layer": 7}):
         with pytest.raises(ProtocolError):
@@ -458,7 +458,7 @@ def test_one_rank_of_several_that_lies_about_its_layout(what):
 )
 @settings(max_examples=300)
 def test_whatever_decodes_is_sound_or_refused_with_a_reason(description):
-    reason = unsound(description, AnyHost())
+    reason = why_unsound(description, AnyHost())
     assert reason is None or (reason.isprintable() and len(reason) < 1000)
     if reason is None:
         mismatch(caches(), prefill_rank(), description)

@@ -57,7 +57,7 @@ GIVE_BACK = {
     *("PeerQueue.leave", "Reach.failed", "Slots.give_back", "Slots.give_back_after", "Slots.forget"),
     *(f"_TcpFlight.{name}" for name in ("wait", "land", "lost", "give_up")),
     *(f"_AscendFlight.{name}" for name in ("wait", "lost", "give_up")),
-    *("StagingRing.release", "StagingRing.rests", "LayerPush.take_back", "LayerPush.fill"),
+    *("StagingRing.release", "StagingRing.free_rested", "LayerPush.take_staging_slot", "LayerPush.fill"),
     *("TransferError.__init__", "_failure", "_fail", "StepSend.fail", "PrefillTicket.fail", "DeviceError.__init__"),
     *(f"Sender.{name}" for name in ("_run", "_take", "_write_layers", "_drain", "_settle_oldest", "_end_what_is_over")),
     *(f"Sender.{name}" for name in ("_end_write", "_end_layer", "_reach")),
@@ -248,7 +248,7 @@ class Way:
 
     def expect_nothing_kept(self) -> None:
         self.now += HOURS
-        self.ring.rests()
+        self.ring.free_rested()
         assert (self.ring.holders, len(self.ring._free)) == ([], SLOTS)
         assert self.sender._room.qsize() == self.rooms
         expect_no_place_taken(self.engine)

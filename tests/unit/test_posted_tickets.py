@@ -13,7 +13,7 @@ from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import parse_ticket
-from vllm_ascend_pd.proxy.rendezvous.tickets import judge, read_ticket
+from vllm_ascend_pd.proxy.rendezvous.tickets import failure_of, read_ticket
 
 PROMPT = 10
 WHOLE = ticket_with(
@@ -71,7 +71,7 @@ def test_a_prefills_answer_of_many_choices_is_not_built(entries: bytes) -> None:
     body = b'{"choices":[{"finish_reason":"length"}' + (b"," + entries) * (8 * 2**20 // (len(entries) + 1)) + b"]}"
     tracemalloc.start()
     try:
-        assert judge(200, "application/json", body, "http://p") is None
+        assert failure_of(200, "application/json", body, "http://p") is None
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()

@@ -285,7 +285,7 @@ def test_engines_are_added_and_removed_as_their_sources_list_them() -> None:
     prompt = PromptEstimate(100, sequences=2)
     load = engines.sent(prompt, engine)
     engines.remove(engine)
-    assert not engine.open
+    assert not engine.takes_requests
     assert engine.sent == load == InFlightLoad(2)
     engines.ended(prompt, engine, load, is_taken=True)
     assert engine.sent == InFlightLoad()

@@ -330,7 +330,7 @@ async def test_an_engine_that_is_removed_and_added_again_keeps_its_limit() -> No
     for source in ("admin", "file"):
         engines.remove(old)
         again = engines.add("http://a", source)
-        assert (again.slots_used, again.open, again.sources) == (1, True, {source})
+        assert (again.slots_used, again.takes_requests, again.sources) == (1, True, {source})
         assert again.state(0.0)[0] is EngineState.NEW
     async with waiting(pool, engines.rank(UNREAD_PROMPT)) as got:
         assert got == []

@@ -15,7 +15,7 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.prefill_ticket import Destination
 from vllm_ascend_pd.core.protocol import Revoke, WriterId
 from vllm_ascend_pd.core.topology import RankInfo, sharding
-from vllm_ascend_pd.prefill.control import ControlPlane, Peer
+from vllm_ascend_pd.prefill.control import ControlPlane, DecodeEngine
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.transfer import Transfer
 
@@ -47,7 +47,7 @@ def failure_after(control: ControlPlane, event: Callable[[Transfer], None]) -> s
         control._transfers[transfer.number] = transfer
         event(transfer)
         control._transfers.clear()
-        control._peers.clear()
+        control._engines.clear()
         failures.append(transfer.state.failure)
         handled.set()
 
@@ -72,8 +72,8 @@ def test_only_a_rank_of_the_tickets_engine_takes_it_back(
 def test_another_engine_at_the_address_ends_the_transfers_of_the_one_before_it(control: ControlPlane) -> None:
     def met(transfer: Transfer) -> None:
         endpoint, old = transfer.ticket.issuer
-        peers = [Peer(endpoint, engine_id, transfer.sender) for engine_id in (old, "second")]  # type: ignore[arg-type]
-        control._peers.update({(endpoint, peer.engine_id): peer for peer in peers})
+        peers = [DecodeEngine(endpoint, engine_id, transfer.sender) for engine_id in (old, "second")]  # type: ignore[arg-type]
+        control._engines.update({(endpoint, peer.engine_id): peer for peer in peers})
         control._take_over(peers[1])
 
     assert "engine decode has ended: second is at its address now" in str(failure_after(control, met))

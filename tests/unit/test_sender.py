@@ -151,12 +151,12 @@ def sending(
     layout: DecodeLayout = LAYOUT,
     ring: StagingRing | None = None,
     running_time: Any = None,
-    finished: Callable[..., None] = lambda transfers: None,
+    on_written: Callable[..., None] = lambda transfers: None,
 ) -> Iterator[Sender]:
     """A sender that knows the decode engine."""
     unused: Any = None
     rank = PrefillRank(unused, ConnectorConfig(), unused, engine, unused, running_time=running_time or RunningTime())
-    sender = Sender("sender", rank, ring, finished)
+    sender = Sender("sender", rank, ring, on_written)
     sender.engine_described(layout)
     try:
         yield sender
@@ -398,7 +398,7 @@ def test_an_error_at_the_end_of_transfers_ends_the_sender_and_fails_no_other_req
 
     calls, others = Calls(), [make_transfer("c", 11)]
     calls.proceed.set()
-    with sending(calls, finished=fail) as sender:
+    with sending(calls, on_written=fail) as sender:
         first = pushes(transfers)[0]
         first.ready = held = Held(Done())
         sender.put_layer(first)
@@ -436,7 +436,7 @@ def test_layers_that_left_together_without_bytes_are_not_written(engine, sender,
     for push in (first, second):
         push.fill(Slot(0, 4096))
     transfers[0].state.fail("its client has left", PushFailure.ABORTED)
-    sender._ring = SimpleNamespace(release=lambda slot, settled_at: None, rests=lambda: False)
+    sender._ring = SimpleNamespace(release=lambda slot, settled_at: None, free_rested=lambda: False)
     begun: list[object] = []
     engine.begin = lambda session, batch, may_begin: begun.append(batch)
     write(sender, first, second)
@@ -557,7 +557,7 @@ def test_a_step_and_its_prompts_end_once(transfers):
     worker: Any = PrefillWorker.__new__(PrefillWorker)
     worker._rank, worker._observer = SimpleNamespace(config=ConnectorConfig()), Ends()
     worker._device, worker._regrouper, worker._turns = SimpleNamespace(record_event=Done), None, None
-    worker._unnamed, worker._caches_of, worker._written = UnnamedLayers(LAYERS, ()), {}, None
+    worker._unnamed, worker._caches_of, worker._cached = UnnamedLayers(LAYERS, ()), {}, None
     worker._caches = SimpleNamespace(layers_by_geometry={}, quantize={})
     [transfer] = transfers[:1]
     transfer.sender = worker._observer
@@ -587,8 +587,8 @@ def test_a_slot_goes_back_once_whoever_fills_it_first(transfers):
     filled, given_up = pushes(transfers)
     slot = Slot(0, 1)
     assert filled.fill(slot)
-    assert filled.take_back() is slot
-    assert given_up.take_back() is None
+    assert filled.take_staging_slot() is slot
+    assert given_up.take_staging_slot() is None
     assert not given_up.fill(slot), "the side stream keeps it"
 
 

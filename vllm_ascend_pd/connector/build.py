@@ -34,7 +34,7 @@ from vllm_ascend_pd.connector.model import draft_summary, media_hashing, model_s
 from vllm_ascend_pd.connector.patches import install_for_decode_scheduler, vllm_0_33_lost_steps
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_engine, follow_worker
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_weight_updates import follow
-from vllm_ascend_pd.connector.roles import CLOSE_TIMEOUT_S, DecodeSchedulerRole
+from vllm_ascend_pd.connector.roles import CLOSE_TIMEOUT_S, VllmDecodeScheduler
 from vllm_ascend_pd.connector.setup import (
     EngineSetup,
     device_type,
@@ -58,7 +58,7 @@ from vllm_ascend_pd.core.observer import tell_all
 from vllm_ascend_pd.core.role import ConnectorRole
 from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.intents import Intents
-from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
@@ -260,7 +260,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     )
     issuer = TicketIssuer(engine, groups, requests, secret, config.queue_timeout_s, config.verified_share)
     routes = TicketRoutes(metaserver, prefill)
-    scheduler = DecodeSchedulerRole(
+    scheduler = VllmDecodeScheduler(
         setup,
         issuer,
         requests,

@@ -32,7 +32,7 @@ CLOSE_TIMEOUT_S = 5.0
 """Longest wait for each thing that a connector closes."""
 
 
-class DecodeSchedulerRole(DecodeScheduler):
+class VllmDecodeScheduler(DecodeScheduler):
     """A decode engine's scheduler, which also describes its engine. `parts`: as `DecodeScheduler` has them."""
 
     def __init__(self, setup: EngineSetup, *parts: Any) -> None:
@@ -82,7 +82,7 @@ class DecodeSchedulerRole(DecodeScheduler):
     def bind_block_pool(self, pool: "BlockPool") -> None:
         super().bind_block_pool(pool)
         bind_refusals(pool, self.take_refused)
-        bind_hidden(pool, lambda: self.without_news)
+        bind_hidden(pool, lambda: self.awaiting_prefill)
 
     def build_step(self, output: Any) -> DecodeStep:
         """`output`: vLLM's `SchedulerOutput`."""

@@ -132,7 +132,7 @@ def _unroutable(mine: Geometry, rank_info: RankInfo, decode: EngineDescription, 
     return None
 
 
-def misfit(
+def why_misfit(
     rank_info: RankInfo,
     config: ConnectorConfig,
     caches: RankCaches,

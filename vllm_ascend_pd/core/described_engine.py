@@ -14,7 +14,7 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import Sharding, held
 
 
-def unsound(description: EngineDescription, hosts: HostList) -> str | None:
+def why_unsound(description: EngineDescription, hosts: HostList) -> str | None:
     """Returns why nothing of `description` may be used; None if all of it may.
 
     Decoding has checked each field by itself. This checks how they fit together. `hosts`: where ranks may be.
@@ -82,7 +82,7 @@ def _impossible(rank: RankDescription, sharding: Sharding) -> str | None:
     return None
 
 
-def foreign(
+def why_foreign(
     ticket: Ticket, description: EngineDescription, smallest: Iterable[tuple[CacheTensor, Geometry]]
 ) -> str | None:
     """Returns why `ticket` cannot come from the engine that described itself (R6); None if it can.

@@ -84,7 +84,7 @@ class Intents:
         # New requests that vLLM has not asked for, by id. It asks for none while `max_num_seqs` run, and for none
         # behind one that does not fit. Prefill would have nothing to compute meanwhile.
         self._unasked: dict[str, ScheduledRequest] = {}
-        self.without_news: set[str] = set()
+        self.awaiting_prefill: set[str] = set()
         """Ids of requests that vLLM need not ask for now."""
 
     def add(self, request: ScheduledRequest) -> None:
@@ -101,7 +101,7 @@ class Intents:
         if prompt is None and self._longest is not None and tokens > self._longest and not request.resumable:
             prompt = self._prompts[request.request_id] = LongPrompt(request)
             self._to_post.append(prompt)
-            self.without_news.add(request.request_id)
+            self.awaiting_prefill.add(request.request_id)
         return prompt
 
     def unasked(self) -> list[ScheduledRequest]:
@@ -112,7 +112,7 @@ class Intents:
         """Forgets the request: it gets blocks, or has ended. Returns its prompt, if that was long."""
         self._unasked.pop(request_id, None)
         self._due.pop(request_id, None)
-        self.without_news.discard(request_id)
+        self.awaiting_prefill.discard(request_id)
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None and prompt.intent is not None:
             del self._posted[prompt.intent.ticket_id]
@@ -121,7 +121,7 @@ class Intents:
     def post(self) -> Iterator[LongPrompt]:
         """Posts new intents, up to `MAX_POSTED` at a time. Yields those that cannot be posted."""
         waiting = [each for each in self._to_post if self._prompts.get(each.request.request_id) is each]
-        room = max(0, MAX_POSTED - (len(self.without_news) - len(waiting)))
+        room = max(0, MAX_POSTED - (len(self.awaiting_prefill) - len(waiting)))
         to_post, self._to_post = waiting[:room], waiting[room:]
         for prompt in to_post:
             request = prompt.request
@@ -154,7 +154,7 @@ class Intents:
         else:
             prompt.computed_at = time.monotonic()
             self._due[prompt.request.request_id] = prompt
-            self.without_news.discard(prompt.request.request_id)
+            self.awaiting_prefill.discard(prompt.request.request_id)
         return prompt
 
     def overdue(self) -> Iterator[LongPrompt]:
@@ -187,4 +187,4 @@ class Intents:
 
     def _fail(self, prompt: LongPrompt, reason: str) -> None:
         prompt.failure = reason
-        self.without_news.discard(prompt.request.request_id)
+        self.awaiting_prefill.discard(prompt.request.request_id)

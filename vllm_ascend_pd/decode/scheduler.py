@@ -228,9 +228,9 @@ class DecodeScheduler(ConnectorRole):
         return tokens if long is None or long.ticket_route is not None else None
 
     @property
-    def without_news(self) -> set[str]:
+    def awaiting_prefill(self) -> set[str]:
         """Ids of requests that vLLM need not ask for now: prefill computes their prompts first."""
-        return self._intents.without_news
+        return self._intents.awaiting_prefill
 
     @owned
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
@@ -314,7 +314,7 @@ class DecodeScheduler(ConnectorRole):
         self._placement.step_built(scheduled)
         self._post_intents()
         self._idle.pause(is_idle=not computes and self._step == DecodeStep())
-        waits_here = self._take_answers() or bool(self._intents.without_news)
+        waits_here = self._take_answers() or bool(self._intents.awaiting_prefill)
         step, self._step = self._step, DecodeStep()
         step.wait_s = self._idle.next(computes, step != DecodeStep(), waits_here)
         step.wakeup_address = self._idle.wakeup_address
@@ -422,10 +422,10 @@ class DecodeScheduler(ConnectorRole):
         self._forget_if_over(transfer)
 
     def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.finished(request)
+        return False, self.end_transfer(request)
 
     @owned
-    def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:
+    def end_transfer(self, request: ScheduledRequest) -> dict[str, Any] | None:
         """The request ended. Returns what its response says about its transfer."""
         self._placement.forget(request.request_id)
         self._intents_end(request, _ABORTED)

@@ -26,7 +26,7 @@ from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.ticket import Intent, Ticket
 from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE, names_prefill
 from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
-from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 

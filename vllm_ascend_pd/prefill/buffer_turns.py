@@ -47,8 +47,8 @@ class BufferTurns:
 
     # On the model's thread.
 
-    def written(self, layer: str, sends: Sequence[StepSend]) -> None:
-        """The layer's KV is in its buffer. Whoever waits for the buffer also waits for the reads that `read` adds.
+    def mark_written(self, layer: str, sends: Sequence[StepSend]) -> None:
+        """The layer's KV is in its buffer. Whoever waits for the buffer also waits for the reads that `add_reads` adds.
 
         `layer`: "" or a name of several layers if it is not known which one it is. Then it may be any.
         """
@@ -56,7 +56,7 @@ class BufferTurns:
             with self._changed:
                 self._written = layer, sends
 
-    def read(self, layer: str, pushes: Sequence[LayerPush]) -> None:
+    def add_reads(self, layer: str, pushes: Sequence[LayerPush]) -> None:
         """Adds the reads of a layer. There may be none.
 
         Raises RuntimeError if the layer was written although nobody had waited for the reads of the layer before it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane of a prefill rank: one thread that owns the state of all transfers and peers.
+"""The control plane of a prefill rank: one thread that owns the state of all transfers and engines.
 
 It has decode engines describe themselves, asks for grants, renews them and reports. The model's thread and senders
 post messages to it. They share each transfer's `PrefillTicket`, and the model's thread reads `Outcome`s.
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_ascend_pd.core.checksum import is_selected
-from vllm_ascend_pd.core.compatibility import misfit
-from vllm_ascend_pd.core.described_engine import foreign, unsound
+from vllm_ascend_pd.core.compatibility import why_misfit
+from vllm_ascend_pd.core.described_engine import why_foreign, why_unsound
 from vllm_ascend_pd.core.observer import GrantAnswered, OutcomeReported, WritingEnded
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey
 from vllm_ascend_pd.core.protocol import (
@@ -57,7 +57,7 @@ _FORGET_AFTER_S = 600.0
 
 
 @dataclass
-class Peer:
+class DecodeEngine:
     """One decode engine. The control thread owns all of it except `users` and `used_at`."""
 
     # The address of its listener, which describes it.
@@ -100,7 +100,7 @@ class Peer:
 
 
 class ControlPlane:
-    """The thread `pd-control` with the peers and transfers that it owns, and the senders' threads. It drives all
+    """The thread `pd-control` with the engines and transfers that it owns, and the senders' threads. It drives all
     transfers of a rank that are not over.
 
     Peers are known by the issuer that their tickets name.
@@ -111,16 +111,16 @@ class ControlPlane:
         self._rank = rank
         self._ring = ring
         self._routes = routes
-        self._misfit = partial(misfit, rank.info, rank.config, rank.caches.description, rank.engine.transport)
+        self._why_misfit = partial(why_misfit, rank.info, rank.config, rank.caches.description, rank.engine.transport)
         self._timeout_s = rank.config.control_timeout_s
         self._hosts = rank.peers.hosts
         # The model's thread makes it, the control thread reads it. None until the scheduler names an address.
         self._wakeup: WakeupSocket | None = None
         # Read by the model's thread. None wakes it if it waits. The number of transfers bounds it, but for that.
         self.outcomes: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
-        # Guards the map below, which both threads change, and `users` and `used_at` of the peers in it.
+        # Guards the map below, which both threads change, and `users` and `used_at` of the engines in it.
         self._lock = threading.Lock()
-        self._peers: dict[tuple[str, str], Peer] = {}
+        self._engines: dict[tuple[str, str], DecodeEngine] = {}
         # The control thread owns the next five. Transfers that are not over, by number.
         self._transfers: dict[int, Transfer] = {}
         # Numbers of ended transfers whose revocation is being answered now.
@@ -131,7 +131,7 @@ class ControlPlane:
         self._retired: list[Sender] = []
         # When to tidy up, on the monotonic clock.
         self._tidy_at = 0.0
-        # The thread may tick before this constructor returns. Without a peer, a tick does not use the client.
+        # The thread may tick before this constructor returns. Without an engine, a tick does not use the client.
         secret = rank.peers.secret
         self._client = SideChannelClient(self._on_revoked, self._on_tick, name="pd-control", secret=secret)
 
@@ -140,21 +140,21 @@ class ControlPlane:
     def acquire(self, ticket: Ticket) -> Sender:
         """Returns the sender that writes to the engine that issued `ticket`. It takes tasks until `release`."""
         with self._lock:
-            peer = self._peers.get(ticket.issuer)
-            if peer is None:
+            engine = self._engines.get(ticket.issuer)
+            if engine is None:
                 name = f"pd-sender-{ticket.remote_host}:{ticket.remote_port}"
-                sender = Sender(name, self._rank, self._ring, self.finish)
-                peer = Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
-                self._peers[ticket.issuer] = peer
-            peer.users += 1
-            return peer.sender
+                sender = Sender(name, self._rank, self._ring, self.writes_over)
+                engine = DecodeEngine(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
+                self._engines[ticket.issuer] = engine
+            engine.users += 1
+            return engine.sender
 
     def release(self, ticket: Ticket) -> None:
         """Gives the sender back that was acquired for `ticket`: it gets no more tasks for it."""
         with self._lock:
-            peer = self._peers[ticket.issuer]
-            peer.users -= 1
-            peer.used_at = time.monotonic()
+            engine = self._engines[ticket.issuer]
+            engine.users -= 1
+            engine.used_at = time.monotonic()
 
     def open(self, transfers: Sequence[Transfer]) -> None:
         """Begins to ask for grants for these transfers. A sender must have been acquired for each ticket."""
@@ -176,14 +176,14 @@ class ControlPlane:
 
     def _close_senders(self, timeout_s: float) -> None:
         with ExitStack() as closing:  # the control thread, which retires senders, has ended
-            for sender in [*self._retired, *(peer.sender for peer in self._all())]:
+            for sender in [*self._retired, *(engine.sender for engine in self._all())]:
                 closing.callback(sender.close, timeout_s)
 
     # On a sender's thread.
 
-    def finish(self, transfers: Sequence[Transfer]) -> None:
+    def writes_over(self, transfers: Sequence[Transfer]) -> None:
         """Says that no write of `transfers` follows. The sender does not touch them any more."""
-        self._client.call(partial(self._finish, transfers))
+        self._client.call(partial(self._writes_over, transfers))
 
     # All that follows runs on the control thread.
 
@@ -196,95 +196,95 @@ class ControlPlane:
     def _open(self, transfers: Sequence[Transfer]) -> None:
         self._transfers.update((transfer.number, transfer) for transfer in transfers)
         with self._lock:
-            peers = {transfer.ticket.issuer: self._peers[transfer.ticket.issuer] for transfer in transfers}
+            engines = {transfer.ticket.issuer: self._engines[transfer.ticket.issuer] for transfer in transfers}
         for transfer in transfers:
-            peers[transfer.ticket.issuer].waiting.append(transfer)
-        for peer in peers.values():
-            self._advance(peer)
+            engines[transfer.ticket.issuer].waiting.append(transfer)
+        for engine in engines.values():
+            self._advance(engine)
 
     @owned
     def _on_tick(self, now: float) -> None:
         """Lets time pass for every engine and transfer, and forgets engines from time to time."""
         self._rank.running_time()
-        for peer in self._all():
-            if peer.waiting:
-                self._advance(peer)
+        for engine in self._all():
+            if engine.waiting:
+                self._advance(engine)
         if now >= self._tidy_at:
             self._tidy_at = now + _TIDY_S
             self._tidy(now)
         for transfer in list(self._transfers.values()):
             self._follow(transfer)
 
-    def _all(self) -> list[Peer]:
+    def _all(self) -> list[DecodeEngine]:
         with self._lock:
-            return list(self._peers.values())
+            return list(self._engines.values())
 
-    def _advance(self, peer: Peer) -> None:
-        """Contacts the transfers that wait for the peer, or asks the peer for its description if that is missing."""
-        if peer.gone is None and peer.layout is None:
-            free = not peer.describing and self._describing[peer.endpoint] < _DESCRIBED_AT_ONCE
-            if free and time.monotonic() >= peer.describe_at:
-                peer.describing = True
-                self._describing[peer.endpoint] += 1
+    def _advance(self, engine: DecodeEngine) -> None:
+        """Contacts the transfers that wait for the engine, or asks it for its description if that is missing."""
+        if engine.gone is None and engine.layout is None:
+            free = not engine.describing and self._describing[engine.endpoint] < _DESCRIBED_AT_ONCE
+            if free and time.monotonic() >= engine.describe_at:
+                engine.describing = True
+                self._describing[engine.endpoint] += 1
                 self._client.request(
-                    peer.endpoint,
-                    Describe(peer.engine_id),
+                    engine.endpoint,
+                    Describe(engine.engine_id),
                     self._timeout_s,
-                    lambda answer: self._on_described(peer, answer),
+                    lambda answer: self._on_described(engine, answer),
                 )
             return
-        waiting, peer.waiting = peer.waiting, []
+        waiting, engine.waiting = engine.waiting, []
         for transfer in waiting:
-            if peer.gone is not None or peer.layout is None:
-                self._contact(peer, transfer, None, peer.gone)
+            if engine.gone is not None or engine.layout is None:
+                self._contact(engine, transfer, None, engine.gone)
             else:
-                transfer.sender.engine_described(peer.layout)
-                reason = foreign(transfer.ticket, peer.layout.description, peer.layout.smallest)
-                self._contact(peer, transfer, peer.layout, reason)
+                transfer.sender.engine_described(engine.layout)
+                reason = why_foreign(transfer.ticket, engine.layout.description, engine.layout.smallest)
+                self._contact(engine, transfer, engine.layout, reason)
 
-    def _on_described(self, peer: Peer, answer: Message | SideChannelError) -> None:
-        peer.describing = False
-        self._describing[peer.endpoint] -= 1
+    def _on_described(self, engine: DecodeEngine, answer: Message | SideChannelError) -> None:
+        engine.describing = False
+        self._describing[engine.endpoint] -= 1
         if isinstance(answer, SideChannelError):
             now = time.monotonic()
-            peer.describe_at = now + _DESCRIBE_PAUSE_S
-            late = [transfer for transfer in peer.waiting if now >= transfer.state.grant_deadline]
-            peer.waiting = [transfer for transfer in peer.waiting if now < transfer.state.grant_deadline]
+            engine.describe_at = now + _DESCRIBE_PAUSE_S
+            late = [transfer for transfer in engine.waiting if now >= transfer.state.grant_deadline]
+            engine.waiting = [transfer for transfer in engine.waiting if now < transfer.state.grant_deadline]
             for transfer in late:
                 self._contact(
-                    peer, transfer, None, f"decode engine {peer.engine_id} does not describe itself: {answer}"
+                    engine, transfer, None, f"decode engine {engine.engine_id} does not describe itself: {answer}"
                 )
             return
-        if isinstance(answer, EngineDescription) and (reason := unsound(answer, self._hosts)) is not None:
+        if isinstance(answer, EngineDescription) and (reason := why_unsound(answer, self._hosts)) is not None:
             where = [rank.control[:80] for rank in answer.ranks[:8]]
-            logger.error("decode engine %s describes ranks at %s", peer.engine_id, where)
+            logger.error("decode engine %s describes ranks at %s", engine.engine_id, where)
             answer = Problem(reason)  # nothing is sent to its ranks
         if isinstance(answer, EngineDescription):
-            if answer.engine_id == peer.engine_id:
-                self._take_over(peer)
-                reason = self._misfit(answer)
+            if answer.engine_id == engine.engine_id:
+                self._take_over(engine)
+                reason = self._why_misfit(answer)
             else:
-                reason = f"engine {answer.engine_id} answers in place of {peer.engine_id}"
+                reason = f"engine {answer.engine_id} answers in place of {engine.engine_id}"
         else:
             reason = answer.reason if isinstance(answer, Problem) else f"unexpected answer {type(answer).__name__}"
         if reason is None:
             assert isinstance(answer, EngineDescription)
-            peer.layout = DecodeLayout(answer)
+            engine.layout = DecodeLayout(answer)
         else:
-            logger.error("decode engine %s at %s: %s: waiting requests fail", peer.engine_id, peer.endpoint, reason)
+            logger.error("decode engine %s at %s: %s: waiting requests fail", engine.engine_id, engine.endpoint, reason)
             layout = DecodeLayout(answer) if isinstance(answer, EngineDescription) else None
-            waiting, peer.waiting = peer.waiting, []
+            waiting, engine.waiting = engine.waiting, []
             for transfer in waiting:
-                self._contact(peer, transfer, layout, reason)
+                self._contact(engine, transfer, layout, reason)
         for each in self._all():  # this engine's transfers can go on, and another engine can be asked
-            if each.endpoint == peer.endpoint and each.waiting:
+            if each.endpoint == engine.endpoint and each.waiting:
                 self._advance(each)
 
-    def _take_over(self, peer: Peer) -> None:
-        """Marks engines as gone at whose address `peer` listens now: they ended before it was started."""
-        others = [p for p in self._all() if p.endpoint == peer.endpoint and p is not peer and not p.gone]
+    def _take_over(self, engine: DecodeEngine) -> None:
+        """Marks engines as gone at whose address `engine` listens now: they ended before it was started."""
+        others = [p for p in self._all() if p.endpoint == engine.endpoint and p is not engine and not p.gone]
         for other in others:
-            other.gone = f"engine {other.engine_id} has ended: {peer.engine_id} is at its address now"
+            other.gone = f"engine {other.engine_id} has ended: {engine.engine_id} is at its address now"
             logger.info("decode %s", other.gone)
             issuer = (other.endpoint, other.engine_id)
             for transfer in [each for each in self._transfers.values() if each.ticket.issuer == issuer]:
@@ -295,25 +295,27 @@ class ControlPlane:
     def _tidy(self, now: float) -> None:
         """Forgets engines that are no longer needed, and stops polling idle connections."""
         with self._lock:
-            over = [key for key, peer in self._peers.items() if peer.is_over(now)]
-            forgotten = [self._peers.pop(key) for key in over]
-            in_use = {endpoint for peer in self._peers.values() for endpoint in peer.endpoints} if over else set()
-            idle = [endpoint for peer in self._peers.values() if not peer.busy for endpoint in peer.endpoints]
+            over = [key for key, engine in self._engines.items() if engine.is_over(now)]
+            forgotten = [self._engines.pop(key) for key in over]
+            in_use = {endpoint for engine in self._engines.values() for endpoint in engine.endpoints} if over else set()
+            idle = [endpoint for engine in self._engines.values() if not engine.busy for endpoint in engine.endpoints]
         for endpoint in idle:
             self._client.rest(endpoint)
         self._retired = [sender for sender in self._retired if not sender.has_ended]
-        for peer in forgotten:
-            peer.sender.retire()
-            self._retired.append(peer.sender)
-            for endpoint in peer.endpoints - in_use:
+        for engine in forgotten:
+            engine.sender.retire()
+            self._retired.append(engine.sender)
+            for endpoint in engine.endpoints - in_use:
                 self._client.forget(endpoint)
                 del self._describing[endpoint]
-            if peer.layout is not None:
-                self._rank.engine.forget({rank.session for rank in peer.layout.description.ranks})
+            if engine.layout is not None:
+                self._rank.engine.forget({rank.session for rank in engine.layout.description.ranks})
 
     # Transfers.
 
-    def _contact(self, peer: Peer, transfer: Transfer, layout: DecodeLayout | None, refused: str | None) -> None:
+    def _contact(
+        self, engine: DecodeEngine, transfer: Transfer, layout: DecodeLayout | None, refused: str | None
+    ) -> None:
         """Begins to ask the ranks of a decode engine for grants.
 
         layout: the engine's description; None if it did not describe itself.
@@ -331,7 +333,7 @@ class ControlPlane:
                 self._fail(transfer, reason, PushFailure.UNFIT)
                 first = min(layout.ranks)
                 destinations = {first: Destination(layout.ranks[first], ())}
-        peer.endpoints.update(destination.rank.control for destination in destinations.values())
+        engine.endpoints.update(destination.rank.control for destination in destinations.values())
         transfer.state.contacted(destinations)
         self._follow(transfer)
 
@@ -362,7 +364,7 @@ class ControlPlane:
         return WriterId(self._rank.info.engine_id, self._rank.info.pp_rank, self._rank.info.rank, number)
 
     @owned
-    def _finish(self, transfers: Sequence[Transfer]) -> None:
+    def _writes_over(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
             transfer.is_finishing = True
             self._follow(transfer)

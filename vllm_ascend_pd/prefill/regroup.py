@@ -66,7 +66,7 @@ class StagingRing:
     def take(self, holder: StepSend) -> Slot | None:
         """Returns a slot, or None if none is free."""
         with self._lock:
-            self.rests()
+            self.free_rested()
             if not self._free:
                 return None
             slot = self._free.pop()
@@ -90,12 +90,12 @@ class StagingRing:
             del self._holders[slot]  # KeyError: it was free
             if settled_at:
                 self._resting.append((settled_at, slot))
-                self.rests()
+                self.free_rested()
             else:
                 self._free.append(slot)
             self._changed.notify()
 
-    def rests(self) -> bool:
+    def free_rested(self) -> bool:
         """Returns whether a slot rests. Frees those that have rested long enough.
 
         While a slot rests, call this every `LOOK_S` seconds, because running time advances only when it is read.

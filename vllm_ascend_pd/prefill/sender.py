@@ -86,14 +86,14 @@ class Sender:
         name: str,
         rank: PrefillRank,
         ring: StagingRing | None,
-        finished: Callable[[Sequence[Transfer]], None],
+        on_written: Callable[[Sequence[Transfer]], None],
     ) -> None:
-        """Starts the thread. `finished`: called when no write of these transfers follows."""
+        """Starts the thread. `on_written`: called when no write of these transfers follows."""
         self._rank = rank
         self._engine = rank.engine
         self._observer = rank.observer
         self._ring = ring
-        self._finished = finished
+        self._on_written = on_written
         # How long a layer's bytes may take until they can be read.
         self._ready_timeout_s = rank.config.collective_timeout_s + rank.config.write_timeout_s
         # The control thread sets it before any transfer's destinations; this thread reads it after those.
@@ -214,7 +214,7 @@ class Sender:
             if not self._taken:
                 if self._tasks.empty():
                     self._drain()
-                rests = self._ring is not None and self._ring.rests()
+                rests = self._ring is not None and self._ring.free_rested()
                 if self._retired and not rests:
                     break
                 try:
@@ -400,7 +400,7 @@ class Sender:
         except Exception as error:  # noqa: BLE001 - the layer's requests report it
             _fail(push, error)
         finally:
-            if push.step_send.route.is_staged and (slot := push.take_back()) is not None:
+            if push.step_send.route.is_staged and (slot := push.take_staging_slot()) is not None:
                 assert self._ring is not None
                 self._ring.release(slot, push.settled_at)
             if push.room is not None:
@@ -479,7 +479,7 @@ class Sender:
                     transfer.state.fail(reason, PushFailure.WRITE)
                 transfer.is_written = True
             if written:
-                self._finished(written)
+                self._on_written(written)
         except Exception as error:  # noqa: BLE001 - `check` raises it; not that of the write that waits meanwhile
             self._break(error)
         mark.reached.set()

@@ -28,7 +28,7 @@ class StepPlan:
     # What is sent, by the index of the geometry that is read.
     sends: dict[int, list[StepSend]] = field(default_factory=dict)
     # Layers that were not pushed yet, in order.
-    unsaved: dict[str, None] = field(default_factory=dict)
+    unpushed: dict[str, None] = field(default_factory=dict)
     # What takes checksums, by the index of the geometry. Empty without `verify_kv`.
     checksums: dict[int, list[StepChecksums]] = field(default_factory=dict)
     # Transfers whose prompt ends in this step.
@@ -74,7 +74,7 @@ class Planner:
         plan = StepPlan(self.steps)
         if not sends:
             return plan
-        plan.unsaved.update(dict.fromkeys(self._rank.caches.layers))
+        plan.unpushed.update(dict.fromkeys(self._rank.caches.layers))
         # By decode engine, as tickets describe it: all ranks must make the same plan (R5), and a rank may not have the
         # engine's description yet.
         slices: dict[object, list[tuple[Transfer, Send]]] = {}

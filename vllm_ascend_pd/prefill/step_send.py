@@ -150,8 +150,8 @@ class StepSend:
         """Returns some requests' copies to a decode tensor of the geometry `theirs`, and the bytes of each request.
 
         `portion`: what goes there of every unit. Source offsets count from our tensor's block 0, or from the tensor's
-        place in the staging slot. `foreign` of `core/described_engine.py` has checked that the engine has the blocks
-        that its tickets name.
+        place in the staging slot. `why_foreign` of `core/described_engine.py` has checked that the engine has the
+        blocks that its tickets name.
         """
         src = self.src_units + portion.plane * self.plane_bytes
         dst, owner = self.units.offsets(self.d_blocks, theirs), self.units.owner
@@ -322,7 +322,7 @@ class LayerPush:
                 self._slot = slot
             return not self._given_up
 
-    def take_back(self) -> Slot | None:
+    def take_staging_slot(self) -> Slot | None:
         """Returns the slot for release, if there is one. Nothing of the layer may be read any more."""
         with self.step_send.slots_lock:
             self._given_up = True

@@ -117,7 +117,7 @@ class PrefillWorker(ConnectorRole):
         # Whether the forward pass of that step has ended.
         self._forward_ended = True
         # The layer that `mark_cached` named last, and the device event after it. None after `push_layer`.
-        self._written: tuple[str, Event] | None = None
+        self._cached: tuple[str, Event] | None = None
 
     @owned
     def start_step(self, step: PrefillStep) -> None:
@@ -149,7 +149,7 @@ class PrefillWorker(ConnectorRole):
         self._await_replaced_writes()
         self._forward_ended = False
         self._unnamed.start_step()
-        self._written = None
+        self._cached = None
         parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends if not send.computed]
         self._observer.on(StepBegun(self._plan.number, parts))
         self._push_computed()
@@ -192,9 +192,9 @@ class PrefillWorker(ConnectorRole):
         `layer`: the layer that `push_layer` names next; "" if the caller does not know its name.
         """
         if self._plan.sends:
-            self._written = (layer, self._device.record_event())
+            self._cached = (layer, self._device.record_event())
             if self._turns is not None:
-                self._turns.written(layer, self._plan.all_sends)
+                self._turns.mark_written(layer, self._plan.all_sends)
 
     @owned
     def push_layer(self, layer: str) -> None:
@@ -212,16 +212,16 @@ class PrefillWorker(ConnectorRole):
         pushed when the step ends.
         """
         for name in map(self._unnamed.name, self._caches_of.get(layer, (layer,))):
-            written, self._written = self._written, None
-            if self._plan.sends and name in self._plan.unsaved:
+            written, self._cached = self._cached, None
+            if self._plan.sends and name in self._plan.unpushed:
                 if written is None or written[0] not in ("", name):
                     written = name, self._device.record_event()
                 self._put_layer(self._plan, name, written[1])
-                if not self._plan.unsaved and self._unnamed.in_order:  # decode need not wait for the rest of the step
+                if not self._plan.unpushed and self._unnamed.in_order:  # decode need not wait for the rest of the step
                     self._finish(self._plan.confirmed)
                     self._plan.confirmed.clear()
             elif self._turns is not None:
-                self._turns.read(name, ())
+                self._turns.add_reads(name, ())
 
     def await_buffer(self, layer: str | int) -> None:
         """Waits until the KV of other layers, in the same buffer as that of `layer`, is not read any more (R3).
@@ -259,14 +259,14 @@ class PrefillWorker(ConnectorRole):
             return
         plan, self._plan = self._plan, StepPlan()
         if self._turns is not None:
-            self._turns.read("", ())  # an exception may have come between a layer's hooks
-        if plan.unsaved and plan.sends:
+            self._turns.add_reads("", ())  # an exception may have come between a layer's hooks
+        if plan.unpushed and plan.sends:
             event = self._device.record_event()
-            for layer in plan.unsaved:
+            for layer in plan.unpushed:
                 if self._turns is not None and layer in self._turns:
                     for step_send in plan.all_sends:
                         step_send.fail(f"another layer may have overwritten the KV of {layer}", PushFailure.INTERNAL)
-            for layer in list(plan.unsaved):
+            for layer in list(plan.unpushed):
                 self._put_layer(plan, layer, event, is_announced=False)
         computed = self._device.record_event() if plan.last else None
         self._observer.on(StepEnded(computed))
@@ -388,7 +388,7 @@ class PrefillWorker(ConnectorRole):
 
         `is_announced`: whether the layer was computed just now, and not at an unknown time of the step.
         """
-        plan.unsaved.pop(layer, None)
+        plan.unpushed.pop(layer, None)
         self._observer.on(LayerComputed(layer, computed))
         pushes, of_layer, ready = [], self._caches.layers_by_geometry.get(layer, {}), computed
         if plan.checksums:
@@ -410,7 +410,7 @@ class PrefillWorker(ConnectorRole):
                 if step_send.route.is_staged:
                     self._observer.on(RegroupSubmitted(layer, step_send.ticket_ids, computed, push.ready))
         if self._turns is not None and is_announced:
-            self._turns.read(layer, pushes)
+            self._turns.add_reads(layer, pushes)
 
     # The open transfers.
 

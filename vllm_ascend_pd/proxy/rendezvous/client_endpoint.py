@@ -109,7 +109,7 @@ class ClientRequests:
         its engines is well. `deliveries`: tells which of those reach decode, and is told when they have. `budget`:
         counts what is made of bodies; who reads them counts their bytes."""
         self._request_table = request_table
-        self._pool = decode
+        self._decode_pool = decode
         self._prefill = prefill
         self._deliveries = deliveries
         self._observer = observer
@@ -170,7 +170,7 @@ class ClientRequests:
     async def _run(self, request: ProxiedRequest) -> None:
         """Asks one engine after the other, until one answers or no attempt is left. Returns when the client has got a
         response, or after `request.end` with an error."""
-        pool, reply, failures = self._pool, request.reply, request.failures
+        pool, reply, failures = self._decode_pool, request.reply, request.failures
         clients_id = reply.request_id
         begun, avoid = time.monotonic(), frozenset[str]()
         # Only the answers of these routes are named after the X-Request-Id.
@@ -220,15 +220,15 @@ class ClientRequests:
         failure: Failure | None = None
         responded = False
         sent = request.method, request.path, request.decode_headers, content
-        with self._pool.watch.over(request) as scope:
+        with self._decode_pool.watch.over(request) as scope:
             try:
-                async with self._pool.open(request, ranking, *sent) as response:
+                async with self._decode_pool.open(request, ranking, *sent) as response:
                     responded = True
                     failure = await relay.run(response)
                     if failure is not None and failure.kind is FailureKind.BUSY:
-                        raise self._pool.busy(failure.url, failure.reason, request.request_id)
+                        raise self._decode_pool.busy(failure.url, failure.reason, request.request_id)
                     if failure is None and response.is_success:
-                        self._pool.judge(request.engine, None)
+                        self._decode_pool.judge(request.engine, None)
                         self._deliveries.answered(request, is_complete=True)
             except EngineError as error:
                 failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))

@@ -50,7 +50,7 @@ from vllm_ascend_pd.proxy.rendezvous.tickets import (
     TicketHeader,
     answer_to_intent,
     failed,
-    judge,
+    failure_of,
     read_ticket,
 )
 from vllm_ascend_pd.proxy.routing.answers import (
@@ -102,7 +102,7 @@ class Metaserver:
     ) -> None:
         """`request_table`: the client requests that tickets are matched with."""
         self._request_table = request_table
-        self._pool = prefill
+        self._prefill_pool = prefill
         self._decode = decode
         self._deliveries = deliveries
         self._observer = observer
@@ -165,7 +165,7 @@ class Metaserver:
         """Has a prefill engine compute the ticket's prompt, unless that has failed too often. Sets the answer for
         decode."""
         request, failures = prefill.request, prefill.failures
-        used_up = bool(failures) and self._pool.are_used_up(failures)
+        used_up = bool(failures) and self._prefill_pool.are_used_up(failures)
         self._open.add(ticket.header.ticket_id)
         try:
             with prefill.running(), self._observer.tickets_waiting.track_inprogress():
@@ -183,7 +183,7 @@ class Metaserver:
             prefill.answered, prefill.answer = True, result
             request.prefilled_at = request.prefilled_at or time.monotonic()
             return
-        may_follow = self._pool.to_avoid(failures) is not None
+        may_follow = self._prefill_pool.to_avoid(failures) is not None
         if failure is not None and not prefill.given_up and may_follow and self._may_begin_anew(request):
             # Only the log gets the prefill engine's address.
             before = f"prefill at {failure.url} failed: "
@@ -209,11 +209,11 @@ class Metaserver:
         headers = prefill_request_headers(request.decode_headers)
         ranking = self._rank(prefill, prompt_of(parsed, prefill.prompt))
         result: Response | Failure | None = None
-        with self._pool.watch.over(prefill):
+        with self._prefill_pool.watch.over(prefill):
             try:
-                async with self._pool.open(prefill, ranking, "POST", path, headers, body) as response:
+                async with self._prefill_pool.open(prefill, ranking, "POST", path, headers, body) as response:
                     answer = await response.buffer(_MAX_PREFILL_ANSWER_BYTES)
-                result = judge(response.status, response.content_type, answer, prefill.engine)
+                result = failure_of(response.status, response.content_type, answer, prefill.engine)
                 if result is None:
                     result = answer_to_intent(answer) if ticket.header.ticket_follows else _PREFILLED
             except EngineError as error:
@@ -227,12 +227,12 @@ class Metaserver:
         if isinstance(result, Response) and not prefill.is_over:
             seconds = time.monotonic() - prefill.silent_since
             self._observer.prefill_seconds.observe(seconds)
-            self._pool.pace.note(prefill.work, seconds)
+            self._prefill_pool.pace.note(prefill.work, seconds)
         return result
 
     def _rank(self, prefill: Prefill, prompt: PromptEstimate) -> EngineRanking:
         """Ranks the engines for a prompt: those that have failed for its request come last, if at all."""
-        engines, avoid = self._pool.engines, frozenset(prefill.request.failed_prefill)
+        engines, avoid = self._prefill_pool.engines, frozenset(prefill.request.failed_prefill)
         doubted = self._deliveries.passed_over([prefill.decode_engine])
         if not avoid or not set(engines.urls) - avoid:
             return engines.rank(prompt, doubted=doubted)
@@ -268,7 +268,7 @@ class Metaserver:
 
     def _transfer_failed(self, prefill: Prefill, reason: str, by_prefill: bool) -> None:
         request = prefill.request
-        in_flight = prefill in self._pool.watch
+        in_flight = prefill in self._prefill_pool.watch
         kind = FailureKind.TRANSFER if by_prefill or not in_flight else FailureKind.INTERRUPTED
         has_failed = prefill.answer is not None and not prefill.answered
         if prefill.engine and not (prefill.given_up or has_failed):
@@ -276,7 +276,7 @@ class Metaserver:
             prefill.failed(failure)
             self._deliveries.prefill_failed(prefill, failure)
         prefill.given_up = True
-        failures, used_up = prefill.failures, self._pool.are_used_up(prefill.failures)
+        failures, used_up = prefill.failures, self._prefill_pool.are_used_up(prefill.failures)
         failure = _transfer_failure(reason, request)
         if used_up:
             failure = _without_kv(request, failures, failure._replace(kind=FailureKind.PREFILL))

@@ -133,7 +133,7 @@ class _PrefillAnswer(msgspec.Struct, frozen=True):
         return self.usage is not None and self.usage.output_tokens == 0
 
 
-def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failure | None:
+def failure_of(status: int, content_type: str | None, body: bytes, url: str) -> Failure | None:
     """Returns how a prefill failed, or None.
 
     A failed transfer comes with HTTP 200, and so does a prefill that was aborted.

@@ -449,7 +449,7 @@ class EnginePool:
         """The untried engines that may get requests, of the first tier that has any."""
         for tier in tiers:
             known = (self.engines.get(url) for url in tier if url not in tried)
-            if candidates := [engine for engine in known if engine is not None and engine.open]:
+            if candidates := [engine for engine in known if engine is not None and engine.takes_requests]:
                 return candidates
         return []
 

@@ -200,7 +200,7 @@ class RegisteredEngine(HasSlots):
         """When the engine first reported the token count of its last report. Only `note` changes it."""
 
     @property
-    def open(self) -> bool:
+    def takes_requests(self) -> bool:
         """Whether it may get requests."""
         return not (self.draining or self.removed)
 
@@ -306,11 +306,11 @@ class EngineRegistry:
     @property
     def urls(self) -> tuple[str, ...]:
         """URLs of the engines that may get requests, ejected ones included."""
-        return tuple(engine.url for engine in self if engine.open)
+        return tuple(engine.url for engine in self if engine.takes_requests)
 
     def well(self, now: float) -> list[RegisteredEngine]:
         """The engines that may get requests and are not doubtful. Those without a free slot count, too."""
-        return [engine for engine in self if engine.open and not engine.gate.doubtful(now)]
+        return [engine for engine in self if engine.takes_requests and not engine.gate.doubtful(now)]
 
     # Which engines there are.
 
@@ -397,7 +397,7 @@ class EngineRegistry:
         """Ranks all engines that may get requests, except those in `avoid`. Doubtful engines, and those in `doubted`,
         come after the others, and engines in `last` after those."""
         now = time.monotonic()
-        engines = {engine.url: engine for engine in self if engine.open and engine.url not in avoid}
+        engines = {engine.url: engine for engine in self if engine.takes_requests and engine.url not in avoid}
         ranked = self.affinity.order(prompt, [self.load(engine, now) for engine in engines.values()])
         doubtful = tuple(url for url in ranked if url in doubted or engines[url].gate.doubtful(now))
         well = tuple(url for url in ranked if url not in doubtful)

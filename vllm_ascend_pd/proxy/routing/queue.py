@@ -38,7 +38,7 @@ class HasSlots:
         """What is known of its own limit. None: it has not been busy lately."""
 
     @property
-    def open(self) -> bool:
+    def takes_requests(self) -> bool:
         """Whether it may get requests."""
         return True
 
@@ -154,7 +154,7 @@ class Queue(Generic[T]):
             if self._is_free(each):
                 self._take(each, group)
                 return each
-        waiter = _Waiter([each for each in choices if each.open], avoid, group)
+        waiter = _Waiter([each for each in choices if each.takes_requests], avoid, group)
         if not waiter.choices:
             return None
         if not (readmitted or waiter.group.granted or waiter.group in self._groups):
@@ -170,7 +170,7 @@ class Queue(Generic[T]):
             raise
         finally:
             self._leave(waiter)
-        if waiter.given is not None and not waiter.given.open:  # it closed in the same turn of the event loop
+        if waiter.given is not None and not waiter.given.takes_requests:  # it closed in the same turn of the event loop
             self._give_back(waiter)
             return None
         if waiter.given is None and waiter.choices:
@@ -187,7 +187,7 @@ class Queue(Generic[T]):
     @owned
     def assign(self) -> None:
         """Gives free slots to the requests whose turn it is, and ends the waits for engines that are gone."""
-        for gone in [engine for engine in self._wanted if not engine.open]:
+        for gone in [engine for engine in self._wanted if not engine.takes_requests]:
             for waiter in self._in_order():
                 if gone in waiter.choices:
                     del waiter.choices[gone]
@@ -231,7 +231,7 @@ class Queue(Generic[T]):
         """
         if group is not None:
             self._take_back(group)
-        if engine.open:
+        if engine.takes_requests:
             busy = engine.busy = engine.busy or _Busy()
             busy.limit, busy.is_full = engine.slots_used - 1, True
             if busy.timer is None:
@@ -252,7 +252,7 @@ class Queue(Generic[T]):
 
     def _is_free(self, engine: T) -> bool:
         """Whether an engine may get a request and has a slot for it."""
-        if not engine.open or self._total == self._in_all:
+        if not engine.takes_requests or self._total == self._in_all:
             return False
         used, busy = engine.slots_used, engine.busy
         return (self.limit is None or used < self.limit) and (busy is None or used < busy.limit)
