@@ -50,7 +50,7 @@ def test_a_failure_on_another_thread_stops_writes_at_once_and_is_what_the_writin
     assert (ticket.failure, ticket.cause) == ("the device failed", PushFailure.DEVICE)
 
 
-def test_a_failure_comes_before_the_end_of_the_writing_or_counts_for_nothing(ticket: PrefillTicket) -> None:
+def test_a_failure_comes_before_decode_is_notified_or_counts_for_nothing(ticket: PrefillTicket) -> None:
     """Or a transfer would be reported as complete that has failed (R1)."""
     contact(ticket)
     answer(ticket, Granted(30.0))
@@ -59,6 +59,7 @@ def test_a_failure_comes_before_the_end_of_the_writing_or_counts_for_nothing(tic
         with pytest.raises(TimeoutError):
             failing.result(0.05)
         assert ticket.finish(time.monotonic()) is True
+        assert ticket.notify(0.0)
     assert ticket.failure is None
 
 
