@@ -171,7 +171,9 @@ class World:
                 if client.outcome is None:
                     self.oracle.violated(f"R4: {client.name} waits, and no request has ended for {_LONGEST_S:g} s")
         if not self.kernel.halted:
-            self._until(_REST_WITHIN_S, self._is_quiet)
+            # Prompts that nobody waits for any more may be held one after the other.
+            hold_s = (_CONFIG.hold_timeout_s or 0.0) * self._requests
+            self._until(_REST_WITHIN_S + hold_s, self._is_quiet)
             self.oracle.at_rest()
 
     def _look(self) -> None:
