@@ -38,6 +38,10 @@ GUARDS: dict[str, Mutant] = {
 }
 """Of scenarios that mutants.py does not have."""
 
+ORDERS_WITHOUT_GUARD = 40
+"""In one of so many orders of threads a scenario fails without its guard. After a change of the code, an order means
+another history."""
+
 FOUND: dict[str, Scenario] = {
     "a preempted request whose writes are over counts as delivered": Scenario(
         seed=1001823,

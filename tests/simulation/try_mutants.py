@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes guards of the product out, one at a time, to see who notices: quick tests, and seeds of the simulation.
+"""Takes guards of the product out, one at a time, to see who notices: quick tests, and the simulation, which runs the
+scenario of found.py with the guard's name, if there is one, and then seeds.
 
 From the folder tests/: `python -m simulation.try_mutants [-k TEXT] [--jobs N]`. It prints a line for each guard, and
 fails if nobody notices one of them, if a quick test fails with all guards, or if a seed does.
@@ -18,6 +19,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeAlias
@@ -30,7 +32,9 @@ os.environ["VLLM_ASCEND_PD_CHECK_THREADS"] = "1"  # before the product is import
 import pytest
 
 import simulation.engine  # what most tests and seeds need; the simulation itself is put in place later
+from simulation.found import FOUND, ORDERS_WITHOUT_GUARD
 from simulation.mutants import EVERYTHING, MUTANTS, Mutant, quick_tests
+from simulation.scenario import Scenario
 
 _TESTS = Path(__file__).parents[1]
 # A test may take 60 s. So a process that takes this long hangs.
@@ -83,18 +87,19 @@ def _tests_notice(mutant: Mutant) -> str:
     return failures.first
 
 
-def _seeds_notice(mutant: Mutant) -> str:
-    """Runs seeds of the simulation. Returns the first one that violates a rule, and what it violates."""
+def _simulation_notices(found: Scenario | None, mutant: Mutant) -> str:
+    """Runs a scenario in several orders of threads, and seeds. Returns what first violates a rule, and which one."""
     from simulation.world import World
 
-    for seed in range(mutant.seeds):
-        scenario = mutant.scenario(seed)
+    runs = [(f"order {order} of the scenario", found, order) for order in range(ORDERS_WITHOUT_GUARD) if found]
+    runs += [(f"seed {seed}", mutant.scenario(seed), 0) for seed in range(mutant.seeds)]
+    for name, scenario, order in runs:
         with mutant.made():
-            violations = World(scenario).run().violations
+            violations = World(scenario, order).run().violations
         if violations:
-            if others := World(scenario).run().violations:
-                raise RuntimeError(f"with all guards, too, seed {seed} violates {others[0]}")
-            return f"seed {seed}: {violations[0]}"
+            if others := World(scenario, order).run().violations:
+                raise RuntimeError(f"with all guards, too, {name} violates {others[0]}")
+            return f"{name}: {violations[0]}"
     return ""
 
 
@@ -166,7 +171,9 @@ def main() -> int:
 
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
         print("seeds:")
-        jobs = [_Job(name, _seeds_notice) for name, mutant in chosen.items() if mutant.seeds]
+        jobs = [
+            _Job(name, partial(_simulation_notices, FOUND.get(name))) for name, mutant in chosen.items() if mutant.seeds
+        ]
         seeds = _answers(jobs, arguments.jobs, chosen)
     return _report(chosen, tests, seeds)
 
