@@ -35,6 +35,7 @@ def test_engines_that_close_the_connection() -> None:
 def test_prefills_of_a_failed_attempt_are_cancelled_first() -> None:
     """The first engine posts its ticket and dies."""
     dying = DecodeEngine()
+    dying.waits = 60.0  # it does not answer first when it hears that its prefill has ended
     with beside(decode=dying) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.hangs = True
         answer = client.submit(cluster.complete)
