@@ -85,8 +85,9 @@ def test_the_command_draws_a_request(cluster: Cluster, client: Client) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     [row] = [line.split() for line in ran.stdout.splitlines() if line.split()[:1] == [name]]
-    assert "-" not in row
     assert row[1] == "700"
+    assert row[2:4] == ["-", "-"]  # decode asked first
+    assert "-" not in row[4:]
     assert '"cat":"placed"' in (folder / "trace.json").read_text()
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert any(

@@ -26,15 +26,6 @@ GUARDS: dict[str, Mutant] = {
             ),
         ),
     ),
-    "a preempted request whose writes are over counts as delivered": Mutant(
-        (
-            Edit(
-                "core.prefill_ticket:PrefillTicket.fail",
-                "self.phase in (Phase.WRITING, Phase.FINISHED)",
-                "self.phase is Phase.WRITING",
-            ),
-        ),
-    ),
 }
 """Of scenarios that mutants.py does not have."""
 

@@ -249,11 +249,17 @@ MUTANTS: dict[str, Mutant] = {
     "a grant may come for ever too late": _without(
         "core.prefill_ticket:PrefillTicket.may_write", "if now < self.grant_deadline:", "if True:", seeds=0
     ),
-    "a failure counts although the writing has ended as complete": _without(
+    "a failure counts although decode is being notified of success": _without(
         "core.prefill_ticket:PrefillTicket.fail",
-        "if self.failure is None and self.phase is Phase.WRITING:",
+        "if self.failure is None and self.phase in (Phase.WRITING, Phase.FINISHED):",
         "if self.failure is None:",
         seeds=0,
+    ),
+    "a preempted request whose writes are over counts as delivered": _without(
+        "core.prefill_ticket:PrefillTicket.fail",
+        "self.phase in (Phase.WRITING, Phase.FINISHED)",
+        "self.phase is Phase.WRITING",
+        seeds=1,
     ),
     "a grant wakes no sender": _without(
         "core.prefill_ticket:PrefillTicket.answered", "self._changed.notify_all()", "pass", seeds=0
