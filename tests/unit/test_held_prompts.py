@@ -123,7 +123,7 @@ def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     assert remembered_of(prefill) == {}
     late = ticket_for(PROMPT)
     said = prefill.offer(transfer_id, late)
-    assert said.reason == "no ticket came within 480 s after prefill had computed the prompt"
+    assert said.reason == "prefill holds the prompt, and no ticket or question about one came for 480 s"
     assert refused(prefill, transfer_id, late) == said.reason
 
 
