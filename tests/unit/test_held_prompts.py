@@ -137,7 +137,7 @@ def test_blocks_are_held_while_decode_asks_about_the_ticket(prefill: Prefill, mo
         assert prefill.run()[0].unsent == set()
     prefill.clock.now += held_prompts.HOLD_TIMEOUT_S
     assert prefill.run()[0].unsent == {"r"}
-    assert refused(prefill, transfer_id, ticket).startswith("no ticket came")
+    assert refused(prefill, transfer_id, ticket).startswith("prefill holds the prompt, and no ticket")
 
     monkeypatch.setattr(held_prompts, "MAX_TICKET_LIFETIME_S", held_prompts.HOLD_TIMEOUT_S + 10)
     transfer_id = prefill.answered("s")["transfer_id"]
