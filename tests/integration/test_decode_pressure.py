@@ -294,7 +294,7 @@ def parts(make_any: MakeScheduler) -> dict[tuple[type, str], Any]:
     return {
         (owner, name): before
         for (owner, name, module), before in patches._replaced.items()
-        if module.endswith("_scheduler") or name == "_request_remaining_blocks"
+        if module.endswith("_scheduler")
     }
 
 
@@ -329,8 +329,6 @@ def test_what_the_patch_is_for(
 
 def test_each_part_of_the_patch_is_needed(make_any: MakeScheduler, parts: dict[tuple[type, str], Any]) -> None:
     for (owner, name), by_vllm in parts.items():
-        if name == "_request_remaining_blocks" and VERSION != "0.30":
-            continue  # first steps of 0.23 have no drafts, and 0.32 and 0.33 keep a block for those
         with pytest.MonkeyPatch.context() as patched, closing(wrong(make_any)) as names:
             patched.setattr(owner, name, by_vllm)
             assert next(names, None), f"nothing goes wrong without the patch of {name}"

@@ -52,18 +52,6 @@ def has_blocks(scheduler: Any, request: "Request") -> bool:
     return any(manager.req_to_blocks.get(request.request_id) for manager in managers)
 
 
-def not_negative(by_vllm: Method) -> Method:
-    """Replaces `_request_remaining_blocks`.
-
-    Of a request with more blocks of cached states than its tokens need, vLLM counts those beyond as blocks to come.
-    """
-
-    def request_remaining_blocks(self: Any, request: "Request") -> int:
-        return max(0, int(by_vllm(self, request)))
-
-    return request_remaining_blocks
-
-
 def install_for_decode_scheduler() -> None:
     """Installs the patches that a decode engine's scheduler needs in the installed vLLM. May be called again.
 

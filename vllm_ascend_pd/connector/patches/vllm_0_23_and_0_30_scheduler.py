@@ -15,7 +15,7 @@ are scheduled before those that hold no blocks.
 Before a transfer starts, vLLM also wants more free blocks than its own: those that other requests will need. It counts
 a request whose transfer failed and which has lost its blocks, although that one waits like any other. So a transfer
 before it in the queue may never start, nor may requests behind that transfer. The patch counts it no more. Nor does it
-count a request with more blocks of cached states than its tokens need as one that gives blocks back.
+count, on 0.30, a request with more blocks of cached states than its tokens need as one that gives blocks back.
 
 vllm-ascend's schedulers call the patched methods from their own `schedule()`, too, so the patch holds for all of them.
 """
@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.connector.patches import Method, has_blocks, not_negative, replace
+from vllm_ascend_pd.connector.patches import Method, has_blocks, replace
+from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -77,9 +78,18 @@ def install() -> None:
     original = next(each for each in Scheduler.__mro__ if "_select_waiting_queue_for_scheduling" in vars(each))
     replace(original, "_select_waiting_queue_for_scheduling", _arrived_requests_first)
     replace(original, "_update_waiting_for_remote_kv", _following_ended_transfers)
-    replace(original, "_request_remaining_blocks", not_negative)
+    if HAS_TRANSFER_RESULTS:  # 0.23 keeps no blocks for drafts of first steps, and counts none below 0
+        replace(original, "_request_remaining_blocks", _not_negative)
     replace(KVCacheManager, "allocate_slots", _first_steps_with_transfers)
     replace(KVCacheManager, "new_step_starts", _each_pass_anew)
+
+
+def _not_negative(by_vllm: Method) -> Method:
+    def request_remaining_blocks(self: Any, request: "Request") -> int:
+        """Of a request with more blocks of cached states than its tokens need, vLLM counts those beyond as free."""
+        return max(0, int(by_vllm(self, request)))
+
+    return request_remaining_blocks
 
 
 def _arrived_requests_first(by_vllm: Method) -> Method:

@@ -12,8 +12,7 @@ first steps. So most of what 0.30 is patched for is right. They still deadlock i
   longest requests may need more blocks then than there are.
 
 With the patch, a request that has lost its blocks goes to the other queue, as its first one, and no blocks are left for
-it. Blocks beyond `max_model_len` do not count. Nor does a request with more blocks of cached states than its tokens
-need count as one that gives blocks back.
+it. Blocks beyond `max_model_len` do not count.
 """
 
 import math
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.connector.patches import Method, has_blocks, not_negative, replace, replace_in_schedulers
+from vllm_ascend_pd.connector.patches import Method, has_blocks, replace, replace_in_schedulers
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -41,7 +40,6 @@ def install() -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     replace_in_schedulers("_handle_blocked_waiting_request", _leaving_the_queue)
-    replace_in_schedulers("_request_remaining_blocks", not_negative)
     replace_in_schedulers("_inflight_prefill_reserved_blocks", _noting_drafts)
     replace(KVCacheManager, "allocate_slots", _within_the_longest)
 
