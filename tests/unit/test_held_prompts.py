@@ -123,7 +123,7 @@ def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     assert remembered_of(prefill) == {}
     late = ticket_for(PROMPT)
     said = prefill.offer(transfer_id, late)
-    assert said.reason == "prefill holds the prompt, and no ticket or question about one came for 480 s"
+    assert said.reason == "neither a ticket nor a question about one came for 480 s"
     assert refused(prefill, transfer_id, late) == said.reason
 
 
@@ -137,7 +137,7 @@ def test_blocks_are_held_while_decode_asks_about_the_ticket(prefill: Prefill, mo
         assert prefill.run()[0].unsent == set()
     prefill.clock.now += held_prompts.HOLD_TIMEOUT_S
     assert prefill.run()[0].unsent == {"r"}
-    assert refused(prefill, transfer_id, ticket).startswith("prefill holds the prompt, and no ticket")
+    assert refused(prefill, transfer_id, ticket).startswith("neither a ticket nor a question about one came")
 
     monkeypatch.setattr(held_prompts, "MAX_TICKET_LIFETIME_S", held_prompts.HOLD_TIMEOUT_S + 10)
     transfer_id = prefill.answered("s")["transfer_id"]

@@ -103,7 +103,7 @@ class ControlPlane:
     """The thread `pd-control` with the engines and transfers that it owns, and the senders' threads. It drives all
     transfers of a rank that are not over.
 
-    Peers are known by the issuer that their tickets name.
+    Engines are known by the issuer that their tickets name.
     """
 
     def __init__(self, rank: PrefillRank, ring: StagingRing | None, routes: Routes) -> None:
@@ -282,7 +282,7 @@ class ControlPlane:
 
     def _take_over(self, engine: DecodeEngine) -> None:
         """Marks engines as gone at whose address `engine` listens now: they ended before it was started."""
-        others = [p for p in self._all() if p.endpoint == engine.endpoint and p is not engine and not p.gone]
+        others = [e for e in self._all() if e.endpoint == engine.endpoint and e is not engine and not e.gone]
         for other in others:
             other.gone = f"engine {other.engine_id} has ended: {engine.engine_id} is at its address now"
             logger.info("decode %s", other.gone)

@@ -190,7 +190,7 @@ class HeldPrompts:
                 asked_at = self.inbox.asked_at(prompt.transfer_id)
                 if asked_at is not None:
                     prompt.hold_until = min(asked_at + self._hold_timeout_s, prompt.hold_latest)
-        late = f"prefill holds the prompt, and no ticket or question about one came for {self._hold_timeout_s:g} s"
+        late = f"neither a ticket nor a question about one came for {self._hold_timeout_s:g} s"
         return [
             (prompt, prompt.given_up or late)
             for prompt in self._all()
