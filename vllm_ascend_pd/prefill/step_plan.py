@@ -98,23 +98,27 @@ class Planner:
                 is_known = geometry.is_known_to(ticket.remote_draft)
                 if is_known and (step_sends := self._plan_geometry(plan, index, ticket, group)):
                     planned[index] = step_sends
-            at_once = self._is_sent_at_once(group, planned)
+            # All sends of a group have been computed before, or none.
+            at_once = group[0][1].computed and self._is_sent_at_once(group, planned)
             for index, step_sends in planned.items():
                 (plan.computed if at_once else plan.sends).setdefault(index, []).extend(step_sends)
             if at_once:
                 plan.computed_transfers.extend(transfer for transfer, _ in group)
-        for ending in (plan.last, plan.confirmed):
-            ending[:] = [transfer for transfer in ending if transfer not in plan.computed_transfers]
+        if plan.computed_transfers:
+            for ending in (plan.last, plan.confirmed):
+                ending[:] = [transfer for transfer in ending if transfer not in plan.computed_transfers]
         return plan
 
     def _is_sent_at_once(self, slices: list[tuple[Transfer, Send]], planned: Mapping[int, list[StepSend]]) -> bool:
-        """Whether all of it may be sent when the step begins: earlier steps have computed it, and it is read from the
-        cache. What is regrouped takes turns with the step's layers: there are few staging slots. Checksums are taken
-        layer by layer, too, and layers that share a buffer have overwritten it."""
+        """Whether all of what earlier steps have computed may be sent when the step begins: it is read from the cache.
+
+        What is regrouped takes turns with the step's layers: there are few staging slots. Checksums are taken layer by
+        layer, too, and layers that share a buffer have overwritten it.
+        """
         if self._rank.config.verified_share or self._rank.caches.sharing_buffers:
             return False
-        is_computed = all(send.computed and send.last and send.confirmed for _, send in slices)
-        return is_computed and not any(each.route.is_staged for of in planned.values() for each in of)
+        is_whole = all(send.last and send.confirmed for _, send in slices)
+        return is_whole and not any(each.route.is_staged for of in planned.values() for each in of)
 
     def _plan_geometry(
         self, plan: StepPlan, index: int, ticket: Ticket, slices: list[tuple[Transfer, Send]]

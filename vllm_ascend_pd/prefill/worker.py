@@ -152,16 +152,15 @@ class PrefillWorker(ConnectorRole):
         self._cached = None
         parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends if not send.computed]
         self._observer.on(StepBegun(self._plan.number, parts))
-        self._push_computed()
+        if self._plan.computed_transfers:
+            self._push_computed()
         if not step.computes:  # vLLM does not say that such a step ends
             self._forward_ended = True
             self.end_step()
 
     def _push_computed(self) -> None:
         """Pushes what earlier steps have computed. It need not wait for the layers of this one, which may take long."""
-        if not (transfers := self._plan.computed_transfers):
-            return
-        computed = self._device.record_event()
+        computed, transfers = self._device.record_event(), self._plan.computed_transfers
         for transfer in transfers:  # none of its bytes is early
             transfer.computed = computed
         for layer, of_layer in self._caches.layers_by_geometry.items():
