@@ -284,8 +284,8 @@ class Rank:
         self._heard_at = 0.0
         # Which prefix each block is for, by the prefix hash of its first token.
         self.content: dict[int, int] = {}
-        # How often each block was taken from a preempted request whose transfer has failed. What is left of the failed
-        # writes that began before may read anything there.
+        # How often each block was taken from a preempted request whose transfer has failed. Its writes that began
+        # before may read anything there.
         self.taken: Counter[int] = Counter()
         # What happens when the stopped process goes on.
         self.when_it_goes_on: list[Callable[[], None]] = []

@@ -21,7 +21,7 @@ GUARDS: dict[str, Mutant] = {
         (
             Edit(
                 "decode.scheduler:DecodeScheduler.matched_tokens",
-                "if earlier is not None and names_prefill(params or {}):",
+                "if is_freed or (earlier is not None and names_prefill(params or {})):",
                 "if False:",
             ),
         ),
@@ -108,6 +108,29 @@ FOUND: dict[str, Scenario] = {
         shape=Shape(prefill_blocks=80, decode_blocks=80, pool=True),
         faults=Faults(load_fails=0.5),
         events=(Event(0.0213, "request", ("r3", 103, 41, 3, "metaserver", 32)),),
+    ),
+    "decode asks for a prompt that it has had freed": Scenario(
+        seed=950100345,
+        shape=Shape(windows=(24,), prefill_blocks=80, decode_blocks=30),
+        faults=Faults(),
+        events=(
+            Event(0.0357, "request", ("r8", 1, 42, 2, "prefill first", 0)),
+            Event(0.0984, "request", ("r15", 115, 12, 2, "metaserver", 0)),
+            Event(0.0992, "request", ("r16", 116, 4, 1, "metaserver", 0)),
+            Event(0.1072, "request", ("r17", 1, 32, 4, "prefill first", 0)),
+            Event(0.1184, "reset", (0.869,)),
+        ),
+    ),
+    "a load fails after its request was preempted": Scenario(
+        seed=950100776,
+        shape=Shape(prefill_blocks=80, decode_blocks=80, prefill_steps=2, pool=True),
+        faults=Faults(load_fails=0.5),
+        events=(
+            Event(0.0236, "request", ("r47", 147, 15, 2, "metaserver", 0)),
+            Event(0.0256, "request", ("r50", 1, 32, 1, "metaserver", 16)),
+            Event(0.0494, "stop", (0.027, 0.2)),
+            Event(0.124, "reset", (0.221,)),
+        ),
     ),
     "a held prompt keeps one with a ticket waiting": Scenario(
         seed=0,

@@ -401,6 +401,11 @@ MUTANTS: dict[str, Mutant] = {
         "while False and",
         seeds=0,
     ),
+    "decode asks for a prompt that it has had freed": _without(
+        "decode.scheduler:DecodeScheduler.matched_tokens",
+        "is_freed = request.request_id in self._without_ticket",
+        "is_freed = False",
+    ),
     "a request that loses its KV again and again never ends": _without(
         "decode.scheduler:_IncomingTransfer.why_not_again",
         "return None if lost < MAX_LOST else",
@@ -684,6 +689,22 @@ MUTANTS: dict[str, Mutant] = {
             ),
         ),
         {**_POOL, "prefill_policy": "recompute"},
+    ),
+    "a load fails after its request was preempted": _without(
+        "prefill.scheduler:PrefillScheduler.loads_failed",
+        "transfer.take_back(0)",
+        "pass",
+        **_POOL,
+        prefill_steps=2,
+    ),
+    "what is computed from a failed load before a preemption stays cached": _without(
+        "prefill.scheduler:PrefillScheduler.loads_failed", "wrong |= prompt.earlier_blocks", "pass", seeds=0
+    ),
+    "what shares a failed load's blocks goes on from them": _without(
+        "prefill.scheduler:PrefillScheduler.loads_failed",
+        "self._requests.compute_again(prompt.request, token)",
+        "pass",
+        seeds=0,
     ),
     "tokens behind a gap count as computed": _without(
         "prefill.outgoing_transfer:ComputedPrompt.compute",

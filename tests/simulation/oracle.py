@@ -129,11 +129,11 @@ class Oracle:
             return _RESTS
         return next((id(holder) for slot, holder in ring._holders.items() if slot.offset == offset), None)
 
-    def is_read(self, rank: "Rank", address: int, owner: object, has_failed: bool) -> None:
-        """Mooncake reads memory. `owner`: what it held when the write began. `has_failed`: whether the write has."""
+    def is_read(self, rank: "Rank", address: int, owner: object) -> None:
+        """Mooncake reads memory. `owner`: what it held when the write began."""
         now, where = self.owner(rank, address), "a staging slot"
         if isinstance(owner, Held) and isinstance(now, Held):
-            if has_failed and now.taken > owner.taken:  # its transfer has failed, too, and decode keeps its blocks
+            if now.taken > owner.taken:  # its transfer has failed since then, and decode keeps its blocks
                 return
             now, where = now._replace(taken=owner.taken), f"block {owner.block}"
         if now not in (owner, _RESTS):

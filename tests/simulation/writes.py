@@ -139,7 +139,7 @@ class Mooncake:
             kernel().after_stop(process, self._read, session, batch, copies, owners, arrives_s)
             return
         for (source, _, _), owner in zip(copies, owners, strict=True):
-            self._world.oracle.is_read(self.rank, source, owner, batch.code == -1)
+            self._world.oracle.is_read(self.rank, source, owner)
         content = [(ctypes.string_at(source, size), destination) for source, destination, size in copies]
         kernel().at(arrives_s, self._arrive, session, batch, content)
 

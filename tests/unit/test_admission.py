@@ -3,7 +3,7 @@
 
 import msgspec
 import pytest
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
@@ -76,6 +76,7 @@ def test_preempted_and_run_again_it_is_the_same_request():
     prefill.scheduler.allocated(request, BLOCKS)
     prefill.scheduler.build_step(make_output(new=[Scheduled(request, BLOCKS, 0, 4)]))
     prefill.scheduler.allocated(request, BLOCKS)
+    request.status = RequestStatus.FINISHED_ABORTED
     assert prefill.scheduler.end_request(request)[1] is None
 
 

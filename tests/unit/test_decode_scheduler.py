@@ -462,7 +462,8 @@ def test_a_prompt_that_decode_computes_is_released(scheduler: DecodeScheduler, p
     request = routed(prefill)
     assert scheduler.matched_tokens(request, PROMPT - 1) == 0
     scheduler.allocated(request, BLOCKS, 0)
-    scheduler.allocated(request, BLOCKS, 0)  # once more, after a preemption
+    assert scheduler.matched_tokens(request, 0) == 0  # after a reset of the prefix cache
+    scheduler.allocated(request, BLOCKS, 0)
     assert scheduler.end_transfer(request) is None
     eventually(lambda: prefill.got)
     time.sleep(0.2)

@@ -13,7 +13,7 @@ import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from harness.decode_scheduler import SilentMetaserver
 from harness.engines import Role
@@ -169,6 +169,7 @@ def test_the_config_of_prefill_allows_it(allowed, scheduled_model):
     asked = request({name: value for name, value in posted.items() if name != "token_ids"}, mm_features=[image("a")])
     connector.get_num_new_matched_tokens(asked, 0)
     connector.update_state_after_alloc(asked, SimpleNamespace(get_block_ids=lambda: BLOCKS), 0)
+    asked.status = RequestStatus.FINISHED_ABORTED
     _, said = connector.request_finished(asked, [])
     engine.close()
     assert (said is None) == allowed, said

@@ -2,6 +2,7 @@
 """What vLLM's scheduler takes back of what it had counted as computed, and what prefill makes of it: decode is told of
 success only if it has right KV."""
 
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,18 +68,38 @@ def test_a_load_fails_while_further_steps_are_in_flight(start: Start, step_token
     assert remembered(prefill.ours._role) == {}
 
 
-def test_a_block_that_fails_to_load_is_of_two_requests(start: Start) -> None:
-    """vLLM computes it again for one of them. The other goes on where it was, and its retry finds the block."""
-    prefill = start()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_block_that_fails_to_load_is_of_two_requests(start: Start, depth: int) -> None:
+    prefill = start(step_tokens=96, scheduler_class=AsyncScheduler if depth == 2 else Scheduler)
     prefill.failing = {1}
     prefill.ask("first", PROMPT, has=BLOCKS * BLOCK)
-    prefill.ask("second", PROMPT)
-    prefill.run()
-    assert prefill.ranks.told["first"] is None
-    assert "took back" in str(prefill.ranks.told["second"])
-    prefill.ask("retry", PROMPT)
-    prefill.run()
-    assert prefill.ranks.told["retry"] is None
+    prefill.ask("second", [*PROMPT, *range(1000, 1300)])
+    prefill.run(depth)
+    assert prefill.ranks.told == {"first": None, "second": None}
+    prefill.ask("longer", [*PROMPT, *range(1000, 1350)])
+    prefill.run(depth)
+    assert prefill.ranks.told["longer"] is None
+
+
+@pytest.mark.parametrize("how", ["blocks-run-out", "reset"])
+def test_a_load_fails_of_a_request_that_was_preempted_meanwhile(start: Start, how: str) -> None:
+    prefill = start(scheduler_class=AsyncScheduler)
+    prefill.failing = {0}
+    request = prefill.ask("r", PROMPT, has=2 * BLOCK)
+    prefill.begin()
+    if how == "reset":
+        assert prefill.vllm.reset_prefix_cache(reset_running_requests=True)
+    else:
+        if "drop_stale_output" not in inspect.signature(prefill.vllm._preempt_request).parameters:
+            pytest.skip("vLLM 0.23 has no word for an output that comes after a preemption")
+        prefill.vllm.running.remove(request)
+        prefill.vllm._preempt_request(request, 0.0, drop_stale_output=True)
+        prefill.see()
+    prefill.run(depth=2)
+    assert "r" in prefill.ranks.told
+    prefill.ask("same", PROMPT)  # what was computed from the failed load is not cached
+    prefill.run(depth=2)
+    assert prefill.ranks.told["same"] is None
 
 
 def test_decode_keeps_what_it_has_cached(start: Start) -> None:
@@ -185,8 +206,7 @@ def test_a_load_fails_of_a_prompt_that_waits_for_its_ticket(start: Start, policy
         assert offered == {"first": None, "second": None}
         assert prefill.ours._role._held._prompts == {}
     else:
-        assert offered["first"]["transfer_id"] == "of-first"
-        assert "took back" in offered["second"]["error"]
+        assert {each["transfer_id"] for each in offered.values()} == {"of-first", "of-second"}
 
 
 def test_what_nothing_can_be_taken_back_from_is_not_waited_for(start: Start) -> None:

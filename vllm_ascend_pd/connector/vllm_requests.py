@@ -91,6 +91,9 @@ class VllmRequests:
     def preemptions(self, request: "Request") -> tuple[int, bool]:
         return request.num_preemptions, request.status is RequestStatus.PREEMPTED
 
+    def compute_again(self, request: "Request", token: int) -> None:
+        request.num_computed_tokens = min(request.num_computed_tokens, token)
+
     # vLLM keeps a request's cached tokens in `Request.prefill_stats`, until it hands them out with the first token as
     # `usage`. It counts whatever a connector delivers. Here a token counts only if no engine computed it for this
     # request.

@@ -66,6 +66,9 @@ class EngineRequests(Protocol):
     def preemptions(self, request: ScheduledRequest) -> tuple[int, bool]:
         """Returns how often the request was preempted, and whether it is preempted now."""
 
+    def compute_again(self, request: ScheduledRequest, token: int) -> None:
+        """Has the engine compute the request's tokens from `token` on again."""
+
     def cached_tokens(self, request: ScheduledRequest) -> int:
         """Returns how many tokens of its prompt were cached when it was last scheduled from the beginning."""
 
@@ -126,6 +129,9 @@ class EngineBlocks(Protocol):
         `num_computed_tokens`: how many of the prompt's tokens the engine takes from it. That is never the whole prompt,
         since the engine needs the last token's logits.
         """
+
+    def compute_again(self, request: ScheduledRequest, token: int) -> None:
+        """Has the engine compute the request's tokens from `token` on again."""
 
     def cached_tokens(self, request: ScheduledRequest) -> int:
         """Returns about how many of the prompt's tokens the prefix cache has. An estimate where there are windows; 0

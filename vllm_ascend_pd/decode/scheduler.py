@@ -202,7 +202,9 @@ class DecodeScheduler(ConnectorRole):
         if self._requests.has_output_in_flight(request):
             return None
         no_prompt = self._placement.computes_no_prompt
-        gets_no_ticket = is_pulled(params) if no_prompt else not wants_ticket(params) or earlier is not None
+        # Prefill has freed its prompt: a reset of the prefix cache took what this engine had of it.
+        is_freed = request.request_id in self._without_ticket
+        gets_no_ticket = is_pulled(params) if no_prompt else not wants_ticket(params) or earlier is not None or is_freed
         if gets_no_ticket:
             self._placement.asked(request, num_computed_tokens, None)
             return 0
@@ -217,8 +219,8 @@ class DecodeScheduler(ConnectorRole):
         if earlier is not None and (reason := earlier.why_not_again()) is not None:
             self._refuse(request, reason)
             return None
-        if earlier is not None and names_prefill(params or {}):  # a held prompt takes one ticket
-            self._refuse(request, earlier.failure or _FREED)
+        if is_freed or (earlier is not None and names_prefill(params or {})):  # a held prompt takes one ticket
+            self._refuse(request, (earlier and earlier.failure) or _FREED)
             return None
         tokens = max(0, self._issuer.num_tokens(request) - num_computed_tokens)
         long = None if earlier is not None or names_prefill(params or {}) else self._intents.of(request, tokens)

@@ -23,6 +23,8 @@ class ComputedPrompt:
     preempted: tuple[int, bool]
     # Ids of the request's blocks, per cache group. Empty until it is allocated, and while it is preempted.
     blocks: list[list[int]] = field(default_factory=list)
+    # Blocks that it had before a preemption. A step that was under way then may say later that it has not loaded them.
+    earlier_blocks: set[int] = field(default_factory=set)
     # Tokens computed before the latest step in which the request ran.
     before: int = 0
     # Tokens whose KV is in the blocks at the end of that step, from the first one on and without a gap.
@@ -59,6 +61,7 @@ class ComputedPrompt:
 
     def start(self, blocks: Sequence[Sequence[int]]) -> None:
         """The request has these blocks, per cache group, and has computed nothing in them. None while preempted."""
+        self.earlier_blocks.update(block for ids in self.blocks for block in ids)
         self.blocks = [list(ids) for ids in blocks]
         self.before = self.done = 0
         self.taken_back, self.is_lost = None, False

@@ -357,6 +357,13 @@ class PrefillScheduler(ConnectorRole):
                 wrong.update(prompt.blocks_from(token, self._groups))
                 if not prompt.ended:
                     self._take_back(prompt, token)
+                    # Of blocks that requests share, vLLM has one of them compute what was lost. vLLM 0.30 does not know
+                    # that a further step may be computing from it for another one.
+                    self._requests.compute_again(prompt.request, token)
+            if not prompt.earlier_blocks.isdisjoint(blocks):
+                wrong |= prompt.earlier_blocks
+                if (transfer := self._transfers.get(prompt.request.request_id)) is not None:
+                    transfer.take_back(0)  # it was sent before the preemption
         self._blocks.evict(wrong)  # vLLM leaves some in its prefix cache, even if no step computes them again
 
     @owned
@@ -425,7 +432,7 @@ class PrefillScheduler(ConnectorRole):
             return _ERROR
         if complete and not self._requests.was_aborted(prompt.request):
             return None
-        return _ABORTED if prompt.taken_back is None else _TAKEN_BACK
+        return _ABORTED if self._requests.was_aborted(prompt.request) else _TAKEN_BACK
 
     def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
         """As `end_request`, of a request whose ticket has not come."""
