@@ -130,9 +130,6 @@ class EngineBlocks(Protocol):
         since the engine needs the last token's logits.
         """
 
-    def compute_again(self, request: ScheduledRequest, token: int) -> None:
-        """Has the engine compute the request's tokens from `token` on again."""
-
     def cached_tokens(self, request: ScheduledRequest) -> int:
         """Returns about how many of the prompt's tokens the prefix cache has. An estimate where there are windows; 0
         where there are states."""
