@@ -269,9 +269,12 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     engine = EngineInfo(
         setup.started_as, setup.host, setup.port, ranks.tp, ranks.parts, ranks.interleave, draft_summary(vllm_config)
     )
+    longest = config.prefill_first_tokens
+    if longest == "auto" and is_being_built():
+        longest = None  # a connector beside this one may have a part of a prompt, which prefill would compute
     # On the CPU backend a single rank has a process of its own, too.
     own_processes = parallel.distributed_executor_backend != "uni"
-    wakeup = WakeupSocket() if own_processes or config.prefill_first_tokens is not None else None
+    wakeup = WakeupSocket() if own_processes or longest is not None else None
     idle, waker = _idle_wait(setup, wakeup, BETWEEN_S if own_processes else 0.0), WakeupSender()
     blocks = VllmBlocks(groups)
     measured = DecodeSchedulerStats()
@@ -299,7 +302,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         idle,
         # A writer whose process has ended counts as one until its bytes have settled.
         config.lease_s + TransferLimits(timeout_s=config.write_timeout_s).settle_s,
-        Intents(config.prefill_first_tokens, issuer, requests, routes, config.queue_timeout_s),
+        Intents(longest, issuer, requests, routes, config.queue_timeout_s),
         may_compute,
         observer,
     )
