@@ -127,10 +127,11 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
     observer = tell_all(measured, PushSpans())
     admission = TicketAdmission(peers.hosts, peers.secret)
     listener = _ticket_listener(setup, admission)
-    held, first_tokens = None, 0
+    needs = None if listener is None else _needs(setup, groups)
+    first_tokens = _first_tokens(setup, groups, needs)
+    held = None
     if listener is not None:
-        needs = _needs(setup, groups)
-        first_tokens = _first_tokens(setup, groups, needs)
+        assert needs is not None
         hold_timeout_s = setup.config.hold_timeout_s or HOLD_TIMEOUT_S
         held = HeldPrompts(
             listener,
@@ -162,12 +163,15 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
     return Connected(scheduler, lambda: measured.take(lambda: gauges) or None, closing)
 
 
-def _first_tokens(setup: EngineSetup, groups: list[CacheGroup], needs: BlockNeeds) -> int:
-    """Returns how many tokens a step has: prompts of more may be computed before decode gives them memory. 0: none may
-    unless decode is told so, because this engine might not be able to keep one for the time that it takes."""
+def _first_tokens(setup: EngineSetup, groups: list[CacheGroup], needs: BlockNeeds | None) -> int:
+    """Returns how many tokens a step has: longer prompts may be computed before decode gives them memory. 0: none may
+    by default, because this engine might not be able to hold one until its ticket comes.
+
+    `needs`: None if it holds none at all.
+    """
     tokens: int = setup.vllm_config.scheduler_config.max_num_batched_tokens
     why = None
-    if is_being_built():
+    if needs is None or is_being_built():
         why = "the connectors beside this one may have layers use a few buffers in turn"
     elif any(group.windowed for group in groups):
         why = "decode's blocks of a sliding window may be longer"
@@ -271,7 +275,11 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     )
     longest = config.prefill_first_tokens
     if longest == "auto" and is_being_built():
-        longest = None  # a connector beside this one may have a part of a prompt, which prefill would compute
+        longest = None
+        logger.info(
+            "all prompts get memory before they are computed, unless prefill_first_tokens is a number: a connector "
+            "beside this one may have a part of a prompt, which prefill would compute"
+        )
     # On the CPU backend a single rank has a process of its own, too.
     own_processes = parallel.distributed_executor_backend != "uni"
     wakeup = WakeupSocket() if own_processes or longest is not None else None
