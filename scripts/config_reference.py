@@ -37,6 +37,7 @@ _TYPES = {
     "bool": "true or false",
     "_NotNegative": "whole number",
     "_NotNegative | None": "whole number",
+    "_NotNegative | Literal['auto'] | None": "`auto` or whole number",
     "_Positive | None": "whole number",
     "_Port | None": "whole number",
     "TlsConfig | None": "object",

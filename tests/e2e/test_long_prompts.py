@@ -3,6 +3,7 @@
 engine's."""
 
 import dataclasses
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,17 +23,18 @@ TIMES = (("lease_s", 10.0), ("write_timeout_s", 5.0), ("grant_timeout_s", 20.0),
 """Short, so that an engine that died is not waited for long."""
 
 
-def long_first(config: ClusterConfig, **of_decode: object) -> ClusterConfig:
+def long_first(config: ClusterConfig, first_tokens: int | str = FIRST, **of_decode: object) -> ClusterConfig:
     """`config`, with a decode engine that has prefill compute long prompts first."""
     [decode] = config.decode
-    extra = (*decode.connector_extra, ("prefill_first_tokens", FIRST))
+    extra = (*decode.connector_extra, ("prefill_first_tokens", first_tokens))
     decode = dataclasses.replace(decode, connector_extra=extra, **of_decode)
     return dataclasses.replace(config, name=f"{config.name}-long-prompts-first", decode=(decode,))
 
 
 PLAIN = one_to_one(1, 1)
 NEVER = dataclasses.replace(PLAIN, name="never")
-CLUSTER = long_first(PLAIN)
+CLUSTER = long_first(PLAIN, "auto")
+"""As by default: the proxy learns prefill's step, which has `FIRST` tokens."""
 OTHERS = [
     long_first(NEVER, who_computes="never"),
     long_first(one_to_one(2, 1, model=SLIDING)),
@@ -44,6 +46,19 @@ TWO = long_first(dataclasses.replace(PLAIN, name="two-prefill", prefill=(_PREFIL
 """Decode has room for one long prompt."""
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a cluster starts it
+
+
+@pytest.mark.parametrize("cluster", [long(CLUSTER)], ids=str, indirect=True)
+def test_what_is_long_is_learned(client: Client, cluster: Cluster) -> None:
+    """Until then, such a prompt is sent while it is computed."""
+    early = [client.complete(random_prompt(3000, "before")).kv_transfer_params["bytes_before_prefill_end"]]
+    wait_until(lambda: cluster.prefill[0].metric("vllm:kv_pd_prefill_first_tokens") == FIRST, 60)
+    while early[-1] and len(early) < 100:
+        time.sleep(0.2)  # the proxy reads metrics at intervals
+        prompt = random_prompt(3000, f"after {len(early)}")
+        early.append(client.complete(prompt).kv_transfer_params["bytes_before_prefill_end"])
+    assert early[0] > 0
+    assert early[-1] == 0
 
 
 @pytest.mark.parametrize("cluster", [long(config) for config in (CLUSTER, *OTHERS)], ids=str, indirect=True)

@@ -27,7 +27,7 @@ from vllm_ascend_pd.connector.caches import lost_blocks_say_all
 from vllm_ascend_pd.connector.metrics import ReportMetadata
 from vllm_ascend_pd.connector.vllm_view import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.core.ticket_params import WANTS_TOKEN_IDS
+from vllm_ascend_pd.core.ticket_params import PREFILL_FIRST_TOKENS, WANTS_TOKEN_IDS
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 MAX_MODEL_LEN = 128
@@ -69,7 +69,10 @@ class SilentMetaserver:
 
 
 def decode_config(
-    engine_config: VllmConfig, policy: str = "fail", who_computes: str = "prefill", prefill_first: int | None = None
+    engine_config: VllmConfig,
+    policy: str = "fail",
+    who_computes: str = "prefill",
+    prefill_first: int | str | None = "auto",
 ) -> VllmConfig:
     """Returns `engine_config` as a decode engine's. `policy`: its `kv_load_failure_policy`. `prefill_first`: its
     `prefill_first_tokens`."""
@@ -146,14 +149,19 @@ class EngineScheduler(VllmScheduler):
         priority: int = 0,
         lora: int = 0,
         first: int = 0,
+        first_tokens: int | None = None,
         **wants: Any,
     ) -> Request:
         """Adds a request whose prompt counts up from `first`.
 
         grammar: it waits for a grammar until `ready`.
+        first_tokens: what the proxy says of prefill engines. None: nothing.
         wants: more of its `SamplingParams`.
         """
-        params = {"do_remote_prefill": True, "metaserver": METASERVER, WANTS_TOKEN_IDS: True} if remote else None
+        params: dict[str, Any] | None = None
+        if remote:
+            params = {"do_remote_prefill": True, "metaserver": METASERVER, WANTS_TOKEN_IDS: True}
+            params |= {} if first_tokens is None else {PREFILL_FIRST_TOKENS: first_tokens}
         fields = {
             "arrival_time": float(len(self.vllm.requests)),
             "priority": priority,

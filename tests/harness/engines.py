@@ -177,6 +177,9 @@ class EngineConfig:
         extra = {name: value for name, value in self.connector_extra if name not in FIXED}
         if self.role is Role.DECODE and self.who_computes is not None:
             extra.setdefault("who_computes", self.who_computes)
+        if self.role is Role.DECODE:
+            # What "auto" does depends on when the proxy has read prefill's metrics.
+            extra.setdefault("prefill_first_tokens", None)
         if extra:
             ours["kv_connector_extra_config"] = extra
         if not self.beside:

@@ -2,7 +2,7 @@
 """The schedulers of both sides, as the connector builds them, without a connector."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
@@ -51,7 +51,7 @@ def decode_scheduler(
     secret: Secret | None = None,
     media_hashing: str = "",
     *,
-    longest: int | None = None,
+    longest: int | Literal["auto"] | None = None,
     may_compute: bool = False,
     idle: IdleWait | None = None,
 ) -> DecodeScheduler:

@@ -148,7 +148,7 @@ def make_any(drafting: Any) -> Callable[..., Any]:
         order: str = "fcfs",
         max_num_seqs: int = 16,
         who_computes: str = "prefill",
-        prefill_first: int | None = None,
+        prefill_first: int | str | None = "auto",
         **of: Any,
     ) -> Any:
         config = copy.copy(drafting)

@@ -2,7 +2,6 @@
 """The connector inside vLLM's own configuration and factory, without an engine."""
 
 import dataclasses
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from vllm_ascend_pd.connector.setup import own_host
 from vllm_ascend_pd.connector.vllm_requests import external_request_id
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.config import ConfigError
-from vllm_ascend_pd.transport.wakeup import BETWEEN_S
+from vllm_ascend_pd.observe.stats import PREFILL_FIRST_TOKENS
+from vllm_ascend_pd.transport.wakeup import BETWEEN_S, WakeupSocket
 
 
 @pytest.fixture(scope="module")
@@ -154,21 +154,49 @@ def test_only_one_step_in_flight_waits_and_none_behind_a_step_that_computes(
     assert [wait > 0 for wait in waits] == [step > 0 and step % in_flight == 0 for step in range(5)]
 
 
-@pytest.mark.parametrize(("backend", "first", "pauses"), [(None, None, True), ("uni", None, False), ("uni", 512, True)])
+@pytest.mark.parametrize(
+    ("backend", "first", "pauses"),
+    [(None, None, [BETWEEN_S]), ("uni", None, []), (None, "auto", [BETWEEN_S]), ("uni", "auto", [0.0])],
+)
 def test_the_scheduler_pauses_if_ranks_have_their_own_processes(
-    model: Path, backend: str | None, first: int | None, pauses: bool
+    model: Path, monkeypatch: pytest.MonkeyPatch, backend: str | None, first: str | None, pauses: list[float]
 ) -> None:
     """That holds for a single rank, too, as vLLM's CPU backend has it. Otherwise it would poll the rank while a step
-    waits. It also pauses where prompts may be computed first (`prefill_first_tokens`): ranks do not hear of these.
+    waits. Where prompts may be computed first (`prefill_first_tokens`), any scheduler can be woken: ranks do not hear
+    of these.
     """
     config = decode(model)
     config.kv_transfer_config.kv_connector_extra_config["prefill_first_tokens"] = first
     if backend is not None:
         config.parallel_config.distributed_executor_backend = backend
+    slept: list[float] = []
+    monkeypatch.setattr(WakeupSocket, "wait", lambda self, timeout_s: slept.append(timeout_s))
     with scheduler_connector(config) as connector:
         step = connector.build_connector_meta(EMPTY).step
         assert step.wait_s > 0
-        assert bool(step.wakeup_address) == pauses  # without, it never does
-        began = time.monotonic()
+        assert bool(step.wakeup_address) == bool(pauses)  # without, it never does
+        slept.clear()
         connector.build_connector_meta(EMPTY)
-        assert time.monotonic() - began > (0.9 * BETWEEN_S if pauses else 0.0)
+        assert slept == pauses
+
+
+@pytest.mark.parametrize(
+    ("specs", "blocks", "tokens"),
+    [
+        ([full_attention()], 2 * 32 + 1, 256),  # of 32 blocks for the longest prompt, and one that vLLM keeps
+        ([full_attention()], 2 * 32, 0),
+        ([full_attention(), "window"], 1000, 0),
+    ],
+)
+def test_prefill_tells_which_prompts_may_be_computed_before_decode_gives_them_memory(
+    model: Path, specs: list[Any], blocks: int, tokens: int
+) -> None:
+    """None, if it might have to free one before its ticket comes, or to refuse the ticket. It is told once."""
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32, sliding_window=64)
+    config = config_of(model, {"kv_role": "kv_producer", "kv_port": reserve_port()}, max_num_batched_tokens=256)
+    caches = caches_of(*(window if spec == "window" else spec for spec in specs), blocks=blocks)
+    with scheduler_connector(config, caches) as connector:
+        stats = connector.get_kv_connector_stats()
+        told = 0 if stats is None else stats.data["gauges"][PREFILL_FIRST_TOKENS.name][""]
+        assert told == tokens
+        assert connector.get_kv_connector_stats() is None

@@ -33,6 +33,25 @@ def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
         decode.close()
 
 
+@schedulers
+def test_by_default_the_proxy_says_which_prompts_are_long(
+    make_any: MakeScheduler, monkeypatch: pytest.MonkeyPatch, scheduler: type[Scheduler]
+) -> None:
+    """It has learned that of prefill engines. If it says nothing, all prompts get blocks at once."""
+    decode = make_any(blocks=5 * LONGEST, scheduler_class=scheduler)
+    decode.add("untold", LONG)
+    decode.add("short", SHORT, first=1000, first_tokens=SHORT)
+    decode.add("long", LONG, first=2000, first_tokens=SHORT)
+    decode.step()
+    assert decode.intents == ["long"]
+    assert sorted(decode.expected) == ["short", "untold"]
+    decode.computed_first("long")
+    decode.run()
+    assert decode.tickets == 3
+    assert remembered(decode.connector._role._intents) == {}
+    decode.close()
+
+
 def asked(decode: EngineScheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The requests that vLLM asks for, from now on."""
     names: list[str] = []

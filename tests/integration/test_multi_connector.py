@@ -10,7 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from harness.connectors import caches_of, config_of, full_attention, scheduler_connector
+from harness.connectors import NAME, caches_of, config_of, full_attention, scheduler_connector
 from harness.engines import Role
 from harness.multi_connector import (
     OF_ANOTHER,
@@ -22,7 +22,7 @@ from harness.multi_connector import (
     prefill_pushes,
     transfer_config,
 )
-from harness.scheduling import BLOCK
+from harness.scheduling import BLOCK, make_request
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.setup import asked_before
 from vllm_ascend_pd.core.config import ConfigError
@@ -78,6 +78,32 @@ def test_metadata_of_another_is_refused(both: Both) -> None:
 @on_prefill
 def test_prefill_has_no_use_for_metadata(both: Both) -> None:
     both.multi.set_xfer_handshake_metadata_pp_aware({(0, 0): _OfAnother()})
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_by_default_no_prompt_is_computed_before_decode_gives_it_memory(
+    model: Path, tmp_path: Path, role: Role, ours_first: bool
+) -> None:
+    """On prefill, layers may use buffers in turn, which only ranks know. On decode, the other may have a part of a
+    prompt, which prefill would compute."""
+    transfer = transfer_config(role, ours_first, tmp_path)
+    [extra] = [
+        each["kv_connector_extra_config"]
+        for each in transfer["kv_connector_extra_config"]["connectors"]
+        if each["kv_connector"] == NAME
+    ]
+    extra.update({"hold_timeout_s": 60.0} if role is Role.PREFILL else {"prefill_first_tokens": "auto"})
+    with scheduler_connector(config_of(model, transfer), caches_of(full_attention(), blocks=1000)) as multi:
+        [ours] = [each for each in multi._connectors if isinstance(each, LayerwisePushConnector)]
+        if role is Role.PREFILL:
+            assert ours._role._held is not None
+            assert ours.get_kv_connector_stats() is None
+        else:
+            params = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:9", "prefill_first_tokens": 1}
+            request = make_request("long", 3 * BLOCK, params)
+            ours._role.add_request(request)
+            assert ours._role.matched_tokens(request, 0) == 3 * BLOCK
 
 
 @on_either

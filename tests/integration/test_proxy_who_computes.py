@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from engine_standin import DecodeEngine
+from engine_standin import DecodeEngine, PrefillEngine
 from proxy_cluster import (
     COMPLETION,
     STREAM,
     Cluster,
+    beside,
     closing_server,
     counted,
     eventually,
@@ -196,3 +197,47 @@ def test_decode_is_told_how_long_prefills_queue_is(cluster: Cluster) -> None:
     first, second, third = told(cluster.decode)
     assert first == second == {}
     assert third["prefill_wait_s"] >= 0.2  # twice as long a prompt as the first is ahead
+
+
+def holding(tokens: int) -> str:
+    """Metrics of a prefill engine that holds prompts of more tokens until decode has memory for them."""
+    return f'vllm:kv_pd_prefill_first_tokens{{engine="0"}} {tokens}.0\n'
+
+
+def first_tokens(cluster: Cluster) -> int | None:
+    """What decode is told of that with a request."""
+    assert cluster.complete().status_code == 200
+    tokens: int | None = cluster.decode.received[-1].body["kv_transfer_params"].get("prefill_first_tokens")
+    return tokens
+
+
+def test_decode_is_told_which_prompts_all_prefill_engines_hold() -> None:
+    """An engine of an earlier version does not say it. One that is not well does not count."""
+    other = PrefillEngine()
+    with beside(other, check_interval=0.1, eject_after=1, return_after=1) as cluster:
+        engines = (other, cluster.prefill)
+        other.metrics, cluster.prefill.metrics = holding(2048), holding(512)
+        eventually(lambda: first_tokens(cluster) == 2048)
+        for metrics in (holding(0), "vllm:num_requests_running 0\n", None):
+            for engine in engines:
+                said, engine.metrics = engine.metrics, metrics
+                eventually(lambda: first_tokens(cluster) is None)
+                engine.metrics = said
+                eventually(lambda: first_tokens(cluster) == 2048)
+        other.metrics, other.healthy = None, False
+        eventually(lambda: first_tokens(cluster) == 512)
+
+
+def test_a_request_that_has_failed_gets_memory_before_its_prompt_is_computed() -> None:
+    """An engine that does not hold prompts may have taken the place of one that has."""
+    other = PrefillEngine()
+    with beside(other, check_interval=0.1) as cluster:
+        other.metrics = cluster.prefill.metrics = holding(512)
+        eventually(lambda: first_tokens(cluster) == 512)
+        cluster.decode.received.clear()
+        other.transfer_error = cluster.prefill.transfer_error = "it is not held"
+        assert cluster.complete().is_error
+        first, *again = (received.body["kv_transfer_params"] for received in cluster.decode.received)
+        assert first["prefill_first_tokens"] == 512
+        assert again
+        assert all("prefill_first_tokens" not in params for params in again)

@@ -99,3 +99,8 @@ def test_decodes_start_warns_of_a_fault_of_the_installed_vllm_ascend(
     monkeypatch.setattr(known_faults, "version", {"vllm-ascend": "0.23.0"}.__getitem__)
     line = said("kv_consumer", {}, "vllm-ascend 0.23.0 with data parallelism on decode", data_parallel_size=2)
     assert line == known_faults.IDLE_RANKS_OVERWRITE_BLOCKS
+
+
+def test_prefills_start_says_why_prompts_are_not_computed_before_decode_gives_them_memory(said: Said) -> None:
+    words = "decode gives all prompts memory before they are computed"
+    assert "too few blocks for two prompts of --max-model-len tokens" in said("kv_producer", {}, words)

@@ -47,6 +47,7 @@ from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.observe.stats import PREFILL_FIRST_TOKENS
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -512,6 +513,8 @@ class Engine:
         self.groups: dict[tuple[int, ...], Any] = {}
         self.is_up = False
         self.started_as = ""
+        # On prefill: what its metric of that name says.
+        self.first_tokens = 0
         self.is_asleep = False
         # It goes to sleep for so many seconds before its next step. 0: it does not.
         self._to_sleep_s = 0.0
@@ -568,6 +571,9 @@ class Engine:
         self.role = self.connector._role
         self.role._idle._longest_s = _IDLE_WAIT_S
         self.model = model_summary(config)
+        stats = self.connector.get_kv_connector_stats()
+        gauges = {} if stats is None else stats.data["gauges"]
+        self.first_tokens = gauges.get(PREFILL_FIRST_TOKENS.name, {"": 0})[""]
         self.started_as = self.connector._setup.started_as
         self.peers = self.connector._setup.peers
         asks_again = shape.never and shape.decode_policy == "recompute"

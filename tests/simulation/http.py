@@ -244,6 +244,7 @@ class Api:
             "num_requests_waiting": waiting,
             "prompt_tokens_total": 0,
             "generation_tokens_total": self._generated,
+            "kv_pd_prefill_first_tokens": self._engine.first_tokens,
         }
         return "".join(f'vllm:{name}{{engine="0"}} {value}\n' for name, value in figures.items()).encode()
 

@@ -17,7 +17,7 @@ from simulation.http import Exchange
 from simulation.kernel import Kernel, kernel
 from simulation.memory import Array, prefix_hashes
 from simulation.scenario import LONGEST, prompt
-from vllm_ascend_pd.core.ticket_params import TICKET_HOST, WANTS_TOKEN_IDS
+from vllm_ascend_pd.core.ticket_params import PREFILL_FIRST_TOKENS, TICKET_HOST, WANTS_TOKEN_IDS
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 
 if TYPE_CHECKING:
@@ -93,7 +93,10 @@ class Router:
             client.exchange = self._world.proxy.ask(client, is_stream=self._draw.random() < 0.5)
             return
         if route == "metaserver":
-            params = {"do_remote_prefill": True, "metaserver": _METASERVER, WANTS_TOKEN_IDS: True}
+            params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": _METASERVER, WANTS_TOKEN_IDS: True}
+            held = [engine.first_tokens for engine in self._world.prefills if engine.is_up]
+            if held and all(held):
+                params[PREFILL_FIRST_TOKENS] = max(held)
             self._to_decode(client, params | self._world.metaserver_signature(_METASERVER))
             return
         client.engine = self._one_of(self._world.prefills)

@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 BLOCK = 16
 LONGEST = 160
@@ -38,8 +38,9 @@ class Shape:
     states: bool = False
     # Whether decode never computes a prompt (`who_computes`).
     never: bool = False
-    # Prompts of which prefill computes more tokens are computed before decode gives them blocks.
-    prefill_first: int | None = None
+    # Prompts of which prefill computes more tokens are computed before decode gives them blocks. "auto": the proxy says
+    # which.
+    prefill_first: int | Literal["auto"] | None = None
     # Whether all KV is compared with prefill's checksums (`verify_kv`).
     verify: bool = False
     # Whether the cluster has a secret.
@@ -149,7 +150,7 @@ def draw(seed: int, calm: bool = False, **fixed: Any) -> Scenario:
     shape = replace(
         _draw_shape(rng),
         drafts=random.Random(f"drafts {seed}").choice([0, 0, 0, 1, 3]),
-        prefill_first=random.Random(f"prefill first {seed}").choice([None, None, 0, 30, 80]),
+        prefill_first=random.Random(f"prefill first {seed}").choice([None, "auto", 0, 30, 80]),
     )
     faults = _draw_faults(rng, shape)
     names = {each.name for each in fields(Shape)}

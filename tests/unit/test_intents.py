@@ -22,7 +22,7 @@ from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, AskTicket, OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import DecodeStep
-from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket, hold_s
+from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket, hold_s, prefill_first_tokens
 from vllm_ascend_pd.decode import intents, prefill_client
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
@@ -398,6 +398,12 @@ def test_decode_asks_more_often_if_prefill_holds_prompts_for_a_short_time(
 @pytest.mark.parametrize("said", [None, "5", True, 0, -1, float("nan"), float("inf"), 86401])
 def test_a_hold_that_makes_no_sense(said: object) -> None:
     assert hold_s({"hold_timeout_s": said}) is None
+
+
+@pytest.mark.parametrize("said", [None, "5", True, 0, -1, 5.0, [5]])
+def test_a_proxy_that_says_nothing_that_makes_sense(said: object) -> None:
+    assert prefill_first_tokens({"prefill_first_tokens": said}) is None
+    assert prefill_first_tokens({"prefill_first_tokens": 5}) == 5
 
 
 @pytest.mark.parametrize("prefill", [([TAKEN], [REFUSED]), ()], indirect=True, ids=["it has freed it", "it has died"])

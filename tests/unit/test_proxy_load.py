@@ -98,6 +98,14 @@ def read(text: bytes, at_a_time: int = 1 << 16, metrics: MetricsReader | None = 
             LoadSnapshot(capacity=160, kv_waiting=0.4),
         ),
         ("vllm:kv_pd_waiting_blocks 6.0\n", LoadSnapshot()),
+        (
+            'vllm:kv_pd_prefill_first_tokens{engine="0"} 512.0\nvllm:kv_pd_prefill_first_tokens{engine="1"} 2048.0\n',
+            LoadSnapshot(prefill_first_tokens=2048),
+        ),
+        (
+            'vllm:kv_pd_prefill_first_tokens{engine="0"} 512.0\nvllm:kv_pd_prefill_first_tokens{engine="1"} 0.0\n',
+            LoadSnapshot(prefill_first_tokens=0),
+        ),
         ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", LoadSnapshot()),
         ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", LoadSnapshot()),
         ("vllm:kv_cache_usage_perc 0.5\n", LoadSnapshot()),

@@ -66,7 +66,13 @@ from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.checksums import best_form
 from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.device.make import make_device
-from vllm_ascend_pd.observe.stats import Data, DecodeSchedulerStats, PrefillSchedulerStats, PrefillStats
+from vllm_ascend_pd.observe.stats import (
+    PREFILL_FIRST_TOKENS,
+    Data,
+    DecodeSchedulerStats,
+    PrefillSchedulerStats,
+    PrefillStats,
+)
 from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
@@ -76,7 +82,7 @@ from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.side_channel import SideChannelError
-from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSender, WakeupSocket
+from vllm_ascend_pd.transport.wakeup import BETWEEN_S, IdleWait, WakeupSender, WakeupSocket
 
 # vLLM shows what its own loggers and their children log while an engine starts.
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -121,8 +127,11 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
     observer = tell_all(measured, PushSpans())
     admission = TicketAdmission(peers.hosts, peers.secret)
     listener = _ticket_listener(setup, admission)
+    needs = None if listener is None else _needs(setup, groups)
+    first_tokens = _first_tokens(setup, groups, needs)
     held = None
     if listener is not None:
+        assert needs is not None
         hold_timeout_s = setup.config.hold_timeout_s or HOLD_TIMEOUT_S
         held = HeldPrompts(
             listener,
@@ -130,7 +139,7 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
             hold_timeout_s,
             requests,
             blocks,
-            _needs(setup, groups),
+            needs,
             left_to_decode(groups),
             peers.secret,
         )
@@ -150,7 +159,31 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
         closing.callback(listener.close, CLOSE_TIMEOUT_S)
         if (bootstrap := _bootstrap_server(setup, listener)) is not None:
             closing.callback(bootstrap.close, CLOSE_TIMEOUT_S)
-    return Connected(scheduler, lambda: measured.take() or None, closing)
+    gauges = {PREFILL_FIRST_TOKENS: first_tokens}
+    return Connected(scheduler, lambda: measured.take(lambda: gauges) or None, closing)
+
+
+def _first_tokens(setup: EngineSetup, groups: list[CacheGroup], needs: BlockNeeds | None) -> int:
+    """Returns how many tokens a step has: longer prompts may be computed before decode gives them memory. 0: none may
+    by default, because this engine might not be able to hold one until its ticket comes.
+
+    `needs`: None if it holds none at all.
+    """
+    tokens: int = setup.vllm_config.scheduler_config.max_num_batched_tokens
+    why = None
+    if needs is None or is_being_built():
+        why = "the connectors beside this one may have layers use a few buffers in turn"
+    elif any(group.windowed for group in groups):
+        why = "decode's blocks of a sliding window may be longer"
+    elif needs.beside_longest < needs.longest:
+        why = "the KV cache has too few blocks for two prompts of --max-model-len tokens"
+    if why is not None:
+        logger.info(
+            "decode gives all prompts memory before they are computed, unless it is configured otherwise: %s", why
+        )
+        return 0
+    logger.info("prompts of more than %d tokens may be computed before decode gives them memory", tokens)
+    return tokens
 
 
 def _needs(setup: EngineSetup, groups: list[CacheGroup]) -> BlockNeeds:
@@ -240,10 +273,17 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     engine = EngineInfo(
         setup.started_as, setup.host, setup.port, ranks.tp, ranks.parts, ranks.interleave, draft_summary(vllm_config)
     )
+    longest = config.prefill_first_tokens
+    if longest == "auto" and is_being_built():
+        longest = None
+        logger.info(
+            "all prompts get memory before they are computed, unless prefill_first_tokens is a number: a connector "
+            "beside this one may have a part of a prompt, which prefill would compute"
+        )
     # On the CPU backend a single rank has a process of its own, too.
     own_processes = parallel.distributed_executor_backend != "uni"
-    wakeup = WakeupSocket() if own_processes or config.prefill_first_tokens is not None else None
-    idle, waker = _idle_wait(setup, wakeup), WakeupSender()
+    wakeup = WakeupSocket() if own_processes or longest is not None else None
+    idle, waker = _idle_wait(setup, wakeup, BETWEEN_S if own_processes else 0.0), WakeupSender()
     blocks = VllmBlocks(groups)
     measured = DecodeSchedulerStats()
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
@@ -270,7 +310,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         idle,
         # A writer whose process has ended counts as one until its bytes have settled.
         config.lease_s + TransferLimits(timeout_s=config.write_timeout_s).settle_s,
-        Intents(config.prefill_first_tokens, issuer, requests, routes, config.queue_timeout_s),
+        Intents(longest, issuer, requests, routes, config.queue_timeout_s),
         may_compute,
         observer,
     )
@@ -290,11 +330,11 @@ def _engine_steps(setup: EngineSetup) -> EngineSteps:
     return EngineSteps(max(0, tokens), chunked, vllm_config.max_concurrent_batches, engines)
 
 
-def _idle_wait(setup: EngineSetup, wakeup: WakeupSocket | None = None) -> IdleWait:
+def _idle_wait(setup: EngineSetup, wakeup: WakeupSocket | None = None, between_s: float = BETWEEN_S) -> IdleWait:
     # Data-parallel engines step together.
     in_lockstep = setup.vllm_config.parallel_config.data_parallel_size > 1
     longest_s = 0.0 if in_lockstep else setup.config.idle_wait_s
-    return IdleWait(longest_s, setup.vllm_config.max_concurrent_batches, wakeup)
+    return IdleWait(longest_s, setup.vllm_config.max_concurrent_batches, wakeup, between_s)
 
 
 # Builds the connector of a rank, once vLLM has allocated its KV caches.

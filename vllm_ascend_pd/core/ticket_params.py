@@ -23,6 +23,10 @@ PREFILL_AVAILABLE = "prefill_available"
 PREFILL_WAIT_S = "prefill_wait_s"
 """How many seconds the prompt would wait in prefill's queue, as the proxy estimates it."""
 
+PREFILL_FIRST_TOKENS = "prefill_first_tokens"
+"""Prompts of which prefill computes more tokens than this may be computed before decode gives them blocks: all prefill
+engines that may get them hold prompts. A missing key means that none may."""
+
 _A_DAY_S = 86400.0
 """A longer time is not believed."""
 
@@ -106,6 +110,12 @@ def prefill_wait_s(params: Mapping[str, Any]) -> float:
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _A_DAY_S:
         return 0.0
     return float(wait_s)
+
+
+def prefill_first_tokens(params: Mapping[str, Any] | None) -> int | None:
+    """Returns `PREFILL_FIRST_TOKENS` of a request on decode; None if it has none, or none that makes sense."""
+    value = params.get(PREFILL_FIRST_TOKENS) if isinstance(params, Mapping) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 TICKET_FOLLOWS = "ticket_follows"

@@ -13,12 +13,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
 from vllm_ascend_pd.core.ticket import Intent
-from vllm_ascend_pd.core.ticket_params import TRANSFER_ID, names_prefill, wants_ticket, wants_token_ids
+from vllm_ascend_pd.core.ticket_params import (
+    TRANSFER_ID,
+    names_prefill,
+    prefill_first_tokens,
+    wants_ticket,
+    wants_token_ids,
+)
 from vllm_ascend_pd.decode.bootstrap import RouteError
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
 from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
@@ -61,7 +67,7 @@ class LongPrompt:
 class Intents:
     """The long prompts that have no blocks.
 
-    longest: prompts of which prefill computes more tokens are long. None: none is.
+    longest: prompts of which prefill computes more tokens are long. None: none is. "auto": as each request says.
     issuer: makes intents.
     requests: answers questions about requests.
     routes: finds ways to prefill.
@@ -69,7 +75,12 @@ class Intents:
     """
 
     def __init__(
-        self, longest: int | None, issuer: TicketIssuer, requests: EngineRequests, routes: TicketRoutes, due_s: float
+        self,
+        longest: int | Literal["auto"] | None,
+        issuer: TicketIssuer,
+        requests: EngineRequests,
+        routes: TicketRoutes,
+        due_s: float,
     ) -> None:
         self._longest = longest
         self._issuer = issuer
@@ -90,19 +101,22 @@ class Intents:
     def add(self, request: ScheduledRequest) -> None:
         """A new request has come."""
         params = request.kv_transfer_params
-        if self._longest is not None and wants_ticket(params) and not names_prefill(params):
+        if self._longest_of(request) is not None and wants_ticket(params) and not names_prefill(params):
             self._unasked[request.request_id] = request
 
     def of(self, request: ScheduledRequest, tokens: int) -> LongPrompt | None:
         """Returns the request's prompt if prefill computes it first. None: it gets blocks now, as one does whose client
         may add to it. `tokens`: how many of them prefill would compute."""
         self._unasked.pop(request.request_id, None)
-        prompt = self._prompts.get(request.request_id)
-        if prompt is None and self._longest is not None and tokens > self._longest and not request.resumable:
+        prompt, longest = self._prompts.get(request.request_id), self._longest_of(request)
+        if prompt is None and longest is not None and tokens > longest and not request.resumable:
             prompt = self._prompts[request.request_id] = LongPrompt(request)
             self._to_post.append(prompt)
             self.awaiting_prefill.add(request.request_id)
         return prompt
+
+    def _longest_of(self, request: ScheduledRequest) -> int | None:
+        return prefill_first_tokens(request.kv_transfer_params) if self._longest == "auto" else self._longest
 
     def unasked(self) -> list[ScheduledRequest]:
         """Returns new requests that vLLM has not asked for."""

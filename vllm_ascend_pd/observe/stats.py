@@ -127,6 +127,11 @@ RESTART_NEEDED = Gauge(
     "1 where a rank's device, its exchange of KV heads or its transfer engine has failed for good: the engine must be "
     "restarted.",
 )
+PREFILL_FIRST_TOKENS = Gauge(
+    "prefill_first_tokens",
+    "Prompts of more tokens, which take several steps, may be computed before decode gives them memory. 0: none may.",
+    by_rank=False,
+)
 OVERLAP_RATIO = Histogram(
     "overlap_ratio",
     "Share of a request's bytes that were written before prefill had computed its last layer, for each rank.",
@@ -183,6 +188,7 @@ PREFILL_METRICS: tuple[Metric, ...] = (
     PUSH_QUEUE_DEPTH,
     GRANTS_WAITING,
     RESTART_NEEDED,
+    PREFILL_FIRST_TOKENS,
     OVERLAP_RATIO,
     WRITE_RETRIES,
     PUSH_FAILURES,

@@ -90,18 +90,21 @@ PAUSE_S = 0.05
 class IdleWait:
     """Decides how long each step waits. Used by the scheduler's thread alone."""
 
-    def __init__(self, longest_s: float, in_flight: int, wakeup: WakeupSocket | None = None) -> None:
+    def __init__(
+        self, longest_s: float, in_flight: int, wakeup: WakeupSocket | None = None, between_s: float = BETWEEN_S
+    ) -> None:
         """Creates it; no step is in flight yet.
 
         longest_s: the longest wait, in seconds. 0 if other engines wait for every step of this one (data-parallel MoE).
         in_flight: how many steps vLLM has in flight at most. While one of them computes, no step behind it waits: that
             would delay the next token.
-        wakeup: wakes the scheduler if ranks have processes of their own, or if it waits for prefill. None: it never
-            pauses. `close` closes it.
+        wakeup: wakes the scheduler. None: it never pauses. `close` closes it.
+        between_s: the longest pause behind a step that waits. 0 if that step's rank is in the scheduler's process.
         """
         self._longest_s = longest_s
         self._in_flight = in_flight
         self._wakeup = wakeup
+        self._between_s = between_s
         # Steps since one computed something.
         self._empty = in_flight - 1
         # When something last happened, in monotonic seconds.
@@ -148,7 +151,7 @@ class IdleWait:
         if waits_here and self._wakeup is not None:
             self._pause_s = min(PAUSE_S, wait_s)
             return 0.0
-        self._pause_s = min(BETWEEN_S, wait_s)
+        self._pause_s = min(self._between_s, wait_s)
         return wait_s
 
     def close(self) -> None:

@@ -22,7 +22,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from vllm_ascend_pd.core.ticket_params import BY_PREFILL, PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
+from vllm_ascend_pd.core.ticket_params import (
+    BY_PREFILL,
+    PREFILL_AVAILABLE,
+    PREFILL_FIRST_TOKENS,
+    PREFILL_WAIT_S,
+    WHO_COMPUTES,
+)
 from vllm_ascend_pd.proxy.http.arriving import BodyBudget
 from vllm_ascend_pd.proxy.http.bodies import Content, LacksFieldError, decode_body, parse_client_request, read_fields
 from vllm_ascend_pd.proxy.http.endpoints import (
@@ -243,7 +249,8 @@ class ClientRequests:
         return failure
 
     def _advice(self, request: ProxiedRequest, decode: Sequence[str]) -> Mapping[str, str | bool | float]:
-        """The `kv_transfer_params` that tell decode what it does not know when it decides who computes the prompts.
+        """The `kv_transfer_params` that tell decode what it does not know when it decides who computes the prompts, and
+        whether they get blocks before.
 
         Decode follows them within its own bound (`max_decode_prompt_tokens`). It posts tickets for longer prompts.
 
@@ -261,6 +268,9 @@ class ClientRequests:
                 self._observer.without_prefill.inc()
         elif wait is not None and wait >= _LEAST_WAIT_SECONDS:
             params[PREFILL_WAIT_S] = round(wait, 3)
+        # After a failure, what the engines have said may be wrong: one of another version may have taken a place.
+        if not request.failures and (first := self._prefill.prefill_first_tokens()):
+            params[PREFILL_FIRST_TOKENS] = first
         return params
 
     def _falls_back(self, request: ProxiedRequest, failure: Failure) -> bool:

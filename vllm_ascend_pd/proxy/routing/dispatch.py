@@ -42,7 +42,7 @@ from vllm_ascend_pd.proxy.routing.answers import (
     may_refuse,
 )
 from vllm_ascend_pd.proxy.routing.engines import EngineRanking, EngineRegistry, RegisteredEngine, Streak
-from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait
+from vllm_ascend_pd.proxy.routing.load import PrefillPace, most_first_tokens, queue_wait
 from vllm_ascend_pd.proxy.routing.queue import Group, NoFreeSlotError, Queue
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.transport.names import HostNames
@@ -264,6 +264,13 @@ class EnginePool:
         if not loads:
             return None
         return queue_wait(loads, self.queue.waiting * self.engines.mean_tokens, self.pace.tokens_per_second)
+
+    def prefill_first_tokens(self) -> int:
+        """Prompts of more tokens may be computed before decode gives them memory, at whichever prefill engine that is
+        well. 0: none may."""
+        now = time.monotonic()
+        well = self.engines.well(now)
+        return most_first_tokens([self.engines.reported(engine, now).prefill_first_tokens for engine in well])
 
     def to_avoid(self, failures: Sequence[Failure]) -> frozenset[str] | None:
         """The engines that the next attempt must not use, or None if there is none. `failures`: of all so far."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vllm_ascend_pd.core.reasons import WRONG_KV
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED, VERIFIED, WAITING_BLOCKS
+from vllm_ascend_pd.observe.stats import PREFILL_FIRST_TOKENS, PREFIX, RESTART_NEEDED, VERIFIED, WAITING_BLOCKS
 from vllm_ascend_pd.proxy.routing.answers import EngineRole
 
 _RUNNING = "vllm:num_requests_running"
@@ -23,8 +23,9 @@ _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
 _VERIFIED = f"{PREFIX}{VERIFIED.name}_total"
 _WAITING_BLOCKS = PREFIX + WAITING_BLOCKS.name
+_PREFILL_FIRST = PREFIX + PREFILL_FIRST_TOKENS.name
 _SLEEP_STATE = "vllm:engine_sleep_state"
-_OURS = (_RESTART_NEEDED, _VERIFIED, _WAITING_BLOCKS)
+_OURS = (_RESTART_NEEDED, _VERIFIED, _WAITING_BLOCKS, _PREFILL_FIRST)
 _WANTED = (_RUNNING, _WAITING, _KV_USE, _CACHE_INFO, *_TOKENS, *_OURS, _SLEEP_STATE)
 _COMMON = "vllm:"
 """With it, `re` skips all other lines, mostly buckets of histograms, at the speed of a search for text."""
@@ -69,6 +70,9 @@ class LoadSnapshot(NamedTuple):
     """How often `verify_kv` has found wrong KV, on all ranks."""
     kv_waiting: float | None = None
     """Share of the engine's blocks that have been given to requests whose KV has not arrived."""
+    prefill_first_tokens: int = 0
+    """Prompts of more tokens may be computed there before decode gives them memory. 0: none may, on some rank at least,
+    or the engine does not say."""
 
 
 class MetricsReader:
@@ -119,6 +123,7 @@ class MetricsReader:
             self._asleep,
             _total(values.get(_VERIFIED)),
             _share(values.get(_WAITING_BLOCKS), self._blocks),
+            most_first_tokens([round(tokens) for tokens in values.get(_PREFILL_FIRST, ())]),
         )
 
     def _read(self, lines: bytes | bytearray) -> None:
@@ -164,6 +169,11 @@ def _total(values: list[float] | None) -> int | None:
 
 def _share(waiting: list[float] | None, blocks: list[int]) -> float | None:
     return min(1.0, sum(waiting) / sum(blocks)) if waiting and any(blocks) else None
+
+
+def most_first_tokens(of_engines: Sequence[int]) -> int:
+    """Returns the most of several engines' `prefill_first_tokens`; 0 if that of one is 0."""
+    return max(of_engines, default=0) if all(of_engines) else 0
 
 
 def _sizes(labels: bytes) -> dict[bytes, int]:

@@ -49,7 +49,7 @@ def plan(
     decode_requests: Annotated[int | None, _count("Requests at once on a data-parallel rank.")] = None,
     decode_kv_gib: Annotated[float | None, _number("KV cache of a decode rank.")] = None,
     link_gbit: Annotated[float | None, _number("Bandwidth of a rank, in each direction.")] = None,
-    prefill_first_tokens: Annotated[int | None, _count("Decode's key of that name.", "none", least=0)] = None,
+    prefill_first_tokens: Annotated[int | None, _count("Decode's key of that name.", "a step", least=0)] = None,
     version: Version = False,
 ) -> None:
     """Print what a prefill and a decode engine transfer. Starts no engine.
@@ -80,7 +80,8 @@ def plan(
         figures = make_plan(shape, *sides, step_tokens=batched, staging_slots=slots, tokens=prompt_tokens)
         rates = None
         if compute_ms is not None and None not in given:
-            traffic = Traffic(*cast("tuple[int, float, int, float, float]", given), prefill_first_tokens)
+            first = batched if prefill_first_tokens is None else prefill_first_tokens
+            traffic = Traffic(*cast("tuple[int, float, int, float, float]", given), first)
             rates = make_rates(figures, compute_ms, traffic)
     except OSError as error:
         raise USAGE_ERROR(f"cannot read the model's config.json, or what was measured: {error}") from None

@@ -121,7 +121,7 @@ class Traffic(NamedTuple):
     requests: int  # that a data-parallel rank decodes at once at most
     kv_gib: float  # of each rank
     link_gbit: float  # bandwidth of each rank in each direction
-    prefill_first_tokens: int | None = None  # decode's key of that name
+    prefill_first_tokens: int | None = None  # longer prompts are computed before decode has blocks. None: none is
 
 
 class Rates(NamedTuple):
