@@ -31,15 +31,7 @@ variables up each time, its logging's aside. Mooncake reads its own when its eng
 when it begins to send spans. vLLM's hashes of blocks follow from PYTHONHASHSEED, which it reads late; Python's own are
 the same in all forks."""
 _READ_EARLY = ("VLLM_LOGGING", "VLLM_CONFIGURE_LOGGING", "VLLM_PLUGINS")
-_IMPORTED = [
-    "vllm.entrypoints.cli.main",
-    "vllm.entrypoints.cli.serve",
-    "vllm.entrypoints.openai.api_server",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.model_executor.models.llama",
-    "vllm.distributed.kv_transfer.kv_connector.v1",
-]
+_IMPORTED = ["imported_by_engines"]  # of tests/plugins, which each engine has on its path
 _START_S = 300.0
 
 _context = multiprocessing.get_context("forkserver")

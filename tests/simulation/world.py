@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from harness.models import inspect_here
 from simulation import kernel as kernels
 from simulation import network as networks
 from simulation import stand_ins
@@ -412,6 +413,7 @@ os.environ["XDG_CONFIG_HOME"] = _folder.name  # engines do not use a secret that
 _secret_file = Path(_folder.name) / "secret"
 _secret_file.touch(mode=0o600)
 _secret_file.write_text("a-secret-of-this-simulation-alone-5f1c0b7e96d24a38\n")
+inspect_here()
 _configurations = Configurations(Path(_folder.name))
 _install()
 _runs = itertools.count()
