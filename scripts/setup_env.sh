@@ -14,8 +14,9 @@
 #   VENV=PATH       the environment's folder (default: .venv at the repository root)
 #   PYTHON=COMMAND  the Python to create it with, 3.11 or newer (default: the first one found)
 #
-# It installs nothing outside $VENV, so root is not needed. On Debian and Ubuntu it unpacks there the libraries that
-# vLLM and Mooncake load and the machine lacks. The machine must have a C++ compiler and Python's headers.
+# It installs nothing outside $VENV, so root is not needed; uv's cache holds what it has downloaded. On Debian and
+# Ubuntu it unpacks there the libraries that vLLM and Mooncake load and the machine lacks. The machine must have a C++
+# compiler and Python's headers.
 #
 # The script may run repeatedly: it skips stages whose inputs have not changed. uv's output goes to $VENV/setup.log
 # and is shown if a stage fails.

@@ -10,8 +10,8 @@
 #   PYTHON=COMMAND  the Python to create it with: 3.11, for which torch_npu and vllm-ascend have wheels (default:
 #                   the first one found)
 #
-# It installs nothing outside $VENV-npu, so root is not needed. On Debian and Ubuntu it unpacks there the libraries
-# that Mooncake loads and the machine lacks. The machine must have a C++17 compiler.
+# It installs nothing outside $VENV-npu, so root is not needed; uv's cache holds what it has downloaded. On Debian and
+# Ubuntu it unpacks there the libraries that Mooncake loads and the machine lacks. The machine must have a C++17 compiler.
 #
 # The script may run repeatedly: it skips stages whose inputs have not changed. The output of uv and of the compiler
 # goes to $VENV-npu/setup.log and is shown if a stage fails.
