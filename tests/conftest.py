@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """For all tests, and the processes that they start: owned objects check which thread calls them, a secret that this
-user has is not read, and engines are on loopback."""
+user has is not read, engines are on loopback, and torch computes on one thread."""
 
 import atexit
 import gc
@@ -15,6 +15,7 @@ os.environ["VLLM_ASCEND_PD_CHECK_THREADS"] = "1"  # before the package is import
 _config = tempfile.TemporaryDirectory(prefix="config-")
 os.environ["XDG_CONFIG_HOME"] = _config.name
 os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once; OpenMP's threads spin while they wait
 
 
 def pytest_collection_finish() -> None:
