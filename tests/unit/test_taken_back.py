@@ -94,7 +94,11 @@ def test_a_load_fails_of_a_request_that_was_preempted_meanwhile(start: Start, ho
             pytest.skip("vLLM 0.23 has no word for an output that comes after a preemption")
         prefill.vllm.running.remove(request)
         prefill.vllm._preempt_request(request, 0.0, drop_stale_output=True)
+        prefill.vllm.waiting.remove_request(request)  # it finds no blocks yet
+        prefill.ask("other", range(600, 640))
+        prefill.begin()
         prefill.see()
+        prefill.vllm.waiting.prepend_request(request)
     prefill.run(depth=2)
     assert "r" in prefill.ranks.told
     prefill.ask("same", PROMPT)  # what was computed from the failed load is not cached
