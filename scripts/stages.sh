@@ -265,7 +265,7 @@ one_at_a_time() {
 
 environment() {
   "$python" -m venv "$VENV"
-  "$VENV/bin/python" -m pip install --quiet uv==0.13.9
+  "$VENV/bin/python" -m pip install --quiet 'uv>=0.9'
 }
 
 torch() {
