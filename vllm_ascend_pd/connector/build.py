@@ -127,11 +127,9 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
     observer = tell_all(measured, PushSpans())
     admission = TicketAdmission(peers.hosts, peers.secret)
     listener = _ticket_listener(setup, admission)
-    needs = None if listener is None else _needs(setup, groups)
-    first_tokens = _first_tokens(setup, groups, needs)
-    held = None
+    held = needs = None
     if listener is not None:
-        assert needs is not None
+        needs = _needs(setup, groups)
         hold_timeout_s = setup.config.hold_timeout_s or HOLD_TIMEOUT_S
         held = HeldPrompts(
             listener,
@@ -159,7 +157,7 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
         closing.callback(listener.close, CLOSE_TIMEOUT_S)
         if (bootstrap := _bootstrap_server(setup, listener)) is not None:
             closing.callback(bootstrap.close, CLOSE_TIMEOUT_S)
-    gauges = {PREFILL_FIRST_TOKENS: first_tokens}
+    gauges = {PREFILL_FIRST_TOKENS: _first_tokens(setup, groups, needs)}
     return Connected(scheduler, lambda: measured.take(lambda: gauges) or None, closing)
 
 

@@ -202,7 +202,7 @@ class DecodeScheduler(ConnectorRole):
         if self._requests.has_output_in_flight(request):
             return None
         no_prompt = self._placement.computes_no_prompt
-        # Prefill has freed its prompt: a reset of the prefix cache took what this engine had of it.
+        # Prefill has freed the prompt, because this engine was to compute it.
         is_freed = request.request_id in self._without_ticket
         gets_no_ticket = is_pulled(params) if no_prompt else not wants_ticket(params) or earlier is not None or is_freed
         if gets_no_ticket:

@@ -357,8 +357,8 @@ class PrefillScheduler(ConnectorRole):
                 wrong.update(prompt.blocks_from(token, self._groups))
                 if not prompt.ended:
                     self._take_back(prompt, token)
-                    # Of blocks that requests share, vLLM has one of them compute what was lost. vLLM 0.30 does not know
-                    # that a further step may be computing from it for another one.
+                    # vLLM has one request compute a shared block again. vLLM 0.30 lets others go on that have computed
+                    # from it in a step under way.
                     self._requests.compute_again(prompt.request, token)
             if not prompt.earlier_blocks.isdisjoint(blocks):
                 wrong |= prompt.earlier_blocks
@@ -430,9 +430,9 @@ class PrefillScheduler(ConnectorRole):
         """
         if self._requests.ended_in_error(prompt.request):
             return _ERROR
-        if complete and not self._requests.was_aborted(prompt.request):
-            return None
-        return _ABORTED if self._requests.was_aborted(prompt.request) else _TAKEN_BACK
+        if self._requests.was_aborted(prompt.request):
+            return _ABORTED
+        return None if complete else _TAKEN_BACK
 
     def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
         """As `end_request`, of a request whose ticket has not come."""

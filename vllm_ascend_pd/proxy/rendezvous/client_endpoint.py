@@ -249,7 +249,7 @@ class ClientRequests:
         return failure
 
     def _advice(self, request: ProxiedRequest, decode: Sequence[str]) -> Mapping[str, str | bool | float]:
-        """The `kv_transfer_params` that tell decode what it does not know when it decides who computes the prompts, and
+        """The `kv_transfer_params` that tell decode what it does not know. It decides who computes the prompts, and
         whether they get blocks before.
 
         Decode follows them within its own bound (`max_decode_prompt_tokens`). It posts tickets for longer prompts.
