@@ -622,6 +622,8 @@ class Engine:
 
     def add(self, request: Request, hashes: Array, pooled: int = 0) -> None:
         """`hashes`: of the tokens that the request has or will have. `pooled`: tokens that the pool has."""
+        if self.prefills:
+            self.world.oracle.prefill_asked(request.prompt_token_ids or ())
         self.inbox.put(("add", request, hashes, pooled))
 
     def abort(self, request_id: str) -> None:

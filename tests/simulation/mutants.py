@@ -346,6 +346,13 @@ MUTANTS: dict[str, Mutant] = {
         seeds=0,
     ),
     # decode/intents.py
+    "prefill computes a prompt that it holds once more": _without(
+        "decode.intents:Intents.of",
+        "if prompt is None and longest",
+        "if (prompt is None or len(self._to_post) < len(self._due)) and longest",
+        events=(),
+        **(_CALM | {"prefill_first": 0}),
+    ),
     "a prompt that prefill has computed stays hidden": _without(
         "decode.intents:Intents.answered",
         "self.awaiting_prefill.discard(prompt.request.request_id)",

@@ -2,7 +2,8 @@
 """Checks what happens in a run against the rules of docs/design.md. Each violation begins with the rule's name."""
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.scheduling import remembered
@@ -48,6 +49,8 @@ class Oracle:
         self._tickets_since: dict[tuple[str, int], float] = {}
         # Since when tickets wait for prompts that no prefill engine has, by ticket id.
         self._without_prompt: dict[str, float] = {}
+        # How often prefill was asked for each prompt.
+        self._asked: Counter[tuple[int, ...]] = Counter()
 
     def violated(self, what: str) -> None:
         self.violations.append(what)
@@ -224,6 +227,26 @@ class Oracle:
                 f"R11: {waiting[0].request_id} has a ticket and waits for {held[0].request.request_id}, which has none"
             )
 
+    # What is computed twice.
+
+    def prefill_asked(self, tokens: Sequence[int]) -> None:
+        """A prefill engine gets a request for a prompt."""
+        self._asked[tuple(tokens)] += 1
+
+    def _look_for_repetition(self) -> None:
+        """Where nothing went wrong, each client's prompt is computed once.
+
+        A decode engine that never computes may ask again for a request that it preempted.
+        """
+        if self._world.may_fail or self._world.scenario.shape.never:
+            return
+        wanted = Counter(tuple(client.tokens) for client in self._world.router.clients.values())
+        for tokens, asked in self._asked.items():
+            if asked > wanted[tokens]:
+                self.violated(
+                    f"prefill is asked {asked} times for a prompt of {len(tokens)} tokens that {wanted[tokens]} clients have"
+                )
+
     # At the end.
 
     def at_rest(self) -> None:
@@ -236,6 +259,7 @@ class Oracle:
                 self.violated(f"leak: {engine.name} keeps {what}: {kept}")
         for what, kept in self.kept_by_proxy().items():
             self.violated(f"leak: the proxy keeps {what}: {kept}")
+        self._look_for_repetition()
         if not world.may_fail:
             for client in world.router.clients.values():
                 if client.outcome != "right":

@@ -102,6 +102,9 @@ class VllmRequests:
         """Counts this engine's prefix cache and pools that other connectors read. 0 once the first token is out."""
         return 0 if request.prefill_stats is None else max(0, int(request.prefill_stats.num_cached_tokens))
 
+    def own_cached_tokens(self, request: "Request") -> int:
+        return 0 if request.prefill_stats is None else request.prefill_stats.num_local_cached_tokens
+
     def set_cached_tokens(self, request: "Request", tokens: int) -> None:
         """A single engine computes at least the last token, so that one never counts."""
         if request.prefill_stats is not None:

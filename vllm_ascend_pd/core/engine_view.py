@@ -72,6 +72,9 @@ class EngineRequests(Protocol):
     def cached_tokens(self, request: ScheduledRequest) -> int:
         """Returns how many tokens of its prompt were cached when it was last scheduled from the beginning."""
 
+    def own_cached_tokens(self, request: ScheduledRequest) -> int:
+        """As `cached_tokens`, without those that another connector loads."""
+
     def set_cached_tokens(self, request: ScheduledRequest, tokens: int) -> None:
         """Reports `tokens` of the prompt as cached to the client: prefill delivered the prompt and had them cached."""
 

@@ -366,6 +366,14 @@ class PrefillScheduler(ConnectorRole):
                     transfer.take_back(0)  # it was sent before the preemption
         self._blocks.evict(wrong)  # vLLM leaves some in its prefix cache, even if no step computes them again
 
+    def _evict_computed(self, prompt: ComputedPrompt) -> None:
+        """Takes what an aborted request has computed or loaded out of the prefix cache.
+
+        A step under way may still report that a load has failed. vLLM then evicts only blocks of requests that run.
+        """
+        token = self._requests.own_cached_tokens(prompt.request)
+        self._blocks.evict({*prompt.blocks_from(token, self._groups), *prompt.earlier_blocks})
+
     @owned
     def update(self, report: WorkerReport | None, ended: set[str]) -> None:
         if report is not None:
@@ -407,6 +415,8 @@ class PrefillScheduler(ConnectorRole):
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return False, None
+        if self._awaits_outputs and self._requests.was_aborted(request):
+            self._evict_computed(prompt)
         transfer = self._transfers.get(request_id)
         if transfer is None:
             assert self._held is not None
