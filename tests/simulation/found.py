@@ -132,6 +132,18 @@ FOUND: dict[str, Scenario] = {
             Event(0.124, "reset", (0.221,)),
         ),
     ),
+    "what an aborted request has computed stays cached": Scenario(
+        seed=0,
+        shape=Shape(prefill_blocks=80, decode_blocks=80, pool=True, prefill_policy="recompute"),
+        faults=Faults(load_fails=1.0),
+        events=(
+            Event(0.0, "request", ("r0", 0, 80, 1, "prefill first", 64)),
+            Event(0.002, "stop", (0.0, 0.5)),
+            Event(0.1, "leave", ("r0",)),
+            Event(1.0, "request", ("r1", 0, 66, 1, "metaserver", 0)),
+            Event(2.0, "request", ("r2", 0, 132, 1, "metaserver", 0)),
+        ),
+    ),
     "a held prompt keeps one with a ticket waiting": Scenario(
         seed=0,
         shape=Shape(prefill_blocks=16, decode_blocks=16),

@@ -346,12 +346,12 @@ MUTANTS: dict[str, Mutant] = {
         seeds=0,
     ),
     # decode/intents.py
-    "prefill computes a prompt that it holds once more": _without(
-        "decode.intents:Intents.of",
-        "if prompt is None and longest",
-        "if (prompt is None or len(self._to_post) < len(self._due)) and longest",
+    "prefill is asked twice to compute a prompt first": _without(
+        "decode.intents:Intents.post",
+        "route.send(intent, token_ids)",
+        "route.send(intent, token_ids) or route.send(intent, token_ids)",
+        **(_CALM | {"prefill_first": 0, "proxy": False}),
         events=(),
-        **(_CALM | {"prefill_first": 0}),
     ),
     "a prompt that prefill has computed stays hidden": _without(
         "decode.intents:Intents.answered",
@@ -703,6 +703,9 @@ MUTANTS: dict[str, Mutant] = {
         "pass",
         **_POOL,
         prefill_steps=2,
+    ),
+    "what an aborted request has computed stays cached": _without(
+        "prefill.scheduler:PrefillScheduler.end_request", "self._evict_computed(prompt)", "pass", **_POOL
     ),
     "what is computed from a failed load before a preemption stays cached": _without(
         "prefill.scheduler:PrefillScheduler.loads_failed", "wrong |= prompt.earlier_blocks", "pass", seeds=0

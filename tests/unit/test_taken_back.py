@@ -213,6 +213,23 @@ def test_a_load_fails_of_a_prompt_that_waits_for_its_ticket(start: Start, policy
         assert {each["transfer_id"] for each in offered.values()} == {"of-first", "of-second"}
 
 
+def test_what_an_aborted_request_has_computed_is_found_by_none(start: Start) -> None:
+    """vLLM looks for a failed load only in requests that run, so the blocks behind it stay cached."""
+    prefill = start(extra={"hold_timeout_s": 60})
+    prefill.failing = {1}
+    prompt = [*PROMPT, *range(1000, 1000 + 3 * BLOCK)]
+    prefill.pool_connector.has["left"] = BLOCKS * BLOCK
+    prefill.add("left", prompt, {**PREFILL_FIRST, "transfer_id": "of-left"})
+    prefill.begin()
+    prefill.vllm.finish_requests("left", RequestStatus.FINISHED_ABORTED)
+    prefill.see()
+    prefill.ask("shorter", prompt[: BLOCKS * BLOCK + 1])
+    prefill.run()
+    prefill.ask("longer", prompt)
+    prefill.run()
+    assert prefill.ranks.told == {"shorter": None, "longer": None}
+
+
 def test_what_nothing_can_be_taken_back_from_is_not_waited_for(start: Start) -> None:
     for options, has in (({"beside": None}, 0), ({}, 0)):
         prefill = start(**options)
