@@ -346,13 +346,6 @@ MUTANTS: dict[str, Mutant] = {
         seeds=0,
     ),
     # decode/intents.py
-    "prefill is asked twice to compute a prompt first": _without(
-        "decode.intents:Intents.post",
-        "route.send(intent, token_ids)",
-        "route.send(intent, token_ids) or route.send(intent, token_ids)",
-        **(_CALM | {"prefill_first": 0, "proxy": False}),
-        events=(),
-    ),
     "a prompt that prefill has computed stays hidden": _without(
         "decode.intents:Intents.answered",
         "self.awaiting_prefill.discard(prompt.request.request_id)",
@@ -386,6 +379,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "prefill holds a prompt that gets no ticket": _without(
         "decode.scheduler:DecodeScheduler._intents_end", "long.end(reason)", "pass", seeds=0
+    ),
+    "a computed prompt's ticket does not go to the engine that holds it": _without(
+        "decode.scheduler:DecodeScheduler.allocated",
+        "= long.ticket_route, True",
+        "= long.intent_route, True",
+        **(_CALM | {"prefill_first": 0, "proxy": False}),
+        events=(),
     ),
     "the proxy does not learn that a ticket was refused": _without(
         "decode.scheduler:DecodeScheduler._take_answers", "if transfer.follows_intent:", "if False:", seeds=0

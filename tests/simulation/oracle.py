@@ -242,10 +242,8 @@ class Oracle:
             return
         wanted = Counter(tuple(client.tokens) for client in self._world.router.clients.values())
         for tokens, asked in self._asked.items():
-            if asked > wanted[tokens]:
-                self.violated(
-                    f"prefill is asked {asked} times for a prompt of {len(tokens)} tokens that {wanted[tokens]} clients have"
-                )
+            if asked > (clients := wanted[tokens]):
+                self.violated(f"{asked} prefill requests for {clients} clients with one prompt of {len(tokens)} tokens")
 
     # At the end.
 

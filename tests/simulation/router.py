@@ -4,6 +4,7 @@
 No request is retried. Engines that are down are not asked. proxy.py has our own proxy.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,8 @@ class Router:
         self.ended_at = 0.0
         # By ticket id.
         self._posts: dict[str, _Post] = {}
+        # Of prefill requests: no two have one name.
+        self._numbers = itertools.count(1)
         # The ticket of each prefill request.
         self._ticket_of: dict[str, str] = {}
 
@@ -171,7 +174,7 @@ class Router:
         tokens = (client.tokens + [TOKEN] * client.max_tokens)[: body["num_tokens"]]
         is_other = self._draw.random() < faults.other_prompt
         for engine in chosen:
-            name = f"{client.name}-{key[:6]}" + "-again" * (engine is not chosen[0])
+            name = f"{client.name}-{next(self._numbers)}"
             post.prefills[name] = engine
             self._ticket_of[name] = key
             if is_other and len(tokens) <= LONGEST:
