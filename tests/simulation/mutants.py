@@ -890,7 +890,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a batch without leave keeps its place in the queue": _without(
         "transport.tcp:TcpWriter.begin",
-        "except BaseException:\n        peer.queue.leave(len(lengths), failed=False)",
+        "except BaseException:\n        queue.leave(len(lengths), failed=False)",
         "except BaseException:\n        pass",
         events=(Event(0.03, "stop", (0.3, 5.0)),),
         **_ONE,

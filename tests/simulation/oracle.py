@@ -288,8 +288,8 @@ class Oracle:
             if engine.prefills:
                 kept[f"transfers of {rank.name}"] = list(rank.worker._transfers)
                 writer = rank.transfer._writer
-                peers = {} if writer is None else writer._peers
-                kept[f"batches in flight of {rank.name}"] = sum(p.queue._batches for p in peers.values())
+                queues = {} if writer is None else writer._queues
+                kept[f"batches in flight of {rank.name}"] = sum(each._batches for each in queues.values())
                 if (regrouper := rank.worker._regrouper) is not None:
                     kept[f"staging slots of {rank.name}"] = len(regrouper.ring.holders)
             else:

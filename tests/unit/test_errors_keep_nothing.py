@@ -155,7 +155,7 @@ def expect_no_place_taken(engine: TransferEngine) -> None:
     """Of batches to peers, once failed ones have settled."""
     writer = engine._writer
     if isinstance(writer, TcpWriter):
-        assert all(peer.queue._batches == peer.queue._descriptors == 0 for peer in writer._peers.values())
+        assert all(queue._batches == queue._descriptors == 0 for queue in writer._queues.values())
     else:
         assert isinstance(writer, AscendWriter)
         writer._slots._until = dict.fromkeys(writer._slots._until, 0.0)

@@ -4,22 +4,26 @@
 Three things are special to it, and only this module knows them:
 
 - What is in flight never overflows Mooncake's queue to a peer (`PeerQueue`).
-- A waiting thread sleeps for most of the time that a batch takes (`Pace`).
+- A waiting thread sleeps before it asks about a batch (`PAUSE_S`).
 - Bytes of a failed batch may still arrive.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vllm_ascend_pd.transport.batches import Batch, TransferLimits
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, LEASE_EXPIRED, Reach, TransferError
+
+PAUSE_S = 0.0003
+"""Seconds from a batch's start until Mooncake is asked about it, since Mooncake polls without a pause. Where cores are
+few, asking sooner delays the thread that receives the batch: `benchmarks/ttft.py --models small --pairs 2/1 --prompts
+128` takes a tenth longer without this."""
 
 
 class PeerQueue:
@@ -73,78 +77,6 @@ class PeerQueue:
             self._changed.notify_all()
 
 
-# Decides how long a thread may sleep while Mooncake moves a batch over TCP.
-#
-# A thread that waits in Mooncake polls without a pause. That takes a core from the threads that move the bytes and from
-# the model. A batch cannot arrive sooner than the link allows. So the thread sleeps until then, and polls afterwards.
-# It also sleeps for a moment on batches of unknown or short time.
-
-SHARE = 0.8
-"""Part of the expected time that is slept. Below 1, so that a faster link shows within a few batches."""
-
-EARLIEST_S = 0.0003
-"""Seconds from a batch's start until it is polled for. Where cores are few, polling sooner delays the thread that
-receives the batch: `benchmarks/ttft.py --models small --pairs 2/1 --prompts 128` takes a tenth longer without this."""
-
-SHORTEST_S = 0.00005
-"""Shorter sleeps are left out: the kernel wakes a thread 0.05 to 0.1 ms late."""
-
-LONGEST_S = 1.0
-"""Longer sleeps notice a failed peer too late."""
-
-LEARNS_FROM = 1 << 20
-"""Bytes. The time of smaller batches is not the link's alone. They only show that it is faster than expected, and only
-if no other batch was in flight before them: a batch that arrives with another one seems to take no time."""
-
-_LATEST = 8
-_ENOUGH = 4
-
-
-class Pace:
-    """Estimates one peer's speed. Batches of several threads make the estimate worse, nothing else."""
-
-    def __init__(self) -> None:
-        self._seconds_per_byte: deque[float] = deque(maxlen=_LATEST)
-        # When the last batch ended: the next one had the link to itself only from then on.
-        self._ended = -math.inf
-
-    def pause_s(self, num_bytes: int, started: float) -> float:
-        """Returns how long to sleep from now for a batch that has `started`: 0, or up to `LONGEST_S` seconds."""
-        expected = self._seconds_for_a_byte() * num_bytes
-        until = max(started + EARLIEST_S, max(started, self._ended) + SHARE * expected)
-        pause_s = until - time.monotonic()
-        return min(pause_s, LONGEST_S) if pause_s >= SHORTEST_S else 0.0
-
-    def learn(self, num_bytes: int, started: float) -> None:
-        """Records that a batch has just arrived. `num_bytes` is above 0."""
-        now = time.monotonic()
-        seconds = now - max(started, self._ended)
-        taken = seconds / num_bytes
-        alone = started >= self._ended
-        # Of a batch that takes less, much of the time may be the sleep.
-        is_long = num_bytes >= LEARNS_FROM and seconds >= 2 * EARLIEST_S
-        if is_long or (alone and taken < self._seconds_for_a_byte()):
-            self._seconds_per_byte.append(taken)
-        self._ended = now
-
-    def _seconds_for_a_byte(self) -> float:
-        """Returns the expected seconds per byte; 0 while too little is known."""
-        latest = sorted(self._seconds_per_byte)
-        # One of the faster batches: polling for too long costs less than sleeping for too long.
-        return latest[len(latest) // 4] if len(latest) >= _ENOUGH else 0.0
-
-
-# Writing.
-
-
-@dataclass
-class _TcpPeer:
-    # What of ours is in Mooncake's queue to the peer.
-    queue: PeerQueue
-    # How fast batches to the peer are.
-    pace: Pace = field(default_factory=Pace)
-
-
 class TcpWriter:
     """A `Writer`. A batch to a peer that hangs fails after `limits.timeout_s`, or when `MC_TRANSFER_TIMEOUT` is over.
 
@@ -159,19 +91,19 @@ class TcpWriter:
         self._capacity = capacity
         self._lock = threading.Lock()
         # By session. Changes under the lock.
-        self._peers: dict[str, _TcpPeer] = {}
+        self._queues: dict[str, PeerQueue] = {}
 
     def has_room(self, session: str, batch: Batch) -> bool:
         with self._lock:
-            peer = self._peers.get(session)
-        return peer is None or peer.queue.has_room(len(batch[2]))
+            queue = self._queues.get(session)
+        return queue is None or queue.has_room(len(batch[2]))
 
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> _TcpFlight | None:
         """As `Writer.begin`. There is room while fewer than `BATCHES_IN_FLIGHT` batches to the peer are in flight."""
         self._reach.await_answer(session)
-        peer, started, lengths = self._peer(session), time.monotonic(), batch[2]
-        flight = _TcpFlight(self._mooncake, self._reach, peer, session, lengths, started)
-        if not peer.queue.enter(len(lengths), self._limits.timeout_s):
+        queue, started, lengths = self._queue(session), time.monotonic(), batch[2]
+        flight = _TcpFlight(self._mooncake, self._reach, queue, session, lengths, started)
+        if not queue.enter(len(lengths), self._limits.timeout_s):
             raise TransferError(
                 session, f"earlier writes did not finish within {self._limits.timeout_s:g} s", retryable=True
             )
@@ -179,7 +111,7 @@ class TcpWriter:
             if not may_begin():
                 raise TransferError(session, LEASE_EXPIRED, retryable=False)
         except BaseException:
-            peer.queue.leave(len(lengths), failed=False)
+            queue.leave(len(lengths), failed=False)
             raise
         try:
             flight.batch_id = int(self._mooncake.batch_transfer_async_write(session, *batch))
@@ -195,20 +127,20 @@ class TcpWriter:
     def forget(self, sessions: Collection[str]) -> None:
         with self._lock:
             for session in sessions:
-                self._peers.pop(session, None)
+                self._queues.pop(session, None)
 
-    def _peer(self, session: str) -> _TcpPeer:
+    def _queue(self, session: str) -> PeerQueue:
         with self._lock:
-            if session not in self._peers:
-                self._peers[session] = _TcpPeer(PeerQueue(self._capacity, self._limits.settle_s))
-            return self._peers[session]
+            if session not in self._queues:
+                self._queues[session] = PeerQueue(self._capacity, self._limits.settle_s)
+            return self._queues[session]
 
 
 @dataclass(slots=True)
 class _TcpFlight:
     mooncake: Any
     reach: Reach
-    peer: _TcpPeer
+    queue: PeerQueue
     session: str
     lengths: list[int]
     started: float
@@ -217,12 +149,8 @@ class _TcpFlight:
     def wait(self) -> None:
         """As `Flight.wait`. Sleeps first, because Mooncake polls without a pause."""
         try:
-            num_bytes = sum(self.lengths)
-            if pause_s := self.peer.pace.pause_s(num_bytes, self.started):
-                time.sleep(pause_s)
+            time.sleep(max(0.0, self.started + PAUSE_S - time.monotonic()))
             code = int(self.mooncake.get_batch_transfer_status([self.batch_id]))
-            if code == 0:
-                self.peer.pace.learn(num_bytes, self.started)
         except BaseException as error:  # noqa: BLE001 - `give_up` raises
             self.give_up(error)
         self.land(code)
@@ -235,7 +163,7 @@ class _TcpFlight:
                 "which)",
                 retryable=True,
             )
-        self.peer.queue.leave(len(self.lengths), failed=False)
+        self.queue.leave(len(self.lengths), failed=False)
 
     def give_up(self, error: BaseException) -> NoReturn:
         """Ends the batch as failed, because `error` hides its end. Raises TransferError for an `Exception`, and others
@@ -247,7 +175,7 @@ class _TcpFlight:
 
     def lost(self, answer: str, retryable: bool) -> TransferError:
         """Ends the batch as failed, and returns the error for it. Its bytes may still arrive."""
-        self.peer.queue.leave(len(self.lengths), failed=True)
+        self.queue.leave(len(self.lengths), failed=True)
         self.reach.failed(self.session)
         return TransferError(
             self.session,
