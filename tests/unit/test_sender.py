@@ -34,7 +34,6 @@ from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush, Slot, StepSend, plan_sends
 from vllm_ascend_pd.prefill.transfer import Transfer
-from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
@@ -535,7 +534,6 @@ def test_layers_that_are_over_make_room_for_others(sender, transfers):
 def test_what_a_failed_forward_pass_has_not_computed_is_not_delivered(transfers):
     """tests/integration/test_failed_forward.py has vLLM's runner report it."""
     worker: Any = PrefillWorker.__new__(PrefillWorker)
-    worker._unnamed = SimpleNamespace(end_step=lambda completed: True)
     worker._plan = StepPlan(last=[transfers[0]])
     worker.end_forward(MemoryError("none left"))
     assert "forward pass failed: MemoryError('none left')" in str(transfers[0].state.failure)
@@ -557,7 +555,7 @@ def test_a_step_and_its_prompts_end_once(transfers):
     worker: Any = PrefillWorker.__new__(PrefillWorker)
     worker._rank, worker._observer = SimpleNamespace(config=ConnectorConfig()), Ends()
     worker._device, worker._regrouper, worker._turns = SimpleNamespace(record_event=Done), None, None
-    worker._unnamed, worker._caches_of, worker._cached = UnnamedLayers(LAYERS, ()), {}, None
+    worker._caches_of, worker._cached = {}, None
     worker._caches = SimpleNamespace(layers_by_geometry={}, quantize={})
     [transfer] = transfers[:1]
     transfer.sender = worker._observer

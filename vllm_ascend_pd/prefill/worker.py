@@ -11,7 +11,6 @@ from types import MappingProxyType
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.checksum import Form
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.layout import BlockKind
 from vllm_ascend_pd.core.observer import LayerComputed, Observer, PrefillStatus, RegroupSubmitted, StepBegun, StepEnded
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.reasons import PushFailure
@@ -33,7 +32,6 @@ from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_plan import Planner, StepPlan
 from vllm_ascend_pd.prefill.step_send import LayerPush
 from vllm_ascend_pd.prefill.transfer import Outcome, Transfer
-from vllm_ascend_pd.prefill.unnamed_layers import UnnamedLayers
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.peers import Peers
 
@@ -94,15 +92,6 @@ class PrefillWorker(ConnectorRole):
         self._control = ControlPlane(rank, ring, routes)
         # None if each layer has a buffer of its own.
         self._turns = BufferTurns(rank) if caches.sharing_buffers else None
-        geometries = caches.description.geometries
-        self._unnamed = UnnamedLayers(
-            caches.layers,
-            [
-                layer
-                for layer, of in caches.layers_by_geometry.items()
-                if any(geometries[index].kind is BlockKind.STATE for index in of)
-            ],
-        )
         # The open transfers, by request id.
         self._transfers: dict[str, Transfer] = {}
         # Whether the scheduler has woken the rank since its last wait: the next one does not wait either.
@@ -148,7 +137,6 @@ class PrefillWorker(ConnectorRole):
         self._plan = self._planner.plan(step.sends, self._transfers)
         self._await_replaced_writes()
         self._forward_ended = False
-        self._unnamed.start_step()
         self._cached = None
         parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends if not send.computed]
         self._observer.on(StepBegun(self._plan.number, parts))
@@ -207,16 +195,16 @@ class PrefillWorker(ConnectorRole):
         run over the step's tokens first, and then once for each further drafted token, whose KV is not sent. So only
         the first call for a layer counts.
 
-        `layer`: "" for a linear-attention layer of vllm-ascend (`UnnamedLayers`). Layers that are not known by then are
-        pushed when the step ends.
+        `layer`: "" for a linear-attention layer, which vllm-ascend does not name (`ops/gdn.py`). Layers that no call
+        has named are pushed when the step ends.
         """
-        for name in map(self._unnamed.name, self._caches_of.get(layer, (layer,))):
+        for name in self._caches_of.get(layer, (layer,)):
             written, self._cached = self._cached, None
             if self._plan.sends and name in self._plan.unpushed:
                 if written is None or written[0] not in ("", name):
                     written = name, self._device.record_event()
                 self._put_layer(self._plan, name, written[1])
-                if not self._plan.unpushed and self._unnamed.in_order:  # decode need not wait for the rest of the step
+                if not self._plan.unpushed:  # decode need not wait for the rest of the step
                     self._finish(self._plan.confirmed)
                     self._plan.confirmed.clear()
             elif self._turns is not None:
@@ -242,9 +230,6 @@ class PrefillWorker(ConnectorRole):
         the step's collectives when the step ends (R5).
         """
         self._forward_ended = True
-        if not self._unnamed.end_step(completed=error is None):
-            for step_send in self._plan.all_sends:
-                step_send.fail("a state may have been sent before it was computed", PushFailure.INTERNAL)
         if error is not None:
             pushed = {transfer for step_send in self._plan.all_sends for transfer in step_send.transfers}
             for transfer in {*self._plan.last, *pushed}:

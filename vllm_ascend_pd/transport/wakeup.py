@@ -88,7 +88,11 @@ PAUSE_S = 0.05
 
 
 class IdleWait:
-    """Decides how long each step waits. Used by the scheduler's thread alone."""
+    """Decides how long each step waits. Used by the scheduler's thread alone.
+
+    vLLM itself sleeps for 1 ms between two steps without tokens. With that alone, a decode engine of four ranks that
+    only waited took two cores, all that there were. It takes 0.16 of a core with these waits.
+    """
 
     def __init__(
         self, longest_s: float, in_flight: int, wakeup: WakeupSocket | None = None, between_s: float = BETWEEN_S
