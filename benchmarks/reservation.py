@@ -2,12 +2,13 @@
 """When decode gives a prompt its memory: how much of that memory waits, and what it costs.
 
 $ python benchmarks/reservation.py [--quick] [--sides "decode first" "long first" "prefill first" mooncake]
-      [--loads fixed mix alone] [--turns 3] [--requests 40] [--rounds 5] [--room 4] [--folder DIR] [--write] [--check]
-      [--json]
+      [--loads fixed mix alone] [--turns 3] [--requests 40] [--rounds 5] [--room 4] [--step-tokens 2048]
+      [--folder DIR] [--write] [--check] [--json]
 
-Real engines on vLLM's CPU backend with ttft.py's small model: a prefill engine with steps of 2,048 tokens, and a decode
-engine with memory for --room prompts of 8,000 tokens. The ways take turns. Engines of a way that waits are stopped
-(SIGSTOP). All ways get the same prompts, nothing is in a prefix cache, and the first tokens of answers must be equal.
+Real engines on vLLM's CPU backend with ttft.py's small model: a prefill engine with steps of --step-tokens, and a
+decode engine with memory for --room prompts of 8,000 tokens. The ways take turns. Engines of a way that waits are
+stopped (SIGSTOP). All ways get the same prompts, nothing is in a prefix cache, and the first tokens of answers must be
+equal.
 
 decode first    behind `vllm-ascend-pd proxy`: decode reserves memory before prefill starts
 long first      as that, but prompts longer than a step of prefill are computed first (`prefill_first_tokens`)
@@ -43,7 +44,7 @@ from typing import Any
 
 from helpers.report import ROOT, options
 from helpers.reservation_sides import ANSWER, FIXED, LONGEST, SIDES, SPEC, Way, blocks_of, now, running_ways
-from helpers.ttft_sides import SideFailedError
+from helpers.ttft_sides import STEP_TOKENS, SideFailedError
 
 from harness.client import Completion, at_once, random_prompt
 from harness.models import make_model
@@ -99,6 +100,7 @@ class Amount:
     requests: int
     rounds: int
     room: int
+    step_tokens: int
 
 
 @dataclasses.dataclass
@@ -272,7 +274,7 @@ def measure(names: Sequence[str], loads: Sequence[str], amount: Amount, folder: 
     path = make_model(SPEC, folder / "models")
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with running_ways(names, path, logs, amount.room) as ways:
+    with running_ways(names, path, logs, amount.room, amount.step_tokens) as ways:
         warm_up(ways)
         for load in loads:
             yield from measure_alone(ways, amount) if load == "alone" else measure_load(load, ways, amount)
@@ -287,14 +289,16 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=40, help="of a turn")
     parser.add_argument("--rounds", type=int, default=5, help="of alone")
     parser.add_argument("--room", type=int, default=ROOM, help="at least 2")
+    parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS, help="of prefill's steps")
     parser.add_argument("--folder", type=Path, help="keeps the checkpoint and the engines' logs")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/reservation.json")
     args = parser.parse_args()
-    amount = Amount(args.turns, args.requests, args.rounds, args.room)
+    amount = Amount(args.turns, args.requests, args.rounds, args.room, args.step_tokens)
     if args.quick:
-        amount = Amount(1, AT_ONCE, 2, args.room)
-    if args.write and (args.quick or args.room != ROOM or args.sides != list(SIDES) or args.loads != list(LOADS)):
-        parser.error("--write needs all sides and loads, in their long form")
+        amount = Amount(1, AT_ONCE, 2, args.room, args.step_tokens)
+    all_of_it = args.sides == list(SIDES) and args.loads == list(LOADS) and not args.quick
+    if args.write and not (all_of_it and args.room == ROOM and args.step_tokens == STEP_TOKENS):
+        parser.error("--write needs all sides and loads, in their long form, with the defaults")
     if "prefill first" in args.sides and not HAS_VLLM_ROUTER:
         parser.error(NEEDS_VLLM_ROUTER)
     interrupt_on_sigterm()

@@ -13,7 +13,7 @@ from harness.documented import documented
 from harness.engines import HOST, PATIENT, Engine, EngineConfig, Role, Server, running_engines, wait_ready
 from harness.ports import reserve_port
 from harness.routers import vllm_router
-from helpers.ttft_sides import ALL_TO_PREFILL, MODELS, STEP_TOKENS, PeerEngine, PullProxy, Side
+from helpers.ttft_sides import ALL_TO_PREFILL, MODELS, PeerEngine, PullProxy, Side
 
 SPEC = dataclasses.replace(MODELS["small"], name="small-32k", max_positions=32768)
 BLOCK = 128
@@ -47,15 +47,15 @@ class Way(Side):
 
 
 @contextmanager
-def running_ways(names: Sequence[str], path: Path, logs: Path, room: int) -> Iterator[list[Way]]:
+def running_ways(names: Sequence[str], path: Path, logs: Path, room: int, step_tokens: int) -> Iterator[list[Way]]:
     """Those of `SIDES` that are named. All of ours share a prefill engine. `room`: for so many prompts of `FIXED`
-    tokens decode has memory, with their answers."""
+    tokens decode has memory, with their answers. `step_tokens`: of prefill's steps."""
     with ExitStack() as stack:
         found: list[Way] = []
         if set(names) - {"mooncake"}:
-            found += stack.enter_context(_ours(names, path, logs, room))
+            found += stack.enter_context(_ours(names, path, logs, room, step_tokens))
         if "mooncake" in names:
-            found += stack.enter_context(_mooncake(path, logs, room))
+            found += stack.enter_context(_mooncake(path, logs, room, step_tokens))
         yield sorted(found, key=lambda way: names.index(way.name))
 
 
@@ -64,7 +64,7 @@ def blocks_of(room: int) -> int:
     return room * -(-(FIXED + ANSWER + 1) // BLOCK)
 
 
-def _config(role: Role, blocks: Path, room: int) -> EngineConfig:
+def _config(role: Role, blocks: Path, room: int, step_tokens: int) -> EngineConfig:
     """Without a prefix cache: all ways get the same prompts."""
     blocks.mkdir(parents=True, exist_ok=True)
     return EngineConfig(
@@ -72,7 +72,7 @@ def _config(role: Role, blocks: Path, room: int) -> EngineConfig:
         block_size=BLOCK,
         prefix_caching=False,
         max_model_len=LONGEST + ANSWER + BLOCK,
-        max_num_batched_tokens=STEP_TOKENS,
+        max_num_batched_tokens=step_tokens,
         # vLLM keeps a block for itself.
         kv_cache_bytes=(blocks_of(room) + 1) * BLOCK * SPEC.kv_bytes_per_token
         if role is Role.DECODE
@@ -82,19 +82,20 @@ def _config(role: Role, blocks: Path, room: int) -> EngineConfig:
 
 
 @contextmanager
-def _ours(names: Sequence[str], path: Path, logs: Path, room: int) -> Iterator[list[Way]]:
+def _ours(names: Sequence[str], path: Path, logs: Path, room: int, step_tokens: int) -> Iterator[list[Way]]:
     """Behind `vllm-ascend-pd proxy`, and behind vllm-router, which asks prefill first. Prefill computes all prompts.
     *long first* has a decode engine of its own, with `prefill_first_tokens`."""
     extra = (*PATIENT, ALL_TO_PREFILL)
-    extras = {"plain": extra, "long first": (*extra, ("prefill_first_tokens", STEP_TOKENS))}
+    extras = {"plain": extra, "long first": (*extra, ("prefill_first_tokens", step_tokens))}
     if "long first" not in names:
         del extras["long first"]
     elif not {"decode first", "prefill first"} & set(names):
         del extras["plain"]
     folders = {name: logs / f"blocks-{name.replace(' ', '-')}" for name in extras}
-    configs = [dataclasses.replace(_config(Role.PREFILL, logs, room), connector_extra=PATIENT)]
+    configs = [dataclasses.replace(_config(Role.PREFILL, logs, room, step_tokens), connector_extra=PATIENT)]
     for name, extra in extras.items():
-        configs.append(dataclasses.replace(_config(Role.DECODE, folders[name], room), connector_extra=extra))
+        config = _config(Role.DECODE, folders[name], room, step_tokens)
+        configs.append(dataclasses.replace(config, connector_extra=extra))
     with running_engines(path, configs, logs) as [prefill, *engines], ExitStack() as stack:
         decodes = dict(zip(extras, engines, strict=True))
         ways = []
@@ -119,14 +120,14 @@ def _ours(names: Sequence[str], path: Path, logs: Path, room: int) -> Iterator[l
 
 
 @contextmanager
-def _mooncake(path: Path, logs: Path, room: int) -> Iterator[list[Way]]:
+def _mooncake(path: Path, logs: Path, room: int, step_tokens: int) -> Iterator[list[Way]]:
     """vLLM's MooncakeConnector, as in `ttft_sides.py`."""
     port, blocks = reserve_port(), logs / "blocks-mooncake"
     transfer = {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
     env = (("VLLM_ASCEND_PD_TEST_ACCELERATOR_0", "1"), ("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(port)))
     configs = []
     for role in (Role.PREFILL, Role.DECODE):
-        config = _config(role, blocks, room)
+        config = _config(role, blocks, room, step_tokens)
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         configs.append(PeerEngine(**fields | {"env": (*config.env, *env)}, transfer=tuple(transfer.items())))
     with running_engines(path, configs, logs) as engines, ExitStack() as stack:
