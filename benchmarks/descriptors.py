@@ -23,7 +23,7 @@ from helpers.plan_step import BLOCK, our_ticket
 from helpers.report import options
 
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
-from vllm_ascend_pd.core.plan import make_route, slot_bytes
+from vllm_ascend_pd.core.plan import make_mapping, slot_bytes
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.step import Send
@@ -115,14 +115,14 @@ def ours(case: Case) -> list[Writes]:
     for rank in range(case.p_tp):
         lengths: Writes = []
         for index, geometry in enumerate(caches.geometries):
-            route = make_route(geometry, rank, prefill, decode, BLOCK)
+            mapping = make_mapping(geometry, rank, prefill, decode, BLOCK)
             tensors = [tensor for tensor in caches.tensors if tensor.geometry == index]
-            units = route.slot_units(slot_bytes(caches, STEP), len(tensors)) if route.is_staged else 0
-            for start, stop in case.steps() if route.serves(issued.replica_hash) else ():
+            units = mapping.slot_units(slot_bytes(caches, STEP), len(tensors)) if mapping.is_staged else 0
+            for start, stop in case.steps() if mapping.serves(issued.replica_hash) else ():
                 send = Send("request", start, stop, (blocks[start // BLOCK : stop // BLOCK],), stop == case.tokens)
                 chosen: Any = device
-                for step_send in plan_sends(route, geometry, [(transfer, send)], chosen, units):
-                    for target in layout.targets(tensors, route):
+                for step_send in plan_sends(mapping, geometry, [(transfer, send)], chosen, units):
+                    for target in layout.targets(tensors, mapping):
                         write = step_send.write_to(target, limits)
                         for _, _, sizes in write.at([([0] * len(target.bases), target.bases)]):
                             lengths += sizes

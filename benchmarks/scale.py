@@ -204,7 +204,7 @@ class Bench:
         for count in known:
             self._prefills[count] = prefill = Prefill(configs, f"prefill-{count}")
             stack.callback(prefill.close)
-            self.wave(Case(1, count))  # connects the first one, and finds routes
+            self.wave(Case(1, count))  # connects the first one, and maps ranks
             memory.begin()
             self.wave(Case(count, count, spread=True))
             self.engine_bytes[count] = memory.end() / max(1, count - 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import LayerSpec
-from vllm_ascend_pd.core.plan import Units, make_route
+from vllm_ascend_pd.core.plan import Units, make_mapping
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import Device
@@ -79,21 +79,21 @@ def our_side(
     spec = LayerSpec(group=0, block_size=BLOCK, heads=layer.heads, total_heads=HEADS)
     registered = describe({LAYER: tuple(caches)}, {LAYER: spec}, heads_first=False)
     [geometry] = registered.description.geometries
-    route = make_route(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
-    most, own = route.share(layer.num_blocks)
-    slot_bytes = 2 * most * layer.ranks * route.source_bytes
+    mapping = make_mapping(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
+    most, own = mapping.share(layer.num_blocks)
+    slot_bytes = 2 * most * layer.ranks * mapping.source_bytes
     ring = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
-    group = device.new_groups([route.ranks], timeout_s)[route.ranks]
-    exchange = ExchangeGroup(route.ranks, group)
+    group = device.new_groups([mapping.ranks], timeout_s)[mapping.ranks]
+    exchange = ExchangeGroup(mapping.ranks, group)
     unused: Any = None
     config: Any = SimpleNamespace(control_timeout_s=timeout_s, write_timeout_s=timeout_s)
     engine: Any = SimpleNamespace(limits=SimpleNamespace(rest_s=0.0))
-    regrouper = Regrouper(PrefillRank(unused, config, device, engine, registered), ring, {route.ranks: exchange})
+    regrouper = Regrouper(PrefillRank(unused, config, device, engine, registered), ring, {mapping.ranks: exchange})
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     units = Units.of(BLOCK, [(0, layer.num_blocks * BLOCK)]).cut(own)
     nowhere = np.empty(0, dtype=np.int64)
     on_device = offsets.to(caches[0].device)
-    step_send = StepSend(route, geometry, [], units, nowhere, nowhere, unit_offsets=on_device, plane_units=most)
+    step_send = StepSend(mapping, geometry, [], units, nowhere, nowhere, unit_offsets=on_device, plane_units=most)
     computed = device.record_event()
 
     def regroup() -> Slot | None:

@@ -17,7 +17,7 @@ from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.protocol import TransportInfo
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.prefill.control import ControlPlane
-from vllm_ascend_pd.prefill.decode_layout import Routes
+from vllm_ascend_pd.prefill.decode_layout import RankMappings
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport import loop
@@ -52,7 +52,7 @@ def make_control() -> Iterator[Callable[[], ControlPlane]]:
         caches = RegisteredCaches(RankCaches((), ()), (), {})
         info = RankInfo("prefill", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
         rank = PrefillRank(info, ConnectorConfig(), device, engine, caches)
-        made.append(ControlPlane(rank, None, Routes(info, caches.description)))
+        made.append(ControlPlane(rank, None, RankMappings(info, caches.description)))
         return made[-1]
 
     yield make

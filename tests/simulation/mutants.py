@@ -631,8 +631,8 @@ MUTANTS: dict[str, Mutant] = {
     # prefill/step_plan.py
     "a rank leaves failed requests out of an exchange": _without(
         "prefill.step_plan:Planner._plan_geometry",
-        "if route.serves(each[0].ticket.replica_hash)]",
-        "if route.serves(each[0].ticket.replica_hash) and each[0].state.failure is None]",
+        "if mapping.serves(each[0].ticket.replica_hash)]",
+        "if mapping.serves(each[0].ticket.replica_hash) and each[0].state.failure is None]",
         seeds=0,
     ),
     # prefill/regroup.py
@@ -650,8 +650,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a rank without units takes no part in an exchange": _without(
         "prefill.regroup:Regrouper._exchange_heads",
-        "section = plane_units * route.source_bytes",
-        "if len(step_send.units) == 0:\n        return\n    section = plane_units * route.source_bytes",
+        "section = plane_units * mapping.source_bytes",
+        "if len(step_send.units) == 0:\n        return\n    section = plane_units * mapping.source_bytes",
         events=(),
         **(_CALM | _STAGED),
     ),
@@ -971,7 +971,7 @@ _QUICK_TESTS: dict[str, tuple[str, ...]] = {
     "decode.checksums": ("unit/test_verifier.py",),
     "decode.prefill_client": ("integration/test_prefill_client.py",),
     "prefill.sender": ("unit/test_sender.py", "unit/test_batches_in_flight.py"),
-    "prefill.step_send": ("unit/test_sender.py", "unit/test_route.py"),
+    "prefill.step_send": ("unit/test_sender.py", "unit/test_rank_mapping.py"),
     "prefill.step_plan": ("unit/test_sender.py",),
     "prefill.regroup": ("unit/test_backpressure.py", "unit/test_sender.py", "unit/test_exchange_group.py"),
     "prefill.worker": ("unit/test_sender.py", "unit/test_closing.py"),

@@ -16,10 +16,10 @@ from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches,
 from vllm_ascend_pd.core.plan import (
     Descriptors,
     Offsets,
-    Route,
+    RankMapping,
     Units,
     descriptors,
-    make_route,
+    make_mapping,
 )
 from vllm_ascend_pd.core.topology import Sharding
 
@@ -131,7 +131,7 @@ class Case:
 @dataclass(frozen=True)
 class Result:
     """`copies`: how many descriptors each push of one tensor to one decode rank came to. `writers`: the prefill ranks
-    whose routes lead to a decode rank, for a request (its index) that had something to send."""
+    whose mappings lead to a decode rank, for a request (its index) that had something to send."""
 
     copies: tuple[int, ...]
     writers: dict[tuple[int, int], set[int]]
@@ -270,44 +270,47 @@ def _push(
     writers: dict[tuple[int, int], set[int]],
 ) -> None:
     """One tensor's push on all ranks of a stage at once, because some exchange heads."""
-    routes: list[Route] = []
+    mappings: list[RankMapping] = []
     served: list[list[int]] = []
     wanted: list[Units] = []
     units: list[Offsets] = []
     for rank in stage:
         at = rank.caches.by_name()[name]
         geometry = rank.caches.geometry_of(rank.caches.tensors[at])
-        route = make_route(geometry, rank.rank, case.prefill.sharding, case.decode.sharding, case.decode.block_size)
+        mapping = make_mapping(geometry, rank.rank, case.prefill.sharding, case.decode.sharding, case.decode.block_size)
         mine = [
-            i for i, (start, stop) in enumerate(ranges) if start < stop and route.serves(case.requests[i].replica_hash)
+            i
+            for i, (start, stop) in enumerate(ranges)
+            if start < stop and mapping.serves(case.requests[i].replica_hash)
         ]
-        routes.append(route)
+        mappings.append(mapping)
         served.append(mine)
         # A unit has one place on this rank if this rank holds it, else none.
-        every = Units.of(route.unit, [ranges[i] for i in mine])
+        every = Units.of(mapping.unit, [ranges[i] for i in mine])
         held = every.cut(every.held(geometry.share))
         wanted.append(held)
         units.append(_offsets(held, [case.requests[i].p_blocks for i in mine], geometry, [ranges[i] for i in mine]))
     sends = [
-        gather(rank.tensors[name].memory, unit, route) for rank, unit, route in zip(stage, units, routes, strict=True)
+        gather(rank.tensors[name].memory, unit, mapping)
+        for rank, unit, mapping in zip(stage, units, mappings, strict=True)
     ]
     d_stage = next(stage for stage in decode if name in stage[0].tensors)
-    for rank, route, mine, held, unit in zip(stage, routes, served, wanted, units, strict=True):
+    for rank, mapping, mine, held, unit in zip(stage, mappings, served, wanted, units, strict=True):
         memory, capacity = rank.tensors[name].memory, 0
-        if route.is_staged:
-            assert not route.ranks or route.ranks[route.index] == rank.rank
-            group = route.ranks or (rank.rank,)
-            most, own = route.share(len(unit))
-            planes = regroup([sends[r][route.index] for r in group], route)  # the all-to-all
+        if mapping.is_staged:
+            assert not mapping.ranks or mapping.ranks[mapping.index] == rank.rank
+            group = mapping.ranks or (rank.rank,)
+            most, own = mapping.share(len(unit))
+            planes = regroup([sends[r][mapping.index] for r in group], mapping)  # the all-to-all
             capacity = most + 1  # staging may be larger than what it holds
-            memory = stage_planes(planes, route, capacity, rng)
-            held, unit = held.cut(own), np.arange(len(unit[own]), dtype=np.int64) * route.staged_bytes
-        for target in route.targets:
+            memory = stage_planes(planes, mapping, capacity, rng)
+            held, unit = held.cut(own), np.arange(len(unit[own]), dtype=np.int64) * mapping.staged_bytes
+        for target in mapping.targets:
             peer = d_stage[target.tp_rank]
             tensor = peer.tensors[name]
             dst = _offsets(held, [case.requests[i].d_blocks for i in mine], tensor.geometry, [ranges[i] for i in mine])
             theirs = held.held(tensor.geometry.share)
-            src = unit + target.plane * capacity * route.staged_bytes
+            src = unit + target.plane * capacity * mapping.staged_bytes
             todo = descriptors(target, src[theirs], dst[theirs])
             assert_nothing_left_to_merge(todo)
             assert len(todo.src) <= theirs.sum(), "a unit is at most one copy"
@@ -330,30 +333,30 @@ def _offsets(units: Units, blocks: list[tuple[int, ...]], geometry: Geometry, ra
     return units.offsets(units.blocks(ids, first, geometry.span), geometry)
 
 
-def gather(memory: Bytes, units: Offsets, route: Route) -> list[Bytes]:
+def gather(memory: Bytes, units: Offsets, mapping: RankMapping) -> list[Bytes]:
     """What goes to each rank of the all-to-all: our heads of its share of the units, and noise up to the largest."""
-    if not route.is_staged:
+    if not mapping.is_staged:
         return []
-    whole = [memory[at : at + route.source_bytes] for at in units]
+    whole = [memory[at : at + mapping.source_bytes] for at in units]
     sections = []
-    for index in range(route.ratio):
-        most, share = dataclasses.replace(route, index=index).share(len(units))
-        noise = np.full((most - len(whole[share])) * route.source_bytes, 7, dtype=np.uint8)
+    for index in range(mapping.ratio):
+        most, share = dataclasses.replace(mapping, index=index).share(len(units))
+        noise = np.full((most - len(whole[share])) * mapping.source_bytes, 7, dtype=np.uint8)
         sections.append(np.concatenate([*whole[share], noise]).astype(np.uint8))
     return sections
 
 
-def regroup(received: list[Bytes], route: Route) -> list[Bytes]:
+def regroup(received: list[Bytes], mapping: RankMapping) -> list[Bytes]:
     """`[ranks][entries, row]` -> `[planes][entries, row of a plane]`."""
-    rows = np.stack([part.reshape(-1, route.source_row) for part in received], axis=1)
-    planes = rows.reshape(-1, route.planes, route.plane_row)
-    return [planes[:, plane].ravel() for plane in range(route.planes)]
+    rows = np.stack([part.reshape(-1, mapping.source_row) for part in received], axis=1)
+    planes = rows.reshape(-1, mapping.planes, mapping.plane_row)
+    return [planes[:, plane].ravel() for plane in range(mapping.planes)]
 
 
-def stage_planes(planes: list[Bytes], route: Route, capacity: int, rng: np.random.Generator) -> Bytes:
-    staging = rng.integers(0, 256, len(planes) * capacity * route.staged_bytes, dtype=np.uint8)
+def stage_planes(planes: list[Bytes], mapping: RankMapping, capacity: int, rng: np.random.Generator) -> Bytes:
+    staging = rng.integers(0, 256, len(planes) * capacity * mapping.staged_bytes, dtype=np.uint8)
     for k, plane in enumerate(planes):
-        staging[k * capacity * route.staged_bytes :][: plane.size] = plane
+        staging[k * capacity * mapping.staged_bytes :][: plane.size] = plane
     return staging
 
 

@@ -68,9 +68,9 @@ class Regrouping:
 
 
 def layer(has_failed: bool = False, waits_for_grant: bool = False) -> Any:
-    route = SimpleNamespace(planes=1, entries=1, plane_row=SLOT_BYTES, ranks=(), packs=False)
+    mapping = SimpleNamespace(planes=1, entries=1, plane_row=SLOT_BYTES, ranks=(), packs=False)
     return SimpleNamespace(
-        route=route,
+        mapping=mapping,
         ticket_ids=(),
         share=1,
         tensor_bytes=SLOT_BYTES,

@@ -39,7 +39,7 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.topology import RankInfo, Sharding, sharding
 from vllm_ascend_pd.prefill import decode_layout
 from vllm_ascend_pd.prefill.control import ControlPlane
-from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
+from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, RankMappings
 
 MODEL = "LlamaForCausalLM with 4 layers of hidden size 64, 8 heads, 4 KV heads, vocabulary 512"
 LAYERS = tuple(f"model.layers.{n}.self_attn.attn" for n in range(4))
@@ -358,14 +358,14 @@ LIES = {
 }
 
 
-def test_many_geometries_cost_one_route_and_one_share(monkeypatch):
+def test_many_geometries_cost_one_mapping_and_one_share(monkeypatch):
     """Each may have cost a walk over all ranks."""
     [geometry] = caches().geometries
     geometries = tuple(replace(geometry, block_stride=geometry.block_stride + n) for n in range(8))
     tensors = tuple(replace(tensor, geometry=n) for n, tensor in enumerate(caches().tensors))
     many = with_rank(caches=RankCaches(geometries, tensors))
     calls: Counter[str] = Counter()
-    for module, name in ((described_engine, "held"), (compatibility, "make_route")):
+    for module, name in ((described_engine, "held"), (compatibility, "make_mapping")):
 
         def counted(name, called, *args):
             calls[name] += 1
@@ -374,7 +374,7 @@ def test_many_geometries_cost_one_route_and_one_share(monkeypatch):
         monkeypatch.setattr(module, name, partial(counted, name, getattr(module, name)))
     assert why_unsound(many, AnyHost()) is None
     assert found(caches(), many) is None
-    assert calls == {"held": 1, "make_route": 1}
+    assert calls == {"held": 1, "make_mapping": 1}
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_why_an_engine_gets_nothing_is_told_to_ranks_that_would_get_something(li
         state=state,
         sender=SimpleNamespace(finish=lambda transfers: None),
     )
-    control: Any = SimpleNamespace(_routes=Routes(rank, caches(2)), _follow=lambda transfer: None)
+    control: Any = SimpleNamespace(_mappings=RankMappings(rank, caches(2)), _follow=lambda transfer: None)
     control._fail = partial(ControlPlane._fail, control)
     peer: Any = SimpleNamespace(endpoints=set())
     ControlPlane._contact(control, peer, transfer, layout, "it gets nothing")
@@ -404,15 +404,15 @@ def test_why_an_engine_gets_nothing_is_told_to_ranks_that_would_get_something(li
     assert peer.endpoints == {layout.ranks[key].control for key in told}, "others are not connected to"
 
 
-def test_routes_that_are_kept_are_bounded(monkeypatch):
+def test_mappings_that_are_kept_are_bounded(monkeypatch):
     """Tickets name the shapes of decode engines, so they could name ever new ones."""
     monkeypatch.setattr(decode_layout, "MAX_CACHED_TARGETS", 100)
-    routes = Routes(RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(2), 0, 1, (0, 1)), caches(2))
+    mappings = RankMappings(RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(2), 0, 1, (0, 1)), caches(2))
     most = 0
     for interleave in range(1, 201):
         shape = Sharding(4, (0, 0, 0, 0), interleave)
-        assert routes.route(0, shape, (16,)) is routes.route(0, shape, (16,))
-        most = max(most, len(routes._routes))
+        assert mappings.mapping(0, shape, (16,)) is mappings.mapping(0, shape, (16,))
+        most = max(most, len(mappings._mappings))
     assert 2 < most < 50
 
 

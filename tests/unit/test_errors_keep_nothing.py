@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from test_sender import BLOCK_BYTES, LAYERS, RANK, THEIRS, Held, make_transfer, plan, staged_route
+from test_sender import BLOCK_BYTES, LAYERS, RANK, THEIRS, Held, make_transfer, plan, staged_mapping
 
 import vllm_ascend_pd
 from harness.waiting import wait_for
@@ -215,7 +215,7 @@ class Way:
         mooncake = self.engine._engine
         mooncake.start_afresh(lost, not_taken)
         transfers = [make_transfer("a", 7), make_transfer("b", 9)]
-        [step_send] = plan(transfers, staged_route(), slot_units=2)
+        [step_send] = plan(transfers, staged_mapping(), slot_units=2)
         cache = torch.zeros(100 * BLOCK_BYTES, dtype=torch.uint8)
         pushes, others = [], [self.ring.take(step_send) for _ in range(SLOTS)]
         for layer in LAYERS:

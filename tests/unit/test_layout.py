@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.layout import (
     TokenShare,
     block_geometry,
 )
-from vllm_ascend_pd.core.plan import make_route
+from vllm_ascend_pd.core.plan import make_mapping
 from vllm_ascend_pd.core.topology import sharding
 
 
@@ -153,4 +153,4 @@ def test_an_entry_does_not_cross_blocks_or_shares() -> None:
     with pytest.raises(LayoutError, match="no dimensions of 1 heads and 4 entries of 4 tokens"):
         block_geometry((9, 16, 1, 3), (48, 3, 3, 1), 1, "uint8", spec, heads_first=False)
     with pytest.raises(LayoutError, match="decode's blocks are of 6 tokens, prefill has an entry for 4 tokens"):
-        make_route(geometry(4, 4), 0, sharding(1), sharding(1), 6)
+        make_mapping(geometry(4, 4), 0, sharding(1), sharding(1), 6)

@@ -16,7 +16,7 @@ from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved, attention, plan_for
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import TokenGroup, describe, left_to_decode
 from vllm_ascend_pd.core.layout import LayerSpec
-from vllm_ascend_pd.core.plan import make_route
+from vllm_ascend_pd.core.plan import make_mapping
 from vllm_ascend_pd.core.states import LayerState, partition_states, state_geometries
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.tools.command_line import as_json
@@ -299,8 +299,10 @@ def test_any_shape_has_one_descriptor_per_piece_unless_neighbours_merge(shape):
             if cache.is_state:
                 continue
             geometries = [caches.geometry_of(each) for each in caches.tensors if each.layer.split(".")[2] == str(layer)]
-            routes = [make_route(each, flow.source.tp_rank, *sides, d_block) for each in geometries]
-            pieces = [target for route in routes for target in route.targets if target.tp_rank == flow.target.tp_rank]
+            mappings = [make_mapping(each, flow.source.tp_rank, *sides, d_block) for each in geometries]
+            pieces = [
+                target for mapping in mappings for target in mapping.targets if target.tp_rank == flow.target.tp_rank
+            ]
             most = plan.prompt.units * len(pieces)
             assert scattered.total() <= most
             if p_block == d_block and flow.exchanging == 1 and not cache.is_bounded:

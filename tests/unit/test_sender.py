@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.caches import LayerTensors
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.observer import Observer, StepEnded
-from vllm_ascend_pd.core.plan import Route, make_route
+from vllm_ascend_pd.core.plan import RankMapping, make_mapping
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
 from vllm_ascend_pd.core.reasons import PushFailure
@@ -56,7 +56,7 @@ OURS = [CacheTensor(layer, 0, 1_000_000 * (n + 1), 100, 0) for n, layer in enume
 THEIRS = tuple(CacheTensor(layer, 0, 1_000_000_000 * (n + 1), 100, 0) for n, layer in enumerate(LAYERS))
 RANK = RankDescription(*KEY, "", "peer", RankCaches((GEOMETRY,), THEIRS))
 LAYOUT = DecodeLayout(EngineDescription("decode", "model", 1, 1, (RANK,)))
-ROUTE = make_route(GEOMETRY, 0, sharding(1), sharding(1), BLOCK)
+MAPPING = make_mapping(GEOMETRY, 0, sharding(1), sharding(1), BLOCK)
 
 
 class Engine:
@@ -185,11 +185,11 @@ def transfers() -> list[Transfer]:
     return [make_transfer("a", 7), make_transfer("b", 9)]
 
 
-def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -> list[StepSend]:
+def plan(transfers: list[Transfer], mapping: RankMapping = MAPPING, slot_units: int = 0) -> list[StepSend]:
     """Request n is in our block 2 * n + 1."""
     device: Any = SimpleNamespace(upload=lambda tensor: tensor)
     slices = [(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
-    return plan_sends(route, GEOMETRY, slices, device, slot_units)
+    return plan_sends(mapping, GEOMETRY, slices, device, slot_units)
 
 
 def pushes(transfers: list[Transfer]) -> list[LayerPush]:
@@ -218,14 +218,16 @@ def test_a_failed_write_of_one_request_marks_only_that_request_in_flight(engine,
     assert transfers[1].state.failure is None
 
 
-def staged_route(**fields: Any) -> Route:
-    return Route(BLOCK, ROUTE.targets, planes=1, entries=BLOCK, source_row=TOKEN_BYTES, plane_row=TOKEN_BYTES, **fields)
+def staged_mapping(**fields: Any) -> RankMapping:
+    return RankMapping(
+        BLOCK, MAPPING.targets, planes=1, entries=BLOCK, source_row=TOKEN_BYTES, plane_row=TOKEN_BYTES, **fields
+    )
 
 
 def test_a_rank_that_only_exchanges_writes_nothing_and_needs_no_grant(engine, sender):
     """But its layers end like others: whether the exchange has failed decides what it reports."""
     ungranted = make_transfer("a", 7, lease_s=0.0)
-    [send] = plan([ungranted], staged_route(ranks=(0, 1), index=1), slot_units=2)
+    [send] = plan([ungranted], staged_mapping(ranks=(0, 1), index=1), slot_units=2)
     assert (len(send.units), send.plane_units) == (0, 1)
     write(sender, LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done()))
     assert (engine.arrived, ungranted.state.failure) == ([], None)
@@ -374,7 +376,7 @@ def test_a_slot_is_used_again_only_when_nothing_reads_it(engine, may_arrive: boo
     now = 100.0
     running: Any = lambda: now  # noqa: E731 - it stands for an object
     ring = StagingRing(torch.zeros(BLOCK_BYTES, dtype=torch.uint8), BLOCK_BYTES, 1, running)
-    [send] = plan([make_transfer("a", 7)], staged_route(), slot_units=1)
+    [send] = plan([make_transfer("a", 7)], staged_mapping(), slot_units=1)
     slot = ring.take(send)
     assert slot is not None
     push = LayerPush(LAYERS[0], send, [OURS[0]], Done(), Done())
@@ -430,7 +432,7 @@ def test_a_joined_batch_does_not_begin_once_a_lease_has_ended(engine, sender):
 
 def test_layers_that_left_together_without_bytes_are_not_written(engine, sender, transfers):
     """All units of the request that has not failed are another rank's."""
-    [send] = plan(transfers, staged_route(ranks=(0, 1), index=0), slot_units=2)
+    [send] = plan(transfers, staged_mapping(ranks=(0, 1), index=0), slot_units=2)
     first, second = (LayerPush(tensor.layer, send, [tensor], Done(), Done()) for tensor in OURS)
     for push in (first, second):
         push.fill(Slot(0, 4096))
@@ -607,7 +609,7 @@ def test_blocks_are_freed_once_the_transfer_is_over_and_vllm_is_done_with_the_re
 def test_a_failure_that_one_rank_knows_of_leaves_no_request_out_of_its_plan(transfers):
     """All ranks must make the same plan, because they exchange heads for it (R5)."""
     planner: Any = Planner.__new__(Planner)
-    planner._routes, planner._geometries = SimpleNamespace(route=lambda *_: ROUTE), [GEOMETRY]
+    planner._mappings, planner._geometries = SimpleNamespace(mapping=lambda *_: MAPPING), [GEOMETRY]
     planner._regrouper, planner._layers = None, [len(LAYERS)]
     planner._rank = SimpleNamespace(config=ConnectorConfig(), device=None)
     transfers[0].state.fail("a write has failed", PushFailure.WRITE)

@@ -13,7 +13,7 @@ import torch
 from harness.states import GATED_DELTA, MAMBA1, MAMBA2, ONE_GROUP, TWO_GROUPS, States
 from vllm_ascend_pd.core.caches import RegisteredCaches, StateGroup, StateSpec, describe
 from vllm_ascend_pd.core.layout import LayerSpec, LayoutError
-from vllm_ascend_pd.core.plan import Units, descriptors, make_route
+from vllm_ascend_pd.core.plan import Units, descriptors, make_mapping
 from vllm_ascend_pd.core.states import LayerState, Section, partition_states
 from vllm_ascend_pd.core.topology import sharding
 
@@ -47,13 +47,13 @@ def test_each_byte_arrives(
             view[from_block] = torch.from_numpy(state)
         for tensor in prefill.description.tensors:
             source = prefill.description.geometry_of(tensor)
-            route = make_route(source, p_rank, *shared, 1)
-            assert not route.is_staged
-            if not route.serves(replica_hash):
+            mapping = make_mapping(source, p_rank, *shared, 1)
+            assert not mapping.is_staged
+            if not mapping.serves(replica_hash):
                 continue
-            units = Units.of(route.unit, [(0, 1)])
+            units = Units.of(mapping.unit, [(0, 1)])
             src = units.offsets(np.array([from_block]), source)
-            for target in route.targets:
+            for target in mapping.targets:
                 theirs = decode[target.tp_rank][0].description
                 remote = theirs.tensors[theirs.by_name()[tensor.layer, tensor.part]]
                 geometry = theirs.geometry_of(remote)

@@ -21,7 +21,7 @@ MAX_GEOMETRIES = 1024
 """Geometries of a rank. A group has about ten: K, V, and the pieces of states."""
 MAX_BLOCK_KINDS = 256
 """Pairs of cache group and block size of an engine: four for each group, because caches of a group differ in what one
-block id stands for only by context parallelism and states. A route is made for each."""
+block id stands for only by context parallelism and states. A `RankMapping` is made for each."""
 
 # Tickets.
 
@@ -35,7 +35,7 @@ EMPTY_LIST_COST = 16
 """Block ids that take as much memory as an empty list, which is 56 bytes and a pointer to it."""
 
 MAX_CACHED_TARGETS = 1 << 18
-"""Decode ranks in all routes that a prefill rank keeps: 64 MB. A shape of decode's has one for each of its ranks and
+"""Decode ranks in all mappings that a prefill rank keeps: 64 MB. A shape of decode's has one for each of its ranks and
 each of our geometries. Tickets name the shapes."""
 
 # What waits at prefill's ticket listener.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import Geometry, LayoutError, RankCaches
-from vllm_ascend_pd.core.plan import make_route
+from vllm_ascend_pd.core.plan import make_mapping
 from vllm_ascend_pd.core.protocol import EngineDescription, TransportInfo
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.topology import RankInfo, TopologyError
@@ -43,8 +43,8 @@ def mismatch(caches: RankCaches, rank_info: RankInfo, decode: EngineDescription)
         return f"decode has cache {missing[0]} that prefill lacks ({len(theirs)} against {len(ours)} tensors)"
     # Pairs of geometries that fit. Layers share them.
     fit: set[tuple[int, Geometry]] = set()
-    # Our geometries and decode's block sizes between which a route exists.
-    routed: set[tuple[int, int]] = set()
+    # Our geometries and decode's block sizes between which a mapping exists.
+    mapped: set[tuple[int, int]] = set()
     for (layer, part), index in ours.items():
         tensor = caches.tensors[index]
         for other in theirs[layer, part]:
@@ -52,9 +52,9 @@ def mismatch(caches: RankCaches, rank_info: RankInfo, decode: EngineDescription)
                 continue
             mine = caches.geometry_of(tensor)
             reason = _unequal(mine, other, decode)
-            if reason is None and (route := (tensor.geometry, other.ticket_block_size(decode.dcp))) not in routed:
-                reason = _unroutable(mine, rank_info, decode, route[1])
-                routed.add(route)
+            if reason is None and (pair := (tensor.geometry, other.ticket_block_size(decode.dcp))) not in mapped:
+                reason = _unmappable(mine, rank_info, decode, pair[1])
+                mapped.add(pair)
             if reason is not None:
                 return f"{layer}: {reason}"
             fit.add((tensor.geometry, other))
@@ -123,10 +123,10 @@ def _unequal(mine: Geometry, other: Geometry, decode: EngineDescription) -> str 
     return None
 
 
-def _unroutable(mine: Geometry, rank_info: RankInfo, decode: EngineDescription, d_block_size: int) -> str | None:
+def _unmappable(mine: Geometry, rank_info: RankInfo, decode: EngineDescription, d_block_size: int) -> str | None:
     """Returns why blocks of `mine` cannot go into decode's blocks of `d_block_size` tokens; None if they can."""
     try:
-        make_route(mine, rank_info.rank, rank_info.sharding, decode.sharding, d_block_size)
+        make_mapping(mine, rank_info.rank, rank_info.sharding, decode.sharding, d_block_size)
     except (LayoutError, TopologyError) as error:
         return str(error)
     return None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans what one prefill rank sends of a step: turns block ids into copies, as arrays of byte offsets.
 
-A `Route` says, once per decode engine's shape and cache geometry, what happens to every unit of KV on its way: whether
-it is regrouped, and which bytes of it go to which decode ranks. A unit is the longest run of tokens that lies within
-one block on either side. Per step only block ids change, per layer only base addresses. So all layers share routes and
-offsets.
+A `RankMapping` says, once per decode engine's shape and cache geometry, what happens to every unit of KV on its way:
+whether it is regrouped, and which bytes of it go to which decode ranks. A unit is the longest run of tokens that lies
+within one block on either side. Per step only block ids change, per layer only base addresses. So all layers share
+mappings and offsets.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Target:
     # The decode rank.
     tp_rank: int
     nbytes: int
-    # The staging plane that the bytes come from. Always 0 unless the route splits.
+    # The staging plane that the bytes come from. Always 0 unless heads are split.
     plane: int = 0
     # Where the run begins in the source unit.
     src_offset: int = 0
@@ -120,8 +120,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Route:
-    """How units of one geometry travel from one prefill rank to a decode engine.
+class RankMapping:
+    """What one prefill rank sends of each unit of a geometry, and to which ranks of a decode engine.
 
     Units that are regrouped are *staged*: the ranks of a group bring the heads of all of them together, each rank for
     its own share of whole units, and divide these heads into planes, one for each decode rank that wants them.
@@ -192,8 +192,8 @@ class Route:
         return most, slice(min(self.index * most, count), min((self.index + 1) * most, count))
 
 
-def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding, d_block_size: int) -> Route:
-    """Returns the route of `source`'s units from prefill's `rank` to a decode engine.
+def make_mapping(source: Geometry, rank: int, prefill: Sharding, decode: Sharding, d_block_size: int) -> RankMapping:
+    """Returns what prefill's `rank` sends of `source`'s units to a decode engine.
 
     `d_block_size`: tokens in decode's blocks. Raises LayoutError or TopologyError if the two sides cannot fit.
     """
@@ -205,7 +205,7 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
     share = prefill.share(rank)
     num_lanes, replicas = lanes(prefill, decode, total)
     replica = prefill.replica_index(rank, total)
-    turn, lane = divmod(replica, num_lanes)
+    replica_index, lane = divmod(replica, num_lanes)
     unit = _common_unit(source, share, decode, d_block_size)
     # Units begin and end with entries: both sides' blocks hold whole ones.
     entries = unit // source.tokens_per_entry
@@ -221,20 +221,22 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
         targets = tuple(target for target in overlaps if target is not None)
         if kept.is_packed_on_the_way:
             rows = kept.entry_bytes, source.entry_bytes
-            return Route(unit, targets, turn, replicas, (), 0, 1, entries, *rows, packs=True, token_share=share)
-        return Route(unit, targets, turn, replicas, token_share=share)
+            return RankMapping(
+                unit, targets, replica_index, replicas, (), 0, 1, entries, *rows, packs=True, token_share=share
+            )
+        return RankMapping(unit, targets, replica_index, replicas, token_share=share)
     group = exchanged_heads(own.start, source.heads, d_heads)
     owners = range(group.start, group.stop, source.heads)
     ranks = tuple(prefill.holders(head, total, prefill.shares[rank])[replica] for head in owners)
     plane_row = d_heads * source.head_bytes
-    return Route(
+    return RankMapping(
         unit,
         tuple(
             Target(d_rank, entries * plane_row, plane=(heads.start - group.start) // d_heads)
             for d_rank in d_ranks
             if (heads := decode.heads(d_rank, total)).start in group
         ),
-        turn,
+        replica_index,
         replicas,
         ranks if len(ranks) > 1 else (),
         owners.index(own.start),
@@ -274,14 +276,16 @@ def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
     return (step_tokens // ranks + (1 + largest_group) * largest_block) * largest_entry
 
 
-def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding, d_block_size: int) -> str | None:
+def why_slow(
+    mapping: RankMapping, source: Geometry, prefill: Sharding, decode: Sharding, d_block_size: int
+) -> str | None:
     """Returns why units are sent in small pieces, in words for the log; None if they are sent as whole blocks."""
     # If both sides divide tokens alike, neighbouring runs merge into whole blocks again.
     alike = decode.parts > 1 and (prefill.parts, prefill.interleave) == (decode.parts, decode.interleave)
-    if route.unit < min(source.block_size, d_block_size) and not alike:
+    if mapping.unit < min(source.block_size, d_block_size) and not alike:
         return (
             f"KV lies in runs of {source.run} (prefill) and {decode.part(0).run(d_block_size)} (decode) tokens: it is "
-            f"written {route.unit} tokens at a time, which is correct but slow; with context parallelism make "
+            f"written {mapping.unit} tokens at a time, which is correct but slow; with context parallelism make "
             "cp_kv_cache_interleave_size the block size"
         )
     return None

@@ -35,7 +35,7 @@ from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill.checksums import report_checksums
-from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, Routes
+from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, RankMappings
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import StagingRing
 from vllm_ascend_pd.prefill.sender import Sender
@@ -106,11 +106,11 @@ class ControlPlane:
     Engines are known by the issuer that their tickets name.
     """
 
-    def __init__(self, rank: PrefillRank, ring: StagingRing | None, routes: Routes) -> None:
+    def __init__(self, rank: PrefillRank, ring: StagingRing | None, mappings: RankMappings) -> None:
         """Starts the thread."""
         self._rank = rank
         self._ring = ring
-        self._routes = routes
+        self._mappings = mappings
         self._why_misfit = partial(why_misfit, rank.info, rank.config, rank.caches.description, rank.engine.transport)
         self._timeout_s = rank.config.control_timeout_s
         self._hosts = rank.peers.hosts
@@ -327,7 +327,7 @@ class ControlPlane:
         destinations: dict[RankKey, Destination] = {}
         if layout is not None:
             try:
-                destinations = self._routes.destinations(layout, transfer.ticket)
+                destinations = self._mappings.destinations(layout, transfer.ticket)
             except (LookupError, ValueError) as error:
                 reason = f"the ticket does not fit the decode engine's layout: {error!r}"
                 self._fail(transfer, reason, PushFailure.UNFIT)

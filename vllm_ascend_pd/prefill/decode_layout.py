@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where KV goes: each cache tensor of a decode engine by its description, and the routes to it.
+"""Where KV goes: each cache tensor of a decode engine by its description, and what our rank sends of its own.
 
-The model's thread plans with routes, and the control thread finds a ticket's destinations with them. A route follows
+The model's thread plans with a `RankMapping`, and the control thread finds a ticket's destinations with it. It follows
 from the shapes alone. So if both threads find one missing, they make the same one.
 """
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from vllm_ascend_pd.core.bounds import MAX_CACHED_TARGETS
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches
-from vllm_ascend_pd.core.plan import Route, Target, make_route, why_slow
+from vllm_ascend_pd.core.plan import RankMapping, Target, make_mapping, why_slow
 from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import Ticket
@@ -21,8 +21,8 @@ from vllm_ascend_pd.core.topology import RankInfo, Sharding
 logger = logging.getLogger(__name__)
 
 
-ServedRoutes: TypeAlias = tuple[tuple[int, Route], ...]
-"""Some of our geometries, by index, and how their units travel."""
+ServedMappings: TypeAlias = tuple[tuple[int, RankMapping], ...]
+"""Some of our geometries, by index, with their mappings."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class DecodeLayout:
         self.ranks = {(rank.pp_rank, rank.tp_rank): rank for rank in description.ranks}
         # By layer, part and tensor-parallel rank: the decode rank that has the tensor, and its index there.
         self._tensors: dict[tuple[str, int, int], tuple[RankKey, int]] = {}
-        self._targets: dict[tuple[str, int], tuple[Route, tuple[LayerTarget, ...]]] = {}
+        self._targets: dict[tuple[str, int], tuple[RankMapping, tuple[LayerTarget, ...]]] = {}
         self._shapes: dict[tuple[tuple[Target, Geometry], ...], int] = {}
-        self._covers: dict[ServedRoutes, dict[RankKey, tuple[int, ...]]] = {}
+        self._covers: dict[ServedMappings, dict[RankKey, tuple[int, ...]]] = {}
         smallest: dict[tuple[int, int], tuple[CacheTensor, Geometry]] = {}
         for key, rank in self.ranks.items():
             for index, tensor in enumerate(rank.caches.tensors):
@@ -68,26 +68,26 @@ class DecodeLayout:
         # The tensors with the fewest blocks, one of each cache group and block size. Every ticket must fit them.
         self.smallest = tuple(smallest.values())
 
-    def destinations(self, tensors: Sequence[CacheTensor], routes: ServedRoutes) -> dict[RankKey, Destination]:
-        """Returns the decode ranks with tensors that our `tensors` of the routes' geometries fill.
+    def destinations(self, tensors: Sequence[CacheTensor], mappings: ServedMappings) -> dict[RankKey, Destination]:
+        """Returns the decode ranks with tensors that our `tensors` of the mappings' geometries fill.
 
         Raises KeyError for a tensor that decode does not have.
         """
-        covers = self._covers.get(routes)
+        covers = self._covers.get(mappings)
         if covers is None:
-            covers = self._covers[routes] = {
+            covers = self._covers[mappings] = {
                 key: tuple(dict.fromkeys(index for _, _, index in found))
-                for key, found in self._by_rank(tensors, dict(routes)).items()
+                for key, found in self._by_rank(tensors, dict(mappings)).items()
             }
         return {key: Destination(self.ranks[key], indices) for key, indices in covers.items()}
 
-    def targets(self, tensors: Sequence[CacheTensor], route: Route) -> tuple[LayerTarget, ...]:
-        """Returns where `tensors` go, which are one layer's tensors of the route's geometry."""
+    def targets(self, tensors: Sequence[CacheTensor], mapping: RankMapping) -> tuple[LayerTarget, ...]:
+        """Returns where `tensors` go, which are one layer's tensors of the mapping's geometry."""
         at = (tensors[0].layer, tensors[0].part)
         known = self._targets.get(at)
-        if known is None or known[0] is not route:
-            found = self._by_rank(tensors, {tensors[0].geometry: route})
-            known = self._targets[at] = route, tuple(self._target(key, of) for key, of in found.items())
+        if known is None or known[0] is not mapping:
+            found = self._by_rank(tensors, {tensors[0].geometry: mapping})
+            known = self._targets[at] = mapping, tuple(self._target(key, of) for key, of in found.items())
         return known[1]
 
     def _target(self, key: RankKey, found: Sequence[tuple[int, Target, int]]) -> LayerTarget:
@@ -100,61 +100,61 @@ class DecodeLayout:
         return LayerTarget(key, rank.session, parts, shape, tuple(n for n, _, _ in found), bases)
 
     def _by_rank(
-        self, tensors: Sequence[CacheTensor], routes: Mapping[int, Route]
+        self, tensors: Sequence[CacheTensor], mappings: Mapping[int, RankMapping]
     ) -> dict[RankKey, list[tuple[int, Target, int]]]:
         """Returns for each decode rank: the index of our tensor, the share of its units, and decode's index."""
         found: dict[RankKey, list[tuple[int, Target, int]]] = {}
         for n, tensor in enumerate(tensors):
-            if tensor.geometry in routes:
-                for target in routes[tensor.geometry].targets:
+            if tensor.geometry in mappings:
+                for target in mappings[tensor.geometry].targets:
                     key, index = self._tensors[tensor.layer, tensor.part, target.tp_rank]
                     found.setdefault(key, []).append((n, target, index))
         return found
 
 
-class Routes:
-    """Finds the routes of one prefill rank (`Route` of `core/plan.py`), and each ticket's destinations by them."""
+class RankMappings:
+    """Finds the mappings of one prefill rank, and each ticket's destinations by them."""
 
     def __init__(self, rank_info: RankInfo, caches: RankCaches) -> None:
         self._rank_info = rank_info
         self._caches = caches
         # By the geometry's index and decode's shape. The model's and the control thread read and write it.
-        self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
+        self._mappings: dict[tuple[int, Sharding, tuple[int, ...]], RankMapping] = {}
         # Targets and decode ranks of all of them, about: both threads write it, and an addition may be lost.
         self._kept = 0
         # Both threads write it. A second warning does no harm.
         self._warned_of_pieces = False
 
-    def route(self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...]) -> Route:
-        """Returns the route from caches of the geometry `index` to a decode engine of this shape.
+    def mapping(self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...]) -> RankMapping:
+        """Returns how caches of the geometry `index` map to a decode engine of this shape.
 
         Raises ValueError if the two sides do not fit."""
         key = (index, decode, d_block_sizes)
-        route = self._routes.get(key)
-        if route is None:
+        mapping = self._mappings.get(key)
+        if mapping is None:
             geometry = self._caches.geometries[index]
             rank_info = self._rank_info
-            route = make_route(geometry, rank_info.rank, rank_info.sharding, decode, d_block_sizes[geometry.group])
+            mapping = make_mapping(geometry, rank_info.rank, rank_info.sharding, decode, d_block_sizes[geometry.group])
             if self._kept > MAX_CACHED_TARGETS:
-                self._routes.clear()
+                self._mappings.clear()
                 self._kept = 0
-            self._routes[key] = route
-            self._kept += len(route.targets) + len(decode.shares)
-            slow = why_slow(route, geometry, rank_info.sharding, decode, d_block_sizes[geometry.group])
+            self._mappings[key] = mapping
+            self._kept += len(mapping.targets) + len(decode.shares)
+            slow = why_slow(mapping, geometry, rank_info.sharding, decode, d_block_sizes[geometry.group])
             if slow is not None and not self._warned_of_pieces:
                 self._warned_of_pieces = True
                 logger.warning("%s", slow)
-        return route
+        return mapping
 
     def destinations(self, layout: DecodeLayout, ticket: Ticket) -> dict[RankKey, Destination]:
         """Returns the decode ranks that this rank writes to for the ticket, and which of their tensors it covers.
 
         Raises LookupError or ValueError if the ticket does not fit the layout."""
         block_sizes = tuple(ticket.remote_block_size)
-        routes = (
-            (index, self.route(index, ticket.sharding, block_sizes))
+        mappings = (
+            (index, self.mapping(index, ticket.sharding, block_sizes))
             for index, geometry in enumerate(self._caches.geometries)
             if geometry.is_known_to(ticket.remote_draft)
         )
-        served = tuple((index, route) for index, route in routes if route.serves(ticket.replica_hash))
+        served = tuple((index, mapping) for index, mapping in mappings if mapping.serves(ticket.replica_hash))
         return layout.destinations(self._caches.tensors, served)

@@ -221,7 +221,7 @@ class Regrouper:
         try:
             push.ready = self._device.submit(partial(self.run, push, tensors), push.computed)
         except DeviceError as error:
-            self.missed(push.step_send.route.ranks, str(error))
+            self.missed(push.step_send.mapping.ranks, str(error))
             push.step_send.fail(f"layer {push.layer} could not be regrouped: {error}", PushFailure.DEVICE)
             return False
         return True
@@ -232,7 +232,7 @@ class Regrouper:
         The tensors follow each other in a slot, each `[planes, plane_units, staged_bytes]`. Runs on the side stream.
         """
         step_send = push.step_send
-        if step_send.route.ranks:
+        if step_send.mapping.ranks:
             self._exchange_heads(step_send, tensors)
             if len(step_send.units) == 0:
                 return
@@ -241,7 +241,7 @@ class Regrouper:
         try:
             if waited_s:
                 self._rank.observer.on(PushDelayed(waited_s))
-            if step_send.route.packs:
+            if step_send.mapping.packs:
                 self._pack(push, tensors, slot)
             else:
                 self._arrange(step_send, tensors, slot)
@@ -253,47 +253,49 @@ class Regrouper:
 
     def _exchange_heads(self, step_send: StepSend, tensors: Sequence[torch.Tensor]) -> None:
         """Receives the group's heads of this rank's share of units."""
-        route, plane_units, offsets = step_send.route, step_send.plane_units, step_send.unit_offsets
-        section = plane_units * route.source_bytes
+        mapping, plane_units, offsets = step_send.mapping, step_send.plane_units, step_send.unit_offsets
+        section = plane_units * mapping.source_bytes
         per_rank = section * len(tensors)
         try:
-            ops.gather_units(tensors, offsets, route.source_bytes, plane_units, self._send_buffer, 0, section, per_rank)
+            ops.gather_units(
+                tensors, offsets, mapping.source_bytes, plane_units, self._send_buffer, 0, section, per_rank
+            )
         finally:  # the other ranks wait for the collective even if this rank's part has failed
-            num_bytes = per_rank * route.ratio
+            num_bytes = per_rank * mapping.ratio
             if self._exchanged[0].numel() != num_bytes:
                 self._exchanged = (self._receive_buffer[:num_bytes], self._send_buffer[:num_bytes])
-            self._groups[route.ranks].run(partial(self._device.all_to_all, *self._exchanged))
+            self._groups[mapping.ranks].run(partial(self._device.all_to_all, *self._exchanged))
 
     def _arrange(self, step_send: StepSend, tensors: Sequence[torch.Tensor], slot: Slot) -> None:
         """Fills `slot` with units as decode keeps them: exchanged heads side by side, and heads divided into planes."""
-        route, offsets = step_send.route, step_send.unit_offsets
+        mapping, offsets = step_send.mapping, step_send.unit_offsets
         out, at = self.ring.buffer, slot.offset
-        if route.ranks:
+        if mapping.ranks:
             # Tensors follow each other on both sides, so interleaving takes them as one run of entries.
-            entries = len(tensors) * step_send.plane_units * route.entries
-            received = (self._receive_buffer, 0, entries * route.source_row)
-            side_by_side = (route.ratio, entries, route.source_row)
-            if route.planes == 1:
+            entries = len(tensors) * step_send.plane_units * mapping.entries
+            received = (self._receive_buffer, 0, entries * mapping.source_row)
+            side_by_side = (mapping.ratio, entries, mapping.source_row)
+            if mapping.planes == 1:
                 ops.interleave_heads(*received, out, at, *side_by_side)
                 return
             ops.interleave_heads(*received, self._send_buffer, 0, *side_by_side)
             tensors, offsets = self._exchanged[1].view(len(tensors), -1).unbind(), step_send.plane_offsets
         assert offsets is not None
         strides = (step_send.tensor_bytes, step_send.plane_bytes)
-        ops.split_heads(tensors, offsets, route.planes, route.entries, route.plane_row, out, at, *strides)
+        ops.split_heads(tensors, offsets, mapping.planes, mapping.entries, mapping.plane_row, out, at, *strides)
 
     def _pack(self, push: LayerPush, tensors: Sequence[torch.Tensor], slot: Slot) -> None:
         """Fills `slot` with the units of tensors in the form in which decode keeps them. Runs on the side stream."""
         step_send = push.step_send
-        route, offsets = step_send.route, step_send.unit_offsets
+        mapping, offsets = step_send.mapping, step_send.unit_offsets
         assert offsets is not None
-        units, num_bytes = len(offsets), len(offsets) * route.source_bytes
+        units, num_bytes = len(offsets), len(offsets) * mapping.source_bytes
         gathered = self._send_buffer[:num_bytes]
         for n, (described, tensor) in enumerate(zip(push.tensors, tensors, strict=True)):
             to = self._send_buffer, 0, num_bytes, num_bytes
-            ops.gather_units([tensor], offsets, route.source_bytes, units, *to)
+            ops.gather_units([tensor], offsets, mapping.source_bytes, units, *to)
             quantize = self._rank.caches.quantize.get((described.layer, described.part))
-            blocks = packed(gathered, tensor, route.entries, quantize)
+            blocks = packed(gathered, tensor, mapping.entries, quantize)
             out = self.ring.buffer[slot.offset + n * step_send.tensor_bytes :][: step_send.tensor_bytes]
             out.view(blocks.shape).copy_(blocks)
 

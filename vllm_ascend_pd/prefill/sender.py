@@ -240,13 +240,13 @@ class Sender:
                 step_send.fail("the decode engine is not known", PushFailure.INTERNAL)  # all of them have failed
                 return
             # First wait for room: layers that come meanwhile leave with this one.
-            for target in layout.targets(layer.tensors, step_send.route)[:1]:
+            for target in layout.targets(layer.tensors, step_send.mapping)[:1]:
                 self._await_turn(target.session)
             while len(layers) < _MOST_JOINED and (alike := self._take_alike(layer, layout)) is not None:
                 layers.append(alike)
             for joined in layers[1:]:
                 self._await_bytes(joined)
-            of_layers = [layout.targets(each.tensors, step_send.route) for each in layers]
+            of_layers = [layout.targets(each.tensors, step_send.mapping) for each in layers]
             for targets in zip(*of_layers, strict=True):
                 self._write(layers, targets)
         except Exception as error:  # noqa: BLE001 - the layers' requests report it
@@ -263,13 +263,13 @@ class Sender:
         except TimeoutError:
             self._drain()
             deadline = time.monotonic() + self._ready_timeout_s
-            if push.step_send.route.is_staged:
+            if push.step_send.mapping.is_staged:
                 with contextlib.suppress(DeviceError, TimeoutError):  # `ready` fails with the same error below
                     push.computed.wait(self._ready_timeout_s)
             computed_at = time.monotonic()
             push.ready.wait(max(0.0, deadline - computed_at))
             waited_s = time.monotonic() - computed_at
-        if push.step_send.route.is_staged:
+        if push.step_send.mapping.is_staged:
             self._observer.on(RegroupAwaited(waited_s))
 
     def _await_layout(self, step_send: StepSend) -> DecodeLayout | None:
@@ -291,7 +291,7 @@ class Sender:
         task, step_send = self._taken[0] if self._taken else None, layer.step_send
         if not (isinstance(task, LayerPush) and task.step_send is step_send and task.ready.is_done()):
             return None
-        ours, theirs = (layout.targets(each.tensors, step_send.route) for each in (layer, task))
+        ours, theirs = (layout.targets(each.tensors, step_send.mapping) for each in (layer, task))
         if [(t.key, t.shape) for t in ours] != [(t.key, t.shape) for t in theirs]:
             return None
         self._taken.popleft()
@@ -400,7 +400,7 @@ class Sender:
         except Exception as error:  # noqa: BLE001 - the layer's requests report it
             _fail(push, error)
         finally:
-            if push.step_send.route.is_staged and (slot := push.take_staging_slot()) is not None:
+            if push.step_send.mapping.is_staged and (slot := push.take_staging_slot()) is not None:
                 assert self._ring is not None
                 self._ring.release(slot, push.settled_at)
             if push.room is not None:

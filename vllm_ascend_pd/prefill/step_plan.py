@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.checksum import SummedUnits, is_selected
-from vllm_ascend_pd.core.plan import Route
+from vllm_ascend_pd.core.plan import RankMapping
 from vllm_ascend_pd.core.reasons import PushFailure
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.event import DeviceError
 from vllm_ascend_pd.prefill.checksums import StepChecksums
-from vllm_ascend_pd.prefill.decode_layout import Routes
+from vllm_ascend_pd.prefill.decode_layout import RankMappings
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import Regrouper
 from vllm_ascend_pd.prefill.step_send import StepSend, plan_sends, tokens_of
@@ -48,10 +48,10 @@ class StepPlan:
 class Planner:
     """Plans steps. The model's thread owns it."""
 
-    def __init__(self, rank: PrefillRank, routes: Routes, regrouper: Regrouper | None) -> None:
+    def __init__(self, rank: PrefillRank, mappings: RankMappings, regrouper: Regrouper | None) -> None:
         """`regrouper`: None if this engine's layout never needs regrouping."""
         self._rank = rank
-        self._routes = routes
+        self._mappings = mappings
         self._regrouper = regrouper
         self._geometries = rank.caches.description.geometries
         layers = rank.caches.layers_by_geometry.values()
@@ -118,39 +118,41 @@ class Planner:
         if self._rank.config.verified_share or self._rank.caches.sharing_buffers:
             return False
         is_whole = all(send.last and send.confirmed for _, send in slices)
-        return is_whole and not any(each.route.is_staged for of in planned.values() for each in of)
+        return is_whole and not any(each.mapping.is_staged for of in planned.values() for each in of)
 
     def _plan_geometry(
         self, plan: StepPlan, index: int, ticket: Ticket, slices: list[tuple[Transfer, Send]]
     ) -> list[StepSend]:
         """`ticket`: one of the decode engine that gets the slices."""
         try:
-            route = self._routes.route(index, ticket.sharding, tuple(ticket.remote_block_size))
+            mapping = self._mappings.mapping(index, ticket.sharding, tuple(ticket.remote_block_size))
         except ValueError as error:  # the two sides cannot fit
             for transfer, _ in slices:
                 transfer.state.fail(str(error), PushFailure.UNFIT)
             return []
-        served = [each for each in slices if route.serves(each[0].ticket.replica_hash)]
+        served = [each for each in slices if mapping.serves(each[0].ticket.replica_hash)]
         if not served:
             return []
         slot_units = 0
-        if route.is_staged:
+        if mapping.is_staged:
             assert self._regrouper is not None
-            slot_units = route.slot_units(self._regrouper.ring.slot_bytes, self._tensors_of_a_layer[index])
+            slot_units = mapping.slot_units(self._regrouper.ring.slot_bytes, self._tensors_of_a_layer[index])
             assert slot_units > 0
         geometry = self._geometries[index]
         try:
             if self._rank.config.verified_share:
-                self._plan_checksums(plan, index, route, served)
-            return plan_sends(route, geometry, served, self._rank.device, slot_units)
+                self._plan_checksums(plan, index, mapping, served)
+            return plan_sends(mapping, geometry, served, self._rank.device, slot_units)
         except DeviceError as error:  # the side stream is broken
             if self._regrouper is not None:
-                self._regrouper.missed(route.ranks, str(error))
+                self._regrouper.missed(mapping.ranks, str(error))
             for transfer, _ in served:
                 transfer.state.fail(str(error), PushFailure.DEVICE)
             return []
 
-    def _plan_checksums(self, plan: StepPlan, index: int, route: Route, slices: list[tuple[Transfer, Send]]) -> None:
+    def _plan_checksums(
+        self, plan: StepPlan, index: int, mapping: RankMapping, slices: list[tuple[Transfer, Send]]
+    ) -> None:
         share = self._rank.config.verified_share
         verified = [each for each in slices if is_selected(share, each[0].ticket.ticket_id)]
         if not verified:
@@ -159,11 +161,11 @@ class Planner:
         group = geometry.group
         summed = SummedUnits.of(
             geometry,
-            route.unit,
+            mapping.unit,
             [tokens_of(send, geometry) for _, send in verified],
             [send.blocks[group] for _, send in verified],
             [(ticket.remote_block_ids[group], ticket.span(group)) for ticket in tickets],
-            route.token_share,
+            mapping.token_share,
         )
         if len(summed.units) == 0:  # other ranks have them
             return

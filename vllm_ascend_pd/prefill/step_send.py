@@ -23,7 +23,7 @@ from vllm_ascend_pd.core.plan import (
     NULL_BLOCK,
     Descriptors,
     Offsets,
-    Route,
+    RankMapping,
     Target,
     Units,
     descriptors,
@@ -53,13 +53,13 @@ def tokens_of(send: Send, geometry: Geometry) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class StepSend:
-    """Units of several requests that are sent by one route. Regrouped units fit into one staging slot.
+    """Units of several requests that have the same mapping. Regrouped units fit into one staging slot.
 
     The model's thread makes it. Afterwards the sender's thread owns `is_located`, `writes`, the private field and the
     methods that are `owned`. Nothing else changes.
     """
 
-    route: Route
+    mapping: RankMapping
     # How our caches lie in memory.
     geometry: Geometry
     transfers: Sequence[Transfer]
@@ -88,12 +88,12 @@ class StepSend:
     @cached_property
     def plane_bytes(self) -> int:
         """Bytes of a plane of a staged tensor."""
-        return self.plane_units * self.route.staged_bytes
+        return self.plane_units * self.mapping.staged_bytes
 
     @cached_property
     def tensor_bytes(self) -> int:
         """Bytes of a staged tensor."""
-        return self.route.planes * self.plane_bytes
+        return self.mapping.planes * self.plane_bytes
 
     @cached_property
     def states(self) -> list[PrefillTicket]:
@@ -204,7 +204,7 @@ class StepSend:
 
 
 def plan_sends(
-    route: Route,
+    mapping: RankMapping,
     geometry: Geometry,
     slices: Sequence[tuple[Transfer, Send]],
     device: Device,
@@ -222,7 +222,7 @@ def plan_sends(
     group = geometry.group
     transfers, of_requests = [transfer for transfer, _ in slices], [send for _, send in slices]
     ranges = [tokens_of(send, geometry) for send in of_requests]
-    units = Units.of(route.unit, ranges)
+    units = Units.of(mapping.unit, ranges)
     ticket = transfers[0].ticket  # all are for one decode engine, so its blocks are of one size
     span = ticket.span(group)
     firsts = [start // span for start, _ in ranges]
@@ -233,8 +233,8 @@ def plan_sends(
     d_blocks = units.blocks(d_ids, firsts, span)
     # Decode's block table has the null block for tokens that have left its sliding window.
     wanted = d_blocks != NULL_BLOCK
-    if route.token_share.ranks > 1:
-        wanted &= units.held(route.token_share)
+    if mapping.token_share.ranks > 1:
+        wanted &= units.held(mapping.token_share)
     if not wanted.all():
         units, d_blocks = units.cut(wanted), d_blocks[wanted]
     begins = [start // geometry.span for start, _ in ranges]
@@ -245,8 +245,8 @@ def plan_sends(
     src_units = units.offsets(p_blocks, geometry)
     if len(src_units) == 0:
         return []
-    if not route.is_staged:
-        return [StepSend(route, geometry, transfers, units, src_units, d_blocks)]
+    if not mapping.is_staged:
+        return [StepSend(mapping, geometry, transfers, units, src_units, d_blocks)]
     # Staged units may be in any order: in that of decode's blocks, most of them continue each other.
     order = _by_place(units, d_blocks, span, ticket.sharding)
     on_device = device.upload(torch.from_numpy(src_units[order]))
@@ -254,13 +254,15 @@ def plan_sends(
     for first in range(0, len(units), slot_units):
         chunk = slice(first, first + slot_units)
         offsets = on_device[chunk]
-        most, mine = route.share(len(offsets))
+        most, mine = mapping.share(len(offsets))
         own = order[chunk][mine]
-        staged = np.arange(len(own), dtype=np.int64) * route.staged_bytes
+        staged = np.arange(len(own), dtype=np.int64) * mapping.staged_bytes
         split = None
-        if route.ranks and route.planes > 1:
-            split = device.upload(torch.arange(most) * (route.ratio * route.source_bytes))
-        sends.append(StepSend(route, geometry, transfers, units.cut(own), staged, d_blocks[own], offsets, most, split))
+        if mapping.ranks and mapping.planes > 1:
+            split = device.upload(torch.arange(most) * (mapping.ratio * mapping.source_bytes))
+        sends.append(
+            StepSend(mapping, geometry, transfers, units.cut(own), staged, d_blocks[own], offsets, most, split)
+        )
     return sends
 
 
@@ -343,7 +345,7 @@ class LayerPush:
 
     def sources(self, target: LayerTarget) -> list[int]:
         """Returns the addresses that the source offsets of each part of the target count from."""
-        if not self.step_send.route.is_staged:
+        if not self.step_send.mapping.is_staged:
             return [self.tensors[n].base for n in target.sources]
         assert self._slot is not None
         return [self._slot.address + n * self.step_send.tensor_bytes for n in target.sources]

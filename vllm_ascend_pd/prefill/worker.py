@@ -25,7 +25,7 @@ from vllm_ascend_pd.device.event import Event
 from vllm_ascend_pd.prefill.buffer_turns import BufferTurns
 from vllm_ascend_pd.prefill.checksums import submit_layer
 from vllm_ascend_pd.prefill.control import ControlPlane
-from vllm_ascend_pd.prefill.decode_layout import Routes
+from vllm_ascend_pd.prefill.decode_layout import RankMappings
 from vllm_ascend_pd.prefill.rank import PrefillRank
 from vllm_ascend_pd.prefill.regroup import make_regrouper
 from vllm_ascend_pd.prefill.sender import Sender
@@ -86,10 +86,10 @@ class PrefillWorker(ConnectorRole):
         self._caches = caches
         self._observer = rank.observer
         self._regrouper = make_regrouper(rank, step_tokens)
-        routes = Routes(rank_info, caches.description)
-        self._planner = Planner(rank, routes, self._regrouper)
+        mappings = RankMappings(rank_info, caches.description)
+        self._planner = Planner(rank, mappings, self._regrouper)
         ring = None if self._regrouper is None else self._regrouper.ring
-        self._control = ControlPlane(rank, ring, routes)
+        self._control = ControlPlane(rank, ring, mappings)
         # None if each layer has a buffer of its own.
         self._turns = BufferTurns(rank) if caches.sharing_buffers else None
         # The open transfers, by request id.
@@ -164,7 +164,7 @@ class PrefillWorker(ConnectorRole):
         The step's units are divided anew. So another rank may write what this one has written before, and may begin
         when the ranks have exchanged it: then all of them have waited (R1).
         """
-        exchanged = {t for each in self._plan.all_sends if each.route.ranks for t in each.transfers if t.again}
+        exchanged = {t for each in self._plan.all_sends if each.mapping.ranks for t in each.transfers if t.again}
         barriers = [(transfer, transfer.sender.barrier()) for transfer in exchanged]
         deadline = time.monotonic() + self._rank.config.write_timeout_s
         for transfer, passed in barriers:
@@ -383,7 +383,7 @@ class PrefillWorker(ConnectorRole):
             for step_send in plan.sends.get(geometry, ()):
                 # In turn, because the next one may wait for the staging slot of this one.
                 push = LayerPush(layer, step_send, tensors.described, computed, ready)
-                if step_send.route.is_staged:
+                if step_send.mapping.is_staged:
                     assert self._regrouper is not None
                     if not self._regrouper.submit(push, tensors.tensors):
                         continue
@@ -391,7 +391,7 @@ class PrefillWorker(ConnectorRole):
                     push.over = threading.Event()
                 step_send.transfers[0].sender.put_layer(push)
                 pushes.append(push)
-                if step_send.route.is_staged:
+                if step_send.mapping.is_staged:
                     self._observer.on(RegroupSubmitted(layer, step_send.ticket_ids, computed, push.ready))
         if self._turns is not None and is_announced:
             self._turns.add_reads(layer, pushes)

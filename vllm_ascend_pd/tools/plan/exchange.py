@@ -17,7 +17,7 @@ from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.ascend import communicator_bytes
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import BlockKind, Geometry, RankCaches
-from vllm_ascend_pd.core.plan import Route, Target, Units, descriptors, make_route, regroupable, slot_bytes
+from vllm_ascend_pd.core.plan import RankMapping, Target, Units, descriptors, make_mapping, regroupable, slot_bytes
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.tools.plan.engine import (
     DEFAULT_BLOCK_SIZE,
@@ -133,23 +133,23 @@ def make_plan(
     # Heads are split equally in every stage, so one stage represents all.
     geometries = p_ranks[RankPosition(0, 0)].geometries
     d_blocks = [theirs.block_size for theirs in d_ranks[RankPosition(0, 0)].geometries]
-    routes = [
+    mappings = [
         [
-            make_route(ours, rank, prefill.sharding, decode.sharding, d_block)
+            make_mapping(ours, rank, prefill.sharding, decode.sharding, d_block)
             for ours, d_block in zip(caches.geometries, d_blocks, strict=True)
         ]
         for (stage, rank), caches in p_ranks.items()
         if stage == 0
     ]
-    lanes = math.lcm(*(route.replicas for route in routes[0]))
+    lanes = math.lcm(*(mapping.replicas for mapping in mappings[0]))
     flows = []
     for lane in range(lanes):
         for source, caches in p_ranks.items():
             for stage in range(decode.pp):
                 theirs = RankPosition(stage, 0), d_ranks[RankPosition(stage, 0)]
-                flows += _flows(model, (source, caches), routes[source.tp_rank], theirs, lane, tokens)
+                flows += _flows(model, (source, caches), mappings[source.tp_rank], theirs, lane, tokens)
     of_tokens = next(i for i, geometry in enumerate(geometries) if geometry.kind is BlockKind.TOKENS)
-    unit = routes[0][of_tokens].unit
+    unit = mappings[0][of_tokens].unit
     totals = {geometry.total_heads for geometry in regroupable(geometries)}
     groups = {ranks for total in totals for ranks in topology.regroup_groups(prefill.sharding, total)}
     caches_of_all = [cache for caches in model.layers for cache in caches]
@@ -162,7 +162,7 @@ def make_plan(
         decode=decode,
         unit_tokens=unit,
         lanes=lanes,
-        regrouping=_regrouping(routes),
+        regrouping=_regrouping(mappings),
         staging=_staging(p_ranks.values(), step_tokens, staging_slots, groups),
         prompt=_prompt(tokens, _sent_tokens(model, tokens), unit, flows, decode_room(model, decode, tokens)),
         notes=(*model.notes, *_notes(model, prefill, decode, unit)),
@@ -221,7 +221,7 @@ def _check_fit(
 def _flows(
     model: ModelShape,
     ours: tuple[RankPosition, RankCaches],
-    routes: Sequence[Route],
+    mappings: Sequence[RankMapping],
     theirs: tuple[RankPosition, RankCaches],
     lane: int,
     tokens: int,
@@ -235,19 +235,19 @@ def _flows(
     flows: dict[int, Flow] = {}
     copies: dict[tuple[int, Target], tuple[Counter[int], Counter[int]]] = {}
     for tensor in caches.tensors:
-        route = routes[tensor.geometry]
-        if (tensor.layer, tensor.part) not in there or not route.serves(lane):
+        mapping = mappings[tensor.geometry]
+        if (tensor.layer, tensor.part) not in there or not mapping.serves(lane):
             continue
-        for target in route.targets:
+        for target in mapping.targets:
             key = (tensor.geometry, target)
             if key not in copies:
                 geometries = caches.geometries[tensor.geometry], others.geometries[tensor.geometry]
-                scattered, contiguous = (_copies(model, route, target, geometries, tokens, gap=gap) for gap in (1, 0))
+                scattered, contiguous = (_copies(model, mapping, target, geometries, tokens, gap=gap) for gap in (1, 0))
                 copies[key] = (scattered, contiguous)
             scattered, contiguous = copies[key]
             position = RankPosition(first.pp_rank, target.tp_rank)
             flow = flows.setdefault(target.tp_rank, Flow(source, position, lane))
-            flow.exchanging = max(flow.exchanging, len(route.ranks))
+            flow.exchanging = max(flow.exchanging, len(mapping.ranks))
             layer = int(tensor.layer.split(".")[2])
             flow.scattered.setdefault(layer, Counter()).update(scattered)
             flow.contiguous.setdefault(layer, Counter()).update(contiguous)
@@ -255,7 +255,12 @@ def _flows(
 
 
 def _copies(
-    model: ModelShape, route: Route, target: Target, geometries: tuple[Geometry, Geometry], tokens: int, gap: int
+    model: ModelShape,
+    mapping: RankMapping,
+    target: Target,
+    geometries: tuple[Geometry, Geometry],
+    tokens: int,
+    gap: int,
 ) -> Counter[int]:
     """Returns how many descriptors of each size one tensor of a layer has for a prompt of `tokens`, with `gap` blocks
     between any two blocks of the prompt.
@@ -269,15 +274,15 @@ def _copies(
         stop = geometries[0].complete(_sent_tokens(model, tokens))
         seen = cache.seen_from(tokens - 1)
         start = seen - seen % geometries[1].block_size
-    units = Units.of(route.unit, [(start, stop)])
+    units = Units.of(mapping.unit, [(start, stop)])
     src, dst = (
         units.offsets(units.blocks([_blocks(stop, geometry, gap)], [0], geometry.span), geometry)
         for geometry in geometries
     )
-    if route.is_staged:
-        _, own = route.share(len(units))
+    if mapping.is_staged:
+        _, own = mapping.share(len(units))
         dst = dst[own]
-        src = np.arange(len(dst)) * route.staged_bytes  # of any plane
+        src = np.arange(len(dst)) * mapping.staged_bytes  # of any plane
     return Counter(descriptors(target, src, dst).nbytes.tolist())
 
 
@@ -305,9 +310,9 @@ def _prompt(tokens: int, sent_tokens: int, unit: int, flows: Sequence[Flow], roo
     )
 
 
-def _regrouping(routes: Iterable[Iterable[Route]]) -> tuple[str, ...]:
-    staged = [route for of_rank in routes for route in of_rank if route.is_staged]
-    found = {"exchanged" if route.ranks else "quantized" if route.packs else "dealt out" for route in staged}
+def _regrouping(mappings: Iterable[Iterable[RankMapping]]) -> tuple[str, ...]:
+    staged = [mapping for of_rank in mappings for mapping in of_rank if mapping.is_staged]
+    found = {"exchanged" if mapping.ranks else "quantized" if mapping.packs else "dealt out" for mapping in staged}
     return tuple(sorted(found))
 
 

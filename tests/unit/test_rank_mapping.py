@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes, routes and units that are refused, and what a route needs. `test_plan.py` carries routes out for all sizes."""
+"""Sizes, mappings and units that are refused, and what a mapping needs. `test_plan.py` uses mappings of all sizes."""
 
 import time
 
@@ -9,7 +9,7 @@ import pytest
 from simulate import all_sizes, sizes
 
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, Order, RankCaches
-from vllm_ascend_pd.core.plan import Units, make_route, slot_bytes, why_slow
+from vllm_ascend_pd.core.plan import Units, make_mapping, slot_bytes, why_slow
 from vllm_ascend_pd.core.topology import (
     Sharding,
     TopologyError,
@@ -92,27 +92,27 @@ def test_a_slot_holds_a_step_and_what_the_ranks_of_a_group_round_up(ranks):
     size = slot_bytes(RankCaches((own,), tensors), 20)
     assert size == (20 + (1 + ranks) * 4) * 2 * own.entry_bytes
     for decode in (1, 2, 4):
-        route = make_route(own, 0, sharding(ranks), sharding(decode), 4)
-        if route.is_staged:
-            units = route.slot_units(size, len(tensors))
+        mapping = make_mapping(own, 0, sharding(ranks), sharding(decode), 4)
+        if mapping.is_staged:
+            units = mapping.slot_units(size, len(tensors))
             assert units >= 20 // 4 + 1
-            assert units % route.ratio == 0
-            assert route.share(units)[0] * route.planes * route.staged_bytes * 2 <= size
+            assert units % mapping.ratio == 0
+            assert mapping.share(units)[0] * mapping.planes * mapping.staged_bytes * 2 <= size
 
 
 def test_every_exchange_has_its_process_group():
     for heads, p_tp, d_tp in all_sizes():
         groups = regroup_groups(sharding(p_tp), heads)
         for rank in range(p_tp):
-            route = make_route(geometry(max(1, heads // p_tp), heads), rank, sharding(p_tp), sharding(d_tp), 4)
-            if route.ranks:
-                assert route.ranks in groups
-                assert route.ranks[route.index] == rank
+            mapping = make_mapping(geometry(max(1, heads // p_tp), heads), rank, sharding(p_tp), sharding(d_tp), 4)
+            if mapping.ranks:
+                assert mapping.ranks in groups
+                assert mapping.ranks[mapping.index] == rank
 
 
 def test_head_major_needs_equal_block_sizes():
     with pytest.raises(LayoutError, match="both sides need the same block size"):
-        make_route(geometry(2, 2, block_size=4, order=Order.HEAD_MAJOR), 0, sharding(1), sharding(1), 8)
+        make_mapping(geometry(2, 2, block_size=4, order=Order.HEAD_MAJOR), 0, sharding(1), sharding(1), 8)
 
 
 # --- context parallelism -------------------------------------------------------------------------------------
@@ -128,12 +128,12 @@ def shared(source: Geometry, dealt: Sharding, rank: int) -> Geometry:
 def test_head_major_blocks_are_dealt_out_whole(prefill, decode, runs):
     source = shared(geometry(1, 1, order=Order.HEAD_MAJOR), prefill, 0)
     with pytest.raises(LayoutError, match=rf"runs of {runs[0]} \(prefill\) and {runs[1]} \(decode\) tokens"):
-        make_route(source, 0, prefill, decode, 4)
+        make_mapping(source, 0, prefill, decode, 4)
 
 
 def test_decode_cannot_share_tokens_of_heads_that_only_one_rank_has():
     with pytest.raises(TopologyError, match="must divide evenly"):
-        make_route(geometry(4, 4), 0, sharding(1), sharding(4, 2, 4), 4)
+        make_mapping(geometry(4, 4), 0, sharding(1), sharding(4, 2, 4), 4)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_decode_cannot_share_tokens_of_heads_that_only_one_rank_has():
 )
 def test_what_is_right_but_slow(heads, prefill, decode, slow):
     source = shared(geometry(max(1, heads // prefill.tp), heads, block_size=16), prefill, 0)
-    route = make_route(source, 0, prefill, decode, 16)
-    said = why_slow(route, source, prefill, decode, 16)
+    mapping = make_mapping(source, 0, prefill, decode, 16)
+    said = why_slow(mapping, source, prefill, decode, 16)
     assert (said is None) if slow is None else (said is not None and slow in said and "correct but slow" in said)
 
 
@@ -171,9 +171,9 @@ def test_units_outside_the_blocks(first_block, start, stop, token):
         units.blocks([others, np.array([0]), others], [0, first_block, 0], 4)
 
 
-def test_a_route_to_a_thousand_ranks_looks_at_each_of_them_once():
-    """Tickets name the shape, and the model's thread makes the route. It took half a second."""
+def test_a_mapping_to_a_thousand_ranks_looks_at_each_of_them_once():
+    """Tickets name the shape, and the model's thread makes the mapping. It took half a second."""
     many, began = sharding(1024), time.process_time()
-    route = make_route(geometry(1, 8, block_size=16), 0, sharding(8), many, 16)
-    assert [target.tp_rank for target in route.targets] == list(range(128))
+    mapping = make_mapping(geometry(1, 8, block_size=16), 0, sharding(8), many, 16)
+    assert [target.tp_rank for target in mapping.targets] == list(range(128))
     assert time.process_time() - began < 0.1
