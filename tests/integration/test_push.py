@@ -104,8 +104,8 @@ def test_parts_of_blocks_are_named_once(pair: Pair) -> None:
         assert pair.wait_arrivals(len(requests))[1] == {}
         assert pair.wait_sent(len(requests)) == {}
     warned = [sum("is correct but slow" in text for text in texts) for texts in pair.each(pair.p_ranks, "warnings")]
-    in_turn = {side.interleave for side in (pair.prefill, pair.decode) if side.span > side.block_size}
-    whole_blocks = all(interleave == 16 for interleave in in_turn)
+    interleaves = {side.interleave for side in (pair.prefill, pair.decode) if side.span > side.block_size}
+    whole_blocks = all(interleave == 16 for interleave in interleaves)
     assert warned == [0 if whole_blocks else 1] * len(pair.p_ranks)
 
 

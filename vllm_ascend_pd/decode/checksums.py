@@ -349,7 +349,7 @@ class Verifier:
         writer = report.writer
         return (
             f"{_first(layers)} in blocks {_first(list(blocks))}, from prefill rank {writer.rank} of stage "
-            f"{writer.pp_rank} of engine {writer.engine_id}, {self._route(kinds, delivered.prefill)}"
+            f"{writer.pp_rank} of engine {writer.engine_id}, {self._how_sent(kinds, delivered.prefill)}"
         )
 
     def _dump(
@@ -394,7 +394,7 @@ class Verifier:
         except (OSError, RuntimeError) as error:
             logger.error("verify_kv: no dump: %s", error)
 
-    def _route(self, geometries: Iterable[int], prefill: Sharding) -> str:
+    def _how_sent(self, geometries: Iterable[int], prefill: Sharding) -> str:
         """Returns how heads of prefill ranks of this shape come here."""
         for index in geometries:
             geometry = self._caches.description.geometries[index]
