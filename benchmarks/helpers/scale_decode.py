@@ -76,7 +76,7 @@ class DecodeEngine:
         wait_until(
             lambda: len(self._worker._arrivals._news.closed) == len(self._requests), TIMEOUT_S, "KV arrives at decode"
         )
-        client = self._connector._role._routes._metaserver
+        client = self._connector._role._recipients._metaserver
         wait_until(lambda: not client._posts, TIMEOUT_S, "posts are answered")
         arrived = self.step()
         if arrived != set(self._requests):

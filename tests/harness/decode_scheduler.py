@@ -189,12 +189,12 @@ class EngineScheduler(VllmScheduler):
     def prefill_fails(self, name: str, may_follow: bool) -> None:
         """Has the metaserver answer in the next step that prefill failed. `may_follow`: another one may succeed."""
         outcome = PostOutcome(self.expected[name].ticket_id, False, "prefill failed, for a test", may_follow)
-        self.connector._role._routes._metaserver.outcomes.append(outcome)
+        self.connector._role._recipients._metaserver.outcomes.append(outcome)
         self.fails(name)
 
     @property
     def metaserver(self) -> Any:
-        return self.connector._role._routes._metaserver
+        return self.connector._role._recipients._metaserver
 
     @property
     def intents(self) -> list[str]:

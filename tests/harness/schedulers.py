@@ -14,7 +14,7 @@ from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.decode.intents import Intents
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
+from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRecipients
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.observe.stats import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
@@ -67,9 +67,11 @@ def decode_scheduler(
     blocks = VllmBlocks(groups)
     placement = ConnectorConfig(who_computes="prefill")
     who = PromptPlacement(requests, blocks, placement, EngineSteps(2048, in_flight=2), observer)
-    routes = TicketRoutes(metaserver, PrefillClient(Peers(None, AnyHost(), AnyHost())))
-    idle, intents = idle or IdleWait(0.05, in_flight=2), Intents(longest, issuer, requests, routes, DUE_S)
-    return DecodeScheduler(issuer, requests, blocks, routes, who, idle, FAILED_WAIT_S, intents, may_compute, observer)
+    recipients = TicketRecipients(metaserver, PrefillClient(Peers(None, AnyHost(), AnyHost())))
+    idle, intents = idle or IdleWait(0.05, in_flight=2), Intents(longest, issuer, requests, recipients, DUE_S)
+    return DecodeScheduler(
+        issuer, requests, blocks, recipients, who, idle, FAILED_WAIT_S, intents, may_compute, observer
+    )
 
 
 def blocks_of(pool: Any, groups: Sequence[CacheGroup] = ()) -> VllmBlocks:

@@ -27,11 +27,10 @@ from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, OfferTicket, ReleasePrompt, TransferFailure
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import metaserver_tokens, sign_listener, sign_metaserver
-from vllm_ascend_pd.decode.bootstrap import RouteError
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
-from vllm_ascend_pd.decode.ticket_client import PostOutcome
-from vllm_ascend_pd.decode.tickets import TicketRoutes
+from vllm_ascend_pd.decode.ticket_client import NoRecipientError, PostOutcome
+from vllm_ascend_pd.decode.tickets import TicketRecipients
 from vllm_ascend_pd.transport.peers import Peers
 
 OLD, NEW = 32 * b"o", 32 * b"n"
@@ -46,12 +45,14 @@ def peers(*named: str) -> Peers:
 
 
 @contextlib.contextmanager
-def decode(*named: str, secret: Secret = SECRET, urls: tuple[str, ...] = (), **settings: Any) -> Iterator[TicketRoutes]:
+def decode(
+    *named: str, secret: Secret = SECRET, urls: tuple[str, ...] = (), **settings: Any
+) -> Iterator[TicketRecipients]:
     """Decode's clients, as its scheduler has them. `named`, `urls`: in `peers`."""
     config = ConnectorConfig(transfer_timeout_s=10, peers=(*named, *urls), **settings)
-    routes = TicketRoutes(MetaserverClient(config, HOST, secret=secret), PrefillClient(peers(*named), config))
-    with closing(routes):
-        yield routes
+    recipients = TicketRecipients(MetaserverClient(config, HOST, secret=secret), PrefillClient(peers(*named), config))
+    with closing(recipients):
+        yield recipients
 
 
 @pytest.fixture
@@ -65,20 +66,20 @@ def signed(params: dict[str, Any]) -> dict[str, Any]:
     return params | {"ticket_listener_signature": sign_listener(SECRET, *where)}
 
 
-def send(routes: TicketRoutes, params: dict[str, Any]) -> PostOutcome:
+def send(recipients: TicketRecipients, params: dict[str, Any]) -> PostOutcome:
     """Sends the ticket as the scheduler does, and returns the outcome."""
-    routes.of(params).send(TICKET, [])
+    recipients.of(params).send(TICKET, [])
     ended: list[PostOutcome] = []
-    wait_until(lambda: ended.extend(routes.poll()) or ended, 20)
+    wait_until(lambda: ended.extend(recipients.poll()) or ended, 20)
     [only] = ended
     return only
 
 
-def all_ways(routes: TicketRoutes, params: dict[str, Any]) -> str:
+def all_ways(recipients: TicketRecipients, params: dict[str, Any]) -> str:
     """Tries all that decode's scheduler does with a request. Returns why each of it is refused."""
-    routes.no_ticket(params, TICKET, "decode computes the prompt")
-    with pytest.raises(RouteError) as refused:
-        routes.of(params)
+    recipients.no_ticket(params, TICKET, "decode computes the prompt")
+    with pytest.raises(NoRecipientError) as refused:
+        recipients.of(params)
     return str(refused.value)
 
 
@@ -86,26 +87,26 @@ def all_ways(routes: TicketRoutes, params: dict[str, Any]) -> str:
 
 
 def test_a_signed_listener_gets_the_ticket(prefill: TicketTaker) -> None:
-    with decode() as routes:
-        assert send(routes, signed(prefill.params)).ok
-        routes.no_ticket(signed(prefill.params), TICKET, "decode computes the prompt")
+    with decode() as recipients:
+        assert send(recipients, signed(prefill.params)).ok
+        recipients.no_ticket(signed(prefill.params), TICKET, "decode computes the prompt")
         wait_until(lambda: prefill.of(ReleasePrompt), 20)
     assert [each.ticket.ticket_id for each in prefill.of(OfferTicket)] == [TICKET.ticket_id]
 
 
 def test_a_client_names_no_listener(prefill: TicketTaker) -> None:
     """It has seen how prefill signs, and wants the ticket elsewhere."""
-    with unvisited() as port, decode() as routes:
+    with unvisited() as port, decode() as recipients:
         elsewhere = signed(prefill.params) | {"ticket_port": port}
-        assert "signature is wrong" in all_ways(routes, elsewhere)
-        assert "no signature" in all_ways(routes, elsewhere | {"ticket_listener_signature": None})
+        assert "signature is wrong" in all_ways(recipients, elsewhere)
+        assert "no signature" in all_ways(recipients, elsewhere | {"ticket_listener_signature": None})
 
 
 def test_a_client_names_no_bootstrap_server(prefill: TicketTaker) -> None:
-    with unvisited() as port, decode() as routes:
-        assert "name host and port in decode's peers" in all_ways(routes, mooncake(port))
+    with unvisited() as port, decode() as recipients:
+        assert "name host and port in decode's peers" in all_ways(recipients, mooncake(port))
         with_more = signed(prefill.params) | {"ticket_host": None, "remote_bootstrap_addr": f"http://{HOST}:{port}"}
-        assert "name host and port in decode's peers" in all_ways(routes, with_more)
+        assert "name host and port in decode's peers" in all_ways(recipients, with_more)
 
 
 def mooncake(port: int) -> dict[str, Any]:
@@ -131,15 +132,15 @@ def bootstrap(port: int, secret: Secret | None) -> Iterator[int]:
 
 def test_a_named_bootstrap_server_gives_signed_addresses(prefill: TicketTaker) -> None:
     """`peers` names its port alone: the listener's is signed."""
-    with bootstrap(prefill.port, SECRET) as port, decode(f"{HOST}:{port}") as routes:
-        assert send(routes, mooncake(port)).ok
+    with bootstrap(prefill.port, SECRET) as port, decode(f"{HOST}:{port}") as recipients:
+        assert send(recipients, mooncake(port)).ok
     assert [each.engine_id for each in prefill.of(OfferTicket)] == ["prefill-0-12ab"]
 
 
 @pytest.mark.parametrize("secret", [None, Secret([NEW])], ids=["unsigned", "another-secret"])
 def test_a_named_bootstrap_server_gives_no_other_addresses(secret: Secret | None) -> None:
-    with unvisited() as elsewhere, bootstrap(elsewhere, secret) as port, decode(f"{HOST}:{port}") as routes:
-        outcome = send(routes, mooncake(port))
+    with unvisited() as elsewhere, bootstrap(elsewhere, secret) as port, decode(f"{HOST}:{port}") as recipients:
+        outcome = send(recipients, mooncake(port))
         assert not outcome.ok
         assert "signature" in outcome.reason
 
@@ -188,11 +189,11 @@ def test_a_token_file_comes_before_the_derived_token(metaserver: Metaserver, tok
 
 def test_a_client_names_no_metaserver(metaserver: Metaserver) -> None:
     """It has seen how the proxy signs, and wants the ticket elsewhere, on this host or not."""
-    with unvisited() as port, decode() as routes:
+    with unvisited() as port, decode() as recipients:
         url = f"http://{HOST}:{port}{METASERVER_PATH}"
-        assert "the proxy has not signed it" in all_ways(routes, order(url))
-        assert "signature is wrong" in all_ways(routes, order(url, sign_metaserver(SECRET, metaserver.url)))
-        client = routes._metaserver
+        assert "the proxy has not signed it" in all_ways(recipients, order(url))
+        assert "signature is wrong" in all_ways(recipients, order(url, sign_metaserver(SECRET, metaserver.url)))
+        client = recipients._metaserver
         client.post("t", url, {}, sign_metaserver(SECRET, metaserver.url))
         assert "is refused" in outcomes(client, 1)[0].reason, "as it is before each attempt"
         client.report_failure(url, TransferFailure("r", "t", "why"))
@@ -211,14 +212,14 @@ def secret_file(tmp_path: Path) -> Path:
 
 def test_the_proxy_signs_its_metaserver_and_knows_who_posts(secret_file: Path) -> None:
     """What it hands out brings decode's posts to it."""
-    with running_cluster(secret_file=str(secret_file)) as cluster, decode() as routes:
+    with running_cluster(secret_file=str(secret_file)) as cluster, decode() as recipients:
         cluster.decode.needs_prefill = False
         assert cluster.client.post("/v1/completions", json=COMPLETION).status_code == 200
         named = cluster.decode.received[-1].body["kv_transfer_params"]
-        outcome = send(routes, named)
+        outcome = send(recipients, named)
         # It knows the engine, and no request waits for this ticket.
         assert "answered 404" in outcome.reason
-        with decode(secret=Secret([NEW])) as of_another, pytest.raises(RouteError, match="signature is wrong"):
+        with decode(secret=Secret([NEW])) as of_another, pytest.raises(NoRecipientError, match="signature is wrong"):
             of_another.of(named)
 
 

@@ -580,7 +580,7 @@ class Engine:
         self.fails_by_request = HAS_TRANSFER_RESULTS and (asks_again or not lost_blocks_say_all(caches))
         self.all_free = self.free_blocks
         if not self.prefills and self.api is None:
-            self.role._routes._metaserver.engine = self
+            self.role._recipients._metaserver.engine = self
         self._ready = Event()
         for index in range(self.tp * self.pp):
             self.ranks.append(Rank(self, index))

@@ -368,7 +368,7 @@ MUTANTS: dict[str, Mutant] = {
         "decode.intents:Intents.overdue", "while self._due and", "while False and", seeds=0
     ),
     "any prefill's answer is taken": _without(
-        "decode.intents:Intents._ticket_route", "if not names_prefill(params) or", "if", seeds=0
+        "decode.intents:Intents._ticket_recipient", "if not names_prefill(params) or", "if", seeds=0
     ),
     # decode/scheduler.py
     "intents wait until vLLM asks": _without(
@@ -382,8 +382,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a computed prompt's ticket does not go to the engine that holds it": _without(
         "decode.scheduler:DecodeScheduler.allocated",
-        "= long.ticket_route, True",
-        "= long.intent_route, True",
+        "= long.ticket_recipient, True",
+        "= long.intent_recipient, True",
         **(_CALM | {"prefill_first": 0, "proxy": False}),
         events=(),
     ),

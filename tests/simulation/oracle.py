@@ -176,7 +176,7 @@ class Oracle:
             if not engine.is_up or any(process.stopped or process.dead for process in engine.processes):
                 continue
             for transfer in engine.role._transfers.values():
-                prompt = getattr(transfer.route, "_prompt", None)
+                prompt = getattr(transfer.recipient, "_prompt", None)
                 if prompt is None or transfer.failure is not None or transfer.ranks_ended:
                     continue
                 ticket_id = transfer.ticket.ticket_id
@@ -275,10 +275,10 @@ class Oracle:
         kept: dict[str, Any] = {name: list(value)[:3] for name, value in remembered(engine.role).items()}
         if not engine.prefills:
             kept |= {f"intents' {name}": value for name, value in remembered(engine.role._intents).items()}
-            routes = engine.role._routes
+            recipients = engine.role._recipients
             kept |= {
-                "tickets under way": list(getattr(routes._metaserver, "_open", ())),
-                "offers": list(routes._prefill._open),
+                "tickets under way": list(getattr(recipients._metaserver, "_open", ())),
+                "offers": list(recipients._prefill._open),
             }
         held = getattr(engine.role, "_held", None)
         if held is not None:

@@ -198,7 +198,7 @@ class Router:
         """Answers a post. `reason`: why it has failed; "" if it has not. `held`: where prefill holds its prompt."""
         if (post := self._posts.pop(key, None)) is not None:
             outcome = PostOutcome(key, not reason, f"prefill failed: {reason}" if reason else "", bool(reason), held)
-            kernel().at(self._soon(), post.decode.role._routes._metaserver.outcomes.append, outcome)
+            kernel().at(self._soon(), post.decode.role._recipients._metaserver.outcomes.append, outcome)
 
     # Engines.
 

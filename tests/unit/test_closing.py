@@ -8,7 +8,7 @@ import pytest
 
 from vllm_ascend_pd.connector.roles import VllmDecodeScheduler
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.tickets import TicketRoutes
+from vllm_ascend_pd.decode.tickets import TicketRecipients
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.prefill.control import ControlPlane
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
@@ -40,7 +40,7 @@ def made(kind: type, **fields: Any) -> Any:
 def decode_scheduler(part: Parts) -> Any:
     nothing: Any = None
     return DecodeScheduler(
-        nothing, nothing, nothing, part("routes"), nothing, part("idle"), 0.0, nothing, False, part("observer")
+        nothing, nothing, nothing, part("recipients"), nothing, part("idle"), 0.0, nothing, False, part("observer")
     )
 
 
@@ -50,12 +50,14 @@ CLOSE: dict[str, Callable[[Parts], Callable[[], None]]] = {
         made(
             VllmDecodeScheduler,
             _listener=part("listener"),
-            _routes=part("routes"),
+            _recipients=part("recipients"),
             _idle=part("idle"),
             _observer=part("observer"),
         ).close
     ),
-    "ticket routes": lambda part: made(TicketRoutes, _metaserver=part("metaserver"), _prefill=part("prefill")).close,
+    "ticket recipients": lambda part: (
+        made(TicketRecipients, _metaserver=part("metaserver"), _prefill=part("prefill")).close
+    ),
     "decode worker": lambda part: (
         lambda: made(
             DecodeWorker, _server=part("server"), _arrivals=part("arrivals"), _observer=part("observer")

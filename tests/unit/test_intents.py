@@ -260,7 +260,7 @@ def test_a_prompt_that_is_cached_meanwhile_is_released(
 
 def test_a_client_that_leaves(scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker) -> None:
     """While prefill computes, the post ends. When it has computed, it is told."""
-    client = scheduler._routes._metaserver
+    client = scheduler._recipients._metaserver
     request = come(scheduler, metaserver)
     posted(scheduler, metaserver)
     scheduler.end_transfer(request)
@@ -351,7 +351,7 @@ def test_prefill_that_has_died(
     posted(scheduler, metaserver)
     computed(scheduler, metaserver)
     prefill.close()
-    scheduler._routes._prefill._config = ConnectorConfig(control_timeout_s=0.2)
+    scheduler._recipients._prefill._config = ConnectorConfig(control_timeout_s=0.2)
     scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
     scheduler.build_step({"other": 1})
     step_with(scheduler, lambda step: step.cancelled)
@@ -379,7 +379,7 @@ def test_decode_asks_about_a_ticket_until_it_has_blocks(
     assert not [step for step in (scheduler.build_step({}) for _ in range(3)) if step.cancelled]
     scheduler.update(None, {"r"})
     scheduler.end_transfer(request)
-    assert scheduler._routes._prefill._open == {}
+    assert scheduler._recipients._prefill._open == {}
     assert kept(scheduler) == {}
 
 
@@ -420,7 +420,7 @@ def test_prefill_that_does_not_hold_a_prompt_any_more(
     monkeypatch.setattr(prefill_client, "KEEP_EVERY_S", 0.02)
     monkeypatch.setattr(prefill_client, "SILENT_ROUNDS", 1)
     with scheduling(may_compute) as scheduler:
-        scheduler._routes._prefill._config = ConnectorConfig(control_timeout_s=0.5)
+        scheduler._recipients._prefill._config = ConnectorConfig(control_timeout_s=0.5)
         if "died" in request.node.name:
             prefill.close()
         waits = come(scheduler, metaserver)

@@ -9,8 +9,9 @@ from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import sign_listener
 from vllm_ascend_pd.core.ticket_params import wants_ticket
-from vllm_ascend_pd.decode.bootstrap import Engine, RoutedPrompt, RouteError, endpoint_of, parse_routed_prompt
+from vllm_ascend_pd.decode.bootstrap import Engine, RoutedPrompt, endpoint_of, parse_routed_prompt
 from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
+from vllm_ascend_pd.decode.ticket_client import NoRecipientError
 from vllm_ascend_pd.transport.peers import Peers
 
 HOSTS = HostList(["10.0.0.0/8", "prefill-0", "fd00::/8"], "is not in peers")
@@ -103,7 +104,7 @@ def test_another_connectors_request(missing: str) -> None:
     ],
 )
 def test_refused(params: dict[str, Any], changed: dict[str, Any], reason: str) -> None:
-    with pytest.raises(RouteError, match=reason) as refused:
+    with pytest.raises(NoRecipientError, match=reason) as refused:
         parse_routed_prompt(params | changed, LISTED)
     assert "192.0.2.1" not in str(refused.value), "a client may read it"
 
@@ -122,12 +123,12 @@ def test_addresses_of_a_bootstrap_server(address: str, endpoint: str) -> None:
 
 @pytest.mark.parametrize("address", ["", ":", "10.1.2.3", "10.1.2.3:", "10.1.2.3:x", "192.0.2.1:7", "a:²"])
 def test_unusable_addresses_of_a_bootstrap_server(address: str) -> None:
-    with pytest.raises(RouteError, match="bootstrap server's answer"):
+    with pytest.raises(NoRecipientError, match="bootstrap server's answer"):
         endpoint_of(at(address), LISTED)
 
 
 def test_an_engine_without_an_address_in_a_bootstrap_servers_answer() -> None:
-    with pytest.raises(RouteError, match="bootstrap server's answer"):
+    with pytest.raises(NoRecipientError, match="bootstrap server's answer"):
         endpoint_of(Engine("prefill-0", {}), LISTED)
 
 
@@ -145,9 +146,9 @@ def test_only_admitted_ports_are_connected_to() -> None:
         ANSWERED | {"ticket_host": "10.0.0.7", "ticket_port": 5602},
         BOOTSTRAP | {"remote_bootstrap_addr": "http://prefill-0:8999"},
     ):
-        with pytest.raises(RouteError, match="not this port"):
+        with pytest.raises(NoRecipientError, match="not this port"):
             parse_routed_prompt(params, listed)
-    with pytest.raises(RouteError, match="not this port"):
+    with pytest.raises(NoRecipientError, match="not this port"):
         endpoint_of(at("10.0.0.7:22"), listed)
 
 
@@ -158,7 +159,7 @@ STRANGE = signed(ANSWERED | {"ticket_host": "192.0.2.1"})
 
 
 def refusal(params: dict[str, Any], admission: PrefillAdmission) -> str:
-    with pytest.raises(RouteError) as refused:
+    with pytest.raises(NoRecipientError) as refused:
         parse_routed_prompt(params, admission)
     assert not {"192.0.2.1", "5600", "8998"} & set(str(refused.value).replace(":", " ").split()), "a client may read it"
     return str(refused.value)
@@ -242,5 +243,5 @@ def test_a_bootstrap_servers_answer_must_be_signed_or_named() -> None:
         ("10.1.2.4:77", signature),
         ("10.1.2.3:77", of_a_prompt),
     ):
-        with pytest.raises(RouteError, match=r"bootstrap server's answer: .*signature"):
+        with pytest.raises(NoRecipientError, match=r"bootstrap server's answer: .*signature"):
             endpoint_of(at(address, wrong), admission)

@@ -60,7 +60,7 @@ from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.decode.intents import Intents
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
-from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRoutes
+from vllm_ascend_pd.decode.tickets import EngineInfo, TicketIssuer, TicketRecipients
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.checksums import best_form
@@ -297,18 +297,18 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         prefill.admitted,
     )
     issuer = TicketIssuer(engine, groups, requests, secret, config.queue_timeout_s, config.verified_share)
-    routes = TicketRoutes(metaserver, prefill)
+    recipients = TicketRecipients(metaserver, prefill)
     scheduler = VllmDecodeScheduler(
         setup,
         issuer,
         requests,
         blocks,
-        routes,
+        recipients,
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
         idle,
         # A writer whose process has ended counts as one until its bytes have settled.
         config.lease_s + TransferLimits(timeout_s=config.write_timeout_s).settle_s,
-        Intents(longest, issuer, requests, routes, config.queue_timeout_s),
+        Intents(longest, issuer, requests, recipients, config.queue_timeout_s),
         may_compute,
         observer,
     )

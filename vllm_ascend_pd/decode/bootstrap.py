@@ -26,13 +26,10 @@ from vllm_ascend_pd.core.ticket_params import (
     is_transfer_id,
 )
 from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
+from vllm_ascend_pd.decode.ticket_client import NoRecipientError
 from vllm_ascend_pd.transport.http_client import HTTP_FAILURES, describe, open_client, parse_url, read_at_most
 
 _MAX_URL_CHARS = 512
-
-
-class RouteError(ValueError):
-    """A request names no way that its ticket may take. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,13 @@ class RoutedPrompt:
 def parse_routed_prompt(params: Mapping[str, Any], admission: PrefillAdmission) -> RoutedPrompt:
     """Reads a request's `kv_transfer_params`. `admission`: decides which addresses may be connected to.
 
-    Raises RouteError. The message does not quote addresses, since a client may read it.
+    Raises NoRecipientError. The message does not quote addresses, since a client may read it.
     """
     transfer_id, engine_id = params.get(TRANSFER_ID), params.get("remote_engine_id")
     if not is_transfer_id(transfer_id):
-        raise RouteError(f"{TRANSFER_ID} is not a short printable text")
+        raise NoRecipientError(f"{TRANSFER_ID} is not a short printable text")
     if not isinstance(engine_id, str) or not engine_id or not is_name(engine_id):
-        raise RouteError("remote_engine_id is not a short printable text")
+        raise NoRecipientError("remote_engine_id is not a short printable text")
     if params.get(TICKET_HOST) is None:
         return RoutedPrompt(transfer_id, engine_id, bootstrap=_bootstrap(params.get(BOOTSTRAP_ADDRESS), admission))
     host, port = _host_and_port(params[TICKET_HOST], params.get(TICKET_PORT), TICKET_HOST)
@@ -74,7 +71,7 @@ def parse_routed_prompt(params: Mapping[str, Any], admission: PrefillAdmission) 
 def endpoint_of(engine: Engine, admission: PrefillAdmission) -> str:
     """Returns the endpoint `tcp://host:port` where tickets go, of an engine that a bootstrap server names.
 
-    Raises RouteError.
+    Raises NoRecipientError.
     """
     name = "the address in the bootstrap server's answer"
     address = engine.worker_addr.get("0", {}).get("0", "")
@@ -88,13 +85,13 @@ def endpoint_of(engine: Engine, admission: PrefillAdmission) -> str:
 
 def _bootstrap(url: object, admission: PrefillAdmission) -> str:
     if not isinstance(url, str) or len(url) > _MAX_URL_CHARS:
-        raise RouteError(f"{BOOTSTRAP_ADDRESS} is not a URL")
+        raise NoRecipientError(f"{BOOTSTRAP_ADDRESS} is not a URL")
     try:
         parsed = parse_url(url)
     except ValueError:
-        raise RouteError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT") from None
+        raise NoRecipientError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT") from None
     if parsed.scheme != "http" or parsed.path.strip("/"):
-        raise RouteError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT")
+        raise NoRecipientError(f"{BOOTSTRAP_ADDRESS} is not http://HOST:PORT")
     _refuse_if(admission.refusal_of_bootstrap(parsed.host, parsed.port), BOOTSTRAP_ADDRESS)
     return f"http://{authority(parsed.host, parsed.port)}"
 
@@ -102,15 +99,15 @@ def _bootstrap(url: object, admission: PrefillAdmission) -> str:
 def _host_and_port(host: object, port: object, name: str) -> tuple[str, int]:
     """Checks the types and the form of both. `name`: of the value, for errors."""
     if not isinstance(host, str) or not is_host(host):
-        raise RouteError(f"{name} has no valid host")
+        raise NoRecipientError(f"{name} has no valid host")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
-        raise RouteError(f"{name} has no valid port")
+        raise NoRecipientError(f"{name} has no valid port")
     return host, port
 
 
 def _refuse_if(reason: str | None, name: str) -> None:
     if reason is not None:
-        raise RouteError(f"{name}: {reason}")
+        raise NoRecipientError(f"{name}: {reason}")
 
 
 _MAX_ANSWER_BYTES = 256 << 10
@@ -200,7 +197,7 @@ class PrefillAddresses:
         for engine in answer.values():
             try:
                 endpoint = endpoint_of(engine, self._admission)
-            except RouteError as error:
+            except NoRecipientError as error:
                 refused = error
                 continue
             engines[engine.engine_id] = (endpoint, engine.started_as or engine.engine_id)

@@ -25,9 +25,8 @@ from vllm_ascend_pd.core.ticket_params import (
     wants_ticket,
     wants_token_ids,
 )
-from vllm_ascend_pd.decode.bootstrap import RouteError
-from vllm_ascend_pd.decode.ticket_client import PostOutcome
-from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
+from vllm_ascend_pd.decode.ticket_client import NoRecipientError, PostOutcome
+from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRecipient, TicketRecipients
 
 MAX_POSTED = 256
 """Intents that wait for prefill at a time: each takes a connection to the metaserver. Further ones are posted later."""
@@ -42,26 +41,26 @@ _NOT_HELD = (
 class LongPrompt:
     """A request whose prompt prefill computes first. It has no blocks.
 
-    It is posted, then due once `ticket_route` is known, and leaves `Intents` when it gets blocks or ends.
+    It is posted, then due once `ticket_recipient` is known, and leaves `Intents` when it gets blocks or ends.
     """
 
     request: ScheduledRequest
-    # What was posted, and how. None: it leaves with the next step.
+    # What was posted, and to whom. None: it leaves with the next step.
     intent: Intent | None = None
-    intent_route: TicketRoute | None = None
+    intent_recipient: TicketRecipient | None = None
     # When it was posted, and when prefill had computed it, in monotonic seconds.
     posted_at: float = 0.0
     computed_at: float = 0.0
-    # How its ticket gets to the prefill engine that holds the prompt. None: prefill has not computed it.
-    ticket_route: TicketRoute | None = None
+    # The prefill engine that holds the prompt. None: prefill has not computed it.
+    ticket_recipient: TicketRecipient | None = None
     # Why no ticket will come: prefill has not computed it, or does not hold it any more. None: nothing has failed.
     failure: str | None = None
 
     def end(self, reason: str) -> None:
         """No ticket will come: prefill need not compute or hold the prompt."""
-        route = self.ticket_route or self.intent_route
-        if route is not None and self.intent is not None:
-            route.end(self.intent, reason)
+        recipient = self.ticket_recipient or self.intent_recipient
+        if recipient is not None and self.intent is not None:
+            recipient.end(self.intent, reason)
 
 
 class Intents:
@@ -70,7 +69,7 @@ class Intents:
     longest: prompts of which prefill computes more tokens are long. None: none is. "auto": as each request says.
     issuer: makes intents.
     requests: answers questions about requests.
-    routes: finds ways to prefill.
+    recipients: finds who gets intents, and the tickets that follow.
     due_s: how long a computed prompt may wait for blocks.
     """
 
@@ -79,13 +78,13 @@ class Intents:
         longest: int | Literal["auto"] | None,
         issuer: TicketIssuer,
         requests: EngineRequests,
-        routes: TicketRoutes,
+        recipients: TicketRecipients,
         due_s: float,
     ) -> None:
         self._longest = longest
         self._issuer = issuer
         self._requests = requests
-        self._routes = routes
+        self._recipients = recipients
         self._due_s = due_s
         # By request id. Those that are due are also in `_due`, in the order in which they became due.
         self._prompts: dict[str, LongPrompt] = {}
@@ -141,16 +140,16 @@ class Intents:
             request = prompt.request
             params = request.kv_transfer_params or {}
             try:
-                route = self._routes.of(params)
-            except RouteError as error:
+                recipient = self._recipients.of(params)
+            except NoRecipientError as error:
                 self._fail(prompt, str(error))
                 yield prompt
                 continue
             token_ids = (self._requests.token_ids(request) or []) if wants_token_ids(params) else []
             intent = self._issuer.intend(request)
-            prompt.intent, prompt.intent_route, prompt.posted_at = intent, route, time.monotonic()
+            prompt.intent, prompt.intent_recipient, prompt.posted_at = intent, recipient, time.monotonic()
             self._posted[intent.ticket_id] = prompt
-            route.send(intent, token_ids)
+            recipient.send(intent, token_ids)
 
     def answered(self, outcome: PostOutcome) -> LongPrompt | None:
         """Takes an outcome. Returns the prompt if it is one of an intent: it is due, or prefill has failed, or does not
@@ -158,12 +157,12 @@ class Intents:
         prompt = self._posted.get(outcome.key)
         if prompt is None or prompt.failure is not None:
             return None
-        if prompt.ticket_route is not None:
+        if prompt.ticket_recipient is not None:
             self._lose(prompt, outcome.reason)
             return prompt
         try:
-            prompt.ticket_route = self._ticket_route(prompt, outcome)
-        except RouteError as error:
+            prompt.ticket_recipient = self._ticket_recipient(prompt, outcome)
+        except NoRecipientError as error:
             self._fail(prompt, str(error))
         else:
             prompt.computed_at = time.monotonic()
@@ -181,23 +180,23 @@ class Intents:
 
     def _lose(self, prompt: LongPrompt, reason: str) -> None:
         """It was due, and gets no ticket. The metaserver, for which prefill has succeeded, is told."""
-        route, intent = prompt.ticket_route, prompt.intent
-        assert route is not None
+        recipient, intent = prompt.ticket_recipient, prompt.intent
+        assert recipient is not None
         assert intent is not None
         del self._due[prompt.request.request_id]
         prompt.failure = reason
-        route.report(TransferFailure(intent.request_id, intent.ticket_id, reason[:MAX_FAILURE_CHARS]))
+        recipient.report(TransferFailure(intent.request_id, intent.ticket_id, reason[:MAX_FAILURE_CHARS]))
 
-    def _ticket_route(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRoute:
-        """Raises RouteError, with the reason for which there is none."""
+    def _ticket_recipient(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRecipient:
+        """Returns who holds the prompt. Raises NoRecipientError."""
         assert prompt.intent is not None
-        assert prompt.intent_route is not None
+        assert prompt.intent_recipient is not None
         if not outcome.ok:
-            raise RouteError(outcome.reason)
+            raise NoRecipientError(outcome.reason)
         params: Mapping[str, Any] = outcome.held or {}
         if not names_prefill(params) or params[TRANSFER_ID] != prompt.intent.transfer_id:
-            raise RouteError(_NOT_HELD)
-        return self._routes.to_holder(params, prompt.intent_route, prompt.intent.ticket_id)
+            raise NoRecipientError(_NOT_HELD)
+        return self._recipients.holder(params, prompt.intent_recipient, prompt.intent.ticket_id)
 
     def _fail(self, prompt: LongPrompt, reason: str) -> None:
         prompt.failure = reason

@@ -79,7 +79,7 @@ class PrefillClient(TicketClient):
         super().__init__("pd-tickets")
 
     def parse(self, params: Mapping[str, Any]) -> RoutedPrompt:
-        """Reads a request's `kv_transfer_params`. Raises RouteError if no ticket may be sent there."""
+        """Reads a request's `kv_transfer_params`. Raises NoRecipientError if no ticket may be sent there."""
         return parse_routed_prompt(params, self._admission)
 
     def offer(self, ticket: Ticket, prompt: RoutedPrompt) -> None:

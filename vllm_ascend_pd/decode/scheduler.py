@@ -20,9 +20,9 @@ from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.ticket_params import is_pulled, names_prefill, prefill_wait_s, wants_ticket, wants_token_ids
-from vllm_ascend_pd.decode.bootstrap import RouteError
 from vllm_ascend_pd.decode.intents import Intents, LongPrompt
-from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRoute, TicketRoutes
+from vllm_ascend_pd.decode.ticket_client import NoRecipientError
+from vllm_ascend_pd.decode.tickets import TicketIssuer, TicketRecipient, TicketRecipients
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.transport.wakeup import IdleWait
 
@@ -79,8 +79,8 @@ class _IncomingTransfer:
 
     request_id: str
     ticket: Ticket
-    # The ticket's way to prefill. None: the request names none that it may take.
-    route: TicketRoute | None = None
+    # Who gets the ticket. None: the request names nobody who may.
+    recipient: TicketRecipient | None = None
     # The request's token ids, if they are wanted with the ticket.
     token_ids: list[int] = field(default_factory=list)
     # Whether all ranks have reported that nobody can write for the ticket any more.
@@ -130,7 +130,7 @@ class DecodeScheduler(ConnectorRole):
 
     issuer: makes the tickets.
     requests, blocks: answer questions about the engine's requests and KV blocks.
-    routes: finds each ticket's way to prefill. The scheduler closes it.
+    recipients: finds who gets each ticket. The scheduler closes it.
     placement: decides who computes prompts.
     idle: decides how long steps wait for KV. The scheduler closes it.
     failed_wait_s: how long a request whose transfer has failed waits until prefill has stopped writing. Then it ends
@@ -145,7 +145,7 @@ class DecodeScheduler(ConnectorRole):
         issuer: TicketIssuer,
         requests: EngineRequests,
         blocks: EngineBlocks,
-        routes: TicketRoutes,
+        recipients: TicketRecipients,
         placement: PromptPlacement,
         idle: IdleWait,
         failed_wait_s: float,
@@ -159,7 +159,7 @@ class DecodeScheduler(ConnectorRole):
         self._requests = requests
         self._blocks = blocks
         self._placement = placement
-        self._routes = routes
+        self._recipients = recipients
         self._idle = idle
         self._failed_wait_s = failed_wait_s
         self._observer = observer or Observer()
@@ -227,7 +227,7 @@ class DecodeScheduler(ConnectorRole):
         if long is not None and long.failure is not None:
             self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
             return 0
-        return tokens if long is None or long.ticket_route is not None else None
+        return tokens if long is None or long.ticket_recipient is not None else None
 
     @property
     def awaiting_prefill(self) -> set[str]:
@@ -264,13 +264,13 @@ class DecodeScheduler(ConnectorRole):
         params = request.kv_transfer_params or {}
         transfer.prefill_wait_s = prefill_wait_s(params)
         if long is not None:
-            transfer.route, transfer.follows_intent = long.ticket_route, True
+            transfer.recipient, transfer.follows_intent = long.ticket_recipient, True
             transfer.computed_s = long.computed_at - long.posted_at
             self._to_send[transfer.ticket.ticket_id] = transfer
             return
         try:
-            transfer.route = self._routes.of(params)
-        except RouteError as error:
+            transfer.recipient = self._recipients.of(params)
+        except NoRecipientError as error:
             self._fail(transfer, str(error), ReceiveFailure.NOT_POSTED)
             return
         if wants_token_ids(params):
@@ -322,8 +322,8 @@ class DecodeScheduler(ConnectorRole):
         step.wakeup_address = self._idle.wakeup_address
         step.weight_updates = self._blocks.weight_updates
         for transfer in self._to_send.values():
-            assert transfer.route is not None
-            transfer.route.send(transfer.ticket, transfer.token_ids)
+            assert transfer.recipient is not None
+            transfer.recipient.send(transfer.ticket, transfer.token_ids)
             transfer.token_ids = []
         self._to_send.clear()
         return step
@@ -332,7 +332,7 @@ class DecodeScheduler(ConnectorRole):
         """Takes what became of sent tickets: a prefill has ended, or failed. Returns whether vLLM has to ask for a
         request again."""
         asks_again = False
-        for outcome in self._routes.poll():
+        for outcome in self._recipients.poll():
             if (long := self._intents.answered(outcome)) is not None:
                 asks_again = True
                 if long.failure is not None:
@@ -412,8 +412,8 @@ class DecodeScheduler(ConnectorRole):
         """All ranks have reported the transfer's end."""
         transfer.ranks_ended = True
         self._failed_waits.pop(transfer.request_id, None)
-        if transfer.route is not None and transfer.failure is None:
-            transfer.route.end(transfer.ticket, None)
+        if transfer.recipient is not None and transfer.failure is None:
+            transfer.recipient.end(transfer.ticket, None)
         lasted_s = time.monotonic() - transfer.issued_at
         if transfer.failure is None:
             tokens = transfer.ticket.num_tokens - transfer.ticket.remote_cached_tokens
@@ -502,8 +502,8 @@ class DecodeScheduler(ConnectorRole):
         params = request.kv_transfer_params
         if wants_ticket(params):
             failure = TransferFailure(self._requests.external_id(request), "", reason[:MAX_FAILURE_CHARS], is_unfit)
-            with suppress(RouteError):  # nobody that this engine may talk to
-                self._routes.of(params).report(failure)
+            with suppress(NoRecipientError):  # nobody that this engine may talk to
+                self._recipients.of(params).report(failure)
 
     @owned
     def started(self) -> None:
@@ -520,7 +520,7 @@ class DecodeScheduler(ConnectorRole):
         with ExitStack() as closing:  # all of them, even if one raises
             closing.callback(self._observer.close, _CLOSE_OBSERVER_S)
             closing.callback(self._idle.close)
-            closing.callback(self._routes.close)
+            closing.callback(self._recipients.close)
 
     def _intents_end(self, request: ScheduledRequest, reason: str) -> None:
         if (long := self._intents.take(request.request_id)) is not None:
@@ -534,17 +534,17 @@ class DecodeScheduler(ConnectorRole):
         if not wants_ticket(params) or not names_prefill(params) or request.request_id in self._without_ticket:
             return
         self._without_ticket.add(request.request_id)
-        self._routes.no_ticket(params, self._issuer.name(request), reason)
+        self._recipients.no_ticket(params, self._issuer.name(request), reason)
 
     def _report(self, transfer: _IncomingTransfer, reason: str, by_prefill: bool) -> None:
         """Passes on what a rank noticed. The proxy makes a new request, or tells the client why there is no answer.
 
         `by_prefill`: as in TransferFailure.
         """
-        if transfer.route is None or transfer.failure is not None:
+        if transfer.recipient is None or transfer.failure is not None:
             return
         ticket, reason = transfer.ticket, reason[:MAX_FAILURE_CHARS]
-        transfer.route.report(TransferFailure(ticket.request_id, ticket.ticket_id, reason, by_prefill=by_prefill))
+        transfer.recipient.report(TransferFailure(ticket.request_id, ticket.ticket_id, reason, by_prefill=by_prefill))
 
     def _fail(self, transfer: _IncomingTransfer, reason: str, cause: ReceiveFailure, may_follow: bool = False) -> None:
         """Gives the transfer up, unless it has ended or failed already: the next step cancels it on all ranks."""
@@ -556,8 +556,8 @@ class DecodeScheduler(ConnectorRole):
         self._observer.on(ReceiveFailed(cause))
         ticket_id = transfer.ticket.ticket_id
         self._to_send.pop(ticket_id, None)
-        if transfer.route is not None:
-            transfer.route.end(transfer.ticket, reason)
+        if transfer.recipient is not None:
+            transfer.recipient.end(transfer.ticket, reason)
         self._step.cancelled[ticket_id] = reason
 
     def _correct_cached_tokens(self, request: ScheduledRequest, transfer: _IncomingTransfer) -> None:

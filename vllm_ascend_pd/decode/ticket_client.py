@@ -21,6 +21,10 @@ dropped."""
 logger = logging.getLogger(__name__)
 
 
+class NoRecipientError(ValueError):
+    """A request names nobody who may get its ticket. The text is the reason."""
+
+
 @dataclass(frozen=True)
 class PostOutcome:
     """How the ticket `key` ended."""

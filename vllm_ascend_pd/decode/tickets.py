@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's tickets: how they are made, and their ways to prefill."""
+"""Decode's tickets: how they are made, and who gets them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from vllm_ascend_pd.core.signing import signed
 from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.ticket import Intent, Ticket
 from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE, names_prefill
-from vllm_ascend_pd.decode.bootstrap import RoutedPrompt, RouteError
+from vllm_ascend_pd.decode.bootstrap import RoutedPrompt
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
-from vllm_ascend_pd.decode.ticket_client import PostOutcome
+from vllm_ascend_pd.decode.ticket_client import NoRecipientError, PostOutcome
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ class TicketIssuer:
         return Expect(request_id, ticket.ticket_id, ticket.digest(), lost, cached, verified)
 
 
-# The ways of a ticket to prefill: over a metaserver, or straight to the engine that holds the prompt.
+# A ticket goes to a metaserver, which passes it on to prefill, or straight to the engine that holds the prompt.
 
 
-class TicketRoutes:
-    """Finds the route of each ticket. The scheduler's thread owns it.
+class TicketRecipients:
+    """Finds who gets each ticket. The scheduler's thread owns it.
 
     metaserver: posts tickets to metaservers.
     prefill: hands tickets to prefill engines that hold their prompts.
@@ -183,30 +183,30 @@ class TicketRoutes:
         self._metaserver = metaserver
         self._prefill = prefill
 
-    def of(self, params: Mapping[str, Any]) -> TicketRoute:
-        """Returns the way that a request's `kv_transfer_params` name. Raises RouteError."""
+    def of(self, params: Mapping[str, Any]) -> TicketRecipient:
+        """Returns whom a request's `kv_transfer_params` name. Raises NoRecipientError."""
         if names_prefill(params):
-            return _ToPrefill(self._prefill, self._prefill.parse(params))
+            return _HolderRecipient(self._prefill, self._prefill.parse(params))
         url = params.get("metaserver")
         if not isinstance(url, str):
-            raise RouteError("kv_transfer_params has do_remote_prefill but no metaserver URL")
+            raise NoRecipientError("kv_transfer_params has do_remote_prefill but no metaserver URL")
         signature = signature_in(params, METASERVER_SIGNATURE)
         if (refused := self._metaserver.check(url, signature)) is not None:
-            raise RouteError(f"the metaserver's URL is refused: {refused}")
-        return _OverMetaserver(self._metaserver, url, signature)
+            raise NoRecipientError(f"the metaserver's URL is refused: {refused}")
+        return _MetaserverRecipient(self._metaserver, url, signature)
 
-    def to_holder(self, params: Mapping[str, Any], intent_route: TicketRoute, ticket_id: str) -> TicketRoute:
-        """Returns the way of the ticket that follows an intent, and has prefill hold the prompt until it is sent.
+    def holder(self, params: Mapping[str, Any], intent_recipient: TicketRecipient, ticket_id: str) -> TicketRecipient:
+        """Returns who gets the ticket that follows an intent, and has that engine hold the prompt until it is sent.
 
-        `params`: of prefill's answer to the intent. `intent_route`: the intent's. Raises RouteError.
+        `params`: of prefill's answer to the intent. `intent_recipient`: the intent's. Raises NoRecipientError.
         """
         prompt = self._prefill.parse(params)
         self._prefill.keep(ticket_id, prompt)
-        return _ToPrefill(self._prefill, prompt, intent_route)
+        return _HolderRecipient(self._prefill, prompt, intent_recipient)
 
     def no_ticket(self, params: Mapping[str, Any], named: NamesPrompt, reason: str) -> None:
         """No ticket will be issued for a request whose prompt a prefill engine holds: tells that engine."""
-        with suppress(RouteError):  # nobody that this engine may talk to
+        with suppress(NoRecipientError):  # nobody that this engine may talk to
             self._prefill.release(self._prefill.parse(params), named, reason)
 
     def poll(self) -> list[PostOutcome]:
@@ -220,8 +220,8 @@ class TicketRoutes:
             self._prefill.close()
 
 
-class _OverMetaserver:
-    """The way of one request's ticket. No method waits for the network."""
+class _MetaserverRecipient:
+    """Gets one request's ticket, and is told how its transfer ends. No method waits for the network."""
 
     def __init__(self, client: MetaserverClient, url: str, signature: str) -> None:
         self._client = client
@@ -229,7 +229,7 @@ class _OverMetaserver:
         self._signature = signature
 
     def send(self, ticket: Ticket | Intent, token_ids: Sequence[int]) -> None:
-        """Sends the ticket. `TicketRoutes.poll` returns the outcome. `token_ids`: the prompt, if it is wanted."""
+        """Sends the ticket. `TicketRecipients.poll` returns the outcome. `token_ids`: the prompt, if it is wanted."""
         body = {**msgspec.to_builtins(ticket), "token_ids": token_ids}
         self._client.post(ticket.ticket_id, self._url, body, self._signature)
 
@@ -243,14 +243,16 @@ class _OverMetaserver:
         self._client.report_failure(self._url, failure, self._signature)
 
 
-class _ToPrefill:
-    """As `_OverMetaserver`. The engine that holds the prompt has computed it: no other one is asked."""
+class _HolderRecipient:
+    """As `_MetaserverRecipient`. The engine that holds the prompt has computed it: no other one is asked."""
 
-    def __init__(self, client: PrefillClient, prompt: RoutedPrompt, intent_route: TicketRoute | None = None) -> None:
-        """`intent_route`: of the ticket's intent. None: there was no intent, and a router asked prefill."""
+    def __init__(
+        self, client: PrefillClient, prompt: RoutedPrompt, intent_recipient: TicketRecipient | None = None
+    ) -> None:
+        """`intent_recipient`: who got the ticket's intent. None: there was none, and a router asked prefill."""
         self._client = client
         self._prompt = prompt
-        self._intent_route = intent_route
+        self._intent_recipient = intent_recipient
 
     def send(self, ticket: Ticket | Intent, token_ids: Sequence[int]) -> None:
         assert isinstance(ticket, Ticket)
@@ -264,8 +266,8 @@ class _ToPrefill:
 
     def report(self, failure: TransferFailure) -> None:
         """`end` tells the engine, and a router nobody."""
-        if self._intent_route is not None:
-            self._intent_route.report(failure)
+        if self._intent_recipient is not None:
+            self._intent_recipient.report(failure)
 
 
-TicketRoute: TypeAlias = _OverMetaserver | _ToPrefill
+TicketRecipient: TypeAlias = _MetaserverRecipient | _HolderRecipient
