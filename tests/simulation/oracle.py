@@ -176,12 +176,12 @@ class Oracle:
             if not engine.is_up or any(process.stopped or process.dead for process in engine.processes):
                 continue
             for transfer in engine.role._transfers.values():
-                prompt = getattr(transfer.recipient, "_prompt", None)
-                if prompt is None or transfer.failure is not None or transfer.ranks_ended:
+                named = getattr(transfer.recipient, "_holder", None)
+                if named is None or transfer.failure is not None or transfer.ranks_ended:
                     continue
                 ticket_id = transfer.ticket.ticket_id
-                holder = next((each for each in world.prefills if each.started_as == prompt.engine_id), None)
-                if holder is not None and not _has_prompt(holder, prompt.transfer_id, ticket_id):
+                holder = next((each for each in world.prefills if each.started_as == named.engine_id), None)
+                if holder is not None and not _has_prompt(holder, named.transfer_id, ticket_id):
                     waiting[ticket_id] = since = self._without_prompt.get(ticket_id, kernel().now)
                     if kernel().now - since > _WAITS_FOR_NONE_S:
                         self.violated(f"R4: {transfer.request_id} waits for a prompt that no prefill engine has")

@@ -26,7 +26,7 @@ from harness.real_scheduler import BLOCK
 from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.protocol import Acknowledged, TicketRefused, TicketTaken
 from vllm_ascend_pd.core.step import Send, WorkerReport
-from vllm_ascend_pd.decode.bootstrap import parse_routed_prompt
+from vllm_ascend_pd.decode.bootstrap import parse_holder
 from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.decode.ticket_client import NoRecipientError
 from vllm_ascend_pd.prefill import held_prompts
@@ -86,9 +86,9 @@ def test_with_a_secret_prefill_signs_where_tickets_go(scheduled_model: Path, tmp
     prefill = Prefill(scheduled_model, extra={"secret_file": str(file)})
     said = prefill.answered("r")
     admission = PrefillAdmission(Peers(cluster_secret(file), AnyHost(), HostList((), "is not in peers")))
-    assert parse_routed_prompt(said, admission).endpoint == f"tcp://127.0.0.1:{prefill.held.inbox.port}"
+    assert parse_holder(said, admission).endpoint == f"tcp://127.0.0.1:{prefill.held.inbox.port}"
     with pytest.raises(NoRecipientError, match="signature is wrong"):
-        parse_routed_prompt(said | {"transfer_id": "another"}, admission)
+        parse_holder(said | {"transfer_id": "another"}, admission)
     prefill.close()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that a router had computed by a prefill engine: what their requests name, and where that engine listens."""
+"""Prefill engines that hold prompts: how requests name them, and where they listen."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _MAX_URL_CHARS = 512
 
 
 @dataclass(frozen=True)
-class RoutedPrompt:
-    """Names a prompt, and the prefill engine that holds it."""
+class PromptHolder:
+    """The prefill engine that holds a prompt, and the prompt's name there."""
 
     transfer_id: str
     # The prefill engine's id, as the router knows it.
@@ -50,7 +50,7 @@ class RoutedPrompt:
         return f"prefill engine at {self.endpoint or self.bootstrap}"
 
 
-def parse_routed_prompt(params: Mapping[str, Any], admission: PrefillAdmission) -> RoutedPrompt:
+def parse_holder(params: Mapping[str, Any], admission: PrefillAdmission) -> PromptHolder:
     """Reads a request's `kv_transfer_params`. `admission`: decides which addresses may be connected to.
 
     Raises NoRecipientError. The message does not quote addresses, since a client may read it.
@@ -61,11 +61,11 @@ def parse_routed_prompt(params: Mapping[str, Any], admission: PrefillAdmission) 
     if not isinstance(engine_id, str) or not engine_id or not is_name(engine_id):
         raise NoRecipientError("remote_engine_id is not a short printable text")
     if params.get(TICKET_HOST) is None:
-        return RoutedPrompt(transfer_id, engine_id, bootstrap=_bootstrap(params.get(BOOTSTRAP_ADDRESS), admission))
+        return PromptHolder(transfer_id, engine_id, bootstrap=_bootstrap(params.get(BOOTSTRAP_ADDRESS), admission))
     host, port = _host_and_port(params[TICKET_HOST], params.get(TICKET_PORT), TICKET_HOST)
     signature = signature_in(params, TICKET_LISTENER_SIGNATURE)
     _refuse_if(admission.refusal_of_listener(engine_id, host, port, transfer_id, signature), TICKET_HOST)
-    return RoutedPrompt(transfer_id, engine_id, endpoint=f"tcp://{authority(host, port)}", hold_s=hold_s(params))
+    return PromptHolder(transfer_id, engine_id, endpoint=f"tcp://{authority(host, port)}", hold_s=hold_s(params))
 
 
 def endpoint_of(engine: Engine, admission: PrefillAdmission) -> str:
@@ -148,29 +148,29 @@ class PrefillAddresses:
         self._timeout_s = timeout_s
         self._known: OrderedDict[str, dict[str, tuple[str, str]]] = OrderedDict()  # by server, then by engine id
 
-    async def of(self, prompt: RoutedPrompt) -> tuple[str, str]:
-        """Returns the endpoint that takes tickets for the prompt, and the id of the engine's start there.
+    async def of(self, holder: PromptHolder) -> tuple[str, str]:
+        """Returns the endpoint where the engine takes tickets, and the id of its start there.
 
         Raises BootstrapError.
         """
-        if prompt.endpoint is not None:
-            return prompt.endpoint, prompt.engine_id
-        assert prompt.bootstrap is not None
-        found = self._known.get(prompt.bootstrap, {}).get(prompt.engine_id)
+        if holder.endpoint is not None:
+            return holder.endpoint, holder.engine_id
+        assert holder.bootstrap is not None
+        found = self._known.get(holder.bootstrap, {}).get(holder.engine_id)
         if found is None:
-            engines = await self._ask(prompt.bootstrap)
-            self._known[prompt.bootstrap] = engines
+            engines = await self._ask(holder.bootstrap)
+            self._known[holder.bootstrap] = engines
             if len(self._known) > _MAX_REMEMBERED:
                 self._known.popitem(last=False)
-            found = engines.get(prompt.engine_id)
+            found = engines.get(holder.engine_id)
         if found is None:
             raise BootstrapError("the bootstrap server does not know the engine: was it restarted?", final=True)
         return found
 
-    def forget(self, prompt: RoutedPrompt) -> None:
+    def forget(self, holder: PromptHolder) -> None:
         """The endpoint does not work: the next call asks again."""
-        if prompt.bootstrap is not None:
-            self._known.pop(prompt.bootstrap, None)
+        if holder.bootstrap is not None:
+            self._known.pop(holder.bootstrap, None)
 
     async def _ask(self, server: str) -> dict[str, tuple[str, str]]:
         limits, timeout = httpx.Limits(max_connections=1), httpx.Timeout(self._timeout_s)

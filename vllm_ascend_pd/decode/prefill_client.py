@@ -27,7 +27,7 @@ from vllm_ascend_pd.core.protocol import (
     TicketTaken,
 )
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.decode.bootstrap import BootstrapError, PrefillAddresses, RoutedPrompt, parse_routed_prompt
+from vllm_ascend_pd.decode.bootstrap import BootstrapError, PrefillAddresses, PromptHolder, parse_holder
 from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.decode.ticket_client import PostOutcome, TicketClient
 from vllm_ascend_pd.transport.peers import Peers
@@ -78,77 +78,77 @@ class PrefillClient(TicketClient):
         self._idle: OrderedDict[str, None] = OrderedDict()  # endpoints without such messages, the latest last
         super().__init__("pd-tickets")
 
-    def parse(self, params: Mapping[str, Any]) -> RoutedPrompt:
+    def parse(self, params: Mapping[str, Any]) -> PromptHolder:
         """Reads a request's `kv_transfer_params`. Raises NoRecipientError if no ticket may be sent there."""
-        return parse_routed_prompt(params, self._admission)
+        return parse_holder(params, self._admission)
 
-    def offer(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
-        """Hands `ticket` to the engine that holds `prompt`. `poll` returns the outcome, unless `cancel` comes first."""
-        self._begin(ticket.ticket_id, self._deliver, ticket, prompt)
+    def offer(self, ticket: Ticket, holder: PromptHolder) -> None:
+        """Hands `ticket` to the prompt's holder. `poll` returns the outcome, unless `cancel` comes first."""
+        self._begin(ticket.ticket_id, self._deliver, ticket, holder)
 
-    def keep(self, ticket_id: str, prompt: RoutedPrompt) -> None:
-        """Has the engine hold `prompt` until its ticket is offered. `poll` returns an outcome if it holds it no longer.
+    def keep(self, ticket_id: str, holder: PromptHolder) -> None:
+        """Has prefill hold the prompt until its ticket is offered. `poll` returns an outcome if it holds it no longer.
         `cancel` ends this: call it before `offer`."""
-        self._begin(ticket_id, self._keep, ticket_id, prompt)
+        self._begin(ticket_id, self._keep, ticket_id, holder)
 
-    def release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
-        """Tells the engine that holds `prompt` that no ticket will come. `named`: its ticket, or what stands for one.
+    def release(self, holder: PromptHolder, named: NamesPrompt, reason: str) -> None:
+        """Tells the engine that no ticket will come. `named`: the prompt's ticket, or what stands for one.
 
         If the message is lost, prefill gives blocks up after a time.
         """
-        self._tell(self._release, prompt, named, reason)
+        self._tell(self._release, holder, named, reason)
 
     async def _end(self) -> None:
         if self._channel is not None:
             self._channel.close()
 
-    async def _deliver(self, ticket: Ticket, prompt: RoutedPrompt) -> PostOutcome:
+    async def _deliver(self, ticket: Ticket, holder: PromptHolder) -> PostOutcome:
         """Brings the ticket to its outcome: prefill has ended with it and has not said that it failed. That may be
         before the KV has arrived, or without it: decode's ranks know."""
         longest_s, reason = self._config.queue_timeout_s + self._config.transfer_timeout_s, ""
         try:
             async with asyncio.timeout(longest_s):
-                endpoint, started_as = await self._offer(ticket, prompt)
-                await self._follow(AskTicket(started_as, prompt.transfer_id, ticket.ticket_id), endpoint, prompt)
+                endpoint, started_as = await self._offer(ticket, holder)
+                await self._follow(AskTicket(started_as, holder.transfer_id, ticket.ticket_id), endpoint, holder)
         except DeliveryError as error:
             reason = str(error)
         except TimeoutError:
             limits = "queue_timeout_s, transfer_timeout_s"
-            reason = f"no KV came within {longest_s:g} s, though the {prompt} had the ticket ({limits})"
+            reason = f"no KV came within {longest_s:g} s, though the {holder} had the ticket ({limits})"
         return PostOutcome(ticket.ticket_id, ok=not reason, reason=reason)
 
-    async def _keep(self, ticket_id: str, prompt: RoutedPrompt) -> PostOutcome:
+    async def _keep(self, ticket_id: str, holder: PromptHolder) -> PostOutcome:
         """Asks about a ticket that the engine does not know yet, until it does not hold the prompt any more."""
         try:
-            endpoint, started_as = await self._addresses.of(prompt)
-            question = AskTicket(started_as, prompt.transfer_id, ticket_id)
-            await self._follow(question, endpoint, prompt, is_offered=False)
+            endpoint, started_as = await self._addresses.of(holder)
+            question = AskTicket(started_as, holder.transfer_id, ticket_id)
+            await self._follow(question, endpoint, holder, is_offered=False)
             raise AssertionError("only an error ends this")
         except (BootstrapError, DeliveryError) as error:
             return PostOutcome(ticket_id, ok=False, reason=str(error))
 
-    async def _release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
+    async def _release(self, holder: PromptHolder, named: NamesPrompt, reason: str) -> None:
         """Tells prefill that no ticket will come, a few times until it answers."""
         for _ in range(SILENT_ROUNDS):
             try:
-                endpoint, started_as = await self._addresses.of(prompt)
+                endpoint, started_as = await self._addresses.of(holder)
             except BootstrapError as error:
                 if error.final:
                     return
                 continue
             which = (named.ticket_id, named.num_tokens, named.prompt)
-            answer = await self._ask(endpoint, ReleasePrompt(started_as, prompt.transfer_id, reason, *which))
+            answer = await self._ask(endpoint, ReleasePrompt(started_as, holder.transfer_id, reason, *which))
             if not isinstance(answer, SideChannelError):
                 return
 
-    async def _offer(self, ticket: Ticket, prompt: RoutedPrompt) -> tuple[str, str]:
+    async def _offer(self, ticket: Ticket, holder: PromptHolder) -> tuple[str, str]:
         """Offers the ticket until prefill takes it. Returns the endpoint that took it, and the id of the engine's start
         there."""
         began, pause, silent, retry_s = time.monotonic(), _FIRST_PAUSE_S, 0, self._config.grant_timeout_s
         while True:
             try:
-                endpoint, started_as = await self._addresses.of(prompt)
-                answer = await self._ask(endpoint, OfferTicket(started_as, prompt.transfer_id, ticket))
+                endpoint, started_as = await self._addresses.of(holder)
+                answer = await self._ask(endpoint, OfferTicket(started_as, holder.transfer_id, ticket))
                 reason = _unusable(answer)
             except BootstrapError as error:
                 if error.final:
@@ -157,28 +157,28 @@ class PrefillClient(TicketClient):
             if isinstance(answer, TicketTaken):
                 return endpoint, started_as
             if isinstance(answer, SideChannelError):
-                self._addresses.forget(prompt)
+                self._addresses.forget(holder)
                 silent += 1
                 if silent == SILENT_ROUNDS:
-                    raise DeliveryError(f"the {prompt} does not take the ticket: {reason}")
+                    raise DeliveryError(f"the {holder} does not take the ticket: {reason}")
             else:
                 silent = 0
                 if not (isinstance(answer, TicketRefused) and answer.retry):
-                    self._addresses.forget(prompt)
-                    raise DeliveryError(f"the {prompt} refuses the ticket: {reason}")
+                    self._addresses.forget(holder)
+                    raise DeliveryError(f"the {holder} refuses the ticket: {reason}")
                 if time.monotonic() - began > retry_s:
-                    raise DeliveryError(f"the {prompt} did not take the ticket in {retry_s:g} s: {reason}")
+                    raise DeliveryError(f"the {holder} did not take the ticket in {retry_s:g} s: {reason}")
             self._observer.on(PostRetried())
             await asyncio.sleep(random.uniform(pause / 2, pause))
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    async def _follow(self, question: AskTicket, endpoint: str, prompt: RoutedPrompt, is_offered: bool = True) -> None:
+    async def _follow(self, question: AskTicket, endpoint: str, holder: PromptHolder, is_offered: bool = True) -> None:
         """Asks the endpoint at an interval until prefill has ended with the ticket, or does not answer any more.
 
         `is_offered`: whether the endpoint has taken the ticket. Otherwise it does not know it yet: it holds the prompt.
         Nothing is looked up: the bootstrap server may be down by now.
         """
-        silent, every_s = 0, _ASK_EVERY_S if is_offered else _keep_every_s(prompt)
+        silent, every_s = 0, _ASK_EVERY_S if is_offered else _keep_every_s(holder)
         while True:
             await asyncio.sleep(every_s)
             answer = await self._ask(endpoint, question)
@@ -188,13 +188,13 @@ class PrefillClient(TicketClient):
                 silent += 1
                 if silent == SILENT_ROUNDS:
                     did = "took the ticket" if is_offered else "held the prompt"
-                    raise DeliveryError(f"the {prompt} {did} and does not answer any more: {answer}")
+                    raise DeliveryError(f"the {holder} {did} and does not answer any more: {answer}")
             elif isinstance(answer, TicketRefused) and answer.retry:  # it does not know the ticket, or not any more
                 if is_offered:
                     return
                 silent = 0
             else:
-                raise DeliveryError(f"the {prompt} does not serve the ticket: {_unusable(answer)}")
+                raise DeliveryError(f"the {holder} does not serve the ticket: {_unusable(answer)}")
 
     async def _ask(self, endpoint: str, message: Message) -> Message | SideChannelError:
         """Sends a message, and returns the answer."""
@@ -234,6 +234,6 @@ def _unusable(answer: Message | SideChannelError) -> str:
     return str(answer) if isinstance(answer, SideChannelError) else f"it answered {type(answer).__name__}"
 
 
-def _keep_every_s(prompt: RoutedPrompt) -> float:
+def _keep_every_s(holder: PromptHolder) -> float:
     """Returns the seconds between two questions, so that one in two may come late."""
-    return KEEP_EVERY_S if prompt.hold_s is None else min(KEEP_EVERY_S, max(_LEAST_KEEP_S, prompt.hold_s / 2))
+    return KEEP_EVERY_S if holder.hold_s is None else min(KEEP_EVERY_S, max(_LEAST_KEEP_S, holder.hold_s / 2))

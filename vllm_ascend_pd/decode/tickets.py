@@ -25,7 +25,7 @@ from vllm_ascend_pd.core.signing import signed
 from vllm_ascend_pd.core.step import Expect, VerifiedBlocks
 from vllm_ascend_pd.core.ticket import Intent, Ticket
 from vllm_ascend_pd.core.ticket_params import METASERVER_SIGNATURE, names_prefill
-from vllm_ascend_pd.decode.bootstrap import RoutedPrompt
+from vllm_ascend_pd.decode.bootstrap import PromptHolder
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.ticket_client import NoRecipientError, PostOutcome
@@ -200,9 +200,9 @@ class TicketRecipients:
 
         `params`: of prefill's answer to the intent. `intent_recipient`: the intent's. Raises NoRecipientError.
         """
-        prompt = self._prefill.parse(params)
-        self._prefill.keep(ticket_id, prompt)
-        return _HolderRecipient(self._prefill, prompt, intent_recipient)
+        holder = self._prefill.parse(params)
+        self._prefill.keep(ticket_id, holder)
+        return _HolderRecipient(self._prefill, holder, intent_recipient)
 
     def no_ticket(self, params: Mapping[str, Any], named: NamesPrompt, reason: str) -> None:
         """No ticket will be issued for a request whose prompt a prefill engine holds: tells that engine."""
@@ -247,22 +247,22 @@ class _HolderRecipient:
     """As `_MetaserverRecipient`. The engine that holds the prompt has computed it: no other one is asked."""
 
     def __init__(
-        self, client: PrefillClient, prompt: RoutedPrompt, intent_recipient: TicketRecipient | None = None
+        self, client: PrefillClient, holder: PromptHolder, intent_recipient: TicketRecipient | None = None
     ) -> None:
         """`intent_recipient`: who got the ticket's intent. None: there was none, and a router asked prefill."""
         self._client = client
-        self._prompt = prompt
+        self._holder = holder
         self._intent_recipient = intent_recipient
 
     def send(self, ticket: Ticket | Intent, token_ids: Sequence[int]) -> None:
         assert isinstance(ticket, Ticket)
         self._client.cancel(ticket.ticket_id)  # what `keep` began
-        self._client.offer(ticket, self._prompt)
+        self._client.offer(ticket, self._holder)
 
     def end(self, ticket: Ticket | Intent, failure: str | None) -> None:
         self._client.cancel(ticket.ticket_id)
         if failure is not None:
-            self._client.release(self._prompt, ticket, failure)
+            self._client.release(self._holder, ticket, failure)
 
     def report(self, failure: TransferFailure) -> None:
         """`end` tells the engine, and a router nobody."""

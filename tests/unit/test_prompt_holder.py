@@ -9,7 +9,7 @@ from vllm_ascend_pd.core.hosts import AnyHost, HostList
 from vllm_ascend_pd.core.secret import Secret
 from vllm_ascend_pd.core.signed_addresses import sign_listener
 from vllm_ascend_pd.core.ticket_params import wants_ticket
-from vllm_ascend_pd.decode.bootstrap import Engine, RoutedPrompt, endpoint_of, parse_routed_prompt
+from vllm_ascend_pd.decode.bootstrap import Engine, PromptHolder, endpoint_of, parse_holder
 from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.decode.ticket_client import NoRecipientError
 from vllm_ascend_pd.transport.peers import Peers
@@ -53,18 +53,14 @@ BOOTSTRAP = {
 
 def test_prefills_answer() -> None:
     assert wants_ticket(ANSWERED)
-    assert parse_routed_prompt(ANSWERED, LISTED) == RoutedPrompt(
-        "t-1", "prefill-0-12ab", endpoint="tcp://10.0.0.7:5600"
-    )
+    assert parse_holder(ANSWERED, LISTED) == PromptHolder("t-1", "prefill-0-12ab", endpoint="tcp://10.0.0.7:5600")
 
 
 def test_mooncakes_bootstrap_address() -> None:
     assert wants_ticket(BOOTSTRAP)
-    assert parse_routed_prompt(BOOTSTRAP, LISTED) == RoutedPrompt(
-        "xfer-1", "prefill-0", bootstrap="http://prefill-0:8998"
-    )
+    assert parse_holder(BOOTSTRAP, LISTED) == PromptHolder("xfer-1", "prefill-0", bootstrap="http://prefill-0:8998")
     slash = BOOTSTRAP | {"remote_bootstrap_addr": "http://[fd00::1]:8998/"}
-    assert parse_routed_prompt(slash, LISTED).bootstrap == "http://[fd00::1]:8998"
+    assert parse_holder(slash, LISTED).bootstrap == "http://[fd00::1]:8998"
 
 
 @pytest.mark.parametrize("missing", ["transfer_id", "ticket_host"])
@@ -105,7 +101,7 @@ def test_another_connectors_request(missing: str) -> None:
 )
 def test_refused(params: dict[str, Any], changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(NoRecipientError, match=reason) as refused:
-        parse_routed_prompt(params | changed, LISTED)
+        parse_holder(params | changed, LISTED)
     assert "192.0.2.1" not in str(refused.value), "a client may read it"
 
 
@@ -140,14 +136,14 @@ def at(address: str, signature: str = "") -> Engine:
 def test_only_admitted_ports_are_connected_to() -> None:
     hosts = HostList(["10.0.0.0/8:5600-5601", "prefill-0:8998"], "is not in peers")
     listed = PrefillAdmission(Peers(None, hosts, hosts))
-    assert parse_routed_prompt(ANSWERED | {"ticket_host": "10.0.0.7", "ticket_port": 5601}, listed).endpoint
-    assert parse_routed_prompt(BOOTSTRAP | {"remote_bootstrap_addr": "http://prefill-0:8998"}, listed).bootstrap
+    assert parse_holder(ANSWERED | {"ticket_host": "10.0.0.7", "ticket_port": 5601}, listed).endpoint
+    assert parse_holder(BOOTSTRAP | {"remote_bootstrap_addr": "http://prefill-0:8998"}, listed).bootstrap
     for params in (
         ANSWERED | {"ticket_host": "10.0.0.7", "ticket_port": 5602},
         BOOTSTRAP | {"remote_bootstrap_addr": "http://prefill-0:8999"},
     ):
         with pytest.raises(NoRecipientError, match="not this port"):
-            parse_routed_prompt(params, listed)
+            parse_holder(params, listed)
     with pytest.raises(NoRecipientError, match="not this port"):
         endpoint_of(at("10.0.0.7:22"), listed)
 
@@ -160,13 +156,13 @@ STRANGE = signed(ANSWERED | {"ticket_host": "192.0.2.1"})
 
 def refusal(params: dict[str, Any], admission: PrefillAdmission) -> str:
     with pytest.raises(NoRecipientError) as refused:
-        parse_routed_prompt(params, admission)
+        parse_holder(params, admission)
     assert not {"192.0.2.1", "5600", "8998"} & set(str(refused.value).replace(":", " ").split()), "a client may read it"
     return str(refused.value)
 
 
 def test_a_signed_address_is_connected_to_wherever_it_is() -> None:
-    assert parse_routed_prompt(STRANGE, with_secret()).endpoint == "tcp://192.0.2.1:5600"
+    assert parse_holder(STRANGE, with_secret()).endpoint == "tcp://192.0.2.1:5600"
 
 
 @pytest.mark.parametrize(
@@ -203,14 +199,14 @@ def test_while_the_secret_is_changed_both_are_accepted() -> None:
     old, new = 32 * b"s", 32 * b"n"
     for signs in ([old], [old, new], [new, old]):
         for accepts in ([old, new], [new, old]):
-            parse_routed_prompt(signed(ANSWERED, Secret(signs)), with_secret(secret=Secret(accepts)))
+            parse_holder(signed(ANSWERED, Secret(signs)), with_secret(secret=Secret(accepts)))
     assert "its signature is wrong" in refusal(signed(ANSWERED, Secret([old])), with_secret(secret=Secret([new])))
 
 
 def test_an_address_that_peers_names_needs_no_signature() -> None:
     admission = with_secret("10.0.0.0/8:5600-5699", "prefill-0")
     for params in (ANSWERED, ANSWERED | {"ticket_listener_signature": 64 * "0"}):
-        assert parse_routed_prompt(params, admission).endpoint == "tcp://10.0.0.7:5600"
+        assert parse_holder(params, admission).endpoint == "tcp://10.0.0.7:5600"
     assert "no signature" in refusal(ANSWERED | {"ticket_port": 5700}, admission)
 
 
@@ -218,7 +214,7 @@ def test_peers_narrows_what_is_signed() -> None:
     """A signed port may be any: the engine chose it."""
     assert "is not in peers" in refusal(STRANGE, with_secret("10.0.0.0/8"))
     elsewhere = with_secret("10.0.0.0/8:8998")
-    assert parse_routed_prompt(signed(ANSWERED), elsewhere).endpoint == "tcp://10.0.0.7:5600"
+    assert parse_holder(signed(ANSWERED), elsewhere).endpoint == "tcp://10.0.0.7:5600"
 
 
 def test_a_bootstrap_address_must_be_named() -> None:
@@ -228,7 +224,7 @@ def test_a_bootstrap_address_must_be_named() -> None:
         params.pop("ticket_host")
         assert "name host and port in decode's peers" in refusal(params, with_secret())
         assert "name host and port in decode's peers" in refusal(params, with_secret("prefill-0:8999", "10.0.0.8"))
-    assert parse_routed_prompt(BOOTSTRAP, with_secret("prefill-0:8998")).bootstrap == "http://prefill-0:8998"
+    assert parse_holder(BOOTSTRAP, with_secret("prefill-0:8998")).bootstrap == "http://prefill-0:8998"
 
 
 def test_a_bootstrap_servers_answer_must_be_signed_or_named() -> None:
