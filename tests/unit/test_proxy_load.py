@@ -213,10 +213,10 @@ def test_others_requests_count() -> None:
 
 def test_old_snapshots_are_ignored() -> None:
     engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1))
-    assert engine.report(0.0, 3.0) is None
+    assert engine.load_report(0.0, 3.0) is None
     engine.note(LoadSnapshot(1), InFlightLoad(), 10.0)
-    assert engine.report(13.0, 3.0) is not None
-    assert engine.report(13.1, 3.0) is None
+    assert engine.load_report(13.0, 3.0) is not None
+    assert engine.load_report(13.1, 3.0) is None
 
 
 def test_an_engine_with_an_unchanged_token_count_computes_nothing() -> None:

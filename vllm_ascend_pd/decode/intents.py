@@ -185,7 +185,7 @@ class Intents:
         assert intent is not None
         del self._due[prompt.request.request_id]
         prompt.failure = reason
-        recipient.report(TransferFailure(intent.request_id, intent.ticket_id, reason[:MAX_FAILURE_CHARS]))
+        recipient.report_failure(TransferFailure(intent.request_id, intent.ticket_id, reason[:MAX_FAILURE_CHARS]))
 
     def _ticket_recipient(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRecipient:
         """Returns who holds the prompt. Raises NoRecipientError."""

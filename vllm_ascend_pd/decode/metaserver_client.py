@@ -152,7 +152,7 @@ class MetaserverClient(TicketClient):
     def report_failure(self, url: str, failure: TransferFailure, signature: str = "") -> None:
         """Reports a failed transfer to the metaserver at `url`, where the ticket was posted, if the allow-list admits
         it. There is no outcome: without the report the client gets no reason."""
-        self._tell(self._report, _Metaserver(url, signature), failure)
+        self._tell(self._report_failure, _Metaserver(url, signature), failure)
 
     async def _end(self) -> None:
         await self._connections.close()
@@ -200,7 +200,7 @@ class MetaserverClient(TicketClient):
             return f"not posted to metaserver {post.to.url} {seconds}: {busy}"
         return f"metaserver {post.to.url} did not answer {seconds}{why}"
 
-    async def _report(self, to: _Metaserver, failure: TransferFailure) -> None:
+    async def _report_failure(self, to: _Metaserver, failure: TransferFailure) -> None:
         content = msgspec.json.encode(failure)
         try:
             with anyio.fail_after(_SIDE_TIMEOUT_S):

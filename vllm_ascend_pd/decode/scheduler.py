@@ -341,7 +341,7 @@ class DecodeScheduler(ConnectorRole):
                 self._step.prefilled.append(outcome.key)
             elif transfer := self._by_ticket.get(outcome.key):
                 if transfer.follows_intent:  # the metaserver does not know: prefill has succeeded there
-                    self._report(transfer, outcome.reason, by_prefill=False)
+                    self._report_failure(transfer, outcome.reason, by_prefill=False)
                 self._fail(transfer, outcome.reason, ReceiveFailure.PREFILL, outcome.may_follow)
         return asks_again
 
@@ -378,7 +378,7 @@ class DecodeScheduler(ConnectorRole):
     def _take_failures(self, report: WorkerReport) -> None:
         for ticket_id, reason in report.failed.items():
             if transfer := self._by_ticket.get(ticket_id):
-                self._report(transfer, reason, ticket_id in report.by_prefill)
+                self._report_failure(transfer, reason, ticket_id in report.by_prefill)
                 # If one rank has failed, the others need not wait any longer.
                 cause = ReceiveFailure.WRONG_BYTES if ticket_id in report.wrong else ReceiveFailure.TRANSFER
                 self._fail(transfer, reason, cause, may_follow=True)
@@ -395,7 +395,7 @@ class DecodeScheduler(ConnectorRole):
             self._blocks.evict(blocks)
             self._to_end.append(request_id)
             if transfer := self._transfers.get(request_id):  # otherwise that step has ended it
-                self._report(transfer, reason, by_prefill=True)
+                self._report_failure(transfer, reason, by_prefill=True)
                 self._refused[request_id] = reason
 
     def _take_received(self, report: WorkerReport) -> None:
@@ -503,7 +503,7 @@ class DecodeScheduler(ConnectorRole):
         if wants_ticket(params):
             failure = TransferFailure(self._requests.external_id(request), "", reason[:MAX_FAILURE_CHARS], is_unfit)
             with suppress(NoRecipientError):  # nobody that this engine may talk to
-                self._recipients.of(params).report(failure)
+                self._recipients.of(params).report_failure(failure)
 
     @owned
     def started(self) -> None:
@@ -536,7 +536,7 @@ class DecodeScheduler(ConnectorRole):
         self._without_ticket.add(request.request_id)
         self._recipients.no_ticket(params, self._issuer.name(request), reason)
 
-    def _report(self, transfer: _IncomingTransfer, reason: str, by_prefill: bool) -> None:
+    def _report_failure(self, transfer: _IncomingTransfer, reason: str, by_prefill: bool) -> None:
         """Passes on what a rank noticed. The proxy makes a new request, or tells the client why there is no answer.
 
         `by_prefill`: as in TransferFailure.
@@ -544,7 +544,9 @@ class DecodeScheduler(ConnectorRole):
         if transfer.recipient is None or transfer.failure is not None:
             return
         ticket, reason = transfer.ticket, reason[:MAX_FAILURE_CHARS]
-        transfer.recipient.report(TransferFailure(ticket.request_id, ticket.ticket_id, reason, by_prefill=by_prefill))
+        transfer.recipient.report_failure(
+            TransferFailure(ticket.request_id, ticket.ticket_id, reason, by_prefill=by_prefill)
+        )
 
     def _fail(self, transfer: _IncomingTransfer, reason: str, cause: ReceiveFailure, may_follow: bool = False) -> None:
         """Gives the transfer up, unless it has ended or failed already: the next step cancels it on all ranks."""

@@ -238,7 +238,7 @@ class _MetaserverRecipient:
         if failure is not None:
             self._client.cancel(ticket.ticket_id)
 
-    def report(self, failure: TransferFailure) -> None:
+    def report_failure(self, failure: TransferFailure) -> None:
         """A rank noticed that the transfer has failed."""
         self._client.report_failure(self._url, failure, self._signature)
 
@@ -264,10 +264,10 @@ class _HolderRecipient:
         if failure is not None:
             self._client.release(self._holder, ticket, failure)
 
-    def report(self, failure: TransferFailure) -> None:
+    def report_failure(self, failure: TransferFailure) -> None:
         """`end` tells the engine, and a router nobody."""
         if self._intent_recipient is not None:
-            self._intent_recipient.report(failure)
+            self._intent_recipient.report_failure(failure)
 
 
 TicketRecipient: TypeAlias = _MetaserverRecipient | _HolderRecipient

@@ -167,7 +167,7 @@ class Health(msgspec.Struct, frozen=True):
 
 def engine_status(pool: EnginePool, engine: RegisteredEngine) -> EngineStatus:
     now = time.monotonic()
-    reported = pool.engines.reported(engine, now)
+    reported = pool.engines.reported_load(engine, now)
     state, reason = engine.state(now)
     return EngineStatus(
         engine.id,

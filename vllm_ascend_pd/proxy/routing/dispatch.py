@@ -270,7 +270,7 @@ class EnginePool:
         well. 0: none may."""
         now = time.monotonic()
         well = self.engines.well(now)
-        return most_first_tokens([self.engines.reported(engine, now).prefill_first_tokens for engine in well])
+        return most_first_tokens([self.engines.reported_load(engine, now).prefill_first_tokens for engine in well])
 
     def to_avoid(self, failures: Sequence[Failure]) -> frozenset[str] | None:
         """The engines that the next attempt must not use, or None if there is none. `failures`: of all so far."""
@@ -411,7 +411,7 @@ class EnginePool:
 
     def _has_no_other(self, engine: RegisteredEngine) -> bool:
         """Whether nothing is known of any request at an engine but one of this proxy."""
-        reported = self.engines.reported(engine, time.monotonic())
+        reported = self.engines.reported_load(engine, time.monotonic())
         return engine.slots_used <= 1 and not (reported.running or reported.waiting)
 
     def _note_taken(self, engine: RegisteredEngine, refusals: Sequence[_Refusal]) -> None:

@@ -194,7 +194,7 @@ class RegisteredEngine(HasSlots):
         """What lists it: the command line, a DNS name, the admin API. Only the registry changes it."""
         self.sent = InFlightLoad()
         """What this proxy has in flight there. Only the registry changes it."""
-        self._report: LoadReport | None = None
+        self._load_report: LoadReport | None = None
         """The last load report."""
         self.same_tokens_since = float("-inf")
         """When the engine first reported the token count of its last report. Only `note` changes it."""
@@ -210,7 +210,7 @@ class RegisteredEngine(HasSlots):
 
     def come_back(self, gate: HealthGate) -> None:
         """Is added again after its removal, with requests of before still in flight. Nothing else is known of it."""
-        self.gate, self.removed, self.draining, self._report = gate, False, False, None
+        self.gate, self.removed, self.draining, self._load_report = gate, False, False, None
         self.sources.clear()
 
     def note(self, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:
@@ -218,30 +218,30 @@ class RegisteredEngine(HasSlots):
 
         `sent`: what this proxy had in flight there when it asked. `now`: seconds of a steady clock.
         """
-        if self._report is None or snapshot.tokens is None or snapshot.tokens != self._report.snapshot.tokens:
+        if self._load_report is None or snapshot.tokens is None or snapshot.tokens != self._load_report.snapshot.tokens:
             self.same_tokens_since = now
-        self._report = LoadReport(snapshot, sent, now)
+        self._load_report = LoadReport(snapshot, sent, now)
 
     @property
     def asleep(self) -> bool:
         """Whether a part of it sleeps, by its last metrics."""
-        return self._report is not None and self._report.snapshot.asleep
+        return self._load_report is not None and self._load_report.snapshot.asleep
 
     @property
     def broken(self) -> str | None:
         """Why the engine can serve nothing now, by its last metrics: it sleeps, or must be restarted. None: it can."""
         if self.asleep:
             return "it sleeps"
-        ranks = 0 if self._report is None else self._report.snapshot.broken_ranks or 0
+        ranks = 0 if self._load_report is None else self._load_report.snapshot.broken_ranks or 0
         return f"it must be restarted: KV exchange has failed for good on {ranks} rank(s)" if ranks else None
 
     def computed_nothing(self, since: float) -> float:
         """Seconds after `since` in which the engine computed no token, by its own metrics; 0 if it has sent none."""
-        return 0.0 if self._report is None else self._report.at - max(since, self.same_tokens_since)
+        return 0.0 if self._load_report is None else self._load_report.at - max(since, self.same_tokens_since)
 
-    def report(self, now: float, fresh_for: float) -> LoadReport | None:
+    def load_report(self, now: float, fresh_for: float) -> LoadReport | None:
         """The last load report, unless it is older than `fresh_for` seconds."""
-        return self._report if self._report is not None and now - self._report.at <= fresh_for else None
+        return self._load_report if self._load_report is not None and now - self._load_report.at <= fresh_for else None
 
 
 class TooManyEnginesError(Exception):
@@ -405,11 +405,11 @@ class EngineRegistry:
 
     def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
         """The load of an engine, from its own report and from what this proxy has sent."""
-        return load_of(self.role, engine.url, engine.sent, engine.report(now, self._fresh), self.mean_tokens)
+        return load_of(self.role, engine.url, engine.sent, engine.load_report(now, self._fresh), self.mean_tokens)
 
-    def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot:
+    def reported_load(self, engine: RegisteredEngine, now: float) -> LoadSnapshot:
         """What the engine itself has lately reported of its load."""
-        report = engine.report(now, self._fresh)
+        report = engine.load_report(now, self._fresh)
         return LoadSnapshot() if report is None else report.snapshot
 
     @owned
