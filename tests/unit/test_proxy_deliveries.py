@@ -170,5 +170,5 @@ def test_short_prompts_that_decode_computes_do_not_hide_that_it_gets_no_kv() -> 
     world.transfer("ay")
     for _ in range(LIMIT):
         world.transfer("ax")
-        world.pools[1].judge("x", None)
+        world.pools[1].note_request_result("x", None)
     assert world.shunned == "x"

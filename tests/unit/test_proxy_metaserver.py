@@ -55,7 +55,7 @@ class Pool:
     def get(self, _: str) -> None:
         pass
 
-    def judge(self, *_: object) -> None:
+    def note_request_result(self, *_: object) -> None:
         pass
 
     @asynccontextmanager

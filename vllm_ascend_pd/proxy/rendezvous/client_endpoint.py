@@ -198,7 +198,7 @@ class ClientRequests:
             if is_busy and time.monotonic() - begun < pool.queue.timeout:
                 continue
             self._observer.attempt_failed(EngineRole.DECODE, failure, request.request_id)
-            pool.judge(failure.url, failure.kind)
+            pool.note_request_result(failure.url, failure.kind)
             if reply.started or not self._falls_back(request, failure):
                 failures.append(failure)
             failed = pool.to_avoid(failures)
@@ -234,7 +234,7 @@ class ClientRequests:
                     if failure is not None and failure.kind is FailureKind.BUSY:
                         raise self._decode_pool.busy(failure.url, failure.reason, request.request_id)
                     if failure is None and response.is_success:
-                        self._decode_pool.judge(request.engine, None)
+                        self._decode_pool.note_request_result(request.engine, None)
                         self._deliveries.answered(request, is_complete=True)
             except EngineError as error:
                 failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))

@@ -2,9 +2,9 @@
 """What becomes of prefills and of their transfers, and which engine a failed one counts against. No I/O.
 
 An HTTP answer of prefill says only that the prompt was computed. A transfer is over when decode answers the client, or
-reports that the KV did not come. Each ticket is judged once then, unless a client may have made it up. Either engine
-may be at fault: `answers.at_fault` decides by the results of the others. A pair of engines that does not fit each other
-is passed over as a pair.
+reports that the KV did not come. A ticket's result is recorded once then, unless a client may have made the ticket up.
+Either engine may be at fault: `answers.at_fault` decides by the results of the others. A pair of engines that does not
+fit each other is passed over as a pair.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Deliveries:
     @owned
     def prefill_failed(self, ticket: Prefill, failure: Failure) -> None:
         """A ticket's prefill has failed, or its KV has not arrived."""
-        if ticket.is_judged:
+        if ticket.is_recorded:
             return
-        ticket.is_judged = True
+        ticket.is_recorded = True
         self._observer.attempt_failed(EngineRole.PREFILL, failure, ticket.request_id)
         if not ticket.is_evidence:
             return
-        self._prefill.judge(ticket.engine, failure.kind)
+        self._prefill.note_request_result(ticket.engine, failure.kind)
         if RULES[EngineRole.PREFILL, failure.kind].counts is Counts.IF_OTHERS_DELIVER:
             self.failed(ticket.engine, ticket.decode_engine, failure.for_all)
 
@@ -67,8 +67,8 @@ class Deliveries:
         if parsed is None or not (is_complete or len(parsed.prompts) * parsed.samples == 1):
             return
         for ticket in request.tickets.values():
-            if ticket.engine and ticket.is_evidence and not (ticket.is_judged or ticket.given_up):
-                ticket.is_judged = True
+            if ticket.engine and ticket.is_evidence and not (ticket.is_recorded or ticket.given_up):
+                ticket.is_recorded = True
                 self.delivered(ticket.engine, ticket.decode_engine, ticket.posted_at)
                 if ticket.failures:
                     self._count_refusals(ticket)
@@ -92,7 +92,7 @@ class Deliveries:
             decode: the engine's URL.
             begun: when the prefill began, on `time.monotonic`'s clock.
         """
-        self._prefill.judge(prefill, None)
+        self._prefill.note_request_result(prefill, None)
         if (engines := self._engines(prefill, decode)) is None:
             return
         for engine in engines:

@@ -2,7 +2,7 @@
 """The metaserver: decode engines post tickets, failures, and questions about open tickets.
 
 A ticket is answered when its prefill has ended. The client request that it is for waits at the decode engine meanwhile.
-That says nothing about the transfer, which `Deliveries` judges when it is over.
+That says nothing about the transfer, whose result `Deliveries` records when it is over.
 A ticket has one prefill engine: others are asked only as long as none may have begun with it (`EnginePool.open`). If it
 fails, a new decode request follows, with a ticket of its own.
 """

@@ -263,7 +263,7 @@ class Prefill(Attempt):
         """Whether the decode engine has reported that it waits for the KV no longer."""
         self.recomputes = False
         """Whether the decode engine computes the prompt itself if the KV does not come."""
-        self.is_judged = False
+        self.is_recorded = False
         """Whether what became of the prefill and its transfer was recorded. Only the first result counts."""
         self.is_over = False
         """Whether nobody waits for it any more. What becomes of it then does not concern the request."""

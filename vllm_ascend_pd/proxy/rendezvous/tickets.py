@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the tickets that decode engines post, and judges prefill's answers to them. No I/O."""
+"""Reads the tickets that decode engines post, and says what prefill's answers to them mean. No I/O."""
 
 from __future__ import annotations
 

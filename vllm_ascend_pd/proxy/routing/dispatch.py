@@ -280,8 +280,8 @@ class EnginePool:
         """Whether a request has had all its attempts. `failures`: of all so far."""
         return are_used_up(self.role, self.engines.urls, failures, self._most_attempts)
 
-    def judge(self, url: str, kind: FailureKind | None) -> None:
-        """Records how a request to an engine ended. `kind`: None if it succeeded. `Deliveries` judges transfers."""
+    def note_request_result(self, url: str, kind: FailureKind | None) -> None:
+        """Records how a request to an engine ended. `kind`: None if it succeeded. `Deliveries` records transfers."""
         engine = self.engines.get(url)
         if engine is not None and (kind is None or RULES[self.role, kind].counts is Counts.YES):
             note_result(engine, engine.gate.requests, kind and kind.value)
@@ -319,7 +319,7 @@ class EnginePool:
             url = engine.url
             tried.add(url)
             if unreachable and attempt.is_evidence:
-                self.judge(unreachable, FailureKind.UNREACHABLE)  # the caller judges the last engine
+                self.note_request_result(unreachable, FailureKind.UNREACHABLE)  # the caller notes the last one
             unreachable = ""
             with self._at(engine, attempt, ranking):
                 try:
@@ -372,7 +372,7 @@ class EnginePool:
         chosen = min(for_client, key=lambda each: each.kind is FailureKind.DENIED)
         for each in for_client:
             if each is not chosen and attempt.is_evidence:
-                self.judge(each.engine.url, each.kind)
+                self.note_request_result(each.engine.url, each.kind)
         attempt.engine = chosen.engine.url
         yield chosen.response
 
