@@ -397,7 +397,7 @@ MUTANTS: dict[str, Mutant] = {
         seeds=0,
     ),
     "the ticket of an aborted request is not cancelled": _without(
-        "decode.scheduler:DecodeScheduler.end_transfer",
+        "decode.scheduler:DecodeScheduler._request_ended",
         "self._fail(transfer, _ABORTED, ReceiveFailure.ABORTED)",
         "pass",
         seeds=0,

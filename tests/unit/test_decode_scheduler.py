@@ -161,7 +161,7 @@ def test_requests_that_decode_prefills_itself(scheduler, params):
     assert scheduler.matched_tokens(request, 0) == 0
     step = issue(scheduler, request)
     assert (step.expects, step.cancelled) == ([], {})
-    assert scheduler.end_transfer(request) is None
+    assert scheduler.end_request(request)[1] is None
 
 
 def test_one_ticket_however_often_blocks_are_allocated(scheduler, metaserver):
@@ -184,7 +184,7 @@ def test_received_bytes_are_in_the_answer(scheduler, metaserver):
     other_rank = WorkerReport(received={expect.ticket_id: (30, 0)})
     another = WorkerReport(received={expect.ticket_id: (4, 4), "unknown": (1, 1)})
     scheduler.update(other_rank.merge(another), {"r"})
-    assert scheduler.end_transfer(request) == {"received_bytes": 1034, "bytes_before_prefill_end": 804}
+    assert scheduler.end_request(request)[1] == {"received_bytes": 1034, "bytes_before_prefill_end": 804}
     assert remembered(scheduler) == {}
 
 
@@ -194,11 +194,11 @@ def test_nothing_is_kept_of_requests_that_ended(scheduler, metaserver):
     tickets = [issue(scheduler, request).expects[0].ticket_id for request in requests]
     for n, request in enumerate(requests):
         if n % 2:
-            scheduler.end_transfer(request)
+            scheduler.end_request(request)
         scheduler.update(WorkerReport(received={tickets[n]: (1, 1)}), {str(n)})
         if not n % 2:
-            scheduler.end_transfer(request)
-        assert scheduler.end_transfer(request) is None
+            scheduler.end_request(request)
+        assert scheduler.end_request(request)[1] is None
     scheduler.update(WorkerReport(failed={tickets[0]: "late"}, received={tickets[1]: (1, 1)}), {"0", "never seen"})
     assert remembered(scheduler) == {}
     assert scheduler.matched_tokens(requests[0], 0) == PROMPT  # the same id may come again
@@ -241,7 +241,7 @@ def test_a_load_of_a_pool_beside_ours_does_not_end_a_transfer_once_more(schedule
     scheduler.update(None, {"r"})
     assert "histograms" not in scheduler._observer.take()
     assert len(delivered) == 1
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
     assert remembered(scheduler) == {}
 
 
@@ -267,7 +267,7 @@ def test_a_metaserver_that_may_not_be_posted_to(scheduler, url, complaint):
     assert complaint in step.cancelled[expect.ticket_id]
     scheduler.update(WorkerReport(failed={expect.ticket_id: "as cancelled"}), {"r"})
     assert scheduler.build_step({}).cancelled == {}
-    assert scheduler.end_transfer(request) == {"error": step.cancelled[expect.ticket_id]}
+    assert scheduler.end_request(request)[1] == {"error": step.cancelled[expect.ticket_id]}
     assert remembered(scheduler) == {}
 
 
@@ -282,7 +282,7 @@ def test_the_metaserver_does_not_know_the_request(scheduler, metaserver):
     assert "answered 404" in later.cancelled[expect.ticket_id]
     assert later.prefilled == []
     scheduler.update(None, {"r"})
-    answer = scheduler.end_transfer(request)
+    answer = scheduler.end_request(request)[1]
     assert answer is not None
     assert "answered 404" in answer["error"]
     assert remembered(scheduler) == {}
@@ -301,7 +301,7 @@ def test_the_metaserver_and_the_other_ranks_hear_what_one_noticed(scheduler, met
     time.sleep(0.1)
     assert len(metaserver.failures) == 1
     assert scheduler.build_step({}).cancelled == {}
-    assert scheduler.end_transfer(request) == {"error": "x" * 1000}
+    assert scheduler.end_request(request)[1] == {"error": "x" * 1000}
     assert remembered(scheduler) == {}
 
 
@@ -323,7 +323,7 @@ def test_a_request_that_vllm_ends_because_its_kv_is_lost(scheduler, metaserver):
     [expect] = issue(scheduler, request).expects
     why = "prefill rank 1 went silent"
     request.status = RequestStatus.FINISHED_ERROR
-    assert scheduler.end_transfer(request) == {"error": "its KV was lost"}
+    assert scheduler.end_request(request)[1] == {"error": "its KV was lost"}
     assert scheduler.build_step({}).cancelled == {}
     scheduler.update(WorkerReport({expect.ticket_id: why}), set())
     eventually(lambda: metaserver.failures)
@@ -340,7 +340,7 @@ def test_a_request_that_vllm_ends_because_prefill_failed(scheduler, metaserver):
     [expect] = issue(scheduler, request).expects
     why = step_with(scheduler, lambda step: step.cancelled).cancelled[expect.ticket_id]
     request.status = RequestStatus.FINISHED_ERROR
-    assert scheduler.end_transfer(request) == {"error": why}
+    assert scheduler.end_request(request)[1] == {"error": why}
     scheduler.update(WorkerReport({expect.ticket_id: why}), {"r"})
     assert scheduler._observer.take()["counters"][stats.RECEIVE_FAILURES.name] == {"prefill": 1}
     assert remembered(scheduler) == {}
@@ -351,7 +351,7 @@ def test_an_abort_cancels_the_ticket_and_the_post(scheduler, metaserver):
     request = wanting(metaserver.url)
     [expect] = issue(scheduler, request).expects
     eventually(lambda: metaserver.bodies)
-    assert scheduler.end_transfer(request) == {"error": "the request was aborted"}
+    assert scheduler.end_request(request)[1] == {"error": "the request was aborted"}
     assert scheduler.build_step({}).cancelled == {expect.ticket_id: "the request was aborted"}
     metaserver.answering.set()
     time.sleep(0.1)
@@ -365,7 +365,7 @@ def test_an_abort_cancels_the_ticket_and_the_post(scheduler, metaserver):
 def test_an_abort_before_the_ticket_left(scheduler, metaserver):
     request = wanting(metaserver.url)
     scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
     step = scheduler.build_step({})
     [expect] = step.expects
     assert step.cancelled == {expect.ticket_id: "the request was aborted"}
@@ -383,7 +383,7 @@ def test_the_metaserver_answers_after_the_kv_has_arrived(scheduler, metaserver):
     eventually(lambda: metaserver.bodies)
     time.sleep(0.1)
     assert scheduler.build_step({}).cancelled == {}
-    assert scheduler.end_transfer(request) == {"received_bytes": 1000, "bytes_before_prefill_end": 800}
+    assert scheduler.end_request(request)[1] == {"received_bytes": 1000, "bytes_before_prefill_end": 800}
     assert remembered(scheduler) == {}
 
 
@@ -429,7 +429,7 @@ def test_the_ticket_goes_straight_to_prefill_with_the_step_that_tells_the_ranks(
     assert (offer.ticket.ticket_id, offer.ticket.digest()) == (expect.ticket_id, expect.digest)
     assert offer.ticket.token_ids == []
     scheduler.update(None, {"r"})
-    assert scheduler.end_transfer(request) == {"received_bytes": 0, "bytes_before_prefill_end": 0}
+    assert scheduler.end_request(request)[1] == {"received_bytes": 0, "bytes_before_prefill_end": 0}
     time.sleep(0.2)
     assert prefill.of(ReleasePrompt) == []
     assert remembered(scheduler) == {}
@@ -444,7 +444,7 @@ def test_prefill_that_refuses(scheduler: DecodeScheduler, prefill: TicketTaker) 
     assert "it is for another prompt" in reason
     eventually(lambda: prefill.of(ReleasePrompt))
     scheduler.update(None, {"r"})
-    assert "it is for another prompt" in scheduler.end_transfer(request)["error"]
+    assert "it is for another prompt" in scheduler.end_request(request)[1]["error"]
     assert remembered(scheduler) == {}
 
 
@@ -464,7 +464,7 @@ def test_a_prompt_that_decode_computes_is_released(scheduler: DecodeScheduler, p
     scheduler.allocated(request, BLOCKS, 0)
     assert scheduler.matched_tokens(request, 0) == 0  # after a reset of the prefix cache
     scheduler.allocated(request, BLOCKS, 0)
-    assert scheduler.end_transfer(request) is None
+    assert scheduler.end_request(request)[1] is None
     eventually(lambda: prefill.got)
     time.sleep(0.2)
     [release] = prefill.got
@@ -475,7 +475,7 @@ def test_a_prompt_that_decode_computes_is_released(scheduler: DecodeScheduler, p
 def test_a_request_that_ends_before_it_starts_releases_its_prompt(
     scheduler: DecodeScheduler, prefill: TicketTaker
 ) -> None:
-    assert scheduler.end_transfer(routed(prefill)) is None
+    assert scheduler.end_request(routed(prefill))[1] is None
     eventually(lambda: prefill.got)
     [release] = prefill.got
     assert release == ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted", *prompt_of(release))
@@ -486,7 +486,7 @@ def test_an_aborted_request_releases_its_prompt(scheduler: DecodeScheduler, pref
     request = routed(prefill)
     [expect] = issue(scheduler, request).expects
     eventually(lambda: prefill.of(OfferTicket))
-    assert scheduler.end_transfer(request) == {"error": "the request was aborted"}
+    assert scheduler.end_request(request)[1] == {"error": "the request was aborted"}
     assert scheduler.build_step({"other": 1}).cancelled == {expect.ticket_id: "the request was aborted"}
     eventually(lambda: prefill.of(ReleasePrompt))
     scheduler.update(None, {"r"})

@@ -171,7 +171,7 @@ def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
     assert len(metaserver.bodies) == 1
     scheduler.update(None, {"r"})
     assert waiting_blocks(scheduler) == 0
-    assert scheduler.end_transfer(request) == {"received_bytes": 0, "bytes_before_prefill_end": 0}
+    assert scheduler.end_request(request)[1] == {"received_bytes": 0, "bytes_before_prefill_end": 0}
     assert kept(scheduler) == {}
     assert prefill.of(ReleasePrompt) == []
 
@@ -198,7 +198,7 @@ def test_prefills_answer_wakes_an_idle_engine(
         assert scheduler.build_step({}).wait_s == 0.0
         assert time.monotonic() - began < SOON_S / 2
         assert scheduler.awaiting_prefill == set()
-        scheduler.end_transfer(request)
+        scheduler.end_request(request)
 
 
 def test_other_prompts_get_blocks_first(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
@@ -213,7 +213,7 @@ def test_other_prompts_get_blocks_first(scheduler: DecodeScheduler, metaserver: 
     assert scheduler.matched_tokens(routed, 0) == PROMPT
     assert scheduler.awaiting_prefill == set()
     for request in (short, cached, routed):
-        scheduler.end_transfer(request)
+        scheduler.end_request(request)
     assert kept(scheduler) == {}
 
 
@@ -222,7 +222,7 @@ def test_an_intent_leaves_though_vllm_asks_for_nobody(scheduler: DecodeScheduler
     request = come(scheduler, metaserver)
     assert posted(scheduler, metaserver)["request_id"] == "r"
     assert scheduler.awaiting_prefill == {"r"}
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
     assert kept(scheduler) == {}
 
 
@@ -234,12 +234,12 @@ def test_intents_wait_in_line(
     requests = [come(scheduler, metaserver, name=f"r{number}") for number in range(5)]
     scheduler.build_step({"other": 1})
     wait_until(lambda: len(metaserver.bodies) == 2, SOON_S)
-    scheduler.end_transfer(requests[2])
+    scheduler.end_request(requests[2])
     metaserver.answering.set()
     step_with(scheduler, lambda step: not scheduler.awaiting_prefill)
     assert sorted(body["request_id"] for body in metaserver.bodies[2:]) == ["r3", "r4"]
     for request in requests:
-        scheduler.end_transfer(request)
+        scheduler.end_request(request)
     assert kept(scheduler) == {}
 
 
@@ -254,7 +254,7 @@ def test_a_prompt_that_is_cached_meanwhile_is_released(
     wait_until(lambda: prefill.got, SOON_S)
     [release] = prefill.of(ReleasePrompt)
     assert (release.transfer_id, release.ticket_id) == (intent["transfer_id"], intent["ticket_id"])
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
     assert kept(scheduler) == {}
 
 
@@ -263,14 +263,14 @@ def test_a_client_that_leaves(scheduler: DecodeScheduler, metaserver: Metaserver
     client = scheduler._recipients._metaserver
     request = come(scheduler, metaserver)
     posted(scheduler, metaserver)
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
     wait_until(lambda: not client._open and not client._posts, SOON_S)
     assert kept(scheduler) == {}
 
     request = come(scheduler, metaserver)
     scheduler.build_step({"other": 1})
     computed(scheduler, metaserver)
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
     wait_until(lambda: prefill.got, SOON_S)
     [release] = prefill.got
     assert isinstance(release, ReleasePrompt)
@@ -286,7 +286,7 @@ def test_prefill_that_fails(scheduler: DecodeScheduler, metaserver: Metaserver, 
     computed(scheduler, metaserver)
     assert scheduler.take_refused() == ["r"]
     assert scheduler.matched_tokens(request, 0) is None
-    reason = scheduler.end_transfer(request)["error"]
+    reason = scheduler.end_request(request)[1]["error"]
     assert ("no prefill engine is well" if how == "it has failed" else "does not say where it is held") in reason
     assert kept(scheduler) == {}
 
@@ -301,7 +301,7 @@ def test_decode_computes_what_prefill_did_not(metaserver: Metaserver) -> None:
         assert scheduler.take_refused() == []
         assert scheduler.matched_tokens(request, 0) == 0
         scheduler.allocated(request, BLOCKS, 0)
-        assert scheduler.end_transfer(request) is None
+        assert scheduler.end_request(request)[1] is None
         assert kept(scheduler) == {}
 
 
@@ -317,7 +317,7 @@ def test_a_prompt_that_gets_no_room(
     assert scheduler.take_refused() == []
     clock.now += 2
     assert scheduler.take_refused() == ["r"]
-    assert "no room" in scheduler.end_transfer(request)["error"]
+    assert "no room" in scheduler.end_request(request)[1]["error"]
     wait_until(lambda: metaserver.failures, SOON_S)
     assert "no room" in metaserver.failures[0]["reason"]
     wait_until(lambda: prefill.of(ReleasePrompt), SOON_S)
@@ -338,7 +338,7 @@ def test_a_ticket_that_prefill_refuses(scheduler: DecodeScheduler, metaserver: M
     assert (failure["request_id"], failure["ticket_id"]) == ("r", intent["ticket_id"])
     assert "it is for another prompt" in failure["reason"]
     scheduler.update(None, {"r"})
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
     assert kept(scheduler) == {}
 
 
@@ -357,7 +357,7 @@ def test_prefill_that_has_died(
     step_with(scheduler, lambda step: step.cancelled)
     wait_until(lambda: metaserver.failures, SOON_S)
     scheduler.update(None, {"r"})
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
     assert kept(scheduler) == {}
 
 
@@ -378,7 +378,7 @@ def test_decode_asks_about_a_ticket_until_it_has_blocks(
     wait_until(lambda: prefill.of(OfferTicket), SOON_S)
     assert not [step for step in (scheduler.build_step({}) for _ in range(3)) if step.cancelled]
     scheduler.update(None, {"r"})
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
     assert scheduler._recipients._prefill._open == {}
     assert kept(scheduler) == {}
 
@@ -392,7 +392,7 @@ def test_decode_asks_more_often_if_prefill_holds_prompts_for_a_short_time(
     posted(scheduler, metaserver)
     computed(scheduler, metaserver)
     wait_until(lambda: len(prefill.of(AskTicket)) > 2, SOON_S)
-    scheduler.end_transfer(request)
+    scheduler.end_request(request)
 
 
 @pytest.mark.parametrize("said", [None, "5", True, 0, -1, float("nan"), float("inf"), 86401])
@@ -434,5 +434,5 @@ def test_prefill_that_does_not_hold_a_prompt_any_more(
         assert scheduler.matched_tokens(waits, 0) == (0 if may_compute else None)
         if may_compute:
             scheduler.allocated(waits, BLOCKS, 0)
-        scheduler.end_transfer(waits)
+        scheduler.end_request(waits)
         assert kept(scheduler) == {}

@@ -373,7 +373,7 @@ class DecodeScheduler(ConnectorRole):
             transfer = self._transfers.get(request_id)
             # Another connector of a MultiConnector may load KV later, for a request that was preempted.
             if transfer is not None and not transfer.ranks_ended:
-                self._transfer_ended(transfer)
+                self._ranks_ended(transfer)
 
     def _take_failures(self, report: WorkerReport) -> None:
         for ticket_id, reason in report.failed.items():
@@ -408,8 +408,8 @@ class DecodeScheduler(ConnectorRole):
                 got = transfer.received
                 transfer.received = (got[0] + num_bytes, got[1] + before_end)
 
-    def _transfer_ended(self, transfer: _IncomingTransfer) -> None:
-        """All ranks have reported the transfer's end."""
+    def _ranks_ended(self, transfer: _IncomingTransfer) -> None:
+        """All ranks have reported that nobody can write for the transfer's ticket any more."""
         transfer.ranks_ended = True
         self._failed_waits.pop(transfer.request_id, None)
         if transfer.recipient is not None and transfer.failure is None:
@@ -423,12 +423,12 @@ class DecodeScheduler(ConnectorRole):
         self._observer.on(ReceiveEnded(transfer.request_id, transfer.ticket, lasted_s, num_bytes, early_bytes, *how))
         self._forget_if_over(transfer)
 
-    def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.end_transfer(request)
-
     @owned
-    def end_transfer(self, request: ScheduledRequest) -> dict[str, Any] | None:
-        """The request ended. Returns what its response says about its transfer."""
+    def end_request(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._request_ended(request)
+
+    def _request_ended(self, request: ScheduledRequest) -> dict[str, Any] | None:
+        """vLLM has ended the request. Returns what its response says about its transfer."""
         self._placement.forget(request.request_id)
         self._intents_end(request, _ABORTED)
         transfer = self._transfers.get(request.request_id)
