@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where KV goes: each cache tensor of a decode engine by its description, and what our rank sends of its own.
+"""Where KV goes: each cache tensor of a decode engine by its description, and our rank's mappings to its ranks.
 
 The model's thread plans with a `RankMapping`, and the control thread finds a ticket's destinations with it. It follows
 from the shapes alone. So if both threads find one missing, they make the same one.
