@@ -126,7 +126,7 @@ class RankMapping:
     Units that are regrouped are *staged*: the ranks of a group bring the heads of all of them together, each rank for
     its own share of whole units, and divide these heads into planes, one for each decode rank that wants them.
 
-    If several prefill ranks hold the same KV, those that write to the same decode ranks serve tickets in turn: each
+    If several prefill ranks hold the same KV, those that write to the same decode ranks divide the tickets: each serves
     those whose `replica_hash` selects its index.
     """
 

@@ -140,7 +140,7 @@ def lanes(prefill: Sharding, decode: Sharding, total: int) -> tuple[int, int]:
     """Returns how many lanes there are, and how many prefill ranks are in each.
 
     The prefill ranks that hold the same KV divide the decode ranks that want it. On both sides, replica `i` is in lane
-    `i % count`. The prefill ranks of a lane serve tickets in turn. So equally many ranks on both sides write one to
+    `i % count`. The prefill ranks of a lane divide the tickets. So equally many ranks on both sides write one to
     one, and nothing is sent twice while another rank is idle.
 
     Raises TopologyError if `total` heads do not fit one of the engines.

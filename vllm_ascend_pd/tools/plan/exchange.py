@@ -53,7 +53,7 @@ class Flow:
 
     source: RankPosition
     target: RankPosition
-    # Ranks that hold the same heads serve prompts in turn. These are the writes for prompts of this index.
+    # Ranks that hold the same heads divide the prompts. These are the writes for prompts of this index.
     lane: int
     exchanging: int = 1  # ranks of the source's all-to-all, including itself; 1 if there is none
     # Descriptors by layer, each a count by size in bytes: with no two blocks of the prompt adjacent, and with all.
@@ -102,7 +102,7 @@ class PlanFigures(msgspec.Struct, frozen=True):
     prefill: PlannedEngine
     decode: PlannedEngine
     unit_tokens: int  # the smaller block size of the two sides
-    lanes: int  # prefill ranks with the same heads and decode ranks, which serve prompts in turn
+    lanes: int  # prefill ranks with the same heads and decode ranks, which divide the prompts
     regrouping: tuple[str, ...]  # exchanged, dealt out, quantized: how units become decode's
     staging: Staging
     prompt: PromptFigures
