@@ -3,16 +3,14 @@
 
 import dataclasses
 
-import torch
-
-from harness.kv import Model, Prompt, Side
+from harness.kv import FLOAT32, Prompt, Side
 from harness.ranks import Pair, expect_delivery, pair_of_each, prefill, prompts, run
 
 PATIENCE_S = 60.0
 KEPT = 32
 """Tokens of the prompt whose blocks decode has kept."""
 
-SHAPES = {"blocks of 32 to 16": (Model(dtype=torch.float32), Side(2, block_size=32), Side(1, num_blocks=128))}
+SHAPES = {"blocks of 32 to 16": (FLOAT32, Side(2, block_size=32), Side(1, num_blocks=128))}
 
 
 pair = pair_of_each(SHAPES, scope="function", afresh=True)

@@ -9,19 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from harness.kv import Model, Side
+from harness.kv import FLOAT32, GQA, HEAD_MAJOR, Model, Side
 from harness.rank_hosts import start_afresh
 from harness.rank_programs import PrefillRank
 from harness.ranks import MakePair, Pair, expect_delivery, expect_failure, pair_of_each, prefill, prompts, run
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.observe.stats import BACKPRESSURE_SECONDS, PUSH_FAILURES, WRITE_RETRIES, merged
-
-GQA = Model()
-HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
 
 QUICK = {"grant_timeout_s": 2.0, "control_timeout_s": 1.0}
 SHAPES = {
@@ -227,7 +222,7 @@ def test_an_aborted_prefill_fails_decode_at_once(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("p_model", "named"),
-    [(Model(dtype=torch.float32), ("dtype", "float32", "bfloat16")), (Model(layers=2), ("layers.2", "prefill lacks"))],
+    [(FLOAT32, ("dtype", "float32", "bfloat16")), (Model(layers=2), ("layers.2", "prefill lacks"))],
     ids=["dtype", "layers"],
 )
 def test_engines_that_do_not_fit_are_refused(p_model: Model, named: tuple[str, ...], make_pair: MakePair) -> None:

@@ -8,14 +8,11 @@ from typing import Any
 
 import msgspec
 
-from harness.kv import Model, Prompt, Side
+from harness.kv import HEAD_MAJOR, Prompt, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import MakePair, Pair, expect_delivery, expect_failure, pair_of_each, prefill, prompts, run
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
-
-HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
 
 PATIENCE_S = 60.0
 CONFIG = {"lease_s": 6.0, "write_timeout_s": 3.0, "control_timeout_s": 2.0, "grant_timeout_s": 2 * PATIENCE_S}
