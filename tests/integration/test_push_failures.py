@@ -115,18 +115,6 @@ def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
     assert pair.differences([]) == []  # not one byte
 
 
-def test_cancelling_between_chunks_stops_the_writers(pair: Pair) -> None:
-    requests = prompts(pair, [96])
-    tickets = pair.announce(requests)
-    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), {p.request_id: p for p in requests})
-    time.sleep(0.3)  # let grants be given: this is the case meant here, but any other must end well too
-    pair.cancel({t.ticket_id: "the client left" for t in tickets.values()})
-    assert pair.wait_arrivals(1) == (set(), {"request-0": "the client left"})
-    prefill(pair, requests, {})
-    assert "the client left" in pair.wait_sent(1)["request-0"]
-    assert pair.differences([]) == []
-
-
 def test_staging_is_not_left_to_requests_without_a_grant(make_pair: MakePair) -> None:
     """Their decode engine does not answer, say; here its ranks do not know of their tickets. Who comes after them is
     served long before their time to be granted is over, and what comes of them then waits for nobody any more."""
