@@ -41,7 +41,7 @@ from harness.attacks import (
     take_descriptions,
     take_messages,
 )
-from harness.kv import Model, Prompt, Side
+from harness.kv import GQA, Prompt, Side
 from harness.ranks import Pair, prefill, prompts, run
 from harness.tickets import ticket_with
 from vllm_ascend_pd.core.caches import BlockNeeds
@@ -267,7 +267,7 @@ class Ranks:
     """A prefill and a decode rank, of which one is attacked."""
 
     def __init__(self, secret_file: str | None) -> None:
-        self.pair = Pair(Model(), Side(1), Side(1), {} if secret_file is None else {"secret_file": secret_file})
+        self.pair = Pair(GQA, Side(1), Side(1), {} if secret_file is None else {"secret_file": secret_file})
         self._bait, *self._honest = prompts(self.pair, [64, 40, 50])
         self._lured = 0
 

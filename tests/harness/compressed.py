@@ -2,14 +2,14 @@
 """DeepSeek V4 without a model: vLLM's own block tables and our schedulers of both sides, over ranks' real transfers."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
-from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
 
 from harness.block_tables import BlockTables
 from harness.compressed_ranks import CacheView, CompressedDecode, CompressedModel, CompressedPrefill, Rows
@@ -67,12 +67,25 @@ def config_of(fields: Mapping[str, Any], cache_config: Any, **others: Any) -> An
     )
 
 
-def spec_of(kind: type, vllm_config: Any, **fields: Any) -> Any:
-    """Returns the cache spec that a layer of this kind makes, which needs only these fields of it."""
-    layer = kind.__new__(kind)
-    torch.nn.Module.__init__(layer)
-    vars(layer).update(fields)
-    return layer.get_kv_cache_spec(vllm_config)
+def specs_of(
+    vllm_config: Any, layers: Sequence[str], own: str, kinds: Callable[[str, int], tuple[type, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Returns the specs of a model's caches, by name.
+
+    layers: the names of its attention layers.
+    own: what is appended to a layer's name for its compressed cache, if it has one.
+    kinds: which class makes the spec of a layer's cache with entries for so many tokens, and of which of its fields.
+    """
+    found = {}
+    for layer, ratio in zip(layers, vllm_config.model_config.hf_config.compress_ratios, strict=False):
+        caches = [".swa_cache", own, ".compressor.state_cache", ".indexer.k_cache", ".indexer.compressor.state_cache"]
+        for cache in caches if ratio == 4 else caches[: 3 if ratio > 1 else 1]:
+            kind, fields = kinds(cache, ratio)
+            module = kind.__new__(kind)
+            torch.nn.Module.__init__(module)
+            vars(module).update(fields)
+            found[layer + cache] = module.get_kv_cache_spec(vllm_config)
+    return found
 
 
 @dataclass(frozen=True)
@@ -83,8 +96,6 @@ class Caches:
     vllm_config: Any
     # By layer.
     tensors: Mapping[str, Any]
-    # (scheduler block size, hash block size)
-    sizes: tuple[int, int]
     # Whether tensors are `[num_blocks, heads, entries, width]`, and not `[num_blocks, entries, heads, width]`.
     heads_first: bool = False
 
@@ -116,7 +127,9 @@ class Engine(BlockTables):
     """One engine's block tables."""
 
     def __init__(self, caches: Caches) -> None:
-        super().__init__(generate_scheduler_kv_cache_config([caches.config]), *caches.sizes, max_model_len=MAX_TOKENS)
+        config = generate_scheduler_kv_cache_config([caches.config])
+        sizes = resolve_kv_cache_block_sizes(config, caches.vllm_config)
+        super().__init__(config, *sizes, max_model_len=MAX_TOKENS)
         self.spans = [group.span for group in self.groups if isinstance(group, TokenGroup)]
         specs = layer_specs(caches.config, caches.vllm_config).values()
         self.kinds = sorted({(spec.group, spec.tokens_per_entry) for spec in specs if isinstance(spec, LayerSpec)})

@@ -48,19 +48,12 @@ class CompressedModel(Model):
     announced: tuple[tuple[str, ...], ...] = ()
 
 
-def truth(view: CacheView, seed: int, entries: Sequence[int]) -> torch.Tensor:
-    """Returns the right bytes of these entries of a prompt: `[entries, bytes]`."""
+def truth(view: CacheView, seeds: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """Returns the right bytes of these entries of prompts: `[entries, bytes]`."""
     width = view.shape[3] * view.dtype.itemsize
-    salt = zlib.crc32(f"{view.layer} {view.part} {seed}".encode())
-    at = (torch.tensor(entries)[:, None] * 7919 + torch.arange(width) * 104729 + salt) % 2147483647
+    salt = zlib.crc32(f"{view.layer} {view.part}".encode()) + seeds * 15485863
+    at = ((entries * 7919 + salt)[:, None] + torch.arange(width) * 104729) % 2147483647
     return (at * 48271 % 2147483647 % 255 + 1).to(torch.uint8)
-
-
-def by_seed(rows: Sequence[tuple[int, int, int, int]]) -> dict[int, list[tuple[int, int, int]]]:
-    found: dict[int, list[tuple[int, int, int]]] = {}
-    for block, place, seed, entry in rows:
-        found.setdefault(seed, []).append((block, place, entry))
-    return found
 
 
 class _Compressed:
@@ -81,9 +74,10 @@ class _Compressed:
         """Returns a layer's cache as `[num_blocks, entries, width]`."""
         return self.caches[view.layer][view.part].squeeze(1 if self.model.order is Order.HEAD_MAJOR else 2)
 
-    def rows_of(self, rows: Rows, view: CacheView) -> Sequence[tuple[int, int, int, int]]:
+    def columns(self, rows: Rows, view: CacheView) -> list[torch.Tensor]:
+        """Returns the block, the place in it, the prompt's seed and the entry of each of a cache's rows."""
         spec = dict(self.model.specs)[view.layer]
-        return rows.get((spec.group, spec.tokens_per_entry), ())
+        return list(torch.tensor(rows.get((spec.group, spec.tokens_per_entry), [])).view(-1, 4).long().T)
 
     def clear(self) -> None:
         for memory in self.memories:
@@ -110,10 +104,8 @@ class CompressedPrefill(_Compressed, PrefillRank):
 
     def write(self, rows: Rows) -> None:
         for view in self.model.views:
-            cache = self.entries(view)
-            for seed, each in by_seed(self.rows_of(rows, view)).items():
-                blocks, places, entries = (torch.tensor(column) for column in zip(*each, strict=True))
-                cache[blocks, places] = truth(view, seed, entries.tolist()).view(view.dtype)
+            blocks, places, seeds, entries = self.columns(rows, view)
+            self.entries(view)[blocks, places] = truth(view, seeds, entries).view(view.dtype)
 
 
 class CompressedDecode(_Compressed, DecodeRank):
@@ -125,12 +117,11 @@ class CompressedDecode(_Compressed, DecodeRank):
         used = {block for of_group in rows.values() for block, *_ in of_group}
         for view in self.model.views:
             cache = self.entries(view)
-            for seed, each in by_seed(self.rows_of(rows, view)).items():
-                blocks, places, entries = (torch.tensor(column) for column in zip(*each, strict=True))
-                here = cache[blocks, places].contiguous().view(torch.uint8)
-                unequal = (here != truth(view, seed, entries.tolist())).any(dim=1)
-                if unequal.any():
-                    found.append(f"{view.layer} part {view.part}: entries {entries[unequal].tolist()[:9]}")
+            blocks, places, seeds, entries = self.columns(rows, view)
+            here = cache[blocks, places].contiguous().view(torch.uint8)
+            unequal = (here != truth(view, seeds, entries)).any(dim=1)
+            if unequal.any():
+                found.append(f"{view.layer} part {view.part}: entries {entries[unequal].tolist()[:9]}")
             touched = cache.contiguous().view(torch.uint8).flatten(1).any(dim=1).nonzero().flatten().tolist()
             found += [f"{view.layer}: block {block} belongs to nobody" for block in set(touched) - used]
         return found

@@ -8,21 +8,23 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
 
-from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, truth
-from vllm_ascend_pd.core.caches import Quantize, describe
+from harness.kv import Model, Prompt, Side, by_token, from_nz, layer_name, make_caches, quantized, truth
+from harness.states import LAYER
+from vllm_ascend_pd.core.caches import Quantize, StateSpec, describe
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.layout import LayerSpec, Order
+from vllm_ascend_pd.core.layout import LayerSpec, Order, Packing
 from vllm_ascend_pd.core.observer import tell_all
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.event import DeviceError, Event
+from vllm_ascend_pd.device.packing import quantize_c8
 from vllm_ascend_pd.observe.stats import PrefillStats
 from vllm_ascend_pd.observe.traces import decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -86,8 +88,11 @@ class _RankBase:
     host: str = HOST
     first_device: int = 0
     """The NPU of the engine's first rank."""
+    is_packed: ClassVar[bool] = False
+    """Whether caches are as decode keeps them."""
 
     def __post_init__(self) -> None:
+        self.states: list[torch.Tensor] = []
         self._warnings = _Warnings()
         logging.getLogger("vllm_ascend_pd").handlers = [self._warnings]  # the last rank of this process had its own
         side = self.side
@@ -123,22 +128,45 @@ class _RankBase:
             draft=DRAFT if self.model.draft_layers else "",
         )
 
-    def make(self) -> tuple[dict[str, tuple[torch.Tensor, ...]], dict[str, LayerSpec]]:
+    def make(self) -> tuple[dict[str, tuple[torch.Tensor, ...]], dict[str, LayerSpec | StateSpec]]:
         """Allocates the rank's caches. Returns them and what they hold, by layer."""
         side = self.side
-        caches = make_caches(self.model, side, self.rank, self.pp_rank, self.on)
+        caches = make_caches(self.model, side, self.rank, self.pp_rank, self.on, self.is_packed)
         dealt = sharding(side.tp, side.dcp, side.interleave, side.pcp)
         heads = len(self._heads())
         total = 1 if self.model.replicated else self.model.heads
         spec = LayerSpec(0, side.block_size, heads, total, share=dealt.share(self.rank))
         copies = side.dcp if side.pcp == 1 else 1
         spec = replace(spec, copied_from=self.model.copied_from, copies=copies)
-        specs = dict.fromkeys(caches, spec)
+        specs: dict[str, Any] = dict.fromkeys(caches, spec)
         for layer in self.model.draft_layers:
             specs[layer_name(layer)] = replace(spec, draft=DRAFT)
         if self.model.whole_from is not None:
             specs |= {f"{layer}.index_cache": replace(spec, heads=1, total_heads=1) for layer in caches}
+        specs = self.packed(specs)
+        if self.model.states is not None:
+            rank = self.rank % side.tp
+            memory, self.states, specs[LAYER] = self.model.states.allocate(rank, side.tp, side.num_blocks, 1, self.on)
+            caches[LAYER] = (memory,)
         return caches, specs
+
+    def packed_layers(self) -> list[int]:
+        """Returns the layers that decode keeps otherwise than prefill."""
+        return [n for n in self.side.layers_of(self.pp_rank, self.model) if self.model.is_packed(n)]
+
+    def packed(self, specs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the specs with how decode keeps these layers."""
+        packings, salt = self.model.packings, self.model.salt
+        for layer in self.packed_layers():
+            scales = tuple(f"{salt}/{layer}/{part}" if p is Packing.INT8_NZ else "" for part, p in enumerate(packings))
+            spec = specs[layer_name(layer)]
+            specs[layer_name(layer)] = replace(spec, packings=packings, is_packed=self.is_packed, scales=scales)
+        return specs
+
+    def right_states(self, seed: int) -> list[torch.Tensor]:
+        """Returns this rank's part of the states of a request with this seed."""
+        assert self.model.states is not None
+        return [torch.from_numpy(s) for s in self.model.states.of_rank(self.rank % self.side.tp, self.side.tp, 1, seed)]
 
     def by_name(self) -> dict[str, tuple[torch.Tensor, ...]]:
         """Returns the caches as an engine registers them."""
@@ -217,6 +245,21 @@ class PrefillRank(_RankBase):
             peers=read_peers(self.parsed, self.rank_info.host),
         )
 
+    def quantize(self) -> dict[tuple[str, int], Quantize]:
+        own = self._heads()
+
+        def function(layer: int, part: int) -> Quantize:
+            scale, offset = (each[own.start : own.stop].to(self.on) for each in self.model.scales(layer, part))
+            inverse = 1.0 / scale[None]
+            return lambda kv: quantize_c8(kv, inverse, offset[None])
+
+        return {
+            (layer_name(layer), part): function(layer, part)
+            for layer in self.packed_layers()
+            for part, packing in enumerate(self.model.packings)
+            if packing is Packing.INT8_NZ
+        }
+
     def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:
         """One forward pass: each layer's KV is computed (copied from the truth), then saved as `hooks` says."""
         if self.on == "cpu":
@@ -258,7 +301,13 @@ class PrefillRank(_RankBase):
     def values(self, layer: int, step: Any, prompts: dict[str, Prompt]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns the copies for `compute` of all that a step computes."""
         sends = [send for send in step.sends if not send.computed]
-        return [copy for send in sends for copy in self._values(layer, prompts[send.request_id], send)]
+        copies = [copy for send in sends for copy in self._values(layer, prompts[send.request_id], send)]
+        if layer == 0 and self.model.states is not None:
+            for send in sends:  # each step changes a request's state in place
+                prompt = prompts[send.request_id]
+                right = self.right_states(prompt.seed if send.last else prompt.seed + 1000 + send.stop)
+                copies += [(view[prompt.states[0]], state) for view, state in zip(self.states, right, strict=True)]
+        return copies
 
     def _values(self, layer: int, prompt: Prompt, send: Send) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The KV of a send's tokens on the device, cut at the cache's blocks."""
@@ -374,6 +423,8 @@ def refuse_work(rank: PrefillRank) -> None:
 
 
 class DecodeRank(_RankBase):
+    is_packed = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.received_bytes = 0
@@ -413,11 +464,15 @@ class DecodeRank(_RankBase):
 
     def kept(self, layer: int, part: int, cache: torch.Tensor) -> torch.Tensor:
         """Returns what a cache holds: `[num_blocks, tokens, heads, width]`."""
+        if self.model.packing(layer, part) is not Packing.NONE:
+            return from_nz(cache.cpu())
         return by_token(self.model, cache, self.side.of_part(self.model, part).block_size)
 
     def expected(self, layer: int, part: int, prompt: Prompt) -> torch.Tensor:
         """Returns what a cache must hold of a prompt: `[num_tokens, heads of the model, width]`."""
-        return truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
+        values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
+        in_int8 = self.model.packing(layer, part) is Packing.INT8_NZ
+        return quantized(values, *self.model.scales(layer, part)) if in_int8 else values
 
     def differences(self, prompts: list[Prompt]) -> list[str]:
         """Returns every place where the cache is wrong.
@@ -446,4 +501,15 @@ class DecodeRank(_RankBase):
                 for block in range(self.side.num_blocks):
                     if block not in used and view[block].any():
                         found.append(f"layer {layer} part {part}: block {block} belongs to nobody")
+        return found + self._wrong_states(prompts)
+
+    def _wrong_states(self, prompts: list[Prompt]) -> list[str]:
+        found = []
+        for part, view in enumerate(each.cpu() for each in self.states):
+            for prompt in prompts:
+                assert prompt.states is not None
+                if not torch.equal(view[prompt.states[1]], self.right_states(prompt.seed)[part]):
+                    found.append(f"{prompt.request_id} state {part}")
+                view[prompt.states[1]] = 0
+            found += [f"state {part}: block {n} belongs to nobody" for n, block in enumerate(view) if block.any()]
         return found

@@ -101,16 +101,15 @@ def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) ->
         d_blocks = [d_free.pop() for _ in range(-(-length // pair.decode.span))]
         held = min(cached, length - 1)
         held -= held % pair.decode.span
-        made.append(Prompt(f"request-{i}", seed + i, length, p_blocks, d_blocks, held))
+        states = None if pair.model.states is None else (3 + 2 * i, 2 + 3 * i)
+        made.append(Prompt(f"request-{i}", seed + i, length, p_blocks, d_blocks, held, states))
     return made
 
 
-def deliver(
-    pair: "Pair", chunk: int | None, cached: int, change: Callable[[list[Prompt]], list[Prompt]] = list
-) -> None:
+def deliver(pair: "Pair", chunk: int | None, cached: int) -> None:
     """Sends prompts of several lengths into empty caches, and checks that all arrive and nothing is left open."""
     pair.each(pair.d_ranks, "clear")
-    requests = change(prompts(pair, [1, 15, 16, 17, 64, 100], cached))
+    requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
     run(pair, requests, chunk)
     expect_delivery(pair, requests)
     assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)
@@ -205,10 +204,11 @@ class Pair:
             rank.receive(START_TIMEOUT_S)
 
     def ticket(self, prompt: Prompt) -> Ticket:
+        of_states = [] if prompt.states is None else [[prompt.states[1]]]
         return Ticket(
             request_id=prompt.request_id,
-            remote_block_ids=[prompt.d_blocks],
-            remote_block_size=[self.decode.block_size],
+            remote_block_ids=[prompt.d_blocks, *of_states],
+            remote_block_size=[self.decode.block_size, *(1 for _ in of_states)],
             remote_engine_id=self.decode_id,
             remote_host=self._d_host,
             remote_port=self.port,
@@ -375,7 +375,6 @@ def pair_of_each(
     shapes: Mapping[str, tuple[Any, ...]],
     scope: Any = "module",
     long_ones: Sequence[str] = (),
-    kind: type[Pair] = Pair,
     afresh: bool = False,
     **options: Any,
 ) -> Any:
@@ -389,7 +388,7 @@ def pair_of_each(
     def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         if afresh:
             start_afresh()
-        made = kind(*shapes[request.param], **options)
+        made = Pair(*shapes[request.param], **options)
         yield made
         assert made.close() == []
 

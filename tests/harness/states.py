@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of Mamba and linear attention layers, and the programs of ranks that have them beside attention's caches.
+"""States of Mamba and linear attention layers.
 
 The truth is a model's whole state; each rank gets its part as vLLM's layers load their weights.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 
-from harness.kv import Model, Prompt
-from harness.rank_programs import DecodeRank, PrefillRank
-from harness.ranks import Pair
 from vllm_ascend_pd.core.caches import StateSpec
 from vllm_ascend_pd.core.states import LayerState, partition_states
-from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import aligned_buffer
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES
 
@@ -75,66 +69,3 @@ MAMBA2 = States("MAMBA2", ((HEADS, HEAD_WIDTH), (8, STATE_WIDTH), (8, STATE_WIDT
 ONE_GROUP = States("MAMBA2", ((HEADS, HEAD_WIDTH), (1, STATE_WIDTH), (1, STATE_WIDTH)), _RECURRENT, 1)
 TWO_GROUPS = States("MAMBA2", ((HEADS, HEAD_WIDTH), (2, STATE_WIDTH), (2, STATE_WIDTH)), _RECURRENT, 2)
 GATED_DELTA = States("GDN_ATTN", ((8, 6), (8, 6), (16, HEAD_WIDTH)), (16, HEAD_WIDTH, 6))
-
-
-@dataclass(frozen=True)
-class HybridModel(Model):
-    """Layers of attention and one with a state, in cache groups of their own."""
-
-    states: States = field(default=GATED_DELTA)
-
-
-class _Hybrid:
-    """What both ranks share. Mixed into the programs."""
-
-    model: HybridModel
-    views: list[torch.Tensor]
-
-    def make(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        caches, specs = super().make()  # type: ignore[misc]
-        tp = self.side.tp
-        memory, self.views, spec = self.model.states.allocate(self.rank % tp, tp, self.side.num_blocks, 1, self.on)
-        return {**caches, LAYER: (memory,)}, {**specs, LAYER: spec}
-
-    def right(self, seed: int) -> list[torch.Tensor]:
-        states = self.model.states.of_rank(self.rank % self.side.tp, self.side.tp, 1, seed)
-        return [torch.from_numpy(state) for state in states]
-
-
-class HybridPrefill(_Hybrid, PrefillRank):
-    """Each step changes a request's state in place."""
-
-    def values(self, layer: int, step: Any, prompts: dict[str, Prompt]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        copies = super().values(layer, step, prompts)
-        if layer == 0:
-            for send in step.sends:
-                prompt = prompts[send.request_id]
-                right = self.right(prompt.seed if send.last else prompt.seed + 1000 + send.stop)
-                copies += [(view[prompt.states[0]], state) for view, state in zip(self.views, right, strict=True)]
-        return copies
-
-
-class HybridDecode(_Hybrid, DecodeRank):
-    def differences(self, prompts: list[Prompt]) -> list[str]:
-        found = super().differences(prompts)
-        for part, view in enumerate(each.cpu() for each in self.views):
-            for prompt in prompts:
-                if not torch.equal(view[prompt.states[1]], self.right(prompt.seed)[part]):
-                    found.append(f"{prompt.request_id} state {part}")
-                view[prompt.states[1]] = 0
-            found += [f"state {part}: block {n} belongs to nobody" for n, block in enumerate(view) if block.any()]
-        return found
-
-
-class HybridPair(Pair):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, programs=(HybridPrefill, HybridDecode))
-
-    def ticket(self, prompt: Prompt) -> Ticket:
-        ids, sizes = [prompt.d_blocks, [prompt.states[1]]], [self.decode.block_size, 1]
-        return msgspec.structs.replace(super().ticket(prompt), remote_block_ids=ids, remote_block_size=sizes)
-
-
-def with_states(prompts: list[Prompt]) -> list[Prompt]:
-    """Returns the prompts with a block for each one's state on either side."""
-    return [replace(prompt, states=(3 + 2 * n, 2 + 3 * n)) for n, prompt in enumerate(prompts)]

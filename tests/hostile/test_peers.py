@@ -14,7 +14,7 @@ from mutate import hostile_value, msgpack
 from test_listeners import many
 
 from harness.channels import plain_sockets
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.rank_programs import MODEL
 from harness.ranks import Pair, prefill, prompts, run
 from vllm_ascend_pd.core.protocol import (
@@ -37,7 +37,7 @@ QUICK = {"grant_timeout_s": 4.0, "control_timeout_s": 2.0, "transfer_timeout_s":
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair(Model(), Side(2), Side(1), QUICK)
+    made = Pair(GQA, Side(2), Side(1), QUICK)
     yield made
     for rank in made.p_ranks + made.d_ranks:
         assert [line for line in rank.call("warnings") if "could not be served" in line or "callback" in line] == []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.kv import Model, Prompt, Side, layer_name
+from harness.kv import GQA, Prompt, Side, layer_name
 from harness.pool import long
 from harness.rank_hosts import Rank, start_afresh
 from harness.rank_programs import PrefillRank, refuse_work
@@ -20,7 +20,6 @@ from harness.ranks import Pair, expect_delivery, prompts, run, send_step
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.step import PrefillStep
 
-GQA = Model()
 IMPATIENT = {"collective_timeout_s": 2.5, "control_timeout_s": 1.0, "lease_s": 6.0, "write_timeout_s": 2.0}
 SHAPES = [pytest.param((2, 1), id="TP2_TO_TP1"), long((4, 2), id="TP4_TO_TP2")]
 LENGTHS = [16, 40, 100]

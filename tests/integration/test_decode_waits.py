@@ -3,7 +3,7 @@
 
 import time
 
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.rank_programs import DecodeRank
 from harness.ranks import MakePair
 from vllm_ascend_pd.core.step import DecodeStep, Expect
@@ -26,7 +26,7 @@ def steps_behind_an_end(rank: DecodeRank) -> list[set[str]]:
 
 def test_a_step_after_one_with_news_does_not_wait(make_pair: MakePair) -> None:
     """vLLM may have made it before it got the news, and its next computation is behind that step."""
-    pair = make_pair(Model(), Side(1), Side(1))
+    pair = make_pair(GQA, Side(1), Side(1))
     began = time.monotonic()
     [brought] = pair.each(pair.d_ranks, "do", steps_behind_an_end)
     assert brought == [{"request-0"}, set(), {"request-1"}, set()]
@@ -64,5 +64,5 @@ def was_woken(wakeup: WakeupSocket, timeout_s: float) -> bool:
 
 
 def test_what_ends_while_no_step_waits_wakes_the_scheduler(make_pair: MakePair) -> None:
-    pair = make_pair(Model(), Side(1), Side(1), {"queue_timeout_s": 1.0})
+    pair = make_pair(GQA, Side(1), Side(1), {"queue_timeout_s": 1.0})
     assert pair.each(pair.d_ranks, "do", wakes) == [(True, False, {"request-0", "request-1"})]

@@ -21,7 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from harness.connectors import NAME, config_of
 from harness.engines import Role
-from harness.kv import Model, Side
+from harness.kv import GQA, Model, Side
 from harness.multi_connector import transfer_config
 from harness.ranks import MakePair, expect_delivery, prefill, prompts
 from harness.scheduling import aggregated
@@ -162,7 +162,6 @@ def test_both_ways_through_vllm(config: Any, prometheus: PrometheusStatLogger, c
     assert log.kv_connector_logging.transfer_stats_accumulator is None, "the next line begins anew"
 
 
-GQA = Model()
 SHAPES = {
     "GATHERED_TP2_TO_TP1": (GQA, Side(2), Side(1)),
     "SPLIT_PP2_TP1_TO_TP2": (GQA, Side(1, stages=(1, 2)), Side(2)),

@@ -11,7 +11,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from harness.kv import Model, Prompt, Side, layer_name
+from harness.kv import GQA, Prompt, Side, layer_name
 from harness.rank_programs import PrefillRank
 from harness.ranks import MakePair, expect_delivery, prompts, run
 from vllm_ascend_pd.connector.build import Connected
@@ -57,7 +57,7 @@ def has_imported(_: PrefillRank) -> None:
 
 def test_what_was_not_computed_is_not_delivered(make_pair: MakePair) -> None:
     """Every rank still takes part in the step's collectives, and runs the next step, whoever calls the connector."""
-    pair = make_pair(Model(), Side(2), Side(1))
+    pair = make_pair(GQA, Side(2), Side(1))
     pair.each(pair.p_ranks, "do", has_imported)
     for runner in Runner:
         requests = prompts(pair, [40, 50])

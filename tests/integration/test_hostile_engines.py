@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from harness.channels import HOST, PATIENCE_S
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, prefill, prompts
 from vllm_ascend_pd.core.protocol import Message, Problem, Revoke, WriterId
@@ -20,7 +20,7 @@ CONFIG = {"grant_timeout_s": 5.0, "control_timeout_s": 2.0, "queue_timeout_s": 2
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(Model(), Side(2), Side(1), CONFIG | request.param)
+    made = Pair(GQA, Side(2), Side(1), CONFIG | request.param)
     yield made
     assert made.close() == []
 

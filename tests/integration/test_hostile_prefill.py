@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from harness.channels import PATIENCE_S, ask
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.ranks import Pair, Prompt, pair_of_each, prefill, prompts
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
@@ -46,7 +46,7 @@ class Stranger:
         self._client.close()
 
 
-pair = pair_of_each({"gathered": (Model(), Side(SIZE), Side(1))})
+pair = pair_of_each({"gathered": (GQA, Side(SIZE), Side(1))})
 
 
 @pytest.fixture

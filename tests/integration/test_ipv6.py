@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.rank_hosts import start_afresh
 from harness.ranks import MakePair, expect_failure, prompts, run
 
@@ -74,7 +74,7 @@ def test_a_peer_with_the_other_kind_of_address_is_refused_at_once(host: str, ses
 def test_prefill_and_decode_at_addresses_of_two_kinds_fail_with_both_named(
     hosts: tuple[str, str], make_pair: MakePair
 ) -> None:
-    pair = make_pair(Model(), Side(1), Side(1), hosts=hosts)
+    pair = make_pair(GQA, Side(1), Side(1), hosts=hosts)
     run(pair, prompts(pair, [40]))
     kinds = [6 if ":" in host else 4 for host in hosts]
     expect_failure(pair, f"its address is IPv{kinds[1]}, and this engine's is IPv{kinds[0]}")

@@ -4,29 +4,23 @@
 from functools import reduce
 
 import pytest
-import torch
 
-from harness.kv import Model, Side
+from harness.kv import (
+    FLOAT32,
+    GQA,
+    HEAD_MAJOR,
+    INDEXED_HEADS,
+    INT8,
+    MLA,
+    SIX_HEADS,
+    SPARSE_C8,
+    TWO_HEADS,
+    Side,
+)
 from harness.rank_programs import DecodeRank, Hooks
 from harness.ranks import Pair, deliver, expect_delivery, pair_of_each, prefill, prompts, run
-from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.observe.stats import OVERLAP_RATIO, merged
-
-GQA = Model()
-TWO_HEADS = Model(heads=2)
-SIX_HEADS = Model(heads=6)
-HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
-MLA = Model(widths=(128, 16), replicated=True)
-# As vllm-ascend's sparse attention keeps it: latent, rope, the indexer's keys in 8 bits, and a scale for each.
-SPARSE_C8 = Model(
-    widths=(128, 16, 32, 1),
-    dtypes=(torch.bfloat16, torch.bfloat16, torch.int8, torch.float16),
-    replicated=True,
-    copied_from=2,
-)
-# MiniMax-M3: K and V of each rank's heads, and keys of an index that all ranks have.
-INDEXED_HEADS = Model(widths=(32, 32, 16), whole_from=2)
 
 SHAPES = {
     "GQA_TP4_TO_TP2": (GQA, Side(4), Side(2)),
@@ -59,7 +53,7 @@ SHAPES = {
     "REPLICAS_DCP2_TO_DCP2": (TWO_HEADS, Side(4, dcp=2, interleave=16), Side(4, dcp=2, interleave=16)),
     "SPLIT_PCP2_TO_DCP2": (TWO_HEADS, Side(1, pcp=2, interleave=8), Side(4, dcp=2, interleave=16)),
     "GATHERED_PP2_PCP2_TP2_TO_TP1": (GQA, Side(2, pcp=2, interleave=16, stages=(1, 2)), Side(1)),
-    "INT8_TP2_TO_TP1": (Model(dtype=torch.int8), Side(2), Side(1)),
+    "INT8_TP2_TO_TP1": (INT8, Side(2), Side(1)),
     "SPARSE_C8_TP2_TO_TP1": (SPARSE_C8, Side(2), Side(1)),
     # Each rank of decode context parallelism has the whole index.
     "SPARSE_C8_DCP2_TO_DCP2": (SPARSE_C8, Side(2, dcp=2, interleave=16), Side(2, dcp=2, interleave=16)),
@@ -68,7 +62,7 @@ SHAPES = {
     "SPARSE_C8_PCP2_TO_DCP2": (SPARSE_C8, Side(1, pcp=2, interleave=16), Side(2, dcp=2, interleave=16)),
     "INDEXED_HEADS_TP2_TO_TP1": (INDEXED_HEADS, Side(2), Side(1)),
     "INDEXED_HEADS_TP2_TO_TP2": (INDEXED_HEADS, Side(2), Side(2)),
-    "FLOAT32_TP2_TO_TP1": (Model(dtype=torch.float32), Side(2), Side(1)),
+    "FLOAT32_TP2_TO_TP1": (FLOAT32, Side(2), Side(1)),
 }
 
 # For each of these the short form has one of the same kind.

@@ -9,19 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from harness.kv import Model, Side
+from harness.kv import FLOAT32, GQA, HEAD_MAJOR, Model, Side
 from harness.rank_hosts import start_afresh
 from harness.rank_programs import PrefillRank
 from harness.ranks import MakePair, Pair, expect_delivery, expect_failure, pair_of_each, prefill, prompts, run
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.observe.stats import BACKPRESSURE_SECONDS, PUSH_FAILURES, WRITE_RETRIES, merged
-
-GQA = Model()
-HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
 
 QUICK = {"grant_timeout_s": 2.0, "control_timeout_s": 1.0}
 SHAPES = {
@@ -120,18 +115,6 @@ def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
     assert pair.differences([]) == []  # not one byte
 
 
-def test_cancelling_between_chunks_stops_the_writers(pair: Pair) -> None:
-    requests = prompts(pair, [96])
-    tickets = pair.announce(requests)
-    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), {p.request_id: p for p in requests})
-    time.sleep(0.3)  # let grants be given: this is the case meant here, but any other must end well too
-    pair.cancel({t.ticket_id: "the client left" for t in tickets.values()})
-    assert pair.wait_arrivals(1) == (set(), {"request-0": "the client left"})
-    prefill(pair, requests, {})
-    assert "the client left" in pair.wait_sent(1)["request-0"]
-    assert pair.differences([]) == []
-
-
 def test_staging_is_not_left_to_requests_without_a_grant(make_pair: MakePair) -> None:
     """Their decode engine does not answer, say; here its ranks do not know of their tickets. Who comes after them is
     served long before their time to be granted is over, and what comes of them then waits for nobody any more."""
@@ -227,7 +210,7 @@ def test_an_aborted_prefill_fails_decode_at_once(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("p_model", "named"),
-    [(Model(dtype=torch.float32), ("dtype", "float32", "bfloat16")), (Model(layers=2), ("layers.2", "prefill lacks"))],
+    [(FLOAT32, ("dtype", "float32", "bfloat16")), (Model(layers=2), ("layers.2", "prefill lacks"))],
     ids=["dtype", "layers"],
 )
 def test_engines_that_do_not_fit_are_refused(p_model: Model, named: tuple[str, ...], make_pair: MakePair) -> None:

@@ -9,15 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.int8 import FAKQUANT, Int8DecodeRank, Int8Model, Int8PrefillRank
-from harness.kv import Prompt, Side
+from harness.kv import C8, FAKQUANT, Model, Prompt, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import MakePair, Pair, deliver, expect_delivery, expect_failure, pair_of_each, prompts, run
 from vllm_ascend_pd.core.step import Send
-
-C8 = Int8Model()
-MLA = Int8Model(widths=(128, 16), replicated=True, packings=FAKQUANT)
-PROGRAMS = (Int8PrefillRank, Int8DecodeRank)
 
 SHAPES = {
     "C8_TP1_TO_TP1": (C8, Side(1), Side(1)),
@@ -30,17 +25,17 @@ SHAPES = {
     "C8_TP3_TO_TP2": (replace(C8, heads=6), Side(3), Side(2)),
     "C8_PP2_TP1_TO_TP2": (C8, Side(1, stages=(1, 2)), Side(2)),
     "C8_IN_TURN_TP2_TO_TP1": (replace(C8, layers=6, plain=(1, 3, 5)), Side(2, buffers=2), Side(1)),
-    "FAKQUANT_TP1_TO_TP1": (MLA, Side(1), Side(1)),
-    "FAKQUANT_TP2_TO_TP1": (MLA, Side(2), Side(1)),
-    "FAKQUANT_TP4_TO_TP1": (MLA, Side(4), Side(1)),
-    "FAKQUANT_TP1_TO_TP2": (MLA, Side(1), Side(2)),
+    "FAKQUANT_TP1_TO_TP1": (FAKQUANT, Side(1), Side(1)),
+    "FAKQUANT_TP2_TO_TP1": (FAKQUANT, Side(2), Side(1)),
+    "FAKQUANT_TP4_TO_TP1": (FAKQUANT, Side(4), Side(1)),
+    "FAKQUANT_TP1_TO_TP2": (FAKQUANT, Side(1), Side(2)),
 }
 
 
 # For each of these the short form has one of the same kind.
 LONG = ("C8_TP2_TO_TP2", "C8_TP4_TO_TP1", "C8_PP2_TP1_TO_TP2", "FAKQUANT_TP4_TO_TP1")
 
-pair = pair_of_each(SHAPES, long_ones=LONG, programs=PROGRAMS)
+pair = pair_of_each(SHAPES, long_ones=LONG)
 
 
 @pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
@@ -85,7 +80,7 @@ def test_prefixes_that_prefill_has(pair: Pair, cached: int) -> None:
     ],
     ids=["other-scales", "other-layers", "other-blocks"],
 )
-def test_what_does_not_fit_is_refused(p_model: Int8Model, p_block: int, reason: str, make_pair: MakePair) -> None:
-    pair = make_pair(C8, Side(1, block_size=p_block), Side(1), p_model=p_model, programs=PROGRAMS)
+def test_what_does_not_fit_is_refused(p_model: Model, p_block: int, reason: str, make_pair: MakePair) -> None:
+    pair = make_pair(C8, Side(1, block_size=p_block), Side(1), p_model=p_model)
     run(pair, prompts(pair, [40]))
     expect_failure(pair, reason)

@@ -5,14 +5,14 @@ import dataclasses
 
 import pytest
 
-from harness.kv import Model, Prompt, Side
+from harness.kv import GQA, Prompt, Side
 from harness.ranks import Pair, expect_delivery, pair_of_each, prompts
 from test_push import SHAPES
 from vllm_ascend_pd.core.step import PrefillStep, Send, rank_address
 from vllm_ascend_pd.transport.wakeup import WakeupSender, new_address
 
 LATE = {
-    "TP1_TO_TP1": (Model(), Side(1), Side(1)),
+    "TP1_TO_TP1": (GQA, Side(1), Side(1)),
     **{
         name: SHAPES[name]
         for name in (

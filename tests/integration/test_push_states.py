@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from harness.kv import Prompt, Side
-from harness.ranks import deliver, pair_of_each, prompts, run
-from harness.states import GATED_DELTA, LAYER, ONE_GROUP, HybridDecode, HybridModel, HybridPair, with_states
+from harness.kv import LINEAR, MAMBA, Prompt, Side
+from harness.rank_programs import DecodeRank
+from harness.ranks import Pair, deliver, pair_of_each, prompts, run
+from harness.states import LAYER
 from vllm_ascend_pd.decode.checksums import Delivered
-
-LINEAR = HybridModel(layers=2, heads=2, states=GATED_DELTA)
-MAMBA = HybridModel(layers=2, heads=2, states=ONE_GROUP)
 
 SHAPES = {
     "LINEAR_WITH_MTP_TP2_TO_TP1": (replace(LINEAR, layers=3, drafts=1), Side(2), Side(1)),
@@ -28,42 +26,42 @@ SHAPES = {
 LONG = ("MAMBA_TP4_TO_TP1", "LINEAR_DCP2_TO_TP1", "LINEAR_TP1_TO_DCP2", "LINEAR_PCP2_TO_DCP2")
 
 
-pair = pair_of_each(SHAPES, long_ones=LONG, kind=HybridPair, config={"verify_kv": "all"})
+pair = pair_of_each(SHAPES, long_ones=LONG, config={"verify_kv": "all"})
 
 
 @pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
-def test_bytes_arrive(pair: HybridPair, chunk: int | None, cached: int) -> None:
+def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
     pair.each(pair.d_ranks, "do", counts)
-    deliver(pair, chunk, cached, with_states)
+    deliver(pair, chunk, cached)
     for counted in pair.each(pair.d_ranks, "do", counts):
         assert set(counted) == {"right"}, counted
 
 
-def counts(rank: HybridDecode) -> dict[str, int]:
+def counts(rank: DecodeRank) -> dict[str, int]:
     """Returns the results of `verify_kv` since the last call."""
     found = dict(rank.verified)
     rank.verified.clear()
     return found
 
 
-def spoil_state(rank: HybridDecode, victim: Prompt) -> None:
+def spoil_state(rank: DecodeRank, victim: Prompt) -> None:
     """Changes the victim's state when it has arrived and is not compared yet."""
     begin = rank.worker._verifier.begin
 
     def begin_spoiled(delivered: list[Delivered]) -> None:
         if any(each.expect.request_id == victim.request_id for each in delivered):
-            rank.views[-1][victim.states[1]].add_(1)
+            rank.states[-1][victim.states[1]].add_(1)
         begin(delivered)
 
     rank.worker._verifier.begin = begin_spoiled
 
 
-def mend(rank: HybridDecode) -> None:
+def mend(rank: DecodeRank) -> None:
     rank.worker._verifier.__dict__.pop("begin", None)
 
 
-def test_a_wrong_state_is_found_and_blamed(pair: HybridPair) -> None:
-    requests = with_states(prompts(pair, [40, 70, 60]))
+def test_a_wrong_state_is_found_and_blamed(pair: Pair) -> None:
+    requests = prompts(pair, [40, 70, 60])
     victim = requests[1]
     pair.each(pair.d_ranks, "clear")
     pair.d_ranks[-1].call("do", spoil_state, victim)

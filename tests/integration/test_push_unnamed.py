@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that vllm-ascend announces without a name leave when the step ends. Real processes, real Mooncake."""
 
-from dataclasses import replace
-
 import pytest
 
 from harness.kv import Model, Side, layer_name
@@ -10,7 +8,7 @@ from harness.rank_programs import PrefillRank
 from harness.ranks import MakePair, expect_delivery, prompts, run
 
 LAYERS = 6
-MODEL = replace(Model(), layers=LAYERS)
+MODEL = Model(layers=LAYERS)
 UNNAMED = [layer_name(layer) for layer in (0, 1, 3, 4)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.rank_programs import DecodeRank
 from harness.ranks import Pair, expect_delivery, expect_failure, prefill, prompts, run
 from harness.waiting import wait_until
@@ -17,7 +17,7 @@ from vllm_ascend_pd.observe.stats import PUSH_FAILURES
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(Model(), Side(2), Side(1), {"grant_timeout_s": 30.0, **getattr(request, "param", {})})
+    made = Pair(GQA, Side(2), Side(1), {"grant_timeout_s": 30.0, **getattr(request, "param", {})})
     yield made
     assert made.close() == []
 

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from harness.channels import HOST, PATIENCE_S, MakeSocket, ask, assert_works, echo, endpoint_of, random_secret
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.ranks import MakePair, prompts, run
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import Describe, GrantRefused, encode
@@ -119,7 +119,7 @@ def test_a_server_cannot_be_reached_before_its_guard_is_there(secret: Secret) ->
 def test_ranks_with_a_secret_send_and_receive(tmp_path: Path, make_pair: MakePair) -> None:
     path = tmp_path / "secret"
     write_new(path, new_secret())
-    pair = make_pair(Model(), Side(2), Side(1), {"secret_file": str(path)})
+    pair = make_pair(GQA, Side(2), Side(1), {"secret_file": str(path)})
     requests = prompts(pair, [40, 50])
     run(pair, requests)
     assert pair.wait_arrivals(2) == ({"request-0", "request-1"}, {})

@@ -8,7 +8,7 @@ import pytest
 from test_fencing import fill, hold_writes, holds_others, is_held, let_go
 from test_push_weights import begin, end, load
 
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.pool import long
 from harness.rank_hosts import start_afresh
 from harness.rank_programs import DecodeRank, PrefillRank
@@ -30,7 +30,7 @@ def _own_processes() -> None:
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(Model(), Side(2), Side(1), getattr(request, "param", CONFIG))
+    made = Pair(GQA, Side(2), Side(1), getattr(request, "param", CONFIG))
     yield made
     assert made.close() == []
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.kv import Model, Side, layer_name
+from harness.kv import GQA, Side, layer_name
 from harness.ranks import Pair, expect_delivery, prompts, run
 from harness.timelines import is_chrome_trace, nests_properly, prefill_ranks, traced_requests
 from vllm_ascend_pd.core.ticket import Ticket
@@ -21,7 +21,7 @@ SHAPES = {
 @pytest.mark.parametrize(("prefill", "decode", "regroups"), SHAPES.values(), ids=SHAPES.keys())
 def test_every_layer_is_in_the_trace(tmp_path: Path, prefill: Side, decode: Side, regroups: bool) -> None:
     began = time.time()
-    pair = Pair(Model(), prefill, decode, {"trace_dir": str(tmp_path)})
+    pair = Pair(GQA, prefill, decode, {"trace_dir": str(tmp_path)})
     made = prompts(pair, [1, 17, 64, 100])
     tickets = run(pair, made, chunk=40)
     expect_delivery(pair, made)

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.int8 import Int8DecodeRank, Int8Model, Int8PrefillRank
-from harness.kv import Prompt, Side, layer_name
+from harness.kv import C8, FAKQUANT, Prompt, Side, layer_name
 from harness.pool import long
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from test_push import SHAPES
-from test_push_int8 import C8, MLA
 from vllm_ascend_pd.core.checksum import Form, is_selected
 from vllm_ascend_pd.core.kv_dump import pattern, read_dump
 from vllm_ascend_pd.core.layout import Order
@@ -69,7 +67,7 @@ def results(rank: DecodeRank) -> dict[str, int]:
 VERIFIED = SHAPES | {  # quantized on the way: prefill takes the checksums of what it sends
     "C8_TP2_TO_TP1": (replace(C8, plain=(0,)), Side(2), Side(1)),
     "C8_TP1_TO_TP2": (replace(C8, plain=(0,)), Side(1), Side(2)),
-    "FAKQUANT_TP2_TO_TP1": (replace(MLA, plain=(0,)), Side(2), Side(1)),
+    "FAKQUANT_TP2_TO_TP1": (replace(FAKQUANT, plain=(0,)), Side(2), Side(1)),
 }
 
 # Each way that KV takes and each sharing of it.
@@ -96,9 +94,8 @@ BY_32_BITS = ("GQA_TP1_TO_TP2", "HEAD_MAJOR_TP2_TO_TP1", "REPLICAS_TP4_TO_TP1", 
 @pytest.fixture(scope="module", params=[name if name in SHORT else long(name) for name in VERIFIED])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     shape = VERIFIED[request.param]
-    programs = (Int8PrefillRank, Int8DecodeRank) if isinstance(shape[0], Int8Model) else (PrefillRank, DecodeRank)
     folder = tmp_path_factory.mktemp("dumps")
-    made = Pair(*shape, config=ALL | {"trace_dir": str(folder)}, programs=programs)
+    made = Pair(*shape, config=ALL | {"trace_dir": str(folder)})
     made.each(made.d_ranks, "do", count_verified)
     if request.param in BY_32_BITS:
         made.each(made.p_ranks, "do", take_32_bits)
@@ -329,7 +326,7 @@ def test_wrong_kv_is_found_and_blamed(pair: Pair, fault: str) -> None:
     assert (folder / "verify-0.npz").stat().st_mode & 0o777 == 0o600
     assert dump.text.startswith(f"request {victim.request_id}: {layer_name(LAYER)} tensor 0 in blocks ")
     found, _ = pattern(dump)
-    is_int8 = isinstance(pair.model, Int8Model)  # there, rows of several heads are exchanged
+    is_int8 = bool(pair.model.packings)  # there, rows of several heads are exchanged
     assert found.startswith("the whole block" if is_int8 and fault == "heads" else PATTERNS[fault]), (fault, found)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cann_on_host
-from harness.kv import Model, Prompt, Side, layer_name
+from harness.kv import GQA, Prompt, Side, layer_name
 from harness.ranks import Pair, prompts
 from vllm_ascend_pd.core.step import PrefillStep, Send
 
@@ -19,7 +19,7 @@ SIDE = Side(1, num_blocks=8, block_size=128)
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair(Model(), SIDE, SIDE, device="npu")
+    made = Pair(GQA, SIDE, SIDE, device="npu")
     yield made
     made.each(made.p_ranks, "do", go_on)
     assert made.close() == []
@@ -58,7 +58,7 @@ def prefill(pair: Pair, told: str | None) -> list[Prompt]:
     return requests
 
 
-@pytest.mark.parametrize("told", ["", layer_name(Model().layers - 1)], ids=["unnamed", "named"])
+@pytest.mark.parametrize("told", ["", layer_name(GQA.layers - 1)], ids=["unnamed", "named"])
 def test_a_layer_is_sent_while_its_attention_runs(pair: Pair, told: str) -> None:
     requests = prefill(pair, told)
     received, failed = pair.wait_arrivals(1, timeout_s=20)

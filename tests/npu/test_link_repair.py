@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cann_on_host
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.rank_programs import DecodeRank
 from harness.ranks import connected_pair, prompts, run
 
@@ -24,7 +24,7 @@ OTHERS = 7
 
 
 SIDE = Side(1, num_blocks=16, block_size=128)
-PAIR = (Model(layers=3, heads=4, widths=(32, 32)), SIDE, SIDE)
+PAIR = (GQA, SIDE, SIDE)
 
 
 def process_of(rank: Any) -> int:

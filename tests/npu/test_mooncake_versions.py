@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.kv import Model, Side
+from harness.kv import GQA, Side
 from harness.pool import long
 from harness.ranks import MakePair, expect_delivery, expect_failure, prompts, run
 from mooncake_wheels import FOLDER, Answering, python_path
@@ -86,7 +86,7 @@ def test_a_prefill_rank_refuses_a_decode_engine_of_another_kind(
     monkeypatch: pytest.MonkeyPatch, make_pair: MakePair
 ) -> None:
     side = Side(1, num_blocks=24, block_size=128)
-    pair = make_pair(Model(), side, side, device="npu")
+    pair = make_pair(GQA, side, side, device="npu")
     before = prompts(pair, [130])
     run(pair, before)
     expect_delivery(pair, before)

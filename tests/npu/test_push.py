@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cann_on_host
-from harness.kv import Model, Side
+from harness.kv import GQA, INT8, LINEAR, SIX_HEADS, Model, Side
 from harness.pool import long
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import MakePair, Pair, expect_delivery, prompts, run
@@ -21,7 +21,6 @@ from vllm_ascend_pd.device import ops, ops_fallback
 
 pytestmark = pytest.mark.npu
 
-GQA = Model(heads=4, widths=(32, 32))
 MLA = Model(widths=(512, 64), replicated=True)
 BLOCK = 128  # vllm-ascend's only block size with P/D
 
@@ -33,8 +32,8 @@ def side(tp: int) -> Side:
 SHAPES = {f"tp{p}-to-tp{d}": (GQA, side(p), side(d)) for p, d in [(1, 1), (2, 1), (4, 2), (1, 2)]} | {
     "mla-tp2-to-tp1": (MLA, side(2), side(1)),
     "mla-tp1-to-tp1": (MLA, side(1), side(1)),
-    "int8-tp2-to-tp1": (Model(dtype=torch.int8), side(2), side(1)),
-    "tp3-to-tp2": (Model(heads=6), side(3), side(2)),  # heads are exchanged and divided
+    "int8-tp2-to-tp1": (INT8, side(2), side(1)),
+    "tp3-to-tp2": (SIX_HEADS, side(3), side(2)),  # heads are exchanged and divided
 }
 # Prefill keeps the KV of 4 layers: 12 layers use these buffers in turn, as vllm-ascend 0.30 lets them.
 SHAPES |= {
@@ -79,6 +78,19 @@ def push(pair: Pair) -> None:
 
 def test_bytes_arrive(pair: Pair) -> None:
     push(pair)
+
+
+def results(rank: DecodeRank) -> set[str]:
+    """Returns what comparisons with prefill's checksums have found."""
+    return set(rank.verified)
+
+
+def test_states_arrive_beside_attentions_caches(monkeypatch: pytest.MonkeyPatch, make_pair: MakePair) -> None:
+    """Other states, sizes and context parallelism: tests/integration/test_push_states.py."""
+    monkeypatch.setenv(*EVERY_STREAM)
+    pair = make_pair(LINEAR, side(1), side(2), {"verify_kv": "all"}, device="npu")
+    push(pair)
+    assert pair.each(pair.d_ranks, "do", results) == [{"right"}] * 2
 
 
 def wake(rank: PrefillRank | DecodeRank) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 import cann_on_host
-from harness.kv import Model, Side, layer_name
+from harness.kv import GQA, Side, layer_name
 from harness.rank_programs import PrefillRank, refuse_work
 from harness.ranks import Pair, connected_pair, prompts, run
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
 BLOCK = 128
-GQA = Model(layers=3, heads=4, widths=(32, 32))
 QUICK = {"write_timeout_s": 2.0, "collective_timeout_s": 10.0, "lease_s": 5.0, "settle_timeout_s": 5.0}
 
 # What is done to KV on its way: tensor-parallel sizes of prefill and decode.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.kv import Model, Side, layer_name
+from harness.kv import GQA, Side, layer_name
 from harness.pool import long
 from harness.ranks import Pair, expect_delivery, prompts, run
 from harness.timelines import nests_properly, traced_requests
@@ -24,7 +24,7 @@ def test_layers_end_when_the_device_has_computed_them(
     """Every task on the stream takes 5 ms more, of computing or of regrouping, and so does every layer."""
     monkeypatch.setenv(delay, str(DELAY_US))
     pair = Pair(
-        Model(heads=4, widths=(32, 32)),
+        GQA,
         *(Side(tp, num_blocks=24, block_size=128) for tp in (2, 1)),
         {"trace_dir": str(tmp_path)},
         device="npu",
