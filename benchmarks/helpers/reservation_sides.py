@@ -22,6 +22,8 @@ LONGEST, ANSWER = 16_000, 200
 FIXED = 8_000
 _PREFILL_BYTES = 512 << 20
 """131,072 tokens."""
+_LONG_STOPS = ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")
+"""An engine that waits for its turn may be stopped within a step, for longer than vLLM's 300 s."""
 SIDES = ("decode first", "long first", "prefill first", "mooncake")
 
 
@@ -77,7 +79,7 @@ def _config(role: Role, blocks: Path, room: int, step_tokens: int) -> EngineConf
         kv_cache_bytes=(blocks_of(room) + 1) * BLOCK * SPEC.kv_bytes_per_token
         if role is Role.DECODE
         else _PREFILL_BYTES,
-        env=(("VLLM_ASCEND_PD_TEST_BLOCKS_IN_USE", str(blocks)),) if role is Role.DECODE else (),
+        env=(_LONG_STOPS, *((("VLLM_ASCEND_PD_TEST_BLOCKS_IN_USE", str(blocks)),) if role is Role.DECODE else ())),
     )
 
 
