@@ -70,7 +70,7 @@ def client(retries: Retries) -> Iterator[PrefillClient]:
 
 
 def offer(client: PrefillClient, params: dict[str, Any]) -> None:
-    client.offer(TICKET, client.parse(params))
+    client.offer(TICKET, client.parse_holder(params))
 
 
 def outcome(client: PrefillClient) -> PostOutcome:
@@ -140,7 +140,7 @@ def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker)
     offer(client, prefill.params)
     wait_until(lambda: prefill.of(AskTicket), 20)
     client.cancel(TICKET.ticket_id)
-    client.release(client.parse(prefill.params), TICKET, "the request was aborted")
+    client.release(client.parse_holder(prefill.params), TICKET, "the request was aborted")
     wait_until(lambda: prefill.of(ReleasePrompt), 20)
     asked = len(prefill.of(AskTicket))
     time.sleep(0.3)
@@ -159,7 +159,7 @@ def test_closing_ends_everything(taker: MakeTaker) -> None:
     client.close()
     client.close()
     offer(client, prefill.params)
-    client.release(client.parse(prefill.params), TICKET, "late")
+    client.release(client.parse_holder(prefill.params), TICKET, "late")
     client.cancel(TICKET.ticket_id)
     assert [each.reason for each in client.poll()] == ["the ticket was not sent: the engine is shutting down"]
 
@@ -280,10 +280,10 @@ def test_a_bootstrap_answer_that_comes_late(client: PrefillClient, taker: MakeTa
         slow.settimeout(20)
         params = mooncake(slow.getsockname()[1])
         for ticket in (TICKET, left):
-            client.offer(ticket, client.parse(params))
+            client.offer(ticket, client.parse_holder(params))
         connections = [slow.accept()[0] for _ in range(2)]
         client.cancel(left.ticket_id)
-        client.release(client.parse(params), left, "the client left")
+        client.release(client.parse_holder(params), left, "the client left")
         connections.append(slow.accept()[0])
         time.sleep(0.4)
         assert prefill.got == []
@@ -303,7 +303,7 @@ def test_a_served_ticket_needs_no_bootstrap_server(client: PrefillClient, taker:
             if isinstance(message, OfferTicket):
                 server.close(5)
                 addresses = client._addresses
-                addresses.forget(client.parse(mooncake(server.port)))
+                addresses.forget(client.parse_holder(mooncake(server.port)))
             return super()._handle(message, connection)
 
     prefill = DropsTheEntry(questions=[TAKEN, UNKNOWN])

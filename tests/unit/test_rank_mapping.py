@@ -36,7 +36,7 @@ def test_sizes_that_do_not_fit(tp, heads):
             use()
 
 
-def test_replicas_take_turns():
+def test_replicas_divide_the_tickets():
     """Over as many consecutive hashes as there are replicas, every prefill rank writes exactly once."""
     for heads, tp, _ in all_sizes():
         hashes = range(replicas(tp, heads))

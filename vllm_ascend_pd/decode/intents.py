@@ -160,6 +160,9 @@ class Intents:
         if prompt.ticket_recipient is not None:
             self._lose(prompt, outcome.reason)
             return prompt
+        if not outcome.ok:
+            self._fail(prompt, outcome.reason)
+            return prompt
         try:
             prompt.ticket_recipient = self._ticket_recipient(prompt, outcome)
         except NoRecipientError as error:
@@ -191,12 +194,10 @@ class Intents:
         """Returns who holds the prompt. Raises NoRecipientError."""
         assert prompt.intent is not None
         assert prompt.intent_recipient is not None
-        if not outcome.ok:
-            raise NoRecipientError(outcome.reason)
         params: Mapping[str, Any] = outcome.held or {}
         if not names_prefill(params) or params[TRANSFER_ID] != prompt.intent.transfer_id:
             raise NoRecipientError(_NOT_HELD)
-        return self._recipients.holder(params, prompt.intent_recipient, prompt.intent.ticket_id)
+        return self._recipients.after_intent(params, prompt.intent_recipient, prompt.intent.ticket_id)
 
     def _fail(self, prompt: LongPrompt, reason: str) -> None:
         prompt.failure = reason

@@ -78,7 +78,7 @@ class PrefillClient(TicketClient):
         self._idle: OrderedDict[str, None] = OrderedDict()  # endpoints without such messages, the latest last
         super().__init__("pd-tickets")
 
-    def parse(self, params: Mapping[str, Any]) -> PromptHolder:
+    def parse_holder(self, params: Mapping[str, Any]) -> PromptHolder:
         """Reads a request's `kv_transfer_params`. Raises NoRecipientError if no ticket may be sent there."""
         return parse_holder(params, self._admission)
 

@@ -349,9 +349,8 @@ class DecodeScheduler(ConnectorRole):
         for request in self._intents.unasked():
             if self._blocks.is_ready(request) and request.request_id not in self._refused:
                 cached = self._blocks.cached_tokens(request)
-                if self._placement.decide(request, cached).by_decode:
-                    cached = self._issuer.num_tokens(request)
-                self._intents.of(request, self._issuer.num_tokens(request) - cached)
+                by_decode = self._placement.decide(request, cached).by_decode
+                self._intents.of(request, 0 if by_decode else self._issuer.num_tokens(request) - cached)
         for long in self._intents.post():
             self._not_computed(long)
 

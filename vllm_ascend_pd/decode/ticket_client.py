@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class NoRecipientError(ValueError):
-    """A request names nobody who may get its ticket. The text is the reason."""
+    """Nobody may get a request's ticket: none is named or holds the prompt, or the address is refused. The text is the
+    reason."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class EngineInfo:
     # Sizes of tensor parallelism and decode context parallelism.
     tp: int
     dcp: int = 1
-    # Tokens in turn that a rank of decode context parallelism has.
+    # How many tokens in a row a rank of decode context parallelism has.
     interleave: int = 1
     # What drafts here, as `draft_summary` has it. "": nothing with caches of its own.
     draft: str = ""
@@ -186,7 +186,7 @@ class TicketRecipients:
     def of(self, params: Mapping[str, Any]) -> TicketRecipient:
         """Returns whom a request's `kv_transfer_params` name. Raises NoRecipientError."""
         if names_prefill(params):
-            return _HolderRecipient(self._prefill, self._prefill.parse(params))
+            return _HolderRecipient(self._prefill, self._prefill.parse_holder(params))
         url = params.get("metaserver")
         if not isinstance(url, str):
             raise NoRecipientError("kv_transfer_params has do_remote_prefill but no metaserver URL")
@@ -195,19 +195,21 @@ class TicketRecipients:
             raise NoRecipientError(f"the metaserver's URL is refused: {refused}")
         return _MetaserverRecipient(self._metaserver, url, signature)
 
-    def holder(self, params: Mapping[str, Any], intent_recipient: TicketRecipient, ticket_id: str) -> TicketRecipient:
+    def after_intent(
+        self, params: Mapping[str, Any], intent_recipient: TicketRecipient, ticket_id: str
+    ) -> TicketRecipient:
         """Returns who gets the ticket that follows an intent, and has that engine hold the prompt until it is sent.
 
         `params`: of prefill's answer to the intent. `intent_recipient`: the intent's. Raises NoRecipientError.
         """
-        holder = self._prefill.parse(params)
+        holder = self._prefill.parse_holder(params)
         self._prefill.keep(ticket_id, holder)
         return _HolderRecipient(self._prefill, holder, intent_recipient)
 
     def no_ticket(self, params: Mapping[str, Any], named: NamesPrompt, reason: str) -> None:
         """No ticket will be issued for a request whose prompt a prefill engine holds: tells that engine."""
         with suppress(NoRecipientError):  # nobody that this engine may talk to
-            self._prefill.release(self._prefill.parse(params), named, reason)
+            self._prefill.release(self._prefill.parse_holder(params), named, reason)
 
     def poll(self) -> list[PostOutcome]:
         """The outcomes since the last call."""
@@ -265,7 +267,7 @@ class _HolderRecipient:
             self._client.release(self._holder, ticket, failure)
 
     def report_failure(self, failure: TransferFailure) -> None:
-        """`end` tells the engine, and a router nobody."""
+        """Tells the metaserver that got the intent. A router takes no such report: `end` tells the prefill engine."""
         if self._intent_recipient is not None:
             self._intent_recipient.report_failure(failure)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that a router asked for before decode had a ticket.
+"""Prompts that prefill computes before their tickets come: a router asks prefill first, or decode has posted an intent.
 
 A prompt and its ticket find each other by a transfer id, whichever comes first. A prompt that is computed keeps its
 blocks until its ticket comes, or decode has not asked about the ticket for `hold_timeout_s`. `HoldingRoom` bounds how
@@ -54,7 +54,7 @@ class HeldPrompts:
     requests: compares prompts.
     blocks: says which requests are ready.
     needs: how many blocks prompts take.
-    left_to_decode: how many of a prompt's tokens no ticket is for (`groups.left_to_decode`).
+    left_to_decode: how many of a prompt's tokens no ticket is for (`core/caches.py`).
     secret: signs the inbox's address, which routers hand to decode. None: it is not signed.
     """
 

@@ -48,7 +48,7 @@ class PrefillScheduler(ConnectorRole):
     requests, blocks: answer questions about the engine's requests and KV blocks.
     idle: decides how long steps wait for transfers.
     admission: decides which tickets are served.
-    held: prompts that a router asks for before decode has a ticket. None: their blocks are not kept.
+    held: prompts that are computed before their tickets come. None: their blocks are not kept.
     awaits_outputs: whether only the output of a step says what the step has loaded: another connector loads KV, too.
     survives_faults: whether vLLM goes on after a step that failed, so only its output says what it has computed.
     """
@@ -117,7 +117,10 @@ class PrefillScheduler(ConnectorRole):
             self._expect_ticket(self._held, request, params.get(TRANSFER_ID))
 
     def _expect_ticket(self, held: HeldPrompts, request: ScheduledRequest, transfer_id: object) -> None:
-        """Decode's ticket comes later, over the side channel. `transfer_id`: the router's, from outside."""
+        """Decode's ticket comes later, over the side channel.
+
+        `transfer_id`: the router's or the intent's, from outside.
+        """
         if transfer_id is None:
             transfer_id = held.transfer_id_of(self._requests.shared_id(request))
         reason = None

@@ -19,9 +19,12 @@ from vllm_ascend_pd.prefill.step_send import StepSend, plan_sends, tokens_of
 from vllm_ascend_pd.prefill.transfer import Transfer
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepPlan:
-    """What this rank does in one step. The model's thread owns it."""
+    """What this rank does in one step. The model's thread owns it.
+
+    `unpushed` and `confirmed` shrink while the step runs. Nothing else changes.
+    """
 
     # The number of the step, which is the same on all ranks. 0 if no step is open.
     number: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes decode's tickets for prompts that a router asked prefill for first, on a thread of its own (`pd-tickets`).
+"""Takes decode's tickets for held prompts, on a thread of its own (`pd-ticket-listener`).
 
 The thread answers at once and keeps the tickets, under one lock. The scheduler's thread looks at them in its steps, and
 says what has become of each. An idle engine runs no scheduler, so a ticket that has waited too long is refused here,
@@ -153,7 +153,7 @@ class TicketListener:
             host,
             port,
             self._handle,
-            name="pd-tickets",
+            name="pd-ticket-listener",
             secret=secret,
             hosts=hosts,
             max_message_bytes=MAX_TICKET_BYTES,

@@ -39,8 +39,8 @@ from vllm_ascend_pd.transport.peers import Peers
 class PrefillWorker(ConnectorRole):
     """One rank of a prefill engine. vLLM's model thread calls all methods.
 
-    It calls them in this order: `start_step`, then `mark_cached` and `push_layer` for each layer,
-    `end_forward`, `end_step` and `take_results`.
+    It calls them in this order: `preempted` if requests were preempted, `start_step`, then `mark_cached` and
+    `push_layer` for each layer, `end_forward`, `end_step` and `take_results`.
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class PrefillWorker(ConnectorRole):
                 ready = submit_layer(self._device, steps, self._caches.quantize, computed)
         for geometry, tensors in of_layer.items():
             for step_send in plan.sends.get(geometry, ()):
-                # In turn, because the next one may wait for the staging slot of this one.
+                # One after the other: the next one may wait for the staging slot of this one.
                 push = LayerPush(layer, step_send, tensors.described, computed, ready)
                 if step_send.mapping.is_staged:
                     assert self._regrouper is not None

@@ -3,11 +3,11 @@
 
 Rooms, from the bottom up. Each imports only rooms below it; pyproject.toml has the contract.
 
-- `http/`: requests and responses of clients, and HTTP to engines.
+- `http/`: requests and responses of clients, and HTTP to engines. Beside it `settings`: options.
 - `routing/`: which engines there are, and which one gets a request.
 - `rendezvous/`: brings a client's request, its tickets and its prefills together, and retries what fails.
 - `operate/`: health, status, metrics and the admin API.
-- `settings`, `server`: options, and the ASGI application with all routes, the work beside requests, and its server.
+- `server`: the ASGI application with all routes, the work beside requests, and its server.
 
 A client's request, file by file. It is a `ProxiedRequest` all the way (`rendezvous/request_table`).
 

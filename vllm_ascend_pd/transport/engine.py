@@ -98,7 +98,7 @@ class TransferEngine:
 
     def _make_writer(self, protocol: str, reach: Reach) -> Writer:
         if protocol != "ascend":
-            # Only here: the Ascend path imports nothing of TCP's queue bound and pacing.
+            # Only here: the Ascend path imports nothing of TCP's queue bound and pause.
             from vllm_ascend_pd.transport.tcp import TcpWriter
             from vllm_ascend_pd.transport.tcp_settings import queue_capacity
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes over Mooncake's TCP (and RDMA) transport.
 
-Three things are special to it, and only this module knows them:
+Three things are special to it, and only this module deals with them:
 
 - What is in flight never overflows Mooncake's queue to a peer (`PeerQueue`).
 - A waiting thread sleeps before it asks about a batch (`PAUSE_S`).

@@ -166,7 +166,7 @@ class ClientRequests:
         with beside(_end_when_left(request, client.receive)):
             async with self._request_table.slot(request):
                 with self._budget.hold() as parsed:
-                    await self._request_table.may_decode(body)
+                    await self._request_table.await_decoding(body)
                     _parse(request, body)
                     if request.parsed is not None:
                         self._budget.add(parsed, _BYTES_PER_PROMPT * len(request.parsed.prompts))

@@ -414,7 +414,7 @@ class RequestTable:
             raise RequestRefused(HTTPStatus.NOT_FOUND, "no request is waiting under this request_id")
         return request, parsed, *found
 
-    async def may_decode(self, body: bytes | bytearray) -> None:
+    async def await_decoding(self, body: bytes | bytearray) -> None:
         """Returns when a body may be decoded: large ones stop the event loop for long enough one by one."""
         if len(body) > LARGE_BODY_BYTES:
             await self._large_bodies.wait()
@@ -439,7 +439,7 @@ class RequestTable:
         try:
             with scope:
                 body = bytes(await read_body(request.stream(), limit))
-                await self.may_decode(body)
+                await self.await_decoding(body)
                 return decode(body)
             raise _shutting_down()
         except TooLarge:

@@ -307,7 +307,7 @@ class Failure(NamedTuple):
 def at_fault(to_decode: Collection[bool], from_prefill: Collection[bool]) -> EngineRole | None:
     """Returns the role of the engine that a failed transfer counts against; None if that is open.
 
-    The other engines' results decide: the engine whose partners get KV through more often by others is not at fault.
+    The other engines' results decide: the engine that has more success with its other partners is not at fault.
     An engine without other results has nothing to show.
 
     Args:
