@@ -211,7 +211,7 @@ def _take_tickets(pipe: Connection, secret_file: str | None) -> None:
         assert prompt.transfer_id is not None
         served[ticket.ticket_id] = prompt.transfer_id
 
-    meter = Meter("pd-tickets", [lock])
+    meter = Meter("pd-ticket-listener", [lock])
     pipe.send(listener.endpoint)
     while True:  # the scheduler's steps
         held.match(serve)

@@ -90,7 +90,8 @@ def test_states_arrive_beside_attentions_caches(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv(*EVERY_STREAM)
     pair = make_pair(LINEAR, side(1), side(2), {"verify_kv": "all"}, device="npu")
     push(pair)
-    assert pair.each(pair.d_ranks, "do", results) == [{"right"}] * 2
+    said = [pair.each(ranks, "warnings") for ranks in (pair.p_ranks, pair.d_ranks)]
+    assert pair.each(pair.d_ranks, "do", results) == [{"right"}] * 2, said
 
 
 def wake(rank: PrefillRank | DecodeRank) -> None:
