@@ -88,6 +88,7 @@ def results(rank: DecodeRank) -> set[str]:
 def test_states_arrive_beside_attentions_caches(monkeypatch: pytest.MonkeyPatch, make_pair: MakePair) -> None:
     """Other states, sizes and context parallelism: tests/integration/test_push_states.py."""
     monkeypatch.setenv(*EVERY_STREAM)
+    monkeypatch.delenv(SIDE_STREAMS[0], raising=False)  # the last `pair` may still be there
     pair = make_pair(LINEAR, side(1), side(2), {"verify_kv": "all"}, device="npu")
     push(pair)
     said = [pair.each(ranks, "warnings") for ranks in (pair.p_ranks, pair.d_ranks)]
